@@ -3,7 +3,6 @@ PYTHON  ?= python3
 VENV    ?= .venv
 COMPOSE ?= docker compose
 ARGS    ?=
-ROOM    ?= radix
 # Processes of the test run: files of tests are shared out among them.
 WORKERS ?= 2
 # The one version that Ramet is tested with; TORCH="torch>=2.6" or a wheel's path takes another.
@@ -15,7 +14,7 @@ PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --progress-
 # Is there such an index? Seconds, where pip would try again for minutes.
 REACHES = $(VENV)/bin/python -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1] + "/torch/", timeout=5)' 2>/dev/null
 
-.PHONY: serve test clients lint mutants docs pins bench bench-prefix compose clean
+.PHONY: serve test soak clients lint mutants docs pins bench bench-prefix compose clean
 
 # A stamp for each part of the set-up: torch, what serving needs, and extras of pyproject.toml (bench, dev).
 $(VENV)/.torch:
@@ -49,6 +48,11 @@ test: $(VENV)/.dev
 	$(VENV)/bin/ramet fetch-model
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --hypothesis-profile=repeat $(ARGS)
 
+# The long tests of a live server: bad clients, lost engines, a mixed load. RAMET_SOAK_SCALE=0.1 makes them shorter.
+soak: $(VENV)/.dev
+	$(VENV)/bin/ramet fetch-model
+	$(VENV)/bin/python -m pytest -m soak tests/soak $(ARGS)
+
 # make clients ARGS="openai_python codex": other people's clients, each in an environment of its own. Not in CI.
 clients: $(VENV)/.dev
 	$(VENV)/bin/python tests/clients/matrix.py --home $(VENV)/clients $(ARGS)
@@ -56,19 +60,17 @@ clients: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports
 	$(VENV)/bin/mypy
 
-# make mutants ROOM=scheduler: does a test fail for every small change of a room? Not in CI: some minutes.
+# make mutants ARGS="'radix.tree*'": does a test fail for every small change of a module? Not in CI: some minutes.
 mutants: $(VENV)/.mutants
-	$(VENV)/bin/python tests/mutants.py $(ROOM) $(ARGS)
+	$(VENV)/bin/mutmut run $(ARGS)
 
-# The tables of options and of other servers' fields in server/README.md, between their markers.
+# The generated pages of the server.
 docs: $(VENV)/.serve
-	env -u RAMET_CACHE -u XDG_CACHE_HOME $(VENV)/bin/ramet options > $(VENV)/options.md
-	$(VENV)/bin/python -m server.fields > $(VENV)/fields.md
-	sed -e '/^<!-- options/,/^<!-- end/{//!d;}' -e '/^<!-- options/r $(VENV)/options.md' \
-	  -e '/^<!-- fields/,/^<!-- end/{//!d;}' -e '/^<!-- fields/r $(VENV)/fields.md' server/README.md > $(VENV)/README.md
-	cp $(VENV)/README.md server/README.md
+	env -u RAMET_CACHE -u XDG_CACHE_HOME $(VENV)/bin/ramet options > server/OPTIONS.md
+	$(VENV)/bin/python -m server.fields > server/FIELDS.md
 
 # The images' pins anew, with hashes: ARGS=--upgrade takes newer versions.
 pins: $(VENV)/.torch
@@ -77,8 +79,6 @@ pins: $(VENV)/.torch
 	  echo "$(TORCH)"; } | $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-package torch $(if $(filter torch%,$(TORCH)),--torch-backend cpu) --custom-compile-command "make pins" \
 	  --output-file docker/constraints.txt $(ARGS) -
-	echo ai-dynamo-runtime==1.6.1 | $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 \
-	  --generate-hashes --custom-compile-command "make pins" --output-file docker/selector.txt $(ARGS) -
 
 # make bench ARGS="tree"; make bench-prefix
 bench bench-prefix: $(VENV)/.bench

@@ -1,8 +1,7 @@
-"""The benchmarks by name: `ramet bench NAME` is a module `bench_NAME.py` in one of loadgen's rooms.
+"""The benches by name: `ramet bench NAME` is a module `bench_NAME.py` in one of loadgen's rooms.
 
-Such a module has `add_arguments(parser)`, which adds its options, and `run(arguments)`, which measures, prints tables,
-writes the files that the options name (`loadgen/http/outputs.py`), and returns the exit code. The first line of its
-docstring, behind "`ramet bench NAME`: ", is its help text.
+Such a module defines one subclass of `loadgen.harness.Bench`. The first line of its docstring, behind
+"`ramet bench NAME`: ", is its help text.
 """
 
 from __future__ import annotations
@@ -11,6 +10,10 @@ import argparse
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
+
+from loadgen.harness import Bench
+from loadgen.harness import run as harness
+from loadgen.harness.run import add_bench_options, add_report_options
 
 BENCHES = {path.stem.removeprefix("bench_"): path for path in sorted(Path(__file__).parent.glob("*/bench_*.py"))}
 
@@ -22,7 +25,11 @@ class _BenchParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self.bench is not None:
-            _module(self.bench).add_arguments(self)
+            kind = find_bench(self.bench)
+            if kind is None:  # a bench that does not use the harness yet
+                _module(self.bench).add_arguments(self)
+            else:
+                add_bench_options(self, kind)
             self.bench = None
         return super().parse_known_args(args, namespace)
 
@@ -31,17 +38,34 @@ class _BenchParser(argparse.ArgumentParser):
 
 
 def add_benches(parser: argparse.ArgumentParser) -> None:
-    """Add every benchmark as a subcommand; `run_bench` runs the chosen one."""
+    """Add every benchmark as a subcommand, and `report`; `run_bench` runs the chosen one."""
     benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH", parser_class=_BenchParser)
     for name, path in sorted(BENCHES.items()):
         summary = _summary(path)
         description = f"{summary[0].upper()}{summary[1:]}."
         benches.add_parser(name, help=summary.replace("%", "%%"), description=description).bench = name
+    summary = "show the results of earlier runs, several of them side by side"
+    add_report_options(benches.add_parser("report", help=summary, description=f"{summary.capitalize()}."))
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
     """Run the chosen benchmark; returns the exit code."""
-    return _module(arguments.bench).run(arguments)
+    if arguments.bench == "report":
+        return harness.run_report(find_bench, arguments)
+    kind = find_bench(arguments.bench)
+    if kind is None:
+        return _module(arguments.bench).run(arguments)
+    return harness.run_bench(arguments.bench, kind, arguments)
+
+
+def find_bench(name: str) -> type[Bench] | None:
+    """The bench that a module defines last. Raises ValueError if there is no such module."""
+    if name not in BENCHES:
+        raise ValueError(f"there is no bench {name!r}")
+    module = _module(name)
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Bench)]
+    own = [kind for kind in kinds if kind.__module__ == module.__name__]
+    return own[-1] if own else None
 
 
 def _module(name: str) -> Any:

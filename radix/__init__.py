@@ -1,15 +1,17 @@
 """The radix tree over token sequences: what is cached. No torch; can be lifted out and used alone."""
 
-from radix.events import Event, EventLog, Eviction, Evictions, Removed, Stored
+from radix.events import Event, EventLog, Eviction, Evictions, Removed, Stored, Watcher
 from radix.eviction import Outlook, Policy
 from radix.gone import Gone, Left, WhyGone
+from radix.hashes import block_hashes
 from radix.inspection import Block, NodeView, outline, slices, view
+from radix.match import Match
 from radix.namespace import Namespace
-from radix.node import Meta, Node
+from radix.node import Meta, Node, path
 from radix.policies import POLICIES, PolicyName, make_policy
 from radix.quotas import Quotas
 from radix.stats import Stats
-from radix.tree import Match, RadixTree, Watcher, path
+from radix.tree import RadixTree
 
 __all__ = [
     "POLICIES",
@@ -35,6 +37,7 @@ __all__ = [
     "Stored",
     "Watcher",
     "WhyGone",
+    "block_hashes",
     "make_policy",
     "outline",
     "path",

@@ -1,4 +1,4 @@
-"""Eviction: what a policy is told and asked, an order of the unreferenced leaves, and two policies that make one."""
+"""Eviction: the policy interface, a victim heap, and two policies that use it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ _serials = count(1)
 
 
 class Order:
-    """A heap with lazy deletion: every entry is pushed once and popped once, so O(log n) each, amortised.
+    """A heap of unreferenced leaves with lazy deletion; O(log n) an entry, amortised.
 
-    An entry holds while its node is an unreferenced leaf and has not been entered anew since, into this order or
-    another one of the same `book`.
+    An entry is valid while its node is an unreferenced leaf and has no later entry in an order of the same `book`.
 
     Args:
-        book: the attribute in which a node keeps the serial of its one entry that holds.
+        book: the node's attribute for the serial of its valid entry.
     """
 
     def __init__(self, book: Literal["queued", "tenant_queued"] = "queued") -> None:
@@ -29,7 +28,7 @@ class Order:
         self._compact_at = 64
 
     def push(self, key: float, node: Node) -> None:
-        """Enter a node; the smallest key is popped first, ties in the order of entry."""
+        """Add a node; the smallest key is popped first, ties in the order of entry."""
         serial = next(_serials)
         setattr(node, self._book, serial)
         heappush(self._heap, (key, serial, node))
@@ -39,7 +38,7 @@ class Order:
             self._compact_at = 4 * len(self._heap) + 64
 
     def pop(self) -> Node | None:
-        """Take the node of the smallest entry that holds; None if there is none."""
+        """Remove and return the node of the smallest valid entry; None if there is none."""
         while self._heap:
             entry = heappop(self._heap)
             if self._holds(entry):
@@ -50,7 +49,7 @@ class Order:
         return getattr(entry[2], self._book) == entry[1] and entry[2].is_free_leaf
 
 
-# A node, and how many pages of its end may go at most.
+# A node, and the most pages of its end to evict.
 Victim = tuple[Node, int]
 
 
@@ -59,9 +58,9 @@ class Outlook:
     """A policy's expectation of a node.
 
     Attributes:
-        kind: what it was taken for, in words.
-        age: uses of the tree since it was used.
-        promise: hits a page and use, if it is kept as long as that is worthwhile.
+        kind: the policy's class of the node, in words.
+        age: uses of the tree since the node's last use.
+        promise: expected hits a page and use, if the node is kept as long as that is worthwhile.
     """
 
     kind: str
@@ -72,8 +71,8 @@ class Outlook:
 class Policy(ABC):
     """An eviction policy.
 
-    The tree reports uses, leaves that become evictable, cuts, and pages that leave; the policy names the victims.
-    Only the deepest node of a used path is reported; a parent takes over from its children when they leave.
+    The tree reports uses, leaves that become evictable, splits and leaving pages; the policy names victims. Of a used
+    path only the deepest node is reported; a parent takes over from its children when they leave.
     """
 
     def used(self, node: Node, tick: int) -> None:  # noqa: B027 - most policies need only some of these
@@ -84,37 +83,37 @@ class Policy(ABC):
 
     @abstractmethod
     def enter(self, node: Node) -> None:
-        """A node is an unreferenced leaf now, or was used while it was one."""
+        """A node has become an unreferenced leaf, or was used as one."""
 
     @abstractmethod
     def pop(self) -> Victim | None:
-        """The next victim, out of the order; None if there is none."""
+        """Remove and return the next victim; None if there is none."""
 
     def split(self, upper: Node, lower: Node) -> None:  # noqa: B027
-        """A run was cut in two; `upper` is new, with the run's hits and times, and without a record."""
+        """A run was split; `upper` is new, with the run's hits and times and without a record."""
 
     def leaving(self, node: Node, kept_pages: int) -> None:  # noqa: B027
-        """The pages of a leaf from `kept_pages` on leave, with 0 the node does; before any change."""
+        """See `Watcher.leaving`."""
 
     def absorb(self, parent: Node, child: Node) -> None:
-        """A child has left; uses of it were uses of its parent, too."""
+        """A child has left; its uses count for its parent."""
         parent.last_use = max(parent.last_use, child.last_use)
         parent.used_s = max(parent.used_s, child.used_s)
 
     def outlook(self, node: Node) -> Outlook | None:
-        """For operators; None: the policy expects nothing in particular."""
+        """The expectation of a node, for operators; None: there is none."""
         return None
 
 
 class _Ordered(Policy):
-    """Whole leaves, by a key."""
+    """Evicts whole leaves in the order of a key."""
 
     def __init__(self, order: Order | None = None) -> None:
         self.order = order or Order()
 
     @abstractmethod
     def key(self, node: Node) -> float:
-        """The node's place in the order; it may only change when the node is used."""
+        """The node's key; it may only change when the node is used."""
 
     def enter(self, node: Node) -> None:
         self.order.push(self.key(node), node)
@@ -149,6 +148,6 @@ class GDSF(_Ordered):
         self.used(parent, parent.last_use)
 
     def leaving(self, node: Node, kept_pages: int) -> None:
-        """Nothing newer may be worth less than what just left."""
+        """Raise the clock: no newer node is worth less than the victim."""
         if not kept_pages:
             self._clock = max(self._clock, node.heat)

@@ -1,4 +1,4 @@
-"""Eviction by foresight: what promises the fewest hits goes first."""
+"""Eviction by foresight: the leaf that promises the fewest hits goes first."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from radix.eviction import Outlook, Policy, Victim
 from radix.node import Node
 from radix.returns import BUCKETS, EDGES, KINDS, Life, Returns, bucket, describe, gap_class
 
-# Leaves that are compared for one victim.
+# Leaves to compare for one victim.
 _SAMPLE = 64
-# With more branches, a node is a prefix that many share, and its uses tell nothing of who continues it.
+# A node with more branches is a shared prefix; its uses do not predict which branch returns.
 _FEW = 3
 _LEARN_EVERY, _HALVE_EVERY = 512, 4096
 _WARM_USES = 1024
-# If the last page is used again this often, it goes with the others.
+# If prompts reuse their last page at least this often, it is evicted with the others.
 _OFTEN = 0.9
 
 
 @dataclass(slots=True, eq=False)
 class _Record:
-    """Of a node.
+    """The policy's state of a node.
 
     Attributes:
-        life: how long its sequence has waited; nodes of one conversation have it in common.
-        branches: children that it ever had.
-        is_settled: it has lost its last page, or something continues it: nothing about that page is open.
-        following: the print of the page behind it, which the next child has or has not; None: nobody asks.
-        place: among the leaves; -1: not there.
+        life: the wait of the node's sequence; the nodes of a conversation share it.
+        branches: number of children so far.
+        is_settled: whether the last page is gone or continued, so that its reuse is known.
+        following: the print of the page behind the node, to compare with the next child; None: not needed.
+        place: index among the leaves; -1: none.
     """
 
     life: Life
@@ -42,15 +42,14 @@ class _Record:
 
 
 class Foresight(Policy):
-    """Learns from what returns, also after it was evicted, and evicts what promises the fewest hits a page and time.
+    """Learns from sequences that return, also after their eviction; evicts the fewest promised hits a page and time.
 
-    Chats return seldom at once, mostly after a while, then less and less. By kind of leaf (`radix.returns`), the
-    promise of an age is a Gittins index. A leaf in its time of waiting stands above a newcomer, so that newcomers that
-    few would ask for again pass through. Until enough is known, the promise falls with the age alone: least recently
-    used.
+    Chats rarely return at once, mostly after a while, then less and less. For each kind of leaf (`radix.returns`), the
+    promise of an age is a Gittins index. A leaf that is due to return ranks above a newcomer, so newcomers that rarely
+    return pass through. Until enough is known, the order is least recently used.
 
     Args:
-        capacity: the pool's pages, and how many evicted sequences are remembered, each by a hash.
+        capacity: the pool's pages, and the number of evicted sequences to remember, each by a hash.
     """
 
     def __init__(self, capacity: int):
@@ -59,7 +58,7 @@ class Foresight(Policy):
         self._ghosts: OrderedDict[int, Life] = OrderedDict()
         self._leaves = _Leaves()
         self._now = self._uses = self._new_pages = 0
-        # Returns that used the last page of the prompt before, of those that could have.
+        # Returns that reused the previous prompt's last page, and returns that could have.
         self._used_last = self._could_use_last = 5.0
         self._reckon()
 
@@ -79,7 +78,7 @@ class Foresight(Policy):
             self._reckon()
 
     def _reckon(self) -> None:
-        """Promises by kind and age; below them, for prompts whose last page is the next to go, that page's share."""
+        """Compute promises by kind and age; the second half of the table is for leaves with an open last page."""
         is_warm = self._uses >= _WARM_USES and self._new_pages >= 2 * self._capacity
         promises = self._returns.promises() if is_warm else np.tile(0.3 / (EDGES[:-1] + 1), (KINDS, 1))
         share = self._used_last / self._could_use_last
@@ -87,7 +86,7 @@ class Foresight(Policy):
         self._promises = np.concatenate((promises, promises * share)).ravel()
 
     def _first_life(self, leaf: Node, tick: int) -> Life:
-        """A new leaf comes back from among the evicted, or continues its parent, or is new to the world."""
+        """The Life of a new leaf, which returns after its eviction, continues its parent, or is new."""
         self._new_pages += len(leaf.pages)
         mark = _print(leaf, 0)
         ghost = self._ghosts.pop(mark, None)
@@ -125,12 +124,12 @@ class Foresight(Policy):
         self._leaves.put(node, _row(node))
 
     def split(self, upper: Node, lower: Node) -> None:
-        """Both parts wait for the same; where a prompt is cut at once, its last page was not asked for."""
+        """Both parts share their Life; if an unsettled prompt is split, its last page was not reused."""
         following = None if lower.record.is_settled else _print(lower, 0)
         upper.record = _Record(lower.record.life, 1, True, following)
 
     def leaving(self, node: Node, kept_pages: int) -> None:
-        """Remember by a hash whoever leaves, and the one page that a prompt loses first."""
+        """Remember a leaving node by a hash, or the single page that a prompt loses first."""
         record: _Record = node.record
         if kept_pages:
             is_last = not record.is_settled and kept_pages == len(node.pages) - 1
@@ -145,7 +144,7 @@ class Foresight(Policy):
             self._ghosts.popitem(last=False)
 
     def absorb(self, parent: Node, child: Node) -> None:
-        """Those that continued an unshared parent were the same conversation."""
+        """Children of an unshared parent belong to its conversation."""
         super().absorb(parent, child)
         ours, theirs = parent.record, child.record
         if ours.branches <= _FEW and theirs.life.tick > ours.life.tick:
@@ -167,12 +166,12 @@ class Foresight(Policy):
 
 
 def _row(node: Node) -> int:
-    """Where the promises of a leaf begin in the table."""
+    """The index in the table at which a leaf's promises begin."""
     return (node.record.life.kind + (0 if node.record.is_settled else KINDS)) * BUCKETS
 
 
 def _print(node: Node, at: int) -> int:
-    """A hash of the page at that place of a run and of the one before it, which neither cuts nor trims change."""
+    """A hash of a run's page at an index and of the page before it; splits and trims do not change it."""
     size = len(node.key) // len(node.pages)
     assert node.parent is not None
     before = node.key[(at - 1) * size : at * size] if at else node.parent.key[-size:]
@@ -180,7 +179,7 @@ def _print(node: Node, at: int) -> int:
 
 
 class _Leaves:
-    """The leaves that may go, in parallel arrays: their node, last use, and row in the table of promises."""
+    """The evictable leaves, in parallel arrays: node, last use, and row in the table of promises."""
 
     def __init__(self) -> None:
         self._nodes: list[Node] = []
@@ -189,7 +188,7 @@ class _Leaves:
         self._turn = 0
 
     def put(self, node: Node, row: int) -> None:
-        """Add a leaf, or renew it."""
+        """Add or update a leaf."""
         if node.record.place < 0:
             node.record.place = len(self._nodes)
             self._nodes.append(node)
@@ -198,7 +197,7 @@ class _Leaves:
         self._ticks[node.record.place], self._rows[node.record.place] = node.last_use, row
 
     def remove(self, record: _Record) -> None:
-        """Take a leaf out, if it is there; the last one takes its place."""
+        """Remove a leaf, if it is there; the last one moves to its index."""
         at, record.place = record.place, -1
         if at >= 0:
             last = self._nodes.pop()
@@ -207,7 +206,7 @@ class _Leaves:
                 self._ticks[at], self._rows[at] = self._ticks[len(self._nodes)], self._rows[len(self._nodes)]
 
     def least(self, table: NDArray[np.float64], now: int) -> Node | None:
-        """Of some leaves at an even stride, the one that promises least; of equals the oldest. None without leaves."""
+        """Of leaves at an even stride, the one that promises least, of equals the oldest; None without leaves."""
         if not self._nodes:
             return None
         stride = max(len(self._nodes) // _SAMPLE, 1)

@@ -1,4 +1,4 @@
-"""A tree as operators look at it: a page of its nodes from the roots down, and an outline of a large tree."""
+"""Views of a tree for operators: a page of its nodes from the roots down, and an outline of a large tree."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class _Shown:
     """A part of the tree.
 
     Attributes:
-        start: tokens that stand before the run; tokens: in it.
+        start: number of tokens before the run; tokens: in it.
         hits: uses that ran through it; idle_s: seconds since the last use.
         cost_s: seconds that computing it took.
-        locked, pinned: whether live requests keep it, and whether pins do. Where both do, a node is known to be locked
-            by its own count or by a node below it.
+        locked, pinned: whether live requests and pins protect it. If both do, the node is known to be locked by its own
+            count or by a node below it.
         meta: `Meta.describe()` of its record, None if it has none.
-        outlook: what the eviction policy expects of it, None if nothing in particular.
+        outlook: the eviction policy's expectation, None if it has none.
         preview: int32 tokens at the run's start, as one bytes object.
     """
 
@@ -168,8 +168,8 @@ def outline(
 ) -> Generator[None, None, list[Block]]:
     """Walk the whole tree, a thousand nodes at a time; returns the `limit` heaviest blocks, parents first.
 
-    A block that is shown has its parent shown. A run that was inserted bit by bit is one block. Between two steps the
-    tree may change: what came or went meanwhile is counted or not, and nothing else goes wrong.
+    The parent of every block is included. A run that was inserted in chunks is one block. The tree may change between
+    two steps; such changes may or may not be counted.
     """
     walk = _Walk(tree, wanted)
     yield from walk.down()
@@ -236,7 +236,7 @@ class _Walk:
             self._totals[parent] += self._totals[at]
             self._counts[parent] += self._counts[at]
             self._used_s[parent] = max(self._used_s[parent], self._used_s[at])
-            # Of a path that a pin and a request share, only its end tells that there is more than the pin.
+            # On a path shared by a pin and a request, only the end shows that there is more than the pin.
             self._locked[parent] |= self._locked[at]
             if at % _SLICE == 0:
                 yield
@@ -262,7 +262,7 @@ class _Walk:
         return range(self._first_child[at], self._first_child[at + 1])
 
     def _chain(self, at: int) -> list[int]:
-        """A node, and those below it without a branch that differ from it in nothing: chunks of one prefill, say."""
+        """A node and the unbranched nodes below it that look the same, such as the chunks of one prefill."""
         chain = [at]
         while at >= self._num_roots and len(below := self._children(at)) == 1:
             node, child = self._nodes[at], self._nodes[below[0]]

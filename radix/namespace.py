@@ -1,4 +1,4 @@
-"""Namespaces: sequences of different ones never share a page."""
+"""Namespaces: sequences in different ones never share a page."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 
 class Namespace(NamedTuple):
-    """A space of token sequences; `Namespace()` is everybody's.
+    """A space of token sequences; `Namespace()` is the public one.
 
     Attributes:
-        tenant: account of an API key; empty where nobody is named.
+        tenant: account of an API key; empty without one.
         salt: chosen by the client.
         entry: `KIND:HASH` of an entry whose KV depends on more than the tokens before it; empty for exact prefixes.
-        adapter: digest of what changes the model's weights; empty for the model itself.
+        adapter: digest of the adapter that changes the weights; empty for the model itself.
     """
 
     tenant: str = ""

@@ -1,8 +1,9 @@
-"""One node of the tree: a run of whole pages."""
+"""A node of the tree: a run of whole pages."""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from sortedcontainers import SortedList
@@ -16,48 +17,50 @@ _SORT_FROM = 9
 
 
 class Meta(Protocol):
-    """A reuse strategy's record of a run's KV. The tree carries it, and shows it to operators.
-
-    `tokens`: of the whole entry to which the run belongs.
-    """
+    """A reuse strategy's record of a run's KV, which the tree carries and shows to operators."""
 
     @property
-    def tokens(self) -> int: ...
+    def tokens(self) -> int:
+        """Length of the entry to which the run belongs."""
 
     def describe(self) -> dict[str, Any]:
-        """Plain values, as JSON has them."""
+        """Values that JSON can encode."""
 
 
 class Node:
-    """A run of whole pages and the policy record that belongs to it.
+    """A run of whole pages, with its locks, counts and records.
 
     Attributes:
         key: the run's tokens, int32 little-endian, as one bytes object: comparison and hashing run at C speed.
         pages: int32 page ids, one for each page of the run.
+        hashes: uint64, one for each page; None until `node_hashes` computes them.
         children: by the bytes of their first page.
-        only: the child, where there is just one: a chain is walked without a slice and a hash per node.
-        refs: live requests that hold this very node, plus the children whose own `refs` is not zero. So a node
-            with a referenced descendant is referenced, and a lock stops climbing at the first shared ancestor.
-        pins: as `refs`, for pins alone.
-        last_use: logical time of the last use. Only the deepest node of a use is stamped; a parent takes over from
-            its children when they leave, which is the same order.
+        only: the only child, or None: a chain is walked without a slice and a hash per node.
+        refs: locks of this very node, plus the children whose own `refs` is not zero. So a node with a referenced
+            descendant is referenced, and a lock stops climbing at the first shared ancestor.
+        pins: like `refs`, but for pins alone.
+        last_use: logical time of the last use. Only the deepest node of a use is stamped; a parent takes over the time
+            of its children when they leave, which results in the same order.
         hits: uses that ran through the node after it was inserted.
         created_s, used_s: the tree's clock when the node was inserted, and at its last use.
-        cost: what computing the run took, in any unit that is the same for all nodes (seconds, say).
-        heat, record: the eviction policy's own.
+        expired_s: the tree's clock when the last pin on the node expired; negative: none did.
+        cost: cost of computing the run, in any unit that is the same for all nodes.
+        heat, record: state of the eviction policy.
         queued, tenant_queued: serials of the node's entries in the victim orders of the tree and of its tenant.
-        owner: whose quota the pages count against; kept only by trees with quotas.
-        meta: the record of the strategy that inserted the run; None: the KV depends on nothing but the tokens.
+        owner: the namespace whose quota the pages count against; set only in trees with quotas.
+        meta: record of the strategy that inserted the run; None: the KV depends on nothing but the tokens.
     """
 
     __slots__ = (
-        *("children", "cost", "created_s", "heat", "hits", "key", "last_use", "meta", "namespace"),
-        *("only", "order", "owner", "pages", "parent", "pins", "queued", "record", "refs", "tenant_queued", "used_s"),
+        *("children", "cost", "created_s", "expired_s", "hashes", "heat", "hits", "key", "last_use", "meta"),
+        *("namespace", "only", "order", "owner", "pages", "parent", "pins", "queued", "record", "refs"),
+        *("tenant_queued", "used_s"),
     )
 
     def __init__(self, key: bytes, pages: array[int], parent: Node | None, namespace: Namespace):
         self.key = key
         self.pages = pages
+        self.hashes: array[int] | None = None
         self.parent = parent
         self.namespace = self.owner = namespace
         self.children: dict[bytes, Node] = {}
@@ -66,16 +69,17 @@ class Node:
         self.refs = self.pins = self.hits = 0
         self.last_use = self.queued = self.tenant_queued = 0
         self.cost = self.heat = self.created_s = self.used_s = 0.0
+        self.expired_s = -1.0
         self.meta: Meta | None = None
         self.record: Any = None
 
     @property
     def is_free_leaf(self) -> bool:
-        """True if the node is in the tree and nothing depends on it."""
+        """Whether the node is in the tree and nothing depends on it."""
         return not self.children and not self.refs and self.parent is not None
 
     def attach(self, first_page: bytes, child: Node) -> None:
-        """Add a child, or put another in the place of one with the same first page."""
+        """Add a child, or replace the one with the same first page."""
         if self.order is not None and first_page not in self.children:
             self.order.add(first_page)
         self.children[first_page] = child
@@ -90,7 +94,7 @@ class Node:
     def closest_child(self, wanted: bytes) -> tuple[Node | None, int]:
         """The child whose first page shares the longest run of tokens with `wanted`, and that run's length.
 
-        In sorted order that child is a neighbour of `wanted`: nothing in between can share less.
+        In sorted order that child is a neighbour of `wanted`.
         """
         if self.order is None and len(self.children) >= _SORT_FROM:
             self.order = SortedList(self.children)
@@ -107,8 +111,15 @@ class Node:
         return best, best_tokens
 
 
+def path(node: Node | None) -> Iterator[Node]:
+    """A node and its ancestors, without the root."""
+    while node is not None and node.parent is not None:
+        yield node
+        node = node.parent
+
+
 def common_tokens(key: bytes, offset: int, run: bytes) -> int:
-    """Number of leading tokens of `run` that stand in `key` from byte `offset` on."""
+    """Number of leading tokens of `run` that equal those of `key` from byte `offset` on."""
     # Bisection over comparisons at C speed.
     low, high = 0, min(len(run), len(key) - offset) // TOKEN_BYTES
     if key.startswith(run[: high * TOKEN_BYTES], offset):

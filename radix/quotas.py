@@ -1,4 +1,4 @@
-"""Pages that each tenant may keep in the tree."""
+"""Most pages of each tenant in the tree."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from radix.node import Node
 
 
 class Quotas:
-    """Pages by owner, and an order of each one's own victims: least recently used first.
+    """Pages by owner, and a victim order for each: least recently used first.
 
-    An owner is `Namespace.owner` of what it computes, unless the one who inserts names another: whoever computes pages
-    that tenants share pays for them.
+    The owner of pages is `Namespace.owner`, unless the insertion names another: pages that tenants share count for the
+    tenant that computed them.
 
     Args:
-        limits: pages by tenant.
-        default: for a tenant that `limits` does not name; None: no limit.
+        limits: most pages by tenant.
+        default: limit of other tenants; None: no limit.
     """
 
     def __init__(self, limits: Mapping[str, int], default: int | None = None):
@@ -27,7 +27,7 @@ class Quotas:
         self._victims: dict[Namespace, LRU] = {}
 
     def limit(self, owner: Namespace) -> int | None:
-        """Pages that an owner may keep; None: any number."""
+        """Most pages of an owner; None: no limit."""
         return self._limits.get(owner.tenant, self._default)
 
     def pages(self, owner: Namespace) -> int:
@@ -35,12 +35,12 @@ class Quotas:
         return self._pages.get(owner.owner, 0)
 
     def over(self, owner: Namespace, coming: int) -> int:
-        """By how many pages the owner would be over its quota with `coming` more."""
+        """Pages by which `coming` more would exceed the owner's quota."""
         limit = self.limit(owner)
         return 0 if limit is None else max(self.pages(owner) + coming - limit, 0)
 
     def add(self, owner: Namespace, pages: int) -> None:
-        """Book pages that come; a negative number leaves."""
+        """Count new pages, or with a negative number leaving ones."""
         self._pages[owner] = self._pages.get(owner, 0) + pages
         if not self._pages[owner]:
             del self._pages[owner]
@@ -53,6 +53,6 @@ class Quotas:
             self._victims[node.owner].enter(node)
 
     def pop(self, owner: Namespace) -> Victim | None:
-        """The owner's next victim; None if nothing of it can go."""
+        """The owner's next victim; None if there is none."""
         victims = self._victims.get(owner.owner)
         return None if victims is None else victims.pop()

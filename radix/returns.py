@@ -1,4 +1,4 @@
-"""Returns: how soon sequences come back, learned by kind, and what a page that waits for its return promises."""
+"""Learns by kind how soon sequences return, and what a waiting page promises."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIRST_TURN = 2 + len(_GAPS)
 KINDS = _FIRST_TURN + 1 + 3 * (len(_GAPS) + 1)
 _OPEN, _CANCELLED = 127, -1
 
-# Lives that are kept; those of a twice as long past are forgotten, observed or not.
+# Lives to remember; older ones than twice as many are forgotten.
 _MEMORY = 1 << 16
 _PRIOR = 100.0
 _LEAST = 1e-12
@@ -28,15 +28,15 @@ _LEAST = 1e-12
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """A time of waiting: from one use of a sequence to the next, whether it stays cached or not.
+    """The wait from one use of a sequence to the next, whether it stays cached or not.
 
     Attributes:
-        number: counted from 0.
-        tick: when it began.
-        kind: what is alike in how soon it ends.
-        turn: uses of the sequence so far, of which 5 stand for more.
-        gap: the class of the time before, 0 to 5; 0 in the first turn.
-        is_over: the sequence has come back, or another Life waits for it.
+        number: serial, from 0.
+        tick: logical time of its beginning.
+        kind: the class of waits that end alike.
+        turn: uses of the sequence so far, at most 5.
+        gap: the class of the wait before, 0 to 5; 0 in the first turn.
+        is_over: whether the sequence has returned, or another Life replaces this one.
     """
 
     number: int
@@ -92,7 +92,7 @@ class Returns:
         self._ended = np.zeros((KINDS, BUCKETS))
 
     def begin(self, tick: int, turn: int, gap: int, shared: bool = False) -> Life:
-        """A sequence waits from `tick` on, which is later than those before."""
+        """Begin a wait at `tick`, which is later than all before."""
         life = Life(self._begun, tick, kind_of(turn, gap, shared), turn, gap)
         if self._begun - self._forgotten == 2 * _MEMORY:
             for column in (self._ticks, self._kinds, self._ends):
@@ -105,11 +105,11 @@ class Returns:
         return life
 
     def end(self, life: Life, tick: int) -> None:
-        """The sequence has come back."""
+        """The sequence has returned."""
         self._close(life, bucket(tick - life.tick))
 
     def cancel(self, life: Life) -> None:
-        """Nobody knows from now on whether it would have come back."""
+        """Stop the observation: whether the sequence would have returned stays unknown."""
         self._close(life, _CANCELLED)
 
     def _close(self, life: Life, end: int) -> None:
@@ -118,13 +118,13 @@ class Returns:
             self._ends[life.number - self._forgotten] = end
 
     def learn(self, now: int) -> None:
-        """Count the Lives that have grown out of a bucket since the last call: who entered it, who ended there."""
+        """Count the Lives that have outgrown a bucket since the last call: entered, and ended there."""
         reached = self._forgotten + np.searchsorted(
             self._ticks[: self._begun - self._forgotten], now - EDGES[1:], side="right"
         )
         counts = reached - self._next
         buckets = np.repeat(np.arange(BUCKETS), counts)
-        # The counts are ranges of Lives, laid one behind the other.
+        # The counts are consecutive ranges of Lives.
         lives = np.arange(len(buckets)) + np.repeat(self._next - self._forgotten - (np.cumsum(counts) - counts), counts)
         ends, cells = self._ends[lives], self._kinds[lives] * BUCKETS + buckets
         for table, chosen in ((self._entered, ends >= buckets), (self._ended, ends == buckets)):
@@ -132,26 +132,26 @@ class Returns:
         self._next = reached
 
     def halve(self) -> None:
-        """Let what was learned count half."""
+        """Halve the weight of everything learned."""
         self._entered /= 2
         self._ended /= 2
 
     def promises(self) -> NDArray[np.float64]:
-        """Hits a page and tick, float64 [kinds, buckets], of keeping a page that waits as long as that is worthwhile.
+        """Hits a page and tick, float64 [kinds, buckets], of keeping a waiting page as long as that is worthwhile.
 
-        A Gittins index: the most that any later age to give up makes of the hits until then by the time until then.
+        A Gittins index: over all later ages at which to give up, the largest ratio of hits to time until then.
         """
         chance = self._chances()
-        # Of those that enter bucket 0, the share that enters each; a bucket in which some return is left halfway.
+        # The share of Lives that enters each bucket; returns happen halfway through a bucket on average.
         present = np.cumprod(1 - chance, axis=1) / (1 - chance)
         hits, time = present * chance, present * _WIDTHS * (1 - chance / 2)
         later = np.tri(BUCKETS).T
         hits, time = (np.cumsum(part[:, None, :] * later, axis=2) for part in (hits, time))
-        # Where nothing has ever returned, the oldest still goes first.
+        # If nothing has ever returned, the oldest still goes first.
         return np.maximum(np.divide(hits, time, out=np.zeros_like(hits), where=time > 0).max(axis=2), _LEAST)
 
     def _chances(self) -> NDArray[np.float64]:
-        """Of those that enter a bucket, the share that returns in it; of kinds seen seldom, like that of all chats."""
+        """The share of Lives entering a bucket that return in it; rare kinds are expected to be like all chats."""
         entered, ended = (_smooth(table[_FIRST_TURN:].sum(axis=0)) for table in (self._entered, self._ended))
         usual = ended / np.maximum(entered, 1e-9)
         often = (self._ended.sum(axis=1) + 5) / ((self._entered * usual).sum(axis=1) + 5)
@@ -160,6 +160,6 @@ class Returns:
 
 
 def _smooth(counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Every bucket has half a weight of its neighbours."""
+    """Add half the weight of each neighbouring bucket."""
     around = np.pad(counts, 1, mode="edge")
     return 2 * counts + around[:-2] + around[2:]

@@ -4,75 +4,40 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from itertools import takewhile
 
+from radix.events import Watcher
 from radix.eviction import LRU, Policy, Victim
+from radix.match import Match
 from radix.namespace import Namespace
-from radix.node import TOKEN_BYTES, Meta, Node, common_tokens
+from radix.node import TOKEN_BYTES, Meta, Node, common_tokens, path
 from radix.quotas import Quotas
 from radix.stats import Cause, Stats
 
-# Attributes that both parts of a run keep when it is cut; the cost is divided.
-_RECORD = ("last_use", "hits", "created_s", "used_s", "meta", "owner")
+# Attributes that both parts of a split run keep; the cost is divided.
+_RECORD = ("last_use", "hits", "created_s", "used_s", "expired_s", "meta", "owner")
 _EVERYBODY = Namespace()
-
-
-class Watcher:
-    """Follows the pages that are added to a tree and leave it."""
-
-    def stored(self, node: Node) -> None:
-        """A leaf was added."""
-
-    def split(self, upper: Node, lower: Node) -> None:
-        """A run was cut in two; its own node is `lower`, and `upper` is new."""
-
-    def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
-        """The pages of a leaf from `kept_pages` on leave; with 0 the node does.
-
-        Called before any change: the node has its key, pages, path and meta, and its pages have no other owner.
-        """
-
-
-@dataclass(slots=True)
-class Match:
-    """The longest cached prefix of a key; valid until the tree changes.
-
-    Attributes:
-        pages: int32 ids of the whole pages that match.
-        node: the node in which the last of them lies; None when no page matches.
-        node_pages: how many of that node's pages match.
-        partial_page, partial_rows: a page that goes on like the key for some more rows (fewer than a page), and
-            how many; -1 and 0 when there is none. Copy those rows, never write into the page.
-        partial_node: the node that owns `partial_page`.
-    """
-
-    pages: array[int] = field(default_factory=lambda: array("i"))
-    node: Node | None = None
-    node_pages: int = 0
-    partial_page: int = -1
-    partial_rows: int = 0
-    partial_node: Node | None = None
 
 
 class RadixTree:
     """Maps token sequences to pages.
 
     Keys are int32 little-endian token ids as one `bytes`; a page id stands for `page_size` tokens. The tree owns
-    the pages that were inserted until `evict` or `flush` hands them back. Sequences of different namespaces
-    never meet.
+    inserted pages until `evict`, `make_room`, `drop` or `flush` returns them. Sequences of different namespaces share
+    nothing.
 
     Victims are unreferenced leaves, in the policy's order. Recency is logical, one tick a use.
 
     Args:
         page_size: tokens in a page.
         policy: the order of victims; default: least recently used.
-        clock: seconds, never going back. The tree has none of its own.
-        quotas: pages that tenants may keep; default: no limits.
-        watchers: told of every page that comes or leaves.
+        clock: seconds, never going back.
+        quotas: most pages of each tenant; default: no limits.
+        watchers: follow every page that enters or leaves.
 
     Attributes:
-        num_locked_pages: pages on the paths that are locked or pinned; num_pinned_pages: on those that are pinned.
-        stats: what happened so far.
+        num_locked_pages: pages on locked or pinned paths; num_pinned_pages: on pinned paths.
+        stats: counters of evictions, and histograms of page lifetimes.
     """
 
     def __init__(
@@ -98,18 +63,18 @@ class RadixTree:
         self.num_pinned_pages = 0
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell another watcher of every page that comes or leaves from now on."""
+        """Add a watcher, which follows every page that enters or leaves from now on."""
         self._watchers += (watcher,)
 
     @property
     def num_evictable_pages(self) -> int:
-        """Pages that `evict` could hand back now."""
+        """Pages that `evict` could return now."""
         return self.num_pages - self.num_locked_pages
 
     # -- reading ---------------------------------------------------------------------------------------------
 
     def match(self, key: bytes, namespace: Namespace = _EVERYBODY) -> Match:
-        """The longest cached prefix of `key`, exact to the token. Reads only."""
+        """The longest cached prefix of `key`, exact to the token. Changes nothing."""
         root = node = self._roots.get(namespace)
         if node is None:
             return Match()
@@ -146,7 +111,7 @@ class RadixTree:
     def lock_match(self, match: Match) -> Node | None:
         """Lock exactly the matched pages; returns the node to `unlock` later, None if no page matched.
 
-        A run that matches in part is split here, so that its other pages stay evictable. No use is booked: see `use`.
+        A partly matched run is split, so that its other pages stay evictable. `use` counts the use.
         """
         node = match.node
         if node is not None:
@@ -156,7 +121,7 @@ class RadixTree:
         return node
 
     def use(self, node: Node | None) -> None:
-        """Book a use of the path that ends in `node`: a hit of every node on it."""
+        """Count a use of the path that ends in `node`: a hit of every node on it."""
         if node is not None:
             now = self._clock()
             self.stats.reuse_gap_s.add(now - node.used_s)
@@ -178,7 +143,7 @@ class RadixTree:
         node.last_use, node.used_s = self._tick, now
 
     def lock(self, node: Node | None) -> None:
-        """Keep the path that ends in `node` from eviction; climbs up to the first referenced ancestor."""
+        """Protect the path that ends in `node` from eviction; climbs up to the first referenced ancestor."""
         pages = 0
         while node is not None and not node.refs:
             node.refs = 1
@@ -203,35 +168,32 @@ class RadixTree:
             self._enqueue(last)
 
     def pin(self, node: Node) -> None:
-        """Lock the path that ends in `node`, counted apart from the locks of live requests."""
+        """Lock the path that ends in `node`; pins are counted apart from the locks of live requests."""
         self.lock(node)
-        above: Node | None = node
-        while above is not None and not above.pins:
-            above.pins = 1
-            self.num_pinned_pages += len(above.pages)
-            above = above.parent
-        if above is not None:
+        for above in path(node):
             above.pins += 1
+            if above.pins > 1:
+                break
+            self.num_pinned_pages += len(above.pages)
 
-    def unpin(self, node: Node) -> None:
-        above: Node | None = node
-        while above is not None and above.pins == 1:
-            above.pins = 0
-            self.num_pinned_pages -= len(above.pages)
-            above = above.parent
-        if above is not None:
+    def unpin(self, node: Node, expired: bool = False) -> None:
+        """Undo one `pin` of the same node; `expired`: because its time to live is over."""
+        for above in path(node):
             assert above.pins > 0, "unpin without pin"
             above.pins -= 1
+            if above.pins:
+                break
+            if expired:
+                above.expired_s = self._clock()
+            self.num_pinned_pages -= len(above.pages)
         self.unlock(node)
 
     def num_new_pinned_pages(self, match: Match) -> int:
         """Pages that a pin of a match would add to `num_pinned_pages`."""
-        pages, node = match.node_pages, match.node
-        while node is not None and node.parent is not None and not node.pins:
-            if node is not match.node:
-                pages += len(node.pages)
-            node = node.parent
-        return pages if match.node is not None and not match.node.pins else 0
+        if match.node is None or match.node.pins:
+            return 0
+        unpinned = takewhile(lambda above: not above.pins, path(match.node.parent))
+        return match.node_pages + sum(len(above.pages) for above in unpinned)
 
     # -- writing ---------------------------------------------------------------------------------------------
 
@@ -247,16 +209,16 @@ class RadixTree:
         """Add the whole pages of `key`.
 
         Args:
-            key: at least `len(pages)` pages of tokens; what is beyond is ignored.
+            key: at least `len(pages)` pages of tokens; the rest is ignored.
             pages: page ids for the leading pages of `key`.
             namespace: the key's namespace.
-            cost: of computing those of the pages that are new to the tree, for policies that weigh it.
-            meta: the strategy's record of those pages; every part of their run keeps it.
-            owner: whose quota those pages count against; default: the namespace's owner.
+            cost: cost of computing the pages that are new to the tree, for policies that weigh it.
+            meta: the strategy's record of the new pages; every part of their run keeps it.
+            owner: the namespace whose quota the new pages count against; default: the owner of `namespace`.
 
         Returns:
-            The node in which the last page lies (None without pages) and the page ids that the tree holds for the
-            key. Where these differ from `pages`, the tree had that page before and the caller keeps its own.
+            The node that holds the last page (None without pages) and the page ids that the tree holds for the key.
+            Where these differ from `pages`, the tree had the page already and the caller keeps its own.
         """
         end = len(pages) * self._page_bytes
         if not end:
@@ -300,13 +262,15 @@ class RadixTree:
         return leaf
 
     def _split(self, node: Node, whole: int) -> Node:
-        """Cut a run after `whole` pages; the node itself becomes the lower part, so that locks on it stay good."""
+        """Cut a run after `whole` pages; the node itself becomes the lower part, so that its locks stay valid."""
         assert node.parent is not None
         cut = whole * self._page_bytes
         upper = Node(node.key[:cut], node.pages[:whole], node.parent, node.namespace)
         upper.refs, upper.pins = int(node.refs > 0), int(node.pins > 0)
         for name in _RECORD:
             setattr(upper, name, getattr(node, name))
+        if node.hashes is not None:
+            upper.hashes, node.hashes = node.hashes[:whole], node.hashes[whole:]
         upper.cost = node.cost * whole / len(node.pages)
         node.cost -= upper.cost
         node.parent.attach(upper.key[: self._page_bytes], upper)
@@ -314,25 +278,20 @@ class RadixTree:
         upper.attach(node.key[: self._page_bytes], node)
         self.num_nodes += 1
         self.policy.split(upper, node)
-        for watcher in self._watchers:
-            watcher.split(upper, node)
         return upper
 
     # -- evicting --------------------------------------------------------------------------------------------
 
     def evict(self, num_pages: int) -> array[int]:
-        """Give back up to `num_pages` unreferenced pages, each victim's from its end."""
+        """Return up to `num_pages` unreferenced pages, each victim's from its end."""
         return self._evict(num_pages, "room", self.policy.pop)
 
     def flush(self) -> array[int]:
-        """Give back every unreferenced page."""
-        return self._drop(*(child for root in self._roots.values() for child in root.children.values()))
+        """Return every unreferenced page."""
+        return self.drop(*(child for root in self._roots.values() for child in root.children.values()))
 
-    def drop(self, node: Node) -> array[int]:
-        """Give back every unreferenced page of a node and of the nodes below it."""
-        return self._drop(node)
-
-    def _drop(self, *nodes: Node) -> array[int]:
+    def drop(self, *nodes: Node) -> array[int]:
+        """Return every unreferenced page of some nodes and of the nodes below them."""
         freed, now = array("i"), self._clock()
         below = list(nodes)
         for above in below:
@@ -343,7 +302,7 @@ class RadixTree:
         return freed
 
     def make_room(self, owner: Namespace, num_pages: int) -> array[int]:
-        """Give back pages of an owner, until `num_pages` more fit into its quota or none can go."""
+        """Return pages of an owner, until `num_pages` more fit into its quota or none can go."""
         quotas = self.quotas
         if quotas is None or not (over := quotas.over(owner, num_pages)):
             return array("i")
@@ -366,6 +325,7 @@ class RadixTree:
         if kept:
             node.cost *= kept / len(node.pages)
             node.pages = node.pages[:kept]
+            node.hashes = node.hashes and node.hashes[:kept]
             node.key = node.key[: kept * self._page_bytes]
             self._enqueue(node)
         else:
@@ -380,7 +340,7 @@ class RadixTree:
             self.quotas.add(node.owner, -pages)
 
     def _enqueue(self, node: Node) -> None:
-        """Put a node among the victims, if it is an unreferenced leaf."""
+        """Enter a node in the victim orders, if it is an unreferenced leaf."""
         if node.is_free_leaf:
             self.policy.enter(node)
             if self.quotas is not None:
@@ -405,7 +365,7 @@ class RadixTree:
         return self._clock()
 
     def roots(self) -> Iterator[tuple[Namespace, Node]]:
-        """Every namespace that has nodes, with its root."""
+        """The namespaces that have nodes, with their roots."""
         yield from self._roots.items()
 
     def nodes(self) -> Iterator[Node]:
@@ -417,7 +377,7 @@ class RadixTree:
             stack.extend(node.children.values())
 
     def check(self) -> None:
-        """Raise AssertionError if an invariant of the tree does not hold. Walks the whole tree."""
+        """Raise AssertionError if an invariant of the tree is broken. Walks the whole tree."""
         nodes = list(self.nodes())
         assert self.num_nodes == len(nodes)
         assert self.num_pages == sum(len(n.pages) for n in nodes)
@@ -434,10 +394,3 @@ class RadixTree:
             assert n.refs >= sum(1 for c in n.children.values() if c.refs)
             assert n.pins >= sum(1 for c in n.children.values() if c.pins)
             assert n.refs >= n.pins
-
-
-def path(node: Node | None) -> Iterator[Node]:
-    """A node and its ancestors, without the root."""
-    while node is not None and node.parent is not None:
-        yield node
-        node = node.parent

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from runtime.frontend.documents.prompt import Document, Segments
 from runtime.frontend.output import Output, Submission
+from runtime.frontend.schemas.program import prompt_program, role
 from runtime.params import ReuseParams, SamplingParams
-from runtime.reuse.fusion.prompt import Document, Segments
-from runtime.reuse.modules.program import prompt_program, role
 
 if TYPE_CHECKING:
     from runtime.engine.offline import Engine

@@ -1,4 +1,4 @@
-"""The plan of one step: token rows, layer groups, and the attention plan of each group."""
+"""The plan of one step: token rows, layer groups, and the attention plan of each group; requests' shares of it."""
 
 from __future__ import annotations
 
@@ -148,3 +148,68 @@ class ForwardBatch:
     logits_rows: torch.Tensor
     adapters: list[AdapterRows] = field(default_factory=list)
     canvases: list[CanvasRows] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Read:
+    """KV that the rows of a stage attend to.
+
+    Attributes:
+        pages, length, shift, keep, position: see `Span`.
+        visible: int32, how many leading rows each query row sees; None: all of them.
+        rows: the rows that read, as a range of those alive in the stage; None: all of them.
+    """
+
+    pages: np.ndarray
+    length: int
+    shift: int = 0
+    keep: torch.Tensor | None = None
+    visible: np.ndarray | None = None
+    rows: slice | None = None
+    position: int = 0
+
+
+@dataclass(slots=True)
+class Stage:
+    """A range of layers in which a row set does the same.
+
+    Attributes:
+        layers: the range.
+        writes: int64, the pool slot of each alive row's new K and V; -1: none is written.
+        reads: what the rows attend to, written rows included.
+        alive: int64, the rows of the set that are computed, ascending; None: all.
+        load: rows of the set and the states float32 [n, hidden] with which they enter the first layer.
+        save: rows of the set whose states after the last layer are wanted.
+    """
+
+    layers: range
+    writes: np.ndarray
+    reads: list[Read]
+    alive: np.ndarray | None = None
+    load: tuple[np.ndarray, torch.Tensor] | None = None
+    save: np.ndarray | None = None
+
+
+@dataclass(slots=True)
+class RowSet:
+    """A request's share of a step.
+
+    Attributes:
+        tokens, positions: int64 [n].
+        stages: cover all layers, in order.
+        logits: int64, the rows whose logits are wanted, ascending.
+        adapter: digest of the one with which they are computed; empty: none.
+        canvas: those of them that are noise.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    stages: list[Stage]
+    logits: np.ndarray
+    adapter: str = ""
+    canvas: CanvasRows | None = None
+
+    @property
+    def row_layers(self) -> int:
+        """Rows x layers that are computed."""
+        return sum(len(stage.writes) * len(stage.layers) for stage in self.stages)

@@ -13,7 +13,7 @@ from runtime.errors import ModelError
 from runtime.logs import LogFormat
 from runtime.params import DocumentMethod
 
-SchedulePolicy = Literal["balanced", "fcfs", "priority", "lpm", "dfs"]
+SchedulePolicy = Literal["balanced", "fcfs", "priority", "lpm"]
 
 _ENDPOINT = "^(tcp|ipc|inproc)://."
 # Of a web page: no path and no slash behind the host, with which none would ever match.
@@ -54,14 +54,13 @@ class ModelConfig(Section):
     served_model_name: str | None = Field(
         None,
         pattern=r"[^\s,]",
-        description="the model's names for clients, separated by commas; default: derived from --model",
+        description="the model's names for clients, separated by commas; * allows any; default: derived from --model",
     )
     lora: str | None = Field(
         None,
         pattern=r"^[^=,]+=[^,]+(,[^=,]+=[^,]+)*$",
         description="low-rank adapters (PEFT) to load at the start: NAME=DIRECTORY, separated by commas",
     )
-    any_model_name: bool = Field(False, description="serve requests for any model")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="type of weights and KV; auto: bfloat16, or float32 on a CPU without bfloat16 and native kernels",
@@ -127,9 +126,6 @@ class CacheConfig(Section):
         description="blocks in KV events: those without tenant and salt; all: everybody's; hashes: everybody's, "
         "without token ids and salts",
     )
-    kv_events_format: Literal["map", "array"] = Field(
-        "map", description="form of a KV event: as of vLLM 0.32 and SGLang 0.5.23; array: as before these"
-    )
     pin_budget: float = Field(0.5, ge=0, le=1, description="share of the pool that pins may hold together")
     page_size: int = Field(16, ge=1, le=1024, description="tokens in a page of the pool")
     pool_tokens: int | None = Field(None, ge=1, description="size of the pool in tokens; overrides --pool-memory")
@@ -176,10 +172,7 @@ class SchedulerConfig(Section):
     chunk_tokens: int | None = Field(None, ge=1, description="most rows of one prompt in a step; default: all")
     schedule_policy: SchedulePolicy = Field(
         "balanced",
-        description="order of waiting requests; lpm: longest prefix match first, dfs: depth first in the tree",
-    )
-    overtake_share: float = Field(
-        0.1, ge=0, lt=1, description="policy balanced: share of the work in order of longest match, not of arrival"
+        description="order of waiting requests; lpm: longest prefix match first",
     )
     max_running: int = Field(64, ge=1, description="running requests")
     max_waiting: int = Field(4096, ge=1, description="waiting requests; more are refused with 503")
@@ -215,9 +208,6 @@ class DiffusionConfig(Section):
         None,
         description="JSON file of reuse depths by ratio; default: the model's own or published table, else depth 1",
     )
-    partial_matches: bool = Field(
-        False, description="also reuse the beginning of longer encodings, as deep as the table's measurements allow"
-    )
     refresh_interval: int | None = Field(
         None,
         ge=1,
@@ -226,8 +216,8 @@ class DiffusionConfig(Section):
     depth_bound: float | None = Field(
         None,
         ge=0,
-        description="nats by which outputs may diverge, for depths and intervals that are measured prefix by prefix; "
-        "0: exact; default: the table's",
+        description="nats by which outputs may diverge, for depths measured prefix by prefix while serving; 0: exact; "
+        "default: the table's depths",
     )
     boundary_memory: float = Field(
         0.25, ge=0, description="GiB for cached boundary states of prefixes; 0: recompute them at each refresh"
@@ -290,7 +280,6 @@ class ServerConfig(Section):
     client_timeout: float = Field(
         30.0, gt=0, description="seconds for a client to send a head or a body, or to read a response"
     )
-    idle_timeout: int = Field(75, ge=1, description="seconds until an idle connection is closed")
     drain_time: float = Field(
         30.0,
         ge=0,

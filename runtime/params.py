@@ -1,19 +1,15 @@
-"""Sampling, denoising and reuse parameters of a request, for HTTP, the offline engine and the engine process."""
+"""Sampling and reuse parameters of a request, for HTTP, the offline engine and the engine process."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from runtime.errors import InvalidRequest
 
-Algorithm = Literal[
-    "low_confidence", "joint_threshold", "entropy", "maskgit_plus", "topk_margin", "origin", "entropy_bound"
-]
-DocumentMethod = Literal["none", "a3", "cacheblend", "prophetkv", "legolink", "pie", "full", "random"]
+DocumentMethod = Literal["none", "a3", "cacheblend", "prophetkv", "legolink", "pie", "full"]
 
 # Fields of `SamplingParams` that constrain the output; they exclude each other.
 CONSTRAINTS = ("json_schema", "regex", "grammar")
@@ -25,26 +21,9 @@ StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 # Options of `ReuseParams` that not all methods take.
 TAKEN_BY = {
-    "ratio": ("a3", "cacheblend", "prophetkv", "legolink", "random"),
-    **{"k": ("legolink",), "variant": ("full",), "max_kl": ("auto",)},
+    "ratio": ("a3", "cacheblend", "prophetkv", "legolink"),
+    **{"k": ("legolink",), "max_kl": ("auto",)},
 }
-
-# LLaDA's block length, the default if it divides the length.
-_BLOCK = 32
-# Fields of guidance, Fast-dLLM's caches and BiCache.
-_OF_PREFIXES = (
-    *("cfg_scale", "cache", "reuse", "partial", "prefix_tokens", "depth", "refresh_interval"),
-    *("depth_bound", "refresh", "drift_threshold"),
-)
-# Algorithms whose confidence is a probability, as `threshold` and `factor` require.
-_BY_PROBABILITY = ("low_confidence", "joint_threshold", "maskgit_plus")
-# LLaDA2.1's joint threshold as its authors recommend it for quality.
-_JOINT = {"threshold": 0.7, "edit_threshold": 0.5, "max_post_edit_steps": 16}
-# Tokens of a diffusion model's answer that nobody limits: it costs all of them from the first step on.
-UNASKED = 128
-# Fields of canvases of noise, and those that they share with canvases of masks.
-_OF_NOISE = ("entropy_bound", "t_min", "t_max", "stability_threshold", "confidence_threshold")
-_OF_ALL = ("gen_length", "steps", "block_length", "algorithm", "stream_canvas")
 
 
 class Lazy(BaseModel):
@@ -153,194 +132,6 @@ class SamplingParams(BaseModel):
                 raise InvalidRequest(f"token id {bad} is out of range: the model has {vocab_size} tokens", param=name)
 
 
-class Denoised(Protocol):
-    """Defaults of a diffusion model, see `runtime.models.diffusion.DiffusionSpec`."""
-
-    @property
-    def algorithm(self) -> Algorithm: ...
-    @property
-    def attended(self) -> int | None: ...
-    @property
-    def block(self) -> int: ...
-    @property
-    def threshold(self) -> float | None: ...
-    @property
-    def edits(self) -> bool: ...
-    @property
-    def defaults(self) -> Mapping[str, float]: ...
-
-
-class DiffusionParams(BaseModel):
-    """Denoising parameters, with the names of LLaDA, Dream, Fast-dLLM and DiffusionGemma.
-
-    Absent ones have the model's default.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=False)
-
-    gen_length: int | None = Field(None, ge=1, le=1 << 16, description="positions to denoise; default: max_new_tokens")
-    steps: int | None = Field(
-        None, ge=1, le=1 << 16, description="steps over all blocks; of block diffusion models: of each block"
-    )
-    block_length: int | None = Field(
-        None, ge=1, le=1 << 16, description="blocks are denoised from left to right; default: 32, or as the model has"
-    )
-    algorithm: Algorithm | None = Field(
-        None, description="sampler that chooses the masks to decide; default: that of the model's authors"
-    )
-    eps: float = Field(1e-3, gt=0, lt=1, description="end of the time in Dream's schedule")
-    alg_temp: float = Field(0.0, ge=0, le=100, description="0: decide the most confident positions; above: sample them")
-    cfg_scale: float = Field(
-        0.0, ge=0, le=100, description="scale of classifier-free guidance, which takes a second pass"
-    )
-    threshold: float | None = Field(None, gt=0, le=1, description="decide every mask of at least this confidence (0.9)")
-    factor: float | None = Field(
-        None, gt=0, le=100, description="decide the n-th mask if its confidence >= 1 - factor/(n+1)"
-    )
-    edit_threshold: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description="joint_threshold: replace a decided token by one of more confidence than this (0.5)",
-    )
-    max_post_edit_steps: int | None = Field(
-        None, ge=0, le=1024, description="joint_threshold: most steps on a block without masks (16)"
-    )
-    cache: Literal["none", "prefix", "dual"] = Field("none", description="Fast-dLLM's caches within the request")
-    reuse: bool | None = Field(None, description="share the prefix's shallow layers; default: --bicache")
-    partial: bool | None = Field(None, description="share the beginning of a longer encoding; default: as the server")
-    prefix_tokens: int | None = Field(None, ge=0, description="leading prompt tokens that requests share")
-    depth: int | None = Field(None, ge=0, description="layers in which the shared prefix is reused; default: by table")
-    refresh_interval: int | None = Field(
-        None, ge=1, description="steps between refreshes of the prefix's deep layers; 1 and depth 1 are exact"
-    )
-    depth_bound: float | None = Field(
-        None, ge=0, le=1e4, description="nats by which outputs may diverge; default: --depth-bound"
-    )
-    refresh: Literal["interval", "drift"] = Field(
-        "interval", description="drift: refresh when the prompt's rows behind the prefix have moved too far"
-    )
-    drift_threshold: float = Field(0.1, gt=0, description="distance over the norm, of keys and values, for `drift`")
-    entropy_bound: float | None = Field(
-        None,
-        gt=0,
-        le=1e6,
-        description="entropy_bound: accept tokens while the entropies of others add up to this (0.1)",
-    )
-    t_min: float | None = Field(None, ge=0, le=100, description="entropy_bound: temperature to which steps fall (0.4)")
-    t_max: float | None = Field(None, gt=0, le=100, description="entropy_bound: temperature from which they fall (0.8)")
-    stability_threshold: int | None = Field(
-        None,
-        ge=0,
-        le=1024,
-        description="entropy_bound: end a canvas that did not change in so many steps (1), if it is",
-    )
-    confidence_threshold: float | None = Field(
-        None, ge=0, le=100, description="below this mean entropy as well (0.005); 0: all steps are done"
-    )
-    stream_canvas: bool = Field(False, description="report all positions at every step, decided or masked")
-
-    def filled(self, model: Denoised, sampling: SamplingParams) -> DiffusionParams:
-        """A copy with the defaults of the model and the request filled in."""
-        alg = self.algorithm or model.algorithm
-        length = self.gen_length or sampling.max_new_tokens or UNASKED
-        if model.algorithm == "entropy_bound":
-            own = {**model.defaults, "algorithm": alg, "block_length": model.block, "gen_length": length}
-            return self.model_copy(update={name: own[name] for name in own if getattr(self, name) is None})
-        if model.attended is not None:
-            return self._filled_by_block(model, alg, length)
-        blocks = self.cache != "none" or alg == "low_confidence"
-        block = self.block_length or (_BLOCK if blocks and length % _BLOCK == 0 else length)
-        filled = {"algorithm": alg, "gen_length": length, "block_length": block, "steps": self.steps or length}
-        return self.model_copy(update=filled)
-
-    def _filled_by_block(self, model: Denoised, algorithm: Algorithm, length: int) -> DiffusionParams:
-        """Where the number of steps is said, they decide; else the model's threshold does."""
-        block = self.block_length or model.block
-        scheduled = self.steps is not None or self.factor is not None or algorithm not in _BY_PROBABILITY
-        filled: dict[str, Any] = {"algorithm": algorithm, "gen_length": length, "block_length": block}
-        filled["steps"] = self.steps or block
-        defaults = _JOINT if algorithm == "joint_threshold" else {} if scheduled else {"threshold": model.threshold}
-        filled |= {name: value for name, value in defaults.items() if getattr(self, name) is None}
-        return self.model_copy(update=filled)
-
-    def check(self, model: Denoised, sampling: SamplingParams, num_layers: int, prompt_tokens: int) -> None:
-        """Raise InvalidRequest if the filled values do not fit each other, the model or the prompt."""
-        assert self.gen_length
-        assert self.block_length
-        assert self.steps
-        if model.algorithm == "entropy_bound":
-            self._check_noise(model)
-        else:
-            self._check_masks(model, num_layers, prompt_tokens)
-        _refuse_sampling(sampling)
-
-    def _check_noise(self, model: Denoised) -> None:
-        """Raise InvalidRequest for what a model whose canvases begin as noise has no use for."""
-        default = DiffusionParams()
-        for name in type(self).model_fields:
-            if name not in (*_OF_NOISE, *_OF_ALL) and getattr(self, name) != getattr(default, name):
-                _refuse(f"{name} is not for models whose canvases begin as noise", name)
-        for name, own in (("algorithm", model.algorithm), ("block_length", model.block)):
-            if (asked := getattr(self, name)) != own:
-                _refuse(f"{name} is {asked}; the model's is {own}", name)
-        if (self.t_min or 0.0) > (self.t_max or 0.0):
-            _refuse(f"t_min is {self.t_min}, more than t_max, {self.t_max}", "t_min")
-
-    def _check_masks(self, model: Denoised, num_layers: int, prompt_tokens: int) -> None:
-        """Raise InvalidRequest for values that do not fit each other or a model whose canvases begin as masks."""
-        assert self.gen_length
-        assert self.block_length
-        assert self.steps
-        if name := next((name for name in _OF_NOISE if getattr(self, name) is not None), None):
-            _refuse(f"{name} is for models whose canvases begin as noise (DiffusionGemma)", name)
-        if self.algorithm == "entropy_bound":
-            _refuse("algorithm entropy_bound is for models whose canvases begin as noise (DiffusionGemma)", "algorithm")
-        if model.attended is None:
-            blocks, rest = divmod(self.gen_length, self.block_length)
-            if rest:
-                message = f"gen_length {self.gen_length} is no multiple of block_length {self.block_length}"
-                _refuse(message, "block_length")
-            if self.steps % blocks:
-                _refuse(f"steps {self.steps} cannot be divided among {blocks} blocks", "steps")
-        else:
-            self._check_blocks(model.attended)
-        self._check_edits(model)
-        if self.threshold is not None and self.factor is not None:
-            _refuse("threshold and factor exclude each other", "factor")
-        for name in ("threshold", "factor"):
-            if getattr(self, name) is not None and self.algorithm not in _BY_PROBABILITY:
-                _refuse(f"{name} needs algorithm {' or '.join(_BY_PROBABILITY)}, not {self.algorithm}", name)
-        if self.depth is not None and self.depth > num_layers:
-            _refuse(f"depth is {self.depth}; the model has {num_layers} layers", "depth")
-        if self.prefix_tokens is not None and self.prefix_tokens > prompt_tokens:
-            _refuse(f"prefix_tokens is {self.prefix_tokens}; the prompt has {prompt_tokens} tokens", "prefix_tokens")
-
-    def _check_edits(self, model: Denoised) -> None:
-        """Raise InvalidRequest for tokens that are to be edited by a model or an algorithm that does not edit."""
-        if self.algorithm != "joint_threshold":
-            for name in ("edit_threshold", "max_post_edit_steps"):
-                if getattr(self, name) is not None:
-                    _refuse(f"{name} needs algorithm joint_threshold, not {self.algorithm}", name)
-        elif not model.edits:
-            _refuse("algorithm joint_threshold is for models that edit decided tokens (LLaDA2.1)", "algorithm")
-        elif self.block_length != model.attended:
-            _refuse(f"algorithm joint_threshold edits whole blocks of {model.attended} positions", "block_length")
-        elif self.steps != self.block_length:
-            _refuse("algorithm joint_threshold has no schedule of steps", "steps")
-
-    def _check_blocks(self, attended: int) -> None:
-        """Raise InvalidRequest for what a block diffusion model has no use for."""
-        default = DiffusionParams()
-        for name in _OF_PREFIXES:
-            if getattr(self, name) != getattr(default, name):
-                _refuse(f"{name} is not for block diffusion models, whose prefixes are shared as they are", name)
-        if attended % (self.block_length or 1):
-            _refuse(
-                f"block_length {self.block_length} does not divide the model's blocks of {attended}", "block_length"
-            )
-
-
 class ReuseParams(BaseModel):
     """Reuse of the KV of a prompt's documents, wherever they stand, with a few of their rows computed anew."""
 
@@ -355,9 +146,6 @@ class ReuseParams(BaseModel):
     granularity: Literal["page", "token"] = Field("page", description="rows are selected one by one, or by whole pages")
     chunk_tokens: int = Field(512, ge=16, le=4096, description="documents are encoded in chunks of so many tokens")
     k: int | None = Field(None, ge=0, le=512, description="legolink: first rows of each chunk; default: 16")
-    variant: Literal["cat", "local"] | None = Field(
-        None, description="full: whether keys move to their place in the prompt (cat, the default)"
-    )
     keep_tokens: int | None = Field(
         None, ge=64, le=1 << 20, description="rows of the documents that stay after the first token (SnapKV)"
     )
@@ -383,14 +171,10 @@ class ReasoningParams(BaseModel):
 
     method: Literal["reasoncache"] = "reasoncache"
     percentile: float = Field(
-        80, gt=0, le=100, description="pages are shared whose distance is among so many percent of the latest ones"
+        80, gt=0, le=100, description="a page is shared up to this percentile of the latest distances"
     )
-    tau_max: float = Field(0.9, ge=0, le=1, description="similarity that a step must exceed where others are unlike it")
-    tau_min: float = Field(0.6, ge=0, le=1, description="likewise, where all others are like it")
-    rotation: Literal["stale", "moved"] = Field(
-        "stale", description="keys are read with the positions that they have (stale), or moved to their place"
-    )
-    across: bool = Field(False, description="steps are also compared with those of the tenant's other such requests")
+    tau_max: float = Field(0.9, ge=0, le=1, description="similarity threshold of a step unlike all earlier steps")
+    tau_min: float = Field(0.6, ge=0, le=1, description="similarity threshold of a step equal to all earlier steps")
 
     def check(self) -> None:
         """Raise InvalidRequest if the values do not fit each other."""
@@ -401,18 +185,3 @@ class ReasoningParams(BaseModel):
 AnyReuse = ReuseParams | ReasoningParams
 # For answers that have no place to say what was approximate.
 EXACT = ReuseParams(method="none")
-
-
-def _refuse_sampling(sampling: SamplingParams) -> None:
-    """Raise InvalidRequest for sampling parameters that diffusion models do not support."""
-    default = SamplingParams()
-    if sampling.max_new_tokens == 0:
-        raise InvalidRequest("max_new_tokens must be at least 1 for diffusion models", param="max_new_tokens")
-    penalties = ("frequency_penalty", "presence_penalty", "repetition_penalty")
-    for name in ("min_p", "typical_p", "min_new_tokens", *CONSTRAINTS, *penalties):
-        if getattr(sampling, name) != getattr(default, name):
-            raise InvalidRequest(f"{name} is not supported for diffusion models", param=name)
-
-
-def _refuse(message: str, name: str) -> None:
-    raise InvalidRequest(message, param=f"diffusion.{name}")

@@ -7,8 +7,10 @@ from typing import Any, Literal
 import msgspec
 
 from radix import Namespace, WhyGone
+from runtime.calls import Call
 from runtime.config import ModelCode
-from runtime.params import Algorithm
+from runtime.denoising import Algorithm
+from runtime.errors import RametError
 
 FinishType = Literal["stop", "length", "abort", "error"]
 
@@ -27,10 +29,10 @@ class AddRequest(msgspec.Struct, tag="add"):
         priority: waiting requests with a larger one are served first.
         diffusion: `DiffusionParams.model_dump()`, filled, for a diffusion model.
         reuse: options of a reuse strategy, with its name as `method`; None: the model's default strategy.
-        explain: whether its first event tells its `Lookup`.
+        explain: whether its first event has its `Lookup`.
         store: whether the KV that it computes may outlive it.
-        keep: (tokens, seconds): the prompt's whole pages up to there are kept for its tenant, for that time from their
-            last use on, as far as the budget of pins allows.
+        breakpoints: (tokens, seconds): the prompt's whole pages up to there are kept for its tenant, for that time from
+            their last use on, as far as the budget of pins allows.
     """
 
     rid: str
@@ -45,7 +47,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     reuse: dict[str, Any] | None = None
     explain: bool = False
     store: bool = True
-    keep: list[tuple[int, float]] = []
+    breakpoints: list[tuple[int, float]] = []
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -54,169 +56,24 @@ class Abort(msgspec.Struct, tag="abort"):
     rid: str
 
 
-class _Call(msgspec.Struct):
-    """A message that is answered by a `Reply` of the same number."""
+class Ask(msgspec.Struct, tag="ask"):
+    """An operator's call, which is answered by a `Reply` of the same number."""
 
-    call: int
-
-
-class FlushCache(_Call, tag="flush"):
-    """Drop the unreferenced pages of the tree.
-
-    `pins`: the pinned ones, too; `tiers`: all that lies in tiers, too.
-    """
-
-    pins: bool = False
-    tiers: bool = False
+    number: int
+    call: Call
 
 
-class EraseTenant(_Call, tag="erase"):
-    """Drop a tenant's pages that no live request uses, its pins, and all that it has in tiers."""
+class Forget(msgspec.Struct, tag="forget"):
+    """Give up a call, which is no longer answered; a number that is not open is ignored."""
 
-    tenant: str
-
-
-class AttachTier(_Call, tag="attach"):
-    """Add a tier; `options`: fields of `TierConfig`. Answer: `{"tiers": names}` or `{"failed": why}`."""
-
-    options: dict[str, Any]
-
-
-class DetachTier(_Call, tag="detach"):
-    """Leave a tier, whose blocks stay where they are. Answer: `{"found": bool}`."""
-
-    name: str
-
-
-class LoadAdapter(_Call, tag="load_adapter"):
-    """Load the low-rank adapter in a directory. Answer: `{"digest", "rank"}` or `{"failed": why}`."""
-
-    path: str
-
-
-class UnloadAdapter(_Call, tag="unload_adapter"):
-    """Forget an adapter once its requests have ended. Answer: `{"running": how many there are}`."""
-
-    digest: str
-
-
-class GetState(_Call, tag="state"):
-    """Ask for counters and gauges."""
-
-
-class AddPin(_Call, tag="pin"):
-    """Pin the whole pages of a prefix, computed first if need be. Answer: `{"pin"}` or `{"refused"}`.
-
-    With `reuse`, as of an `AddRequest`, its entries are pinned, and `tokens` may be empty: `{"pins"}` or `{"refused"}`.
-    """
-
-    tokens: bytes
-    namespace: Namespace = Namespace()
-    account: str = ""
-    name: str | None = None
-    ttl_s: float | None = None
-    reuse: dict[str, Any] | None = None
-
-    @property
-    def rid(self) -> str:
-        """Id of the request that computes what is missing; an `Abort` of it ends the call."""
-        return f"(pin {self.call})"
-
-
-class RemovePin(_Call, tag="unpin"):
-    """Remove a pin. Answer: `{"found": bool}`."""
-
-    pin: str
-
-
-class GetPins(_Call, tag="pins"):
-    """Ask for all pins."""
-
-
-class GetCached(_Call, tag="cached"):
-    """Ask how many tokens of entries are cached; fields as of an `AddPin`. Answer: by entry."""
-
-    reuse: dict[str, Any]
-    namespace: Namespace = Namespace()
-    tokens: bytes = b""
-
-
-class GetTree(_Call, tag="tree"):
-    """Ask for a page of the tree's nodes; see `radix.view`.
-
-    `tenant`: of the nodes; None: all tenants. `preview_tokens`: most leading tokens to show of each run.
-    """
-
-    tenant: str | None = None
-    max_depth: int | None = None
-    skip: int = 0
-    limit: int = 256
-    preview_tokens: int = 0
-
-
-class GetOutline(_Call, tag="outline"):
-    """Advance the walk that makes the tree's outline, or begin `anew`; see `Admin.outline`.
-
-    `tenant`: of the nodes; None: all tenants.
-    """
-
-    limit: int
-    preview_tokens: int = 0
-    anew: bool = False
-    tenant: str | None = None
-
-
-class GetRuns(_Call, tag="runs"):
-    """Ask for the next slice of the tree's nodes with their tokens, or, `anew`, for the first; see `Admin.runs`.
-
-    `tenant`, `salt`: of the nodes; None: all.
-    """
-
-    tenant: str | None
-    salt: str | None
-    anew: bool
-
-
-class GetRequests(_Call, tag="requests"):
-    """Ask for the live requests of a tenant (None: of all), oldest first, `limit` at most."""
-
-    limit: int
-    tenant: str | None = None
-
-
-class GetQuota(_Call, tag="quota"):
-    """Ask for a tenant's cached pages, and how many it may keep."""
-
-    tenant: str
-
-
-class OnNode(_Call, tag="node"):
-    """Pin, unpin, evict or read one node of the tree; see `Admin`."""
-
-    verb: Literal["pin", "unpin", "drop", "read"]
-    page: int
-    start: int
-
-
-class Pause(_Call, tag="pause"):
-    """Stop running steps, or resume. Answer: `{"paused": bool}`."""
-
-    paused: bool
-
-
-class Ping(_Call, tag="ping"):
-    """Ask for a sign of life, which comes between two steps."""
+    number: int
 
 
 class Shutdown(msgspec.Struct, tag="shutdown"):
-    """Abort all requests and end the engine process."""
+    """Abort all requests and end the engine."""
 
 
-Call = (
-    FlushCache | GetState | AddPin | RemovePin | GetPins | GetCached | GetTree | GetOutline | GetRuns | GetRequests
-    | GetQuota | OnNode | Pause | Ping | EraseTenant | AttachTier | DetachTier | LoadAdapter | UnloadAdapter
-)  # fmt: skip
-Inbound = AddRequest | Abort | Call | Shutdown
+Inbound = AddRequest | Abort | Ask | Forget | Shutdown
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
@@ -266,11 +123,11 @@ class Lookup(msgspec.Struct):
     known_s: float = 0.0
 
 
-class Place(msgspec.Struct):
-    """A place up to which a prompt was to be kept.
+class Breakpoint(msgspec.Struct):
+    """A place in a prompt up to which the prompt is kept.
 
     Attributes:
-        tokens: the place.
+        tokens: leading tokens of the prompt.
         ttl_s: seconds from the last use on.
         kept: tokens that are kept, whole pages; 0: none.
         reason: why none is.
@@ -282,47 +139,63 @@ class Place(msgspec.Struct):
     reason: str | None = None
 
 
-class CacheBooks(msgspec.Struct):
-    """Books of a prompt's tokens: read + created + input are all of them.
+class CacheUsage(msgspec.Struct):
+    """How a prompt's tokens used the cache: read + created + input are all of them.
 
     Attributes:
         read: read from the cache.
-        created: computed now and kept, by seconds to live: of several kept places, a token counts for the longest.
+        created: computed now and kept, by seconds to live: of several breakpoints, a token counts for the longest.
         input: computed now and not kept.
-        places: those of the request, in order.
+        breakpoints: those of the request, in order.
     """
 
     read: int
     created: dict[float, int]
     input: int
-    places: list[Place]
+    breakpoints: list[Breakpoint]
+
+
+class Admission(msgspec.Struct, array_like=True):
+    """A request's first admission.
+
+    Attributes:
+        cached_tokens: prompt tokens whose KV came from the cache.
+        loaded_tokens: those of them that were loaded from a tier for this request, by tier.
+        queue_s: seconds since its arrival in the engine.
+    """
+
+    cached_tokens: int = 0
+    loaded_tokens: dict[str, int] = {}
+    queue_s: float = 0.0
 
 
 class TokenEvent(msgspec.Struct, array_like=True, gc=False):
     """One request's results of a step; exactly one event of a request has `finish` set, its last.
 
-    `cached_tokens` counts prompt tokens whose KV came from the cache at first admission, `loaded_tokens` those of them
-    that had been loaded from a tier for this request, by tier. Times are seconds:
-    `queue_s` from arrival in the engine to first admission, `prefill_s` from there to the first token. `drafted`
-    tokens were verified so far, of which `accepted` were right. For
-    diffusion models, `reuse` describes the reused KV, and `canvas` holds all output positions, if they were asked for.
-    `lookup` is on the first event of a request that asks for it, unless its KV is reused in other ways than by prefix.
-    The first event of a request with places to keep has their `cache`.
+    Attributes:
+        tokens: new ones.
+        logprobs: of `tokens`.
+        prompt_logprobs: of prompt tokens, in order.
+        admission: in the request's first event.
+        prefill_s: in the event with the first token: seconds since the admission.
+        reuse: the strategy's report, if there is something new.
+        canvas: all output positions of a diffusion model, if they were asked for.
+        lookup: in the first event, if it was asked for and KV is reused by prefix.
+        usage: in the first event of a request with breakpoints.
+        drafted, accepted: tokens of a draft that this step verified, and how many of them were right.
     """
 
     rid: str
-    tokens: list[int]
+    tokens: list[int] = []
     finish: Finish | None = None
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
-    cached_tokens: int = 0
-    loaded_tokens: dict[str, int] = {}
-    queue_s: float = 0.0
+    admission: Admission | None = None
     prefill_s: float = 0.0
     reuse: dict[str, Any] | None = None
     canvas: list[int] | None = None
     lookup: Lookup | None = None
-    cache: CacheBooks | None = None
+    usage: CacheUsage | None = None
     drafted: int = 0
     accepted: int = 0
 
@@ -333,30 +206,29 @@ class StepEvents(msgspec.Struct, tag="events"):
     events: list[TokenEvent]
 
 
-class Reply(msgspec.Struct, tag="reply"):
-    """The answer to a call."""
+class Failure(msgspec.Struct):
+    """A RametError on its way to the client; `kind`: the name of its class."""
 
-    call: int
-    result: dict[str, Any]
-
-
-class Ready(msgspec.Struct, tag="ready"):
-    """The engine has loaded its model; `info` is a `ModelInfo` as a dict."""
-
-    info: dict[str, Any]
-
-
-class Failed(msgspec.Struct, tag="failed"):
-    """The engine could not start."""
-
+    kind: str
     message: str
+    param: str | None = None
+    code: str | None = None
+
+    @staticmethod
+    def of(error: RametError) -> Failure:
+        return Failure(type(error).__name__, error.message, error.param, error.code)
+
+    def error(self) -> RametError:
+        kinds = {kind.__name__: kind for kind in RametError.__subclasses__()}
+        return kinds.get(self.kind, RametError)(self.message, param=self.param, code=self.code)
 
 
-Outbound = StepEvents | Reply | Ready | Failed
+class Reply(msgspec.Struct, tag="reply"):
+    """The answer to an `Ask`, or its failure."""
 
-inbound_decoder = msgspec.msgpack.Decoder(Inbound)
-outbound_decoder = msgspec.msgpack.Decoder(Outbound)
-encode = msgspec.msgpack.Encoder().encode
+    number: int
+    answer: dict[str, Any]
+    failure: Failure | None = None
 
 
 class DiffusionInfo(msgspec.Struct):
@@ -369,7 +241,7 @@ class DiffusionInfo(msgspec.Struct):
         depth_table: name of the table of reuse depths.
         refresh_interval: steps between refreshes of a prefix's other layers, unless a request says otherwise.
         attended, block, threshold, edits, defaults: see `runtime.models.diffusion.DiffusionSpec`.
-        depth_bound: nats that measured depths may bring, unless a request says otherwise; None: nothing is measured.
+        depth_bound: nats that measured depths may bring, unless a request says otherwise; None: no depth is measured.
     """
 
     mask_token_id: int
@@ -401,3 +273,22 @@ class ModelInfo(msgspec.Struct):
     pool_tokens: int
     diffusion: DiffusionInfo | None = None
     model_impl: ModelCode = "ramet"
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """The engine has loaded its model."""
+
+    info: ModelInfo
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """The engine could not start."""
+
+    message: str
+
+
+Outbound = StepEvents | Reply | Ready | Failed
+
+inbound_decoder = msgspec.msgpack.Decoder(Inbound)
+outbound_decoder = msgspec.msgpack.Decoder(Outbound)
+encode = msgspec.msgpack.Encoder().encode

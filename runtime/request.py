@@ -1,124 +1,34 @@
-"""A request in the engine: the segments of KV that it reads, and the one sequence that it computes."""
+"""A request in the engine, its work in a step, and the interfaces of the objects that serve it."""
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from array import array
-from bisect import bisect_right
+from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from radix import Namespace, Node
-from runtime.params import SamplingParams
-from runtime.protocol import CacheBooks, Lookup, Place
-
-if TYPE_CHECKING:
-    from runtime.reuse.strategy import Strategy
-    from runtime.sampling.decoding import Decoding
-    from runtime.sampling.grammar import Grammar
-
-
-EVERYBODY = Namespace()
+from radix import Namespace
+from radix.node import Meta
+from runtime.batch import RowSet
+from runtime.kv.cache import PagedCache
+from runtime.kv.segments import Run, Segment, Sequence
+from runtime.protocol import AddRequest, Admission, Finish, TokenEvent
+from runtime.sampler_state import SampledTokens, SamplerState, StepResult
 
 
 class Status(Enum):
-    """The state of a live request."""
+    """The state of a request."""
 
     WAITING = "waiting"
     BLOCKED = "blocked"
     RUNNING = "running"
-
-
-@dataclass(slots=True)
-class Segment:
-    """KV that exists and that a request reads.
-
-    Attributes:
-        pages: int32 page ids, any subset of an entry's pages: attention does not depend on their order.
-        length: rows; only the last page may be used in part.
-        position: the position of the first row in this request.
-        shift: how many positions further on the rows are read than they were computed for.
-        layers: in which layers the rows are valid; None: in all.
-        keep: bool [length], rows that count; None: all. Leaving out whole pages is cheaper.
-        node: the locked tree node to which the pages belong; None: they still belong to this request alone.
-        exact: whether reading them gives what computing them would.
-    """
-
-    pages: array[int]
-    length: int
-    position: int = 0
-    shift: int = 0
-    layers: range | None = None
-    keep: torch.Tensor | None = None
-    node: Node | None = None
-    exact: bool = True
-
-
-class Run(NamedTuple):
-    """Tokens int32 under which KV lies in the tree, from the root of a namespace on.
-
-    `meta`: of an entry; `whole`: whether a part of it is of no use.
-    """
-
-    tokens: array[int]
-    namespace: Namespace
-    name: str | None = None
-    meta: Any = None
-    whole: bool = False
-
-
-@dataclass(slots=True)
-class Sequence:
-    """Tokens that a request computes itself. An index into them is not a position.
-
-    Attributes:
-        tokens: int32.
-        start: leading tokens whose KV lies in the request's first segment; whole pages.
-        num_computed: leading tokens that have KV, in that segment or in `pages`.
-        seconds: what computing those took that are not in the tree.
-        pages: int32 page ids, for the tokens from `start` on; they belong to this request alone.
-        anchors: (index, position) pairs, ascending: from each index on, positions are consecutive.
-    """
-
-    tokens: array[int]
-    start: int = 0
-    num_computed: int = 0
-    seconds: float = 0.0
-    pages: array[int] = field(default_factory=lambda: array("i"))
-    anchors: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
-
-    def position(self, index: int) -> int:
-        """The position of one token, which need not exist yet."""
-        nearest = 0 if len(self.anchors) == 1 else bisect_right(self.anchors, index, key=itemgetter(0)) - 1
-        at, position = self.anchors[nearest]
-        return position + index - at
-
-    def positions(self, first: int, stop: int) -> np.ndarray:
-        """The positions int64 [stop - first] of a range of indices."""
-        if len(self.anchors) == 1 or stop - first == 1:
-            position = self.position(first)
-            return np.array((position,)) if stop - first == 1 else np.arange(position, position + stop - first)
-        indices = np.arange(first, stop)
-        starts, positions = np.array(self.anchors, dtype=np.int64).T
-        nearest = np.searchsorted(starts, indices, side="right") - 1
-        return positions[nearest] + indices - starts[nearest]
-
-    def slots(self, first: int, stop: int, page_size: int) -> np.ndarray:
-        """The pool slots int64 [stop - first] of a range of indices, none below `start`."""
-        if stop - first == 1:
-            page, row = divmod(first - self.start, page_size)
-            return np.array((self.pages[page] * page_size + row,))
-        return slots_of(self.pages, np.arange(first - self.start, stop - self.start), page_size)
-
-
-def slots_of(pages: array[int], rows: np.ndarray, page_size: int) -> np.ndarray:
-    """The pool slots int64 [n] of rows int64 [n] of some pages."""
-    table = np.frombuffer(pages, dtype=np.int32)
-    return table[rows // page_size].astype(np.int64) * page_size + rows % page_size
+    ENDED = "ended"
 
 
 @dataclass(slots=True, eq=False)
@@ -126,71 +36,56 @@ class Request:
     """A live request.
 
     Attributes:
+        message: asked for it.
+        sampler: the sampler's state.
+        sequence: the tokens that it computes, of which the first `prompt_len` are the prompt's own.
+        max_length: length of `sequence` at which the request ends.
         strategy: decides what the request reads and computes; `reuse` is the state that it keeps here.
         decoding: chooses the request's tokens; `canvas` is the state that it keeps here for a diffusion model.
-        owner: whose quota the pages count against that the request leaves in the tree.
-        entry_tokens: int32, tokens of the prompt whose KV the request reads from entries, beside `tokens`.
-        owed: rows of entries that it has yet to encode before its own.
-        keep: places up to which its prompt is to be kept, and has not been yet.
-        books: of its prompt, until an event tells them.
-        max_tokens: length of prompt and output at which the request ends, without `entry_tokens`.
-        prompt_logprobs_from: the first prompt index whose log-probability is still owed; None: none is.
-        counts: int64 [vocab], how often each token was generated, and `prompt_ids`, those of the prompt; on the
-            device of the logits, and only where a penalty needs them. None: to be made from `tokens`.
-        grammar: the state of the grammar that the output follows; None: there is none.
-        draft: the state that the drafter keeps here; `drafted` tokens were verified, of which `accepted` were right.
         serial: order of arrival.
-        matched_tokens, rank: of a waiting request: cached tokens when it was last looked up, and its place.
-        turn: serial of the last step in which this request took its turn, see `Strategy.takes_turns`.
+        namespace: of the sequence, which may depend on what the request reads.
+        segments: KV that it reads.
+        draft: the drafter's state.
+        entry_tokens: int32, tokens of the prompt whose KV the request reads from entries, beside `sequence`.
+        event: the next event, into which anyone may write what it should report.
         cached_tokens: prompt tokens found in the cache at the first admission; -1 before.
-        explain, lookup: whether its look-up at the first admission is told, and that, until an event tells it.
-        store: whether what it computes may outlive it.
-        loaded: tokens that were loaded for it before it was admitted, by tier; num_loads: how often it waited for some.
         row_layers: rows x layers computed so far.
-        arrival_s, admitted_s, first_token_s: engine clock, seconds.
+        arrival_s, admitted_s: engine clock, seconds; 0: not yet.
     """
 
-    rid: str
+    message: AddRequest
+    sampler: SamplerState
     sequence: Sequence
     prompt_len: int
-    sampling: SamplingParams
-    stop_ids: frozenset[int]
-    max_tokens: int
+    max_length: int
     strategy: Strategy
     decoding: Decoding
-    namespace: Namespace = EVERYBODY
-    owner: Namespace = EVERYBODY
-    priority: int = 0
     serial: int = 0
+    namespace: Namespace = field(init=False)
     segments: list[Segment] = field(default_factory=list)
     reuse: Any = None
-    entry_tokens: array[int] = field(default_factory=lambda: array("i"))
-    owed: int = 0
-    keep: list[Place] = field(default_factory=list)
-    books: CacheBooks | None = None
     canvas: Any = None
-    logprobs: int | None = None
-    prompt_logprobs_from: int | None = None
-    counts: torch.Tensor | None = None
-    prompt_ids: torch.Tensor | None = None
-    grammar: Grammar | None = None
     draft: Any = None
-    drafted: int = 0
-    accepted: int = 0
+    entry_tokens: array[int] = field(default_factory=lambda: array("i"))
+    event: TokenEvent = field(init=False)
     status: Status = Status.WAITING
-    matched_tokens: int = 0
-    rank: Any = None
-    turn: int = 0
     cached_tokens: int = -1
-    explain: bool = False
-    lookup: Lookup | None = None
-    store: bool = True
-    loaded: dict[str, int] = field(default_factory=dict)
-    num_loads: int = 0
     row_layers: int = 0
     arrival_s: float = 0.0
     admitted_s: float = 0.0
-    first_token_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.namespace = self.message.namespace
+        self.event = TokenEvent(self.message.rid, admission=Admission())
+
+    @property
+    def rid(self) -> str:
+        return self.message.rid
+
+    @property
+    def owner(self) -> Namespace:
+        """The tenant whose quota its pages in the tree count against. Of shared text, each tenant pays for its own."""
+        return Namespace(self.message.account) if self.message.account else self.message.namespace.owner
 
     @property
     def tokens(self) -> array[int]:
@@ -200,7 +95,8 @@ class Request:
     @property
     def num_remaining(self) -> int:
         """Rows to be computed: 1 while decoding, more while a prompt (or a retracted sequence) is prefilled."""
-        return len(self.sequence.tokens) - self.sequence.num_computed + self.owed
+        sequence = self.sequence
+        return len(sequence.tokens) - sequence.num_computed + sequence.pending
 
     @property
     def num_prompt(self) -> int:
@@ -218,31 +114,40 @@ class Request:
         return len(self.sequence.tokens) - self.prompt_len
 
     @property
-    def loaded_tokens(self) -> dict[str, int]:
-        """Those of `cached_tokens` that were loaded for this request, by tier."""
-        left, found = max(self.cached_tokens, 0), {}
-        for tier, tokens in self.loaded.items():
-            found[tier] = min(tokens, left)
-            left -= found[tier]
-        return {tier: tokens for tier, tokens in found.items() if tokens}
-
-    def stops_at(self, token: int, num_output: int) -> bool:
-        """Whether a token ends the request as the last of `num_output` generated ones."""
-        return token in self.stop_ids and num_output >= self.sampling.min_new_tokens
-
-    @property
     def wants_tokens(self) -> bool:
         """Whether tokens are to be generated; else the prompt is only computed."""
-        return self.max_tokens > self.prompt_len
+        return self.max_length > self.prompt_len
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt tokens still owe log-probabilities."""
-        return self.prompt_logprobs_from is not None and not self.num_output
+        """Whether log-probabilities of prompt tokens are still to be reported."""
+        return self.sampler.prompt_logprobs_from is not None and not self.num_output
 
     def key(self, num_tokens: int) -> bytes:
         """The tree's key of the first `num_tokens` tokens."""
         return self.sequence.tokens[:num_tokens].tobytes()
+
+    def note_admitted(self, now_s: float) -> None:
+        """Report the first admission in the next event."""
+        self.admitted_s = now_s
+        admission = self.event.admission
+        assert admission is not None
+        admission.queue_s = now_s - self.arrival_s
+        left = admission.cached_tokens = max(self.cached_tokens, 0)
+        loaded, admission.loaded_tokens = admission.loaded_tokens, {}
+        for tier, tokens in loaded.items():
+            if (read := min(tokens, left)) > 0:
+                admission.loaded_tokens[tier] = read
+                left -= read
+
+    def take_event(self, tokens: list[int], finish: Finish | None = None) -> TokenEvent:
+        """The next event, with the last tokens of the output, and the strategy's report."""
+        event, self.event = self.event, TokenEvent(self.message.rid)
+        event.tokens, event.finish = tokens, finish
+        if tokens and len(tokens) == self.num_output:
+            event.prefill_s = time.monotonic() - self.admitted_s
+        event.reuse = self.strategy.report(self)
+        return event
 
 
 @dataclass(slots=True, eq=False)
@@ -283,6 +188,213 @@ class Work:
         self.count = self.num_rows = num_tokens
 
     @property
+    def is_live(self) -> bool:
+        """Whether the request has not ended since."""
+        return self.request.status is not Status.ENDED
+
+    @property
     def prefills(self) -> bool:
         """Whether these rows are part of a prompt, or of what was retracted, rather than of decoding."""
         return self.request.num_remaining > 1 or not self.request.num_output
+
+
+@dataclass(slots=True)
+class Found:
+    """KV that exists for a waiting request.
+
+    Attributes:
+        tokens: prompt tokens that need not be computed.
+        detail: what the strategy wants to know at admission.
+    """
+
+    tokens: int = 0
+    detail: Any = None
+
+
+class Strategy(ABC):
+    """Decides what requests read, what they compute, and what is kept of it.
+
+    `runtime.reuse.in_order.InOrder` implements the rows of strategies that compute the sequence in order.
+
+    Attributes:
+        name: the `method` by which a request asks for it.
+        unchunkable: whether a step cannot be cut into chunks, as its rows see each other. Such requests take turns.
+        steady: whether what a row of a decoding request reads is what the row before it read, and that row.
+        keeps_prompts: whether a computed prompt lies in the tree under its own tokens.
+        counted, counters: names and values of the strategy's own counters.
+    """
+
+    name: ClassVar[str]
+    keeps_prompts: ClassVar[bool] = False
+    unchunkable: ClassVar[bool] = False
+    steady: ClassVar[bool] = False
+    counted: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, cache: PagedCache, num_layers: int):
+        self.cache = cache
+        self.num_layers = num_layers
+        self.counters = dict.fromkeys(self.counted, 0)
+
+    def open(self, request: Request, asked: dict[str, Any]) -> None:  # noqa: B027 - most strategies need no state
+        """Take a new request: lay out its sequence, and refuse what cannot be served.
+
+        Args:
+            request: new; waits next.
+            asked: the `reuse` fields of its message.
+
+        Raises:
+            InvalidRequest: for fields that do not fit.
+        """
+
+    def runs(self, tokens: array[int], namespace: Namespace, asked: dict[str, Any]) -> list[Run]:
+        """The runs of the tree in which the KV of a prompt lies, once it is computed.
+
+        Args:
+            tokens: int32, the prompt's whole pages.
+            namespace: of its requests.
+            asked: as of `open`.
+
+        Raises:
+            InvalidRequest: for fields that do not fit.
+        """
+        return [Run(tokens, namespace)]
+
+    def reads(self, request: Request) -> list[Run]:
+        """The runs that a waiting request would read, where they exist. A tier may have what the tree lacks."""
+        return []
+
+    def restored(self, tokens: array[int], namespace: Namespace) -> None:  # noqa: B027
+        """Take note of a run of which all or some has come into the tree from a tier."""
+
+    def meta_of(self, namespace: Namespace, described: dict[str, Any]) -> Meta | None:
+        """The record of an entry of this strategy, from how it described itself; None if it is none."""
+        return None
+
+    @abstractmethod
+    def find(self, request: Request) -> Found:
+        """Look up what exists for a waiting request. Reads only."""
+
+    def peer(self, request: Request, found: Found, computing: abc.Sequence[Request]) -> tuple[Request, int] | None:
+        """The running request that computes now what this one would compute, too, and when it will be there.
+
+        `computing` are requests of this strategy that prefill.
+
+        Returns:
+            One of `computing`, and the number of its tokens that must be computed before this request is looked up
+            again; None to admit this request now.
+        """
+        return None
+
+    @abstractmethod
+    def admit(self, request: Request, found: Found, headroom: int) -> bool:
+        """Lock the segments of a waiting request and allocate pages for its sequence.
+
+        Args:
+            request: reads nothing yet.
+            found: a fresh `find` of it.
+            headroom: pages that must stay available for requests that decode.
+
+        Returns:
+            False, with nothing changed, if memory does not suffice.
+        """
+
+    @abstractmethod
+    def grow(self, request: Request, ahead: int = 0) -> bool:
+        """Make room for the next token's KV, and for `ahead` more; False if memory does not suffice."""
+
+    @abstractmethod
+    def work(self, request: Request, limit: int) -> Work:
+        """The request's share of the next step; `limit`: most rows, which unchunkable requests may exceed."""
+
+    @abstractmethod
+    def shrink(self, work: Work) -> bool:
+        """Leave half of the rows to later steps; False if that cannot be."""
+
+    @abstractmethod
+    def rows(self, work: Work) -> list[RowSet]:
+        """The rows of a piece of work; their pages are allocated."""
+
+    @abstractmethod
+    def book(self, work: Work, saved: abc.Sequence[torch.Tensor | None], seconds: float) -> bool:
+        """Book rows that were computed.
+
+        Args:
+            work: what was computed.
+            saved: states that its row sets saved.
+            seconds: what the rows took.
+
+        Returns:
+            Whether the work's logits go to the decoding.
+        """
+
+    @abstractmethod
+    def release(self, request: Request, keep: bool) -> None:
+        """Take all pages and segments from a running request; with `keep`, computed rows stay cached."""
+
+    def distrust(self, request: Request) -> None:  # noqa: B027
+        """Drop from the cache what a request read or left there, before it is released: its logits were no numbers."""
+
+    def flush(self) -> None:  # noqa: B027
+        """Drop what the strategy keeps beside the tree, as the cache is flushed."""
+
+    def figures(self) -> dict[str, float]:
+        """Figures of its own besides counters, for operators."""
+        return {}
+
+    def phase(self, request: Request) -> str:
+        """The phase of a running request, for people."""
+        return "decode" if request.num_output else "prefill"
+
+    def report(self, request: Request) -> dict[str, Any] | None:
+        """The `reuse` field of the request's next event; None: it has nothing new to say."""
+        return None
+
+
+class Decoding(ABC):
+    """The choice of tokens from logits, and their booking.
+
+    Attributes:
+        counted, counters: names and values of its own counters.
+    """
+
+    counted: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self) -> None:
+        self.counters = dict.fromkeys(self.counted, 0)
+
+    def open(self, request: Request, asked: dict[str, Any]) -> None:  # noqa: B027 - next-token models need no state
+        """Take a new request; `asked`: the `diffusion` fields of its message."""
+
+    @abstractmethod
+    def wanted(self, work: Work) -> np.ndarray:
+        """Rows, int64 and ascending, whose logits are wanted; 0 is the first row of the work."""
+
+    def choose(
+        self, work: abc.Sequence[Work], places: abc.Sequence[abc.Sequence[slice]], logits: torch.Tensor
+    ) -> tuple[list[Request], SampledTokens | None, list[int | None]]:
+        """Choose next tokens on the device of the logits, without a wait.
+
+        Args:
+            work: the rows of each request.
+            places: rows of the logits, by piece of work and row set.
+            logits: float32 [S, vocab].
+
+        Returns:
+            The requests that get a token, their tokens in that order, and `InFlight.expected`.
+        """
+        return [], None, []
+
+    def cut(self, request: Request, tokens: list[int]) -> list[int]:
+        """New tokens of a request up to the first one that ends it."""
+        return tokens
+
+    @abstractmethod
+    def book(self, work: Work, result: StepResult) -> TokenEvent | None:
+        """Book a piece of computed work, of which the strategy has booked the rows.
+
+        Returns:
+            The event, if any; `finish` is set if the request ends.
+
+        Raises:
+            RametError: if no token can be chosen; the request ends with it.
+        """

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from runtime.errors import RametError
 from runtime.frontend.output import Prompt
-from server.options import add_options, config_from, options_table
+from server.options import add_options, config_from, options_page
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # Whoever read the output has left. What is still buffered would fail again as the process ends.
+        # The reader closed the pipe; flushing the rest at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except RametError as error:
@@ -59,14 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors leave out the usage, which is a screen long for `serve`."""
+    """A parser whose errors omit the usage, which fills a screen for `serve`."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def _meant(parser: argparse.ArgumentParser, unknown: list[str]) -> str:
-    """The options that are most like the unknown ones, as a question."""
+    """A question with the options closest to the unknown ones."""
     known: list[str] = []
     found: list[str] = []
     parsers = [parser]
@@ -87,7 +87,7 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    from runtime.reuse.modules.schema import Mode
+    from runtime.frontend.schemas.schema import Mode
 
     parser.add_argument("prompt", help="text to continue; - reads standard input")
     parser.add_argument("--schema", metavar="FILE", help="a schema in PML; the prompt is PML too: <prompt schema=...>")
@@ -105,14 +105,14 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from runtime import Document, Engine, Submission
+    from runtime.frontend.documents.prompt import in_messages
     from runtime.params import SamplingParams
-    from runtime.reuse.fusion.prompt import in_messages
 
     config = config_from(parser, arguments)
     if arguments.schema and (arguments.chat or arguments.document):
-        parser.error("argument --schema: a schema says itself where the turns of a conversation and its texts are")
+        parser.error("argument --schema: not with --chat or --document")
     if arguments.mode and not arguments.schema:
-        parser.error("argument --mode: it belongs to --schema")
+        parser.error("argument --mode: it needs --schema")
     given = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     try:
         sampling = SamplingParams(
@@ -153,10 +153,10 @@ def _add_schema(parser: argparse.ArgumentParser) -> None:
 
 
 def _schema(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from runtime.frontend.schemas.schema import Schema
     from runtime.models.implementation import context_of
     from runtime.models.resolve import resolve_model
     from runtime.models.tokenizer import Tokenizer
-    from runtime.reuse.modules.schema import Schema
     from server.schemas.table import print_layout
 
     config, text = config_from(parser, arguments), _read(parser, arguments.file)
@@ -175,7 +175,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
 def _explain(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from runtime.models.resolve import resolve_model
     from runtime.models.tokenizer import Tokenizer
-    from server.explain.command import explain_files
+    from server.commands.explain import explain_files
 
     config = config_from(parser, arguments)
     first, second = arguments.file
@@ -204,7 +204,7 @@ def _doctor(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
 
 
 def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    print(options_table())
+    print(options_page())
     return 0
 
 
@@ -235,37 +235,21 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
-    from runtime.reuse.bicache.profile.command import add_arguments
+    from loadgen.accuracy.profile.command import add_arguments
 
     add_arguments(parser)
-    parser.add_argument(
-        "--fusion",
-        action="store_true",
-        help="for a causal model: measure the methods of reuse of documents instead, with --ratios of their rows "
-        "computed anew (default: 5,15,30,50), --samples (24), --length (1024, of all documents) and --seed",
-    )
     add_options(parser, "model")
 
 
 def _profile(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from loadgen.http.outputs import new_file
-    from runtime.reuse.bicache.profile.command import profile, settings_from
-    from runtime.reuse.bicache.profile.settings import ProfileSettings
+    from loadgen.accuracy.profile.command import profile, settings_of
 
     config = config_from(parser, arguments)
-    for name in ("out", "plot"):  # before hours of work
-        try:
-            new_file(getattr(arguments, name) or "new")
-        except argparse.ArgumentTypeError as error:
-            parser.error(f"argument --{name}: {error}")
-    if not arguments.fusion:
-        return profile(config, settings_from(parser, arguments, ProfileSettings), arguments)
-    from loadgen.accuracy.fusion_profile import FusionSettings, profile_fusion
-
-    for name in ("plot", "prefix", "prompts"):
-        if getattr(arguments, name):
-            parser.error(f"argument --{name}: not with --fusion")
-    return profile_fusion(config, settings_from(parser, arguments, FusionSettings), arguments.out)
+    try:
+        files, settings = settings_of(arguments)
+    except ValueError as error:
+        parser.error(f"argument {error}")
+    return profile(config, files, settings)
 
 
 Command = tuple[

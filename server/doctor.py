@@ -1,4 +1,4 @@
-"""`ramet doctor`: what this machine has for Ramet, and what would make it faster."""
+"""`ramet doctor`: this machine's hardware and packages, and what would make Ramet faster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime.config import Config
 
 _GIB = 1 << 30
 _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "neon", "asimd")
-# Digest and version of a conversion, with which the directory of a converted model ends.
+# Suffix of a converted model's directory: the conversion's digest and version.
 _VERSION = r"(-[0-9a-f]{12})?(-\d+)?$"
 _PACKAGES = ("ramet", "torch", "transformers", "tokenizers", "safetensors", "fastapi", "flashinfer-python", "redis")
 
@@ -102,7 +102,7 @@ def _cores() -> int:
 
 
 def _free_memory() -> int:
-    """Bytes that programs may take, page cache included."""
+    """Available bytes, page cache included."""
     try:
         found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     except OSError:
@@ -115,7 +115,7 @@ def _existing(path: Path) -> Path:
 
 
 def _is_there(config: Config) -> str:
-    """Whether `--model` can be opened without the network."""
+    """Where `--model` comes from."""
     name = config.model.model
     if Path(name).expanduser().exists():
         return "a file or directory of this machine"

@@ -1,19 +1,20 @@
-"""The table of other servers' fields in README.md, made from the request bodies."""
+"""FIELDS.md, made from the request bodies."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
 
-from server.anthropic.types import CacheControl, MessagesRequest, Thinking
-from server.anthropic.types import Tool as AnthropicTool
+from server.anthropic.types import AnthropicTool, CacheControl, MessagesRequest, Thinking
+from server.generation.bodies import Sampling
 from server.http.fields import EMPTY
-from server.http.generate import GenerateRequest
-from server.http.wire import Body, Sampling
+from server.http.wire import Body
 from server.openai.formats import StructuredOutputs
+from server.openai.messages import Message
 from server.openai.tokens import DetokenizeRequest
-from server.openai.types import ChatRequest, CompletionRequest, Message, StreamOptions
+from server.openai.types import ChatRequest, CompletionRequest, StreamOptions
 from server.responses.types import Reasoning, ResponseRequest, TextConfig, TextFormat
+from server.sglang.generate import GenerateRequest
 
 BODIES: dict[str, type[Body]] = {
     "chat": ChatRequest,
@@ -35,8 +36,15 @@ BODIES: dict[str, type[Body]] = {
 }
 
 
-def fields_table() -> str:
-    """Markdown: fields, the bodies that take them, and the effect."""
+_HEADING = """\
+# Fields of other servers
+
+Requests may have fields of vLLM, SGLang, llama.cpp and OpenAI that Ramet does not have. `make docs` writes this table.
+"""
+
+
+def fields_page() -> str:
+    """FIELDS.md: fields, the bodies that take them, and their effect."""
     takers: dict[tuple[str, str], list[str]] = defaultdict(list)
     for body, kind in BODIES.items():
         for name in kind.IGNORED:
@@ -52,8 +60,9 @@ def fields_table() -> str:
     lines = [f"| {', '.join(sorted(names))} | {bodies} | {effect} |" for (effect, bodies), names in rows.items()]
     order = ("no effect", "is ", "refused")
     place = {line: next(i for i, word in enumerate(order) if f"| {word}" in line) for line in lines}
-    return "\n".join(["| field | of | |", "| --- | --- | --- |", *sorted(lines, key=lambda line: (place[line], line))])
+    table = ["| field | of | |", "| --- | --- | --- |", *sorted(lines, key=lambda line: (place[line], line))]
+    return "\n".join([_HEADING, *table])
 
 
 if __name__ == "__main__":
-    print(fields_table())
+    print(fields_page())

@@ -14,6 +14,10 @@ from pydantic.fields import FieldInfo
 from runtime.config import Config, make_config
 
 _UNSET = argparse.SUPPRESS
+_HEADING = """\
+# Options of `ramet serve`
+
+A switch that is on by default has a `--no-` form. `make docs` writes these tables."""
 
 
 def add_options(parser: argparse.ArgumentParser, *sections: str) -> None:
@@ -37,7 +41,7 @@ def _add_option(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> 
     elif get_origin(kind) is Literal:
         options["choices"] = get_args(kind)
     else:
-        options["type"] = str  # pydantic converts and checks, so that there is one kind of message
+        options["type"] = str  # pydantic converts and checks
         options["metavar"] = getattr(kind, "__name__", str(kind)).upper()
     group.add_argument("--" + name.replace("_", "-"), dest=name, **options)
 
@@ -65,9 +69,10 @@ def config_from(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
     return config
 
 
-def options_table() -> str:
-    """All options with their defaults as Markdown, a table for each section."""
-    return "\n\n".join("\n".join(_section_rows(section.annotation)) for section in Config.model_fields.values())
+def options_page() -> str:
+    """OPTIONS.md: all options with their defaults, a table for each section."""
+    tables = ("\n".join(_section_rows(section.annotation)) for section in Config.model_fields.values())
+    return "\n\n".join((_HEADING, *tables))
 
 
 def _section_rows(section: Any) -> Iterator[str]:

@@ -12,8 +12,8 @@ from runtime.errors import EngineDead, Overloaded, RametError
 from runtime.frontend.output import Output
 from server.admin.cache import Prefix
 from server.auth.keys import EVERYONE
-from server.context import Context
-from server.http.follow import collect
+from server.documents.store import DocumentStore
+from server.generation.service import GenerationService
 
 log = logging.getLogger("ramet.server")
 
@@ -49,12 +49,12 @@ def read_prewarm(path: Path | None) -> list[Prefix]:
     return found
 
 
-async def prewarm(prefixes: list[Prefix], context: Context) -> None:
+async def prewarm(prefixes: list[Prefix], service: GenerationService, documents: DocumentStore) -> None:
     """Compute or load prompts, one after another, so that those of clients wait for one at most."""
     tokens = cached = 0
     for number, prefix in enumerate(prefixes, start=1):
         try:
-            (done,) = await _one(prefix, context)
+            done = await _one(prefix, service, documents)
         except EngineDead:
             return
         except RametError as error:
@@ -65,11 +65,9 @@ async def prewarm(prefixes: list[Prefix], context: Context) -> None:
         log.info("--prewarm: %d prompts of %d tokens are there, %d of these from the cache", number, tokens, cached)
 
 
-async def _one(prefix: Prefix, context: Context) -> list[Output]:
+async def _one(prefix: Prefix, service: GenerationService, documents: DocumentStore) -> Output:
     while True:
         try:
-            context.gate.check()
-            submission = prefix.submission(EVERYONE, context, new_tokens=0)
-            return await collect(await context.engine.open([submission]), context)
+            return await service.run(None, prefix.prefix(EVERYONE, service.context, documents, new_tokens=0))
         except Overloaded:
             await asyncio.sleep(_PAUSE_S)

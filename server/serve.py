@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn
 
 import uvicorn
+from fastapi import FastAPI
 
 from runtime.config import Config
 from runtime.errors import RametError
@@ -21,22 +22,27 @@ from runtime.frontend.async_engine import AsyncEngine
 from runtime.logs import set_up_logs
 from server.admin.cache import Prefix
 from server.admin.dashboard import Feed
-from server.admin.journal import Trace, open_trace
+from server.app import create_app
 from server.auth.keys import Tenant, read_keys
-from server.http.app import create_app
+from server.documents.store import DocumentStore
+from server.generation.service import GenerationService
 from server.http.connections import SEND_BUFFER_BYTES, Connection
-from server.http.gate import Gate
+from server.http.context import find
 from server.http.listener import Listener
 from server.http.pages import Hosts
-from server.http.seats import Seat, most_connections
+from server.http.shutdown import ShutdownFlag
+from server.http.slots import Slot, most_connections
 from server.prewarm import prewarm, read_prewarm
 from server.signals import Signals
+from server.telemetry.journal import Trace, open_trace
 
 log = logging.getLogger("ramet.server")
 
 EXIT_ENGINE_DIED = 70
 EXIT_FORCED = 1
 
+# Seconds until an idle connection is closed.
+_IDLE_S = 75
 # Time for aborted requests to send their last events.
 _ABORT_S = 3
 
@@ -91,9 +97,9 @@ def _check_certificate(config: Config) -> None:
 
 def _warn(config: Config, tenants: list[Tenant]) -> None:
     if not tenants and not Hosts(config.server.host, []).own_machine:
-        log.warning("no --api-keys: whoever reaches this server may use every route, those of admins as well")
+        log.warning("no --api-keys: anyone who can reach this server is admin")
     if tenants and config.cache.kv_events is not None and config.cache.kv_events_of == "public":
-        log.warning("KV events tell of public prefixes alone; --kv-events-of tells of those of every key")
+        log.warning("KV events contain public prefixes only; --kv-events-of adds those of all keys")
 
 
 def _bind(config: Config) -> socket.socket:
@@ -115,22 +121,25 @@ def _bind(config: Config) -> socket.socket:
 class _Server(uvicorn.Server):
     """uvicorn's server with a drain: it refuses new requests, waits for running ones, and aborts the rest.
 
-    It keeps listening while it drains, so that new requests get a 503 and not a refused connection.
+    It keeps listening while it drains, so that new requests get a 503 instead of a refused connection.
     """
 
-    def __init__(self, settings: uvicorn.Config, engine: AsyncEngine, gate: Gate, feed: Feed, config: Config):
+    def __init__(
+        self, settings: uvicorn.Config, app: FastAPI, engine: AsyncEngine, shutdown: ShutdownFlag, config: Config
+    ):
         super().__init__(settings)
         self.options = config.server
         self.engine = engine
-        self.gate = gate
-        self.feed = feed
+        self.shutdown_flag = shutdown
+        self.app = app
+        self.feed = find(app, Feed)
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Leave the signals to `Signals`."""
         return nullcontext()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections by `Listener`, in place of asyncio's server, which knows no bound on them."""
+        """Accept connections by `Listener`: asyncio's own server does not bound their number."""
         options = self.options
         assert sockets
         assert options.max_connections  # `serve` has filled it in
@@ -139,9 +148,9 @@ class _Server(uvicorn.Server):
         listener = Listener(sockets[0], self._connect, options.max_connections, *limits)
         self._accepting = asyncio.create_task(listener.accept())
 
-    def _connect(self, seat: Seat) -> Connection:
+    def _connect(self, slot: Slot) -> Connection:
         state = self.lifespan.state
-        return Connection(seat, self.options.client_timeout, state, config=self.config, server_state=self.server_state)
+        return Connection(slot, self.options.client_timeout, state, config=self.config, server_state=self.server_state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._accepting.cancel()
@@ -149,11 +158,11 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def drain(self) -> None:
-        """Wait for the gate to close, then for open requests to end or `drain_s` to pass; then stop the server."""
-        await self.gate.wait_closed()
+        """Once shutdown is requested, wait for open requests to end or `drain_s` to pass; then stop the server."""
+        await self.shutdown_flag.wait()
         self.feed.close()
         log.info("stopping: %d requests are running", self.engine.num_open)
-        # An accepted request may not have reached the engine yet; its task counts as well.
+        # Tasks count as well: an accepted request may not have reached the engine yet.
         await _wait_while(lambda: self.engine.num_open or self.server_state.tasks, self.options.drain_time)
         if self.engine.num_open:
             log.warning("%d requests did not end in time and are aborted", self.engine.num_open)
@@ -172,16 +181,17 @@ async def _wait_while(open_: Callable[[], object], seconds: float) -> None:
 async def _serve(
     config: Config, listener: socket.socket, tenants: list[Tenant], prefixes: list[Prefix], trace: Trace | None
 ) -> NoReturn:
-    gate = Gate()
-    signals = Signals(gate)
+    shutdown = ShutdownFlag()
+    signals = Signals(shutdown)
     log.info("loading %s", config.model.model)
     engine = AsyncEngine(config, {tenant.account: tenant.quota for tenant in tenants if tenant.quota is not None})
-    await _start(engine, gate, signals)
+    await _start(engine, shutdown, signals)
     try:
-        server = _make_server(config, listener, tenants, engine, gate, trace)
+        server = _make_server(config, listener, tenants, engine, shutdown, trace)
         history = server.feed.keep_history()
+        warm = prewarm(prefixes, find(server.app, GenerationService), find(server.app, DocumentStore))
         watchers = (server.drain(), _stop_when_dead(engine, server), _stop_when_forced(signals, engine, server))
-        tasks = [asyncio.create_task(work) for work in (*watchers, prewarm(prefixes, server.feed.context), history)]
+        tasks = [asyncio.create_task(work) for work in (*watchers, warm, history)]
         await server.serve(sockets=[listener])
         dead = tasks[1].done()
     finally:
@@ -189,10 +199,10 @@ async def _serve(
     _leave(EXIT_FORCED if signals.forced.is_set() else EXIT_ENGINE_DIED if dead else 0)
 
 
-async def _start(engine: AsyncEngine, gate: Gate, signals: Signals) -> None:
-    """Start the engine; a signal meanwhile ends the process."""
+async def _start(engine: AsyncEngine, shutdown: ShutdownFlag, signals: Signals) -> None:
+    """Start the engine; a signal during the start ends the process."""
     starting = asyncio.create_task(engine.start())
-    stopped = asyncio.create_task(gate.wait_closed())
+    stopped = asyncio.create_task(shutdown.wait())
     await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
     if not stopped.done():
         stopped.cancel()
@@ -205,7 +215,7 @@ async def _start(engine: AsyncEngine, gate: Gate, signals: Signals) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process without a wait for its threads: one may fetch a model, another compile a grammar."""
+    """End the process without waiting for threads, which may fetch a model or compile a grammar."""
     atexit._run_exitfuncs()  # the last log lines and traces
     os._exit(code)
 
@@ -215,7 +225,7 @@ def _make_server(
     listener: socket.socket,
     tenants: list[Tenant],
     engine: AsyncEngine,
-    gate: Gate,
+    shutdown: ShutdownFlag,
     trace: Trace | None,
 ) -> _Server:
     """The HTTP server on the listener, of a started engine. Raises CannotListen."""
@@ -227,10 +237,10 @@ def _make_server(
     )
     try:
         listener.listen(_BACKLOG)
-    except OSError as error:  # another server took the port meanwhile
+    except OSError as error:  # another server took the port
         raise CannotListen(config, error) from None
     host, port = listener.getsockname()[:2]
-    app = create_app(engine, config, tenants, gate, trace)
+    app = create_app(engine, config, tenants, shutdown, trace)
     settings = uvicorn.Config(
         app,
         ws="none",
@@ -238,7 +248,7 @@ def _make_server(
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=_ABORT_S,
-        timeout_keep_alive=options.idle_timeout,
+        timeout_keep_alive=_IDLE_S,
         proxy_headers=options.trusted_proxies is not None,
         forwarded_allow_ips=options.trusted_proxies,
         ssl_certfile=options.ssl_certfile,
@@ -248,7 +258,7 @@ def _make_server(
     settings.load()
     scheme = "https" if options.ssl_certfile else "http"
     log.info("serving on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
-    return _Server(settings, engine, gate, app.state.feed, config)
+    return _Server(settings, app, engine, shutdown, config)
 
 
 async def _stop_when_dead(engine: AsyncEngine, server: uvicorn.Server) -> None:

@@ -7,30 +7,30 @@ import logging
 import signal
 import time
 
-from server.http.gate import Gate
+from server.http.shutdown import ShutdownFlag
 
 log = logging.getLogger("ramet.server")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
-# `timeout` sends a signal to the process and then to its group: within this time it is the same one.
+# `timeout` signals the process and then its group: signals within this time count as one.
 _ECHO_S = 0.5
 
 
 class Signals:
-    """Closes the gate on TERM, INT and HUP; ends the server at once on a second TERM or INT, and on QUIT.
+    """Requests shutdown on TERM, INT and HUP; ends the server at once on a second TERM or INT, and on QUIT.
 
     A HUP never counts as a second signal: where a terminal closes, its shell repeats the kernel's, and systemd may send
     it behind a TERM. Signals that were ignored at the start (`nohup`, `command &` in a script) stay ignored.
 
     Attributes:
-        forced: set once the server is to end at once; the gate is closed then, too.
+        forced: set once the server must end at once; shutdown is requested then, too.
     """
 
-    def __init__(self, gate: Gate):
+    def __init__(self, shutdown: ShutdownFlag):
         """Take the signals from now on. Runs in the event loop of the main thread."""
         self.forced = asyncio.Event()
-        self._gate = gate
+        self._shutdown = shutdown
         self._first_s: float | None = None
         for number in _SIGNALS:
             if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
@@ -44,4 +44,4 @@ class Signals:
             self.forced.set()
         elif self._first_s is None:
             self._first_s = now
-        self._gate.close()
+        self._shutdown.set()

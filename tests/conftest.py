@@ -28,7 +28,7 @@ from tests.tiny import TINY_MODELS, save_tiny
 
 # For `make test`: the same examples each time, so that a change alone makes a test fail. Plain pytest draws new ones.
 settings.register_profile("repeat", derandomize=True)
-# For `make mutants`: the same examples each time, and no search for a smaller one once a test has failed.
+# For mutmut: the same examples each time, and no search for a smaller one once a test has failed.
 settings.register_profile("mutants", derandomize=True, phases=(Phase.explicit, Phase.generate))
 
 

@@ -1,340 +1,170 @@
-"""`ramet bench bicache`: accuracy and cost of reusing a shared prefix in a diffusion model (BiCache, Table 1).
-
-All outcomes are recorded in a file, so that an interrupted run goes on, and a run with more samples, ratios or sweeps
-measures only the new ones.
-"""
+"""`ramet bench bicache`: accuracy and cost of reusing a shared prefix in a diffusion model (BiCache, Table 1)."""
 
 from __future__ import annotations
 
-import argparse
-import math
-import sys
+import random
+import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
-from pathlib import Path
-from time import monotonic
+from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
-from rich.progress import track
+from pydantic import Field, NonNegativeInt, PositiveInt, PrivateAttr
 
-from loadgen.accuracy.cases import (
-    Case,
-    Plan,
-    depth_cases,
-    interval_cases,
-    measured_cases,
-    rule_cases,
-    table_cases,
-    threshold_cases,
-)
-from loadgen.accuracy.measure import Cell, Outcome, Runner
-from loadgen.accuracy.rules import Rules, TaskSamples, profile_tasks
-from loadgen.accuracy.sections import (
-    Cluster,
-    Row,
-    Section,
-    account_section,
-    case_section,
-    gain_section,
-    measured_section,
-    pooled_section,
-)
+from loadgen.accuracy.measure import GREEDY, Runner, group_of
 from loadgen.accuracy.tasks import TASKS, Source
 from loadgen.accuracy.vocabulary import Vocabulary
-from loadgen.http.outputs import drawing
-from loadgen.http.tables import wide_console
-from runtime.config import default_cache_dir
+from loadgen.harness import Bench, BenchError, Cell, Figure
+from loadgen.micro.cost_model import modelled_passes
+from runtime.denoising import DiffusionParams
 from runtime.engine.offline import Engine
-from runtime.errors import ModelError
-from runtime.models.adapters.merge import merge_adapter
-from runtime.models.default_model import fetch_default
+from runtime.frontend.output import Submission
 from runtime.models.resolve import resolve_model
-from runtime.reuse.bicache.profile.records import Records
-from runtime.reuse.bicache.profile.settings import ProfileSettings
 
-_MODEL = "smollm2-135m-diffusion"
-# Block length and confidence threshold of the Fast-dLLM cases.
-_BLOCK, _THRESHOLD = 8, 0.9
+NO_CACHE, WITHIN, BICACHE, NAIVE = "no cache", "refreshed within the request (d = 0)", "BiCache", "reuse of all layers"
+MEASURED, DRIFT, BOTH = "depth measured", "refreshed on drift", "depth measured, refreshed on drift"
+_ONE_REQUEST = "one request"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, default=Path("bicache"), help="directory of records, table and plots")
-    parser.add_argument("--model", default=_MODEL, help=f"a diffusion model adapted to the tasks (default: {_MODEL})")
-    parser.add_argument("--adapter", type=Path, help="instead, one of the default model, as `train_adapter` writes it")
-    parser.add_argument("--dtype", default="auto", help="default: auto")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
-    parser.add_argument("--depth-table", type=Path, help="as of `ramet serve`; default: the model's own")
-    parser.add_argument("--depth", type=int, help="layers that BiCache reuses at any ratio, instead of a table")
-    parser.add_argument("--tasks", nargs="+", choices=sorted(TASKS), default=["keep"], help="default: keep")
-    parser.add_argument("--room", type=int, default=32, help="tokens of the canvas (default: 32)")
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 0.75, 0.9], help="default: 0.5 0.75 0.9")
-    parser.add_argument("--groups", type=int, default=16, help="prefixes at each ratio (default: 16)")
-    parser.add_argument("--questions", type=int, default=4, help="requests that share each of them (default: 4)")
-    parser.add_argument("--steps", type=int, default=32, help="denoising steps (default: 32)")
-    parser.add_argument("--refresh-interval", type=int, default=4, help="R (default: 4)")
-    parser.add_argument("--depths", type=int, nargs="*", default=[], help="also a sweep over these depths")
-    parser.add_argument("--intervals", type=int, nargs="*", default=[], help="also a sweep over these R")
-    parser.add_argument(
-        "--taus", type=float, nargs="*", default=[], help="also a sweep over these thresholds of the paper's rule"
+class BiCacheBench(Bench):
+    """Reuse of a shared prefix in a diffusion model: answers, time and forward rows.
+
+    A repeat is a list of each task with its questions, one request at a time. The prefix is encoded before the clock
+    starts; with `measured` the cache is empty at first.
+    """
+
+    sections = "work"
+    figures = (
+        Figure("exact", "answers right, %", ".1f", 100, statistic="mean", versus="difference", plotted=True),
+        Figure("right", "tokens right, %", ".1f", 100, statistic="mean"),
+        Figure("rate", "tokens/s", ".1f", versus="ratio", plotted=True),
+        Figure("by_cpu", "tokens/CPU s", ".1f", versus="ratio"),
+        Figure("rows", "rows an answer", ".0f", interval=False),
+        Figure("depth", "depth", ".0f", interval=False),
+        Figure("seconds", "seconds", ".2f", versus="ratio", plotted=True),
+        Figure("model", "cost model", ".2f", interval=False),
+        Figure("first", "first step, ms", ".0f", 1e3),
+        Figure("second", "of a second request", ".0f", 1e3),
     )
-    parser.add_argument(
-        "--rules",
-        action="store_true",
-        help="instead of the table: the paper's rule at 0.97, calibrated and measured depths",
-    )
-    parser.add_argument("--profile-samples", type=int, default=8, help="requests a ratio for both (default: 8)")
-    parser.add_argument("--kl-bound", type=float, default=0.05, help="nats, of the calibration (default: 0.05)")
-    parser.add_argument(
-        "--measured",
-        action="store_true",
-        help="instead of the table: depths and intervals that are measured in serving",
-    )
-    parser.add_argument(
-        "--alone", action="store_true", help="of these the cases that reuse, without Fast-dLLM's caches"
-    )
-    parser.add_argument("--bound", type=float, default=0.05, help="nats, of these (default: 0.05)")
-    parser.add_argument("--drift", type=float, default=0.1, help="threshold of refreshes on drift (default: 0.1)")
-    parser.add_argument("--minutes", type=float, help="end after that time; the same command goes on from there")
-    parser.add_argument("--seed", type=int, default=1000, help="of the samples; training draws from others")
 
+    model: str = Field("smollm2-135m-diffusion", description="a diffusion model adapted to the tasks")
+    dtype: str = Field("auto", description="of the weights")
+    threads: PositiveInt | None = Field(None, description="CPU threads (default: all cores)")
+    tasks: tuple[str, ...] = Field(("keep",), description=f"of {', '.join(TASKS)}")
+    ratios: tuple[float, ...] = Field((0.5, 0.75, 0.9), description="shared part of a request")
+    room: PositiveInt = Field(32, description="tokens of the canvas")
+    questions: PositiveInt = Field(4, description="requests that share a prefix")
+    steps: PositiveInt = Field(32, description="of denoising")
+    refresh_interval: PositiveInt = Field(4, description="R")
+    depth: NonNegativeInt | None = Field(None, description="layers that BiCache reuses (default: by the model's table)")
+    depths: tuple[NonNegativeInt, ...] = Field((), description="also measure these depths")
+    block: PositiveInt = Field(8, description="block length of Fast-dLLM's caches")
+    threshold: float = Field(0.9, description="confidence at which they decide a token")
+    measured: bool = Field(False, description="compare depths measured in serving and refresh on drift with the table")
+    bound: float = Field(0.05, description="nats, of a measured depth")
+    drift: float = Field(0.1, description="threshold of refreshes on drift")
+    cost: bool = Field(False, description="time one request of random tokens, without tasks")
+    prefix: PositiveInt = Field(512, description="shared tokens of that request")
+    prompt: PositiveInt = Field(16, description="tokens behind them")
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure the missing outcomes, print the tables, write them and the plots."""
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    model = arguments.model
-    if (adapter := arguments.adapter) is not None:
-        model = str(merge_adapter(fetch_default(default_cache_dir()), adapter, arguments.out, adapter.stem))
-    options: dict[str, Any] = {"model": model, "dtype": arguments.dtype, "page_size": 1}
-    for name in ("threads", "depth_table"):
-        if (value := getattr(arguments, name)) is not None:
-            options[name] = value
-    with Engine(**options) as engine:
-        bench = _Bench(engine, arguments)
-        try:
-            bench.profile()
-            bench.measure()
-        except _TimeIsUp:
-            print("the time is up; the same command goes on from here", file=sys.stderr)
-    sections = bench.sections()
-    for section in sections:
-        wide_console().print(section.table())
-    (arguments.out / "table.md").write_text("\n".join(section.markdown() for section in sections))
-    _plot_sweeps(bench, arguments.out)
-    if rows := list(bench.rows("rule")):
-        _plot_rules(rows, arguments.out / "rules.png")
-    return 0
+    _engine: Engine = PrivateAttr()
+    _runner: Runner = PrivateAttr()
+    _source: Source = PrivateAttr()
+    _layers: int = PrivateAttr()
 
+    def baseline(self) -> tuple[str, str]:
+        return "case", BICACHE if self.measured else NO_CACHE
 
-class _TimeIsUp(Exception):
-    """The time of `--minutes` is up."""
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        if unknown := set(self.tasks) - set(TASKS):
+            raise BenchError(f"--tasks: {min(unknown)} is none of {', '.join(TASKS)}")
+        threads: dict[str, Any] = {} if self.threads is None else {"threads": self.threads}
+        with Engine(model=self.model, dtype=self.dtype, page_size=1, **threads) as engine:
+            if (info := engine.info.diffusion) is None:
+                raise BenchError(f"{self.model} is no diffusion model")
+            vocabulary = Vocabulary(resolve_model(engine.config.model))
+            self._engine, self._layers = engine, info.num_layers
+            self._runner, self._source = Runner(engine, vocabulary.end), Source(vocabulary, ("bench", self.seed))
+            yield
 
-
-class _Bench:
-    """Cells x cases. `_rules` is None until the tasks are profiled, and where no option needs that."""
-
-    def __init__(self, engine: Engine, arguments: argparse.Namespace):
-        a = self.arguments = arguments
-        path = resolve_model(engine.config.model)
-        vocabulary = self._vocabulary = Vocabulary(path)
-        info = engine.info.diffusion
-        if info is None:
-            raise ModelError(f"{arguments.model} is no diffusion model")
-        self.source = Source(vocabulary, ("bench", a.seed))
-        self.runner = Runner(engine, vocabulary.end)
-        self.records = Records(a.out / "records.jsonl")
-        self.cells = [Cell(task, a.room, ratio) for task in a.tasks for ratio in sorted(a.ratios)]
-        self.plan = Plan(a.room, a.steps, _BLOCK, a.refresh_interval, _THRESHOLD, a.depth, info.num_layers)
-        self._of = {"model": path.name, "seed": a.seed, "dtype": a.dtype, "questions": a.questions}
-        # The depth table: the meaning of a depth of None.
-        self._table = info.depth_table
-        self._executor = engine.core.executor
-        self._rules: Rules | None = None
-        self._end_s = monotonic() + 60 * a.minutes if a.minutes is not None else math.inf
-
-    def _check_time(self) -> None:
-        if monotonic() > self._end_s:
-            raise _TimeIsUp
-
-    def profile(self) -> None:
-        """Profile the tasks where an option needs it; first of all, while the engine's pool is empty."""
-        a = self.arguments
-        if not (a.taus or a.rules):
+    def cells(self) -> Iterator[Cell]:
+        if self.cost:
+            yield from ({"work": _ONE_REQUEST, "case": case} for case in (NO_CACHE, WITHIN, BICACHE, NAIVE))
             return
-        source = Source(self._vocabulary, ("profile", a.seed))
-        ratios = [round(100 * ratio) for ratio in a.ratios]
-        samples = TaskSamples(a.tasks, a.room, source)
-        settings = ProfileSettings(ratios=ratios, samples=a.profile_samples, gen_length=a.room, kl_bound=a.kl_bound)
-        settings = settings.model_copy(update={"length": samples.longest(settings)})
-        of = {**self._of, "tasks": a.tasks, "room": a.room}
-        path = a.out / "profile.json"
-        self._rules = profile_tasks(self._executor, samples, settings, of, path, self._check_time)
+        for task in self.tasks:
+            for ratio in self.ratios:
+                for case in self._cases():
+                    yield {"work": f"{task}, r = {ratio:g}", "case": case}
 
-    def cases(self, cell: Cell) -> dict[str, list[Case]]:
-        """The table's and the sweeps' cases."""
-        a, rules, ratio = self.arguments, self._rules, round(100 * cell.ratio)
-        if a.measured:
-            found = {"measured": measured_cases(self.plan, a.bound, a.drift, a.alone)}
-        else:
-            found = {} if a.rules else {"table": table_cases(self.plan)}
-        if a.depths:
-            found["depth"] = depth_cases(self.plan, a.depths)
-        if a.intervals:
-            found["R"] = interval_cases(self.plan, a.intervals)
-        if a.taus and rules:
-            found["tau"] = threshold_cases(self.plan, {tau: rules.by_threshold(ratio, tau) for tau in a.taus})
-        if a.rules and rules:
-            depths = {
-                f"the paper's rule, tau = {_TAU}": rules.by_threshold(ratio, _TAU),
-                f"calibrated, at most {a.kl_bound:g} nats": rules.calibrated(ratio),
+    def _cases(self) -> dict[str, dict[str, Any]]:
+        """Fields of `DiffusionParams` by case: the rows of the paper's Table 1, and further ablations.
+
+        Fast-dLLM alone refreshes the prefix once in each block, as published; with BiCache under it, the prefix's deep
+        layers are refreshed at most once in R steps, at the beginning of a block.
+        """
+        free: dict[str, Any] = {"gen_length": self.room, "steps": self.steps, "block_length": self.room}
+        whole = {**free, "refresh_interval": self.refresh_interval}
+        bicache = {**whole, "depth": self.depth}
+        if self.measured:
+            drift = {"refresh": "drift", "drift_threshold": self.drift}
+            bound = {"depth_bound": self.bound}
+            return {
+                BICACHE: bicache,
+                MEASURED: {**whole, **bound},
+                DRIFT: {**free, **drift, "depth": self.depth},
+                BOTH: {**free, **bound, **drift},
             }
-            known = {rule: (depth, rules.divergence(ratio, depth)) for rule, depth in depths.items()}
-            found["rule"] = rule_cases(self.plan, known, a.bound)
-        return found
-
-    def measure(self) -> None:
-        """Run the cases without an outcome, group by group, so that every case has some samples early."""
-        work = [
-            (number, cell, case)
-            for number in range(self.arguments.groups)
-            for cell in self.cells
-            for cases in self.cases(cell).values()
-            for case in cases
-            if self.records.get(self._key(number, cell, case)) is None
-        ]
-        for number, cell, case in track(work, description="measuring", console=Console(stderr=True)):
-            key = self._key(number, cell, case)
-            if self.records.get(key) is None:  # the table and the sweeps have cases in common
-                self._check_time()
-                examples = cell.group(self.source, number, self.arguments.questions)
-                self.records.put(key, asdict(self.runner.run(case, examples)))
-
-    def sections(self) -> list[Section]:
-        """All tables with at least one whole group."""
-        whole = list(self.rows("table"))
-        found = [case_section(self._title("table", cell, rows[0][1]), rows) for cell, rows in whole]
-        if whole:
-            named = [(f"{cell.task}, r = {rows[0][1].ratio:.2f}", rows) for cell, rows in whole]
-            found.append(gain_section(named, self.plan))
-        if self.arguments.measured:
-            found = self._measured_sections()
-        elif not self.arguments.rules and (clusters := self._clusters()):
-            found.append(pooled_section(clusters))
-        for kind in _KINDS:
-            found += [case_section(self._title(kind, cell, rows[0][1]), rows) for cell, rows in self.rows(kind)]
-        return found
-
-    def _measured_sections(self) -> list[Section]:
-        clusters = self._clusters("measured")
-        each = len(clusters) // len(self.arguments.tasks)
-        named = {task: clusters[i * each :][:each] for i, task in enumerate(self.arguments.tasks)}
-        named["all tasks"] = clusters
-        return [
-            make(f"{name}, {what}{self._about()}", found)
-            for name, found in named.items()
-            if found
-            for make, what in ((measured_section, ""), (account_section, "rows of a list's requests, "))
-        ]
-
-    def _about(self) -> str:
-        a = self.arguments
-        return f"r = {', '.join(f'{ratio:.2f}' for ratio in a.ratios)}, bound {a.bound:g} nats, drift {a.drift:g}"
-
-    def _clusters(self, kind: str = "table") -> list[Cluster]:
-        """The outcomes of a kind of case by list, over the groups that all cells have finished."""
-        groups = min(self._whole_groups(cell) for cell in self.cells)
-        return [self._cluster(kind, task, number) for task in self.arguments.tasks for number in range(groups)]
-
-    def _cluster(self, kind: str, task: str, number: int) -> Cluster:
-        cells = [cell for cell in self.cells if cell.task == task]
-        return {
-            case.name: Outcome.total(self._measured(number, cell, case) for cell in cells)
-            for case in self.cases(cells[0])[kind]
+        cases: dict[str, dict[str, Any]] = {
+            NO_CACHE: {**whole, "reuse": False},
+            NAIVE: {**whole, "depth": self._layers},
+            WITHIN: {**whole, "depth": 0},
+            BICACHE: bicache,
         }
+        blocks = {"block_length": self.block, "threshold": self.threshold}
+        for cache in ("prefix", "dual"):
+            cases[f"Fast-dLLM, {cache} cache"] = {**whole, **blocks, "reuse": False, "cache": cache}
+            cases[f"BiCache + Fast-dLLM, {cache} cache"] = {**bicache, **blocks, "cache": cache}
+        return cases | {f"d = {depth}": {**whole, "depth": depth} for depth in self.depths}
 
-    def rows(self, kind: str) -> Iterator[tuple[Cell, list[Row]]]:
-        """The rows of a kind of case for each cell, over the groups that all its cases have finished."""
-        for cell in self.cells:
-            groups, cases = self._whole_groups(cell), self.cases(cell).get(kind, [])
-            if groups and cases:
-                yield cell, [(case, self._outcome(cell, case, groups)) for case in cases]
+    def measure(self, cell: Cell, draw: random.Random) -> dict[str, Any]:
+        fields = self._cases()[cell["case"]]
+        if self.cost:
+            return self._request(cell["case"], fields, draw)
+        task, _, ratio = cell["work"].partition(", r = ")
+        group = group_of(self._source, task, draw.randrange(1 << 30), self.room, float(ratio), self.questions)
+        return self._runner.run(fields, group, self.measured)
 
-    def _whole_groups(self, cell: Cell) -> int:
-        every = [case for cases in self.cases(cell).values() for case in cases]
-        for number in range(self.arguments.groups):
-            if any(self.records.get(self._key(number, cell, case)) is None for case in every):
-                return number
-        return self.arguments.groups
+    def _request(self, case: str, fields: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+        """Seconds of a request whose prefix is encoded, and to the first step with a new prefix and with the same."""
+        params = DiffusionParams.model_validate({**fields, "prefix_tokens": self.prefix})
+        shown = params.model_copy(update={"stream_canvas": True, "steps": 2})
+        prefix = self._tokens(draw, self.prefix)
+        first, second = (self._first_step(prefix + self._tokens(draw, self.prompt), shown) for _ in "12")
+        before, started = self._engine.state()["row_layers"], time.perf_counter()
+        submission = Submission(prefix + self._tokens(draw, self.prompt), GREEDY, diffusion=params)
+        *_, last = self._engine.stream_all([submission])
+        seconds = time.perf_counter() - started
+        depth = (last.reuse or {}).get("shallow_depth", 0)
+        rows = (self._engine.state()["row_layers"] - before) / self._layers
+        found = {"seconds": seconds, "first": first, "second": second, "rows": rows, "depth": depth}
+        return {**found, "model": self.modelled(case, depth)}
 
-    def _outcome(self, cell: Cell, case: Case, groups: int) -> Outcome:
-        return Outcome.total(self._measured(number, cell, case) for number in range(groups))
+    def modelled(self, case: str, depth: int) -> float:
+        """The cost model's share of the steps' whole passes."""
+        if case == NO_CACHE:
+            return 1.0
+        refreshes = -(-self.steps // self.refresh_interval)
+        ratio = self.prefix / (self.prefix + self.prompt + self.room)
+        return modelled_passes(refreshes, self.steps - refreshes, ratio, depth / self._layers) / self.steps
 
-    def _measured(self, number: int, cell: Cell, case: Case) -> Outcome:
-        return Outcome(**self.records.get(self._key(number, cell, case)))
+    def _tokens(self, draw: random.Random, count: int) -> list[int]:
+        return [draw.randrange(4, self._engine.info.vocab_size) for _ in range(count)]
 
-    def _key(self, number: int, cell: Cell, case: Case) -> dict[str, Any]:
-        by_table = case.fields.get("reuse") is not False and case.fields.get("depth") is None
-        table = {"table": self._table} if by_table else {}
-        cold = {"cold": True} if case.cold else {}
-        return {**self._of, **table, **cold, "group": number, **asdict(cell), "case": case.fields}
-
-    def _title(self, kind: str, cell: Cell, first: Outcome) -> str:
-        by = f", by {kind}" if kind in _KINDS else ""
-        plan = self.plan if kind != "R" else replace(self.plan, interval=0)
-        interval = f", R = {plan.interval}" if plan.interval else ""
-        return (
-            f"{cell.task}{by}: r = {first.ratio:.2f}, {cell.room} tokens in {plan.steps} steps{interval}, "
-            f"{first.answers} answers"
-        )
-
-
-# Kinds of cases besides the table.
-_KINDS = ("depth", "R", "tau", "rule")
-# The paper's threshold.
-_TAU = 0.97
-
-
-def _plot_sweeps(bench: _Bench, out: Path) -> None:
-    for kind in ("depth", "R", "tau"):
-        if lines := list(bench.rows(kind)):
-            _plot(kind, lines, out / f"{kind.lower()}.png")
-
-
-def _plot_rules(cells: list[tuple[Cell, list[Row]]], path: Path) -> None:
-    """Speed by divergence of each rule: a large mark for each ratio, joined, and a small one for each cell."""
-    ratios = sorted({cell.ratio for cell, _ in cells})
-    with drawing(path, (7.2, 3.6)) as axes:
-        for number, rule in enumerate(zip(*(rows for _, rows in cells), strict=True)):
-            outcomes = [outcome for _, outcome in rule]
-            nats = [case.value if outcome.divergence is None else outcome.divergence for case, outcome in rule]
-            speeds = [outcome.generated / outcome.cpu_s for outcome in outcomes]
-            whole, depths = Outcome.total(outcomes), sorted({outcome.depth for outcome in outcomes})
-            name = f"{rule[0][0].name}: {' to '.join(map(str, depths[:: max(len(depths) - 1, 1)]))} layers, "
-            name += f"{whole.exact} of {whole.answers} right"
-            axes.plot(nats, speeds, ".", color=f"C{number}")
-            found = [[i for i, (cell, _) in enumerate(cells) if cell.ratio == ratio] for ratio in ratios]
-            x = [sum(nats[i] for i in here) / len(here) for here in found]
-            totals = [Outcome.total(outcomes[i] for i in here) for here in found]
-            y = [total.generated / total.cpu_s for total in totals]
-            axes.plot(x, y, "o-", markersize=9, label=name, color=f"C{number}")
-            for place, ratio in zip(zip(x, y, strict=True), ratios, strict=True):
-                axes.annotate(f"r = {ratio:g}", place, (6, 6), textcoords="offset points", fontsize=7)
-        axes.set_xscale("symlog", linthresh=0.01)
-        axes.set(xlabel="divergence of the outputs from those without reuse, nats", ylabel="tokens for each CPU second")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-
-
-def _plot(kind: str, lines: list[tuple[Cell, list[Row]]], path: Path) -> None:
-    """Accuracy and throughput over a sweep, a line for each cell."""
-    with drawing(path, (9.6, 3.4), 1, 2) as (right, speed):
-        for cell, rows in lines:
-            x, label = [case.value for case, _ in rows], f"{cell.task}, r = {rows[0][1].ratio:.2f}"
-            right.plot(x, [100 * o.right / o.tokens for _, o in rows], marker="o", label=label)
-            speed.plot(x, [o.generated / o.seconds for _, o in rows], marker="o", label=label)
-        right.set(xlabel=kind, ylabel="tokens right, %", ylim=(0, 102))
-        speed.set(xlabel=kind, ylabel="tokens/s", ylim=(0, None))
-        for axes in (right, speed):
-            axes.grid(alpha=0.3)
-        right.legend()
+    def _first_step(self, tokens: list[int], params: DiffusionParams) -> float:
+        started = time.perf_counter()
+        outputs = self._engine.stream_all([Submission(tokens, GREEDY, diffusion=params)])
+        next(outputs)
+        seconds = time.perf_counter() - started
+        for _ in outputs:  # the next request waits for the rest
+            pass
+        return seconds

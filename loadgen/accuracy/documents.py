@@ -1,18 +1,14 @@
-"""Seeded questions about four documents, and the ways to serve them: each method and full prefill."""
+"""Seeded questions about four documents."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 
-from loadgen.accuracy.bench_quality import FULL
-from loadgen.accuracy.forced import Ask
 from loadgen.accuracy.parts import KINDS, Item, filler
 from loadgen.accuracy.vocabulary import word_list
+from runtime.frontend.documents.prompt import Document, Segments, TokenizedPrompt, in_messages
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import ReuseParams
-from runtime.reuse.fusion.plan import Planner
-from runtime.reuse.fusion.prompt import Document, Segments, TokenizedPrompt, in_messages
 
 _COUNT = 4
 
@@ -27,12 +23,6 @@ def tokenize(item: Item, tokenizer: Tokenizer) -> TokenizedPrompt:
         assert isinstance(found, Segments)
         segments = found
     return Segments([*segments.parts, item.lead]).tokenize(tokenizer, add_special_tokens=item.question is None)
-
-
-def ways_of(prompt: TokenizedPrompt, ways: dict[str, ReuseParams]) -> dict[str, Ask]:
-    """The same tokens by full prefill, which comes first, and with each way to reuse the documents."""
-    planner, tokens = Planner(), prompt.tokens.tolist()
-    return {FULL: Ask(tokens), **{name: Ask(tokens, planner.plan(prompt, asked).reuse) for name, asked in ways.items()}}
 
 
 def needle(rng: random.Random) -> Item:

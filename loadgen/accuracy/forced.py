@@ -12,9 +12,8 @@ import torch
 
 from loadgen.micro.drive import Drive
 from runtime.protocol import TokenEvent
-from runtime.request import Request, Work
-from runtime.sampling.decoding import Decoding, Found
-from runtime.sampling.sampler import Sampled
+from runtime.request import Decoding, Request, Work
+from runtime.sampler_state import SampledTokens, StepResult
 
 
 class Ask(NamedTuple):
@@ -51,7 +50,7 @@ class Forcing(Decoding):
 
     def choose(
         self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor
-    ) -> tuple[list[Request], Sampled | None, list[int | None]]:
+    ) -> tuple[list[Request], SampledTokens | None, list[int | None]]:
         forced = logits.clone()
         for item, place in zip(work, places, strict=True):
             if item.samples and place[0].start < place[0].stop:
@@ -69,8 +68,8 @@ class Forcing(Decoding):
             if number < len(item.draft) and item.draft[number] != token:
                 return
 
-    def book(self, work: Work, found: Found) -> TokenEvent | None:
-        return self._inner.book(work, found)
+    def book(self, work: Work, result: StepResult) -> TokenEvent | None:
+        return self._inner.book(work, result)
 
 
 class Asker(Drive):

@@ -1,144 +1,68 @@
-"""Answers, time and forward rows of one group of requests under one case."""
+"""Answers, time and forward rows of a group of requests of a diffusion model that share a prefix."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from loadgen.accuracy.cases import Case
 from loadgen.accuracy.tasks import Example, Source
+from runtime.denoising import DiffusionParams
 from runtime.frontend.output import Submission
-from runtime.params import DiffusionParams, SamplingParams
+from runtime.params import SamplingParams
 
 if TYPE_CHECKING:
     from runtime.engine.offline import Engine
 
-_GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A kind of requests: a task at a ratio r = prefix / (prompt + canvas)."""
-
-    task: str
-    room: int
-    ratio: float
-
-    def group(self, source: Source, number: int, questions: int) -> list[Example]:
-        """Requests that share a prefix as long as the ratio says, or longer where the task needs it."""
-        probe = source.group(self.task, number, self.room, questions)[0]
-        rest = len(probe.suffix) + self.room
-        prefix = round(rest * self.ratio / (1 - self.ratio))
-        return source.group(self.task, number, self.room, questions, prefix)
-
-
-@dataclass(slots=True)
-class Outcome:
-    """Results of a group, or the sum of several.
-
-    Attributes:
-        answers: number of requests; `exact`: those with every token right, up to the answer's end.
-        tokens: tokens of the right answers with their ends; `right`: those found in their place.
-        generated: denoised tokens; `seconds`: time for them, one request after the other; `cpu_s`: CPU time.
-        rows: forward rows (rows x layers over layers); with the encoding of the prefix in cold cases alone.
-        depth: reused layers; `divergence`: the mean in nats that was measured with them while serving, if it was.
-        ratio: the prefix's share of a request.
-        parts: rows of each request of a group, in order: for encoding the prefix, behind the prefix, for refreshes, for
-            measuring. Sums over groups; empty without reuse, and with Fast-dLLM's caches.
-    """
-
-    answers: int = 0
-    exact: int = 0
-    tokens: int = 0
-    right: int = 0
-    generated: int = 0
-    seconds: float = 0.0
-    cpu_s: float = 0.0
-    rows: float = 0.0
-    depth: int = 0
-    ratio: float = 0.0
-    divergence: float | None = None
-    parts: list[list[float]] = field(default_factory=list)
-
-    @classmethod
-    def total(cls, outcomes: Iterable[Outcome]) -> Outcome:
-        """The sum of several."""
-        whole = cls()
-        for outcome in outcomes:
-            whole.add(outcome)
-        return whole
-
-    def add(self, other: Outcome) -> None:
-        """Add the results of another group; depth, ratio and divergence become the other's."""
-        for name in ("answers", "exact", "tokens", "right", "generated", "seconds", "cpu_s", "rows"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.depth, self.ratio, self.divergence = other.depth, other.ratio, other.divergence
-        own = self.parts or [[0.0] * len(parts) for parts in other.parts]
-        self.parts = [[a + b for a, b in zip(*both, strict=True)] for both in zip(own, other.parts, strict=True)]
+def group_of(source: Source, task: str, number: int, room: int, ratio: float, questions: int) -> list[Example]:
+    """Requests whose shared prefix is `ratio` of a request with its canvas, or more where the task needs it."""
+    probe = source.group(task, number, room, questions)[0]
+    rest = len(probe.suffix) + room
+    return source.group(task, number, room, questions, round(rest * ratio / (1 - ratio)))
 
 
 class Runner:
-    """Runs groups on an engine, one request at a time; the prefix is encoded before the clock starts, or else on it."""
+    """Runs groups on an engine, one request at a time."""
 
     def __init__(self, engine: Engine, end: int):
-        self._engine = engine
-        self._end = end
+        self._engine, self._end = engine, end
         assert engine.info.diffusion is not None
         self._layers = engine.info.diffusion.num_layers
 
-    def run(self, case: Case, examples: list[Example]) -> Outcome:
-        """The results of a group under a case."""
-        prefix = len(examples[0].prefix)
-        params = case.params(prefix)
-        if case.cold:
+    def run(self, fields: dict[str, Any], examples: Sequence[Example], cold: bool = False) -> dict[str, Any]:
+        """Figures of a group under some fields of `DiffusionParams`.
+
+        `cold`: the cache is empty at first, so that encoding the prefix, and measuring depths, are on the clock.
+        """
+        params = DiffusionParams.model_validate({**fields, "prefix_tokens": len(examples[0].prefix)})
+        if cold:
             self._engine.flush_cache()
-        elif case.is_reusing:
+        elif fields.get("reuse") is not False:
             short = params.model_copy(update={"gen_length": 1, "block_length": 1, "steps": 1})
             self._generate(examples[0], short)
-        out = Outcome()
+        before, exact, right = self._rows(), [], []
+        generated, depth, ratio = 0, 0, 0.0
+        started, cpu = time.perf_counter(), time.process_time()
         for example in examples:
-            self._ask(example, params, out)
-        if "depth_bound" in case.fields:
-            out.divergence = self._divergence(out.depth)
-        return out
+            tokens, depth = self._generate(example, params)
+            wanted = example.answer[: example.answer.index(self._end) + 1]
+            hits = sum(a == b for a, b in zip(tokens, wanted, strict=False))
+            exact.append(float(hits == len(wanted)))
+            right.append(hits / len(wanted))
+            generated += len(tokens)
+            ratio = len(example.prefix) / len(example.ids)
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        rows = (self._rows() - before) / len(examples)
+        figures = {"exact": exact, "right": right, "rate": generated / seconds, "by_cpu": generated / cpu}
+        return {**figures, "rows": rows, "depth": depth, "ratio": ratio}
 
-    def _divergence(self, depth: int) -> float | None:
-        metas = [node.meta.describe() for node in self._engine.core.cache.tree.nodes() if node.meta is not None]
-        means = [ledger["depth"].get(str(depth)) for meta in metas for ledger in meta.get("measured", {}).values()]
-        return next((mean for mean in means if mean is not None), None)
+    def _rows(self) -> float:
+        """Forward rows: rows x layers over layers."""
+        return float(self._engine.state()["row_layers"] / self._layers)
 
-    def _ask(self, example: Example, params: DiffusionParams, out: Outcome) -> None:
-        before = self._engine.state()["row_layers"]
-        start, cpu = time.perf_counter(), time.process_time()
-        tokens, reuse = self._generate(example, params)
-        out.seconds += time.perf_counter() - start
-        out.cpu_s += time.process_time() - cpu
-        rows = (self._engine.state()["row_layers"] - before) / self._layers
-        out.rows += rows
-        if params.cache == "none" and reuse["shallow_depth"]:
-            out.parts.append(self._parts(example, rows, reuse))
-        wanted = example.answer[: example.answer.index(self._end) + 1]
-        right = sum(a == b for a, b in zip(tokens, wanted, strict=False))
-        out.answers += 1
-        out.exact += right == len(wanted)
-        out.tokens += len(wanted)
-        out.right += right
-        out.generated += len(tokens)
-        out.depth, out.ratio = reuse["shallow_depth"], len(example.prefix) / len(example.ids)
-
-    def _parts(self, example: Example, rows: float, reuse: dict[str, Any]) -> list[float]:
-        """See `Outcome.parts`; what a depth changes within a request counts as measuring."""
-        prefix = reuse["encoded_tokens"]
-        encoding = 0 if reuse["cached_tokens"] else prefix
-        behind = reuse["denoise_steps"] * (len(example.ids) - prefix)
-        refreshes = 0.0
-        if reuse["shallow_depth"] < self._layers:
-            refreshes = reuse["refreshes"] * prefix * (self._layers - reuse["shallow_depth"] + 1) / self._layers
-        return [encoding, behind, refreshes, rows - encoding - behind - refreshes]
-
-    def _generate(self, example: Example, params: DiffusionParams) -> tuple[list[int], dict[str, Any]]:
-        submission = Submission(example.prefix + example.suffix, _GREEDY, diffusion=params)
-        *_, last = self._engine.stream_all([submission])
-        return last.token_ids, {**(last.reuse or {}), "cached_tokens": last.cached_tokens}
+    def _generate(self, example: Example, params: DiffusionParams) -> tuple[list[int], int]:
+        *_, last = self._engine.stream_all([Submission(example.prefix + example.suffix, GREEDY, diffusion=params)])
+        return last.token_ids, (last.reuse or {}).get("shallow_depth", 0)

@@ -1,6 +1,6 @@
-"""Serve on a Ray cluster of its own, for `fronts.RayCluster`; run by an interpreter that has Ray.
+"""Ray Serve on a cluster of its own; `ray_cluster.RayCluster` runs this with an interpreter that has Ray.
 
-Its argument is a port. Each line of stdin holds the arguments of the application, which is then deployed anew, or null
+The argument is a port. Each line of stdin holds the arguments of the application, which is then deployed anew, or null
 to kill a replica; `done` answers it. The cluster ends with stdin.
 """
 

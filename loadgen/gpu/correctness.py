@@ -58,7 +58,7 @@ def attention(kind: str, page_size: int, heads: tuple[int, int, int]) -> Figures
     from runtime.execution.attention.flashinfer import FlashInferAttention
     from runtime.kv.pool import KVPool
     from runtime.models.rope import RotaryEmbedding
-    from runtime.models.spec import RopeSpec
+    from runtime.models.rope_spec import RopeSpec
 
     device = torch.device("cuda")
     num_heads, kv_heads, dim = heads

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from loadgen.http.tables import markdown_table
-from runtime.reuse.bicache.profile.records import Records
+from loadgen.harness.report import markdown_table
+from loadgen.micro.records import Records
 
 Figures = dict[str, Any]
 Item = tuple[str, Callable[[], Figures]]

@@ -13,10 +13,13 @@ from loadgen.gpu.correctness import HEADS, attention
 from loadgen.gpu.figures import Figures, Item
 from loadgen.micro.timing import timed
 from runtime.execution.ops import FlashInferOps
+from runtime.kv.segments import Sequence
 from runtime.models.rope import RotaryEmbedding
-from runtime.models.spec import RopeSpec
+from runtime.models.rope_spec import RopeSpec
 from runtime.params import SamplingParams
-from runtime.request import Request, Sequence
+from runtime.protocol import AddRequest
+from runtime.request import Request
+from runtime.sampler_state import SamplerState
 from runtime.sampling.batched import BatchedSampler
 
 
@@ -72,5 +75,5 @@ def _sampling() -> None:
     sampler = BatchedSampler(4096, torch.device("cuda"))
     params = SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01)
     nobody: Any = None  # neither strategy nor decoding: the sampler asks for neither
-    asking = Request("r", Sequence(array("i", [1])), 1, params, frozenset(), 9, nobody, nobody)
+    asking = Request(AddRequest("r", b"", {}), SamplerState(params), Sequence(array("i", [1])), 1, 9, nobody, nobody)
     sampler.sample(torch.randn(1, 4096, device="cuda"), [asking]).read()

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loadgen.gpu.figures import Figures, shown
-from loadgen.http.outputs import drawing
-from loadgen.http.tables import markdown_table
+from loadgen.harness.plots import drawing
+from loadgen.harness.report import markdown_table
 
 
 class Target(NamedTuple):

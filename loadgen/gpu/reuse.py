@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 from collections.abc import Iterator
@@ -13,10 +12,10 @@ from typing import Any
 
 from loadgen.gpu.drive import OneAtATime
 from loadgen.gpu.figures import Figures, Item
-from loadgen.http.prose import Prose
 from loadgen.micro import bench_drafts
-from loadgen.micro.bench_modules import Modules
-from loadgen.micro.documents import FULL, PREFIX, Documents, Shape, ways
+from loadgen.micro.documents import FULL, PREFIX, Documents, Shape
+from loadgen.micro.documents import ways as ways_of_documents
+from loadgen.micro.modules import OTHER, SAME, Modules, imports
 from runtime.engine.offline import Engine
 
 _METHODS = ("a3", "cacheblend", "prophetkv", "legolink", "pie")
@@ -26,43 +25,54 @@ def modules(path: Path, device: str) -> Iterator[Item]:
     """Time to the first token of prompts of modules, and decoding of many that share some."""
     lengths: tuple[int, ...]
     if device == "cuda":
-        lengths, shared = (1024, 4096), 4096
-        given = argparse.Namespace(modules=8, new=64, arguments=[0, 10], together=32, steps=24, repeats=5)
+        lengths, shared, requests, repeats, sizes = (1024, 4096), 4096, 32, 5, (8, 64, 24)
     else:
-        lengths, shared = (48,), 64
-        given = argparse.Namespace(modules=2, new=4, arguments=[0, 10], together=2, steps=2, repeats=1)
+        lengths, shared, requests, repeats, sizes = (48,), 64, 2, 1, (2, 4, 6)
+    ways = (FULL, OTHER, SAME, imports(0), imports(10))
 
     def first(bench: Modules, length: int) -> Figures:
-        found = {f"{name}, ms": statistics.median(one["ttft"]) for name, one in bench.first(length).items()}
-        full, imported = found["full prefill, ms"], found["modules, 0 % arguments, ms"]
-        return {**found, "full prefill / modules": full / imported}
+        found: dict[str, list[float]] = {way: [] for way in ways}
+        for number in range(-1, repeats):  # the first turn fills the cache
+            for way in ways:
+                seconds = bench.first(length, way, random.Random(number))["ttft"]
+                found[way] += [1e3 * seconds] if number >= 0 else []
+        shown = {f"{way}, ms": statistics.median(times) for way, times in found.items()}
+        return {**shown, "full prefill / modules": shown[f"{FULL}, ms"] / shown[f"{imports(0)}, ms"]}
 
     def together(bench: Modules) -> Figures:
-        steps = {name: statistics.median(one["step"]) for name, one in bench.together(shared).items()}
-        shown = {f"{name}, ms": step for name, step in steps.items()}
-        return {**shown, "modules / prefix": steps["modules"] / steps["prefix"]}
+        found: dict[bool, list[float]] = {True: [], False: []}
+        for number in range(-1, repeats):
+            for is_imported, times in found.items():
+                seconds = bench.together(shared, requests, is_imported)["step"]
+                times += [1e3 * seconds] if number >= 0 else []
+        modules_ms, prefix_ms = (statistics.median(found[which]) for which in (True, False))
+        return {"modules, ms": modules_ms, "prefix, ms": prefix_ms, "modules / prefix": modules_ms / prefix_ms}
 
-    with closing(OneAtATime(lambda: Modules(path, given, **_options(device)))) as engine:
+    with closing(OneAtATime(lambda: Modules(path, *sizes, max_running=requests, **_options(device)))) as engine:
         for length in lengths:
             yield f"first token, {length} tokens of modules", partial(engine.call, partial(first, length=length))
-        yield f"a decode step of {given.together} that share {shared}", partial(engine.call, together)
+        yield f"a decode step of {requests} that share {shared}", partial(engine.call, together)
 
 
 def documents(path: Path, device: str) -> Iterator[Item]:
     """Time to the first token of prompts with documents that are all cached, in an order that is new."""
     count, shape, repeats = (8, Shape(), 5) if device == "cuda" else (2, Shape(32, 16, 8), 1)
-    grid = ways(_METHODS, [0.15], ["page"])
+    grid = ways_of_documents(_METHODS, [0.15], ["page"])
 
     def first(bench: Documents, name: str) -> Figures:
-        found = bench.first(count, {name: grid[name]}, repeats, lambda: None)
-        full, prefix, mine = (statistics.median(found[way].ttft) for way in (FULL, PREFIX, name))
-        rows = statistics.median(found[name].row_layers) / statistics.median(found[FULL].row_layers)
+        every = {FULL: None, PREFIX: None, name: grid[name]}
+        found: dict[str, list[dict[str, float]]] = {way: [] for way in every}
+        for number in range(repeats):
+            for way, asked in every.items():
+                found[way].append(bench.first(count, way, asked, random.Random(number)))
+        full, prefix, mine = (1e3 * statistics.median(one["ttft"] for one in found[way]) for way in every)
+        rows, all_rows = (statistics.median(one["row_layers"] for one in found[way]) for way in (name, FULL))
         return {
             "full prefill, ms": full, "prefix caching, ms": prefix, "this, ms": mine,
-            "full prefill / this": full / mine, "of its rows x layers, %": 100 * rows,
+            "full prefill / this": full / mine, "of its rows x layers, %": 100 * rows / all_rows,
         }  # fmt: skip
 
-    with closing(OneAtATime(lambda: _warm(Documents(path, count, shape, **_options(device))))) as engine:
+    with closing(OneAtATime(lambda: Documents(path, count, shape, **_options(device)))) as engine:
         for name in grid:
             yield f"{count} documents of {shape.length}: {name}", partial(engine.call, partial(first, name=name))
 
@@ -70,26 +80,25 @@ def documents(path: Path, device: str) -> Iterator[Item]:
 def drafts(path: Path, device: str) -> Iterator[Item]:
     """Output tokens a second with drafts and without, where the answer repeats what was said."""
     tasks, clients = (("quote", "edit", "again"), (1, 8, 32)) if device == "cuda" else (("again",), (1,))
-    given = argparse.Namespace(rounds=3 if device == "cuda" else 1, questions=2, output=128 if device == "cuda" else 4)
-    draw = random.Random(0)
-    prose = Prose(draw)
+    rounds, questions, output = (3, 2, 128) if device == "cuda" else (1, 2, 4)
 
     def cell(engine: Engine, task: str, users: int) -> Figures:
-        found = bench_drafts.measure(engine, draw, prose, task, users, given)
+        bench = bench_drafts.Drafts(questions=questions, output=output)
+        found: dict[str, list[float]] = {"off": [], "auto": [], "right": []}
+        with bench.on(engine):
+            for number in range(-1, rounds):
+                for way in ("off", "auto"):
+                    one = bench.measure({"task": task, "clients": users, "drafts": way}, random.Random(number))
+                    found[way] += [one["rate"]] if number >= 0 else []
+                    found["right"].append(one.get("right", 0.0))
         off, auto = (statistics.median(found[name]) for name in ("off", "auto"))
-        right = found["accepted"] / found["drafted"] if found["drafted"] else 0.0
         rates = {"off, tokens/s": off, "auto, tokens/s": auto, "auto / off": auto / off}
-        return {**rates, "right of drafted, %": 100 * right}
+        return {**rates, "right of drafted, %": 100 * max(found["right"])}
 
     with closing(OneAtATime(lambda: Engine(str(path), drafts="auto", **_options(device)))) as engine:
         for task in tasks:
             for users in clients:
                 yield f"{task}, {users} clients", partial(engine.call, partial(cell, task=task, users=users))
-
-
-def _warm(bench: Documents) -> Documents:
-    bench.warm_up()
-    return bench
 
 
 def _options(device: str) -> dict[str, Any]:

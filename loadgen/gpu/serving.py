@@ -1,4 +1,4 @@
-"""The server end to end on the GPU: the suite's workloads at high concurrency."""
+"""The server end to end on the GPU: workloads at high concurrency."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 from loadgen.gpu.figures import Figures, Item
 from loadgen.http.local_server import start_server
 
-_CASES = "abcdef"
+_WORKLOADS = ("shared-prefix", "rag", "chat", "few-shot", "unique", "long-decode")
 
 
 def items(path: Path, device: str, directory: Path, concurrency: tuple[int, ...], scale: float) -> Iterator[Item]:
@@ -23,38 +24,35 @@ def items(path: Path, device: str, directory: Path, concurrency: tuple[int, ...]
         options += ["--pool-tokens", "16384"]
     started: list[tuple[subprocess.Popen[bytes], str]] = []
 
-    def run(users: int, case: str) -> Figures:
+    def run(users: int, workload: str) -> Figures:
         if not started:
             started.append(start_server(options))
-        return suite(started[0][1], case, users, directory, scale)
+        return serve(started[0][1], workload, users, directory, scale)
 
     try:
         for users in concurrency:
-            for case in _CASES if device == "cuda" else "e":
-                yield f"case {case}, {users} clients", partial(run, users, case)
+            for workload in _WORKLOADS if device == "cuda" else ("unique",):
+                yield f"{workload}, {users} clients", partial(run, users, workload)
     finally:
         for process, _ in started:
             process.terminate()
             process.wait(60)
 
 
-def suite(url: str, case: str, users: int, directory: Path, scale: float) -> Figures:
-    """One run of `ramet bench suite`; `scale`: times as many requests, and times as long prompts."""
-    out = directory / "suite.json"
+def serve(url: str, workload: str, users: int, directory: Path, scale: float) -> Figures:
+    """One run of `ramet bench serve`; a `scale` below 1 means fewer requests and shorter prompts."""
+    out = directory / "serve.jsonl"
     out.unlink(missing_ok=True)
-    command = [
-        sys.executable, "-m", "loadgen", "suite", "--url", f"ramet={url}", "--cases", case, "--concurrency", str(users),
-        "--repeats", "1", "--json", str(out), "--scale", str(scale),
-        "--length-scale", str(scale),
-    ]  # fmt: skip
+    command = [sys.executable, "-m", "loadgen", "serve", "--url", url, "--workload", workload]
+    command += ["--concurrency", str(users), "--requests", str(max(round(4 * users * scale), 2)), "--json", str(out)]
+    if scale < 1:
+        command += ["--prompt-tokens", str(max(round(800 * scale), 1))]
     code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
     if code or not out.exists():
-        raise RuntimeError(f"ramet bench suite, case {case} with {users} clients, ended with code {code}")
-    (run,) = json.loads(out.read_text(encoding="utf-8"))["runs"]
-    summary = run["result"]["summary"]
-    figures = {name: value for name, value in summary.items() if isinstance(value, int | float)}
-    latencies = {f"{kind} p50": points.get("p50") for kind, points in summary["latency"].items() if points}
-    return figures | latencies
+        raise RuntimeError(f"ramet bench serve, {workload} with {users} clients, ended with code {code}")
+    found = json.loads(out.read_text(encoding="utf-8").splitlines()[1])["figures"]
+    figures = {name: value for name, value in found.items() if isinstance(value, int | float)}
+    return figures | {f"{kind} p50": median(found[kind]) for kind in ("ttft", "tpot", "itl", "e2e") if found[kind]}
 
 
 def with_tokenizer(path: Path, source: Path) -> Path:

@@ -1,23 +1,20 @@
-"""`ramet bench agents`: what agents' habit of changing what they sent before costs in cached tokens."""
+"""`ramet bench agents`: cached tokens lost when a coding agent changes what it has already sent."""
 
 from __future__ import annotations
 
-import argparse
 import random
 import secrets
-from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import httpx
-from rich.console import Console
-from rich.progress import track
+from pydantic import Field
 
+from loadgen.harness import Bench, Cell, Figure, repeats_of, warmup_of
 from loadgen.http.local_server import local_server
-from loadgen.http.outputs import add_files, drawing, write_files
 from loadgen.http.prose import Prose
-from loadgen.http.tables import make_table
 
 Body = dict[str, Any]
 # Requests of a session between two messages of its user.
@@ -26,7 +23,7 @@ _MOST_STEPS = 64
 _CONVERSATION = {"prompt_cache_breakpoint": {"mode": "explicit"}}
 
 
-class Trace:
+class AgentSession:
     """A session of a coding agent: a system prompt, tools, thoughts, and results that come back.
 
     Each request sends the whole conversation, and asks that it be kept up to its last message (a rolling breakpoint).
@@ -89,81 +86,57 @@ def _shuffled(value: Any, draw: random.Random) -> Any:
     return {key: _shuffled(value[key], draw) for key in draw.sample(list(value), len(value))}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", help="a running server; default: a server is started for the benchmark")
-    parser.add_argument(
-        "--requests", type=int, choices=range(1, _MOST_STEPS), metavar="N", default=12, help="of a session; default: 12"
+class AgentsBench(Bench):
+    """Prompt tokens that a server reads from its cache, by the agent's habit."""
+
+    figures = (
+        Figure("prompt", "prompt tokens", ",.0f"),
+        Figure("shared", "longest prefix", ",.0f"),
+        Figure("read", "read", ",.0f"),
+        Figure("hits", "hits, %", factor=100, plotted=True),
+        Figure("prefilled", "prefilled", ",.0f", versus="ratio", plotted=True),
     )
-    parser.add_argument("--system-tokens", type=int, default=400, help="of the system prompt; default: 400")
-    parser.add_argument("--step-tokens", type=int, default=200, help="of a thought and a result; default: 200")
-    parser.add_argument("--sessions", type=int, default=2, help="sessions of each habit; default: 2")
-    add_files(parser, json="write every measurement", plot="plot the share of each prompt that was cached")
-    parser.add_argument("server_options", nargs="*", help="after --: options for the server that is started")
 
+    repeats: int = repeats_of(1)
+    warmup: int = warmup_of(0)
+    url: str | None = Field(None, description="a running Ramet server (default: one is started)")
+    requests: int = Field(12, gt=0, lt=_MOST_STEPS, description="requests of a session")
+    system_tokens: int = Field(400, gt=0, description="tokens of the system prompt")
+    step_tokens: int = Field(200, gt=0, description="tokens of a thought and a result")
+    server_options: str = Field("", description="options of the server that is started, as one text")
 
-def run(arguments: argparse.Namespace) -> int:
-    """Replay the sessions and print the table."""
-    server = nullcontext(arguments.url) if arguments.url else local_server(arguments.server_options)
-    measured: dict[str, list[list[Body]]] = {habit: [] for habit in HABITS}
-    with server as url, httpx.Client(base_url=url, timeout=600) as client:
-        info = client.get("/server_info").raise_for_status().json()["model_info"]
-        todo = [(habit, seed) for seed in range(arguments.sessions) for habit in HABITS]
-        for habit, seed in track(todo, description="replaying"):
-            trace = Trace(seed, arguments.system_tokens, arguments.step_tokens)
-            measured[habit].append(_replay(client, trace, habit, arguments.requests))
-    _report(measured, info)
-    data = {"arguments": vars(arguments), "model": info, "sessions": measured}
-    write_files(arguments, data, plot=partial(_plot, measured))
-    return 0
+    _client: httpx.Client
 
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        server = nullcontext(self.url) if self.url else local_server(shlex.split(self.server_options))
+        with server as url, httpx.Client(base_url=url, timeout=600) as self._client:
+            yield
 
-def _replay(client: httpx.Client, trace: Trace, habit: str, requests: int) -> list[Body]:
-    """Token counts of each request of a session, which shares its cache with no other."""
-    salt, counts, earlier = secrets.token_hex(8), list[Body](), list[list[int]]()
-    for step in range(requests):
-        options = {"cache_salt": salt, "prompt_cache_options": {"mode": "explicit"}, "return_token_ids": True}
-        body = {**trace.request(step, habit), **options, "max_tokens": 1, "temperature": 0}
-        answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
-        prompt, details = answer["prompt_token_ids"], answer["usage"]["prompt_tokens_details"]
-        exact = min(max((_common(prompt, other) for other in earlier), default=0), len(prompt) - 1)
-        earlier.append(prompt)
-        read, kept = details["cached_tokens"], details["cache_write_tokens"]
-        counts.append({"prompt": len(prompt), "exact": exact, "read": read, "kept": kept})
-    return counts
+    def baseline(self) -> tuple[str, str]:
+        return "habit", HABITS[0]
+
+    def cells(self) -> list[Cell]:
+        return [{"habit": habit} for habit in HABITS]
+
+    def measure(self, cell: Cell, draw: random.Random) -> dict[str, Any]:
+        """Token counts of a session, which shares its cache with no other one; `steps` has those of each request."""
+        session = AgentSession(draw.randrange(1 << 32), self.system_tokens, self.step_tokens)
+        salt, steps, earlier = secrets.token_hex(8), list[dict[str, int]](), list[list[int]]()
+        for step in range(self.requests):
+            options = {"cache_salt": salt, "prompt_cache_options": {"mode": "explicit"}, "return_token_ids": True}
+            body = {**session.request(step, cell["habit"]), **options, "max_tokens": 1, "temperature": 0}
+            answer = self._client.post("/v1/chat/completions", json=body).raise_for_status().json()
+            prompt, details = answer["prompt_token_ids"], answer["usage"]["prompt_tokens_details"]
+            shared = min(max((_common(prompt, other) for other in earlier), default=0), len(prompt) - 1)
+            earlier.append(prompt)
+            steps.append({"prompt": len(prompt), "shared": shared, "read": details["cached_tokens"]})
+        total = {name: sum(step[name] for step in steps) for name in steps[0]}
+        hits = total["read"] / total["prompt"]
+        return total | {"hits": hits, "prefilled": total["prompt"] - total["read"], "steps": steps}
 
 
 def _common(one: list[int], other: list[int]) -> int:
     """Leading tokens that two prompts share."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
-
-
-def _total(counts: list[Body], name: str) -> int:
-    return sum(count[name] for count in counts)
-
-
-def _report(measured: dict[str, list[list[Body]]], info: Body) -> None:
-    columns = ("habit", "prompts", "longest prefix", "read", "hits", "prefilled", "times none")
-    table = make_table(f"agents' habits, {info['name']}", columns)
-    spent = {habit: [_total(one, "prompt") - _total(one, "read") for one in found] for habit, found in measured.items()}
-    for habit, found in measured.items():
-        prompt, exact, read = (sum(_total(one, name) for one in found) for name in ("prompt", "exact", "read"))
-        times = f"{sum(spent[habit]) / sum(spent['none']):.2f}"
-        figures = (f"{prompt:,}", f"{exact:,}", f"{read:,}", f"{read / prompt:.1%}")
-        table.add_row(habit, *figures, f"{prompt - read:,}", times)
-    Console().print(table)
-
-
-def _plot(measured: dict[str, list[list[Body]]], path: Path) -> None:
-    with drawing(path, (7.4, 3.8)) as axes:
-        for habit, (first, *_) in measured.items():
-            axes.plot(
-                range(1, len(first) + 1),
-                [count["read"] / count["prompt"] for count in first],
-                "o-",
-                label=habit,
-                alpha=0.7,
-            )
-        axes.set(xlabel="request of the session", ylabel="share of the prompt that was cached", ylim=(-0.03, 1.03))
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)

@@ -2,90 +2,74 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import random
-import statistics
+import shlex
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import httpx
-from rich.console import Console
-from rich.progress import track
+from pydantic import Field
 
+from loadgen.harness import Bench, BenchError, Cell, Figure, repeats_of
 from loadgen.http.local_server import local_server
-from loadgen.http.outputs import add_files, write_files
-from loadgen.http.tables import make_table
+
+_COLD, _WARM, _ALONE = "cold", "warm", "question alone"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", help="a running server; default: a server is started for the benchmark")
-    parser.add_argument("--prefix-tokens", type=int, default=4096, help="default: 4096")
-    parser.add_argument("--question-tokens", type=int, default=128, help="default: 128")
-    parser.add_argument("--runs", type=int, default=7, help="repetitions, each with a new prefix; default: 7")
-    add_files(parser, json="write every measurement")
-    parser.add_argument("server_options", nargs="*", help="after --: options for the server that is started")
+class Prefix(Bench):
+    """Time to first token of a prompt with a prefix of its own, with a cached one, and of the question alone."""
 
+    figures = (Figure("ttft", "TTFT, ms", ".0f", 1000, versus="ratio"), Figure("cached", "cached tokens", ".0f"))
 
-def run(arguments: argparse.Namespace) -> int:
-    server = nullcontext(arguments.url) if arguments.url else local_server(arguments.server_options)
-    with server as url, httpx.Client(base_url=url, timeout=600) as client:
-        info = client.get("/server_info").raise_for_status().json()["model_info"]
-        measured = _measure(client, info["vocab_size"], arguments)
-    _report(measured, info, arguments)
-    return 0
+    repeats: int = repeats_of(7)
+    url: str | None = Field(None, description="a running server with /generate (default: one is started)")
+    prefix_tokens: int = Field(4096, gt=0, description="tokens of the prefix")
+    question_tokens: int = Field(128, gt=0, description="tokens of the question")
+    server_options: str = Field("", description="options of the server that is started, as one text")
 
+    _client: httpx.Client
+    _vocabulary: int
 
-def _measure(client: httpx.Client, vocab: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds by kind. Every prefix is new, so that cold is cold; the first round is a warm-up."""
-    times: dict[str, list[float]] = {"cold": [], "warm": [], "question alone": []}
-    draw = random.SystemRandom()
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        server = nullcontext(self.url) if self.url else local_server(shlex.split(self.server_options))
+        with server as url, httpx.Client(base_url=url, timeout=600) as self._client:
+            info = self._client.get("/server_info").raise_for_status().json()["model_info"]
+            self._vocabulary = info["vocab_size"]
+            yield
 
-    def ids(count: int) -> list[int]:
-        return [draw.randrange(vocab // 8, vocab) for _ in range(count)]
+    def baseline(self) -> tuple[str, str]:
+        return "prompt", _COLD
 
-    for i in track(range(arguments.runs + 1), description="measuring"):
-        prefix = ids(arguments.prefix_tokens)
-        prompts = {
-            "cold": prefix + ids(arguments.question_tokens),
-            "warm": prefix + ids(arguments.question_tokens),
-            "question alone": ids(arguments.question_tokens),
-        }
-        for kind, prompt in prompts.items():
-            seconds, cached = _first_token(client, prompt)
-            expected = arguments.prefix_tokens if kind == "warm" else 0
-            if abs(cached - expected) > 16:
-                raise RuntimeError(f"{kind}: {cached} tokens came from the cache, not about {expected}")
-            if i:
-                times[kind].append(seconds)
-    return times
+    def cells(self) -> list[Cell]:
+        return [{"prompt": kind} for kind in (_COLD, _WARM, _ALONE)]
 
+    def measure(self, cell: Cell, draw: random.Random) -> dict[str, Any]:
+        """Every measurement has a prefix of its own; a warm one has been computed just before. Raises BenchError."""
+        draw = random.Random(f"{draw.random()} {cell['prompt']}")
+        prefix = [] if cell["prompt"] == _ALONE else self._ids(draw, self.prefix_tokens)
+        if cell["prompt"] == _WARM:
+            self._first_token(prefix + self._ids(draw, self.question_tokens))
+        seconds, cached = self._first_token(prefix + self._ids(draw, self.question_tokens))
+        expected = self.prefix_tokens if cell["prompt"] == _WARM else 0
+        if abs(cached - expected) > 16:
+            raise BenchError(f"{cell['prompt']}: {cached} tokens came from the cache, not about {expected}")
+        return {"ttft": seconds, "cached": cached}
 
-def _first_token(client: httpx.Client, prompt: list[int]) -> tuple[float, int]:
-    body = {"input_ids": prompt, "stream": True, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
-    start = time.perf_counter()
-    with client.stream("POST", "/generate", json=body) as answer:
-        answer.raise_for_status()
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                event: dict[str, Any] = json.loads(line.removeprefix("data: "))
-                return time.perf_counter() - start, event["meta_info"]["cached_tokens"]
-    raise RuntimeError("the stream ended without a token")
+    def _ids(self, draw: random.Random, count: int) -> list[int]:
+        return [draw.randrange(self._vocabulary // 8, self._vocabulary) for _ in range(count)]
 
-
-def _report(times: dict[str, list[float]], info: dict[str, Any], arguments: argparse.Namespace) -> None:
-    question, prefix = arguments.question_tokens, arguments.prefix_tokens
-    cold, ideal = statistics.median(times["cold"]), question / (prefix + question)
-    title = f"time to first token, {prefix} + {question} tokens, {info['name']} in {info['dtype']}"
-    table = make_table(title, ("", "median ms", "min", "max", "of cold", "over ideal share"))
-    for kind, values in times.items():
-        share = statistics.median(values) / cold
-        ratio = f"{share / ideal:.2f}" if kind == "warm" else ""
-        figures = (statistics.median(values), min(values), max(values))
-        table.add_row(kind, *(f"{1000 * value:.0f}" for value in figures), f"{share:.2%}", ratio)
-    table.add_row("ideal share of cold", f"{1000 * cold * ideal:.0f}", "", "", f"{ideal:.2%}", "1.00")
-    machine = f"{platform.machine()}, {platform.system()}, {info['device']}, {info['attention_backend']} attention"
-    Console().print(table, f"{arguments.runs} runs after one warm-up, each with a fresh prefix; {machine}")
-    write_files(arguments, {"arguments": vars(arguments), "model": info, "seconds": times})
+    def _first_token(self, prompt: list[int]) -> tuple[float, int]:
+        """Seconds to the first token, and cached prompt tokens."""
+        body = {"input_ids": prompt, "stream": True, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+        start = time.perf_counter()
+        with self._client.stream("POST", "/generate", json=body) as answer:
+            answer.raise_for_status()
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+                    return time.perf_counter() - start, event["meta_info"]["cached_tokens"]
+        raise BenchError("the stream ended without a token")

@@ -1,64 +1,214 @@
-"""`ramet bench serve`: load on a running server: latency, throughput, cache hits, errors."""
+"""`ramet bench serve`: load on any OpenAI-compatible server: latency, throughput, cache hits, goodput, errors."""
 
 from __future__ import annotations
 
-import argparse
-import sys
+import json
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
 
-from loadgen.http import options
-from loadgen.http.files import write_csv, write_json
-from loadgen.http.outputs import new_file
-from loadgen.http.progress import live
-from loadgen.http.report import write_report
-from loadgen.http.run import Result, execute
-from loadgen.http.run_tables import run_tables
-from loadgen.http.tables import wide_console
-from loadgen.http.target import TargetError
-from loadgen.http.verdict import of_run
+from pydantic import Field, create_model, field_validator
+from rich.console import RenderableType
+from tqdm import tqdm
 
+from loadgen.harness import Bench, BenchError, Cell, Figure, Results, repeats_of, warmup_of
+from loadgen.http.arrivals import Arrivals, Closed, Gamma, Recorded
+from loadgen.http.client import Timeouts
+from loadgen.http.details import details
+from loadgen.http.load import Bounds
+from loadgen.http.run import Plan, Prepared, execute, prepare
+from loadgen.http.slo import Slo
+from loadgen.http.target import Target
+from loadgen.http.tokens import TokenCounter
+from loadgen.http.workloads import WORKLOADS, Workload, fields_of, make_workloads
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:30000", help="default: http://127.0.0.1:30000")
-    options.add_target(parser)
-    options.add_workload(parser)
-    options.add_arrivals(parser)
-    options.add_bounds(parser)
-    group = parser.add_argument_group("output")
-    group.add_argument("--json", type=new_file, metavar="FILE", help="all results, with a record of each request")
-    group.add_argument("--csv", type=new_file, metavar="FILE", help="a line for each request")
-    group.add_argument("--html", type=new_file, metavar="FILE", help="a report with plots, as one file")
-    group.add_argument("--name", help="the run's name in reports and comparisons; default: the URL")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Run; 0 if a request succeeded, 1 if none did, 130 if the user ended it."""
-    console = wide_console()
-    target = options.target(arguments, arguments.name or arguments.url, arguments.url)
-    try:
-        if arguments.html:
-            options.need_matplotlib()
-        work = options.workload(arguments)
-        plan = options.plan(arguments, work, options.arrivals(arguments, work), options.seed(arguments))
-        prepared = options.prepared(arguments, target)
-        title = f"{arguments.workload} on {target.name}, {plan.arrivals}, seed {plan.seed}"
-        console.print(title)
-        result = execute(prepared, plan, lambda load: live(load, console, title))
-    except (ValueError, OSError, TargetError) as error:
-        print(f"ramet bench: {error}", file=sys.stderr)
-        return 2
-    console.print(run_tables(result), of_run(result.records))
-    try:
-        _write(arguments, title, result)
-    except OSError as error:
-        print(f"ramet bench: {error}", file=sys.stderr)
-        return 2
-    return 130 if result.interrupted else int(result.summary["completed"] == 0)
+KEY_VARIABLE = "RAMET_BENCH_API_KEY"
+_CONCURRENCY = 8
 
 
-def _write(arguments: argparse.Namespace, title: str, result: Result) -> None:
-    if arguments.json:
-        write_json(arguments.json, result.as_dict())
-    if arguments.csv:
-        write_csv(arguments.csv, result.records)
-    if arguments.html:
-        write_report(arguments.html, title, result)
+class ServeBench(Bench):
+    """Latency, throughput and cache hits of servers under load."""
+
+    figures = (
+        Figure("output_throughput", "output tok/s", versus="ratio", plotted=True),
+        Figure("ttft", "TTFT p50, ms", ".0f", 1000, versus="ratio", plotted=True),
+        Figure("ttft", "TTFT p99, ms", ".0f", 1000, statistic="p99", interval=False),
+        Figure("tpot", "TPOT p50, ms", factor=1000, plotted=True),
+        Figure("tpot", "TPOT p99, ms", factor=1000, statistic="p99", interval=False),
+        Figure("e2e", "E2E p50, s", ".2f", interval=False),
+        Figure("hit_ratio", "hits, %", factor=100),
+        Figure("goodput", "goodput, %", factor=100),
+        Figure("failed", "failed", ".0f", statistic="sum", interval=False),
+        Figure("wrong_length", "other length", ".0f", statistic="sum", interval=False),
+    )
+
+    repeats: int = repeats_of(1)
+    warmup: int = warmup_of(0)
+
+    url: tuple[str, ...] = Field(
+        ("http://127.0.0.1:30000",), min_length=1, description="servers as URL or NAME=URL, compared with the first"
+    )
+    api: Literal["chat", "completions", "generate"] | None = Field(
+        None, description="the API (default: chat for --workload file, else completions)"
+    )
+    model: str | None = Field(None, description="the model's name (default: the first in /v1/models)")
+    api_key: str | None = Field(
+        default_factory=lambda: os.environ.get(KEY_VARIABLE),
+        exclude=True,
+        description=f"a bearer token; default: ${KEY_VARIABLE}",
+    )
+    temperature: float = Field(0.0, ge=0, description="of sampling; 0 is greedy")
+    fixed_output: Literal["auto", "ignore_eos", "min_tokens", "off"] = Field(
+        "auto", description="the field that holds answers to their length; auto: the first that the server accepts"
+    )
+    tokenizer: Path | None = Field(
+        None, description="the model's tokenizer.json or its directory, to count tokens where the server does not"
+    )
+    extra_body: tuple[str, ...] = Field(
+        (), description="further fields of every request as JSON, or of those to one server as NAME=JSON"
+    )
+    timeout: float = Field(600.0, gt=0, description="seconds of a request")
+    stall_timeout: float = Field(300.0, gt=0, description="seconds without a byte")
+
+    workload: tuple[str, ...] = Field(("shared-prefix",), min_length=1, description=", ".join(WORKLOADS))
+    answers: Literal["server", "scripted"] = Field("server", description="answers on which later turns build")
+
+    concurrency: tuple[int, ...] = Field((), description=f"users of a closed loop (default: {_CONCURRENCY})")
+    rate: tuple[float, ...] = Field((), description="sessions per second of an open loop")
+    burstiness: float = Field(1.0, gt=0, description="of --rate: 1 is Poisson, below 1 is burstier")
+    requests: int | None = Field(None, gt=0, description="requests of a run (default: by workload and concurrency)")
+    duration: float | None = Field(None, gt=0, description="seconds after which no request is sent")
+    grace: float = Field(30.0, ge=0, description="seconds for running requests after --duration")
+    max_outstanding: int = Field(1024, gt=0, description="most requests running at once")
+    warmup_requests: int = Field(0, ge=0, description="uncounted requests of other text before each run")
+    flush: bool = Field(False, description="empty the server's cache before each run")
+    goodput: tuple[str, ...] = Field((), description="service levels as LATENCY:MS, of ttft, tpot, itl and e2e")
+    records: bool = Field(False, description="record each request in --json")
+
+    _servers: dict[str, Prepared]
+    _workloads: dict[str, Workload]
+    _interrupted: bool = False
+
+    @field_validator("goodput", "extra_body", "workload", "concurrency", "rate")
+    @classmethod
+    def _is_valid(cls, values: tuple[Any, ...], info: Any) -> tuple[Any, ...]:
+        """Refuse wrong values before a server is asked."""
+        if info.field_name == "goodput":
+            Slo.parse(values)
+        elif info.field_name == "extra_body":
+            _bodies(values)
+        elif info.field_name == "workload":
+            if unknown := [name for name in values if name not in WORKLOADS]:
+                raise ValueError(f"there is no workload {unknown[0]}, only {', '.join(WORKLOADS)}")
+        elif any(value <= 0 for value in values):
+            raise ValueError("must be above 0")
+        return values
+
+    def baseline(self) -> tuple[str, Any] | None:
+        return ("server", _named(self.url[0])[0]) if len(self.url) > 1 else None
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Probe the servers. All get the prompts that the most exact count of words makes."""
+        given = {name: value for name in fields_of(*WORKLOADS) if (value := getattr(self, name)) is not None}
+        try:
+            self._workloads = make_workloads(self.workload, given)
+            counter = None if self.tokenizer is None else TokenCounter(self.tokenizer)
+        except ValueError as error:
+            raise BenchError(str(error)) from None
+        found = {name: self._prepared(name, url, counter) for name, url in map(_named, self.url)}
+        best = min(found.values(), key=lambda server: server.exactness)
+        self._servers = {name: replace(server, cost=best.cost, counted=best.counted) for name, server in found.items()}
+        yield
+
+    def _prepared(self, name: str, url: str, counter: TokenCounter | None) -> Prepared:
+        field = {"auto": None, "off": ""}.get(self.fixed_output, self.fixed_output)
+        target = Target(name, url, self.api or WORKLOADS[self.workload[0]].API, self.model, self.api_key or None)
+        bodies = _bodies(self.extra_body)
+        return prepare(target, field, self.temperature, bodies.get("", {}) | bodies.get(name, {}), counter)
+
+    def cells(self) -> Iterator[Cell]:
+        for name, workload in self._workloads.items():
+            for load in self._loads(workload):
+                for server in self._servers:
+                    yield {"workload": name, **load, "server": server}
+
+    def _loads(self, workload: Workload) -> list[Cell]:
+        loads: list[Cell] = [{"rate": rate} for rate in self.rate]
+        loads += [{"concurrency": number} for number in self.concurrency]
+        return loads or ([{"arrivals": "as recorded"}] if workload.TIMED else [{"concurrency": _CONCURRENCY}])
+
+    def measure(self, cell: Cell, draw: random.Random) -> dict[str, Any]:
+        """Run a load. Prompts depend on the repeat, the workload and the load; all servers get the same ones."""
+        if self._interrupted:
+            raise KeyboardInterrupt
+        place = [value for name, value in cell.items() if name != "server"]
+        plan = self._plan(cell, random.Random(f"{draw.random()} {place}").randrange(1 << 32))
+        title = ", ".join(map(str, cell.values()))
+        with tqdm(total=plan.bounds.requests, desc=title, unit="req", leave=False, disable=None) as bar:
+            try:
+                result = execute(self._servers[cell["server"]], plan, lambda record: bar.update())
+            except (ValueError, OSError) as error:
+                raise BenchError(str(error)) from None
+        self._interrupted = result.interrupted
+        requests = {"requests": [record.as_dict() for record in result.records]} if self.records else {}
+        return result.figures | {"facts": result.facts} | requests
+
+    def _plan(self, cell: Cell, seed: int) -> Plan:
+        workload = self._workloads[cell["workload"]]
+        arrivals: Arrivals = Recorded()
+        if "rate" in cell:
+            arrivals = Gamma(cell["rate"], self.burstiness)
+        elif "concurrency" in cell:
+            arrivals = Closed(cell["concurrency"])
+        requests = self.requests
+        if requests is None and self.duration is None:
+            requests = workload.requests(cell.get("concurrency", 1))
+        return Plan(
+            workload=workload,
+            arrivals=arrivals,
+            bounds=Bounds(requests, self.duration, self.grace, self.max_outstanding),
+            seed=seed,
+            warmup=self.warmup_requests,
+            flush=self.flush,
+            scripted=self.answers == "scripted",
+            slo=Slo.parse(self.goodput) if self.goodput else None,
+            timeouts=Timeouts(self.timeout, self.stall_timeout),
+        )
+
+    def details(self, results: Results) -> Iterator[RenderableType]:
+        return details(results)
+
+    def exit_code(self, results: Results) -> int:
+        """130 if the user ended the run, 1 if a run had no complete answer."""
+        if self._interrupted:
+            return 130
+        runs = [run for cell in results.cells.values() for run in results.of(cell).values()]
+        return int(any(not run["completed"] for run in runs))
+
+
+def _named(text: str) -> tuple[str, str]:
+    """Name and URL of `NAME=URL` or `URL`."""
+    name, equals, url = text.partition("=")
+    return (name, url) if equals and "://" not in name else (text, text)
+
+
+def _bodies(texts: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Fields of requests by server; "" is every server. Raises ValueError."""
+    found = {}
+    for text in texts:
+        name, body = ("", text) if text.lstrip().startswith("{") else text.split("=", 1) if "=" in text else ("", text)
+        found[name] = json.loads(body)
+        if not isinstance(found[name], dict):
+            raise ValueError(f"{body} is no JSON object")
+    return found
+
+
+# With the options of all workloads.
+Serve: type[ServeBench] = create_model(
+    "Serve", __base__=ServeBench, __module__=__name__, __doc__=ServeBench.__doc__, **fields_of(*WORKLOADS)
+)

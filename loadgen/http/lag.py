@@ -19,8 +19,11 @@ class LagMeter:
     All times of a run are taken in the same loop, so its lateness bounds their error.
     """
 
-    async def __aenter__(self) -> LagMeter:
+    def __init__(self) -> None:
         self._late_s: list[float] = []
+        self._busy = 0.0
+
+    async def __aenter__(self) -> LagMeter:
         self._begin = (time.perf_counter(), time.process_time())
         self._task = asyncio.create_task(self._watch())
         return self

@@ -6,7 +6,9 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+NOTATION = "DISTRIBUTION is N, uniform:LOW:HIGH, normal:MEAN:SD[:LOW:HIGH] or lognormal:MEAN:SD[:LOW:HIGH]"
 _ARGUMENTS = {"fixed": (1,), "uniform": (2,), "normal": (2, 4), "lognormal": (2, 4)}
 
 
@@ -21,6 +23,11 @@ class Distribution:
 
     kind: str
     arguments: tuple[float, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """A distribution from its notation; other values as they are. Raises ValueError."""
+        return cls.parse(value) if isinstance(value, str) else value
 
     @classmethod
     def parse(cls, text: str) -> Distribution:

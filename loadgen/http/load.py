@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from loadgen.http.arrivals import Arrivals, Closed, Open
+from loadgen.http.arrivals import Arrivals, Closed, Gamma
 from loadgen.http.client import Client
 from loadgen.http.record import Record
 from loadgen.http.session import Conversation, Message, Session
@@ -43,6 +43,9 @@ class Load:
         records: of the requests sent so far.
         ended_by: the reason for the end, in words.
         running: requests in flight.
+
+    Args:
+        ended: called at the end of each request.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Load:
         rng: random.Random,
         scripted: bool = False,
         counter: TokenCounter | None = None,
+        ended: Callable[[Record], object] = lambda record: None,
     ):
         self._client = client
         self._sessions = sessions
@@ -62,6 +66,7 @@ class Load:
         self._rng = rng
         self._scripted = scripted
         self._counter = counter
+        self._ended = ended
         self._untold: list[tuple[Record, str, str]] = []
         self._taken = 0
         self._begun = 0
@@ -106,7 +111,7 @@ class Load:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _open(self) -> None:
-        times = self._arrivals.times(self._rng) if isinstance(self._arrivals, Open) else None
+        times = self._arrivals.times(self._rng) if isinstance(self._arrivals, Gamma) else None
         places = asyncio.Semaphore(self._bounds.outstanding)
         async with asyncio.TaskGroup() as sessions:
             while self._may_send() and (session := self._next_session()) is not None:
@@ -174,6 +179,7 @@ class Load:
         finally:
             self.running -= 1
             self._failures = 0 if record.ok else self._failures + 1
+            self._ended(record)
 
     def _count_untold(self) -> None:
         """Count the tokens that the server did not report. At the end: counting during the run would falsify times."""

@@ -16,11 +16,10 @@ _MOST_BYTES = 8 << 20
 
 
 class Scrape:
-    """The samples of one scrape, summed over labels: counters (with sums and counts of histograms) and gauges."""
+    """The counters of one scrape, summed over labels, with sums and counts of histograms."""
 
     def __init__(self, text: str):
         self.counters: dict[str, float] = {}
-        self.gauges: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 name = sample.name
@@ -28,8 +27,6 @@ class Scrape:
                     _add(self.counters, name.removesuffix("_total"), sample.value)
                 elif family.type in ("histogram", "summary") and name.endswith(("_sum", "_count")):
                     _add(self.counters, name, sample.value)
-                elif family.type == "gauge":
-                    _add(self.gauges, name, sample.value)
 
 
 def _add(samples: dict[str, float], name: str, value: float) -> None:
@@ -61,10 +58,10 @@ async def _read(content: aiohttp.StreamReader) -> bytes:
 
 
 def difference(before: Scrape | None, after: Scrape | None) -> dict[str, Any] | None:
-    """Changes of the counters, the gauges afterwards, and the run's hit ratio in tokens; None without both scrapes."""
+    """Changes of the counters, and the run's hit ratio in tokens; None without both scrapes."""
     if before is None or after is None:
         return None
     gained = {name: value - before.counters.get(name, 0.0) for name, value in after.counters.items()}
     ratio = next((gained[hit] / gained[asked] for hit, asked in _HITS if gained.get(asked) and hit in gained), None)
     changed = {name: value for name, value in gained.items() if value}
-    return {"hit_ratio": ratio, "counters": changed, "gauges": after.gauges}
+    return {"hit_ratio": ratio, "counters": changed}

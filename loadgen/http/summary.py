@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -13,16 +12,8 @@ import numpy as np
 from loadgen.http.record import Record
 from loadgen.http.slo import Slo
 
-PERCENTILES = (50, 90, 95, 99)
-
-
-@dataclass(frozen=True)
-class Level:
-    """A run of a sweep: its load (users, or sessions per second) and its summary; `held`: it kept the service level."""
-
-    load: float
-    summary: dict[str, Any]
-    held: bool
+_PERCENTILES = (50, 90, 95, 99)
+POINTS = ("mean", *(f"p{point}" for point in _PERCENTILES), "max")
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
@@ -30,9 +21,8 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
     if not len(values):
         return None
     array = np.asarray(values, dtype=float)
-    points = np.percentile(array, PERCENTILES)
-    named = {f"p{p}": float(value) for p, value in zip(PERCENTILES, points, strict=True)}
-    return {"mean": float(array.mean()), **named, "max": float(array.max())}
+    found = (array.mean(), *np.percentile(array, _PERCENTILES), array.max())
+    return dict(zip(POINTS, map(float, found), strict=True))
 
 
 def latencies(records: Sequence[Record]) -> dict[str, list[float]]:
@@ -45,13 +35,9 @@ def latencies(records: Sequence[Record]) -> dict[str, list[float]]:
         "e2e": [r.e2e_s for r in good],
         "queue": [r.queue_s for r in good],
         "prefill": [r.prefill_s for r in good],
+        "sent_late": [r.sent_s - r.scheduled_s for r in records],
     }
-    return {kind: [value for value in values if value is not None] for kind, values in kinds.items()}
-
-
-def span_s(records: Sequence[Record]) -> float:
-    """Seconds from the first scheduled time to the last end."""
-    return max(r.end_s for r in records) - min(r.scheduled_s for r in records) if records else 0.0
+    return {kind: [round(value, 6) for value in values if value is not None] for kind, values in kinds.items()}
 
 
 def hit_ratio(records: Sequence[Record]) -> float | None:
@@ -62,40 +48,34 @@ def hit_ratio(records: Sequence[Record]) -> float | None:
 
 
 def summarise(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]:
-    """All figures as JSON data; times in seconds, throughput per second of the records' span."""
+    """All figures as JSON data: a list for each kind of latency, in seconds; throughput per second of the whole run."""
     good = [record for record in records if record.ok]
-    seconds = span_s(records)
+    seconds = max(r.end_s for r in records) - min(r.scheduled_s for r in records) if records else 0.0
     inputs, outputs = sum(r.prompt_tokens or 0 for r in good), sum(r.output_tokens for r in good)
 
     def per_second(amount: float) -> float:
         return amount / seconds if seconds > 0 else 0.0
 
     summary: dict[str, Any] = {
-        "requests": len(records),
+        "count": len(records),
         "completed": len(good),
+        "failed": len(records) - len(good),
         "errors": dict(Counter(r.error for r in records if r.error is not None)),
+        "error_examples": {r.error: r.message for r in reversed(records) if r.error is not None},
         "seconds": seconds,
         "input_tokens": inputs,
         "output_tokens": outputs,
         "output_tokens_counted_by": sorted({r.counted_by for r in good}),
         # Answers of another length than wanted: the server knows no ignore_eos, or the context was full.
         "wrong_length": sum(r.wanted_tokens not in (None, r.output_tokens) for r in good),
-        "cached_tokens": sum(r.cached_tokens or 0 for r in good),
         "hit_ratio": hit_ratio(good),
         "request_throughput": per_second(len(good)),
         "input_throughput": per_second(inputs),
         "output_throughput": per_second(outputs),
-        "total_throughput": per_second(inputs + outputs),
         "mean_concurrency": per_second(sum(r.end_s - r.sent_s for r in records)),
-        "sent_late": spread([r.sent_s - r.scheduled_s for r in records]),
-        "latency": {kind: found for kind, values in latencies(records).items() if (found := spread(values))},
+        **latencies(records),
     }
     if slo is not None:
         kept = sum(map(slo.kept_by, records))
-        summary["goodput"] = {
-            "slo_s": slo.bounds_s,
-            "requests": kept,
-            "share": kept / len(records) if records else 0.0,
-            "request_throughput": per_second(kept),
-        }
+        summary |= {"goodput": kept / len(records) if records else 0.0, "goodput_throughput": per_second(kept)}
     return summary

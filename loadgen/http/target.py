@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 
+from loadgen.harness import BenchError
 from loadgen.http.apis import APIS, RequestFields
 from loadgen.http.prose import CHARS_PER_TOKEN, Cost, Prose, vocabulary
 from loadgen.http.session import Conversation, Message
@@ -15,7 +16,7 @@ from loadgen.http.tokens import TokenCounter
 _PROBE_SECONDS = 120
 
 
-class TargetError(RuntimeError):
+class TargetError(BenchError):
     """The server cannot be measured; the message has the reason."""
 
 

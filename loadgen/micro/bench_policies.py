@@ -1,44 +1,152 @@
 """`ramet bench policies`: hits of every eviction policy on recorded and on synthetic traces of block hashes.
 
-It replays hours of a server's cache in seconds, in process, without a server.
+Hours of a server's cache are replayed in seconds, in process, without a server.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
+import random
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import track
+from pydantic import Field, PositiveInt, PrivateAttr
 
-from loadgen.http.outputs import add_files, drawing, write_files
-from loadgen.http.tables import make_table
-from loadgen.micro.stress import STRESS, Trace, stress_trace
-from loadgen.micro.traffic import MOONCAKE, Traffic, read_traffic, reuse_gaps
+from loadgen.harness import Bench, BenchError, Cell, Figure, Results, repeats_of, warmup_of
+from loadgen.micro.stress import STRESS, stress_trace
+from loadgen.micro.traffic import MOONCAKE, Trace, Traffic, read_traffic, reuse_gaps
 from radix import POLICIES, PolicyName, RadixTree, make_policy
 
 QUARTERS = 4
 BOUND, INFINITE = "offline bound", "infinite"
 # Blocks of 512 tokens.
 _MOONCAKE_SIZES = (1000, 3000, 5000, 10000, 30000)
-# Of a stress trace's distinct blocks.
+# Of a trace's distinct blocks.
 _SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
+
+
+class Policies(Bench):
+    """Hits of eviction policies on traces of block hashes."""
+
+    sections = "trace"
+    figures = (
+        Figure("hits", "hits, % of the blocks", ".1f", 100, versus="difference", plotted=True),
+        Figure("saved", "saved, % of the operations", ".1f", 100),
+        *(Figure(f"quarter {n}", f"hits in quarter {n}", ".1f", 100) for n in range(1, QUARTERS + 1)),
+    )
+
+    repeats: int = repeats_of(1)
+    warmup: int = warmup_of(0)
+    traces: tuple[Path, ...] = Field(
+        (), description="JSONL files of `ramet serve --record-trace`, in Mooncake's format, or of prompts"
+    )
+    tokenizer: Path | None = Field(
+        None, description="the model's, for a JSONL file of prompts (text, prompt or messages)"
+    )
+    capacities: tuple[PositiveInt, ...] = Field(
+        (), description="blocks in the cache; default: shares of the trace's, and for Mooncake's 1,000 to 30,000"
+    )
+    stress: tuple[str, ...] | None = Field(
+        None, description=f"synthetic traces: {', '.join(STRESS)} (default: all of them if no trace is given)"
+    )
+
+    _traffic: dict[str, Traffic] = PrivateAttr(default_factory=dict)
+
+    def baseline(self) -> tuple[str, str]:
+        return "policy", "lru"
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        try:
+            self._traffic = {path.stem: read_traffic(path, self.tokenizer) for path in self.traces}
+        except (OSError, ValueError) as error:
+            raise BenchError(str(error)) from None
+        names = self.stress if self.stress is not None else () if self.traces else STRESS
+        if unknown := set(names) - set(STRESS):
+            raise BenchError(f"--stress: {min(unknown)} is none of {', '.join(STRESS)}")
+        self._traffic |= {name: Traffic(stress_trace(name, self.seed or 0), 0) for name in names}
+        yield
+
+    def cells(self) -> Iterator[Cell]:
+        for name, traffic in self._traffic.items():
+            for policy in (*POLICIES, BOUND, INFINITE):
+                for blocks in self._capacities(traffic):
+                    yield {"trace": name, "policy": policy, "blocks in the cache": blocks}
+
+    def _capacities(self, traffic: Traffic) -> Sequence[int]:
+        if traffic.block_tokens and self.capacities:
+            return self.capacities
+        return _MOONCAKE_SIZES if traffic.block_tokens == MOONCAKE else capacities_of(traffic.trace)
+
+    def measure(self, cell: Cell, draw: random.Random) -> dict[str, float]:
+        trace, policy, blocks = self._traffic[cell["trace"]].trace, cell["policy"], cell["blocks in the cache"]
+        if policy == BOUND:
+            found = offline_bound(trace, blocks)
+        elif policy == INFINITE:
+            found = replay(trace, "lru", sum(len(blocks) for _, blocks in trace))
+        else:
+            found = replay(trace, policy, blocks)
+        quarters = {f"quarter {number}": ratio for number, ratio in enumerate(found.by_quarter(), 1)}
+        return {"hits": found.hit_ratio, "saved": found.saved_ratio, **quarters}
+
+    def details(self, results: Results) -> Iterable[str]:
+        for name, traffic in self._traffic.items():
+            if traffic.block_tokens:
+                hits: dict[str, dict[int, float]] = {}
+                for cell in results.cells.values():
+                    if cell["trace"] == name:
+                        found = next(iter(results.of(cell).values()))
+                        hits.setdefault(cell["policy"], {})[cell["blocks in the cache"]] = 100 * found["hits"]
+                yield f"{name}: {advice(traffic, hits)}"
+
+
+def capacities_of(trace: Trace) -> list[int]:
+    """Sizes of interest: shares of the distinct blocks, none too small for the longest prompt."""
+    distinct = len({block for _, blocks in trace for block in blocks})
+    longest = max(len(blocks) for _, blocks in trace)
+    return sorted({max(int(share * distinct), longest, 1) for share in _SHARES})
+
+
+def advice(traffic: Traffic, hits: dict[str, dict[int, float]]) -> str:
+    """Sentences on policy, pool, tiers and hold time. `hits`: percent by policy and capacity."""
+    capacities, size = list(hits["lru"]), traffic.block_tokens
+    least, middle = capacities[0], capacities[len(capacities) // 2]
+    most = hits[INFINITE][least]
+    best = max(POLICIES, key=lambda policy: hits[policy][middle])
+    enough = next((blocks for blocks in capacities if hits[best][blocks] >= 0.9 * most), capacities[-1])
+    said = [
+        f"{most:.1f} % of the prompt tokens were there before, and no cache can find more.",
+        f"A pool of {enough * size:,} tokens (--pool-tokens) finds {hits[best][enough]:.1f} % with "
+        f"--eviction-policy {best}; one of {least * size:,} finds {hits[best][least]:.1f} %.",
+    ]
+    if most - hits[best][middle] > 2:
+        said.append(
+            f"With {middle * size:,} tokens, tiers (--host-memory, --disk-cache) could find up to "
+            f"{most - hits[best][middle]:.1f} points more."
+        )
+    if gaps := reuse_gaps(traffic.trace):
+        longest = _duration(gaps[int(0.9 * (len(gaps) - 1))])
+        said.append(f"Nine of ten uses come within {longest}: longer hold times help few.")
+    return " ".join(said)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 @dataclass(slots=True)
 class Tally:
-    """Findings of a replay, by quarter of the trace: blocks asked for and cached, operations needed and saved."""
+    """Findings of a replay: blocks and cached ones by quarter of the trace, operations needed and saved."""
 
     blocks: list[int] = field(default_factory=lambda: [0] * QUARTERS)
     hits: list[int] = field(default_factory=lambda: [0] * QUARTERS)
-    operations: list[float] = field(default_factory=lambda: [0.0] * QUARTERS)
-    saved: list[float] = field(default_factory=lambda: [0.0] * QUARTERS)
+    operations: float = 0.0
+    saved: float = 0.0
 
     @property
     def hit_ratio(self) -> float:
@@ -46,7 +154,7 @@ class Tally:
 
     @property
     def saved_ratio(self) -> float:
-        return sum(self.saved) / sum(self.operations)
+        return self.saved / self.operations
 
     def by_quarter(self) -> list[float]:
         return [hits / max(blocks, 1) for hits, blocks in zip(self.hits, self.blocks, strict=True)]
@@ -55,118 +163,8 @@ class Tally:
         """Count a prompt whose first `hits` blocks were cached."""
         self.blocks[quarter] += blocks
         self.hits[quarter] += hits
-        self.operations[quarter] += operations(0, blocks)
-        self.saved[quarter] += operations(0, hits)
-
-
-Figures = dict[str, list[Tally]]  # by policy, for each capacity
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "traces",
-        nargs="*",
-        help="JSONL of `ramet serve --record-trace`, or as Mooncake's: timestamp (ms) and hash_ids; or of prompts",
-    )
-    parser.add_argument("--tokenizer", type=Path, help="of a JSONL of prompts (text, prompt or messages): the model's")
-    parser.add_argument(
-        "--capacities",
-        type=int,
-        nargs="+",
-        help="blocks in the cache; default: shares of the trace's, for Mooncake's 1,000 to 30,000",
-    )
-    parser.add_argument(
-        "--stress",
-        nargs="*",
-        choices=STRESS,
-        help="synthetic traces, too; default: all of them where no trace is given",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the synthetic traces")
-    add_files(parser, "plot", "json")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Replay all traces; print two tables for each that was recorded, and one of all synthetic ones."""
-    try:
-        recorded = {Path(path).stem: read_traffic(Path(path), arguments.tokenizer) for path in arguments.traces}
-    except ValueError as error:
-        print(f"ramet bench: {error}", file=sys.stderr)
-        return 2
-    wanted = arguments.stress if arguments.stress is not None else [] if recorded else STRESS
-    synthetic = {name: stress_trace(name, arguments.seed) for name in wanted}
-    traces = {name: traffic.trace for name, traffic in recorded.items()} | synthetic
-    sizes = {name: capacities_of(trace) for name, trace in traces.items()}
-    sizes |= {name: sorted(set(sizes[name])) for name in recorded}
-    sizes |= {name: list(_MOONCAKE_SIZES) for name, traffic in recorded.items() if traffic.block_tokens == MOONCAKE}
-    if arguments.capacities:
-        sizes |= {name: list(arguments.capacities) for name in recorded}
-    found = {name: measure(trace, sizes[name], name) for name, trace in traces.items()}
-    for name, traffic in recorded.items():
-        _print_trace(name, traffic.trace, found[name], sizes[name])
-        Console().print(f"{name}: {advice(traffic, found[name], sizes[name])}", highlight=False)
-    if synthetic:
-        _print_stress({name: found[name] for name in synthetic})
-    record = {
-        name: {"capacities": sizes[name], **{policy: [asdict(t) for t in row] for policy, row in figures.items()}}
-        for name, figures in found.items()
-    }
-    write_files(arguments, record, plot=partial(_plot, found, sizes))
-    return 0
-
-
-def capacities_of(trace: Trace) -> list[int]:
-    """Sizes of interest: shares of the distinct blocks, none too small for the longest prompt."""
-    distinct = len({block for _, blocks in trace for block in blocks})
-    return [max(int(share * distinct), *(len(blocks) for _, blocks in trace), 1) for share in _SHARES]
-
-
-def advice(traffic: Traffic, figures: Figures, capacities: Sequence[int]) -> str:
-    """Sentences on policy, pool, tiers and hold time, from a replay."""
-    ratio = {name: [100 * one.hit_ratio for one in row] for name, row in figures.items()}
-    size, most, middle = traffic.block_tokens, ratio[INFINITE][0], len(capacities) // 2
-    best = max(POLICIES, key=lambda policy: ratio[policy][middle])
-    enough = next((i for i, found in enumerate(ratio[best]) if found >= 0.9 * most), len(capacities) - 1)
-    said = [
-        f"{most:.1f} % of the prompt tokens were there before, and no cache can find more.",
-        f"A pool of {capacities[enough] * size:,} tokens (--pool-tokens) finds {ratio[best][enough]:.1f} % with "
-        f"--eviction-policy {best}"
-        + (
-            f"; one of {capacities[0] * size:,} finds {ratio[best][0]:.1f} %."
-            if enough
-            else ", and none needs to be larger."
-        ),
-    ]
-    if most - ratio[best][middle] > 2:
-        said.append(
-            f"With {capacities[middle] * size:,} tokens, tiers (--host-memory, --disk-cache) could find up to "
-            f"{most - ratio[best][middle]:.1f} points more."
-        )
-    if gaps := reuse_gaps(traffic.trace):
-        said.append(
-            f"Nine of ten uses come within {_duration(gaps[int(0.9 * (len(gaps) - 1))])}: hold times beyond help few."
-        )
-    return " ".join(said)
-
-
-def _duration(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
-
-
-def measure(trace: Trace, capacities: Sequence[int], name: str) -> Figures:
-    """Every policy at every size, the bound, and a cache without limits."""
-    work = [(policy, capacity) for policy in POLICIES for capacity in capacities]
-    found: Figures = {policy: [] for policy in POLICIES}
-    for policy, capacity in track(work, description=f"replaying {name}"):
-        found[policy].append(replay(trace, policy, capacity))
-    found[BOUND] = [offline_bound(trace, capacity) for capacity in capacities]
-    found[INFINITE] = [replay(trace, "lru", sum(len(blocks) for _, blocks in trace))] * len(capacities)
-    return found
+        self.operations += operations(0, blocks)
+        self.saved += operations(0, hits)
 
 
 def operations(start: int, end: int) -> float:
@@ -225,49 +223,3 @@ def _next_uses(accesses: Sequence[int]) -> Iterator[int]:
         following[i] = seen.get(accesses[i], 1 << 60)
         seen[accesses[i]] = i
     return iter(following)
-
-
-def _print_trace(name: str, trace: Trace, figures: Figures, capacities: Sequence[int]) -> None:
-    blocks = sum(len(blocks) for _, blocks in trace)
-    columns = ("blocks in the cache", *map(str, capacities))
-    whole = make_table(f"{name}: {len(trace)} requests, {blocks} blocks; % of the blocks, of the operations", columns)
-    quarters = make_table(f"{name}: hit ratio in % by quarter", columns)
-    for policy, row in figures.items():
-        whole.add_row(f"{policy}: hits", *(f"{100 * one.hit_ratio:.1f}" for one in row))
-        for quarter, ratios in enumerate(zip(*(one.by_quarter() for one in row), strict=True), 1):
-            quarters.add_row(f"{policy}, {quarter}", *(f"{100 * ratio:.1f}" for ratio in ratios))
-    for policy, row in figures.items():
-        if policy != BOUND:
-            whole.add_row(f"{policy}: saved", *(f"{100 * one.saved_ratio:.1f}" for one in row))
-    Console().print(whole, quarters)
-
-
-def _print_stress(found: dict[str, Figures]) -> None:
-    columns = ("trace, share of its blocks", *(f"{share:.0%}" for share in _SHARES))
-    table = make_table("hit ratio in %, and points ahead of lru", columns)
-    for name, figures in found.items():
-        table.add_row(name, *(f"{100 * one.hit_ratio:.1f}" for one in figures["lru"]), style="bold")
-        for policy in (*POLICIES, BOUND):
-            if policy != "lru":
-                pairs = zip(figures[policy], figures["lru"], strict=True)
-                table.add_row(f"  {policy}", *(f"{100 * (one.hit_ratio - lru.hit_ratio):+.2f}" for one, lru in pairs))
-    Console().print(table)
-
-
-def _plot(found: dict[str, Figures], sizes: dict[str, list[int]], path: Path) -> None:
-    columns = min(len(found), 4)
-    rows = -(-len(found) // columns)
-    with drawing(path, (3.6 * columns, 2.9 * rows), rows, columns, squeeze=False) as grid:
-        for axes in grid.flat[len(found) :]:
-            axes.remove()
-        for axes, (name, figures) in zip(grid.flat, found.items(), strict=False):
-            for policy, row in figures.items():
-                style = {BOUND: "k--", INFINITE: "k:"}.get(policy, "o-")
-                axes.plot(sizes[name], [100 * one.hit_ratio for one in row], style, label=policy, markersize=3)
-            axes.set(xscale="log", title=name)
-            axes.set_ylim(bottom=0)
-            axes.xaxis.set_minor_formatter("")
-            axes.grid(alpha=0.3)
-        grid[0][0].legend(fontsize=7)
-        grid[0][0].figure.supxlabel("blocks in the cache")
-        grid[0][0].figure.supylabel("hit ratio, %")

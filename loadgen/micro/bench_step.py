@@ -1,138 +1,217 @@
-"""`ramet bench step`: the parts of a decode step, of which all but the kernels keep one core, in process."""
+"""`ramet bench step`: cost of decode steps and of prompts by parts of the engine, in process."""
 
 from __future__ import annotations
 
-import argparse
-import statistics
+import json
+import random
+import tempfile
 import time
-from functools import partial
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Literal
 
-import numpy as np
-from rich.progress import track
+import torch
+from pydantic import Field, PositiveInt, PrivateAttr
+from safetensors.torch import save_file
 
-from loadgen.http.outputs import add_files, drawing, write_files
-from loadgen.http.tables import make_table, markdown_table, wide_console
-from loadgen.micro.drive import ClockedDrive, model_path
-from loadgen.micro.intervals import shown
-from runtime.execution.native.library import load_best
+from loadgen.harness import Bench, BenchError, Cell, Figure
+from loadgen.micro.drive import ClockedDrive, answer, model_path
+from radix import Namespace
+from runtime.calls import LoadAdapter
+from runtime.engine.parts import Drafts
+from runtime.execution import executor
+from runtime.execution.native.library import Library, load_best, open_library
+from runtime.models.spec import LlamaSpec
 from runtime.protocol import StepEvents, encode
 
-_SHARED, _OWN, _WARM = 2000, 64, 4
-PARTS = ("schedule", "drafts", "plan", "launch", "kernels", "choice", "booking", "events", "other")
-# How tokens are chosen.
+_OWN, _QUESTION, _WARM = 64, 64, 4
+PARTS = ("schedule", "drafts", "plan", "launch", "kernels", "sampling", "booking", "events", "other")
 CHOICES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "drawn": {"temperature": 0.8},
     "top-p": {"temperature": 0.8, "top_p": 0.95},
 }
-_COLUMNS = ("choice", "requests", "step, ms", *PARTS, "beside the kernels, ms [95 %]", "idle cores")
-
-Cell = dict[str, Any]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="default: the default model")
-    parser.add_argument("--dtype", default="auto", help="default: auto")
-    parser.add_argument("--drafts", choices=["auto", "off"], default="off", help="default: off")
-    parser.add_argument("--threads", type=int, default=2, help="of the kernels (default: 2)")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="decoding requests")
-    parser.add_argument("--choices", nargs="+", choices=list(CHOICES), default=list(CHOICES), help="default: all")
-    parser.add_argument("--steps", type=int, default=32, help="of each round (default: 32)")
-    parser.add_argument("--rounds", type=int, default=5, help="of each median (default: 5)")
-    add_files(parser, "markdown", "plot", json="write the figures of every round")
+CODE: dict[str, dict[str, Any]] = {
+    "native": {},
+    "int8": {"quantization": "int8"},
+    "torch": {"native_kernels": False},
+    "transformers": {"model_impl": "transformers"},
+}
 
 
-def run(arguments: argparse.Namespace) -> int:
-    a = arguments
-    bench = Steps(a)
-    cells: dict[tuple[str, int], Cell] = {}
-    try:
-        for choice, batch in track([(c, b) for _ in range(a.rounds) for c in a.choices for b in a.batches], "steps"):
-            cell = cells.setdefault((choice, batch), {"choice": choice, "batch": batch, "rounds": []})
-            cell["rounds"].append(bench.measure(choice, batch, a.steps))
-    finally:
-        bench.close()
-    found, rows = list(cells.values()), [_row(cell, a.threads) for cell in cells.values()]
-    wide_console().print(make_table(f"milliseconds of a decode step, {a.threads} threads", _COLUMNS, rows, left=1))
-    write_files(a, {"cells": found}, markdown_table(_COLUMNS, rows), partial(_plot, found))
-    return 0
+class Step(Bench):
+    """Decode steps and prompts on an engine core."""
+
+    sections = "work"
+    figures = (
+        Figure("step", "step, ms", ".2f", 1e3, plotted=True),
+        Figure("host", "beside the kernels", ".2f", 1e3),
+        Figure("ttft", "TTFT, ms", ".1f", 1e3, plotted=True),
+        Figure("cached", f"all but {_QUESTION} cached", ".1f", 1e3),
+        Figure("cpu", "CPU, ms", ".1f", 1e3, versus="ratio"),
+        Figure("rate", "tokens/s", ".0f", interval=False),
+        *(Figure(part, part, ".2f", 1e3, interval=False) for part in PARTS),
+    )
+
+    model: str | None = Field(None, description="default: the default model")
+    random_weights: bool = Field(False, description="of a model without weights")
+    dtype: str = Field("auto", description="of the weights")
+    threads: PositiveInt = Field(2, description="of the kernels")
+    drafts: Literal["off", "auto"] = Field("off", description="as of `ramet serve`")
+    code: tuple[str, ...] = Field(
+        ("native",), description=f"{', '.join(CODE)}, or NAME=FILE: CPU kernels of another build"
+    )
+    batches: tuple[PositiveInt, ...] = Field((1, 8, 32), description="requests that decode together")
+    choices: tuple[Literal["greedy", "drawn", "top-p"], ...] = Field(
+        ("greedy", "drawn", "top-p"), description="of tokens"
+    )
+    adapters: tuple[int, ...] = Field((0,), description="LoRA adapters that the requests share")
+    rank: PositiveInt = Field(16, description="of the adapters, in every linear layer but experts")
+    shared: int = Field(2000, ge=0, description="tokens of the prefix that the requests share")
+    steps: PositiveInt = Field(32, description="of each measurement")
+    prompts: tuple[PositiveInt, ...] = Field((1024,), description="tokens of the prompts")
+
+    _drives: dict[str, _Steps] = PrivateAttr(default_factory=dict)
+
+    def baseline(self) -> tuple[str, Any]:
+        return ("adapters", 0) if len(self.adapters) > 1 else ("code", self.code[0].partition("=")[0])
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        path, most = model_path(self.model), max(self.adapters, default=0)
+        batch = max(self.batches, default=1)
+        tokens = 2 * self.shared * (1 + most) + batch * (3 * _OWN + self.steps + batch)
+        options = {
+            "dtype": self.dtype, "threads": self.threads, "drafts": self.drafts, "random_weights": self.random_weights,
+            "max_running": batch, "pool_tokens": tokens + 2 * max(self.prompts, default=0) + 4096,
+        }  # fmt: skip
+        with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+            adapters = [_save_adapter(Path(directory) / f"{i}", path, self.rank, i) for i in range(most)]
+            for code in self.code:
+                name, _, file = code.partition("=")
+                if not file and name not in CODE:
+                    raise BenchError(f"--code: {name} is none of {', '.join(CODE)}")
+                library = _open(name, Path(file)) if file else load_best()
+                with _kernels(library):
+                    drive = _Steps(path, library, adapters, **options, **CODE.get(name, {}))
+                stack.callback(drive.close)
+                self._drives[name] = drive
+            yield
+
+    def cells(self) -> Iterator[Cell]:
+        for code in self._drives:
+            for choice in self.choices:
+                for batch in self.batches:
+                    for count in (count for count in self.adapters if count <= batch):
+                        yield {"work": "decode", "code": code, "choice": choice, "adapters": count, "requests": batch}
+        for code in self._drives:
+            for count in (count for count in self.adapters if count < 2):
+                for tokens in self.prompts:
+                    yield {"work": "prompt", "code": code, "adapters": count, "tokens": tokens}
+
+    def measure(self, cell: Cell, draw: random.Random) -> dict[str, Any]:
+        drive = self._drives[cell["code"]]
+        drive.reseed(draw)
+        if cell["work"] == "prompt":
+            return drive.prompt(cell["tokens"], cell["adapters"])
+        return drive.decode(self.shared, cell["choice"], cell["requests"], cell["adapters"], self.steps)
 
 
-class Steps(ClockedDrive):
-    """The steps of an engine core."""
+class _Steps(ClockedDrive):
+    """An engine core whose parts have clocks."""
 
-    def __init__(self, arguments: argparse.Namespace):
-        a = arguments
-        options = {"dtype": a.dtype, "drafts": a.drafts, "threads": a.threads, "max_running": max(a.batches)}
-        super().__init__(model_path(a.model), **options, pool_memory=2.0)
-        core, library = self.core, load_best()
+    def __init__(self, path: Path, library: Library | None, adapters: list[Path], **options: Any):
+        super().__init__(path, **options)
+        core = self.core
         self.clock(core.scheduler, "schedule", "schedule")
         self.clock(core.planner, "plan", "plan")
         self.clock(core.executor, "run", "launch")
-        self.clock(core.decoding, "choose", "choice")
+        self.clock(core.decoding, "choose", "sampling")
         self.clock(core, "_book", "booking")
-        if core.drafter is not None:
-            self.clock(core.drafter, "extend", "drafts")
+        if (drafts := core.parts.find(Drafts)) is not None:
+            self.clock(drafts.drafter, "extend", "drafts")
         if library is not None:
             for name in ("decoder_forward", "argmax"):
                 self.clock(library, name, "kernels")
-        self._prefix = self.text(_SHARED)
-        self.add(self._prefix, 1)
-        self.first_tokens()
+        self._adapters = [answer(core, LoadAdapter(str(path)))["digest"] for path in adapters]
+        self._prefixes: dict[int, Any] = {}
 
-    def measure(self, choice: str, batch: int, steps: int) -> dict[str, float]:
-        """Medians over steps, seconds: of each part, of the step, and of all cores' work on it."""
+    def decode(self, shared: int, choice: str, batch: int, adapters: int, steps: int) -> dict[str, Any]:
+        """Medians over steps in seconds: of each part, of the step, and of the CPU time of all cores."""
+        prefix = self._prefixes.setdefault(shared, self.text(shared))
+        for number in range(max(adapters, 1) if shared else 0):
+            self.add(prefix, 1, namespace=self._namespace(number, adapters))
+        self.first_tokens()
         for number in range(batch):
             own = self.text(_OWN + number % 16)  # so that pages end in different steps
-            self.add(self._prefix + own, steps + _WARM + 2, sampling=CHOICES[choice])
+            namespace = self._namespace(number, adapters)
+            self.add(prefix + own, steps + _OWN + batch, sampling=CHOICES[choice], namespace=namespace)
         self.first_tokens()
         for _ in range(_WARM):
             self.step()
-        found: list[dict[str, float]] = []
-        for _ in range(steps):
-            self.reset()
-            started, cores = time.perf_counter(), time.process_time()
-            events = self.core.step()
-            written = time.perf_counter()
-            encode(StepEvents(events))
-            ended = time.perf_counter()
-            parts = dict.fromkeys(PARTS, 0.0) | self.spent | {"events": ended - written}
-            parts["other"] = ended - started - sum(parts.values())
-            found.append(parts | {"step": ended - started, "cores": time.process_time() - cores})
-        self.end_requests()
-        return {name: statistics.median(one[name] for one in found) for name in found[0]}
+        found = [self._one_step() for _ in range(steps)]
+        self.abort_all()
+        medians = {name: median(one[name] for one in found) for name in found[0]}
+        host = medians["host"] if medians["kernels"] else None  # torch's code runs within `launch`
+        return medians | {"rate": batch / medians["step"], "host": host}
 
-    def end_requests(self) -> None:
-        """Abort the open requests; the prefix stays cached."""
-        for rid in list(self.core.requests):
-            self.core.abort(rid)
+    def _one_step(self) -> dict[str, float]:
+        self.reset()
+        started, cores = time.perf_counter(), time.process_time()
+        events = self.core.step()
+        written = time.perf_counter()
+        encode(StepEvents(events))
+        ended = time.perf_counter()
+        parts = dict.fromkeys(PARTS, 0.0) | self.spent | {"events": ended - written}
+        parts["other"] = ended - started - sum(parts.values())
+        step = ended - started
+        return parts | {"step": step, "host": step - parts["kernels"], "cpu": time.process_time() - cores}
+
+    def prompt(self, length: int, adapters: int) -> dict[str, float]:
+        """Seconds to the first token of a new prompt, and of one that goes on from it."""
+        prompt = self.text(length)
+        self.add(prompt, 1, namespace=self._namespace(0, adapters))
+        cpu = time.process_time()
+        cold = self.first_tokens()
+        cpu = time.process_time() - cpu
+        self.add(prompt + self.text(_QUESTION), 1, namespace=self._namespace(0, adapters))
+        warm = self.first_tokens()
+        self.abort_all()
+        return {"ttft": cold, "cached": warm, "cpu": cpu, "rate": length / cold}
+
+    def _namespace(self, number: int, adapters: int) -> Namespace:
+        return Namespace(adapter=self._adapters[number % adapters]) if adapters else Namespace()
 
 
-def _text(seconds: float) -> str:
-    return f"{1e3 * seconds:.2f}"
+def _open(name: str, path: Path) -> Library:
+    if (library := open_library(name, path)) is None:
+        raise BenchError(f"{path} was not built for this version or this processor")
+    return library
 
 
-def _row(cell: Cell, threads: int) -> list[str]:
-    median = {name: statistics.median(one[name] for one in cell["rounds"]) for name in cell["rounds"][0]}
-    return [
-        *(cell["choice"], str(cell["batch"]), _text(median["step"])),
-        *(_text(median[part]) for part in PARTS),
-        shown(np.array([1e3 * (one["step"] - one["kernels"]) for one in cell["rounds"]]), ".2f", np.median),
-        f"{max(threads * median['step'] - median['cores'], 0) / (threads * median['step']):.1%}",
-    ]
+@contextmanager
+def _kernels(library: Library | None) -> Iterator[None]:
+    """Executors that are made meanwhile compute with these kernels."""
+    before = executor.load_best
+    executor.load_best = lambda: library
+    try:
+        yield
+    finally:
+        executor.load_best = before
 
 
-def _plot(found: list[Cell], path: Path) -> None:
-    """The parts beside the kernels, one bar for each cell."""
-    with drawing(path, (9.6, 0.45 * len(found) + 1.4)) as axes:
-        names = [f"{cell['choice']}, {cell['batch']}" for cell in found]
-        left = np.zeros(len(found))
-        for part in (part for part in PARTS if part != "kernels"):
-            width = np.array([1e3 * statistics.median(one[part] for one in cell["rounds"]) for cell in found])
-            axes.barh(names, width, left=left, label=part)
-            left += width
-        axes.invert_yaxis()
-        axes.set_xlabel("milliseconds of a step beside the kernels")
-        axes.legend(frameon=False, fontsize=7)
+def _save_adapter(directory: Path, model: Path, rank: int, seed: int) -> Path:
+    """Write a random adapter of every linear layer but experts, as PEFT does."""
+    directory.mkdir()
+    draw, tensors = torch.Generator().manual_seed(seed), {}
+    for name, shape in LlamaSpec.load(model).expected_tensors().items():
+        if name.endswith("_proj.weight") and ".experts." not in name:
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{module}.lora_A.weight"] = torch.randn(rank, shape[1], generator=draw) / shape[1]
+            tensors[f"{module}.lora_B.weight"] = torch.randn(shape[0], rank, generator=draw) / rank
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory

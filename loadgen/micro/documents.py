@@ -3,50 +3,63 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
 
 from loadgen.micro.drive import Drive
+from runtime.frontend.documents.plan import DocumentPlanner
+from runtime.frontend.documents.prompt import TokenizedPrompt
 from runtime.params import DocumentMethod, ReuseParams
-from runtime.reuse.fusion.plan import Planner
-from runtime.reuse.fusion.prompt import TokenizedPrompt
 
 METHODS = tuple(method for method in get_args(DocumentMethod) if method != "none")
 FULL, PREFIX = "full prefill", "prefix caching"
+# A3 with SnapKV behind it.
+SNAPKV = "snapkv"
+_LEAST_KEPT = 64
 # Methods that compute layer 0 of all rows behind the prefix before they choose.
-_DENSE = ("a3", "cacheblend", "random")
+_DENSE = ("a3", "cacheblend")
 _RANKED = (*_DENSE, "prophetkv")
 # Leading rows of each chunk, for LegoLink.
 _K = 16
 
 
 def ways(methods: Sequence[str], ratios: Sequence[float], granularities: Sequence[str]) -> dict[str, ReuseParams]:
-    """Methods with the options that they have, by a name for tables. LegoLink has 16 leading rows, and no ratio."""
+    """Methods with the options that they have, by a name for tables.
+
+    LegoLink has 16 leading rows, and no ratio. SnapKV leaves a quarter of A3's document rows behind the first token.
+    """
     found = {}
     for method in methods:
+        if method == SNAPKV:
+            found["a3 0.15, snapkv 1/4"] = ReuseParams(method="a3", ratio=0.15, keep_tokens=_LEAST_KEPT)
+            continue
         for ratio in ratios if method in _RANKED else (None,):
             for granularity in granularities if method in _RANKED else ("page",):
-                for variant in (None, "local") if method == "full" else (None,):
-                    k = _K if method == "legolink" else None
-                    fields = {"method": method, "ratio": ratio, "granularity": granularity, "variant": variant, "k": k}
-                    asked = ReuseParams.model_validate(fields)
-                    found[name_of(asked)] = asked
+                k = _K if method == "legolink" else None
+                fields = {"method": method, "ratio": ratio, "granularity": granularity, "k": k}
+                asked = ReuseParams.model_validate(fields)
+                found[name_of(asked)] = asked
     return found
+
+
+def fitted(asked: ReuseParams, prompt: TokenizedPrompt) -> ReuseParams:
+    """With the number of rows that SnapKV keeps of a prompt's documents, if it keeps any."""
+    if asked.keep_tokens is None:
+        return asked
+    kept = sum(stop - start for start, stop in prompt.documents) // 4
+    return asked.model_copy(update={"keep_tokens": max(kept, _LEAST_KEPT)})
 
 
 def name_of(asked: ReuseParams) -> str:
     """For tables: method, ratio, granularity."""
     if asked.method not in _RANKED:
-        return (
-            f"legolink {asked.k}"
-            if asked.method == "legolink"
-            else "-".join(filter(None, (asked.method, asked.variant)))
-        )
+        return f"legolink {asked.k}" if asked.method == "legolink" else asked.method
     return f"{asked.method} {asked.ratio:g}" + (", tokens" if asked.granularity == "token" else "")
 
 
@@ -85,20 +98,6 @@ class Shape:
     question: int = 32
 
 
-@dataclass(slots=True)
-class Samples:
-    """Prompts that were served in one way.
-
-    Attributes:
-        ttft: milliseconds to the first token, of each.
-        row_layers: rows x layers that were computed for each; `formula`: by `row_layers`.
-    """
-
-    ttft: list[float] = field(default_factory=list)
-    row_layers: list[int] = field(default_factory=list)
-    formula: int = 0
-
-
 class Documents(Drive):
     """An engine core, and a library of documents that are all cached.
 
@@ -114,8 +113,10 @@ class Documents(Drive):
         self.shape = shape
         self._system = self.text(shape.system)
         self._library = [self.text(shape.length) for _ in range(count)]
-        self._planner = Planner()
-        self._orders: set[tuple[int, ...]] = set()
+        self._planner = DocumentPlanner()
+        self._orders: dict[tuple[int, float], tuple[int, ...]] = {}
+        self.ask(self.prompt(self._library), ReuseParams(method="pie"), 1)
+        self.first_tokens()  # encodes the library
 
     def prompt(self, documents: Sequence[array[int]]) -> TokenizedPrompt:
         """System prompt, documents and a new question."""
@@ -125,61 +126,50 @@ class Documents(Drive):
             tokens += one
         return TokenizedPrompt(tokens + self.text(self.shape.question), ranges, [f"{i}" for i in range(len(ranges))])
 
-    def order(self, count: int) -> list[array[int]]:
-        """Documents of the library in an order that was not drawn before, as long as there is one."""
-        drawn = tuple(self._draw.sample(range(count), count))
-        while drawn in self._orders and sum(len(one) == count for one in self._orders) < math.factorial(count):
-            drawn = tuple(self._draw.sample(range(count), count))
-        self._orders.add(drawn)
-        return [self._library[i] for i in drawn]
+    def order(self, count: int, draw: random.Random) -> list[array[int]]:
+        """Documents of the library, in the same order for equal draws, otherwise in one that is new if there is any."""
+        key = (count, draw.random())
+        if key not in self._orders:
+            known = {order for (other, _), order in self._orders.items() if other == count}
+            drawn = tuple(draw.sample(range(count), count))
+            while drawn in known and len(known) < math.factorial(count):
+                drawn = tuple(draw.sample(range(count), count))
+            self._orders[key] = drawn
+        return [self._library[i] for i in self._orders[key]]
 
     def ask(self, prompt: TokenizedPrompt, asked: ReuseParams | None, output: int) -> None:
         """Add a request."""
-        reuse = None if asked is None else self._planner.plan(prompt, asked).reuse
+        reuse = None if asked is None else self._planner.plan(prompt, fitted(asked, prompt)).reuse
         self.add(prompt.tokens, output, reuse)
 
-    def warm_up(self) -> float:
-        """Encode the library and compute the system prompt; the seconds that this takes."""
-        prompt = self.prompt(self._library)
-        self.ask(prompt, ReuseParams(method="pie"), 1)
-        return self.first_tokens()
+    def first(self, count: int, way: str, asked: ReuseParams | None, draw: random.Random) -> dict[str, float]:
+        """Seconds to the first token of a prompt with `count` documents, and its rows x layers.
 
-    def first(
-        self, count: int, ways: dict[str, ReuseParams], repeats: int, tick: Callable[[], None]
-    ) -> dict[str, Samples]:
-        """Time to the first token of prompts with `count` documents.
-
-        The ways take turns, each with a question of its own; documents come in a new order in every turn. Full
-        prefill has documents that nobody had before; the system prompt is cached in all ways.
+        Full prefill has documents that nobody had before; the system prompt is cached in all ways.
         """
-        every: dict[str, ReuseParams | None] = {FULL: None, PREFIX: None, **ways}
-        found = {name: Samples() for name in every}
-        # Measuring fewer documents may have evicted some.
-        self.ask(self.prompt(self._library[:count]), ReuseParams(method="pie"), 1)
+        order = self.order(count, draw)
+        # Other measurements may have evicted some.
+        self.ask(self.prompt(order), ReuseParams(method="pie"), 1)
         self.first_tokens()
-        for _ in range(repeats):
-            order = self.order(count)
-            for name, asked in every.items():
-                prompt = self.prompt(order)
-                if name == FULL:
-                    prompt = self.prompt([self.text(self.shape.length) for _ in range(count)])
-                mine, before = found[name], dict(self.core.counters)
-                self.ask(prompt, asked, 1)
-                mine.ttft.append(1e3 * self.first_tokens())
-                mine.row_layers.append(self.core.counters["row_layers"] - before["row_layers"])
-                mine.formula = row_layers(asked, prompt, self.core.info.page_size, self.core.executor.spec.num_layers)
-                encoded = self.core.counters["encoded_documents"] - before["encoded_documents"]
-                assert encoded <= (asked is not None and asked.method == "full"), "the cache is too small"
-                tick()
-        return found
+        prompt = self.prompt([self.text(self.shape.length) for _ in order] if way == FULL else order)
+        before = dict(self.core.counters)
+        self.ask(prompt, asked, 1)
+        seconds = self.first_tokens()
+        counted = {name: self.core.counters[name] - before[name] for name in ("row_layers", "encoded_documents")}
+        assert counted["encoded_documents"] <= (asked is not None and asked.method == "full"), "the cache is too small"
+        formula = row_layers(asked, prompt, self.core.info.page_size, self.core.executor.spec.num_layers)
+        self.abort_all()
+        return {"ttft": seconds, "row_layers": counted["row_layers"], "formula": formula}
 
-    def closed_loop(self, count: int, asked: ReuseParams | None, clients: int, requests: int, output: int) -> float:
+    def closed_loop(
+        self, count: int, asked: ReuseParams | None, clients: int, requests: int, output: int, draw: random.Random
+    ) -> float:
         """Requests a second of clients who each ask again once they have their answer."""
         left = requests
         started = time.perf_counter()
         while self.core.busy or left:
             while left and len(self.core.requests) < clients:
-                self.ask(self.prompt(self.order(count)), asked, output)
+                self.ask(self.prompt(self.order(count, draw)), asked, output)
                 left -= 1
             self.core.step()
         return requests / (time.perf_counter() - started)
@@ -189,8 +179,7 @@ class Documents(Drive):
         for _ in range(readers):
             self.ask(self.prompt(self._library[:1]), asked, 16 * readers)
         self.first_tokens()
-        state = self.core.admin.state()
+        state = self.core.state()
         assert state["running"] == readers, "the first ones ended before the last ones ran"
-        for rid in list(self.core.requests):
-            self.core.abort(rid)
+        self.abort_all()
         return int(state["pages_locked"] + state["pages_private"])

@@ -14,17 +14,30 @@ from typing import Any
 import torch
 
 from radix import Namespace
+from runtime.calls import Call, FlushCache
 from runtime.config import make_config
+from runtime.denoising import DiffusionParams
 from runtime.engine.core import EngineCore
+from runtime.engine.opening import open_engine
 from runtime.models.resolve import resolve_model
 from runtime.models.spec import LlamaSpec, ModelSpec
-from runtime.params import DiffusionParams, SamplingParams
-from runtime.protocol import AddRequest, TokenEvent
+from runtime.params import SamplingParams
+from runtime.protocol import AddRequest, Ask
 
 
 def model_path(name: str | None) -> Path:
     """The directory of a bench's `--model`; None: the default model."""
     return resolve_model(make_config(**({} if name is None else {"model": name})).model)
+
+
+def answer(core: EngineCore, call: Call) -> dict[str, Any]:
+    """The answer to an operator's call, after as many steps as it takes. Raises RametError."""
+    core.handle(Ask(0, call))
+    while not (replies := core.settle()):
+        core.step()
+    if (failure := replies[0].failure) is not None:
+        raise failure.error()
+    return replies[0].answer
 
 
 class Drive:
@@ -37,8 +50,12 @@ class Drive:
     """
 
     def __init__(self, path: Path, seed: int = 0, **options: Any):
-        self.core = EngineCore(make_config(model=str(path), **{"drafts": "off", **options}), path)
+        self.core = open_engine(make_config(model=str(path), **{"drafts": "off", **options}), path)
         self._draw, self._count = random.Random(seed), 0
+
+    def reseed(self, draw: random.Random) -> None:
+        """Draw texts from other random numbers from now on."""
+        self._draw = draw
 
     def text(self, length: int) -> array[int]:
         """Random tokens, none of them special."""
@@ -108,19 +125,15 @@ class Drive:
                 found[event.rid] += event.tokens
         return list(found.values())
 
-    def alone(self, prompt: Sequence[int], output: int, **diffusion: Any) -> TokenEvent:
-        """Run one request; its last event."""
-        self.add(array("i", prompt), output, **diffusion)
-        events: list[TokenEvent] = []
-        while self.core.busy:
-            events += self.core.step()
-        return events[-1]
+    def abort_all(self) -> None:
+        """Abort the open requests."""
+        for rid in list(self.core.requests):
+            self.core.abort(rid)
 
     def end(self) -> None:
         """Abort the open requests and flush the cache."""
-        for rid in list(self.core.requests):
-            self.core.abort(rid)
-        self.core.admin.flush()
+        self.abort_all()
+        answer(self.core, FlushCache())
 
     def _wait(self) -> None:
         if self.core.executor.device.type == "cuda":

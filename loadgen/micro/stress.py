@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from itertools import count
 
-Trace = list[tuple[float, array]]  # seconds since the start and int32 block ids, for every request
+from loadgen.micro.traffic import Trace
+
 Prompts = Iterator[list[int]]
 
 
@@ -20,7 +21,7 @@ class _Blocks:
         self._ids = count()
 
     def new(self, least: int, most: int | None = None) -> list[int]:
-        """So many new blocks, or between `least` and `most`."""
+        """`least` new blocks, or between `least` and `most`."""
         size = least if most is None else self.draw.randint(least, most)
         return [next(self._ids) for _ in range(size)]
 

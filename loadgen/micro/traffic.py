@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadgen.micro.stress import Trace
+Trace = list[tuple[float, array]]  # seconds since the start and int32 block ids, for every request
 
 # Tokens of a block of Mooncake's traces, and of prompts that are tokenized here.
 MOONCAKE, _OWN = 512, 16
@@ -17,15 +17,14 @@ MOONCAKE, _OWN = 512, 16
 
 @dataclass(frozen=True)
 class Traffic:
-    """Time (seconds) and block ids of every request, in the order of arrival; ids are small and dense."""
+    """Time (seconds) and block ids of every request, in the order of arrival; ids are small and dense.
+
+    Attributes:
+        block_tokens: 0 in synthetic traces.
+    """
 
     trace: Trace
     block_tokens: int
-
-
-def read_trace(path: Path) -> Trace:
-    """The requests of a JSONL with hashes. Raises ValueError, which names the line, OSError."""
-    return read_traffic(path).trace
 
 
 def read_traffic(path: Path, tokenizer: Path | None = None) -> Traffic:
@@ -45,13 +44,14 @@ def read_traffic(path: Path, tokenizer: Path | None = None) -> Traffic:
             continue
         try:
             record = json.loads(line)
-            blocks = record["hash_ids"] if cut is None else cut(record)
-            at_s = (record["timestamp"] if cut is None else record.get("timestamp", 1000 * number)) / 1000
-            trace.append((at_s, array("i", [numbers.setdefault(block, len(numbers)) for block in blocks])))
             if cut is None:
+                blocks, at_s = record["hash_ids"], record["timestamp"] / 1000
                 sizes.add(int(record.get("block_tokens", MOONCAKE)))
-                if not isinstance(record["hash_ids"], list) or min(sizes) < 1:
-                    raise ValueError("hash_ids are a list, block_tokens at least 1")
+                if not isinstance(blocks, list) or min(sizes) < 1:
+                    raise ValueError("hash_ids is a list, block_tokens at least 1")
+            else:
+                blocks, at_s = cut(record), record.get("timestamp", 1000 * number) / 1000
+            trace.append((at_s, array("i", [numbers.setdefault(block, len(numbers)) for block in blocks])))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             wanted = "timestamp and hash_ids (prompts need --tokenizer)" if cut is None else "text, prompt or messages"
             raise ValueError(f"{path}, line {number}: not a request with {wanted}: {error!r}") from None

@@ -1,27 +1,27 @@
-"""The canvas of a masked diffusion model: each step decides some of its masks."""
+"""Canvases of masks: each step decides some of a canvas' masks."""
 
 from __future__ import annotations
 
 import math
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
+from runtime.denoising import BidirectionalParams, BlockParams, MaskParams
 from runtime.diffusion.fast_dllm import active_rows, by_factor, by_threshold
 from runtime.models.diffusion import DiffusionSpec
-from runtime.params import DiffusionParams, SamplingParams
+from runtime.params import SamplingParams
 from runtime.sampling.sampler import BadLogits
 
+Params = TypeVar("Params", bound=MaskParams)
 
-class Canvas:
+
+class Canvas(Generic[Params]):
     """The canvas of one request, from all masks to none.
 
-    A canvas is the prompt and `gen_length` further positions, in blocks that are denoised from left to right, each in
-    `steps / blocks` steps. The mask itself is never chosen, and decided tokens never change, except by the joint
-    threshold, until their block is left. Steps that would decide nothing are skipped.
-
-    A block diffusion model attends by blocks that begin at position 0, so that the first one has some of the prompt,
-    and the canvas ends with a whole one. `steps` are those of each block that is denoised; these divide the others.
+    A canvas is the prompt and further positions, in blocks that are denoised from left to right. The mask itself is
+    never chosen. Steps that would decide nothing are skipped.
 
     Attributes:
         tokens: int64 [N], the canvas.
@@ -33,38 +33,34 @@ class Canvas:
     def __init__(
         self,
         prompt: np.ndarray,
-        params: DiffusionParams,
+        params: Params,
         sampling: SamplingParams,
         spec: DiffusionSpec,
         generator: torch.Generator,
     ):
         """`params` must be `filled`."""
-        assert params.gen_length
         assert params.block_length
-        assert params.steps
         self.params, self.sampling, self.spec = params, sampling, spec
-        self.prompt_len = len(prompt)
-        # Of the whole canvas, what depends on the kind of attention: its unit, where blocks begin, steps of each.
-        self._unit, self._origin, self._steps = spec.attended or 1, 0, params.steps
-        if spec.attended is None:
-            self._origin, self._steps = self.prompt_len, params.steps // (params.gen_length // params.block_length)
-        self._leads = spec.attended is not None and spec.logits_shift > 0
-        end = -(-(self.prompt_len + params.gen_length) // self._unit) * self._unit
+        self.prompt_len, self._length = len(prompt), params.block_length
+        self._origin, self._steps, end = self._layout()
         masks = np.full(end - self.prompt_len, spec.mask_token_id, dtype=np.int64)
         self.tokens = np.concatenate((prompt.astype(np.int64), masks))
         self._undecided = np.arange(len(self.tokens)) >= self.prompt_len
         self._generator = generator
-        self._length, self._edits = params.block_length, params.algorithm == "joint_threshold"
         self._times = torch.linspace(1, params.eps, self._steps + 1)
         self._bias = bias_of(sampling, generator.device)
         self.num_steps = 0
         self._begin(self.prompt_len)
 
+    def _layout(self) -> tuple[int, int, int]:
+        """The position at which blocks begin, the steps of each, and the length of the canvas."""
+        raise NotImplementedError
+
     def _begin(self, start: int) -> None:
         """Enter the block that begins at a position."""
         first = start - (start - self._origin) % self._length
         self.block = range(start, min(first + self._length, len(self.tokens)))
-        self._step = self._post_edits = 0
+        self._step = 0
         self.is_block_start = True
         self._skip()
 
@@ -78,44 +74,22 @@ class Canvas:
 
     @property
     def shown(self) -> np.ndarray:
-        """The canvas as people see it."""
+        """The canvas as streams show it."""
         return self.tokens
 
     @property
     def num_decided(self) -> int:
         """Number of positions after the prompt that are decided without a gap, for good."""
-        if self._edits and self.block:
-            return self.block.start - self.prompt_len
         undecided = self._undecided[self.prompt_len :]
         return int(undecided.argmax()) if undecided.any() else len(undecided)
 
     @property
-    def leads(self) -> bool:
-        """Whether the next token is read from the last row of the blocks before its own, which must be whole."""
-        start = self.block.start
-        return self._leads and start % self._unit == 0 and bool(self._undecided[start])
-
-    @property
-    def settled(self) -> int:
-        """Leading positions in blocks of attention that are decided: their KV will not change."""
-        return (self.block.start if self.block else len(self.tokens)) // self._unit * self._unit
-
-    @property
-    def end(self) -> int:
-        """The position up to which the next step of a block diffusion model needs rows."""
-        return self.settled + (0 if self.leads else self._unit)
-
-    def active(self, first: int) -> range:
-        """The positions, from `first` on, whose rows the next step computes."""
-        rows = range(first, len(self.tokens))
-        return active_rows(self.params.cache, self.is_block_start, self.block, self.spec.logits_shift, rows)
+    def _has_masks(self) -> bool:
+        """Whether the current block has masks."""
+        return bool(self._undecided[self.block.start : self.block.stop].any())
 
     def candidates(self) -> np.ndarray:
-        """Positions, int64 [n], whose logits the next step wants: the block's masks, or all that it may edit."""
-        if self.leads:
-            return np.array((self.block.start,))
-        if self._edits:
-            return np.array(self.block)
+        """Positions, int64 [n], whose logits the next step wants: the block's masks."""
         return self.block.start + np.flatnonzero(self._undecided[self.block.start : self.block.stop])
 
     @torch.inference_mode()
@@ -136,16 +110,9 @@ class Canvas:
         # One such value makes all probabilities of its row NaN.
         if not bool(confidence.isfinite().all()):
             raise BadLogits
-        leads = self.leads
-        if leads:
-            decided = np.zeros(1, dtype=np.int64)
-        elif self._edits:
-            decided = self._select_joint(positions, tokens, confidence)
-        else:
-            decided = self._select(confidence).cpu().numpy()
+        decided = self._decide(positions, tokens, confidence)
         self.tokens[positions[decided]] = tokens.cpu().numpy()[decided]
         self._undecided[positions[decided]] = False
-        self._step += not leads
         self.num_steps += 1
         self.is_block_start = False
         if self._is_left(len(decided)):
@@ -153,11 +120,15 @@ class Canvas:
         else:
             self._skip()
 
+    def _decide(self, positions: np.ndarray, tokens: torch.Tensor, confidence: torch.Tensor) -> np.ndarray:
+        """Indices of the candidates whose tokens are taken; counts the step."""
+        decided = self._select(confidence).cpu().numpy()
+        self._step += 1
+        return decided
+
     def _is_left(self, num_changed: int) -> bool:
-        """Whether the block is done: it has no mask, and none of its tokens may still be edited."""
-        if self._undecided[self.block.start : self.block.stop].any():
-            return False
-        return not self._edits or not num_changed or self._post_edits >= (self.params.max_post_edit_steps or 0)
+        """Whether the block is done."""
+        return not self._has_masks
 
     def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A token for each row, int64 [n], and its confidence, float32 [n]."""
@@ -191,18 +162,6 @@ class Canvas:
         tokens = (restrict(logits, self.sampling).double() - temperature * noise.log()).argmax(-1)
         return tokens, probs.gather(1, tokens[:, None])[:, 0]
 
-    def _select_joint(self, positions: np.ndarray, tokens: torch.Tensor, confidence: torch.Tensor) -> np.ndarray:
-        """Indices of the masks to decide, by the threshold, and of the tokens to replace, by that of edits."""
-        params, masked = self.params, self._undecided[positions]
-        sure, changed = confidence.cpu(), tokens.cpu().numpy() != self.tokens[positions]
-        selected = ~masked & changed & (sure > (params.edit_threshold or 0.0)).numpy()
-        if masked.any():
-            masks = np.flatnonzero(masked)
-            selected[masks[by_threshold(sure[masks], params.threshold or 0.0)]] = True
-        else:
-            self._post_edits += 1
-        return np.flatnonzero(selected)
-
     def _select(self, confidence: torch.Tensor) -> torch.Tensor:
         """Indices of the candidates to decide."""
         params = self.params
@@ -235,6 +194,103 @@ class Canvas:
         left = int(self._undecided[self.block.start : self.block.stop].sum())
         # In float32, in which the published schedule rounds.
         return int(torch.tensor(float(left)) * self._share()) if self._step < self._steps - 1 else left
+
+
+class BidirectionalCanvas(Canvas[BidirectionalParams]):
+    """The canvas of LLaDA and Dream: `gen_length` masks, and `steps / blocks` steps for each block."""
+
+    def _layout(self) -> tuple[int, int, int]:
+        params = self.params
+        assert params.gen_length
+        assert params.steps
+        steps = params.steps // (params.gen_length // self._length)
+        return self.prompt_len, steps, self.prompt_len + params.gen_length
+
+    def active(self, first: int) -> range:
+        """The positions, from `first` on, whose rows the next step computes."""
+        rows = range(first, len(self.tokens))
+        return active_rows(self.params.cache, self.is_block_start, self.block, self.spec.logits_shift, rows)
+
+
+class BlockCanvas(Canvas[BlockParams]):
+    """The canvas of a block diffusion model, which attends by blocks that begin at position 0.
+
+    So the first block has some of the prompt, and the canvas ends with a whole one. `steps` are those of each block
+    that is denoised; these divide the blocks of attention. With the joint threshold, decided tokens may change until
+    their block is left.
+    """
+
+    def __init__(
+        self,
+        prompt: np.ndarray,
+        params: BlockParams,
+        sampling: SamplingParams,
+        spec: DiffusionSpec,
+        generator: torch.Generator,
+    ):
+        self._unit = spec.attended or 1
+        self._edits, self._post_edits = params.algorithm == "joint_threshold", 0
+        super().__init__(prompt, params, sampling, spec, generator)
+
+    def _layout(self) -> tuple[int, int, int]:
+        assert self.params.gen_length
+        assert self.params.steps
+        return 0, self.params.steps, -(-(self.prompt_len + self.params.gen_length) // self._unit) * self._unit
+
+    def _begin(self, start: int) -> None:
+        self._post_edits = 0
+        super()._begin(start)
+
+    @property
+    def num_decided(self) -> int:
+        return self.block.start - self.prompt_len if self._edits and self.block else super().num_decided
+
+    @property
+    def leads(self) -> bool:
+        """Whether the next token is read from the last row of the blocks before its own, which must be whole."""
+        start = self.block.start
+        return self.spec.logits_shift > 0 and start % self._unit == 0 and bool(self._undecided[start])
+
+    @property
+    def settled(self) -> int:
+        """Leading positions in blocks of attention that are decided: their KV will not change."""
+        return (self.block.start if self.block else len(self.tokens)) // self._unit * self._unit
+
+    @property
+    def end(self) -> int:
+        """The position up to which the next step needs rows."""
+        return self.settled + (0 if self.leads else self._unit)
+
+    def candidates(self) -> np.ndarray:
+        """The block's masks, or all positions that it may edit."""
+        if self.leads:
+            return np.array((self.block.start,))
+        return np.array(self.block) if self._edits else super().candidates()
+
+    def _decide(self, positions: np.ndarray, tokens: torch.Tensor, confidence: torch.Tensor) -> np.ndarray:
+        if self.leads:
+            return np.zeros(1, dtype=np.int64)
+        if not self._edits:
+            return super()._decide(positions, tokens, confidence)
+        self._step += 1
+        return self._select_joint(positions, tokens, confidence)
+
+    def _is_left(self, num_changed: int) -> bool:
+        """Whether the block has no mask, and none of its tokens may still be edited."""
+        may_edit = self._edits and num_changed and self._post_edits < (self.params.max_post_edit_steps or 0)
+        return super()._is_left(num_changed) and not may_edit
+
+    def _select_joint(self, positions: np.ndarray, tokens: torch.Tensor, confidence: torch.Tensor) -> np.ndarray:
+        """Indices of the masks to decide, by the threshold, and of the tokens to replace, by that of edits."""
+        params, masked = self.params, self._undecided[positions]
+        sure, changed = confidence.cpu(), tokens.cpu().numpy() != self.tokens[positions]
+        selected = ~masked & changed & (sure > (params.edit_threshold or 0.0)).numpy()
+        if masked.any():
+            masks = np.flatnonzero(masked)
+            selected[masks[by_threshold(sure[masks], params.threshold or 0.0)]] = True
+        else:
+            self._post_edits += 1
+        return np.flatnonzero(selected)
 
 
 def restrict(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime.diffusion.canvas import Canvas
+from runtime.denoising import BidirectionalParams, BlockParams, NoiseParams, params_kind
+from runtime.diffusion.canvas import BidirectionalCanvas, BlockCanvas
 from runtime.diffusion.noise import NoiseCanvas
 from runtime.errors import RametError
 from runtime.models.diffusion import DiffusionSpec
-from runtime.params import DiffusionParams
 from runtime.protocol import Finish, TokenEvent
-from runtime.request import Request, Work
-from runtime.sampling.decoding import Decoding, Found
+from runtime.request import Decoding, Request, Work
+from runtime.sampler_state import StepResult
 
 log = logging.getLogger("ramet.engine")
 
@@ -61,17 +61,20 @@ class CanvasDecoding(Decoding):
         if not request.wants_tokens:
             return
         generator = torch.Generator(self._device)
-        if request.sampling.seed is None:
+        if request.sampler.params.seed is None:
             generator.seed()
         else:
-            generator.manual_seed(request.sampling.seed)
+            generator.manual_seed(request.sampler.params.seed)
         prompt = np.array(request.tokens, dtype=np.int64)
-        params = DiffusionParams.model_construct(**asked)
-        if self._soften is not None:
-            request.canvas = NoiseCanvas(prompt, params, request.sampling, generator, self._vocab_size, self._soften)
-        else:
-            request.canvas = Canvas(prompt, params, request.sampling, self._spec, generator)
-        request.max_tokens = request.prompt_len + (params.gen_length or 0)
+        params, sampling = params_kind(self._spec).model_construct(**asked), request.sampler.params
+        if isinstance(params, NoiseParams):
+            assert self._soften is not None
+            request.canvas = NoiseCanvas(prompt, params, sampling, generator, self._vocab_size, self._soften)
+        elif isinstance(params, BlockParams):
+            request.canvas = BlockCanvas(prompt, params, sampling, self._spec, generator)
+        elif isinstance(params, BidirectionalParams):
+            request.canvas = BidirectionalCanvas(prompt, params, sampling, self._spec, generator)
+        request.max_length = request.prompt_len + (params.gen_length or 0)
 
     def wanted(self, work: Work) -> np.ndarray:
         """The rows that predict the masks of the block, if the work goes so far."""
@@ -80,22 +83,23 @@ class CanvasDecoding(Decoding):
         rows = work.request.canvas.candidates() - self._spec.logits_shift - work.start
         return rows if rows[-1] < work.count else rows[:0]
 
-    def book(self, work: Work, found: Found) -> TokenEvent | None:
+    def book(self, work: Work, result: StepResult) -> TokenEvent | None:
         """Book a denoising step.
 
         A second row set is the canvas without its prompt, for guidance, or one with which the first is compared.
         """
-        request, (logits, places, *_) = work.request, found
+        request, (logits, places, *_) = work.request, result
         canvas = request.canvas
         if canvas is None:
-            return self.event(request, [], Finish("length"))
+            return request.take_event([], Finish("length"))
         self.counters["denoise_steps"] += 1
         wanted = logits[places[0]]
-        if len(places) > 1 and not canvas.params.cfg_scale:
-            work.detail.trial.note(divergence(wanted, logits[places[1]], self._spec.mask_token_id))
-        elif len(places) > 1:
-            unprompted = logits[places[1]]
-            wanted = unprompted + (canvas.params.cfg_scale + 1) * (wanted - unprompted)
+        if len(places) > 1:
+            other = logits[places[1]]
+            if work.detail.trial is not None:
+                work.detail.trial.note(divergence(wanted, other, self._spec.mask_token_id))
+            else:
+                wanted = other + (canvas.params.cfg_scale + 1) * (wanted - other)
         try:
             canvas.commit(wanted)
         except RametError:
@@ -111,16 +115,16 @@ class CanvasDecoding(Decoding):
         These never change. So the request ends at a stop token that follows the prompt without a gap.
         """
         canvas = request.canvas
-        output = canvas.shown[request.prompt_len : request.max_tokens]
+        output = canvas.shown[request.prompt_len : request.max_length]
         new = output[request.num_output : canvas.num_decided].tolist()
-        stop = next((i for i, token in enumerate(new) if token in request.stop_ids), None)
-        finish = Finish("length") if len(request.tokens) + len(new) == request.max_tokens else None
+        stop = next((i for i, token in enumerate(new) if token in request.sampler.stop_ids), None)
+        finish = Finish("length") if len(request.tokens) + len(new) == request.max_length else None
         if stop is not None:
             new, finish = new[: stop + 1], Finish("stop", matched=new[stop])
         shown = output.tolist() if canvas.params.stream_canvas else None
         if not new and finish is None and shown is None:
             return None
         request.tokens.extend(new)
-        event = self.event(request, new, finish)
+        event = request.take_event(new, finish)
         event.canvas = shown
         return event

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch.distributions import Categorical
 
+from runtime.denoising import NoiseParams
 from runtime.diffusion.canvas import bias_of, restrict
-from runtime.params import DiffusionParams, SamplingParams
+from runtime.params import SamplingParams
 from runtime.sampling.sampler import BadLogits
 
 # Below, quotients of capped logits would leave float32.
@@ -41,7 +42,7 @@ class NoiseCanvas:
     def __init__(
         self,
         prompt: np.ndarray,
-        params: DiffusionParams,
+        params: NoiseParams,
         sampling: SamplingParams,
         generator: torch.Generator,
         vocab_size: int,

@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from runtime.calls import Call, LoadAdapter, UnloadAdapter
+from runtime.engine.part import Answer, Handler, Part
 from runtime.errors import InvalidRequest, ModelError
 from runtime.execution.executor import Executor
 from runtime.models.adapters.lora import read_lora
-from runtime.protocol import LoadAdapter, UnloadAdapter
+from runtime.protocol import Finish
 from runtime.request import Request
 
 
-class Adapters:
+class EngineAdapters(Part):
     """Adapters, each of which stays until no request uses it.
 
     Args:
@@ -30,33 +32,38 @@ class Adapters:
         self._leaving: set[str] = set()
         self.requests: Counter[str] = Counter()
 
-    def load(self, message: LoadAdapter) -> dict[str, Any]:
-        """Read an adapter between two steps: `{"digest", "rank"}`, or `{"failed": why}`."""
+    def answers(self) -> Mapping[type[Call], Handler]:
+        return {LoadAdapter: self.load, UnloadAdapter: self.unload}
+
+    def state(self) -> Mapping[str, Any]:
+        return {"requests_by_adapter": dict(self.requests)}
+
+    def load(self, call: LoadAdapter) -> Answer:
+        """Read an adapter between two steps. Raises InvalidRequest for one that cannot be served."""
         try:
-            adapter = read_lora(Path(message.path))
+            adapter = read_lora(Path(call.path))
             self._executor.load_adapter(adapter)
         except (ModelError, MemoryError) as error:
-            return {"failed": str(error)}
+            raise InvalidRequest(str(error), param="lora_path") from None
         self._leaving.discard(adapter.digest)
         self.requests.setdefault(adapter.digest, 0)
         return {"digest": adapter.digest, "rank": adapter.rank}
 
-    def unload(self, message: UnloadAdapter) -> dict[str, Any]:
-        """Forget an adapter, once its requests have ended: `{"running": how many there are}`."""
-        running = self._running(message.digest)
-        self._leaving.add(message.digest)
+    def unload(self, call: UnloadAdapter) -> Answer:
+        """Forget an adapter once its requests have ended."""
+        running = self._running(call.digest)
+        self._leaving.add(call.digest)
         self._drop_unused()
         return {"running": running}
 
-    def check(self, request: Request) -> None:
+    def added(self, request: Request) -> None:
         """Count a request. Raises InvalidRequest if its adapter was unloaded since it was accepted."""
         if digest := request.namespace.adapter:
             if digest not in self.requests:
                 raise InvalidRequest("the adapter was unloaded", param="model", code="model_not_found")
             self.requests[digest] += 1
 
-    def ended(self) -> None:
-        """A request has ended."""
+    def ended(self, request: Request, finish: Finish) -> None:
         if self._leaving:
             self._drop_unused()
 

@@ -37,6 +37,10 @@ class Blocked:
             del self._waits[key]
         return key
 
+    def waiting_for(self, key: Hashable) -> list[Request]:
+        """The requests that wait for a key, in order."""
+        return list(self._waits.get(key, ()))
+
     def wake(self, key: Hashable, reached: int | None = None) -> list[Request]:
         """Remove and return the requests that an event wakes; `reached`: its progress, None: complete."""
         ready = [r for r, at in self._waits.get(key, {}).items() if reached is None or at <= reached]

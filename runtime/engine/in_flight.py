@@ -11,7 +11,7 @@ from runtime.errors import RametError
 from runtime.execution.transfers import upload
 from runtime.protocol import TokenLogprob
 from runtime.request import Request, Work
-from runtime.sampling.sampler import Sampled
+from runtime.sampler_state import SampledTokens
 
 
 @dataclass(slots=True)
@@ -37,8 +37,14 @@ class InFlight:
     num_rows: int
     started: float
     asking: list[Request] = field(default_factory=list)
-    sampled: Sampled | None = None
+    sampled: SampledTokens | None = None
     expected: list[int | None] = field(default_factory=list)
+
+    def catch_up(self) -> bool:
+        """Take note that the step before has been read; whether any request of this one is still live."""
+        for item in self.work:
+            item.ahead = 0
+        return any([item.is_live for item in self.work])
 
     def tokens_of(self, requests: Sequence[Request]) -> torch.Tensor:
         """Sampled tokens int64 [n] of some requests, on the device and without a wait; 0 in place of a failure."""

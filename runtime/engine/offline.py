@@ -1,4 +1,4 @@
-"""Ramet as a library: the engine core runs in a thread of this process."""
+"""Ramet as a library: the server's client, and the engine's loop in a thread of the same process."""
 
 from __future__ import annotations
 
@@ -6,26 +6,88 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import zmq
 
 from radix import Namespace
+from runtime.calls import Call, FlushCache, GetState
 from runtime.config import DEFAULT_MODEL, Config, make_config
 from runtime.engine.core import EngineCore
-from runtime.errors import EngineDead, InvalidRequest, RametError
-from runtime.frontend.adapters import Adapters
+from runtime.engine.loop import EngineLoop
+from runtime.engine.opening import open_engine
+from runtime.errors import EngineDead, InvalidRequest
+from runtime.frontend.async_engine import AsyncEngine
+from runtime.frontend.connection import Host
 from runtime.frontend.output import Output, Prompt, Submission, prompts_of
-from runtime.frontend.processor import Frontend
-from runtime.models.resolve import resolve_model
-from runtime.models.tokenizer import Tokenizer
+from runtime.frontend.schemas.schema import Mode, Schema
 from runtime.params import AnyReuse, ReasoningParams, ReuseParams, SamplingParams
-from runtime.protocol import Call, FlushCache, GetState, Inbound, Reply, Shutdown, StepEvents
-from runtime.reuse.fusion.plan import Planner
-from runtime.reuse.modules.schema import Mode, Schema
-from runtime.sampling.grammar import check_grammar
+from runtime.protocol import Shutdown, encode
 
 Sampling = SamplingParams | dict[str, Any] | None
 Reuse = AnyReuse | dict[str, Any] | None
+T = TypeVar("T")
+
+_UNLIMITED = 1 << 62
+
+
+class EngineThread(Host):
+    """Runs an engine's loop in a thread of this process."""
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._loop: EngineLoop | None = None
+        self._ended: Future[int] = Future()
+        self._end: Callable[[], None] = lambda: None
+
+    @property
+    def core(self) -> EngineCore:
+        assert self._loop is not None
+        assert self._loop.core is not None
+        return self._loop.core
+
+    @property
+    def error(self) -> EngineDead | None:
+        return None if self._loop is None else self._loop.error
+
+    def endpoints(self) -> AbstractContextManager[tuple[str, str]]:
+        return nullcontext(("inproc://inbox", "inproc://outbox"))
+
+    async def start(self, context: zmq.Context, path: Path, inbox: str, outbox: str) -> None:
+        sockets = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        for socket, address in zip(sockets, (inbox, outbox), strict=True):
+            socket.set_hwm(0)
+            socket.connect(address)
+        loop = self._loop = EngineLoop(*sockets)
+
+        def end(error: EngineDead | None = None) -> None:
+            """Like a message of the client's, from any thread."""
+            loop.error = loop.error or error
+            with suppress(zmq.ZMQError), context.socket(zmq.PUSH) as socket:
+                socket.connect(inbox)
+                socket.send(encode(Shutdown()))
+
+        def run() -> None:
+            code = 1
+            try:
+                code = loop.run(lambda: open_engine(self._config, path), end)
+            finally:
+                for socket in sockets:
+                    socket.close(linger=0)
+                self._ended.set_result(code)
+
+        self._end = end
+        threading.Thread(target=run, name="ramet-engine", daemon=True).start()
+
+    async def wait(self) -> int:
+        return await asyncio.wrap_future(self._ended)
+
+    def kill(self) -> None:
+        """Ask the thread to end after its step: nothing can end it at once."""
+        self._end()
 
 
 class Engine:
@@ -34,7 +96,7 @@ class Engine:
     >>> engine = Engine()
     >>> engine.generate("The capital of France is", {"max_new_tokens": 8, "temperature": 0})[0].text
 
-    Use it as a context manager, or call `close`.
+    Use it as a context manager, or call `close`. Any thread may use it.
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, *, config: Config | None = None, **options: Any):
@@ -50,32 +112,31 @@ class Engine:
             ValueError: for an unknown option or a value out of range.
         """
         self.config = config or make_config(model=model, **options)
-        path = resolve_model(self.config.model)
-        self.core = EngineCore(self.config, path)
-        self.info = self.core.info
-        self.tokenizer = Tokenizer.load(path, self.config.model.chat_template)
-        self._inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        cache, limits = self.config.cache, self.config.scheduler
-        planner = Planner.load(cache.document_reuse, path)
-        self._frontend = Frontend(
-            self.info, self.tokenizer, self._inbox.put, limits, False, planner, cache.reasoning_cache
-        )
-        self._replies: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
-        self._calls = 0
-        self._dead: EngineDead | None = None
-        self._end = EngineDead("the engine was closed")
-        self._thread = threading.Thread(target=self._run, name="ramet-engine", daemon=True)
-        self.core.executor.on_death(self._die)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ramet-client", daemon=True)
         self._thread.start()
-        self._adapters = Adapters(self._answer, self.config.model)
-        # One at a time, and on a loop of its own: the caller's may be running.
-        self._operator = ThreadPoolExecutor(1)
+        self._host = EngineThread(self.config)
+        self._client = self._wait(self._start())
+        self.info, self.tokenizer = self._client.info, self._client.tokenizer
+
+    async def _start(self) -> AsyncEngine:
+        """A client without the limits that protect a server."""
+        limits = {"max_waiting": _UNLIMITED, "max_waiting_tokens": _UNLIMITED, "key_requests": None, "key_tokens": None}
+        scheduler = self.config.scheduler.model_copy(update=limits)
+        engine = self.config.engine.model_copy(update={"step_timeout": 0.0, "on_engine_death": "exit"})
+        config = self.config.model_copy(update={"scheduler": scheduler, "engine": engine})
+        client = AsyncEngine(config, host=self._host)
         try:
-            self._operate(self._adapters.open())
+            await client.start()
         except BaseException:
-            self.close()
+            self._loop.call_soon(self._loop.stop)
             raise
+        return client
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine itself, which its thread uses."""
+        return self._host.core
 
     def schema(self, pml: str, mode: Mode = "independent", scaffolds: Sequence[Sequence[str]] | None = None) -> Schema:
         """A schema of prompt modules; its `compile` makes prompts for `generate`. Raises InvalidRequest."""
@@ -101,10 +162,7 @@ class Engine:
             InvalidRequest: if a prompt can never be served, or for an unknown adapter; then none is.
             RametError: if a completion fails.
         """
-        last: dict[tuple[int, int], Output] = {}
-        for output in self.stream_all(make_submissions(prompts, sampling, reuse, self.namespace(adapter))):
-            last[output.index, output.choice] = output
-        return [last[key] for key in sorted(last)]
+        return self._wait(self._collect(make_submissions(prompts, sampling, reuse, self.namespace(adapter))))
 
     def stream(
         self, prompt: Prompt, sampling: Sampling = None, reuse: Reuse = None, adapter: str | None = None
@@ -114,17 +172,15 @@ class Engine:
 
     def stream_all(self, submissions: list[Submission]) -> Iterator[Output]:
         """Yield the Outputs of several submissions as tokens are generated."""
-        outputs: queue.SimpleQueue[Output | RametError] = queue.SimpleQueue()
-        open_count = self._submit(submissions, outputs.put)
+        outputs: queue.SimpleQueue[Output | None] = queue.SimpleQueue()
+        running = self._begin(self._pump(submissions, outputs.put))
+        running.add_done_callback(lambda _: outputs.put(None))
         try:
-            while open_count:
-                output = outputs.get()
-                if isinstance(output, RametError):
-                    raise output
-                open_count -= output.finish is not None
+            while (output := outputs.get()) is not None:
                 yield output
+            running.result()
         finally:
-            self._drop(submissions)
+            running.cancel()
 
     async def agenerate(
         self,
@@ -133,10 +189,9 @@ class Engine:
         reuse: Reuse = None,
         adapter: str | None = None,
     ) -> list[Output]:
-        last: dict[tuple[int, int], Output] = {}
-        async for output in self.astream_all(make_submissions(prompts, sampling, reuse, self.namespace(adapter))):
-            last[output.index, output.choice] = output
-        return [last[key] for key in sorted(last)]
+        """`generate`, without blocking the event loop. Cancelling aborts the requests."""
+        submissions = make_submissions(prompts, sampling, reuse, self.namespace(adapter))
+        return await asyncio.wrap_future(self._begin(self._collect(submissions)))
 
     async def astream(
         self, prompt: Prompt, sampling: Sampling = None, reuse: Reuse = None, adapter: str | None = None
@@ -148,21 +203,20 @@ class Engine:
     async def astream_all(self, submissions: list[Submission]) -> AsyncIterator[Output]:
         """`stream_all`, without blocking the event loop."""
         loop = asyncio.get_running_loop()
-        outputs: asyncio.Queue[Output | RametError] = asyncio.Queue()
+        outputs: asyncio.Queue[Output | None] = asyncio.Queue()
 
-        def on_output(output: Output | RametError) -> None:
-            loop.call_soon_threadsafe(outputs.put_nowait, output)
+        def put(output: Output | None) -> None:
+            with suppress(RuntimeError):  # the loop may be closed before the requests have ended
+                loop.call_soon_threadsafe(outputs.put_nowait, output)
 
-        open_count = await asyncio.to_thread(self._submit, submissions, on_output)
+        running = self._begin(self._pump(submissions, put))
+        running.add_done_callback(lambda _: put(None))
         try:
-            while open_count:
-                output = await outputs.get()
-                if isinstance(output, RametError):
-                    raise output
-                open_count -= output.finish is not None
+            while (output := await outputs.get()) is not None:
                 yield output
+            running.result()
         finally:
-            self._drop(submissions)
+            running.cancel()
 
     def load_adapter(self, name: str, path: str, replace: bool = False) -> None:
         """Load a low-rank adapter (PEFT) from a directory, if asked for in place of the one that has the name.
@@ -170,38 +224,43 @@ class Engine:
         Raises:
             InvalidRequest: for a name that is not free, or an adapter that cannot be served.
         """
-        self._operate(self._adapters.load(name, path, replace))
+        self._wait(self._client.adapters.load(name, path, replace))
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; requests that run with it end with it. Raises InvalidRequest for an unknown one."""
-        if self._operate(self._adapters.unload(name)) is None:
+        if self._wait(self._client.adapters.unload(name)) is None:
             raise self._unknown(name)
 
     def namespace(self, adapter: str | None) -> Namespace:
         """The namespace of requests with an adapter, for a `Submission`. Raises InvalidRequest for an unknown one."""
         if adapter is None:
             return Namespace()
-        if (found := self._adapters.named(adapter, self.info.name)) is None:
+        if (found := self._client.adapters.named(adapter, self.info.name)) is None:
             raise self._unknown(adapter)
         return Namespace(adapter=found.digest)
 
     def _unknown(self, adapter: str) -> InvalidRequest:
-        nearest = self._adapters.nearest(adapter, self.info.name)
+        nearest = self._client.adapters.nearest(adapter, self.info.name)
         return InvalidRequest(f"there is no adapter {adapter!r}{nearest}", param="adapter", code="adapter_not_found")
 
-    def flush_cache(self) -> dict[str, int]:
+    def call(self, call: Call) -> dict[str, Any]:
+        """The answer to an operator's call. Raises RametError if the engine refuses it."""
+        return self._wait(self._client.call(call))
+
+    def flush_cache(self) -> dict[str, Any]:
         """Drop the cached pages that no live request uses; returns flushed_tokens and live_tokens."""
-        return self._call(FlushCache)
+        return self.call(FlushCache())
 
     def state(self) -> dict[str, Any]:
         """Counters and gauges of the engine."""
-        return self._call(GetState)
+        return self.call(GetState())
 
     def close(self) -> None:
         """End the engine; open requests end with EngineDead."""
-        self._inbox.put(Shutdown())
-        self._thread.join()
-        self._operator.shutdown()
+        if self._thread.is_alive():
+            self._wait(self._client.stop())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
 
     def __enter__(self) -> Engine:
         return self
@@ -209,88 +268,31 @@ class Engine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _submit(self, submissions: list[Submission], on_output: Callable[[Output | RametError], None]) -> int:
-        encoded = [self._frontend.encode(submission) for submission in submissions]
-        for submission in submissions:
-            check_grammar(submission.sampling)
-        done: list[Submission] = []
-        with self._lock:
-            if self._dead is not None:
-                raise self._dead
-            try:
-                for index, (submission, tokens) in enumerate(zip(submissions, encoded, strict=True)):
-                    self._frontend.submit(submission, tokens, index, on_output)
-                    done.append(submission)
-            except RametError:
-                for submission in done:
-                    self._frontend.drop(submission)
-                raise
-        return sum(submission.sampling.n for submission in submissions)
+    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Let the client's thread do work. Raises EngineDead after `close`."""
+        if not self._thread.is_alive():
+            work.close()
+            raise EngineDead("the engine was closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def _drop(self, submissions: list[Submission]) -> None:
-        with self._lock:
-            for submission in submissions:
-                self._frontend.drop(submission)
-
-    def _operate(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self._operator.submit(asyncio.run, work).result()
-
-    async def _answer(self, make: Callable[[int], Call]) -> dict[str, Any]:
-        return self._call(make)
-
-    def _call(self, make: Callable[[int], Call]) -> dict[str, Any]:
-        answer: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        with self._lock:
-            if self._dead is not None:
-                raise self._dead
-            self._calls += 1
-            self._replies[self._calls] = answer
-            self._inbox.put(make(self._calls))
-        if not (found := answer.get()):
-            raise self._end
-        return found
-
-    def _die(self, error: EngineDead) -> None:
-        self._end = error
-        self._inbox.put(Shutdown())
-
-    def _run(self) -> None:
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = self._begin(work)
         try:
-            while True:
-                while not self.core.busy or not self._inbox.empty():
-                    try:
-                        message = self._inbox.get(timeout=self.core.idle_s)
-                    except queue.Empty:
-                        self.core.publish()
-                        continue
-                    if isinstance(message, Shutdown):
-                        return
-                    self._out(self.core.handle(message))
-                    self._settle()
-                self._out(StepEvents(self.core.step()))
-                self._settle()
-        except EngineDead as error:
-            self._end = error
+            return future.result()
         finally:
-            self.core.close()
-            with self._lock:
-                self._dead = self._end
-                self._frontend.fail_all(self._dead)
-                for answer in self._replies.values():
-                    answer.put({})
+            future.cancel()  # if this thread was interrupted
 
-    def _settle(self) -> None:
-        for reply in self.core.take_replies():
-            self._out(reply)
-        self.core.publish()
+    async def _pump(self, submissions: list[Submission], put: Callable[[Output], None]) -> None:
+        with await self._client.open(submissions) as outputs:
+            async for output in outputs:
+                put(output)
 
-    def _out(self, message: object) -> None:
-        with self._lock:
-            if isinstance(message, StepEvents):
-                for event in message.events:
-                    self._frontend.handle(event)
-            elif isinstance(message, Reply):
-                self._replies.pop(message.call).put(message.result)
+    async def _collect(self, submissions: list[Submission]) -> list[Output]:
+        last: dict[tuple[int, int], Output] = {}
+        with await self._client.open(submissions) as outputs:
+            async for output in outputs:
+                last[output.index, output.choice] = output
+        return [last[key] for key in sorted(last)]
 
 
 def make_submissions(

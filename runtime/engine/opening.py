@@ -1,65 +1,126 @@
-"""Messages become requests."""
+"""An engine from its configuration: the executor, the strategies and decoding of its model, and its parts."""
 
 from __future__ import annotations
 
-import time
-from array import array
+from collections.abc import Mapping
+from pathlib import Path
 
-from radix import Namespace
-from runtime.errors import InvalidRequest
-from runtime.params import Lazy, SamplingParams
-from runtime.protocol import AddRequest, ModelInfo
-from runtime.request import Place, Request, Sequence
-from runtime.reuse.strategy import Strategy
-from runtime.sampling.decoding import Decoding
+import torch
+
+from runtime.config import Config, refuse_approximations
+from runtime.diffusion.decoding import CanvasDecoding
+from runtime.engine.adapters import EngineAdapters
+from runtime.engine.core import EngineCore
+from runtime.engine.operators import Operators
+from runtime.engine.part import Part
+from runtime.engine.parts import Drafts, Grammars, KVEvents
+from runtime.engine.pins import Pins
+from runtime.engine.tiering import Tiering, open_tiers
+from runtime.errors import ModelError
+from runtime.execution.executor import Executor
+from runtime.execution.parallel.driver import open_executor
+from runtime.kv.cache import PagedCache
+from runtime.models.adapters.lora import read_lora
+from runtime.models.implementation import own_spec
+from runtime.models.resolve import model_name
+from runtime.models.tokenizer import Tokenizer
+from runtime.protocol import ModelInfo
+from runtime.request import Decoding, Strategy
+from runtime.reuse.bicache.depth_table import read_table
+from runtime.reuse.bicache.strategy import BiCache
+from runtime.reuse.blocks import BlockPrefix, CanvasPrefix
+from runtime.reuse.fusion.strategy import Fusion
+from runtime.reuse.modules.strategy import Modules
+from runtime.reuse.prefix import PrefixStrategy
+from runtime.reuse.reasoning.strategy import ReasonCache
+from runtime.sampling.batched import make_sampler
+from runtime.sampling.decoding import NextToken
 
 
-def open_request(message: AddRequest, info: ModelInfo, strategy: Strategy, decoding: Decoding, serial: int) -> Request:
-    """The request of a message. Raises InvalidRequest where its strategy or its decoding cannot serve it."""
-    tokens = array("i")
-    tokens.frombytes(message.tokens)
-    sampling = SamplingParams.model_construct(**message.sampling)
-    if (lazy := message.sampling.get("lazy")) is not None:
-        sampling.lazy = Lazy.model_construct(**lazy)
-    eos = () if sampling.ignore_eos else info.eos_token_ids
-    room = min(info.context_length, info.pool_tokens) - len(tokens)
-    limit = room if sampling.max_new_tokens is None else sampling.max_new_tokens
-    request = Request(
-        rid=message.rid,
-        sequence=Sequence(tokens),
-        prompt_len=len(tokens),
-        sampling=sampling,
-        stop_ids=frozenset((*eos, *sampling.stop_token_ids)),
-        max_tokens=len(tokens) + limit,
-        strategy=strategy,
-        decoding=decoding,
-        namespace=message.namespace,
-        # Of what tenants share, each one that computes some pays for it; where nobody is named, the salt does.
-        owner=Namespace(message.account) if message.account else message.namespace.owner,
-        logprobs=message.logprobs,
-        prompt_logprobs_from=message.prompt_logprobs_from,
-        priority=message.priority,
-        store=message.store,
-        explain=message.explain,
-        keep=[Place(end, ttl_s) for end, ttl_s in sorted(message.keep)],
-        serial=serial,
-        arrival_s=time.monotonic(),
+def open_engine(config: Config, path: Path, quotas: Mapping[str, int] | None = None) -> EngineCore:
+    """The engine of the model directory `path`; `quotas`: cached pages by tenant. Raises ModelError."""
+    # Before the weights are read, so that an unusable option is an error at once.
+    _check(config, path)
+    if config.engine.threads is not None:
+        torch.set_num_threads(config.engine.threads)
+    opened = open_tiers(config.tiers) if config.cache.prefix_cache else None
+    executor = open_executor(config, path)
+    cache = PagedCache(executor.pool, config.cache, quotas)
+    info = _describe_model(config, executor, path)
+    strategies, decoding = _open_model(config, executor, cache, info, path)
+    core = EngineCore(config, executor, cache, info, strategies, decoding)
+    tiering = None if opened is None else Tiering(core, path, *opened)
+    parts: list[Part | None] = [
+        Operators(core, tiering),
+        EngineAdapters(executor, core.requests),
+        Grammars(core, path),
+        tiering,
+        Pins(core),
+        Drafts.open(core),
+        KVEvents.open(core, tiering),
+    ]
+    core.install([part for part in parts if part is not None])
+    if tiering is not None:
+        tiering.recall()
+    return core
+
+
+def _check(config: Config, path: Path) -> None:
+    """Raise ModelError for options that exclude each other, and for unusable files of `--lora` and `--depth-table`."""
+    if config.cache.reasoning_cache and config.model.tensor_parallel > 1:
+        raise ModelError("--reasoning-cache is not served by several ranks")
+    if config.tiers.any and not config.cache.prefix_cache:
+        raise ModelError("--no-prefix-cache leaves nothing for --host-memory, --disk-cache and --kv-store")
+    for name, directory in config.model.adapters:
+        try:
+            read_lora(Path(directory))
+        except ModelError as error:
+            raise ModelError(f"--lora {name}={directory}: {error.message}") from None
+    if config.diffusion.depth_table is not None:
+        spec = own_spec(config.model, path)
+        if spec is not None and spec.diffusion is not None:
+            read_table(config.diffusion.depth_table, spec)
+
+
+def _describe_model(config: Config, executor: Executor, path: Path) -> ModelInfo:
+    spec, page_size = executor.spec, config.cache.page_size
+    return ModelInfo(
+        name=model_name(config.model, path),
+        path=str(path),
+        architecture=spec.architecture,
+        vocab_size=spec.vocab_size,
+        context_length=executor.context_length,
+        eos_token_ids=list(spec.eos_token_ids),
+        dtype=str(executor.dtype).removeprefix("torch."),
+        device=str(executor.device),
+        attention_backend=executor.backend_name,
+        page_size=page_size,
+        pool_tokens=executor.pool.num_pages * page_size,
+        model_impl=executor.implementation,
     )
-    decoding.open(request, message.diffusion or {})
-    strategy.open(request, message.reuse or {})
-    _check_positions(request, info.context_length)
-    return request
 
 
-def _check_positions(request: Request, context_length: int) -> None:
-    """Raise InvalidRequest where the sequence's last position, which need not be an index, is beyond the context.
-
-    Segments are found later: a strategy that lets requests place them checks their positions in `open`.
-    """
-    last = request.sequence.position(request.max_tokens - 1) + 1
-    if last > context_length:
-        raise InvalidRequest(
-            f"the request's positions go up to {last}; the model's context is {context_length} tokens",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+def _open_model(
+    config: Config, executor: Executor, cache: PagedCache, info: ModelInfo, path: Path
+) -> tuple[list[Strategy], Decoding]:
+    """The strategies of the model's kind, and its decoding. Completes `info`."""
+    spec = executor.spec
+    if spec.diffusion is None:
+        strategies: list[Strategy] = [PrefixStrategy(cache, spec.num_layers)]
+        # Other strategies read spans whose positions are not consecutive, so no window can be laid over them.
+        if not executor.has_windows:
+            strategies.append(Modules(cache, spec.num_layers, info))
+        if not executor.has_windows and executor.implementation == "ramet":
+            strategies.append(Fusion(cache, executor, info))
+            strategies.append(ReasonCache(cache, executor, lambda: Tokenizer.load(path)))
+        else:
+            refuse_approximations(config.cache)
+        sampler = make_sampler(executor.backend_name, spec.vocab_size, executor.device, executor.argmax)
+        return strategies, NextToken(sampler)
+    strategy: BlockPrefix | BiCache
+    if spec.diffusion.attended is not None:
+        strategy = (CanvasPrefix if executor.soften else BlockPrefix)(cache, spec.num_layers, spec.diffusion)
+    else:
+        strategy = BiCache.load(config.diffusion, path, spec, cache)
+    info.diffusion = strategy.info
+    return [strategy], CanvasDecoding(spec.diffusion, executor.device, spec.vocab_size, executor.soften)

@@ -31,7 +31,6 @@ class WaitingQueue:
     - `fcfs`: by arrival.
     - `priority`: by priority, then arrival. In the policies below, too, a higher priority goes first.
     - `lpm`: longest match first.
-    - `dfs`: neighbours in the tree follow each other.
     - `balanced`: by arrival, but a share of the work goes to the longest match. A request's cost is its uncached rows
       and the mean output of recent requests. An admission in order earns credit in proportion to its cost; a request
       that overtakes spends its cost. So requests that are nearly all cached are admitted before eviction, and no
@@ -47,14 +46,17 @@ class WaitingQueue:
         overtake_share: for `balanced`, between 0 and 1.
         step_tokens: rows of a full step, the unit of saved credit.
         page_size: tokens in a page.
+
+    Attributes:
+        matched: cached tokens of each waiting request when it was last looked up; only `lpm` and `balanced` look.
     """
 
     def __init__(self, policy: SchedulePolicy, overtake_share: float, step_tokens: int, page_size: int) -> None:
-        # Of each request, its place in the order and its family as it came: what it reads may become clear meanwhile.
-        self._placed: dict[Request, tuple[Any, _Family]] = {}
-        self._rank = _RANKS[policy]
-        self._order: SortedKeyList = SortedKeyList(key=lambda request: self._placed[request][0])
-        self._matches: SortedKeyList | None = SortedKeyList(key=lambda request: request.rank)
+        # The family of each request on arrival: what the request reads may become clear later.
+        self._placed: dict[Request, _Family] = {}
+        self.matched: dict[Request, int] = {}
+        self._order: SortedKeyList = SortedKeyList(key=_by_arrival if policy == "fcfs" else _by_priority)
+        self._matches: SortedKeyList | None = SortedKeyList(key=self._match_rank)
         if policy not in ("lpm", "balanced"):
             self._matches = None
         self._lpm = policy == "lpm"
@@ -89,11 +91,10 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         family = self._family(request)
-        self._placed[request] = self._rank(request), family
+        self._placed[request] = family
         self._order.add(request)
         if self._matches is not None:
-            request.matched_tokens = request.strategy.find(request).tokens
-            request.rank = _match_rank(request)
+            self.matched[request] = request.strategy.find(request).tokens
             self._matches.add(request)
             self._families.setdefault(family, OrderedDict())[request] = None
 
@@ -102,9 +103,10 @@ class WaitingQueue:
         if request not in self._placed:
             raise ValueError(f"{request.rid} does not wait")
         self._order.remove(request)
-        _, family = self._placed.pop(request)
+        family = self._placed.pop(request)
         if self._matches is not None:
             self._matches.remove(request)
+            del self.matched[request]
             del self._families[family][request]
             if not self._families[family]:
                 del self._families[family]
@@ -120,13 +122,12 @@ class WaitingQueue:
 
     def rank_again(self, request: Request, matched_tokens: int) -> bool:
         """Book the cached tokens of a waiting request; returns whether it loses its turn."""
-        if self._matches is None or matched_tokens == request.matched_tokens:
+        if self._matches is None or matched_tokens == self.matched[request]:
             return False
         self._matches.remove(request)
-        before, request.matched_tokens = request.rank, matched_tokens
-        request.rank = _match_rank(request)
+        is_later, self.matched[request] = matched_tokens < self.matched[request], matched_tokens
         self._matches.add(request)
-        return request.rank > before and (self._lpm or request is not self._order[0])
+        return is_later and (self._lpm or request is not self._order[0])
 
     def ended(self, request: Request) -> None:
         """Book an ended request's number of output tokens."""
@@ -155,22 +156,25 @@ class WaitingQueue:
     def _family(self, request: Request) -> _Family:
         return request.namespace, request.key(self._page_size)
 
+    def num_uncached(self, request: Request) -> int:
+        """Rows that a waiting request would compute of its prompt."""
+        return request.num_remaining - self.matched.get(request, 0)
+
     def _cost(self, request: Request) -> float:
-        return len(request.tokens) + len(request.entry_tokens) - request.matched_tokens + self._generated
+        matched = self.matched.get(request, 0)
+        return len(request.tokens) + len(request.entry_tokens) - matched + self._generated
+
+    def _match_rank(self, request: Request) -> Any:
+        return -request.message.priority, -self.matched[request], request.serial
 
 
 def _first(order: SortedKeyList, passed: set[Request]) -> Request | None:
     return next((request for request in order if request not in passed), None)
 
 
-def _match_rank(request: Request) -> Any:
-    return -request.priority, -request.matched_tokens, request.serial
+def _by_arrival(request: Request) -> int:
+    return request.serial
 
 
-_RANKS: dict[SchedulePolicy, Callable[[Request], Any]] = {
-    "fcfs": lambda request: request.serial,
-    "priority": lambda request: (-request.priority, request.serial),
-    "lpm": lambda request: (-request.priority, request.serial),
-    "dfs": lambda request: (-request.priority, request.namespace, request.key(len(request.tokens)), request.serial),
-    "balanced": lambda request: (-request.priority, request.serial),
-}
+def _by_priority(request: Request) -> tuple[int, int]:
+    return -request.message.priority, request.serial

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import count, islice
 
 from runtime.config import SchedulerConfig
 from runtime.engine.blocked import Blocked
 from runtime.engine.queue import WaitingQueue
 from runtime.kv.cache import PagedCache
-from runtime.kv.tiers.loads import Load
-from runtime.kv.tiers.tiers import Tiers
 from runtime.request import Request, Status, Work
 
-# How often a request waits for KV from a tier: what came may be evicted again before the request is admitted.
-_MOST_LOADS = 4
+# Share of the work that the policy `balanced` orders by longest match instead of arrival.
+OVERTAKE_SHARE = 0.1
 
 
 class Scheduler:
@@ -32,40 +30,43 @@ class Scheduler:
     Requests whose rows cannot be cut into chunks take turns: each step has those that have waited longest for one,
     while their rows fit into the budget, and one at least.
 
-    Requests that are about to wait are blocked first on KV that tiers have for them.
+    A request that is about to wait is blocked first on a grammar that is compiled, or on KV that is loaded.
+
+    Attributes:
+        blocked_on: functions that return the event for which such a request must wait, or None.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: PagedCache, step_tokens: int, tiers: Tiers | None = None):
+    def __init__(self, config: SchedulerConfig, cache: PagedCache, step_tokens: int):
         """`step_tokens`: rows of a step, unless configured."""
-        self.tiers = tiers
         self.config = config
+        self.blocked_on: Sequence[Callable[[Request], Hashable | None]] = ()
         self.step_tokens = config.step_tokens or step_tokens
         self._chunk_tokens = config.chunk_tokens or self.step_tokens
         self.cache = cache
-        self.waiting = WaitingQueue(config.schedule_policy, config.overtake_share, self.step_tokens, cache.page_size)
+        self.waiting = WaitingQueue(config.schedule_policy, OVERTAKE_SHARE, self.step_tokens, cache.page_size)
         self.blocked = Blocked()
         self.running: list[Request] = []
         self.num_retracted = 0
         self._turns = count(1)
+        self._last_turns: dict[Request, int] = {}  # of unchunkable requests
         # Available pages when admission last failed for memory; None: a request has been added or removed since.
         self._too_few: int | None = None
 
-    def add(self, request: Request, blocked_on: Hashable = None) -> None:
+    def add(self, request: Request) -> None:
         """Queue a request, or block it until an event, see `Blocked`."""
         self._too_few = None
-        if blocked_on is None and self.tiers is not None and request.num_loads < _MOST_LOADS:
-            blocked_on = self.tiers.ask(request.strategy.reads(request), request.owner)
-            request.num_loads += blocked_on is not None
-        if blocked_on is None:
-            request.status = Status.WAITING
-            self.waiting.add(request)
-        else:
-            request.status = Status.BLOCKED
-            self.blocked.add(request, blocked_on)
+        for blocked_on in self.blocked_on:
+            if (event := blocked_on(request)) is not None:
+                request.status = Status.BLOCKED
+                self.blocked.add(request, event)
+                return
+        request.status = Status.WAITING
+        self.waiting.add(request)
 
     def remove(self, request: Request, keep: bool = True) -> None:
         """Remove a request in any state and release its pages; with `keep`, computed rows stay cached."""
         self._too_few = None
+        self._last_turns.pop(request, None)
         if request.status is Status.RUNNING:
             self.running.remove(request)
             self.waiting.ended(request)
@@ -75,6 +76,7 @@ class Scheduler:
             self.blocked.remove(request)
         else:
             self.waiting.remove(request)
+        request.status = Status.ENDED
 
     def wake(self, key: Hashable, reached: int | None = None) -> None:
         """Queue the requests that an event wakes, see `Blocked.wake`."""
@@ -85,14 +87,6 @@ class Scheduler:
         """Note that KV of a running request is new in the tree."""
         self.wake(request, request.sequence.num_computed)
         self.waiting.computed(request)
-
-    def loaded(self, load: Load) -> None:
-        """Queue the requests that waited for KV from a tier."""
-        for request in self.blocked.wake(load):
-            if request.cached_tokens < 0:
-                for tier, tokens in load.tokens.items():
-                    request.loaded[tier] = request.loaded.get(tier, 0) + tokens
-            self.add(request)
 
     def schedule(self) -> list[Work]:
         """The work of the next step; empty only if nothing can run."""
@@ -117,7 +111,7 @@ class Scheduler:
         """
         if not self._all_decode(work) or not self._none_to_admit():
             return []
-        going_on = [item.request for item in work if len(item.request.tokens) + 1 < item.request.max_tokens]
+        going_on = [item.request for item in work if len(item.request.tokens) + 1 < item.request.max_length]
         if len(going_on) < len(work) and self.waiting:
             return []
         if not all(request.strategy.grow(request, ahead=1) for request in going_on):
@@ -127,10 +121,7 @@ class Scheduler:
     def _all_decode(self, work: Sequence[Work]) -> bool:
         if {item.request for item in work} != set(self.running):
             return False
-        return all(
-            _decodes(item.request) and not item.request.sampling.constrained and not item.request.wants_prompt_logprobs
-            for item in work
-        )
+        return all(_decodes(item.request) and not _needs_host(item.request) for item in work)
 
     def _none_to_admit(self) -> bool:
         if not self.waiting or len(self.running) >= self.config.max_running:
@@ -157,7 +148,7 @@ class Scheduler:
     def _cheapest(self) -> Request:
         """The request to retract: lowest priority, then fewest own tokens. The first one only if it is alone."""
         candidates = self.running[:0:-1] or self.running
-        return min(candidates, key=lambda request: (request.priority, self.cache.num_own_tokens(request)))
+        return min(candidates, key=lambda request: (request.message.priority, self.cache.num_own_tokens(request)))
 
     def _retract(self, request: Request) -> None:
         self.running.remove(request)
@@ -178,13 +169,14 @@ class Scheduler:
 
     def _prefill_shorter(self, work: list[Work], prompts: Sequence[Request], most: int) -> int:
         """Take rows of prompts that are shorter than the first one, newcomers included; returns how many."""
-        first, budget = prompts[0], most
+        first, budget, priority = prompts[0], most, prompts[0].message.priority
         if self._too_few is None:
             others = len(work)
             self._admit(work, budget, beside=min(prompts, key=lambda request: request.num_remaining))
             budget -= sum(item.num_rows for item in work[others:])
         for request in sorted(prompts[1:], key=lambda request: request.num_remaining):
-            if budget > 0 and request.num_remaining < first.num_remaining and request.priority >= first.priority:
+            is_shorter = request.num_remaining < first.num_remaining and request.message.priority >= priority
+            if budget > 0 and is_shorter:
                 budget -= self._take(work, request, budget)
         return most - budget
 
@@ -203,22 +195,20 @@ class Scheduler:
         """
         if not self.waiting:
             return True
-        computing = [request for request in self.running if request.strategy.takes_turns or _prefills(request)]
+        computing = [request for request in self.running if request.strategy.unchunkable or _prefills(request)]
         self.waiting.refresh()
         for request in islice(self.waiting.candidates(self._scarce), 2 * self.config.max_running):
-            in_turns = request.strategy.takes_turns
+            in_turns = request.strategy.unchunkable
             if (budget <= 0 and not in_turns) or len(self.running) >= self.config.max_running:
                 break
-            if beside is not None and (request.priority < beside.priority or self._scarce()):
+            if beside is not None and (request.message.priority < beside.message.priority or self._scarce()):
                 break
-            if beside is not None and (
-                in_turns or request.num_remaining - request.matched_tokens >= beside.num_remaining
-            ):
+            if beside is not None and (in_turns or self.waiting.num_uncached(request) >= beside.num_remaining):
                 continue
             found = request.strategy.find(request)
             if self.waiting.rank_again(request, found.tokens):
                 continue
-            alike = [other for other in computing if other.strategy is request.strategy and other.store]
+            alike = [other for other in computing if other.strategy is request.strategy and other.message.store]
             if (peer := request.strategy.peer(request, found, alike)) is not None:
                 self._block(request, *peer)
                 continue
@@ -245,22 +235,27 @@ class Scheduler:
         return len(self.running) + 1 >= self.config.max_running
 
     def _take_turns(self, work: list[Work]) -> None:
-        waiting = [request for request in self.running if request.strategy.takes_turns]
+        waiting = [request for request in self.running if request.strategy.unchunkable]
         budget, turn = self.step_tokens - sum(item.num_rows for item in work), next(self._turns)
-        for request in sorted(waiting, key=lambda request: request.turn):
+        for request in sorted(waiting, key=lambda request: self._last_turns.get(request, 0)):
             if request.status is not Status.RUNNING or not self._grow(request, work):
                 continue
             item = request.strategy.work(request, budget)
             if work and item.num_rows > budget:
                 continue
             budget -= item.num_rows
-            request.turn = turn
+            self._last_turns[request] = turn
             work.append(item)
 
 
 def _decodes(request: Request) -> bool:
-    return request.num_remaining == 1 and not request.strategy.takes_turns
+    return request.num_remaining == 1 and not request.strategy.unchunkable
+
+
+def _needs_host(request: Request) -> bool:
+    """Whether the host must read each token before the next one is computed."""
+    return request.sampler.params.constrained or request.wants_prompt_logprobs
 
 
 def _prefills(request: Request) -> bool:
-    return request.num_remaining > 1 and not request.strategy.takes_turns
+    return request.num_remaining > 1 and not request.strategy.unchunkable

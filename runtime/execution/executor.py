@@ -23,19 +23,20 @@ from runtime.execution.llama import LlamaModel
 from runtime.execution.native.decoder import NativeDecoder
 from runtime.execution.native.library import Library, load_best
 from runtime.execution.ops import FlashInferOps, Ops
-from runtime.execution.parallel.group import Group
+from runtime.execution.parallel.group import RankGroup
 from runtime.execution.sizing import check_weights, pool_pages
 from runtime.kv.pool import KVPool
 from runtime.models.adapters.lora import LoraAdapter
+from runtime.models.config_json import read_json
 from runtime.models.implementation import is_diffusion_gemma, own_spec
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.shards import Shard, split_spec
-from runtime.models.spec import LlamaSpec, ModelSpec, read_json
+from runtime.models.spec import LlamaSpec, ModelSpec
 from runtime.models.weights import load_weights, random_weights
 
 log = logging.getLogger("ramet.engine")
 
-# Torch's own choice, which follows $OMP_NUM_THREADS; read before an executor changes it.
+# Torch's default, which follows $OMP_NUM_THREADS; read before an executor changes it.
 ALL_THREADS = torch.get_num_threads()
 
 
@@ -56,7 +57,7 @@ class Executor:
         least_saved_tokens: see `AttentionBackend`.
         argmax: the highest tokens, int64 [n], of logits [n, vocab], the first one among equals; -1 for a row that is
             not finite there. None: torch finds them.
-        implementation: whose code computes the model.
+        implementation: `ramet` or `transformers`, whose code computes the model.
         has_windows: whether some layers see only the nearest positions, so that they need every row's position.
         soften: the mean embeddings [n, hidden] of distributions, by their logits [n, vocab], for models that read them.
         rope, project: of Ramet's own code; `project`: see `LlamaModel.project`; of this rank's heads.
@@ -72,7 +73,7 @@ class Executor:
     soften: Callable[[torch.Tensor], torch.Tensor] | None = None
     least_saved_tokens = AttentionBackend.least_saved_tokens
 
-    def __init__(self, config: Config, path: Path, group: Group | None = None):
+    def __init__(self, config: Config, path: Path, group: RankGroup | None = None):
         """Load the model directory `path`, or with `group` this rank's shard. Raises ModelError."""
         self.device = choose_device(config.model) if group is None else group.device
         self._group = group
@@ -129,7 +130,7 @@ class Executor:
             self.has_windows, self._split = True, spec.near_rope is not None
         ops = FlashInferOps(self.context_length, group) if backend == "flashinfer" else Ops(group)
         check_weights(spec, self.dtype, self.device, config.cache.memory_fraction, group.size if group else 1)
-        if self.device.type == "cpu":  # where the size is known, an error comes before the weights are read
+        if self.device.type == "cpu":  # the size is known here, so report an error before reading the weights
             self._pool_pages(config, share)
         shard = None if group is None else Shard(group.rank, group.size)
         if config.model.random_weights:
@@ -205,7 +206,7 @@ class Executor:
         return FlashInferAttention(self.pool, model.rope, num_heads, self.dtype)
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
-        """Compute rows with an adapter from now on, if they ask for it. Raises ModelError where it does not fit."""
+        """Load an adapter for later steps. Raises ModelError if it does not fit the model."""
         if self._group is not None or self.spec.diffusion is not None:
             where = "several ranks" if self._group is not None else "a diffusion model"
             raise ModelError(f"adapters are not served with {where}")
@@ -213,14 +214,14 @@ class Executor:
             self._decoder.load_adapter(adapter)
 
     def drop_adapter(self, digest: str) -> None:
-        """Forget an adapter that no step asks for any more."""
+        """Unload an adapter that no later step uses."""
         self._decoder.adapters.pop(digest, None)
 
     @property
     def step_tokens(self) -> int:
         """Default number of rows of a step.
 
-        A CPU computes 256 rows nearly as efficiently as more, and requests that decode wait less for them.
+        On a CPU, 256 rows are nearly as efficient as more, and decoding requests wait less.
         """
         return 2048 if self.device.type == "cuda" else 256
 

@@ -50,7 +50,7 @@ class Experts:
         experts = ranks.topk(spec.chosen).indices
         weights = scores.gather(1, experts)
         if spec.normalized:
-            # Sigmoids may all underflow.
+            # All sigmoids may underflow.
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return experts, weights * spec.scale
 
@@ -70,7 +70,7 @@ class Experts:
         return total.to(x.dtype)
 
     def _scores(self, x: torch.Tensor) -> torch.Tensor:
-        """The router's, float32 [n, count]."""
+        """The router's scores, float32 [n, count]."""
         return F.linear(x.float(), self.router, self.router_bias)
 
     def _expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:

@@ -4,43 +4,83 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from runtime.batch import ForwardBatch
-from runtime.execution.attention.flashinfer import FlashInferAttention
-from runtime.execution.attention.graph_calls import DecodePlan, GraphCalls, decode_plan
+from runtime.batch import AttentionPlan, ForwardBatch
+from runtime.execution.attention.flashinfer import Call, Calls, FlashInferAttention
+from runtime.execution.attention.paged_index import PagedIndex, by_call, paged_index
 from runtime.execution.llama import Attend, LlamaModel
 from runtime.execution.transfers import upload
 from runtime.kv.pool import KVPool
 
 # Page table entries that a call of a graph has room for: 16 MiB of them.
-_MOST_PAGES = 1 << 22
+_MAX_PAGES = 1 << 22
 
 # Combinations of layer groups for which graphs are captured: each takes memory, once for every size.
-_MOST_LAYOUTS = 8
+_MAX_LAYOUTS = 8
+
+# The layers of each layer group.
+Layout = tuple[range, ...]
 
 
-class GroupShape(NamedTuple):
-    """Properties of a layer group that are fixed in a graph.
+class GraphCall:
+    """A decode call of `size` rows with fixed buffers. Missing rows read one row of the spare page.
 
     Attributes:
-        layers: indices of the layers.
-        shared: whether rows read other spans than their own.
-        shifted: whether some of these are shifted.
+        calls: the call, for each layer; its buffers keep their addresses.
     """
 
-    layers: range
-    shared: bool
-    shifted: bool
+    def __init__(self, backend: FlashInferAttention, size: int, max_pages: int):
+        """`max_pages`: page table entries of the call."""
+        self._backend, self._size = backend, size
+        backend.reserve(size)
+        lengths = {"indptr": size + 1, "indices": max_pages, "last_page_len": size}
+        buffers = {
+            f"paged_kv_{name}_buffer": torch.zeros(length, dtype=torch.int32, device=backend.device)
+            for name, length in lengths.items()
+        }
+        self._wrapper = backend.make_decode(use_cuda_graph=True, **buffers)
+        self.calls = Calls([Call(self._wrapper, slice(0, size), None, slice(0, size))])
+
+    def plan(self, plan: AttentionPlan) -> None:
+        """Plan the wrapper for a step of `decode_plan`, within the backend's `planning`."""
+        index = paged_index(plan, self._backend.pool.page_size)
+        self._backend.plan_decode(self._wrapper, self._pad(index))
+
+    def _pad(self, index: PagedIndex) -> PagedIndex:
+        missing = self._size - index.num_requests
+        spare = np.full(missing, self._backend.pool.num_pages, dtype=np.int32)
+        return replace(
+            index,
+            kv_indptr=np.concatenate((index.kv_indptr, index.kv_indptr[-1] + np.arange(1, missing + 1))).astype(
+                np.int32
+            ),
+            kv_indices=np.concatenate((index.kv_indices, spare)),
+            last_page_len=np.concatenate((index.last_page_len, np.ones(missing, dtype=np.int32))),
+        )
+
+
+def decode_plan(plan: AttentionPlan, page_size: int) -> AttentionPlan | None:
+    """The plan with one edge per row, in their order; None unless each row alone reads one unshifted span."""
+    calls = by_call(plan, page_size)
+    single = calls.get("causal")
+    if single is None or len(calls) > 1 or len(single.edges) != plan.num_rows:
+        return None
+    rows = paged_index(single, page_size).rows
+    if not np.array_equal(rows, np.arange(plan.num_rows)) or any(span.shift for span in single.spans):
+        return None
+    return single
 
 
 class DecodeGraph:
     """A decode step of up to `size` rows with fixed buffers.
 
-    Rows that a step does not have compute some token into the pool's spare page.
+    Missing rows compute an arbitrary token into the pool's spare page.
     """
 
     def __init__(
@@ -49,29 +89,29 @@ class DecodeGraph:
         pool: KVPool,
         backend: FlashInferAttention,
         size: int,
-        shapes: Sequence[GroupShape],
+        layout: Layout,
         max_pages: int,
         memory: Any,
     ):
-        """`max_pages`: see `GraphCalls`. `memory`: pool shared by all graphs, as one runs at a time."""
-        self.size, self._memory = size, memory
+        """`max_pages`: see `GraphCall`. `memory`: pool shared by all graphs, as one runs at a time."""
+        self._memory = memory
         self._model, self._pool, self._backend = model, pool, backend
         device = pool.k.device
         self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
         # Positions, and the slots of each group, in one transfer.
-        self._places = torch.zeros(1 + len(shapes), size, dtype=torch.int64, device=device)
-        self._groups: list[tuple[range, GraphCalls, Attend]] = []
-        for shape, slots in zip(shapes, self._places[1:], strict=True):
-            calls = GraphCalls(backend, size, shape.shared, shape.shifted, max_pages)
-            self._groups.append((shape.layers, calls, Attend(pool, backend, calls.calls, slots, None)))
+        self._places = torch.zeros(1 + len(layout), size, dtype=torch.int64, device=device)
+        self._groups: list[tuple[range, GraphCall, Attend]] = []
+        for layers, slots in zip(layout, self._places[1:], strict=True):
+            call = GraphCall(backend, size, max_pages)
+            self._groups.append((layers, call, Attend(pool, backend, call.calls, slots, None)))
         self._replay: Callable[[], torch.Tensor] | None = None
 
     @torch.inference_mode()
-    def run(self, batch: ForwardBatch, plans: Sequence[DecodePlan]) -> torch.Tensor:
-        """Run a step whose plans fit; float32 logits [rows, vocab], overwritten by the next step."""
+    def run(self, batch: ForwardBatch, plans: Sequence[AttentionPlan]) -> torch.Tensor:
+        """Run a step that fits; float32 logits [rows, vocab], overwritten by the next step."""
         with self._backend.planning():
-            for (_, calls, _), plan in zip(self._groups, plans, strict=True):
-                calls.plan(plan)
+            for (_, call, _), plan in zip(self._groups, plans, strict=True):
+                call.plan(plan)
         rows, spare = len(batch.tokens), self._pool.num_pages * self._pool.page_size
         places = torch.full(self._places.shape, spare)
         places[0] = 0
@@ -99,9 +139,8 @@ class DecodeGraphs:
     - a layer group does not have all rows, or loads or saves hidden states;
     - it does not want the logits of all rows in their order;
     - it has more rows than the largest size, or more page table entries than a graph;
-    - a row reads more than two spans besides its own, or all rows together more than the largest size;
-    - `decode_plan` cannot split the plan of a group;
-    - graphs were captured for `_MOST_LAYOUTS` other combinations of layer groups.
+    - rows share pages or read several spans (`decode_plan`);
+    - graphs were captured for `_MAX_LAYOUTS` other combinations of layer groups.
     """
 
     def __init__(
@@ -111,8 +150,8 @@ class DecodeGraphs:
         self.sizes = sorted(sizes)
         self._pages_of_one = -(-context_length // pool.page_size) + 1
         self._memory = torch.cuda.graph_pool_handle() if pool.k.is_cuda else None
-        self._layouts: set[tuple[GroupShape, ...]] = set()
-        self._graphs: dict[tuple[int, tuple[GroupShape, ...]], DecodeGraph] = {}
+        self._layouts: set[Layout] = set()
+        self._graphs: dict[tuple[int, Layout], DecodeGraph] = {}
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
         """`DecodeGraph.run` of the smallest graph that fits; None if the step has to run without one."""
@@ -121,32 +160,28 @@ class DecodeGraphs:
             return None
         if any(group.rows is not None or group.load or group.save for group in batch.groups):
             return None
-        plans: list[DecodePlan] = []
+        plans: list[AttentionPlan] = []
         for group in batch.groups:
             plan = decode_plan(group.attention, self._pool.page_size)
             if plan is None:
                 return None
             plans.append(plan)
-        for size in self.sizes[bisect_left(self.sizes, rows) :]:
-            max_pages = min(size * self._pages_of_one, _MOST_PAGES)
-            if all(plan.fits(size, max_pages) for plan in plans):
-                graph = self._graph(size, max_pages, batch, plans)
-                return None if graph is None else graph.run(batch, plans)
-        return None
-
-    def _graph(self, size: int, max_pages: int, batch: ForwardBatch, plans: Sequence[DecodePlan]) -> DecodeGraph | None:
-        shapes = tuple(
-            GroupShape(group.layers, bool(plan.shared.edges), plan.is_shifted)
-            for group, plan in zip(batch.groups, plans, strict=True)
-        )
-        if shapes not in self._layouts and len(self._layouts) == _MOST_LAYOUTS:
+        size = self.sizes[bisect_left(self.sizes, rows)]
+        max_pages = min(size * self._pages_of_one, _MAX_PAGES)
+        if any(sum(len(span.pages) for span in plan.spans) + size > max_pages for plan in plans):
             return None
-        self._layouts.add(shapes)
-        if (size, shapes) not in self._graphs:
-            self._graphs[size, shapes] = DecodeGraph(
-                self._model, self._pool, self._backend, size, shapes, max_pages, self._memory
+        graph = self._graph(size, max_pages, tuple(group.layers for group in batch.groups))
+        return None if graph is None else graph.run(batch, plans)
+
+    def _graph(self, size: int, max_pages: int, layout: Layout) -> DecodeGraph | None:
+        if layout not in self._layouts and len(self._layouts) == _MAX_LAYOUTS:
+            return None
+        self._layouts.add(layout)
+        if (size, layout) not in self._graphs:
+            self._graphs[size, layout] = DecodeGraph(
+                self._model, self._pool, self._backend, size, layout, max_pages, self._memory
             )
-        return self._graphs[size, shapes]
+        return self._graphs[size, layout]
 
 
 def capture(compute: Callable[[], torch.Tensor], memory: Any, device: torch.device) -> Callable[[], torch.Tensor]:

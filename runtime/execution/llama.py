@@ -26,8 +26,8 @@ from runtime.models.spec import LlamaSpec
 class Layer:
     """Weights of one decoder layer; q, k, v and gate, up are fused, as they read the same input.
 
-    Beside `experts`, gate, up and down are those of the shared expert, without columns if there is none. `o_norm` and
-    `down_norm` stand behind the products of o and down, before the residual is added; `post_norm` before the MLP.
+    In layers with `experts`, gate, up and down belong to the shared expert and have no columns without one. `o_norm`
+    and `down_norm` follow the products of o and down, before the residual is added; `post_norm` precedes the MLP.
     """
 
     input_norm: torch.Tensor
@@ -77,8 +77,8 @@ class LlamaModel:
 
     Attributes:
         adapters: by digest.
-        near_rope: of the layers with a window.
-        embedding_scale: factor on embeddings, as the type of the weights has it.
+        near_rope: rotary embedding of layers with a window.
+        embedding_scale: factor on embeddings, rounded to the weights' dtype.
     """
 
     def __init__(self, spec: LlamaSpec, weights: dict[str, torch.Tensor], device: torch.device, ops: Ops | None = None):
@@ -171,8 +171,8 @@ class LlamaModel:
             layers: consecutive layers, all with a window or all without, where these are rotated otherwise.
             x: [T', hidden], the states before them; may be overwritten.
             positions: int64 [T'].
-            attend: attention of these rows.
-            adapted: those of them that have an adapter.
+            attend: attention of the rows.
+            adapted: rows with an adapter.
         """
         eps, ops = self.spec.rms_norm_eps, self.ops
         is_near = bool(self.spec.windows) and self.spec.windows[layers.start] is not None
@@ -299,7 +299,7 @@ def _take_layer(weights: dict[str, torch.Tensor], index: int, model: LlamaModel)
 
 
 def _take_experts(weights: dict[str, torch.Tensor], prefix: str, spec: ExpertSpec, model: LlamaModel) -> Experts:
-    """A layer's experts; where no expert is shared, its weights are there afterwards, without columns."""
+    """Take a layer's experts. Without a shared expert, add its weights without columns."""
     device, mlp = model.embedding.device, f"{prefix}mlp."
 
     def stacked(*names: str) -> torch.Tensor:

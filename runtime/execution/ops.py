@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.execution.flashinfer_package import load_flashinfer
-from runtime.execution.parallel.group import Group
+from runtime.execution.parallel.group import RankGroup
 from runtime.models.rope import RotaryEmbedding, rotate
 
 
@@ -19,7 +19,7 @@ class Ops:
         group: ranks that each hold a part of the weights; None: this process holds all.
     """
 
-    def __init__(self, group: Group | None = None):
+    def __init__(self, group: RankGroup | None = None):
         self.group = group
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -78,7 +78,7 @@ class Ops:
 class FlashInferOps(Ops):
     """Operations as one CUDA kernel each, in half precision."""
 
-    def __init__(self, context_length: int, group: Group | None = None):
+    def __init__(self, context_length: int, group: RankGroup | None = None):
         """`context_length`: bound of all positions (not of the number of tokens)."""
         super().__init__(group)
         self.context_length = context_length

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from runtime.calls import Call, LoadAdapter, UnloadAdapter
 from runtime.config import ModelConfig
 from runtime.errors import EngineDead, InvalidRequest, ModelError, RametError
 from runtime.models.resolve import known_names
-from runtime.protocol import Call, LoadAdapter, UnloadAdapter
 
 log = logging.getLogger("ramet.client")
 
@@ -44,7 +44,7 @@ class Adapters:
         config: of the model, whose names no adapter may have.
     """
 
-    def __init__(self, call: Callable[[Callable[[int], Call]], Awaitable[dict[str, Any]]], config: ModelConfig):
+    def __init__(self, call: Callable[[Call], Awaitable[dict[str, Any]]], config: ModelConfig):
         self._call = call
         self._config = config
         self._changing = asyncio.Lock()
@@ -81,9 +81,7 @@ class Adapters:
             if before is not None and not replace:
                 message = f"the adapter {name!r} is loaded already; load_inplace replaces it"
                 raise InvalidRequest(message, param="lora_name")
-            answer = await self._call(lambda call: LoadAdapter(call, path))
-            if "failed" in answer:
-                raise InvalidRequest(answer["failed"], param="lora_path")
+            answer = await self._call(LoadAdapter(path))
             self._loaded[name] = adapter = Adapter(name, path, **answer)
             if before is not None:
                 await self._leave(before)
@@ -99,7 +97,8 @@ class Adapters:
     async def _leave(self, adapter: Adapter) -> int:
         if any(other.digest == adapter.digest for other in self._loaded.values()):
             return 0
-        return (await self._call(lambda call: UnloadAdapter(call, adapter.digest)))["running"]
+        running: int = (await self._call(UnloadAdapter(adapter.digest)))["running"]
+        return running
 
     async def open(self) -> None:
         """Load the adapters of `--lora`. Raises ModelError."""

@@ -1,47 +1,40 @@
-"""AsyncEngine: the engine process as the server sees it."""
+"""AsyncEngine: an engine as the server sees it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import sys
-import tempfile
 from array import array
 from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
-
-import msgspec
-import zmq
-import zmq.asyncio
+from typing import Any, TypeVar
 
 from radix import Namespace
-from runtime import protocol
+from runtime.calls import AddPin, Call, GetCached, GetRuns, Pause, Ping
 from runtime.config import Config
-from runtime.errors import DeadlineExceeded, EngineDead, ModelError, PinRefused, RametError
+from runtime.errors import DeadlineExceeded, EngineDead, RametError
 from runtime.frontend.adapters import Adapters
+from runtime.frontend.connection import Connection, EngineProcess, Host
+from runtime.frontend.documents.plan import DocumentPlanner
 from runtime.frontend.output import PlacedPrompt, Submission, expected_tokens
 from runtime.frontend.processor import Frontend
 from runtime.frontend.stream import OutputStream
 from runtime.frontend.text_work import TextWork
 from runtime.frontend.watchdog import Watchdog
-from runtime.models.publishing import scratch
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
-from runtime.reuse.fusion.plan import Planner
+from runtime.protocol import ModelInfo, Shutdown, TokenEvent
 
 log = logging.getLogger("ramet.client")
 _STOP_SECONDS = 10
-# Modules that are looked up between two steps.
-_ENTRIES = 64
 
 T = TypeVar("T")
 
 
 class AsyncEngine:
-    """Starts the engine process, tokenizes, submits, detokenizes and streams. Used from one event loop.
+    """Starts an engine, tokenizes, submits, detokenizes and streams. Used from one event loop.
 
     Attributes:
         config: the whole configuration.
@@ -52,37 +45,31 @@ class AsyncEngine:
     """
 
     config: Config
-    info: protocol.ModelInfo
+    info: ModelInfo
     tokenizer: Tokenizer
 
-    def __init__(self, config: Config, quotas: Mapping[str, int] | None = None):
-        """`quotas`: cached pages by account; others have `--tenant-quota`."""
+    def __init__(self, config: Config, quotas: Mapping[str, int] | None = None, host: Host | None = None):
+        """`quotas`: cached pages by account; others have `--tenant-quota`. `host`: default: a process of its own."""
         self.config = config
-        self._quotas = dict(quotas or {})
+        self.paused = False
+        self.adapters = Adapters(self.call, config.model)
+        self._host = host or EngineProcess(config, quotas or {})
+        self._reason: EngineDead | None = None
+        self._connection: Connection | None = None
         self._frontend: Frontend | None = None
-        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._num_calls = 0
         self._dead = asyncio.Event()
         self._walking = asyncio.Lock()
         self._stopping = False
         self._work = TextWork(config.engine.grammar_timeout)
         self._supervisor: asyncio.Task[None] | None = None
         self._watchdog = Watchdog(config.engine.step_timeout)
-        self.adapters = Adapters(self._call, config.model)
 
     # -- life ------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the engine process and wait until it is ready. Raises ModelError if it cannot load."""
-        path = await self._load()
-        self._context = zmq.asyncio.Context()
+        """Start the engine and wait until it is ready. Raises ModelError if it cannot load."""
         try:
-            await self._spawn(path)
-        except BaseException:
-            self._close()
-            raise
-        self._supervisor = asyncio.create_task(self._supervise())
-        try:
+            self._supervisor = asyncio.create_task(self._supervise(await self._connect()))
             await self.adapters.open()
         except BaseException:
             await self.stop()
@@ -94,79 +81,39 @@ class AsyncEngine:
         self.tokenizer = await asyncio.to_thread(Tokenizer.load, path, self.config.model.chat_template)
         return path
 
-    async def _spawn(self, path: Path) -> None:
-        self.paused = False
-        self._inbox = zmq.Socket(self._context, zmq.PUSH)
-        self._outbox = self._context.socket(zmq.PULL)
-        try:
-            # Only the owner may enter the directory, so its sockets are private. Once connected, they need no names.
-            with scratch(Path(tempfile.gettempdir()), "ramet-sockets-") as directory:
-                await self._start_process(path, directory)
-        except (OSError, zmq.ZMQError) as error:
-            raise ModelError(f"the engine process cannot be started: {error}") from None
+    async def _connect(self) -> Connection:
+        """Start an engine. Raises ModelError."""
+        path = await self._load()
+        self.paused, self._reason = False, None
+        connection = self._connection = Connection(self._host, self._handle)
+        self.info = await connection.open(path)
         cache, limits = self.config.cache, self.config.scheduler
-        planner = Planner.load(cache.document_reuse, path)
+        planner = DocumentPlanner.load(cache.document_reuse, path)
         self._frontend = Frontend(
-            self.info, self.tokenizer, self._send, limits, planner=planner, reasoning=cache.reasoning_cache
+            self.info, self.tokenizer, connection.send, limits, planner=planner, reasoning=cache.reasoning_cache
         )
-        self._reader = asyncio.create_task(self._read())
-        self._watch = asyncio.create_task(self._watchdog.watch(lambda: self._call(protocol.Ping), self._kill))
+        return connection
 
-    async def _start_process(self, path: Path, directory: Path) -> None:
-        boot: dict[str, Any] = {"config": self.config.model_dump_json(), "path": str(path), "quotas": self._quotas}
-        for name, socket in (("inbox", self._inbox), ("outbox", self._outbox)):
-            boot[name] = f"ipc://{directory / name}"
-            socket.set_hwm(0)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.bind(boot[name])
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "runtime.engine.process", stdin=asyncio.subprocess.PIPE
-        )
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(boot) + b"\n")
-        try:
-            self.info = await self._await_ready()
-        except BaseException:
-            self._kill()
-            await self._process.wait()
-            raise
-
-    async def _await_ready(self) -> protocol.ModelInfo:
-        first = asyncio.ensure_future(self._outbox.recv())
-        ended = asyncio.ensure_future(self._process.wait())
-        try:
-            await asyncio.wait((first, ended), return_when=asyncio.FIRST_COMPLETED)
-            if not first.done():
-                # The process may have sent its reason just before it ended.
-                await asyncio.wait((first,), timeout=0.5)
-            if not first.done():
-                raise ModelError(f"the engine process ended with code {ended.result()} before it was ready")
-            message = protocol.outbound_decoder.decode(first.result())
-        finally:
-            first.cancel()
-            ended.cancel()
-        if isinstance(message, protocol.Failed):
-            raise ModelError(message.message)
-        assert isinstance(message, protocol.Ready)
-        return msgspec.convert(message.info, protocol.ModelInfo)
-
-    async def _supervise(self) -> None:
+    async def _supervise(self, connection: Connection) -> None:
         """Wait for the engine's death; then fail all open requests, and start a new engine if configured."""
         while True:
-            code = await self._process.wait()
+            assert connection.ended is not None
+            watch = asyncio.create_task(self._watchdog.watch(lambda: self.call(Ping()), connection.kill))
+            try:
+                code = await asyncio.shield(connection.ended)
+            finally:
+                watch.cancel()
             if self._stopping:
                 return
             log.error("the engine process ended with code %s", code)
-            self._reader.cancel()
-            self._watch.cancel()
-            self._fail(EngineDead("the engine process died; this request is lost"))
+            self._reason = self._host.error or EngineDead("the engine process died; this request is lost")
+            self._fail(self._reason)
             if self.config.engine.on_engine_death == "exit":
                 self._dead.set()
                 return
-            self._inbox.close()
-            self._outbox.close()
+            connection.close()
             try:
-                await self._spawn(await self._load())
+                connection = await self._connect()
                 await self.adapters.restore()
             except RametError as error:
                 log.error("the engine could not be restarted: %s", error.message)
@@ -175,54 +122,45 @@ class AsyncEngine:
             log.warning("the engine was restarted")
 
     def kill(self) -> None:
-        """End the engine process and all open requests at once, for good."""
+        """End the engine and all open requests at once, for good."""
         self._stopping = True
         self.give_up()
-        self._kill()
-
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        if self._connection is not None:
+            self._connection.kill()
 
     def give_up(self) -> None:
         """End open requests with EngineDead, as the engine does not end them."""
         self._fail(EngineDead("the server is shutting down"))
 
     async def stop(self) -> None:
-        """End the engine process; open requests end with EngineDead."""
+        """End the engine; open requests end with EngineDead."""
         self._stopping = True
         self.give_up()
-        if self._process.returncode is None:
-            self._send(protocol.Shutdown())
-            try:
-                await asyncio.wait_for(self._process.wait(), _STOP_SECONDS)
-            except TimeoutError:
-                self._process.kill()
-                await self._process.wait()
-        for task in (self._supervisor, self._reader, self._watch):
-            if task is not None:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
-        self._close()
-
-    def _close(self) -> None:
+        if (connection := self._connection) is not None:
+            if (ended := connection.ended) is not None:
+                connection.send(Shutdown())
+                try:
+                    await asyncio.wait_for(asyncio.shield(ended), _STOP_SECONDS)
+                except TimeoutError:
+                    connection.kill()
+                    await ended
+            connection.close()
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
         self._work.close()
-        self._inbox.close()
-        self._context.destroy(linger=0)
 
     def _fail(self, error: EngineDead) -> None:
         frontend, self._frontend = self._frontend, None
         if frontend is not None:
             frontend.fail_all(error)
-        calls, self._calls = self._calls, {}
-        for call in calls.values():
-            if not call.done():
-                call.set_exception(error)
+        if self._connection is not None:
+            self._connection.fail(error)
 
     @property
     def alive(self) -> bool:
-        """Whether the engine process takes requests."""
+        """Whether the engine takes requests."""
         return self._frontend is not None
 
     @property
@@ -231,7 +169,7 @@ class AsyncEngine:
         return self._watchdog.late
 
     async def wait_dead(self) -> None:
-        """Return when the engine process has died by itself and is not restarted."""
+        """Return when the engine has died by itself and is not restarted."""
         await self._dead.wait()
 
     # -- use -------------------------------------------------------------------------------------------------
@@ -301,24 +239,16 @@ class AsyncEngine:
         """Abort a submission, or all (None); their last Outputs have finish type "abort"."""
         self._running().abort(rid)
 
-    async def flush_cache(self, pins: bool = False, tiers: bool = False) -> dict[str, Any]:
-        """Drop cached pages that no live request uses. Returns {"flushed_tokens": int, "live_tokens": int}.
+    # -- operators -------------------------------------------------------------------------------------------
 
-        With `tiers`, also what lies in tiers; then "erased_blocks" by tier, None for one that failed.
-        """
-        return await self._call(lambda call: protocol.FlushCache(call, pins, tiers))
-
-    async def erase_tenant(self, account: str) -> dict[str, Any]:
-        """Drop a tenant's pins and cached pages, and all that it has in tiers."""
-        return await self._call(lambda call: protocol.EraseTenant(call, account))
-
-    async def attach_tier(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Add a tier; `options`: of `TierConfig`. {"tiers": names}, or {"failed": why}."""
-        return await self._call(lambda call: protocol.AttachTier(call, options))
-
-    async def detach_tier(self, name: str) -> bool:
-        """Leave a tier once all is written that is queued for it; False if there is none of that name."""
-        return (await self._call(lambda call: protocol.DetachTier(call, name)))["found"]
+    async def call(self, call: Call) -> dict[str, Any]:
+        """The answer to an operator's call. Raises RametError if the engine refuses it."""
+        if self._connection is None:
+            raise EngineDead("the engine is not running")
+        answer = await self._connection.call(call)
+        if isinstance(call, Pause):
+            self.paused = answer["paused"]
+        return answer
 
     async def pin(self, prefix: Submission, name: str | None, ttl_s: float | None) -> dict[str, Any]:
         """Keep the whole pages of a prefix in the cache, computed now if they are not there; describes the pin.
@@ -331,7 +261,7 @@ class AsyncEngine:
         frontend, space, account = self._running(), prefix.namespace, prefix.account
         with frontend.admit(account, 1, prefix.expected_tokens):
             key = array("i", await self._work.encode(frontend, prefix)).tobytes()
-            return (await self._call(lambda call: protocol.AddPin(call, key, space, account, name, ttl_s)))["pin"]
+            return (await self.call(AddPin(key, space, account, name, ttl_s)))["pin"]
 
     async def pin_entries(self, encoded: Submission, name: str, ttl_s: float | None) -> list[str]:
         """Keep the KV of all modules or documents that a submission read in the cache; ids of their pins.
@@ -344,126 +274,37 @@ class AsyncEngine:
         assert isinstance(prompt, PlacedPrompt)
         tokens = array("i", prompt.tokens).tobytes()
         with self._running().admit(account, 1, prompt.length):
-            answer = await self._call(
-                lambda call: protocol.AddPin(call, tokens, space, account, name, ttl_s, prompt.reuse)
-            )
+            answer = await self.call(AddPin(tokens, space, account, name, ttl_s, prompt.reuse))
         return [pin["id"] for pin in answer["pins"]]
 
     async def cached(self, prompt: PlacedPrompt, namespace: Namespace) -> dict[str, int]:
-        """Cached tokens of the modules or documents that a prompt reads, by name; few modules at a time."""
-        key, found = array("i", prompt.tokens).tobytes(), dict[str, int]()
-        asked = prompt.reuse or {}
-        if (entries := asked.get("entries")) is None:
-            return await self._call(partial(protocol.GetCached, reuse=asked, namespace=namespace, tokens=key))
-        most = min(_ENTRIES, self.info.pool_tokens // self.info.page_size)
-        for start in range(0, len(entries), most):
-            some = {**asked, "entries": entries[start : start + most]}
-            found |= await self._call(partial(protocol.GetCached, reuse=some, namespace=namespace))
-        return found
-
-    async def unpin(self, pin: str) -> bool:
-        """Remove a pin; False if there is none of that id."""
-        return (await self._call(lambda call: protocol.RemovePin(call, pin)))["found"]
-
-    async def pins(self) -> dict[str, Any]:
-        """All pins and their budget; see `Admin.pins`."""
-        return await self._call(protocol.GetPins)
-
-    async def state(self) -> dict[str, Any]:
-        """Counters, histograms and gauges of the engine; see `Admin.state`."""
-        return await self._call(protocol.GetState)
-
-    async def pause(self, paused: bool) -> bool:
-        """Pause or resume the engine; returns whether it is paused. Meanwhile requests are accepted and wait."""
-        self.paused = (await self._call(lambda call: protocol.Pause(call, paused)))["paused"]
-        return self.paused
-
-    async def tree(self, **asked: Any) -> list[dict[str, Any]]:
-        """A page of the tree's nodes as dicts of `radix.NodeView`; `asked`: the fields of `GetTree`."""
-        return (await self._call(lambda call: protocol.GetTree(call, **asked)))["nodes"]
-
-    async def outline(self, limit: int, preview_tokens: int, tenant: str | None = None) -> dict[str, Any]:
-        """The tree of a tenant, or of all, in at most `limit` `blocks`, and the last `evictions`.
-
-        Blocks are dicts of `radix.Block`, with `parent` as a place in the list, evictions of `radix.Eviction`.
-        """
-        answer = await self._call(lambda call: protocol.GetOutline(call, limit, preview_tokens, True, tenant))
-        while answer["blocks"] is None:
-            answer = await self._call(lambda call: protocol.GetOutline(call, limit, preview_tokens, tenant=tenant))
-        return answer
+        """Cached tokens of the modules or documents that a prompt reads, by name."""
+        return await self.call(GetCached(prompt.reuse or {}, namespace, array("i", prompt.tokens).tobytes()))
 
     async def runs(self, tenant: str | None, salt: str | None) -> AsyncGenerator[list[dict[str, Any]], None]:
         """The tree's nodes of a tenant and a salt (None: of all), with their tokens, slice by slice, parents first."""
-        asked = partial(protocol.GetRuns, tenant=tenant, salt=salt)
         async with self._walking:  # the engine makes one walk at a time
-            found = await self._call(partial(asked, anew=True))
+            found = await self.call(GetRuns(tenant, salt, anew=True))
             while found["runs"] is not None:
                 yield found["runs"]
-                found = await self._call(partial(asked, anew=False))
-
-    async def requests(self, limit: int, tenant: str | None = None) -> list[dict[str, Any]]:
-        """The live requests of a tenant, or of all, oldest first."""
-        return (await self._call(lambda call: protocol.GetRequests(call, limit, tenant)))["requests"]
-
-    async def quota(self, tenant: str) -> dict[str, Any]:
-        """A tenant's pages in the tree, and how many it may keep; see `Admin.quota`."""
-        return await self._call(lambda call: protocol.GetQuota(call, tenant))
-
-    async def on_node(self, verb: Literal["pin", "unpin", "drop", "read"], page: int, start: int) -> dict[str, Any]:
-        """Pin, unpin, evict or read a node of the tree; see `Admin`. Raises PinRefused."""
-        return await self._call(lambda call: protocol.OnNode(call, verb, page, start))
+                found = await self.call(GetRuns(tenant, salt, anew=False))
 
     def _running(self) -> Frontend:
         if self._frontend is None:
-            raise EngineDead("the engine is not running")
+            raise self._reason or EngineDead("the engine is not running")
         return self._frontend
 
-    async def _call(self, make: Callable[[int], protocol.Call]) -> dict[str, Any]:
-        self._running()
-        self._num_calls += 1
-        call = self._num_calls
-        self._calls[call] = future = asyncio.get_running_loop().create_future()
-        message = make(call)
-        self._send(message)
-        try:
-            answer = await future
-        except asyncio.CancelledError:
-            if isinstance(message, protocol.AddPin):
-                self._send(protocol.Abort(message.rid))
-            raise
-        finally:
-            self._calls.pop(call, None)
-        if "refused" in answer:
-            raise PinRefused(answer["refused"])
-        return answer
-
-    # -- wire ------------------------------------------------------------------------------------------------
-
-    def _send(self, message: protocol.Inbound) -> None:
-        # Without a high-water mark a send to a PUSH socket with a peer never blocks. Without one (the engine has just
-        # died) it would; the message is lost with the engine anyway.
-        with contextlib.suppress(zmq.Again):
-            self._inbox.send(protocol.encode(message), zmq.NOBLOCK)
-
-    async def _read(self) -> None:
-        while True:
-            message = protocol.outbound_decoder.decode(await self._outbox.recv())
-            if isinstance(message, protocol.StepEvents):
-                for event in message.events:
-                    self._handle(event)
-            elif isinstance(message, protocol.Reply) and (call := self._calls.get(message.call)) and not call.done():
-                call.set_result(message.result)
-
-    def _handle(self, event: protocol.TokenEvent) -> None:
-        if self._frontend is None:
-            return
-        try:
-            self._frontend.handle(event)
-        except Exception as error:
-            # The reader serves all requests and must go on.
-            log.exception("the output of request %s could not be processed", event.rid)
-            known = error if isinstance(error, RametError) else RametError("the output could not be made into text")
-            self._frontend.fail(event.rid, known)
+    def _handle(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            if self._frontend is None:
+                return
+            try:
+                self._frontend.handle(event)
+            except Exception as error:
+                # This serves all requests and must go on.
+                log.exception("the output of request %s could not be processed", event.rid)
+                known = error if isinstance(error, RametError) else RametError("the output could not be made into text")
+                self._frontend.fail(event.rid, known)
 
 
 def _too_late(timeout_s: float | None) -> DeadlineExceeded:

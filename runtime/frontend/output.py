@@ -10,27 +10,28 @@ from typing import Any
 import msgspec
 
 from radix import Namespace
-from runtime.params import AnyReuse, DiffusionParams, SamplingParams
-from runtime.protocol import CacheBooks, Finish, Lookup, TokenLogprob
-from runtime.reuse.fusion.plan import DocumentPrompt
-from runtime.reuse.fusion.prompt import Segments
-from runtime.reuse.modules.compile import ModulePrompt
+from runtime.denoising import DenoisingParams
+from runtime.frontend.documents.plan import DocumentPrompt
+from runtime.frontend.documents.prompt import Segments
+from runtime.frontend.schemas.compile import ModulePrompt
+from runtime.params import AnyReuse, SamplingParams
+from runtime.protocol import CacheUsage, Finish, Lookup, TokenLogprob
 
-# Most places up to which a prompt is kept.
-MAX_PLACES = 4
+# Most places of a prompt up to which it is kept.
+MAX_BREAKPOINTS = 4
 
 PlacedPrompt = ModulePrompt | DocumentPrompt
 
 
 @dataclass(frozen=True, slots=True)
-class KeptText:
-    """A text whose beginnings are kept: (characters, seconds), see `Submission.keep`."""
+class MarkedText:
+    """A text whose beginnings are kept: (characters, seconds), see `Submission.breakpoints`."""
 
     text: str
-    keep: list[tuple[int, float]]
+    breakpoints: list[tuple[int, float]]
 
 
-Prompt = str | KeptText | list[int] | Segments | PlacedPrompt
+Prompt = str | MarkedText | list[int] | Segments | PlacedPrompt
 Logprobs = list[TokenLogprob] | None
 
 
@@ -45,7 +46,7 @@ def new_rid() -> str:
 
 def prompts_of(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     """The prompts as a list, and whether a list was given. A list of integers is one prompt, of token ids."""
-    if isinstance(given, str | KeptText | Segments | PlacedPrompt) or (given and isinstance(given[0], int)):
+    if isinstance(given, str | MarkedText | Segments | PlacedPrompt) or (given and isinstance(given[0], int)):
         return [given], False  # type: ignore[list-item]
     return list(given), True  # type: ignore[arg-type]
 
@@ -74,8 +75,8 @@ class Submission:
         tokens: int32, the prompt's own, once it is submitted.
         reuse: of a prompt's documents, or of reasoning steps; None: the server's default.
         store: whether the KV that it computes may outlive it.
-        keep: (tokens, seconds), MAX_PLACES at most: the prompt's first tokens are kept for that time from their last
-            use on. Those of a `KeptText` are known once it is tokenized.
+        breakpoints: (tokens, seconds), at most MAX_BREAKPOINTS: the prompt's first tokens are kept for that time from
+            their last use on. Those of a `MarkedText` are known once it is tokenized.
         last_tokens: only so many last tokens of a text or of ids are the prompt; -1: as many as fit; None: all.
         show_tokens: whether the stream of Outputs holds the prompt's tokens.
     """
@@ -90,14 +91,14 @@ class Submission:
     prompt_logprobs_from: int | None = None
     priority: int = 0
     add_special_tokens: bool = True
-    diffusion: DiffusionParams | None = None
+    diffusion: DenoisingParams | None = None
     shared_text: Callable[[], str | None] | None = None
     num_characters: int = 0
     explain: bool = False
     tokens: bytes = b""
     reuse: AnyReuse | None = None
     store: bool = True
-    keep: list[tuple[int, float]] = field(default_factory=list)
+    breakpoints: list[tuple[int, float]] = field(default_factory=list)
     last_tokens: int | None = None
     show_tokens: bool = False
 
@@ -133,7 +134,7 @@ class Output(msgspec.Struct):
         reuse: on the shared prefix of a diffusion model, on modules, documents or reasoning steps: what was reused.
         canvas: all output positions of a diffusion model, decided or masked, if requested.
         lookup: of the prompt in the cache, if requested, and if its KV is reused by prefix.
-        cache: books of the prompt, if places of it are to be kept.
+        usage: of the cache by the prompt, if it has breakpoints.
         drafted, accepted: tokens of drafts that were verified, and how many of them were right.
     """
 
@@ -157,7 +158,7 @@ class Output(msgspec.Struct):
     canvas: list[int] | None = None
     lookup: Lookup | None = None
     loaded_tokens: dict[str, int] = {}
-    cache: CacheBooks | None = None
+    usage: CacheUsage | None = None
     drafted: int = 0
     accepted: int = 0
 

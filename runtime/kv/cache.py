@@ -1,4 +1,4 @@
-"""Ownership of pages: the tree, the allocator and the pool, joined for requests."""
+"""Ownership of pages: joins the tree, the allocator and the pool for requests."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from runtime.config import CacheConfig
 from runtime.kv.allocator import PageAllocator
 from runtime.kv.pins import PinBoard
 from runtime.kv.pool import KVPool
-from runtime.request import Request, Segment
+from runtime.kv.segments import Holder, Segment
 
 
 class PagedCache:
-    """Allocates pages to requests, and keeps the KV that they computed.
+    """Allocates pages to requests, and caches the KV that they compute.
 
     Every page is free, held by the tree, or private to a live request. Pages move one way: a request fills private
     pages, `commit` hands the full ones to the tree, eviction frees them.
 
     Attributes:
-        on_use: called with a node that a request has begun to read, after each use of its path.
-        on_distrust: called with a node whose KV may be damaged, with all below it.
-        held: paths that are locked, and pages, for KV that is being loaded.
-        missed: prompt tokens that were not cached, by reason, since leaving pages are remembered.
+        on_use: called after each use of a path, with its last node.
+        on_distrust: called with a node whose KV may be damaged, like everything below it.
+        held: locked paths and pages for KV that is being loaded.
+        missed: prompt tokens that were not cached, by reason; counted from the first call of `remember`.
     """
 
     def __init__(
@@ -47,24 +47,20 @@ class PagedCache:
         self.enabled = config.prefix_cache
         self.allocator = PageAllocator(pool.num_pages)
         policy = make_policy(config.eviction_policy, pool.num_pages)
-        self.events = EventLog(pool.page_size * TOKEN_BYTES) if config.kv_events else None
+        self.events = EventLog() if config.kv_events else None
         limits = Quotas(quotas or {}, config.tenant_quota) if quotas or config.tenant_quota else None
         self.gone: Gone | None = None
         self.evictions = Evictions(policy, clock)
         watchers = (self.evictions,) if self.events is None else (self.evictions, self.events)
         self.tree = RadixTree(pool.page_size, policy, clock, limits, watchers)
-        self.pins = PinBoard(self.tree, int(config.pin_budget * pool.num_pages), clock, self._expired)
+        self.pins = PinBoard(self.tree, int(config.pin_budget * pool.num_pages))
 
     def remember(self) -> Gone:
-        """The memory of what leaves the tree, which begins with the first call: evictions cost more with it."""
+        """The memory of pages that leave the tree. It begins with the first call, since it makes evictions slower."""
         if self.gone is None:
             self.gone = Gone(self.page_size * TOKEN_BYTES, self.tree.now)
             self.tree.watch(self.gone)
         return self.gone
-
-    def _expired(self, node: Node) -> None:
-        if self.gone is not None:
-            self.gone.unkept(node)
 
     @property
     def num_available(self) -> int:
@@ -83,7 +79,7 @@ class PagedCache:
         meta: Any = None,
         owner: Namespace | None = None,
     ) -> tuple[Node | None, array[int]]:
-        """Hand pages to the tree; the caller's copies of pages that it has already are freed.
+        """Hand pages to the tree; copies of pages that the tree already has are freed.
 
         Args:
             key: the tokens of these pages and of all before them, see `RadixTree.insert`.
@@ -91,7 +87,7 @@ class PagedCache:
             namespace: of the entry.
             cost: seconds that computing them took.
             meta: a strategy's record, kept on the nodes.
-            owner: pays for the pages that are new to the tree; default: the namespace's.
+            owner: the namespace whose quota the new pages count against; default: the owner of `namespace`.
 
         Returns:
             The node in which the last page lies, and the page ids that the tree holds for the key.
@@ -101,33 +97,33 @@ class PagedCache:
         return node, held
 
     def use(self, node: Node | None) -> None:
-        """Book a use of the path that ends in `node` by an admitted request."""
+        """Count an admitted request's use of the path that ends in `node`."""
         self.tree.use(node)
         if node is not None and self.on_use is not None:
             self.on_use(node)
 
     def leave(self, segment: Segment) -> None:
-        """Unlock a segment that is read no more; pages that belong to the request alone are freed."""
+        """Release a segment: unlock its node, or free pages that belong to the request alone."""
         if segment.node is None:
             self.allocator.release(segment.pages)
         else:
             self.tree.touch(segment.node)
             self.tree.unlock(segment.node)
 
-    def release(self, request: Request) -> None:
+    def release(self, holder: Holder) -> None:
         """Release all segments and pages of a request."""
-        for segment in request.segments:
+        for segment in holder.segments:
             self.leave(segment)
-        sequence = request.sequence
+        sequence = holder.sequence
         self.allocator.release(sequence.pages)
-        self.allocator.release(self.tree.make_room(request.owner, 0))
-        request.segments, request.owed = [], 0
-        sequence.pages, sequence.start, sequence.num_computed = array("i"), 0, 0
+        self.allocator.release(self.tree.make_room(holder.owner, 0))
+        holder.segments = []
+        sequence.pages, sequence.start, sequence.num_computed, sequence.pending = array("i"), 0, 0, 0
 
-    def num_own_tokens(self, request: Request) -> int:
-        """Computed tokens of a request that no other request and no pin keeps."""
-        kept = sum(self._kept_pages(segment.node) for segment in request.segments) * self.page_size
-        return max(request.num_present - kept, 0)
+    def num_own_tokens(self, holder: Holder) -> int:
+        """Computed tokens of a request that no other request or pin would keep."""
+        kept = sum(self._kept_pages(segment.node) for segment in holder.segments) * self.page_size
+        return max(holder.num_present - kept, 0)
 
     def _kept_pages(self, node: Node | None) -> int:
         """Pages on the path to a node that stay locked without one of its requests."""
@@ -136,19 +132,19 @@ class PagedCache:
         return sum(len(above.pages) for above in path(node))
 
     def flush(self) -> int:
-        """Drop the cached pages that no live request uses; returns their number."""
+        """Drop the unreferenced cached pages; returns their number."""
         pages = self.tree.flush()
         self.allocator.release(pages)
         return len(pages)
 
     def drop(self, node: Node) -> int:
-        """Drop a node and its subtree, except for pages in use; returns the number of pages."""
+        """Drop the unreferenced pages of a node and its subtree; returns their number."""
         pages = self.tree.drop(node)
         self.allocator.release(pages)
         return len(pages)
 
     def distrust(self, node: Node) -> None:
-        """Drop a node and its subtree, whose KV may be damaged, here and in tiers."""
+        """Drop a node and its subtree, whose KV may be damaged, from the tree and the tiers."""
         if self.on_distrust is not None:
             self.on_distrust(node)
         self.drop(node)
@@ -156,12 +152,12 @@ class PagedCache:
     def allocate(
         self, count: int, behind: array[int], owner: Namespace, cached: int | None = None
     ) -> array[int] | None:
-        """Allocate pages, after evicting others if need be; None, with nothing changed, if memory does not suffice.
+        """Allocate pages, after evicting others if needed; None, with nothing changed, if memory does not suffice.
 
         Args:
             count: number of pages.
             behind: pages that the new ones should follow.
-            owner: its quota bounds them.
+            owner: the namespace whose quota bounds them.
             cached: number of them that the tree will hold; default: all.
         """
         if count > self.num_available:
@@ -171,7 +167,7 @@ class PagedCache:
             self.allocator.release(self.tree.evict(short))
         return self.allocator.allocate(count, behind[-1] if behind else -1)
 
-    def check(self, live: Iterable[Request]) -> None:
+    def check(self, live: Iterable[Holder]) -> None:
         """Raise AssertionError unless free + tree + private == all, and nothing idle is locked."""
         self.tree.check()
         live = list(live)

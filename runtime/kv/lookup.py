@@ -1,4 +1,4 @@
-"""A prompt's look-up in the cache, told so that a miss can be explained."""
+"""A prompt's look-up in the cache, with the reason for a miss."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from radix import Match, Namespace, Node
 from radix.node import TOKEN_BYTES
 from runtime.kv.cache import PagedCache
 from runtime.protocol import Lookup
-from runtime.request import Request
 
-# Tokens of another prompt that are told, and cached prompts of which the latest is chosen.
+# Tokens to preview of the nearest prompt, and most cached prompts from which it is chosen.
 _TOLD, _LOOKED_AT = 32, 64
 
 
 def look_up(cache: PagedCache, key: bytes, namespace: Namespace, readable: int) -> Lookup:
-    """Look up a prompt before anything makes room for it.
+    """Look up a prompt before anything is evicted for it.
 
     Args:
         cache: the cache.
         key: the prompt, int32.
-        namespace: its own; no other one is looked at.
-        readable: leading tokens that it may read.
+        namespace: the prompt's namespace, in which alone it is looked up.
+        readable: leading tokens that the prompt may read.
     """
     page_size = cache.page_size
     if not cache.enabled:
         return Lookup(0, -1, page_size)
-    # Its last token is computed in any case.
+    # The last token is always computed.
     match = cache.tree.match(key[:-TOKEN_BYTES], namespace)
     gone, now_s = cache.remember(), cache.tree.now()
     left = gone.find(key, len(match.pages), namespace)
@@ -41,17 +40,17 @@ def look_up(cache: PagedCache, key: bytes, namespace: Namespace, readable: int) 
     )
 
 
-def count_miss(cache: PagedCache, request: Request) -> None:
-    """Count an admitted request's prompt tokens that were not cached, by reason, if leaving pages are remembered."""
-    page = request.cached_tokens // cache.page_size
-    if cache.gone is None or not request.strategy.keeps_prompts or page >= (request.prompt_len - 1) // cache.page_size:
+def count_miss(cache: PagedCache, prompt: bytes, namespace: Namespace, cached_tokens: int) -> None:
+    """Count the tokens of a prompt, int32, that were not cached, by reason, if leaving pages are remembered."""
+    length, page = len(prompt) // TOKEN_BYTES, cached_tokens // cache.page_size
+    if cache.gone is None or page >= (length - 1) // cache.page_size:
         return
-    left = cache.gone.find(request.key(request.prompt_len), page, request.namespace)
-    cache.missed["new" if left is None else left.why] += request.prompt_len - request.cached_tokens
+    left = cache.gone.find(prompt, page, namespace)
+    cache.missed["new" if left is None else left.why] += length - cached_tokens
 
 
 def _other(cache: PagedCache, match: Match, namespace: Namespace) -> bytes:
-    """The first tokens with which a cached prompt goes on behind a match, the most recently used of some."""
+    """Preview tokens of the nearest cached prompt, behind the match; the most recently used of some."""
     rows, node, page_bytes = match.partial_rows, match.partial_node, cache.page_size * TOKEN_BYTES
     if node is not None:
         start = node.pages.index(match.partial_page) * page_bytes + rows * TOKEN_BYTES
@@ -68,6 +67,6 @@ def _other(cache: PagedCache, match: Match, namespace: Namespace) -> bytes:
 
 
 def _latest(node: Node) -> Node | None:
-    """A child; of many, one of those that came last."""
+    """The most recently used child, of the newest ones."""
     some = islice(reversed(node.children.values()), _LOOKED_AT)
     return max(some, key=lambda child: child.used_s, default=None)

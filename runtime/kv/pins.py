@@ -1,76 +1,91 @@
-"""Prefixes that operators pin and tenants keep in the cache, within one budget."""
+"""Prefixes that stay in the cache: operators pin them, and tenants keep them, within one budget."""
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
+from math import inf
 from secrets import token_hex
 from typing import Any
 
 from radix import Match, Namespace, Node, RadixTree, path
-from runtime.kv.keeps import Keeps
+from radix.node import TOKEN_BYTES
 
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """A pinned prefix; `expires_s` is on the board's clock, None: never. No pin of a later engine has its `id`."""
+    """A prefix that stays in the cache: the path that ends with `node`.
 
-    id: str
-    name: str | None
-    namespace: Namespace
-    tokens: int
+    A split leaves a node where it ends, so a node stands for one prefix as long as it is pinned.
+
+    Attributes:
+        owner: the tenant that keeps the prefix, or whose prefix an operator has pinned.
+        ttl_s: time to live in seconds; infinite: until it is removed.
+        sliding: whether the prefix is kept by its tenant, whose every use restarts the time to live.
+        expires_s: on the tree's clock.
+        id, name: of an operator's pin; no engine has had the id before.
+    """
+
+    owner: Namespace
     node: Node
-    expires_s: float | None
+    ttl_s: float
+    sliding: bool
+    expires_s: float
+    id: str = ""
+    name: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(above.key) for above in path(self.node)) // TOKEN_BYTES
 
 
 class PinBoard:
-    """All pins of a cache, and the prefixes that its tenants keep.
+    """All pins of a cache.
 
-    They share pages where their prefixes do; the budget counts distinct pages. A pin over the budget is refused. Pins
-    come before kept prefixes, which yield to them. Tenants share the rest of the budget: each may use all that others
-    leave, and what it keeps beyond an equal share yields to those that have less, the least recently used prefix first.
+    Pins share pages where their prefixes do; the budget counts distinct pages. An operator's pin over the budget is
+    refused. Operators' pins displace kept prefixes. Tenants share the rest of the budget: each may use what the others
+    leave, and loses what it keeps beyond an equal share to tenants that have less, the least recently used first.
 
-    None of this starves a live request: where it alone leaves no room for one, the least recently used prefix yields.
+    No pin starves a live request: if pins alone leave no room for it, the least recently used one is removed.
 
     Args:
-        tree: the tree that holds the pages.
-        budget_pages: most pages that all pins and kept prefixes may hold together.
-        clock: seconds, for times to live.
-        expired: told of the node at the end of each prefix whose time is over.
+        tree: the tree that holds the pages; its clock measures times to live.
+        budget_pages: most pages that all pins may hold together.
+
+    Attributes:
+        pins: operators' pins by id.
+        kept: tenants' kept prefixes by tenant and node.
+        num_refused, num_broken: operators' pins that were refused, or removed for a live request.
+        num_unkept, num_displaced: likewise of kept prefixes.
     """
 
-    def __init__(
-        self,
-        tree: RadixTree,
-        budget_pages: int,
-        clock: Callable[[], float],
-        expired: Callable[[Node], None] = lambda node: None,
-    ):
+    def __init__(self, tree: RadixTree, budget_pages: int):
         self.tree = tree
         self.budget_pages = budget_pages
         self.pins: dict[str, Pin] = {}
-        self.keeps = Keeps(tree)
+        self.kept: dict[tuple[Namespace, Node], Pin] = {}
         self.num_refused = 0
         self.num_broken = 0
         self.num_unkept = 0
         self.num_displaced = 0
-        self._clock = clock
-        self._expired = expired
+        self._soonest_s = inf  # no pin expires earlier
+
+    # -- operators -------------------------------------------------------------------------------------------
 
     def pin(self, tokens: array[int], namespace: Namespace, name: str | None, ttl_s: float | None) -> dict[str, Any]:
-        """Pin the whole pages of a prefix.
+        """Pin the whole pages of a prefix; `ttl_s` None: until it is removed.
 
         Returns:
             `{"pin": ...}` with the new pin; `{"missing_tokens": n}` if some of it has to be computed first; or
             `{"refused": why}`.
         """
         page_size = self.tree.page_size
-        wanted = len(tokens) // page_size
+        match, wanted = self._match(tokens, namespace)
         if not wanted:
             return self._refuse(f"the prefix is shorter than a page of {page_size} tokens")
-        match = self.tree.match(tokens[: wanted * page_size].tobytes(), namespace)
         missing = wanted - len(match.pages)
         if (why := self._claim(match, missing)) is not None:
             return self._refuse(why)
@@ -85,14 +100,56 @@ class PinBoard:
             return self._refuse(why)
         return {"pin": self.describe(self._add(match, None, None))}
 
+    def _add(self, match: Match, name: str | None, ttl_s: float | None) -> Pin:
+        node = self._hold(match)
+        self.tree.touch(node)
+        ttl_s = inf if ttl_s is None else ttl_s
+        pin = Pin(node.namespace.owner, node, ttl_s, False, self.tree.now() + ttl_s, f"pin-{token_hex(8)}", name)
+        self._soonest_s = min(self._soonest_s, pin.expires_s)
+        self.pins[pin.id] = pin
+        return pin
+
+    def _refuse(self, why: str) -> dict[str, Any]:
+        self.num_refused += 1
+        return {"refused": why}
+
+    def unpin(self, pin_id: str) -> bool:
+        """Remove a pin; its pages stay cached until they are evicted. False if there is none."""
+        pin = self.pins.get(pin_id)
+        if pin is not None:
+            self._remove(pin)
+        return pin is not None
+
+    def unpin_all(self, tenant: str | None = None) -> None:
+        """Remove all operators' pins and kept prefixes, or those of one tenant."""
+        for pin in list(self._all()):
+            if tenant in (None, pin.owner.tenant):
+                self._remove(pin)
+
+    def unpin_node(self, node: Node) -> list[str]:
+        """Remove everything that keeps a node in the cache; returns the ids of operators' pins."""
+        found = [pin for pin in self._all() if node in path(pin.node)]
+        for pin in found:
+            self._remove(pin)
+        return [pin.id for pin in found if not pin.sliding]
+
+    def describe(self, pin: Pin) -> dict[str, Any]:
+        """An operator's pin as clients see it; `tenant` is an account."""
+        left = None if pin.ttl_s == inf else max(pin.expires_s - self.tree.now(), 0.0)
+        shown = {"id": pin.id, "name": pin.name, "tenant": pin.owner.tenant, "tokens": pin.tokens}
+        return {**shown, "hits": pin.node.hits, "expires_in_s": left}
+
+    # -- tenants ---------------------------------------------------------------------------------------------
+
     def keep(self, tokens: array[int], namespace: Namespace, keeper: Namespace, ttl_s: float) -> str | None:
-        """Keep the whole pages of a cached prefix for a tenant, for `ttl_s` seconds from its last use on.
+        """Keep the whole pages of a cached prefix for a tenant, until `ttl_s` seconds after its last use.
+
+        A prefix that the tenant keeps already is renewed, for the longer of both times.
 
         Returns:
             The reason if it is not kept, else None.
         """
-        wanted = len(tokens) // self.tree.page_size
-        match = self.tree.match(tokens[: wanted * self.tree.page_size].tobytes(), namespace)
+        match, wanted = self._match(tokens, namespace)
         if not wanted:
             why: str | None = f"it is shorter than a page of {self.tree.page_size} tokens"
         elif len(match.pages) < wanted:
@@ -101,33 +158,111 @@ class PinBoard:
             why = "some of its pages count against the quota of another tenant"
         else:
             why = self._claim(match, keeper=keeper)
-        if why is None:
-            self.keeps.add(match, keeper, ttl_s, self._clock())
-        else:
+        if why is not None:
             self.num_unkept += 1
-        return why
+            return why
+        now, node = self.tree.now(), self._hold(match)
+        if (kept := self.kept.get((keeper, node))) is not None:
+            self.tree.unpin(node)
+            kept.ttl_s = max(kept.ttl_s, ttl_s)
+        else:
+            self.kept[keeper, node] = Pin(keeper, node, ttl_s, True, now + ttl_s)
+        self._soonest_s = min(self._soonest_s, now + ttl_s)
+        self.renew(node, keeper)
+        return None
 
     def renew(self, node: Node | None, keeper: Namespace) -> None:
-        """Book a tenant's use of the prefix that ends with a node."""
-        self.keeps.renew(node, keeper, self._clock())
+        """Count a tenant's use of the prefix that ends with a node, and of all shorter ones that it keeps."""
+        if not self.kept:
+            return
+        now = self.tree.now()
+        for above in path(node):
+            if (pin := self.kept.get((keeper, above))) is not None:
+                pin.expires_s = now + pin.ttl_s
+
+    def oldest_kept(self) -> list[Pin]:
+        """All kept prefixes, the least recently used first."""
+        return sorted(self.kept.values(), key=lambda pin: pin.expires_s - pin.ttl_s)
+
+    def describe_kept(self) -> list[dict[str, Any]]:
+        """Sums of the kept prefixes by tenant: their number, and the tokens of their distinct pages."""
+        count = Counter(pin.owner for pin in self.kept.values())
+        tokens = {keeper: _num_pages(nodes) * self.tree.page_size for keeper, nodes in self._kept_nodes().items()}
+        return [
+            {"tenant": keeper.tenant, "prefixes": count[keeper], "tokens": tokens[keeper]} for keeper in sorted(count)
+        ]
+
+    # -- both ------------------------------------------------------------------------------------------------
+
+    def expire(self) -> None:
+        """Remove the pins whose time to live is over."""
+        now = self.tree.now()
+        if now < self._soonest_s:
+            return
+        for pin in list(self._all()):
+            if pin.expires_s <= now:
+                self._remove(pin, expired=True)
+        self._soonest_s = min((pin.expires_s for pin in self._all()), default=inf)
+
+    def yield_one(self) -> bool:
+        """Remove the least recently used prefix, kept ones first, to make room for a live request; False if none."""
+        if self.kept:
+            self._remove(self.oldest_kept()[0])
+            self.num_displaced += 1
+        elif self.pins:
+            self._remove(min(self.pins.values(), key=lambda pin: pin.node.last_use))
+            self.num_broken += 1
+        else:
+            return False
+        return True
+
+    def _all(self) -> Iterable[Pin]:
+        return chain(self.pins.values(), self.kept.values())
+
+    def _match(self, tokens: array[int], namespace: Namespace) -> tuple[Match, int]:
+        """The cached part of the whole pages of a prefix, and the number of these."""
+        wanted = len(tokens) // self.tree.page_size
+        return self.tree.match(tokens[: wanted * self.tree.page_size].tobytes(), namespace), wanted
+
+    def _hold(self, match: Match) -> Node:
+        """Pin matched pages in the tree."""
+        node = self.tree.lock_match(match)
+        assert node is not None
+        self.tree.pin(node)
+        self.tree.unlock(node)
+        return node
+
+    def _remove(self, pin: Pin, expired: bool = False) -> None:
+        if pin.sliding:
+            del self.kept[pin.owner, pin.node]
+        else:
+            del self.pins[pin.id]
+        self.tree.unpin(pin.node, expired)
+
+    def _kept_nodes(self) -> dict[Namespace, set[Node]]:
+        """The nodes of kept prefixes, by tenant."""
+        nodes: dict[Namespace, set[Node]] = defaultdict(set)
+        for pin in self.kept.values():
+            nodes[pin.owner].update(path(pin.node))
+        return nodes
 
     def _claim(self, match: Match, missing: int = 0, keeper: Namespace | None = None) -> str | None:
-        """Make room in the budget for a match and missing pages behind it; the reason if there cannot be room.
+        """Make room in the budget for a match and missing pages behind it; the reason if that is impossible.
 
-        `keeper`: the tenant for whom they are to be kept; None: for a pin.
+        `keeper`: the tenant that keeps them; None: an operator pins them.
         """
         self.expire()
         if self._num_over(match, missing) <= 0:
             return None
-        held = self.keeps.nodes()
+        kept = self._kept_nodes()
         pinned = {node for pin in self.pins.values() for node in path(pin.node)}
-        own = pinned if keeper is None else held[keeper]
+        own = pinned if keeper is None else kept[keeper]
         wanted = _num_pages(own) + missing + sum(len(node.pages) for node in path(match.node) if node not in own)
         if match.node is not None and match.node not in own:
             wanted -= len(match.node.pages) - match.node_pages
-        share = self.budget_pages if keeper is None else (self.budget_pages - _num_pages(pinned)) // len(held)
+        share = self.budget_pages if keeper is None else (self.budget_pages - _num_pages(pinned)) // len(kept)
         if wanted <= share:
-            self._displace(match, missing, share, held, keeper)
+            self._displace(match, missing, share, kept, keeper)
             if self._num_over(match, missing) <= 0:
                 return None
         pages = f"{wanted} pages of {self.tree.page_size} tokens; the budget is {share} pages"
@@ -140,93 +275,18 @@ class PinBoard:
         return self.tree.num_pinned_pages + self.tree.num_new_pinned_pages(match) + missing - self.budget_pages
 
     def _displace(
-        self, match: Match, missing: int, share: int, held: dict[Namespace, set[Node]], keeper: Namespace | None
+        self, match: Match, missing: int, share: int, kept: dict[Namespace, set[Node]], keeper: Namespace | None
     ) -> None:
-        """Let go of others' keeps until there is room: those beyond the share of their tenants; for a pin, any."""
-        pages = {tenant: _num_pages(nodes) for tenant, nodes in held.items()}
-        for keep in self.keeps.oldest():
+        """Remove kept prefixes until there is room: those beyond other tenants' shares; for an operator's pin, any."""
+        pages = {tenant: _num_pages(nodes) for tenant, nodes in kept.items()}
+        for pin in self.oldest_kept():
             if self._num_over(match, missing) <= 0:
                 return
-            if keeper is None or (keep.keeper != keeper and pages[keep.keeper] > share):
+            if keeper is None or (pin.owner != keeper and pages[pin.owner] > share):
                 before = self.tree.num_pinned_pages
-                self.keeps.remove([keep])
-                pages[keep.keeper] -= before - self.tree.num_pinned_pages
+                self._remove(pin)
+                pages[pin.owner] -= before - self.tree.num_pinned_pages
                 self.num_displaced += 1
-
-    def _refuse(self, why: str) -> dict[str, Any]:
-        self.num_refused += 1
-        return {"refused": why}
-
-    def _add(self, match: Match, name: str | None, ttl_s: float | None) -> Pin:
-        node = self.tree.lock_match(match)
-        assert node is not None
-        self.tree.pin(node)
-        self.tree.unlock(node)
-        self.tree.touch(node)
-        tokens = sum(len(above.pages) for above in path(node)) * self.tree.page_size
-        expires_s = None if ttl_s is None else self._clock() + ttl_s
-        pin = Pin(f"pin-{token_hex(8)}", name, node.namespace, tokens, node, expires_s)
-        self.pins[pin.id] = pin
-        return pin
-
-    def unpin(self, pin_id: str) -> bool:
-        """Remove a pin; its pages stay cached until they are evicted. False if there is none."""
-        pin = self.pins.pop(pin_id, None)
-        if pin is not None:
-            self.tree.unpin(pin.node)
-        return pin is not None
-
-    def unpin_all(self) -> None:
-        """Remove all pins, and let go of all that tenants keep."""
-        for pin_id in list(self.pins):
-            self.unpin(pin_id)
-        self.keeps.remove(self.keeps.keeps.values())
-
-    def unpin_node(self, node: Node) -> list[str]:
-        """Remove every pin that keeps a node, and let go of what tenants keep with it; ids of the pins."""
-        found = [pin.id for pin in self.pins.values() if node in path(pin.node)]
-        for pin_id in found:
-            self.unpin(pin_id)
-        self.keeps.remove(keep for keep in self.keeps.keeps.values() if node in path(keep.node))
-        return found
-
-    def expire(self) -> None:
-        """Remove the pins whose time to live is over, and what tenants have not used in its time."""
-        now = self._clock()
-        for node in self.keeps.expire(now):
-            self._expired(node)
-        for pin in list(self.pins.values()):
-            if pin.expires_s is not None and pin.expires_s <= now:
-                self.unpin(pin.id)
-                self._expired(pin.node)
-
-    def yield_one(self) -> bool:
-        """Let go of the least recently used prefix, as a live request needs its room; False if there is none.
-
-        Kept ones go before pinned ones.
-        """
-        if self.keeps.keeps:
-            self.keeps.remove(self.keeps.oldest()[:1])
-            self.num_displaced += 1
-            return True
-        if not self.pins:
-            return False
-        self.num_broken += 1
-        return self.unpin(min(self.pins.values(), key=lambda pin: pin.node.last_use).id)
-
-    def describe_kept(self) -> list[dict[str, Any]]:
-        """The prefixes that tenants keep, in sums: tenant and salt, number, tokens of their distinct pages."""
-        count = Counter(keep.keeper for keep in self.keeps.keeps.values())
-        tokens = {keeper: _num_pages(nodes) * self.tree.page_size for keeper, nodes in self.keeps.nodes().items()}
-        return [
-            {"tenant": keeper.tenant, "prefixes": count[keeper], "tokens": tokens[keeper]} for keeper in sorted(count)
-        ]
-
-    def describe(self, pin: Pin) -> dict[str, Any]:
-        """A pin as shown to clients; `tenant` is an account."""
-        left = None if pin.expires_s is None else max(pin.expires_s - self._clock(), 0.0)
-        told = {"id": pin.id, "name": pin.name, "tenant": pin.namespace.tenant, "tokens": pin.tokens}
-        return {**told, "hits": pin.node.hits, "expires_in_s": left}
 
 
 def _num_pages(nodes: Iterable[Node]) -> int:

@@ -84,16 +84,10 @@ class KVPool:
         for tensor in (self.k, self.v):
             tensor[:, target : target + rows] = tensor[:, source : source + rows]
 
-    def read_pages(self, pages: Sequence[int], into: memoryview | None = None) -> torch.Tensor:
-        """A copy of pages, uint8 [2 * ranks, layers, pages, bytes], on the pool's device.
-
-        `into`: memory for it, of the same size; for a pool on the host with one rank.
-        """
+    def read_pages(self, pages: Sequence[int]) -> torch.Tensor:
+        """A copy of pages, uint8 [2 * ranks, layers, pages, bytes], on the pool's device."""
         shape = (2, len(self._pages[0]), len(pages), self._pages[0].shape[2])
-        if into is None:
-            found = torch.empty(shape, dtype=torch.uint8, device=self.k.device)
-        else:
-            found = torch.frombuffer(into, dtype=torch.uint8).view(shape)
+        found = torch.empty(shape, dtype=torch.uint8, device=self.k.device)
         on_host = self.k.device.type == "cpu"
         for half, own in zip(found, self._pages, strict=True):
             # Not by torch, whose threads would spin on the cores of the kernels.

@@ -1,8 +1,9 @@
 """KV events over ZeroMQ, in the format of vLLM and SGLang.
 
-A message is `[topic, sequence number (8 bytes, big endian), msgpack]`; the payload is `[timestamp, events, rank]` and
-an event a map whose `type` is its name. A consumer that missed some asks the replay socket (`[first number]` on a REQ
-socket, or `[b"", first number]` on a DEALER) and gets `[number, payload]` for each that is kept, then number -1.
+A message is `[topic, sequence number (8 bytes, big endian), msgpack]`; the payload is `[timestamp, events, rank]`, and
+an event is a map whose `type` is its name. A consumer that missed messages sends `[first number]` on a REQ socket, or
+`[b"", first number]` on a DEALER, to the replay socket. It gets `[number, payload]` for each kept message, then
+number -1.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 import msgspec
 import zmq
@@ -28,10 +28,8 @@ _END = (-1).to_bytes(8, "big", signed=True)
 # words are SGLang's, which Dynamo knows.
 POOL_MEDIUM = "GPU"
 _MEDIA = {"host": "CPU_PINNED", "disk": "DISK", "store": "EXTERNAL"}
-# Tenants whose unsalted blocks everybody may know: that of an open server, and the one that all keys share.
+# Tenants whose unsalted blocks are public: that of an open server, and the one that all keys share.
 _PUBLIC = ("", "public")
-# Fields of the positional form, behind the event's name.
-_LEGACY_FIELDS = 6
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
@@ -63,7 +61,7 @@ class BlockRemoved(msgspec.Struct, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
-    """The cache is empty: sent once at the start, for consumers that followed an earlier engine."""
+    """The cache is empty; sent once at the start, for consumers of an earlier engine."""
 
 
 class EventBatch(msgspec.Struct, array_like=True):
@@ -78,7 +76,7 @@ class EventPublisher:
     """The PUB socket, and the batches that can be replayed.
 
     Args:
-        config: endpoints of both sockets, the block size, the form, and whose blocks are published.
+        config: endpoints of both sockets, the block size, and whose blocks are published.
 
     Raises:
         ModelError: if an endpoint cannot be bound.
@@ -105,9 +103,9 @@ class EventPublisher:
         return socket
 
     def publish(self, events: Sequence[Event], tier: str | None = None) -> None:
-        """Send a batch for each tenant under its topic, and answer requests for earlier ones.
+        """Send a batch for each tenant under its topic, and answer replay requests.
 
-        `tier`: the store that the events are of; None: the pool.
+        `tier`: the tier of the events; None: the pool.
         """
         medium = POOL_MEDIUM if tier is None else _MEDIA[tier]
         if self._config.kv_events_of == "public":
@@ -130,10 +128,7 @@ class EventPublisher:
         return BlockStored(*stored, tokens, self._config.page_size, None, medium, None, extra, salt)
 
     def _send(self, topic: str, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
-        batch: Any = EventBatch(time.time(), events)
-        if self._config.kv_events_format == "array":
-            batch = (batch.ts, [_positional(event) for event in events], None)
-        payload = self._encode(batch)
+        payload = self._encode(EventBatch(time.time(), events))
         self._kept.append((self._next, payload))
         self._publish.send_multipart([topic.encode(), self._next.to_bytes(8, "big"), payload])
         self._next += 1
@@ -161,15 +156,11 @@ def _is_public(namespace: Namespace) -> bool:
 
 
 def _salt(namespace: Namespace) -> str | None:
-    """A name of the namespace, so that consumers that hash tokens themselves part it from others; None: everybody's.
+    """The namespace's name, for consumers that hash tokens themselves; None: the public one.
 
-    A salt of an open server stands alone, as its clients sent it.
+    A salt of an open server is its own name.
     """
     tenant, salt, entry, adapter = namespace
     if adapter:
         return f"{tenant}/{salt}#{entry}@{adapter}"
     return f"{tenant}/{salt}#{entry}" if tenant or entry else salt or None
-
-
-def _positional(event: BlockStored | BlockRemoved | AllBlocksCleared) -> list[Any]:
-    return [type(event).__name__, *msgspec.structs.astuple(event)[:_LEGACY_FIELDS]]

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from runtime.denoising import Algorithm, NoiseParams
 from runtime.errors import ModelError
-from runtime.params import Algorithm, DiffusionParams
 
 # architecture -> decoder family
 FAMILIES = {
@@ -87,15 +87,15 @@ class DiffusionSpec:
     """A diffusion model.
 
     Attributes:
-        mask_token_id: the token of undecided positions; -1: there is none, canvases begin as random tokens.
+        mask_token_id: the token of undecided positions; -1: none, canvases start with random tokens.
         logits_shift: the logits of token i are read from row i - logits_shift.
         algorithm: its authors' sampler.
         attended: positions of a block that attends to itself and all before it (block diffusion); None: every position
             attends to all.
-        block: positions that are denoised together, unless a request says otherwise.
-        threshold: likewise the confidence from which masks are decided; None: a schedule decides.
-        edits: whether it may be asked to replace tokens that are decided (joint threshold).
-        defaults: its own defaults of other fields of `DiffusionParams`.
+        block: default number of positions that are denoised together.
+        threshold: default confidence from which masks are decided; None: a schedule decides.
+        edits: whether requests may let it replace decided tokens (joint threshold).
+        defaults: the model's defaults for other fields of `NoiseParams`.
     """
 
     mask_token_id: int
@@ -142,7 +142,7 @@ def diffusion_spec(config: dict[str, Any], architecture: str) -> DiffusionSpec |
 
 
 def canvas_spec(config: dict[str, Any], generation: dict[str, Any]) -> DiffusionSpec:
-    """The spec of DiffusionGemma, whose rows are causal but for those of the canvas. Raises ModelError."""
+    """The spec of DiffusionGemma, whose rows are causal except on the canvas. Raises ModelError."""
     length = config.get("canvas_length", 256)
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
         raise ModelError(f"config.json has canvas_length {length!r}; it must be a positive integer")
@@ -158,7 +158,7 @@ def canvas_spec(config: dict[str, Any], generation: dict[str, Any]) -> Diffusion
     bound = sampler.get("entropy_bound")
     defaults["entropy_bound"] = 0.1 if bound is None else bound
     try:
-        DiffusionParams.model_validate(defaults, strict=True)
+        NoiseParams.model_validate(defaults, strict=True)
     except ValidationError as error:
         (own, *_), reason = error.errors()[0]["loc"], error.errors()[0]["msg"]
         name = next((name for name, (each, _) in _NOISE.items() if each == own), own)

@@ -14,19 +14,19 @@ MXFP4_BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
-    """Experts in place of a layer's MLP, of which each row takes a few.
+    """Experts that replace a layer's MLP; each row uses a few of them.
 
     Attributes:
-        layers: those that have experts.
-        count, chosen: experts of a layer, and those that a row takes.
+        layers: indices of the layers with experts.
+        count, chosen: experts per layer, and experts per row.
         inner: an expert's inner columns.
-        shared: inner columns of the expert that every row takes; 0: none.
-        sigmoid: scores are sigmoids, to which a bias is added for the choice alone; else a softmax.
-        normalized: whether the weights of the chosen ones are made to sum to 1.
-        groups, chosen_groups: experts are chosen from the groups whose two best scores sum to most.
+        shared: inner columns of the expert that every row uses; 0: none.
+        sigmoid: scores are sigmoids, with a bias that affects only the choice; otherwise a softmax.
+        normalized: whether the chosen experts' weights are scaled to sum to 1.
+        groups, chosen_groups: experts are chosen from the groups with the largest sum of their two best scores.
         scale: factor on the weights.
-        limit: bound of gate and up; None: there is none. Experts that have one are those of gpt-oss: with biases, in
-            one tensor for all, gate and up by turns.
+        limit: bound of gate and up; None: unbounded. Only gpt-oss has it: its experts have biases and lie in one
+            tensor, with gate and up interleaved.
         alpha: factor within their SiLU.
         packed: whether the checkpoint has their weights in MXFP4.
     """

@@ -15,7 +15,7 @@ from runtime.models.spec import LlamaSpec
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
-# Those that transformers converts, in memory.
+# Architectures that transformers converts, in memory.
 BY_TRANSFORMERS = ("gemma3",)
 
 # Divisors of Llama 3's rotary frequencies, a tensor in GGUF and a setting in config.json.
@@ -80,14 +80,14 @@ def _write_by_transformers(path: Path, metadata: dict[str, Any], work: Path) -> 
     import torch
     from transformers import AutoModelForCausalLM
 
-    # Gemma 3 has it from 4 billion parameters on; transformers' converter does not read it.
+    # Gemma 3 has rope scaling from 4 billion parameters on; transformers' converter ignores it.
     if found := [name for name in metadata if ".rope.scaling." in name]:
         raise ModelError(f"{path.name} has {found[0]}; supported in GGUF is this architecture without rope scaling")
     load: Any = AutoModelForCausalLM.from_pretrained
     model, report = load(path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):
         raise ModelError(f"{path.name} has no tensor for {missing[0]}, which its metadata requires")
-    # The tensors are plain ones; newer versions note where they come from, and would not save them.
+    # The tensors are plain, but newer versions note their origin and would refuse to save them.
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)
     model.generation_config.eos_token_id = _ends(metadata)

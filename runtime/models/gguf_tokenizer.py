@@ -36,7 +36,7 @@ def build_tokenizer(path: Path, metadata: dict[str, Any]) -> tuple[Tokenizer, di
     else:
         raise ModelError(f"{path.name}: tokenizer {kind!r}; supported in GGUF are 'gpt2' and 'llama'")
     types = metadata.get("tokenizer.ggml.token_type") or []
-    # One call each, as every call rebuilds the index of added tokens.
+    # One call for each kind, because every call rebuilds the index of added tokens.
     for wanted, add in ((_CONTROL, fast.add_special_tokens), (_USER_DEFINED, fast.add_tokens)):
         found = (token for token, token_type in zip(tokens, types, strict=False) if token_type == wanted)
         add([AddedToken(token, normalized=False, special=wanted == _CONTROL) for token in found])

@@ -1,4 +1,4 @@
-"""The code that computes a model: Ramet's own, for the Llama family, or that of transformers."""
+"""The choice between Ramet's own code, for the Llama family, and transformers' code."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Any
 
 from runtime.config import ModelConfig
 from runtime.errors import ModelError
+from runtime.models.config_json import Unsupported, read_json
 from runtime.models.diffusion import DIFFUSION_GEMMA
-from runtime.models.spec import LlamaSpec, Unsupported, is_packed, read_json
+from runtime.models.spec import LlamaSpec, is_packed
 
-# Sections of a configuration, for inputs that are no text.
+# Sections of configurations for inputs other than text.
 _SENSES = {"vision_config": "images", "audio_config": "sound", "speech_config": "sound"}
 
 
 def own_spec(config: ModelConfig, directory: Path) -> LlamaSpec | None:
-    """The spec of a model that Ramet's own code computes; None: transformers' code does, which is not imported.
+    """The spec of a model that Ramet's own code computes; None if transformers' code computes it (not imported here).
 
-    Raises ModelError if neither does, or not the one of `--model-impl`.
+    Raises ModelError if neither can, or if the one of `--model-impl` cannot.
     """
     given = read_json(directory / "config.json")
     if config.model_impl != "transformers":
@@ -31,7 +32,7 @@ def own_spec(config: ModelConfig, directory: Path) -> LlamaSpec | None:
 
 
 def context_of(config: ModelConfig, directory: Path) -> int:
-    """The context of a model; of one that transformers' code computes, as its configuration says. Raises ModelError."""
+    """The context length of a model. Raises ModelError."""
     if (spec := own_spec(config, directory)) is not None:
         return spec.context_length
     given = read_json(directory / "config.json")
@@ -42,7 +43,7 @@ def context_of(config: ModelConfig, directory: Path) -> int:
 
 
 def is_diffusion_gemma(config: dict[str, Any]) -> bool:
-    """Whether a configuration is of the one diffusion model that transformers' code computes."""
+    """Whether this is DiffusionGemma, the only diffusion model that transformers' code computes."""
     return DIFFUSION_GEMMA in (config.get("architectures") or [])[:1]
 
 
@@ -63,7 +64,7 @@ def check_served(config: dict[str, Any]) -> None:
 
 
 def _check_diffusion_gemma(config: dict[str, Any]) -> None:
-    """Its text is served, and its images are not."""
+    """Raise ModelError for variants of DiffusionGemma that are not served. Its images are not served either."""
     if not config.get("tie_word_embeddings", True):
         raise ModelError(f"{DIFFUSION_GEMMA} is served with the weights of its decoder tied to those of its encoder")
     if not isinstance(text := config.get("text_config"), dict):

@@ -1,6 +1,6 @@
-"""Marks: contents of messages at which a chat template's text is cut.
+"""Marks: random message contents at which the rendered text of a chat template is cut.
 
-Nobody can guess a mark, so that no text of a user is taken for the template's, nor the other way round.
+Marks are random, so user text is never mistaken for template text, nor the other way round.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 
 def new_mark() -> str:
-    """A content that is found again only if the template writes it as it is: without escapes, in the same case."""
+    """A mark that survives only if the template writes contents unchanged, without escapes and in the same case."""
     return f'{secrets.token_hex(16)}\n <"Aa">  {secrets.token_hex(4)}'
 
 
 def cut(text: str, marks: Sequence[str]) -> list[str] | None:
-    """The text before, between and behind marks; None unless each of them is there once, in this order."""
+    """The text before, between and after marks; None unless each occurs exactly once, in this order."""
     pieces = []
     for mark in marks:
         before, found, text = text.partition(mark)
@@ -27,14 +27,14 @@ def cut(text: str, marks: Sequence[str]) -> list[str] | None:
 
 
 def new_place() -> str:
-    """A mark that is found again even where the template escapes what it writes."""
+    """A mark that survives templates that escape contents."""
     return secrets.token_hex(16)
 
 
 def find_place(text: str, marked: str, mark: str) -> int:
-    """Characters of a text before a mark of `new_place` that another rendering of it holds; 0 if it is left out there.
+    """The position in `text` that corresponds to the mark in `marked`, another rendering; 0 if the mark is missing.
 
-    A template may trim a content, and so write it in another way before a mark: then the place is where that begins.
+    A template may trim contents, so the text before the mark may differ: then this is where the difference begins.
     """
     before, found, _ = marked.partition(mark)
     if not found:

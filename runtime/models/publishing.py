@@ -1,4 +1,4 @@
-"""Directories that Ramet makes: complete or not at all, and with checksums that every start verifies."""
+"""Atomic publishing of directories that Ramet makes, with checksums that every start verifies."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from runtime.errors import ModelError
 
 CHECKSUMS = "checksums.json"
 
-# The end of a made directory's name: raised when a conversion changes, so that older ones are not used.
+# Suffix of made directories: raised when a conversion changes, so that older results are not used.
 FORMAT = 2
 
 
 def provide(target: Path, make: Callable[[Path], None]) -> Path:
-    """The directory `target`, which `make` fills if it does not exist or is damaged.
+    """The directory `target`, which `make` fills if it is missing or damaged.
 
-    `make` gets an empty directory, which becomes `target` once it is complete. Files beside that are removed.
+    `make` gets an empty directory, which becomes `target` once complete. Temporary files beside it are removed.
 
     Raises:
         ModelError: as `make`, or if `target` cannot be written.
@@ -38,7 +38,7 @@ def provide(target: Path, make: Callable[[Path], None]) -> Path:
         with scratch(target.parent, ".making-") as directory:
             if existed:
                 print(f"{damage} is damaged or missing: {target} is made again", file=sys.stderr, flush=True)
-                with contextlib.suppress(FileNotFoundError):  # another process has found it, too
+                with contextlib.suppress(FileNotFoundError):  # another process also found the damage
                     target.rename(directory / "damaged")
             work = directory / "work"
             work.mkdir()
@@ -55,7 +55,7 @@ def _publish(work: Path, target: Path) -> None:
     try:
         work.rename(target)
     except OSError:
-        if find_damage(target, target / CHECKSUMS) is not None:  # else another process has published an equal copy
+        if find_damage(target, target / CHECKSUMS) is not None:  # otherwise another process published an equal copy
             raise
 
 
@@ -66,7 +66,7 @@ def write_checksums(directory: Path, path: Path) -> None:
 
 
 def find_damage(directory: Path, checksums: Path) -> Path | None:
-    """The first file of `directory` that is missing or differs from `checksums`, or these if they cannot be read."""
+    """The first missing or changed file of `directory`, or `checksums` itself if it cannot be read."""
     try:
         expected = dict(json.loads(checksums.read_bytes()))
     except (OSError, TypeError, ValueError):
@@ -85,19 +85,19 @@ def _digest(path: Path) -> str | None:
 
 @contextlib.contextmanager
 def scratch(parent: Path, prefix: str) -> Iterator[Path]:
-    """A new directory in `parent`, for this user alone, removed at the end; so are those of processes that were killed.
+    """A new private directory in `parent`, removed at the end, as are directories of killed processes.
 
-    Its owner holds a lock in it, which the system frees when the owner ends in any way.
+    The owner holds a lock in it, which the system releases when the owner ends in any way.
     """
     for remains in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError), (remains / "lock").open("r+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(remains)
-    # Locked before it has the name by which others look for remains.
+    # Locked before it gets the name that others look for.
     directory = Path(tempfile.mkdtemp(prefix=f"new{prefix}", dir=parent))
     try:
         with (directory / "lock").open("wb") as lock:
-            with contextlib.suppress(OSError):  # a file system without locks, where remains stay
+            with contextlib.suppress(OSError):  # without locks, directories of killed processes stay
                 fcntl.flock(lock, fcntl.LOCK_EX)
             directory = directory.rename(parent / directory.name.removeprefix("new"))
             yield directory

@@ -1,4 +1,4 @@
-"""From the value of `--model` to a local model directory."""
+"""Resolution of `--model` to a local model directory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def resolve_model(config: ModelConfig) -> Path:
     if name == DEFAULT_MODEL:
         return fetch_default(config.cache_dir)
     if name in ADAPTERS:
-        # Imports torch, which a server process does without.
+        # Imports torch, which the server process must not load.
         from runtime.models.adapters.merge import build_adapted
 
         return build_adapted(name, config.cache_dir)
@@ -69,12 +69,21 @@ def model_name(config: ModelConfig, path: Path) -> str:
 
 
 def served_names(config: ModelConfig) -> list[str]:
-    """The names of `--served-model-name`, which are listed to clients."""
+    """The names of `--served-model-name`, which `/v1/models` lists."""
+    return [name for name in _given_names(config) if name != "*"]
+
+
+def serves_any_name(config: ModelConfig) -> bool:
+    """Whether requests may use any name."""
+    return "*" in _given_names(config)
+
+
+def _given_names(config: ModelConfig) -> list[str]:
     return [name for part in (config.served_model_name or "").split(",") if (name := part.strip())]
 
 
 def known_names(config: ModelConfig) -> list[str]:
-    """The names by which clients may ask for the model: those listed, the path or the hub's name, and its last part."""
+    """All names that requests may use: the listed ones, the path or hub name, and its last part."""
     return [*served_names(config), config.model, Path(config.model).name]
 
 
@@ -96,7 +105,7 @@ def _from_file(path: Path, cache_dir: Path) -> Path:
 def _from_hub(name: str, config: ModelConfig) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
 
-    # HTTPError is that of the HTTP client of this version of the hub (httpx or httpx2).
+    # HTTPError belongs to the HTTP client of the installed huggingface-hub (httpx or httpx2).
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalEntryNotFoundError
 
     try:
@@ -117,12 +126,12 @@ def _from_hub(name: str, config: ModelConfig) -> Path:
 
 
 def _find_damage(path: Path, checksums: Path) -> Path | None:
-    """The first damaged file of a snapshot: at first by the hub's digests, then by quick ones, kept in `checksums`."""
+    """The first damaged file of a snapshot, first by the hub's digests, later by fast ones in `checksums`."""
     if checksums.exists():
         return find_damage(path, checksums)
     damage = next((file for file in sorted(path.iterdir()) if file.is_file() and not _as_published(file)), None)
     if damage is None:
-        with contextlib.suppress(OSError):  # if they cannot be kept, each start reads the hub's
+        with contextlib.suppress(OSError):  # if they cannot be written, each start verifies the hub's digests
             checksums.parent.mkdir(parents=True, exist_ok=True)
             with scratch(checksums.parent, ".making-") as directory:
                 write_checksums(path, directory / "new")
@@ -131,9 +140,9 @@ def _find_damage(path: Path, checksums: Path) -> Path | None:
 
 
 def _as_published(file: Path) -> bool:
-    """Whether a file has the digest that is its name in the hub's cache: SHA-256 if it is large, else git's own."""
+    """Whether a file has the digest that names it in the hub's cache: SHA-256 for large files, otherwise git's."""
     name, size = file.resolve().name, file.stat().st_size
-    if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", name):  # copied by name, where files cannot be linked
+    if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", name):  # a copy with a plain name, on file systems without links
         return True
     digest = hashlib.sha256() if len(name) == 64 else hashlib.sha1(f"blob {size}\0".encode())
     with file.open("rb") as content:

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from runtime.models.spec import RopeSpec
+from runtime.models.rope_spec import RopeSpec
 
 
 class RotaryEmbedding:
@@ -45,9 +45,9 @@ class RotaryEmbedding:
 
 
 def pairs_in_halves(rope: RopeSpec, head_dim: int) -> torch.Tensor:
-    """Dimensions of a head, int64 [head_dim], in the order in which a model that rotates a part of them has halves.
+    """The order of a head's dimensions, int64 [head_dim], in which a partial rotation becomes a rotation by halves.
 
-    Queries and keys whose weights are ordered so give the same products, and are rotated like any others.
+    Ordering the weights of queries and keys this way leaves their products unchanged.
     """
     turned = rope.rotated or head_dim
     parts = torch.arange(turned), torch.arange(turned, head_dim)
@@ -57,7 +57,7 @@ def pairs_in_halves(rope: RopeSpec, head_dim: int) -> torch.Tensor:
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate [rows, heads, head_dim] by half-split RoPE with float32 cos and sin [rows or 1, head_dim / 2].
 
-    The arithmetic is float32: cos and sin rounded to bfloat16 would turn by another angle.
+    The arithmetic is float32: cos and sin rounded to bfloat16 would rotate by another angle.
     """
     half, cos, sin = x.shape[-1] // 2, cos[:, None], sin[:, None]
     wide = x.float()
@@ -69,7 +69,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def _llama3(inv_freq: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, intermediate ones blended."""
     original, low, high = rope.original_context, rope.low_freq_factor, rope.high_freq_factor
     wavelength = 2 * math.pi / inv_freq
     smooth = (original / wavelength - low) / (high - low)

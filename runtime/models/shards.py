@@ -46,10 +46,10 @@ class Shard:
     size: int
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of a weight, which is the whole weight if every rank needs it.
+        """This rank's shard of a weight; the whole weight if every rank needs it.
 
-        The head is sharded over the vocabulary and padded with zeros. A bias that is added to a sum over the ranks is
-        zero on all but one of them.
+        The head is sharded over the vocabulary and padded with zeros. A bias added to a sum over ranks is zero on all
+        ranks but the first.
         """
         if name == "lm_head.weight":
             return self.head(tensor)

@@ -1,14 +1,13 @@
-"""Model specifications from config.json: shapes, switches, rotary embedding, limits."""
+"""Model specifications from config.json: shapes, switches, limits."""
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 from runtime.errors import ModelError
+from runtime.models.config_json import Unsupported, positive_size, read_generation, read_json, token_ids
 from runtime.models.diffusion import (
     FAMILIES,
     DiffusionSpec,
@@ -19,44 +18,17 @@ from runtime.models.diffusion import (
     llada_name,
 )
 from runtime.models.experts import ExpertSpec, expert_spec
+from runtime.models.rope_spec import RopeSpec, read_gemma_ropes, read_rope
 
 _CAUSAL = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3", "GptOss")
 SUPPORTED = (*(f"{family}ForCausalLM" for family in _CAUSAL), *FAMILIES)
-# Families whose configurations say whether q, k, v and o have biases.
+# Families with `attention_bias` in their configurations.
 _ATTENTION_BIAS = ("Llama", "Qwen3", "Gemma3", "GptOss")
-# The published values of what a configuration may leave out.
+# Published values of optional fields.
 _GPT_OSS = {
     **{"rope_theta": 150000.0, "sliding_window": 128, "attention_bias": True, "rms_norm_eps": 1e-5},
     "rope_scaling": {"type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
 }
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-
-
-class Unsupported(ModelError):
-    """A model that Ramet's own code does not compute, though other code may."""
-
-
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary embedding; `kind` decides which fields matter.
-
-    Attributes:
-        original_context: the context before scaling (llama3, yarn).
-        amplitude: factor on cos and sin (yarn).
-        rotated: the first dimensions of a head, which alone are rotated; 0: all.
-    """
-
-    theta: float
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
-    factor: float = 1.0
-    original_context: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    amplitude: float = 1.0
-    rotated: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +37,8 @@ class ModelSpec:
 
     Attributes:
         num_layers, num_kv_heads, head_dim: of the KV pool.
-        num_heads: query heads of the layer that has the most.
-        fingerprint: properties besides the weights on which KV depends.
+        num_heads: the largest number of query heads of a layer.
+        fingerprint: properties that affect KV, besides the weights.
     """
 
     architecture: str
@@ -84,7 +56,7 @@ class ModelSpec:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The model that a measured table belongs to: models with the same values may share one."""
+        """Identifies the model of a measured table: models with equal values may share one."""
         names = ("model_type", "num_layers", "hidden_size", "vocab_size")
         return {name: getattr(self, name) for name in names}
 
@@ -94,14 +66,14 @@ class LlamaSpec(ModelSpec):
     """A decoder of the Llama family, which Ramet's own code computes.
 
     Attributes:
-        windows: positions that rows see in each layer, before and with their own; None: all. Empty: all in all layers.
+        windows: for each layer, positions that a row sees up to its own; None: all. Empty: no layer has a window.
         fused_qkv: whether the checkpoint has q, k and v as one tensor.
-        experts: experts in place of the MLP in some layers.
-        gemma: whether the layers are those of Gemma 3: norms multiply by 1 + weight and stand behind attention and MLP
-            too, embeddings are scaled, and the gate is a GELU.
-        near_rope: of the layers with a window, if it is another one.
-        query_scale: factor on queries, beside head_dim ** -0.5.
-        sinks: whether each head of a layer has a score of its own without a key, as in gpt-oss.
+        experts: experts that replace the MLP in some layers.
+        gemma: whether layers follow Gemma 3: norms multiply by 1 + weight and also follow attention and MLP, embeddings
+            are scaled, and the gate is a GELU.
+        near_rope: rotary embedding of layers with a window, if it differs.
+        query_scale: factor on queries, besides head_dim ** -0.5.
+        sinks: whether each head has an attention sink, as in gpt-oss.
     """
 
     intermediate_size: int
@@ -130,7 +102,7 @@ class LlamaSpec(ModelSpec):
 
     @property
     def unpacked(self) -> LlamaSpec:
-        """This model with a checkpoint in one of the float types."""
+        """This model with unpacked float weights."""
         return self if self.experts is None else replace(self, experts=replace(self.experts, packed=False))
 
     @classmethod
@@ -191,27 +163,6 @@ class LlamaSpec(ModelSpec):
         return llada_name(name) if self.model_type == "llada" else name
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ModelError."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(
-            f"{path} is missing; a model directory needs config.json, safetensors and a tokenizer"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} is not a JSON object")
-    return value
-
-
-def read_generation(directory: Path) -> dict[str, Any]:
-    """`generation_config.json`; empty if there is none. Raises ModelError."""
-    path = directory / "generation_config.json"
-    return read_json(path) if path.exists() else {}
-
-
 def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpec:
     architecture = (config.get("architectures") or ["(none named)"])[0]
     _refuse_unsupported(config, architecture)
@@ -227,32 +178,32 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpe
     attention_bias = bool(config.get("attention_bias", False))
     diffusion = diffusion_spec(config, architecture)
     attended = diffusion.attended or 1 if diffusion else 1
-    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
-    head_dim = _size(config, "head_dim", hidden // heads)
+    heads, hidden = positive_size(config, "num_attention_heads"), positive_size(config, "hidden_size")
+    head_dim = positive_size(config, "head_dim", hidden // heads)
     if is_gemma:
-        rope, near_rope = _gemma_ropes(config)
+        rope, near_rope = read_gemma_ropes(config)
         query_scale = (head_dim / config.get("query_pre_attn_scalar", 256)) ** 0.5
     else:
-        rope, near_rope = _rope(config, head_dim if is_llada2 else None), None
+        rope, near_rope = read_rope(config, head_dim if is_llada2 else None), None
     experts, windows = expert_spec(config, architecture), _windows(config, family)
     others = [one for one in (experts, near_rope, windows) if one]
     spec = LlamaSpec(
         architecture=architecture,
         model_type=config.get("model_type") or "",
         hidden_size=hidden,
-        num_layers=_size(config, "num_hidden_layers"),
+        num_layers=positive_size(config, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=_size(config, "num_key_value_heads", heads),
+        num_kv_heads=positive_size(config, "num_key_value_heads", heads),
         head_dim=head_dim,
-        intermediate_size=_size(config, "intermediate_size"),
-        vocab_size=_size(config, "vocab_size"),
+        intermediate_size=positive_size(config, "intermediate_size"),
+        vocab_size=positive_size(config, "vocab_size"),
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         tie_embeddings=bool(config.get("tie_word_embeddings", is_gemma)),
         qkv_bias=family == "Qwen2" or (family in _ATTENTION_BIAS and attention_bias),
         o_bias=family in _ATTENTION_BIAS and attention_bias,
         mlp_bias=family == "Llama" and bool(config.get("mlp_bias", False)),
         qk_norm=family in ("Qwen3", "Gemma3"),
-        context_length=_size(config, "max_position_embeddings") // attended * attended,
+        context_length=positive_size(config, "max_position_embeddings") // attended * attended,
         eos_token_ids=token_ids(config.get("eos_token_id"), generation.get("eos_token_id")),
         rope=rope,
         fingerprint=repr((rope, *others)) if others else repr(rope),
@@ -265,15 +216,19 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpe
         query_scale=query_scale,
         sinks=is_gpt_oss,
     )
+    _check_shape(spec)
+    return spec
+
+
+def _check_shape(spec: LlamaSpec) -> None:
     if spec.windows and spec.diffusion is not None:
         raise ModelError("the model has a sliding window; supported are diffusion models without one")
-    if heads % spec.num_kv_heads:
+    if spec.num_heads % spec.num_kv_heads:
         raise ModelError(
-            f"the model has {heads} query heads, not a multiple of its {spec.num_kv_heads} key-value heads"
+            f"the model has {spec.num_heads} query heads, not a multiple of its {spec.num_kv_heads} key-value heads"
         )
     if spec.head_dim % 2:
         raise ModelError(f"the model's head_dim is {spec.head_dim}; the rotary embedding needs an even one")
-    return spec
 
 
 def _refuse_unsupported(config: dict[str, Any], architecture: str) -> None:
@@ -296,29 +251,20 @@ def _refuse_unsupported(config: dict[str, Any], architecture: str) -> None:
 
 
 def is_packed(config: dict[str, Any]) -> bool:
-    """Whether a checkpoint is quantised in the one way that is read: gpt-oss in MXFP4, by Ramet's own code."""
+    """Whether this is gpt-oss in MXFP4, the only quantised checkpoint that is read, by Ramet's own code."""
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     return (config.get("architectures"), method) == (["GptOssForCausalLM"], "mxfp4")
 
 
-def _size(config: dict[str, Any], name: str, default: int | None = None) -> int:
-    """A positive integer of the configuration; with a default, null counts as absent."""
-    value = config[name] if default is None else config.get(name)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"config.json has {name} {value!r}; it must be a positive integer")
-    return value
-
-
 def _windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:
-    """The sliding window of each layer; an absent one has the published default, null means none."""
+    """The sliding window of each layer; a missing field means the published default, null means none."""
     active = family in ("Mistral", "Gemma3", "GptOss") or (
         family != "Llama" and bool(config.get("use_sliding_window", False))
     )
     if not active or config.get("sliding_window", 4096) is None:
         return ()
-    window, layers = _size(config, "sliding_window", 4096), range(_size(config, "num_hidden_layers"))
+    window, layers = positive_size(config, "sliding_window", 4096), range(positive_size(config, "num_hidden_layers"))
     if family == "Mistral" or config.get("model_type") == "qwen3_moe":
         return tuple(window for _ in layers)
     if family == "Gemma3":
@@ -333,75 +279,3 @@ def _windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:
         raise ModelError(f"config.json has layer_types {types}; each layer needs sliding_attention or full_attention")
     windows = tuple(window if types[i] == "sliding_attention" else None for i in layers)
     return windows if any(windows) else ()
-
-
-def token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
-    """The distinct ids of some fields of configurations, each of which has one, several or none. Raises ModelError."""
-    found: list[int] = []
-    for value in values:
-        found.extend([] if value is None else value if isinstance(value, list) else [value])
-    if bad := [each for each in found if not isinstance(each, int)]:
-        raise ModelError(f"the model's eos_token_id is {bad[0]!r}; it must be an integer, or a list of integers")
-    return tuple(dict.fromkeys(found))
-
-
-def _rope(config: dict[str, Any], divided: int | None) -> RopeSpec:
-    """The rotary embedding, from `rope_theta` and `rope_scaling` or from the newer `rope_parameters`.
-
-    `divided`: the size of heads of which a part may be rotated; None: all must be.
-    """
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    if any(isinstance(value, dict) for value in scaling.values()):
-        raise Unsupported(
-            f"the model has a rotary embedding for each of {', '.join(scaling)}; supported is one for all"
-        )
-    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in ROPE_KINDS:
-        raise Unsupported(f"the model's rope scaling is {kind!r}; supported are {', '.join(ROPE_KINDS)}")
-    partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0 and divided is None:
-        raise Unsupported(f"the model rotates {partial} of each head; supported is 1.0 (partial_rotary_factor)")
-    rotated = 0 if divided is None or partial == 1.0 else int(divided * partial)
-    if rotated % 2 or not 0 <= rotated <= (divided or 0):
-        raise ModelError(f"partial_rotary_factor is {partial}; it must rotate an even part of {divided} dimensions")
-    if kind == "default":
-        return RopeSpec(theta, rotated=rotated)
-    # The precedence of transformers.
-    name = "original_max_position_embeddings"
-    original = config.get(name) or scaling.get(name) or config["max_position_embeddings"]
-    factor = float(scaling["factor"])
-    return RopeSpec(
-        theta=theta,
-        kind=cast(Any, kind),
-        factor=factor,
-        original_context=original,
-        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
-        truncate=bool(scaling.get("truncate", True)),
-        amplitude=_yarn_amplitude(scaling, factor) if kind == "yarn" else 1.0,
-        rotated=rotated,
-    )
-
-
-def _gemma_ropes(config: dict[str, Any]) -> tuple[RopeSpec, RopeSpec]:
-    """The rotary embeddings of Gemma 3's layers of full attention, and of those with a window."""
-    given = config.get("rope_parameters") or {}
-    far = {"rope_theta": config.get("rope_theta", 1e6), **(config.get("rope_scaling") or {})}
-    near = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
-    far, near = given.get("full_attention") or far, given.get("sliding_attention") or near
-    return _rope({**config, "rope_parameters": far}, None), _rope({**config, "rope_parameters": near}, None)
-
-
-def _yarn_amplitude(scaling: dict[str, Any], factor: float) -> float:
-    """YaRN's attention temperature, as a factor on cos and sin."""
-
-    def mscale(value: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * value * math.log(factor) + 1.0
-
-    if (given := scaling.get("attention_factor")) is not None:
-        return float(given)
-    over, under = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    return mscale(over) / mscale(under) if over and under else mscale(1.0)

@@ -17,19 +17,19 @@ from jinja2.parser import Parser
 from tokenizers import Tokenizer as FastTokenizer
 
 from runtime.errors import InvalidRequest, ModelError, RametError
+from runtime.models.config_json import read_json
 from runtime.models.sandbox import Sandbox, TemplateTimeout, start_clock
-from runtime.models.spec import read_json
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-# Most tokens of an incomplete UTF-8 character: it has at most three bytes, and a token at least one.
+# Most tokens of an incomplete UTF-8 character, which has at most three bytes.
 _INCOMPLETE = 3
-# Tokens whose text takes milliseconds.
+# Decoding this many tokens takes milliseconds.
 _LONG = 4096
 
 
 class _NoPanic:
-    """Turns a panic of the library, which is not an Exception, into a RametError."""
+    """Turns a panic of the library, which does not derive from Exception, into a RametError."""
 
     def __enter__(self) -> None:
         pass
@@ -72,7 +72,7 @@ class Tokenizer:
         _apply_bos_eos(fast, config)
         tokenizer = cls(fast, config, _find_template(directory, config, chat_template))
         if chat_template is not None:
-            try:  # a mistake in one's own template is an error at the start, not of each chat
+            try:  # report a broken template at the start, not for each chat
                 _ = tokenizer._template
             except InvalidRequest as error:
                 raise ModelError(f"--chat-template {chat_template}: {error.message}") from None
@@ -87,7 +87,7 @@ class Tokenizer:
     def encode_with_places(
         self, text: str, places: list[int], add_special_tokens: bool = True
     ) -> tuple[list[int], list[int]]:
-        """As `encode`, and for each place, in characters, the number of leading tokens that end there or before."""
+        """Like `encode`; also the number of leading tokens that end at or before each place (a character index)."""
         with _no_panic:
             encoding = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         ends = list(accumulate((end for _, end in encoding.offsets), max))
@@ -136,10 +136,10 @@ class Tokenizer:
 
     @cached_property
     def placeholder(self) -> int:
-        """The token that stands for text that is not known yet: the tokenizer's own unknown token, else a space.
+        """The token for text that is not known yet: the tokenizer's unknown token, otherwise a space.
 
-        Byte-level tokenizers know every text. The `unk_token` in their configuration is the end of a text, which would
-        tell a model that a new document begins.
+        Byte-level tokenizers have no unknown text. The `unk_token` in their configuration ends a text, so it would
+        signal a new document to the model.
         """
         unknown = getattr(self._fast.model, "unk_token", None)
         token = None if unknown is None else self.token_to_id(unknown)
@@ -161,7 +161,7 @@ class Tokenizer:
     ) -> str:
         """The prompt of a conversation, including special tokens (encode it with `add_special_tokens=False`).
 
-        `variables`: of the template, such as `enable_thinking`; those of the other arguments stay theirs.
+        `variables`: further template variables, such as `enable_thinking`; they do not override other arguments.
 
         Raises:
             InvalidRequest: if the model has no template, or the template refuses the messages.
@@ -199,7 +199,7 @@ class Tokenizer:
             raise InvalidRequest(f"the model's chat template cannot be read: {error}") from None
 
     def _token_names(self) -> dict[str, str]:
-        """The named special tokens; absent ones stay undefined, which templates test for."""
+        """The named special tokens. Missing ones stay undefined, because templates test for that."""
         values = {name: self._config.get(name) for name in _TOKEN_NAMES}
         texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
         return {name: text for name, text in texts.items() if text}
@@ -234,13 +234,13 @@ class Detokenizer:
 
     def push(self, ids: list[int]) -> str:
         """Add tokens; returns the new text, which never ends within a UTF-8 character."""
-        # Tokens without text are left out, as they would stay in the window for ever.
+        # Tokens without text are dropped; they would stay in the window for ever.
         text_of, name_of = self._tokenizer.token_text, self._tokenizer.id_to_token
         self._ids += [i for i in ids if i not in self._skip and (text_of(i) or name_of(i) is not None)]
         before, text = self._window(self._shown), self._window(len(self._ids))
         if not text.endswith(_REPLACEMENT):
             return self._show(len(self._ids), text[len(before) :])
-        # The last tokens may wait for the rest of a character; earlier ones do not.
+        # Only the last tokens may be part of an incomplete character.
         for end in range(len(self._ids) - _INCOMPLETE, self._shown, -1):
             settled = self._window(end)
             if text.startswith(settled):

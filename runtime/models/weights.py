@@ -11,14 +11,15 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from runtime.errors import ModelError
+from runtime.models.config_json import read_json
 from runtime.models.shards import Shard
-from runtime.models.spec import LlamaSpec, ModelSpec, read_json
+from runtime.models.spec import LlamaSpec, ModelSpec
 
 _BAR_FROM_BYTES = 1 << 30
 _DIGESTED_BYTES = 1 << 24
-# Other types (float8, integers) are quantised and need scales.
+# Other types (float8, integers) are quantised and would need scales.
 _DTYPES = ("F32", "BF16", "F16", "F64")
-# Of packed experts.
+# Dtypes of packed experts.
 _BYTES = ("_blocks", "_scales")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -26,9 +27,9 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 def load_weights(
     directory: Path, spec: LlamaSpec, dtype: torch.dtype, shard: Shard | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of `spec.expected_tensors()`, under these names, in `dtype`, on the CPU; packed ones as they are.
+    """The tensors of `spec.expected_tensors()` by name, in `dtype`, on the CPU; packed ones stay packed.
 
-    With a shard, its part of each, and an `lm_head.weight` even for a tied model, since only the head is sharded.
+    With a shard, its part of each tensor, and an `lm_head.weight` even for tied models, since only the head is sharded.
     Peak memory is the result and one tensor; a stored `lm_head` of a tied model is not read.
 
     Raises:
@@ -46,7 +47,7 @@ def load_weights(
             with _open(path) as file:
                 for name in stored:
                     own = names[name]
-                    # Added in float32: to scores, in which close experts differ, and to the 1 of Gemma's norms.
+                    # Kept in float32: small differences between experts' scores, and Gemma's norms, which add 1.
                     wide = own.endswith(".expert_bias") or (spec.gemma and own.endswith("norm.weight"))
                     kept = torch.float32 if wide else dtype
                     tensor = _read(file, path, name, expected[own], kept)
@@ -149,7 +150,7 @@ def _read_index(directory: Path) -> dict[str, Path] | None:
     if not isinstance(weight_map, dict):
         raise ModelError(f"{path} has no weight_map")
     for file in weight_map.values():
-        # A plain name, so that an untrusted index cannot reach outside the directory.
+        # Only plain names: an untrusted index must not point outside the directory.
         if not isinstance(file, str) or Path(file).name != file:
             raise ModelError(f"{path} names the file {file!r}, which is not in the model's directory")
     return {name: directory / file for name, file in weight_map.items()}

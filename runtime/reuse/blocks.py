@@ -1,4 +1,4 @@
-"""Exact prefix caching of diffusion models that denoise a block behind all that is settled."""
+"""Exact prefix caching of diffusion models that denoise one block after another."""
 
 from __future__ import annotations
 
@@ -9,25 +9,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime.batch import CanvasRows
+from runtime.batch import CanvasRows, Read, RowSet, Stage
 from runtime.errors import ModelError
 from runtime.kv.cache import PagedCache
 from runtime.models.diffusion import DiffusionSpec
 from runtime.protocol import DiffusionInfo
-from runtime.request import Request, Work
-from runtime.reuse.build import Read, RowSet, Stage
+from runtime.request import Found, Request, Work
 from runtime.reuse.prefix import PrefixStrategy
-from runtime.reuse.strategy import Found
 
 
 class BlockPrefix(PrefixStrategy):
-    """The KV of whole blocks depends on nothing behind them, so whole pages of whole blocks are shared.
+    """The strategy of block diffusion models. A block's KV depends on nothing behind it, so whole blocks are shared.
 
     A step has the request's rows from the first one whose KV is not final up to the end of the block that is denoised:
-    chunks of the prompt, then the block that was decided last together with the present one.
+    chunks of the prompt, then the last decided block together with the current one.
     """
 
-    takes_turns = True
+    unchunkable = True
     steady = False
 
     def __init__(self, cache: PagedCache, num_layers: int, spec: DiffusionSpec):
@@ -54,7 +52,7 @@ class BlockPrefix(PrefixStrategy):
         return Found(found.tokens - more, replace(found.detail, partial_rows=found.detail.partial_rows - more))
 
     def _most(self, request: Request) -> int:
-        """Whole blocks, without the last one if its last row is wanted."""
+        """Tokens that may be matched: whole blocks, without the last one if its last row is wanted."""
         wanted = request.canvas is None or self._spec.logits_shift > 0
         return self._whole(len(request.tokens) - wanted)
 
@@ -66,7 +64,7 @@ class BlockPrefix(PrefixStrategy):
         return super().grow(request, ahead + self._end(request) - request.sequence.num_computed - 1)
 
     def _end(self, request: Request) -> int:
-        """The position up to which the request's next step may have rows; a prompt alone may end within a block."""
+        """End of the rows of the request's next step; a prompt alone may end within a block."""
         return request.prompt_len if request.canvas is None else int(request.canvas.end)
 
     def work(self, request: Request, limit: int) -> Work:
@@ -77,7 +75,7 @@ class BlockPrefix(PrefixStrategy):
         return Work(request, start, count, count)
 
     def _part(self, request: Request, most: int) -> int:
-        """Rows of a step that is to have no more than so many, unless the smallest possible one has."""
+        """Rows of a step of at most `most` rows, but at least one block."""
         return max(self._whole(most), self._block)
 
     def shrink(self, work: Work) -> bool:
@@ -93,7 +91,7 @@ class BlockPrefix(PrefixStrategy):
         return tokens[work.start : stop]
 
     def _stages(self, request: Request, first: int, stop: int) -> list[Stage]:
-        """All rows, with all that each of them sees."""
+        """One stage in all layers, in which each row sees the rows up to its block's end."""
         page_size, sequence = self.cache.page_size, request.sequence
         found = request.segments[0].pages if request.segments else sequence.pages[:0]
         pages = found + sequence.pages[: -(-(stop - sequence.start) // page_size)]
@@ -102,11 +100,11 @@ class BlockPrefix(PrefixStrategy):
         return [Stage(range(self.num_layers), sequence.slots(first, stop, page_size), [read])]
 
     def _seen(self, request: Request, rows: np.ndarray) -> np.ndarray:
-        """The number of leading rows that each of some rows, int32 [n], sees, as far as there are any."""
+        """The number of leading rows that each row of int32 [n] sees; may exceed their number."""
         return (rows // self._block + 1) * self._block
 
     def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
-        """The KV of a block is final once it was computed from decided tokens alone."""
+        """The KV of a block is final once it was computed from decided tokens only."""
         request, stop = work.request, work.start + work.count
         final = self._whole(request.prompt_len) if request.canvas is None else request.canvas.settled
         self.counters["prefill_tokens"] += max(min(stop, request.prompt_len) - work.start, 0)
@@ -123,10 +121,10 @@ class BlockPrefix(PrefixStrategy):
 
 
 class CanvasPrefix(BlockPrefix):
-    """Of DiffusionGemma, which reads prompts and canvases that ended causally, and lets the present canvas see itself.
+    """The strategy of DiffusionGemma: causal over prompt and finished canvases, bidirectional within the current one.
 
-    The KV of what is settled is exact at any length; that of the canvas is written again in each step, and lastly by
-    causal rows, beside the first step of the canvas that follows.
+    The KV of settled tokens is exact at any length. Each step writes the canvas' KV again; causal rows write it for the
+    last time, beside the first step of the next canvas.
     """
 
     def rows(self, work: Work) -> list[RowSet]:

@@ -13,74 +13,20 @@ import numpy as np
 import torch
 
 from radix.node import TOKEN_BYTES, common_tokens
-from runtime.batch import AdapterRows, AttentionPlan, CanvasRows, ForwardBatch, HiddenRows, LayerGroup, Span
+from runtime.batch import (
+    AdapterRows,
+    AttentionPlan,
+    CanvasRows,
+    ForwardBatch,
+    HiddenRows,
+    LayerGroup,
+    Read,
+    RowSet,
+    Span,
+    Stage,
+)
 
 _BLOCK = 64  # tokens; kKeys of the CPU kernels
-
-
-@dataclass(slots=True)
-class Read:
-    """KV that the rows of a stage attend to.
-
-    Attributes:
-        pages, length, shift, keep, position: see `runtime.batch.Span`.
-        visible: int32, how many leading rows each query row sees; None: all of them.
-        rows: the rows that read, as a range of those alive in the stage; None: all of them.
-    """
-
-    pages: np.ndarray
-    length: int
-    shift: int = 0
-    keep: torch.Tensor | None = None
-    visible: np.ndarray | None = None
-    rows: slice | None = None
-    position: int = 0
-
-
-@dataclass(slots=True)
-class Stage:
-    """A range of layers in which a row set does the same.
-
-    Attributes:
-        layers: the range.
-        writes: int64, the pool slot of each alive row's new K and V; -1: none is written.
-        reads: what the rows attend to, written rows included.
-        alive: int64, the rows of the set that are computed, ascending; None: all.
-        load: rows of the set and the states float32 [n, hidden] with which they enter the first layer.
-        save: rows of the set whose states after the last layer are wanted.
-    """
-
-    layers: range
-    writes: np.ndarray
-    reads: list[Read]
-    alive: np.ndarray | None = None
-    load: tuple[np.ndarray, torch.Tensor] | None = None
-    save: np.ndarray | None = None
-
-
-@dataclass(slots=True)
-class RowSet:
-    """A request's share of a step.
-
-    Attributes:
-        tokens, positions: int64 [n].
-        stages: cover all layers, in order.
-        logits: int64, the rows whose logits are wanted, ascending.
-        adapter: digest of the one with which they are computed; empty: none.
-        canvas: those of them that are noise.
-    """
-
-    tokens: np.ndarray
-    positions: np.ndarray
-    stages: list[Stage]
-    logits: np.ndarray
-    adapter: str = ""
-    canvas: CanvasRows | None = None
-
-    @property
-    def row_layers(self) -> int:
-        """Rows x layers that are computed."""
-        return sum(len(stage.writes) * len(stage.layers) for stage in self.stages)
 
 
 @dataclass(slots=True)
@@ -126,7 +72,7 @@ def build(
     wherever they stand in each set. Nothing is written into the arguments.
 
     Args:
-        sets: their rows; those of one adapter, and of these those that begin with the same read, become neighbours.
+        sets: become neighbours where they share an adapter, and then where they share their first read.
         num_layers: layers of the model.
         page_size: tokens in a page.
         hidden_size, device: of the states that stages save.
@@ -275,7 +221,7 @@ def _rest(read: Read, start: int, page_size: int) -> list[Read]:
 
 
 def _merge(reads: Sequence[Read], page_size: int) -> list[Read]:
-    """Fewer reads for the same rows: those of whole pages become one for each shift, or the beginning of another.
+    """Merge reads of the same rows: reads of whole pages become one for each shift, or the beginning of another.
 
     Attention does not depend on the order of pages.
     """
@@ -332,7 +278,8 @@ def stretches(tables: Sequence[bytes], page_size: int, least_saved_tokens: int =
     """Cut sorted page tables into stretches that are worth reading once, and the rest of each table.
 
     The tree is not consulted: requests share a node exactly where they share its pages. A stretch ends with its tables
-    or with a block of keys, as the CPU kernels sum them: a row's sums are then the same to the bit, whoever shares.
+    or with a block of keys, as the CPU kernels sum them: a row's sums are then the same to the bit, whichever
+    requests share the stretch.
 
     Args:
         tables: int32 page ids as bytes, in ascending order of these bytes.

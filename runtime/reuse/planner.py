@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from runtime.batch import ForwardBatch, Span
-from runtime.request import Segment, Work
+from runtime.kv.segments import Segment
+from runtime.request import Work
 from runtime.reuse.build import build
 
 
@@ -33,7 +34,7 @@ class Planner:
 
     It outlives a step between that verifies drafts, whose plan is made anew.
 
-    A kept plan is changed in place: whoever runs it is done with it when the next step is planned.
+    A kept plan is changed in place: its step must have run before the next one is planned.
     """
 
     def __init__(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from radix import Match, path
+from radix import Match, Node, path
 from runtime.kv.lookup import look_up
-from runtime.request import Request, Run, Segment, Work
-from runtime.reuse.strategy import Found, Strategy
+from runtime.kv.segments import Run, Segment
+from runtime.request import Found, Request, Work
+from runtime.reuse.in_order import InOrder
 
 
-class PrefixStrategy(Strategy):
+class PrefixStrategy(InOrder):
     """Exact prefix caching of causal models.
 
     The request's one segment is the part of its tokens that lies in the tree. It grows as whole pages of the sequence
@@ -37,7 +38,7 @@ class PrefixStrategy(Strategy):
         """Tokens that may be matched."""
         limit = len(request.tokens) - 1
         if request.wants_prompt_logprobs:
-            limit = min(limit, max((request.prompt_logprobs_from or 0) - 1, 0))
+            limit = min(limit, max((request.sampler.prompt_logprobs_from or 0) - 1, 0))
         return limit
 
     def peer(self, request: Request, found: Found, computing: Sequence[Request]) -> tuple[Request, int] | None:
@@ -57,9 +58,9 @@ class PrefixStrategy(Strategy):
 
     def admit(self, request: Request, found: Found, headroom: int) -> bool:
         cache, match, sequence = self.cache, found.detail, request.sequence
-        if request.explain and request.cached_tokens < 0:
+        if request.message.explain and request.cached_tokens < 0:
             key = request.key(len(request.tokens))
-            request.lookup = look_up(cache, key, request.namespace, self._most(request))
+            request.event.lookup = look_up(cache, key, request.namespace, self._most(request))
         node = cache.tree.lock_match(match)
         need = cache.pages_for(len(sequence.tokens)) - len(match.pages)
         fresh, rows = None, 0
@@ -99,7 +100,7 @@ class PrefixStrategy(Strategy):
         cache, sequence = self.cache, request.sequence
         full = self._sure(request) // cache.page_size
         before = sequence.start // cache.page_size
-        if not (cache.enabled and request.store) or full <= before:
+        if not (cache.enabled and request.message.store) or full <= before:
             return
         own = request.segments[:1] if sequence.start else []
         segment = own[0] if own else Segment(sequence.pages[:0], 0)
@@ -123,8 +124,16 @@ class PrefixStrategy(Strategy):
         self.cache.release(request)
 
     def distrust(self, request: Request) -> None:
-        """Drop the whole paths that the request read and wrote, and all below: any page may be the damaged one."""
-        tops = [top for segment in request.segments for top in list(path(segment.node))[-1:]]
+        """Drop the whole paths that the request read and wrote, and all below: any page may be the damaged one.
+
+        So may be the page of another path from which the request's first own rows were copied.
+        """
+        read = [segment.node for segment in request.segments]
         self.cache.release(request)
-        for node in tops:
-            self.cache.distrust(node)
+        self._distrust_paths(read)
+        left = self.cache.tree.match(request.key(len(request.tokens)), request.namespace)
+        self._distrust_paths([left.node, left.partial_node])
+
+    def _distrust_paths(self, nodes: Iterable[Node | None]) -> None:
+        for top in [top for node in nodes for top in list(path(node))[-1:]]:
+            self.cache.distrust(top)

@@ -24,7 +24,7 @@ def make_sampler(
 class BatchedSampler(Sampler):
     """A `Sampler` that filters for all requests without grammar, bias or penalties in a few kernels.
 
-    It draws as others do: FlashInfer's samplers take their noise from the row in the batch, so that a seed would not
+    It draws like `Sampler`: FlashInfer's samplers derive their noise from the row in the batch, so a seed would not
     reproduce its tokens.
     """
 

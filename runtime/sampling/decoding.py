@@ -1,106 +1,20 @@
-"""The interface of decoding, and next-token decoding of causal models."""
+"""Next-token decoding of causal models."""
 
 from __future__ import annotations
 
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 
 from runtime.execution.transfers import upload
 from runtime.protocol import Finish, TokenEvent, TokenLogprob
-from runtime.request import Request, Work
+from runtime.request import Decoding, Request, Work
+from runtime.sampler_state import StepResult
 from runtime.sampling.logprobs import report_logprobs
 from runtime.sampling.sampler import Sampled, Sampler
 
 _NO_ROWS, _ONE_ROW = np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
-
-
-class Found(NamedTuple):
-    """A step's results for a piece of work.
-
-    Attributes:
-        logits: float32 [S, vocab], of the step.
-        places: the work's rows of them, by row set.
-        tokens: that `Decoding.choose` chose, up to one that ends the request.
-        logprobs: their log-probabilities, if the request wants any.
-    """
-
-    logits: torch.Tensor
-    places: Sequence[slice]
-    tokens: list[int]
-    logprobs: list[TokenLogprob] | None
-
-
-class Decoding(ABC):
-    """The choice of tokens from logits, and their booking.
-
-    Attributes:
-        counted, counters: names and values of its own counters.
-    """
-
-    counted: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self) -> None:
-        self.counters = dict.fromkeys(self.counted, 0)
-
-    def open(self, request: Request, asked: dict[str, Any]) -> None:  # noqa: B027 - next-token models need no state
-        """Take a new request; `asked`: the `diffusion` fields of its message."""
-
-    @abstractmethod
-    def wanted(self, work: Work) -> np.ndarray:
-        """Rows, int64 and ascending, whose logits are wanted; 0 is the first row of the work."""
-
-    def choose(
-        self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor
-    ) -> tuple[list[Request], Sampled | None, list[int | None]]:
-        """Choose next tokens on the device of the logits, without a wait.
-
-        Args:
-            work: the rows of each request.
-            places: rows of the logits, by piece of work and row set.
-            logits: float32 [S, vocab].
-
-        Returns:
-            The requests that get a token, their tokens in that order, and `InFlight.expected`.
-        """
-        return [], None, []
-
-    def cut(self, request: Request, tokens: list[int]) -> list[int]:
-        """New tokens of a request up to the first one that ends it."""
-        return tokens
-
-    @abstractmethod
-    def book(self, work: Work, found: Found) -> TokenEvent | None:
-        """Book a piece of computed work, of which the strategy has booked the rows.
-
-        Returns:
-            The event, if any; `finish` is set if the request ends.
-
-        Raises:
-            RametError: if no token can be chosen; the request ends with it.
-        """
-
-    @staticmethod
-    def event(request: Request, tokens: list[int], finish: Finish | None = None) -> TokenEvent:
-        """An event with the request's times and its report of reuse."""
-        if tokens:
-            request.first_token_s = request.first_token_s or time.monotonic()
-        return TokenEvent(
-            request.rid,
-            tokens,
-            finish,
-            cached_tokens=max(request.cached_tokens, 0),
-            loaded_tokens=request.loaded_tokens if request.loaded else {},
-            queue_s=request.admitted_s - request.arrival_s,
-            prefill_s=max(request.first_token_s - request.admitted_s, 0.0),
-            reuse=request.strategy.report(request),
-            drafted=request.drafted,
-            accepted=request.accepted,
-        )
 
 
 # Rows of the logits, None for all of them in order; their requests; `InFlight.expected`.
@@ -120,7 +34,7 @@ class NextToken(Decoding):
         """The last row if it gives a token; more rows for log-probabilities of the prompt."""
         request = work.request
         if request.wants_prompt_logprobs:
-            skipped = max((request.prompt_logprobs_from or 0) - 1 - work.start, 0)
+            skipped = max((request.sampler.prompt_logprobs_from or 0) - 1 - work.start, 0)
             return np.arange(min(skipped, work.count), work.count)
         if not work.samples:
             return _NO_ROWS
@@ -142,26 +56,26 @@ class NextToken(Decoding):
 
     def cut(self, request: Request, tokens: list[int]) -> list[int]:
         for i, token in enumerate(tokens):
-            if request.stops_at(token, request.num_output + i + 1):
+            if request.sampler.stops_at(token, request.num_output + i + 1):
                 return tokens[: i + 1]
         return tokens
 
-    def book(self, work: Work, found: Found) -> TokenEvent | None:
-        request, tokens = work.request, found.tokens
+    def book(self, work: Work, result: StepResult) -> TokenEvent | None:
+        request, tokens = work.request, result.tokens
         prompt_logprobs = None
-        if request.prompt_logprobs_from is not None:
-            prompt_logprobs = self._prompt_logprobs(work, found.logits, found.places[0])
+        if request.sampler.prompt_logprobs_from is not None:
+            prompt_logprobs = self._prompt_logprobs(work, result.logits, result.places[0])
         is_read = work.samples and not request.wants_tokens
         if is_read:
             tokens = []  # one was chosen to see that the logits are numbers
         if not tokens and prompt_logprobs is None and not is_read:
             return None
         if not tokens:
-            event = self.event(request, [], Finish("length") if is_read else None)
+            event = request.take_event([], Finish("length") if is_read else None)
         else:
             request.tokens.extend(tokens)
-            event = self.event(request, tokens, self._finish(request, tokens[-1]))
-            event.logprobs = found.logprobs
+            event = request.take_event(tokens, self._finish(request, tokens[-1]))
+            event.logprobs = result.logprobs
         event.prompt_logprobs = prompt_logprobs
         return event
 
@@ -170,21 +84,21 @@ class NextToken(Decoding):
         request = work.request
         if not request.wants_prompt_logprobs:
             return None
-        wanted = request.prompt_logprobs_from or 0
+        wanted = request.sampler.prompt_logprobs_from or 0
         end = min(work.start + work.count + 1, request.prompt_len)
         tokens = request.tokens[max(wanted, work.start + 1) : end].tolist()
-        found = report_logprobs(logits[place][: len(tokens)], tokens, request.logprobs or 0) if tokens else []
+        found = report_logprobs(logits[place][: len(tokens)], tokens, request.message.logprobs or 0) if tokens else []
         if wanted == 0:
             found.insert(0, TokenLogprob(request.tokens[0], None, []))
-        request.prompt_logprobs_from = max(wanted, end)
+        request.sampler.prompt_logprobs_from = max(wanted, end)
         return found
 
     def _finish(self, request: Request, token: int) -> Finish | None:
-        if request.stops_at(token, request.num_output):
+        if request.sampler.stops_at(token, request.num_output):
             return Finish("stop", matched=token)
-        if request.grammar is not None and request.grammar.complete:
+        if request.sampler.grammar is not None and request.sampler.grammar.complete:
             return Finish("stop")
-        if len(request.tokens) >= request.max_tokens:
+        if len(request.tokens) >= request.max_length:
             return Finish("length")
         return None
 

@@ -20,7 +20,7 @@ from runtime.sampling.turns import Piece, Turns
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# Far above the needs of real schemas, and low enough that no grammar delays a step by more than milliseconds.
+# Far above the needs of real schemas; no grammar delays a step by more than milliseconds.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
@@ -30,15 +30,15 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 
-# A small model that may put white space anywhere may generate nothing else.
+# A small model that may write white space anywhere may write nothing else.
 _JSON: JsonCompileOptions = {"whitespace_pattern": r"[ \n]?"}
 
-# Size of the cache of compiled grammars: agents send the same schema again and again.
+# Number of cached compiled grammars: agents send the same schema repeatedly.
 _KEPT = 64
 
 _MAX_MESSAGE = 300
 
-# Bytes of an output in which a trigger at its start is looked for.
+# A trigger at the start of the output is searched in this many bytes.
 _MOST_HELD = 1024
 
 
@@ -64,7 +64,7 @@ def _source(params: SamplingParams) -> str | None:
     if params.grammar is not None:
         try:
             return LLMatcher.grammar_from_lark(any_to_lark(params.grammar))
-        except Exception as error:  # the library has no rule of which
+        except Exception as error:  # the library raises various exceptions
             message = f"grammar is neither EBNF nor Lark: {_first_line(str(error))}"
             raise InvalidRequest(message, param="grammar") from None
     if params.json_schema is None:
@@ -99,7 +99,7 @@ class Grammar:
         return np.unpackbits(bits, bitorder="little", count=vocab_size) == 0
 
     def accept(self, token: int) -> bool:
-        """Go on with a token that is not forbidden; False: another one must be chosen."""
+        """Advance by an allowed token; False if another token must be chosen."""
         self._matcher.consume_token(token)
         return True
 
@@ -110,10 +110,10 @@ class Grammar:
 
 
 class LazyGrammar(Grammar):
-    """A grammar that holds from a trigger on; before that, every token may follow.
+    """A grammar that constrains the output from a trigger on; before, every token may follow.
 
-    A trigger may end within a token. The grammar reads the text, from the trigger on, by bytes. Where it meets a limit,
-    the rest of the output is free.
+    A trigger may end within a token, so the grammar reads the bytes from the trigger on. After a limit of the parser is
+    exceeded, the rest of the output is unconstrained.
     """
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, lazy: Lazy):
@@ -122,7 +122,7 @@ class LazyGrammar(Grammar):
         self._at_start = lazy.at_start
         self._triggers = [text.encode() for text in lazy.triggers]
         self._longest = max(map(len, self._triggers))
-        self._held = b""  # the latest bytes, in which a trigger may begin
+        self._held = b""  # the latest bytes, which may contain the start of a trigger
         self._holds = False
 
     def forbidden(self, vocab_size: int) -> np.ndarray | None:
@@ -144,7 +144,7 @@ class LazyGrammar(Grammar):
         elif self._begins(text[start:]):
             self._holds, self._held = self._at_start or not self._matcher.is_stopped(), b""
         elif end < len(text) and self._begins(text[start:end]):
-            return False  # the token has more than the trigger's end, and that is wrong
+            return False  # the bytes after the trigger violate the grammar
         else:
             self._triggers = []
         return True
@@ -154,7 +154,7 @@ class LazyGrammar(Grammar):
         return self._holds and super().complete
 
     def _find(self, text: bytes) -> tuple[int, int]:
-        """Where the first trigger begins and ends in a text; (-1, -1): there is none."""
+        """Start and end of the first trigger in a text; (-1, -1) if there is none."""
         if self._at_start:
             dense = b"".join(text.split())
             if any(dense.startswith(trigger) for trigger in self._triggers):
@@ -167,20 +167,20 @@ class LazyGrammar(Grammar):
         return start, start + length
 
     def _begins(self, text: bytes) -> bool:
-        """Whether the grammar takes a text as its beginning, and goes on behind it."""
+        """Whether the grammar accepts a text as a prefix; if so, it continues after it."""
         self._matcher.reset()
         tokens = self._tokenizer.tokenize_bytes(text)
         return self._matcher.try_consume_tokens(tokens) == len(tokens)
 
 
 class GrammarCompiler:
-    """Compiles in threads, in which tenants take turns, so that neither a step nor another tenant waits for a grammar.
+    """Compiles grammars in threads that tenants share fairly, so that no step and no other tenant waits for a grammar.
 
     Args:
         load_tokenizer: returns the text of the model's tokenizer.json; called for the first grammar.
         vocab_size: of the logits.
         eos: tokens that end a sequence.
-        timeout_s: limit for compiling one grammar; the time before its turn does not count.
+        timeout_s: limit for compiling one grammar; queueing does not count.
     """
 
     def __init__(self, load_tokenizer: Callable[[], str], vocab_size: int, eos: list[int], timeout_s: float):
@@ -198,7 +198,7 @@ class GrammarCompiler:
         return len(self.open)
 
     def start(self, rid: str, params: SamplingParams, tenant: Hashable = "") -> None:
-        """Begin to compile a request's grammar. The cache is per tenant: a hit is visible in the response time."""
+        """Start compiling a request's grammar. The cache is per tenant, because response times reveal hits."""
         self.open[rid] = self._turns.submit(tenant, lambda: self._compile(params, tenant))
 
     def cancel(self, rid: str) -> bool:

@@ -8,12 +8,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-# Levels of lists and objects: far above the need of templates and schemas, far below the limit of the stack.
+# Nesting depth: far above what templates and schemas need, far below the stack's limit.
 MAX_DEPTH = 64
-# Lists, objects, names in objects, and fractions, which take longest to read and write. 4,096 messages with a tool
-# call each have fewer.
+# Lists, objects, names and fractions, which take longest to parse and write. 4,096 messages with a tool call each
+# have fewer.
 MAX_NODES = 1 << 16
-# Values in lists and objects: a prompt of so many token ids fills the largest body.
+# Values in lists and objects: a prompt with this many token ids fills the largest body.
 MAX_VALUES = 1 << 20
 
 _NODES = b"[{:.eE"
@@ -24,7 +24,7 @@ _SHORT = 1 << 12
 def parse_json(text: str) -> Any:
     """The value of a JSON text. Raises ValueError for invalid JSON, bad shapes, NaN and lone surrogates.
 
-    Python's own parser accepts the last two, which later writers of the value do not.
+    Python's own parser accepts the last two, which cannot be serialised later.
     """
     check_shape(text.encode())
     value = json.loads(text, parse_constant=_refuse)
@@ -47,8 +47,8 @@ def _refuse(name: str) -> NoReturn:
 def check_shape(text: bytes) -> None:
     """Raise ValueError for JSON text that is not UTF-8, too deep, or has too many nodes or values to be parsed.
 
-    A megabyte of `[]` takes a fifth of a second and 30 MiB to parse; to count them takes milliseconds. The counts of
-    text that is no JSON mean nothing, but up to its first error they are right.
+    Parsing a megabyte of `[]` takes a fifth of a second and 30 MiB; counting takes milliseconds. For invalid JSON, the
+    counts are right up to the first error.
     """
     if b"\0" in text:  # UTF-16, whose letters look like quotation marks, and which Python's parser takes
         raise ValueError("NUL bytes: JSON is UTF-8")

@@ -18,22 +18,22 @@ from runtime.sampling.logprobs import Measured, list_logprobs, measure_logprobs
 
 log = logging.getLogger("ramet.engine")
 
-# In place of a token that could not be chosen.
+# Placeholder for a token that could not be chosen.
 NO_TOKEN = -1
 
 _WORD = (1 << 64) - 1
 
-# The bit of a place from which on it counts how often its token was drawn.
+# Bits of a position from this one on count repeated draws of its token.
 _TRIES = 40
 
-# Tokens among which one is drawn, after a block of them has been.
+# Size of a block: first a block is drawn, then a token in it.
 _BLOCK = 64
 _LEAST_NOISE = 1e-30
 
-# Rows that a CPU draws for at once: what more of them need is fresh memory each time, which costs more than the work.
+# Most rows that a CPU samples at once: larger buffers are allocated anew each time, which costs more than the work.
 _TOGETHER = 64
 
-# Tokens that top-p rather counts by classes than sorts.
+# From this many tokens on, top-p counts them by classes of probability before it sorts.
 _MANY = 2048
 _ONE = 2.0**52
 
@@ -103,7 +103,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = device
         self._argmax = argmax
-        # For requests without a seed, and for those with one, seeded anew for every token.
+        # The second generator is seeded anew for every token of a request with a seed.
         self._unseeded, self._seeded = torch.Generator(device), torch.Generator(device)
         self._unseeded.seed()
         self._may_wait = device.type == "cpu"
@@ -117,21 +117,21 @@ class Sampler:
     ) -> Sampled:
         """Choose the next tokens; waits for the device only for requests with a grammar, or with a draft and penalties.
 
-        Rows behind a wrong token of a draft get any token or none, and change nothing of their requests.
+        Rows after a rejected draft token get an arbitrary token or none, without effect on their requests.
 
         Args:
             logits: float32 [n, vocab]; neither changed nor read after the return.
-            requests: n requests; one with a draft is there for each of its rows.
+            requests: n requests; one with a draft appears once per row.
             ahead: number of tokens of each request that the host has not read yet.
             expected: for the rows of drafts, see `InFlight`.
         """
         tokens = best = self._argmax(logits)
-        if all([request.sampling.takes_best for request in requests]):
+        if all([request.sampler.params.takes_best for request in requests]):
             return Sampled(best, {}, *self._measure(logits, best, requests))
         aheads = _aheads(len(requests), ahead, expected)
         adjusts = [_adjusts(request, at) for request, at in zip(requests, aheads, strict=True)]
         alone = [i for i, adjusted in enumerate(adjusts) if adjusted]
-        drawing = [i for i, r in enumerate(requests) if not r.sampling.greedy and not adjusts[i]]
+        drawing = [i for i, r in enumerate(requests) if not r.sampler.params.greedy and not adjusts[i]]
         failures: dict[int, RametError] = {}
         if drawing:
             asking = [requests[i] for i in drawing]
@@ -162,7 +162,9 @@ class Sampler:
         self, logits: torch.Tensor, tokens: torch.Tensor, requests: Sequence[Request]
     ) -> tuple[dict[int, int], Measured]:
         """`Sampled`'s `tops` and `measured` of the chosen tokens."""
-        tops = {i: request.logprobs for i, request in enumerate(requests) if request.logprobs is not None}
+        tops = {
+            i: request.message.logprobs for i, request in enumerate(requests) if request.message.logprobs is not None
+        }
         if not tops:
             return {}, []
         chosen = self._rows(tokens, list(tops)).clamp_min(0)
@@ -179,12 +181,12 @@ class Sampler:
         if self._may_wait and len(logits) > _TOGETHER:
             pieces = [slice(at, at + _TOGETHER) for at in range(0, len(logits), _TOGETHER)]
             return torch.cat([self._draw_all(logits[one], requests[one], aheads[one]) for one in pieces])
-        probs = self.filter(logits, [request.sampling for request in requests])
+        probs = self.filter(logits, [request.sampler.params for request in requests])
         noise = probs.new_empty(len(probs), -(-probs.shape[-1] // _BLOCK) + _BLOCK)
-        if any(request.sampling.seed is None for request in requests):
+        if any(request.sampler.params.seed is None for request in requests):
             noise.exponential_(generator=self._unseeded)
         for row, request, ahead in zip(noise, requests, aheads, strict=True):
-            if request.sampling.seed is not None:
+            if request.sampler.params.seed is not None:
                 row.exponential_(generator=self.generator(request, ahead))
         return draw(probs, noise)
 
@@ -204,48 +206,48 @@ class Sampler:
         """The token of a request that adjusts its logits [vocab]; `best`: the highest one before."""
         logits = self._adjust(logits.clone(), request, ahead)
         for tries in count():
-            # Other noise for each, as the last one fell on a token that is forbidden now.
+            # New noise for each try: the grammar refused the last token.
             at = [ahead + (tries << _TRIES)]
-            token = logits.argmax() if request.sampling.greedy else self._draw_all(logits[None], [request], at)[0]
-            if request.grammar is None:
+            token = logits.argmax() if request.sampler.params.greedy else self._draw_all(logits[None], [request], at)[0]
+            if request.sampler.grammar is None:
                 break
             value = int(token.where(best != NO_TOKEN, NO_TOKEN))
             if value == NO_TOKEN:
                 raise BadLogits
-            if request.grammar.accept(value):
+            if request.sampler.grammar.accept(value):
                 break
             logits[value] = -math.inf
-        if request.counts is not None:
-            request.counts.index_add_(0, token.clamp_min(0)[None], request.counts.new_ones(1))
+        if request.sampler.counts is not None:
+            request.sampler.counts.index_add_(0, token.clamp_min(0)[None], request.sampler.counts.new_ones(1))
         return token
 
     def _adjust(self, logits: torch.Tensor, request: Request, ahead: int = 0) -> torch.Tensor:
         """Apply bias, penalties, the minimum length and the grammar, in place."""
-        params = request.sampling
+        params = request.sampler.params
         if params.logit_bias:
             biases = upload(torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype), self.device)
             logits.index_add_(0, self._index(list(params.logit_bias)), biases)
         if params.penalised:
             self._penalise(logits, request)
-        forbidden = None if request.grammar is None else request.grammar.forbidden(len(logits))
+        forbidden = None if request.sampler.grammar is None else request.sampler.grammar.forbidden(len(logits))
         if forbidden is not None:
             logits.masked_fill_(upload(torch.from_numpy(forbidden), self.device), -math.inf)
-        elif request.num_output + ahead < params.min_new_tokens and request.stop_ids:
-            logits.index_fill_(0, self._index(sorted(request.stop_ids)), -math.inf)
+        elif request.num_output + ahead < params.min_new_tokens and request.sampler.stop_ids:
+            logits.index_fill_(0, self._index(sorted(request.sampler.stop_ids)), -math.inf)
         return logits
 
     def _penalise(self, logits: torch.Tensor, request: Request) -> None:
-        params = request.sampling
-        if request.counts is None:
-            # From here on they are kept on the device, as the host may not have read the last token.
+        params = request.sampler.params
+        if request.sampler.counts is None:
+            # From here on the counts stay on the device, because the host may not have read the last token.
             ids = torch.tensor(request.entry_tokens + request.tokens, dtype=torch.int64)
-            request.prompt_ids = upload(ids[: request.num_prompt].unique(), self.device)
+            request.sampler.prompt_ids = upload(ids[: request.num_prompt].unique(), self.device)
             counts = torch.bincount(ids[request.num_prompt :], minlength=self.vocab_size)
-            request.counts = upload(counts, self.device)
-        counts = request.counts
+            request.sampler.counts = upload(counts, self.device)
+        counts = request.sampler.counts
         if params.repetition_penalty != 1:
             seen = counts > 0
-            seen[request.prompt_ids] = True
+            seen[request.sampler.prompt_ids] = True
             scaled = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
             logits.copy_(torch.where(seen, scaled, logits))
         logits -= params.frequency_penalty * counts
@@ -254,10 +256,10 @@ class Sampler:
     def generator(self, request: Request, ahead: int = 0) -> torch.Generator:
         """The random stream of the next token of a request with a seed.
 
-        It depends on the seed and the token's place alone, so that a repeated step draws the same token.
+        It depends only on the seed and the token's index, so a repeated step draws the same token.
         """
-        assert request.sampling.seed is not None
-        return self._seeded.manual_seed(_mix(request.sampling.seed, request.num_output + ahead))
+        assert request.sampler.params.seed is not None
+        return self._seeded.manual_seed(_mix(request.sampler.params.seed, request.num_output + ahead))
 
 
 def draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -283,7 +285,7 @@ def draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 def filter_probs(probs: torch.Tensor, params: SamplingParams, may_wait: bool = True) -> torch.Tensor:
     """A distribution [vocab] after top-k, then top-p, typical-p and min-p; dropped tokens have 0.
 
-    `may_wait`: for the device, which top-p is faster with.
+    `may_wait`: whether top-p may wait for the device, which makes it faster.
     """
     if 0 < params.top_k < len(probs):
         values, tokens = probs.topk(params.top_k)
@@ -303,15 +305,15 @@ def _filters(params: SamplingParams) -> bool:
 
 
 def keep_top(probs: torch.Tensor, mass: float, may_wait: bool) -> torch.Tensor:
-    """Only the likeliest tokens of a distribution [vocab], as few as reach `mass`, of equal ones the first.
+    """Keep the fewest likeliest tokens of a distribution [vocab] that reach `mass`; of equal ones, the first.
 
-    `may_wait`: for the device.
+    `may_wait`: see `filter_probs`.
     """
     kept, rest = torch.zeros_like(probs), mass * _ONE
     if not may_wait:
         tokens = torch.arange(len(probs), device=probs.device)
     else:
-        # Tokens below half of the mean of what may be left out are left out: few are to be sorted.
+        # Dropping tokens below half of the mean dropped probability leaves few tokens to sort.
         tokens = (probs > (1 - mass) / 2 / len(probs)).nonzero()[:, 0]
         if len(tokens) > _MANY:
             kept, tokens, rest = _split_top(probs, tokens, rest)
@@ -360,7 +362,7 @@ def _mix(seed: int, place: int) -> int:
 
 
 def _aheads(rows: int, ahead: int, expected: Sequence[int | None] | None) -> list[int]:
-    """For each row, the number of its request's tokens that stand between the last known one and its own."""
+    """For each row, the number of its request's tokens between the last known token and its own."""
     aheads = [ahead] * rows
     for i, token in enumerate(expected or ()):
         if token is not None:
@@ -370,15 +372,15 @@ def _aheads(rows: int, ahead: int, expected: Sequence[int | None] | None) -> lis
 
 def _ended(request: Request, token: int, num_drafted: int) -> bool:
     """Whether a request ends with a token, `num_drafted` of a draft included."""
-    done = request.grammar is not None and request.grammar.complete
-    return done or request.stops_at(token, request.num_output + num_drafted)
+    done = request.sampler.grammar is not None and request.sampler.grammar.complete
+    return done or request.sampler.stops_at(token, request.num_output + num_drafted)
 
 
 def _adjusts(request: Request, ahead: int) -> bool:
-    params = request.sampling
+    params = request.sampler.params
     return (
         bool(params.logit_bias)
-        or request.grammar is not None
+        or request.sampler.grammar is not None
         or params.penalised
         or request.num_output + ahead < params.min_new_tokens
     )

@@ -1,4 +1,4 @@
-"""Threads whose work goes in turns between accounts."""
+"""A thread pool that accounts share fairly."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 class Piece(Future[T]):
-    """A piece of work; to cancel it before its turn comes skips it. A piece that runs goes on to its end.
+    """A task. Cancelling skips it before it starts; a running task continues to its end.
 
     Attributes:
-        account: whose turn it takes.
-        began_s: when its turn came, on the monotonic clock; None before.
+        account: the account that submitted it.
+        began_s: start time on the monotonic clock; None before.
     """
 
     def __init__(self, account: Hashable, work: Callable[[], T]):
@@ -38,28 +38,27 @@ class Piece(Future[T]):
 
 
 class Turns:
-    """A few threads for accounts that may each ask for any amount of work.
+    """A few threads for accounts that may each submit any amount of work.
 
-    Each account has a queue of its own. A thread takes a piece of one account, then a piece of the next one, so an
-    account waits for no more than a piece of each other one, however much those have asked for. As no account has all
-    the threads, it does not even wait for the pieces of a single other one.
+    Each account has a queue, and threads serve the queues round-robin: an account waits for at most one task of each
+    other account. No account occupies all threads, so it never waits for a single busy account.
 
     Args:
         threads: number of threads.
         name: of the threads.
-        most: threads that one account may have at a time; default: all but one.
+        most: threads that one account may occupy; default: all but one.
     """
 
     def __init__(self, threads: int, name: str, most: int | None = None):
         self._threads = threads
         self._most = most or max(threads - 1, 1)
         self._pool = ThreadPoolExecutor(threads, name)
-        self._waiting: dict[Hashable, deque[Piece[Any]]] = {}  # by account, in the order of their turns
+        self._waiting: dict[Hashable, deque[Piece[Any]]] = {}  # by account, in round-robin order
         self._running: Counter[Hashable] = Counter()
         self._lock = threading.Lock()
 
     def submit(self, account: Hashable, work: Callable[[], T]) -> Piece[T]:
-        """Queue a piece of work; short ones are fair to others."""
+        """Queue a task; keep tasks short, for fairness."""
         piece = Piece(account, work)
         with self._lock:
             self._waiting.setdefault(account, deque()).append(piece)
@@ -67,11 +66,11 @@ class Turns:
         return piece
 
     async def run(self, account: Hashable, work: Callable[[], T]) -> T:
-        """The result of a piece of work, which is skipped if this task is cancelled before its turn."""
+        """The result of a task, which is skipped if the caller is cancelled before it starts."""
         return await asyncio.wrap_future(self.submit(account, work))
 
     def close(self) -> None:
-        """Skip all that waits."""
+        """Cancel all queued tasks."""
         with self._lock:
             for piece in (piece for pieces in self._waiting.values() for piece in pieces):
                 piece.cancel()
@@ -79,7 +78,7 @@ class Turns:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _fill(self) -> None:
-        """Start pieces while there are threads for them."""
+        """Start queued tasks while threads are free."""
         while self._running.total() < self._threads:
             account = next((a for a in self._waiting if self._running[a] < self._most), None)
             if account is None:
@@ -87,7 +86,7 @@ class Turns:
             pieces = self._waiting.pop(account)
             piece = pieces.popleft()
             if pieces:
-                self._waiting[account] = pieces  # behind the others
+                self._waiting[account] = pieces  # at the end of the round
             if piece.set_running_or_notify_cancel():
                 self._running[account] += 1
                 self._pool.submit(self._run, piece)

@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar
 from fastapi import APIRouter
 from pydantic import Field
 
-from server.context import Ctx
+from server.errors import NotFound
 from server.http import examples
-from server.http.errors import NotFound
+from server.http.context import Ctx
 from server.http.wire import Body, Text, example
 
 router = APIRouter(prefix="/v1", tags=["adapters"])

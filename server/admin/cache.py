@@ -13,27 +13,30 @@ from fastapi import Path as PathParameter
 from pydantic import Field, ValidationError
 
 from radix import Namespace
+from runtime.calls import AttachTier, DetachTier, EraseTenant, GetPins, GetQuota, GetState, GetTree, OnNode, RemovePin
 from runtime.config import TierConfig
-from runtime.errors import InvalidRequest
+from runtime.errors import EngineDead, InvalidRequest, RametError
+from runtime.frontend.documents.prompt import in_messages
 from runtime.frontend.output import Prompt, Submission
+from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
-from runtime.reuse.fusion.prompt import in_messages
-from server.auth.keys import Asker, CacheScope, EveryKey, Forbidden, Tenant
-from server.context import Context, Ctx
+from server.auth.keys import CurrentTenant, EveryKey, Tenant
+from server.documents.store import Documents, DocumentStore
 from server.documents.wire import find_documents
+from server.errors import Conflict, Forbidden, NotFound
+from server.generation.bodies import Scoped
 from server.http import examples
-from server.http.errors import NotFound
+from server.http.context import Context, Ctx
 from server.http.sse import while_there
-from server.http.wire import Body, CacheSalt, Text, TokenIds, example
-from server.openai.types import Message, Messages
-from server.store import Conflict
+from server.http.wire import Body, Text, TokenIds, example
+from server.openai.messages import Message, Messages
 
 router = APIRouter(prefix="/cache", tags=["cache"])
 # Each key sees its own.
 own = EveryKey(prefix="/cache", tags=["cache"])
 
 
-class Prefix(Body):
+class Prefix(Body, Scoped):
     """A prefix: exactly one of `text`, `input_ids` and `messages` (to which the chat template is applied)."""
 
     text: Text | None = None
@@ -42,31 +45,24 @@ class Prefix(Body):
     tenant: str | None = Field(
         None, description="name of the API key whose namespace holds the prefix; default: the request's own key"
     )
-    cache_salt: CacheSalt | None = None
-    cache_scope: CacheScope = "private"
 
     @property
     def num_given(self) -> int:
         return sum(value is not None for value in (self.text, self.input_ids, self.messages))
 
-    def submission(self, tenant: Tenant, context: Context, new_tokens: int) -> Submission:
+    def prefix(self, tenant: Tenant, context: Context, documents: DocumentStore, new_tokens: int) -> Submission:
         """Raises InvalidRequest, NotFound."""
         if self.num_given != 1:
             raise InvalidRequest("exactly one of text, input_ids and messages must be given", param="text")
         if self.tenant is not None:
-            tenant = named(self.tenant, context)
+            tenant = context.tenant(self.tenant)
         prompt: str | list[int] | Callable[[], Prompt]
         if self.messages is not None:
-            prompt = partial(_render, self.messages, tenant.account, context)
+            prompt = partial(_render, self.messages, tenant.account, documents, context.engine.tokenizer)
         else:
             prompt = self.text if self.text is not None else self.input_ids or []
-        return Submission(
-            prompt,
-            SamplingParams(max_new_tokens=new_tokens, temperature=0),
-            account=tenant.account,
-            namespace=tenant.namespace(self.cache_salt, self.cache_scope),
-            add_special_tokens=self.messages is None,
-        )
+        sampling = SamplingParams(max_new_tokens=new_tokens, temperature=0)
+        return self.submission(prompt, sampling, tenant, context, add_special_tokens=self.messages is None)
 
 
 class PinRequest(Prefix):
@@ -79,27 +75,18 @@ class PinRequest(Prefix):
 
 
 @router.post("/pin", responses=examples.PIN)
-async def pin(context: Ctx, body: PinRequest, request: Request, tenant: Asker) -> dict[str, Any]:
+async def pin(
+    context: Ctx, documents: Documents, body: PinRequest, request: Request, tenant: CurrentTenant
+) -> dict[str, Any]:
     """Pin the whole pages of a prefix, which is computed now if it is not cached. 409 over the budget."""
-    prefix = body.submission(tenant, context, new_tokens=1)
-    return _told(await while_there(request, context.engine.pin(prefix, body.name, body.ttl_s)), context)
+    prefix = body.prefix(tenant, context, documents, new_tokens=1)
+    pinned = await while_there(request, context.engine.pin(prefix, body.name, body.ttl_s))
+    return context.with_names([pinned])[0]
 
 
-def _told(entry: dict[str, Any], context: Context) -> dict[str, Any]:
-    """A pin, or what is kept, with the tenant's name instead of its account."""
-    return {**entry, "tenant": context.tenant_name(entry["tenant"])}
-
-
-def _render(messages: list[Message], account: str, context: Context) -> Prompt:
-    turns = find_documents([message.plain() for message in messages], account, context.documents)
-    return in_messages(turns, partial(context.engine.tokenizer.apply_chat_template, add_generation_prompt=False))
-
-
-def named(name: str, context: Context) -> Tenant:
-    for tenant in context.tenants:
-        if tenant.name == name:
-            return tenant
-    raise NotFound(f"there is no API key named {name!r}", param="tenant", code="tenant_not_found")
+def _render(messages: list[Message], account: str, documents: DocumentStore, tokenizer: Tokenizer) -> Prompt:
+    turns = find_documents([message.plain() for message in messages], account, documents)
+    return in_messages(turns, partial(tokenizer.apply_chat_template, add_generation_prompt=False))
 
 
 @router.get("/pins", responses=examples.PINS)
@@ -110,14 +97,14 @@ async def pins(context: Ctx) -> dict[str, Any]:
 
 async def pins_of(context: Context) -> dict[str, Any]:
     """The answer of `/cache/pins`."""
-    found = await context.engine.pins()
-    return {**found, **{kind: [_told(entry, context) for entry in found[kind]] for kind in ("pins", "kept")}}
+    found = await context.engine.call(GetPins())
+    return {**found, **{kind: context.with_names(found[kind]) for kind in ("pins", "kept")}}
 
 
 @router.delete("/pins/{pin_id}", responses=examples.SUCCESS)
 async def unpin(context: Ctx, pin_id: str) -> dict[str, Any]:
     """Remove a pin; its pages stay cached until they are evicted."""
-    if not await context.engine.unpin(pin_id):
+    if not (await context.engine.call(RemovePin(pin_id)))["found"]:
         raise NotFound(f"there is no pin {pin_id!r}", param="pin_id", code="pin_not_found")
     return {"success": True}
 
@@ -131,7 +118,7 @@ Start = Annotated[
 @router.post("/nodes/{page}/pin", responses=examples.PIN)
 async def pin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
     """Pin the prefix that ends with a node. 404 if the node is gone, 409 over the budget."""
-    return _told((await _on_node(context, "pin", page, start))["pin"], context)
+    return context.with_names([(await _on_node(context, "pin", page, start))["pin"]])[0]
 
 
 @router.delete("/nodes/{page}/pin", responses=examples.UNPINNED)
@@ -166,7 +153,7 @@ async def read_node(
 async def _on_node(
     context: Context, verb: Literal["pin", "unpin", "drop", "read"], page: int, start: int
 ) -> dict[str, Any]:
-    done = await context.engine.on_node(verb, page, start)
+    done = await context.engine.call(OnNode(verb, page, start))
     if not done["found"]:
         raise NotFound(f"there is no such node at page {page}", param="page", code="node_not_found")
     return done
@@ -194,7 +181,7 @@ _TIER_OPTIONS: dict[str, dict[str, str]] = {
 @router.get("/tiers", responses=examples.TIERS)
 async def tiers(context: Ctx) -> dict[str, Any]:
     """The tiers below the pool, in the order in which they are asked."""
-    state = await context.engine.state()
+    state = await context.engine.call(GetState())
     return {name: state.get(name, {}) for name in ("tiers", "loaded_tokens_by_tier")}
 
 
@@ -208,16 +195,18 @@ async def attach_tier(context: Ctx, name: TierName, body: TierRequest) -> dict[s
         options = TierConfig(**{names[field]: value for field, value in given.items()})
     except ValidationError as error:
         raise InvalidRequest(error.errors()[0]["msg"], param="address") from None
-    done = await context.engine.attach_tier(options.model_dump(mode="json"))
-    if "failed" in done:
-        raise Conflict(done["failed"], code="tier_not_attached")
-    return done
+    try:
+        return await context.engine.call(AttachTier(options.model_dump(mode="json")))
+    except EngineDead:
+        raise
+    except RametError as error:
+        raise Conflict(error.message, code="tier_not_attached") from None
 
 
 @router.delete("/tiers/{name}", responses=examples.SUCCESS)
 async def detach_tier(context: Ctx, name: TierName) -> dict[str, Any]:
     """Leave a tier, once all is written that is queued for it. Its blocks stay where they are."""
-    if not await context.engine.detach_tier(name):
+    if not (await context.engine.call(DetachTier(name)))["found"]:
         raise NotFound(f"there is no tier {name}", param="name", code="tier_not_found")
     return {"success": True}
 
@@ -228,30 +217,28 @@ async def erase_tenant(context: Ctx, name: str) -> dict[str, Any]:
 
     A tier that failed is null in `erased_blocks`; it is erased before its next use.
     """
-    return await context.engine.erase_tenant(named(name, context).account)
+    return await context.engine.call(EraseTenant(context.tenant(name).account))
 
 
 @router.get("/stats", responses=examples.STATS)
 async def stats(context: Ctx) -> dict[str, Any]:
     """The engine's counters, histograms and gauges."""
-    return await context.engine.state()
+    return await context.engine.call(GetState())
 
 
 @own.get("/quota", responses=examples.QUOTA)
 async def quota(
     context: Ctx,
-    asker: Asker,
+    asker: CurrentTenant,
     tenant: Annotated[str | None, Query(description="admin keys: name of the API key whose quota to show")] = None,
 ) -> dict[str, Any]:
     """The key's quota, and what of it is used, in pages and in tokens; null without a quota."""
-    if not asker.admin and tenant not in (None, asker.name):
-        raise Forbidden("this key may only see its own quota")
-    return await quota_of(named(tenant, context) if tenant is not None else asker, context)
+    return await quota_of(context.visible(asker, tenant) or asker, context)
 
 
 async def quota_of(tenant: Tenant, context: Context) -> dict[str, Any]:
     """The answer of `/cache/quota`."""
-    found = await context.engine.quota(tenant.account)
+    found = await context.engine.call(GetQuota(tenant.account))
     size = context.engine.info.page_size
     tokens = {name.replace("pages", "tokens"): None if n is None else n * size for name, n in found.items()}
     return {"tenant": tenant.name, **found, **tokens}
@@ -260,7 +247,7 @@ async def quota_of(tenant: Tenant, context: Context) -> dict[str, Any]:
 @own.get("/tree", responses=examples.TREE)
 async def tree(
     context: Ctx,
-    asker: Asker,
+    asker: CurrentTenant,
     tenant: Annotated[str | None, Query(description="admin keys: name of the API key whose nodes to show")] = None,
     depth: Annotated[int | None, Query(ge=1, le=10_000, description="deepest level; default: all")] = None,
     cursor: Annotated[int, Query(ge=0, le=10_000_000, description="`next_cursor` of the page before")] = 0,
@@ -268,13 +255,11 @@ async def tree(
     preview: Annotated[int, Query(ge=0, le=256, description="admin keys: tokens of each run to show as text")] = 0,
 ) -> dict[str, Any]:
     """The radix tree's nodes, level by level, parents first. Keys without `admin` see only their own nodes."""
-    if not asker.admin and (preview or tenant not in (None, asker.name)):
-        raise Forbidden("this key may only see its own nodes, without their text")
-    whose = named(tenant, context) if tenant is not None else asker
-    everybody = asker.admin and tenant is None
-    nodes = await context.engine.tree(
-        tenant=None if everybody else whose.account, max_depth=depth, skip=cursor, limit=limit, preview_tokens=preview
-    )
+    if preview and not asker.admin:
+        raise Forbidden("this key may not see the text of nodes", param="preview")
+    whose = context.visible(asker, tenant)
+    account = None if whose is None else whose.account
+    nodes = (await context.engine.call(GetTree(account, depth, cursor, limit, preview)))["nodes"]
     shown = [_show(node, context) for node in nodes]
     return {"nodes": shown, "next_cursor": cursor + limit if len(nodes) == limit else None}
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
+from runtime.calls import FlushCache, GetState, Pause
 from runtime.errors import InvalidRequest
-from server.context import Ctx
 from server.http import examples
-from server.http.seats import Seat
+from server.http.context import Ctx, provided
+from server.http.slots import Slot
 from server.http.wire import Body, Rid, example
+from server.telemetry.metrics import Metrics
 
 router = APIRouter(tags=["server"])
+
+Measured = Annotated[Metrics, provided(Metrics)]
 
 
 class AbortRequest(Body):
@@ -29,19 +33,19 @@ class AbortRequest(Body):
 @router.post("/pause", responses=examples.PAUSED)
 async def pause(context: Ctx) -> dict[str, Any]:
     """Stop computing until `/resume`: running requests stand still, new ones wait."""
-    return {"paused": await context.engine.pause(True)}
+    return await context.engine.call(Pause(True))
 
 
 @router.post("/resume", responses=examples.RESUMED)
 async def resume(context: Ctx) -> dict[str, Any]:
     """Continue after `/pause`."""
-    return {"paused": await context.engine.pause(False)}
+    return await context.engine.call(Pause(False))
 
 
 @router.post("/shutdown", status_code=202, responses=examples.STOPPING)
 async def shutdown(context: Ctx) -> dict[str, Any]:
     """Stop as on SIGTERM: new requests are refused, running ones may end within `--drain-time`."""
-    context.gate.close()
+    context.shutdown.set()
     return {"success": True}
 
 
@@ -58,16 +62,16 @@ async def server_info(context: Ctx) -> dict[str, Any]:
         "version": version("ramet"),
         "model_info": msgspec.to_builtins(info),
         "config": context.config.model_dump(mode="json"),
-        "state": await context.engine.state(),
+        "state": await context.engine.call(GetState()),
     }
 
 
 @router.get("/v1/loads", responses=examples.LOADS)
-async def loads(context: Ctx) -> dict[str, Any]:
+async def loads(context: Ctx, metrics: Measured) -> dict[str, Any]:
     """The load of the server, in SGLang's form for routers."""
-    state, options = await context.engine.state(), context.config.scheduler
+    state, options = await context.engine.call(GetState()), context.config.scheduler
     used, page_size = state["pages_private"] + state["pages_locked"], context.engine.info.page_size
-    running, waiting, speed = state["running"], state["waiting"], context.metrics.now()["tokens_per_s"]
+    running, waiting, speed = state["running"], state["waiting"], metrics.now()["tokens_per_s"]
     shares = {"token_usage": used / state["pages_total"], "utilization": running / options.max_running}
     hit_rate = state["cached_tokens"] / (state["queried_tokens"] or 1)
     load = {
@@ -86,7 +90,7 @@ async def loads(context: Ctx) -> dict[str, Any]:
 @router.post("/flush_cache", responses=examples.FLUSHED)
 async def flush_cache(context: Ctx, pins: bool = False, tiers: bool = False) -> dict[str, Any]:
     """Drop every cached page that no live request uses; pinned ones with `?pins=true`, tiers with `?tiers=true`."""
-    return {"success": True, **await context.engine.flush_cache(pins, tiers)}
+    return {"success": True, **await context.engine.call(FlushCache(pins, tiers))}
 
 
 @router.post("/abort_request", responses=examples.SUCCESS)
@@ -99,10 +103,10 @@ async def abort_request(context: Ctx, body: AbortRequest) -> dict[str, Any]:
 
 
 @router.get("/metrics", response_class=PlainTextResponse, responses=examples.METRICS)
-async def metrics(context: Ctx, request: Request) -> Response:
+async def show_metrics(context: Ctx, metrics: Measured, request: Request) -> Response:
     """Prometheus exposition text."""
-    state = await context.engine.state()
-    seat: Seat | None = getattr(request.state, "seat", None)
-    state["connections"] = 0 if seat is None else seat.num_connections
-    text = context.metrics.render(state, {each.name: each.digest for each in context.engine.adapters})
+    state = await context.engine.call(GetState())
+    slot: Slot | None = getattr(request.state, "slot", None)
+    state["connections"] = 0 if slot is None else slot.num_connections
+    text = metrics.render(state, {each.name: each.digest for each in context.engine.adapters})
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

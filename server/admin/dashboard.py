@@ -17,12 +17,15 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse, Response
 
 from radix import Namespace
+from runtime.calls import GetOutline, GetRequests, GetState
 from runtime.errors import Overloaded, RametError
 from server.admin.cache import pins_of, preview_tokens, quota_of
 from server.admin.history import EVERY_S, MOST, sample
-from server.auth.keys import Asker, EveryKey, Tenant
-from server.context import Context
+from server.auth.keys import CurrentTenant, EveryKey, Tenant
+from server.http.context import Context, find
 from server.http.sse import EventStream
+from server.telemetry.journal import Journal
+from server.telemetry.metrics import Metrics
 
 router = EveryKey(tags=["dashboard"], include_in_schema=False)
 
@@ -70,9 +73,9 @@ def _page(name: str, scripts: tuple[str, ...]) -> tuple[str, str]:
 
 
 @router.get("/dashboard/events", response_model=None)
-async def events(request: Request, asker: Asker) -> EventStream:
+async def events(request: Request, asker: CurrentTenant) -> EventStream:
     """Figures every second, and the tree when it has changed; for a key without `admin`, its own alone."""
-    feed: Feed = request.app.state.feed
+    feed = find(request.app, Feed)
     return EventStream(feed.follow(asker), feed.enter(asker))
 
 
@@ -87,7 +90,6 @@ class _View:
         self.figures_s = float("-inf")
         self.tree: dict[str, Any] = {}
         self.version = 0
-        self.walk: asyncio.Task[None] | None = None
         self.walk_after_s = float("-inf")
 
     @property
@@ -100,8 +102,10 @@ class Feed:
     viewers at once.
     """
 
-    def __init__(self, context: Context):
+    def __init__(self, context: Context, metrics: Metrics, journal: Journal):
         self.context = context
+        self._metrics = metrics
+        self._journal = journal
         self.history: deque[dict[str, Any]] = deque(maxlen=MOST)
         self._views: dict[str, _View] = {}
         self._closing = asyncio.Event()
@@ -121,8 +125,6 @@ class Feed:
             view.viewers -= 1
             if not view.viewers:
                 del self._views[key]
-                if view.walk is not None:
-                    view.walk.cancel()
 
         return leave
 
@@ -134,7 +136,7 @@ class Feed:
         """Note figures as long as the server runs."""
         while not self._closing.is_set():
             with contextlib.suppress(RametError):  # the engine died; another may be started
-                self.history.append(sample(await self.context.engine.state(), self.context))
+                self.history.append(sample(await self.context.engine.call(GetState()), self.context, self._metrics))
             await self._pause(EVERY_S)
 
     async def _pause(self, seconds: float) -> None:
@@ -150,7 +152,7 @@ class Feed:
         seen = 0
         while not self._closing.is_set():
             yield {"figures": await self._fresh_figures(view)}
-            self._keep_walking(view)
+            await self._refresh_tree(view)
             if view.version != seen:
                 seen = view.version
                 yield {"tree": view.tree}
@@ -167,44 +169,37 @@ class Feed:
         async with view.lock:
             if time.monotonic() - view.figures_s >= 0.9:
                 engine, context = self.context.engine, self.context
-                live = self._shown(await engine.requests(_MOST_REQUESTS, view.account))
+                live = context.with_names((await engine.call(GetRequests(_MOST_REQUESTS, view.account)))["requests"])
                 for request in live:
                     request["rid"] = request["rid"].rpartition("/")[0]  # drop the engine's choice and serial number
-                figures = {"requests": live, "finished": self._shown(context.journal.last(view.account))}
+                figures = {"requests": live, "finished": context.with_names(self._journal.last(view.account))}
                 if view.tenant is None:
-                    view.figures = {**sample(await engine.state(), context), **figures}
+                    view.figures = {**sample(await engine.call(GetState()), context, self._metrics), **figures}
                 else:
                     view.figures = {"at_s": time.time(), **figures, "quota": await quota_of(view.tenant, context)}
                 view.figures_s = time.monotonic()
             return view.figures
 
-    def _shown(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [{**entry, "tenant": self.context.tenant_name(entry["tenant"])} for entry in entries]
-
-    def _keep_walking(self, view: _View) -> None:
-        if (view.walk is None or view.walk.done()) and time.monotonic() >= view.walk_after_s:
-            view.walk = asyncio.create_task(self._walk_tree(view))
-
-    async def _walk_tree(self, view: _View) -> None:
-        admin = view.tenant is None
-        try:
-            async with self._walking:  # the engine makes one walk at a time
-                begin = time.monotonic()
-                preview = _PREVIEW_TOKENS if admin else 0
-                outline = await self.context.engine.outline(_MOST_BLOCKS, preview, view.account)
-                end = time.monotonic()
-            pins = await pins_of(self.context)
-        except RametError:
-            return  # the engine died; the figures report it
-        if not admin:
-            mine = [pin for pin in pins["pins"] if pin["tenant"] == (view.tenant and view.tenant.name)]
-            pins = {"pins": mine}
+    async def _refresh_tree(self, view: _View) -> None:
+        if time.monotonic() < view.walk_after_s:
+            return
+        engine, tenant = self.context.engine, view.tenant
+        async with self._walking:  # the engine makes one walk at a time
+            begin = time.monotonic()
+            if begin < view.walk_after_s:
+                return  # another viewer has refreshed it
+            preview = 0 if tenant else _PREVIEW_TOKENS
+            outline = await engine.call(GetOutline(_MOST_BLOCKS, preview, view.account))
+            end = time.monotonic()
+            view.walk_after_s = end + max(_REST * (end - begin), 2.0)
+        pins = await pins_of(self.context)
+        if tenant is not None:
+            pins = {"pins": [pin for pin in pins["pins"] if pin["tenant"] == tenant.name]}
         tree = {
             "blocks": [self._show(block) for block in outline["blocks"]],
             "evictions": [self._named(eviction) for eviction in outline["evictions"]],
             **pins,
         }
-        view.walk_after_s = end + max(_REST * (end - begin), 2.0)
         if tree != view.tree:
             view.tree, view.version = tree, view.version + 1
 

@@ -1,30 +1,31 @@
-"""Figures of a server, as its page shows them over an hour."""
+"""Figures of a server for an hour of the page's charts."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-from server.context import Context
+from server.http.context import Context
+from server.telemetry.metrics import Metrics
 
 EVERY_S = 5.0
 MOST = int(3600 / EVERY_S)
-# Gauges, and counters that grow, as the engine's state has them.
+# Gauges and counters of the engine's state.
 _COUNTED = ("running", "waiting", "pages_total", "pages_free", "pages_tree", "pages_private", "pages_locked",
             "pages_pinned", "tree_nodes", "queried_tokens", "cached_tokens", "substituted_pages", "saved_pages",
             "evicted_tokens_by_cause")  # fmt: skip
 
 
-def sample(state: dict[str, Any], context: Context) -> dict[str, Any]:
-    """The figures of now, of the engine's state and of the metrics; pages, tokens, seconds."""
+def sample(state: dict[str, Any], context: Context, metrics: Metrics) -> dict[str, Any]:
+    """Current figures of the engine's state and the metrics; pages, tokens, seconds."""
     evicted = state["evicted_tokens_by_tenant"]
     by_tenant = {context.tenant_name(account): tokens for account, tokens in evicted.items()}
-    told = {name: value if value is None else round(value, 4) for name, value in context.metrics.now().items()}
+    recent = {name: value if value is None else round(value, 4) for name, value in metrics.now().items()}
     return {
         "at_s": round(time.time(), 1),
         **{name: state.get(name, 0) for name in _COUNTED},
         "evicted_tokens_by_tenant": by_tenant,
         "missed_tokens_by_reason": state["missed_tokens_by_reason"],
         **{name: state.get(name, {}) for name in ("tiers", "loaded_tokens_by_tier")},
-        **told,
+        **recent,
     }

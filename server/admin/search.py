@@ -11,24 +11,24 @@ from fastapi import Request, Response
 from pydantic import Field
 
 from runtime.models.tokenizer import Tokenizer
-from server.admin.cache import named, preview_tokens
-from server.auth.keys import Asker, EveryKey, Forbidden
-from server.context import Context, Ctx
+from server.admin.cache import preview_tokens
+from server.auth.keys import CurrentTenant, EveryKey
 from server.http import examples
+from server.http.context import Ctx
 from server.http.sse import unless_gone
 from server.http.wire import Body, CacheSalt, Text, example
 
 router = EveryKey(prefix="/cache", tags=["cache"])
 
-# Tokens that a search reads at most.
+# Most tokens that a search reads.
 _MOST_TOKENS = 1 << 20
-# Characters that are shown on both sides of a find.
+# Characters shown on both sides of a match.
 _AROUND = 60
 _MOST_CHARACTERS = 256
 
 
 class SearchRequest(Body):
-    """A text, of which upper and lower case are alike."""
+    """A text; case is ignored."""
 
     model_config = example(text="ship models")
 
@@ -42,39 +42,33 @@ class SearchRequest(Body):
 
 
 @router.post("/search", response_model=None, responses=examples.FOUND)
-async def search(context: Ctx, asker: Asker, body: SearchRequest, request: Request) -> Response:
-    """Nodes of the tree that hold a text, or end it; keys without `admin` find their own."""
-    if not asker.admin and body.tenant not in (None, asker.name):
-        raise Forbidden("this key may only search its own nodes", param="tenant")
-    whose = named(body.tenant, context) if body.tenant is not None else asker
-    everybody = asker.admin and body.tenant is None
+async def search(context: Ctx, asker: CurrentTenant, body: SearchRequest, request: Request) -> Response:
+    """Nodes of the tree that contain a text, or its end; keys without `admin` find their own."""
+    whose = context.visible(asker, body.tenant)
+    account = None if whose is None else whose.account
     # Users of one key see each other's text only where they share a salt.
     salt = body.cache_salt if asker.admin else body.cache_salt or ""
 
     async def work() -> dict[str, Any]:
         finder = _Finder(body.text, body.limit, context.engine.tokenizer)
-        async with aclosing(context.engine.runs(None if everybody else whose.account, salt)) as walk:
+        async with aclosing(context.engine.runs(account, salt)) as walk:
             async for runs in walk:
                 await context.engine.in_turn(asker.account, len(body.text), partial(finder.look, runs))
                 if finder.done:
                     break
-        return {"nodes": [_show(node, context) for node in finder.found], "searched_tokens": finder.tokens,
-                "complete": not finder.done}  # fmt: skip
+        nodes = context.with_names(finder.found)
+        return {"nodes": nodes, "searched_tokens": finder.tokens, "complete": not finder.done}
 
     return await unless_gone(request, work())
 
 
-def _show(node: dict[str, Any], context: Context) -> dict[str, Any]:
-    return {**node, "tenant": context.tenant_name(node["tenant"])}
-
-
 class _Finder:
-    """Finds a text in nodes that come parents first.
+    """Finds a text in nodes, given parents first.
 
     Attributes:
-        found: the nodes that have it, as the route answers them.
-        tokens: read so far.
-        done: whether enough were found or read, and nodes are left out.
+        found: the matching nodes, as in the answer.
+        tokens: tokens read so far.
+        done: whether the search stopped early.
     """
 
     def __init__(self, text: str, limit: int, tokenizer: Tokenizer):
@@ -98,7 +92,7 @@ class _Finder:
             self._read(run, preview_tokens(run.pop("key")))
 
     def _read(self, run: dict[str, Any], tokens: list[int]) -> None:
-        # The text of a run depends on what stands before it, and what is sought may begin there.
+        # The text of a run depends on the tokens before it, and a match may begin there.
         before = self._ends.get(run["parent"], array("i"))
         path = before + array("i", tokens)
         self._ends[run["id"]] = path[-self._overlap :]
@@ -112,7 +106,7 @@ class _Finder:
     def _above(self, page: int | None) -> list[int]:
         """The ids of the nodes above, the root's child first."""
         found: dict[int, None] = {}
-        while page is not None and page not in found:  # a page may get another node while the walk goes on
+        while page is not None and page not in found:  # a page may get another node during the walk
             found[page] = None
             page = self._parents.get(page)
         return [*found][::-1]

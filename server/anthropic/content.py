@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from runtime.sampling.json_text import parse_json
-from server.openai.calls import CallReader
+from server.openai.calls import CallReader, before_tag
 
 _OPEN, _CLOSE = "<think>", "</think>"
 
@@ -76,7 +76,7 @@ class ContentReader:
             if found:
                 self.state, self._held = "gap", behind
             else:
-                settled = len(thought) if last else _settled(thought)
+                settled = len(thought) if last else before_tag(thought, _CLOSE)
                 thought, self._held = thought[:settled], thought[settled:]
             self._has_thought = self._has_thought or bool(thought)
         if self.state == "gap":
@@ -85,11 +85,6 @@ class ContentReader:
         if self.state == "text":
             said, self._held = self._held, ""
         return thought, said
-
-
-def _settled(thought: str) -> int:
-    """Characters before what may be the beginning of a closing tag."""
-    return len(thought) - next((n for n in range(len(_CLOSE) - 1, 0, -1) if thought.endswith(_CLOSE[:n])), 0)
 
 
 def _call(name: str, arguments: str) -> Piece:

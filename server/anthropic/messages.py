@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
 
 from runtime.errors import RametError
-from runtime.frontend.output import KeptText, Output, Submission
-from runtime.frontend.stream import OutputStream
+from runtime.frontend.output import MarkedText, Output, Submission
 from runtime.params import EXACT
-from runtime.protocol import CacheBooks
+from runtime.protocol import CacheUsage
 from server.anthropic.content import ContentReader, Piece
 from server.anthropic.prompt import conversation_of, render
-from server.anthropic.types import Conversation, MessagesRequest
-from server.auth.keys import Asker, EveryKey, Tenant
-from server.context import Context, Ctx
-from server.explain.inquiry import Inquiry, ask
+from server.anthropic.types import MessagesPrompt, MessagesRequest
+from server.auth.keys import CurrentTenant, EveryKey, Tenant
+from server.errors import Conflict, MessageError, message_error
+from server.explain.reason import Explanation
+from server.generation.service import Generation, Service, Writer
 from server.http import examples
-from server.http.errors import MessageError, message_error
-from server.http.follow import collect, follow, open_outputs
-from server.http.sse import Events, TypedEventStream, unless_gone, while_there
+from server.http.context import Context, Ctx
+from server.http.sse import TypedEventStream, unless_gone
 from server.openai.calls import CallReader, lazy_calls, writes_tags
-from server.store import Conflict
 
 router = EveryKey(
     prefix="/v1/messages",
@@ -43,26 +41,23 @@ class MessageStream(TypedEventStream):
 
 
 @router.post("", response_model=None, responses=examples.MESSAGE)
-async def messages(body: MessagesRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
+async def messages(body: MessagesRequest, request: Request, service: Service, tenant: CurrentTenant) -> Response:
     """The assistant's next message in a conversation; blocks with `cache_control` are kept in the cache."""
-    model = context.check_model(body.model)
+    context = service.context
+    context.check_model(body.model)
     body.check()
     work = partial(submission_of, body, tenant, context)
     if body.is_constrained or body.offered:  # a schema may be as long as the body
-        submission = await while_there(request, context.engine.in_turn(tenant.account, body.num_characters, work))
+        submission = await service.in_turn(request, tenant, body.num_characters, work)
     else:
         submission = work()
     conversation = partial(conversation_of, body, context.engine.tokenizer)
-    inquiry = ask(context, [submission], body.explain, body.earlier, conversation)
-    outputs = await open_outputs(request, context, [submission], body.NAMES, body.timeout_s, conversation)
-    answer = _Answer(_reader(body, submission, context), model, submission, outputs, context, inquiry)
-    if body.stream:
-        return MessageStream(answer.events(), outputs.close)
-    return await unless_gone(request, answer.whole())
+    generation = await service.submit(request, body, [submission], conversation)
+    return await generation.respond(request, MessageWriter(body, submission, context), body.stream)
 
 
 @router.post("/count_tokens", response_model=None, responses=examples.COUNTED)
-async def count_tokens(body: Conversation, request: Request, context: Ctx, tenant: Asker) -> Response:
+async def count_tokens(body: MessagesPrompt, request: Request, context: Ctx, tenant: CurrentTenant) -> Response:
     """Tokens of a conversation's prompt."""
     context.check_model(body.model)
     body.check()
@@ -70,7 +65,7 @@ async def count_tokens(body: Conversation, request: Request, context: Ctx, tenan
 
     async def work() -> dict[str, Any]:
         rendered = await engine.in_turn(tenant.account, body.num_characters, partial(render, body, engine.tokenizer))
-        text = rendered.text if isinstance(rendered, KeptText) else rendered
+        text = rendered.text if isinstance(rendered, MarkedText) else rendered
         (tokens,) = await engine.tokenize(tenant.account, [text], add_special_tokens=False)
         return {"input_tokens": len(tokens)}
 
@@ -83,16 +78,11 @@ def submission_of(body: MessagesRequest, tenant: Tenant, context: Context) -> Su
     if body.offered and not body.is_constrained and context.engine.info.diffusion is None:
         tools = [tool.described() for tool in body.offered]
         sampling, otherwise = lazy_calls(sampling, tools, writes_tags(context.engine.tokenizer))
-    return Submission(
-        prompt=partial(render, body, context.engine.tokenizer),
+    return body.submission(
+        *(partial(render, body, context.engine.tokenizer), sampling, tenant, context),
         num_characters=body.num_characters,
-        sampling=sampling,
         otherwise=otherwise,
-        account=tenant.account,
-        namespace=context.namespace(tenant, body),
-        priority=tenant.priority(body.priority),
         add_special_tokens=False,
-        store=body.cache.store,
         reuse=EXACT,
     )
 
@@ -107,72 +97,88 @@ def _reader(body: MessagesRequest, submission: Submission, context: Context) -> 
     if body.is_constrained:
         return ContentReader(calls, "text")
     prompt = submission.prompt
-    text = prompt.text if isinstance(prompt, KeptText) else prompt if isinstance(prompt, str) else ""
+    text = prompt.text if isinstance(prompt, MarkedText) else prompt if isinstance(prompt, str) else ""
     return ContentReader(calls, "thinking" if text.rstrip().endswith("<think>") else "start")
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """The answer to one call, as it comes."""
+class MessageWriter(Writer):
+    """The answer to a conversation."""
 
-    reader: ContentReader
-    model: str
-    submission: Submission
-    outputs: OutputStream
-    context: Context
-    inquiry: Inquiry | None
+    STREAM = MessageStream
 
-    async def whole(self) -> dict[str, Any]:
-        (output,) = await collect(self.outputs, self.context)
-        pieces = self.reader.push(output.text, last=True)
-        content = [piece.block() for piece in pieces]
-        return {**await self._message(output), "content": content, **_stop(output, pieces, self.context)}
+    def __init__(self, body: MessagesRequest, submission: Submission, context: Context):
+        self._reader = _reader(body, submission, context)
+        self._model, self._context_length = context.check_model(body.model), context.engine.info.context_length
+        self._id = f"msg_{submission.rid}"
+        self._begun = False
+        self._index = -1
+        self._seen: list[Piece] = []
 
-    async def events(self) -> Events:
-        index, open_type, seen = -1, "", list[Piece]()
-        began = False
-        async for output in follow(self.outputs, self.context):
-            if not began:
-                began = True
-                yield {"type": "message_start", "message": await self._message(output)}
-                yield {"type": "ping"}
-            for piece in self.reader.push(output.delta, last=output.finish is not None):
-                if piece.type != open_type or piece.type == "tool_use":
-                    if open_type:
-                        yield {"type": "content_block_stop", "index": index}
-                    index, open_type = index + 1, piece.type
-                    seen.append(piece)
-                    yield {"type": "content_block_start", "index": index, "content_block": piece.start()}
-                yield {"type": "content_block_delta", "index": index, "delta": piece.delta()}
-            if output.finish is None:
-                continue
-            if open_type:
-                yield {"type": "content_block_stop", "index": index}
-            yield {"type": "message_delta", "delta": _stop(output, seen, self.context), "usage": usage(output)}
+    async def answer(self, generation: Generation) -> dict[str, Any]:
+        (output,) = await generation.collect()
+        pieces = self._reader.push(output.text, last=True)
+        message = self._message(output, await generation.explain(output))
+        return {**message, "content": [piece.block() for piece in pieces], **self._stop(output, pieces)}
+
+    def explains(self, output: Output) -> bool:
+        return not self._begun
+
+    def write(self, output: Output, why: Explanation | None) -> Iterable[dict[str, Any]]:
+        if not self._begun:
+            self._begun = True
+            yield {"type": "message_start", "message": self._message(output, why)}
+            yield {"type": "ping"}
+        for piece in self._reader.push(output.delta, last=output.finish is not None):
+            if not self._seen or piece.type != self._seen[-1].type or piece.type == "tool_use":
+                yield from self._close()
+                self._index += 1
+                self._seen.append(piece)
+                yield {"type": "content_block_start", "index": self._index, "content_block": piece.start()}
+            yield {"type": "content_block_delta", "index": self._index, "delta": piece.delta()}
+        if output.finish is not None:
+            yield from self._close()
+            yield {"type": "message_delta", "delta": self._stop(output, self._seen), "usage": usage(output)}
             yield {"type": "message_stop"}
 
-    async def _message(self, output: Output) -> dict[str, Any]:
-        """A message without content, as it begins, and why its prompt missed the cache, if that is asked for."""
+    def _close(self) -> Iterable[dict[str, Any]]:
+        if self._seen:
+            yield {"type": "content_block_stop", "index": self._index}
+
+    def _message(self, output: Output, why: Explanation | None) -> dict[str, Any]:
+        """A message without content, and why its prompt missed the cache, if asked for."""
         message: dict[str, Any] = {
-            **{"id": f"msg_{self.submission.rid}", "type": "message", "role": "assistant", "model": self.model},
+            **{"id": self._id, "type": "message", "role": "assistant", "model": self._model},
             **{"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage(output)},
         }
-        if self.inquiry is None:
-            return message
-        explanation = await self.inquiry.explain(self.outputs, output)
-        return {**message, "explain": explanation.describe(), "diagnostics": explanation.anthropic()}
+        return message if why is None else {**message, "explain": why.describe(), "diagnostics": why.anthropic()}
+
+    def _stop(self, output: Output, pieces: list[Piece]) -> dict[str, Any]:
+        """The reason for the end. Raises Conflict for an answer that was aborted."""
+        finish = output.finish
+        assert finish is not None
+        if finish.type == "abort":
+            raise Conflict("the answer was aborted", code="aborted")
+        reason, matched = "end_turn", None
+        if finish.type == "length":
+            is_full = output.prompt_tokens + output.completion_tokens >= self._context_length
+            reason = "model_context_window_exceeded" if is_full else "max_tokens"
+        elif any(piece.type == "tool_use" for piece in pieces):
+            reason = "tool_use"
+        elif isinstance(finish.matched, str):
+            reason, matched = "stop_sequence", finish.matched
+        return {"stop_reason": reason, "stop_sequence": matched}
 
 
 def usage(output: Output) -> dict[str, Any]:
     """Token counts: read + created + input are the prompt's. `breakpoints` says up to where it is kept, or why not."""
     cached, prompt = output.cached_tokens, output.prompt_tokens
-    books = output.cache or CacheBooks(read=cached, created={}, input=prompt - cached, places=[])
-    created = sum(books.created.values())
-    for_an_hour = sum(tokens for ttl_s, tokens in books.created.items() if ttl_s >= _HOUR_S)
+    used = output.usage or CacheUsage(read=cached, created={}, input=prompt - cached, breakpoints=[])
+    created = sum(used.created.values())
+    for_an_hour = sum(tokens for ttl_s, tokens in used.created.items() if ttl_s >= _HOUR_S)
     return {
-        "input_tokens": books.input,
+        "input_tokens": used.input,
         "cache_creation_input_tokens": created,
-        "cache_read_input_tokens": books.read,
+        "cache_read_input_tokens": used.read,
         "cache_creation": {
             "ephemeral_5m_input_tokens": created - for_an_hour,
             "ephemeral_1h_input_tokens": for_an_hour,
@@ -181,23 +187,6 @@ def usage(output: Output) -> dict[str, Any]:
         "service_tier": "standard",
         "breakpoints": [
             {"tokens": place.tokens, "kept_tokens": place.kept, "ttl_s": place.ttl_s, "reason": place.reason}
-            for place in books.places
+            for place in used.breakpoints
         ],
     }
-
-
-def _stop(output: Output, pieces: list[Piece], context: Context) -> dict[str, Any]:
-    """The reason for the end. Raises Conflict for an answer that was aborted."""
-    finish = output.finish
-    assert finish is not None
-    if finish.type == "abort":
-        raise Conflict("the answer was aborted", code="aborted")
-    reason, matched = "end_turn", None
-    if finish.type == "length":
-        is_full = output.prompt_tokens + output.completion_tokens >= context.engine.info.context_length
-        reason = "model_context_window_exceeded" if is_full else "max_tokens"
-    elif any(piece.type == "tool_use" for piece in pieces):
-        reason = "tool_use"
-    elif isinstance(finish.matched, str):
-        reason, matched = "stop_sequence", finish.matched
-    return {"stop_reason": reason, "stop_sequence": matched}

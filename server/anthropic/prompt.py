@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import count
+from functools import partial
 from typing import Any
 
-from runtime.frontend.output import KeptText
-from runtime.models.marks import find_place, new_place
+from runtime.frontend.output import MarkedText
 from runtime.models.tokenizer import Tokenizer
 from server.anthropic.types import (
+    AnthropicMessage,
     CacheControl,
-    Conversation,
-    Message,
+    MessagesPrompt,
     RedactedBlock,
     TextBlock,
     ThinkingBlock,
@@ -20,6 +19,7 @@ from server.anthropic.types import (
     ToolUseBlock,
 )
 from server.explain import parts
+from server.generation.breakpoints import find_breakpoints
 from server.openai.tools import Function, Tool, continue_chat, render_chat
 
 # Writes a mark at the end of a block, if it has a breakpoint.
@@ -27,27 +27,13 @@ _Mark = Callable[[CacheControl | None], str]
 _Turn = dict[str, Any]
 
 
-def render(body: Conversation, tokenizer: Tokenizer) -> str | KeptText:
-    """The prompt of a conversation. Raises InvalidRequest.
-
-    Breakpoints never change it: each one's place is found in another rendering, which has a mark at the block's end.
-    """
-    controls: list[CacheControl] = []
-
-    def collect(control: CacheControl | None) -> str:
-        controls.extend([control] if control else [])
-        return ""
-
-    text = _render(body, tokenizer, collect)
-    keep = []
-    for i, control in enumerate(controls):
-        place = new_place()
-        marked = _render(body, tokenizer, _at(i, place))
-        keep.append((find_place(text, marked, place), control.seconds))
-    return KeptText(text, keep) if keep else text
+def render(body: MessagesPrompt, tokenizer: Tokenizer) -> str | MarkedText:
+    """The prompt of a conversation. Raises InvalidRequest."""
+    text, found = find_breakpoints(partial(_render, body, tokenizer))
+    return MarkedText(text, [(end, control.seconds) for end, control in found]) if found else text
 
 
-def conversation_of(body: Conversation, tokenizer: Tokenizer) -> parts.Conversation:
+def conversation_of(body: MessagesPrompt, tokenizer: Tokenizer) -> parts.Conversation:
     """The conversation that a prompt renders."""
     turns: list[_Turn] = [{"role": "system", "content": _joined(body.system, _unmarked)}] if body.system else []
     numbers = [-1] * len(turns)
@@ -67,13 +53,7 @@ def _unmarked(control: CacheControl | None) -> str:
     return ""
 
 
-def _at(wanted: int, place: str) -> _Mark:
-    """Writes a mark at one of the breakpoints alone."""
-    left = count(-wanted)
-    return lambda control: "" if control is None or next(left) else place
-
-
-def _render(body: Conversation, tokenizer: Tokenizer, mark: _Mark) -> str:
+def _render(body: MessagesPrompt, tokenizer: Tokenizer, mark: _Mark) -> str:
     tools, variables = list(_tools(body, mark)), body.template_variables()
     turns = list(_turns(body, mark))
     last = body.messages[-1]
@@ -82,7 +62,7 @@ def _render(body: Conversation, tokenizer: Tokenizer, mark: _Mark) -> str:
     return render_chat(tokenizer, turns, tools, True, variables)
 
 
-def _tools(body: Conversation, mark: _Mark) -> Iterator[Tool]:
+def _tools(body: MessagesPrompt, mark: _Mark) -> Iterator[Tool]:
     """The tools; a tool more, whose name is a mark, follows one with a breakpoint."""
     for tool in body.offered:
         yield tool.described()
@@ -91,7 +71,7 @@ def _tools(body: Conversation, mark: _Mark) -> Iterator[Tool]:
             yield Tool.model_construct(type="function", function=function)
 
 
-def _turns(body: Conversation, mark: _Mark) -> Iterator[_Turn]:
+def _turns(body: MessagesPrompt, mark: _Mark) -> Iterator[_Turn]:
     """The chat template's dicts of all messages."""
     if body.system:
         yield {"role": "system", "content": _joined(body.system, mark)}
@@ -111,7 +91,7 @@ def _joined(content: str | list[TextBlock], mark: _Mark) -> str:
     return "\n".join(block.text + mark(block.cache_control) for block in content)
 
 
-def _question(message: Message, mark: _Mark) -> Iterator[_Turn]:
+def _question(message: AnthropicMessage, mark: _Mark) -> Iterator[_Turn]:
     """A user's turns: results of tools are turns of their own."""
     texts: list[str] = []
     for block in message.blocks:
@@ -127,7 +107,7 @@ def _question(message: Message, mark: _Mark) -> Iterator[_Turn]:
         yield {"role": message.role, "content": "\n".join(texts)}
 
 
-def _answer(message: Message, mark: _Mark) -> Iterator[_Turn]:
+def _answer(message: AnthropicMessage, mark: _Mark) -> Iterator[_Turn]:
     """An assistant's turn: text, reasoning and calls. A call more, whose name is a mark, follows one to be kept."""
     texts: list[str] = []
     thoughts: list[str] = []

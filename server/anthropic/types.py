@@ -6,16 +6,16 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError
+from pydantic import Field
 
 from runtime.errors import InvalidRequest
-from runtime.frontend.output import MAX_PLACES
+from runtime.frontend.output import MAX_BREAKPOINTS
 from runtime.params import SamplingParams, StopString
+from server.generation.bodies import AnswerId, GenerationBody, naming
 from server.http import fields
-from server.http.wire import AnswerId, Body, JsonObject, OneOr, OwnFields, Text, example
+from server.http.wire import Body, ByType, JsonObject, OneOr, Text, example
 from server.openai.calls import schema_of_call
-from server.openai.tools import MAX_TOOLS, Function
-from server.openai.tools import Tool as Described
+from server.openai.tools import MAX_TOOLS, Function, Tool
 
 # Messages in a conversation, and blocks in a message.
 MAX_BLOCKS = 4096
@@ -26,7 +26,7 @@ _SECONDS = {"5m": 300.0, "1h": 3600.0}
 class CacheControl(Body):
     """A breakpoint: the prompt up to the end of its block is kept for this time from its last use on."""
 
-    IGNORED = frozenset({"scope"})  # who shares the KV is the affair of keys and cache_scope
+    IGNORED = frozenset({"scope"})  # keys and cache_scope decide who shares KV
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
@@ -110,22 +110,12 @@ class DocumentBlock(Block):
         return "\n".join(filter(None, (self.title, self.context, self.source.data)))
 
 
-_KINDS = {
-    **{"thinking": "a thought", "redacted_thinking": "a hidden thought", "tool_use": "a call"},
-    **{"tool_result": "a result", "document": "a document"},
-}
 ContentBlock = Annotated[
-    Annotated[TextBlock, Tag("a text")]
-    | Annotated[ThinkingBlock, Tag("a thought")]
-    | Annotated[RedactedBlock, Tag("a hidden thought")]
-    | Annotated[ToolUseBlock, Tag("a call")]
-    | Annotated[ToolResultBlock, Tag("a result")]
-    | Annotated[DocumentBlock, Tag("a document")],
-    Discriminator(lambda block: _KINDS.get(str(block.get("type")) if isinstance(block, dict) else "", "a text")),
+    TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock | DocumentBlock, ByType()
 ]
 
 
-class Message(Body, extra="ignore"):
+class AnthropicMessage(Body, extra="ignore"):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
@@ -137,7 +127,7 @@ class Message(Body, extra="ignore"):
         return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 
-class Tool(Body):
+class AnthropicTool(Body):
     """A tool that the client runs; Anthropic's own tools have other types, and no schema of theirs is known here."""
 
     IGNORED = frozenset({"allowed_callers", "eager_input_streaming", "input_examples", "strict", "defer_loading"})
@@ -148,10 +138,10 @@ class Tool(Body):
     input_schema: JsonObject
     cache_control: CacheControl | None = None
 
-    def described(self) -> Described:
+    def described(self) -> Tool:
         """The tool as chat templates and parsers of calls know it."""
         function = Function.model_construct(name=self.name, description=self.description, parameters=self.input_schema)
-        return Described.model_construct(type="function", function=function)
+        return Tool.model_construct(type="function", function=function)
 
 
 class ToolChoice(Body):
@@ -163,7 +153,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """A wish for reasoning, of which the chat template learns that it is on or off."""
+    """Whether to reason; the chat template gets on or off."""
 
     IGNORED = frozenset({"budget_tokens", "display"})
 
@@ -196,15 +186,20 @@ class ContextManagement(Body):
     edits: Annotated[list[Edit], Field(max_length=16)] = Field(default_factory=list)
 
 
-class Conversation(Body):
+class MessagesPrompt(Body):
     """`POST /v1/messages/count_tokens`, and the part of `/v1/messages` that makes the prompt."""
 
     IGNORED = frozenset(
         {"metadata", "service_tier", "inference_geo", "speed", "user_profile_id", "workspace_id", "betas"}
     )
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = {"container": ("",), "mcp_servers": ([],)}
-    NAMES: ClassVar[dict[str, str]] = {
-        **{"prompt": "messages", "max_new_tokens": "max_tokens", "stop": "stop_sequences", "keep": "cache_control"},
+    NAMES: ClassVar[Mapping[str, str]] = {
+        **{
+            "prompt": "messages",
+            "max_new_tokens": "max_tokens",
+            "stop": "stop_sequences",
+            "breakpoints": "cache_control",
+        },
         **{"json_schema": "output_config.format.schema", "continue_final_message": "messages"},
     }
 
@@ -213,9 +208,9 @@ class Conversation(Body):
     )
 
     model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_BLOCKS)]
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_BLOCKS)]
     system: TextBlocks | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -231,14 +226,14 @@ class Conversation(Body):
         return sum(map(len, texts))
 
     @property
-    def offered(self) -> list[Tool]:
+    def offered(self) -> list[AnthropicTool]:
         """The tools in the prompt."""
         return [] if self.tool_choice is not None and self.tool_choice.type == "none" else self.tools or []
 
     def check(self) -> None:
         """Raise InvalidRequest for fields that do not fit each other."""
-        if (count := sum(1 for _ in self.breakpoints())) > MAX_PLACES:
-            raise InvalidRequest(f"{MAX_PLACES} blocks may have cache_control, not {count}", param="cache_control")
+        if (count := sum(1 for _ in self.breakpoints())) > MAX_BREAKPOINTS:
+            raise InvalidRequest(f"{MAX_BREAKPOINTS} blocks may have cache_control, not {count}", param="cache_control")
 
     def breakpoints(self) -> Iterator[CacheControl]:
         """The breakpoints of all blocks, and the automatic one."""
@@ -265,11 +260,10 @@ class Diagnostics(Body):
     previous_message_id: AnswerId | None = None
 
 
-class MessagesRequest(Conversation, OwnFields):
+class MessagesRequest(MessagesPrompt, GenerationBody):
     """`POST /v1/messages`."""
 
     max_tokens: int = Field(ge=0, le=1 << 20, description="0: only compute and keep the prompt")
-    stream: bool = False
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(-1, ge=-1, le=1 << 20)
@@ -278,7 +272,6 @@ class MessagesRequest(Conversation, OwnFields):
 
     @property
     def earlier(self) -> str | None:
-        """Id of the answer with whose prompt this one is compared."""
         return None if self.diagnostics is None else self.diagnostics.previous_message_id
 
     @property
@@ -312,7 +305,7 @@ class MessagesRequest(Conversation, OwnFields):
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters. Raises InvalidRequest."""
-        try:
+        with naming(self.NAMES):
             return SamplingParams(
                 max_new_tokens=self.max_tokens,
                 temperature=self.temperature,
@@ -321,7 +314,3 @@ class MessagesRequest(Conversation, OwnFields):
                 stop=self.stop_sequences,
                 json_schema=self._schema(),
             )
-        except ValidationError as error:
-            problem = error.errors()[0]
-            param = self.NAMES.get(str(problem["loc"][0]), str(problem["loc"][0]))
-            raise InvalidRequest(f"{param}: {problem['msg']}", param=param) from None

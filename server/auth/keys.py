@@ -23,38 +23,25 @@ from starlette.types import Scope
 
 from radix import Namespace
 from runtime.errors import InvalidRequest, RametError
+from server.errors import Forbidden, Unauthorized
 
 ENVIRONMENT = "RAMET_API_KEYS"
 # Routers and orchestrators probe health without a key. The pages are static; their data needs a key.
 OPEN_PATHS = frozenset({"/health", "/ready", "/", "/dashboard", "/docs"})
 # The one route for scrapers' keys.
 METRICS_PATH = "/metrics"
-# Tenant of the cached pages that all keys share; no account is called so.
+# Tenant of shared cached pages; no account has this name.
 PUBLIC = "public"
 
 CacheScope = Annotated[
     Literal["private", "public"],
     Field(description="public: share cached pages with all keys that may; only for keys marked public"),
 ]
-_COMMENT = re.compile(r"(^|\s)#.*")  # a key may hold the sign
+_COMMENT = re.compile(r"(^|\s)#.*")  # a key may contain #
 _LINE = re.compile(
     r"(?P<name>[\w.-]{1,64})\s+(?P<key>\S{8,512})"
     r"(?P<flags>\s+metrics|(\s+(admin|public|quota=[1-9]\d{0,8}|max_priority=\d{1,9}))*)"
 )
-
-
-class Unauthorized(RametError):
-    """The key is missing or unknown (HTTP 401)."""
-
-    status = 401
-    type = "authentication_error"
-
-
-class Forbidden(RametError):
-    """The key lacks the permission (HTTP 403)."""
-
-    status = 403
-    type = "permission_error"
 
 
 class BadKeys(RametError):
@@ -69,10 +56,10 @@ class Tenant:
         name: the operator's name for the key; empty on an open server.
         digest: SHA-256 of the key; the key itself is not stored.
         admin: whether the routes of server/admin are allowed.
-        public: whether public prefixes are allowed.
+        public: whether the key may share public prefixes.
         quota: cached pages; None: `--tenant-quota`.
         max_priority: highest priority of requests; admins may ask for any.
-        metrics: whether `/metrics` is the only route allowed.
+        metrics: whether only `/metrics` is allowed.
     """
 
     name: str
@@ -85,7 +72,7 @@ class Tenant:
 
     @property
     def account(self) -> str:
-        """The tenant of all its cache namespaces but the public ones."""
+        """The tenant of its private cache namespaces."""
         return self.digest.hex()[:32]
 
     def namespace(self, salt: str | None, scope: str) -> Namespace:
@@ -143,19 +130,16 @@ def read_keys(path: Path | None) -> list[Tenant]:
             )
         )
     if path is not None and not tenants:
-        raise BadKeys(f"--api-keys {path} has no key")  # an open server cannot be meant
+        raise BadKeys(f"--api-keys {path} has no key")  # an open server would be a surprise
     return tenants
 
 
 class EveryKey(APIRouter):
-    """A router whose routes answer every key. Those of any other router are for admins' keys."""
+    """A router whose routes accept every key; routes of other routers need an admin's key."""
 
 
 class Guard:
-    """Checks API keys: every route needs one but OPEN_PATHS, and one of no `EveryKey` router an admin's.
-
-    Without tenants, none.
-    """
+    """Checks API keys, unless there are none: OPEN_PATHS need no key, routes of an `EveryKey` router any key."""
 
     def __init__(self, tenants: list[Tenant], routers: Sequence[APIRouter]):
         self.tenants = tenants
@@ -196,7 +180,7 @@ class Guard:
         if kind.lower() != b"bearer":
             key = headers.get(b"x-api-key", b"")
         digest = hashlib.sha256(key.strip()).digest()
-        # All are compared, each in constant time, so that the duration says nothing about a key.
+        # All keys are compared in constant time, so that the duration reveals nothing.
         found = [tenant for tenant in self.tenants if hmac.compare_digest(tenant.digest, digest)]
         if not found:
             raise Unauthorized("a valid API key is needed: Authorization: Bearer KEY")
@@ -211,4 +195,4 @@ def get_tenant(request: Request) -> Tenant:
     return request.state.tenant
 
 
-Asker = Annotated[Tenant, Depends(get_tenant)]
+CurrentTenant = Annotated[Tenant, Depends(get_tenant)]

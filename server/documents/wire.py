@@ -7,14 +7,12 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from runtime.reuse.fusion.prompt import Document, Segments
-from server.documents.store import DocumentStore
+from runtime.frontend.documents.prompt import Document, Segments
+from server.documents.store import DocumentStore, Title
 from server.http.wire import Body, OneOrLists, Text
 
 # Texts and documents in a prompt.
 MAX_SEGMENTS = 4096
-
-Title = Annotated[Text, Field(min_length=1, max_length=256, description="the first line of the document")]
 
 
 class GivenDocument(Body):
@@ -59,17 +57,17 @@ SegmentPrompts = OneOrLists[Annotated[list[Segment], Field(max_length=MAX_SEGMEN
 
 
 def count_characters(segments: list[Segment]) -> int:
-    """Characters of a prompt, as far as the request holds them."""
+    """Characters of a prompt, without those of stored documents."""
     return sum(len(one.text or "") + (one.document.num_characters if one.document else 0) for one in segments)
 
 
 def compile_segments(segments: list[Segment], account: str, store: DocumentStore) -> Segments:
-    """The prompt of a request; thread-safe. Raises NotFound for documents that are not there."""
+    """The prompt of a request; thread-safe. Raises NotFound for unknown documents."""
     return Segments(_found([one.document or one.text or "" for one in segments], account, store))
 
 
 def find_documents(turns: list[dict[str, Any]], account: str, store: DocumentStore) -> list[dict[str, Any]]:
-    """Messages with the documents that their contents name; thread-safe. Raises NotFound."""
+    """Messages with their documents put in; thread-safe. Raises NotFound."""
     return [
         turn if isinstance(turn["content"], str) else {**turn, "content": _found(turn["content"], account, store)}
         for turn in turns

@@ -1,4 +1,4 @@
-"""Two rendered prompts: the token at which they part, the part in which it lies, and the text on both sides."""
+"""The place at which two rendered prompts part, and the text on both sides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from radix.node import TOKEN_BYTES, common_tokens
 from runtime.models.tokenizer import Tokenizer
 from server.explain.parts import Conversation, Part, common_characters, part_at
 
-# Tokens shown before the place, and on each side behind it.
+# Tokens shown before the place, and on each side after it.
 _BEFORE, _BEHIND = 16, 24
 
 
@@ -18,10 +18,10 @@ class Parting:
     """The place at which a prompt parts from another one.
 
     Attributes:
-        token: leading tokens that both have.
-        part: in which the first other character lies.
+        token: shared leading tokens.
+        part: contains the first different character.
         offset: characters of the part before it.
-        before: text that both have; here: with which the prompt goes on; there: the other one, None: it is not told.
+        before: shared text; here: this prompt's continuation; there: the other's, None if it must not be shown.
     """
 
     token: int
@@ -33,7 +33,7 @@ class Parting:
 
     @property
     def same_text(self) -> bool:
-        """Whether both go on with the same text, as far as it was looked at, in other tokens."""
+        """Whether both continue with the same text, as far as shown, in other tokens."""
         return self.there is not None and not (self.here and self.there)
 
     def describe(self) -> dict[str, Any]:
@@ -45,14 +45,12 @@ class Parting:
 def find_parting(
     tokenizer: Tokenizer, tokens: bytes, token: int, other: bytes | None, conversation: Conversation | None
 ) -> Parting:
-    """The parting of a prompt from another one behind their first `token` tokens.
+    """The parting of a prompt from another one after `token` shared tokens.
 
     Args:
-        tokenizer: the model's.
         tokens: the prompt, int32.
-        token: the place.
-        other: int32, with which the other prompt goes on there; None: nobody may know.
-        conversation: that the prompt renders; None: it is plain text.
+        other: int32, the other prompt's continuation; None: it must not be shown.
+        conversation: rendered by the prompt; None: it is plain text.
     """
 
     def text(run: bytes, start: int, stop: int) -> str:

@@ -10,34 +10,34 @@ from runtime.errors import InvalidRequest
 from runtime.models.marks import new_mark
 
 Kind = Literal["tools", "system", "message", "prompt"]
-# So many of the template's own characters tell that tools are described.
+# Characters of the template's own text that identify a description of tools.
 _TELLING = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a prompt from character `start` of its text on; `index`: of the message in the request."""
+    """A part of a prompt from character `start` on; `index`: of the message in the request."""
 
     kind: Kind
     start: int = 0
     index: int | None = None
 
     def __str__(self) -> str:
-        """As people call it."""
+        """For messages."""
         names = {"tools": "the tools", "system": "the system prompt", "prompt": "the prompt"}
         return names.get(self.kind, f"message {self.index}")
 
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages and tools, and the template that makes a text of them.
+    """Messages and tools, and the template that renders them.
 
     Attributes:
-        render: makes the text of messages, whose contents are texts, and tools.
+        render: the text of messages (with plain contents) and tools.
         turns: the chat template's dicts.
         tools: as `render` takes them.
-        example: any tool, to recognise where tools would be described.
-        numbers: the request's message of which each turn is a part; None: turns are messages.
+        example: any tool, to find where tools would be described.
+        numbers: index of the request's message for each turn; None: turns are messages.
     """
 
     render: Callable[[list[dict[str, Any]], list[Any]], str]
@@ -53,9 +53,9 @@ class Conversation:
         self._marks = [new_mark() for _ in self._marked]
 
     def parts(self, text: str) -> list[Part]:
-        """The parts of the conversation's text in their order; none if its template cannot be followed.
+        """The parts of the conversation's text, in order; none if its template changes contents.
 
-        The template's own text before a content counts for that message; its text behind the last content, for that.
+        The template's own text belongs to the next content, and after the last content to that one.
         """
         pieces = self._pieces(self.turns, self.tools)
         if pieces is None:
@@ -72,7 +72,7 @@ class Conversation:
             added = [(*tools[place], Part("tools"))] if place in tools else []
             added += [(*calls[place], self._caller(place))] if place in calls else []
             if place and not any(first == 0 for first, _, _ in added):
-                # The other prompt's content may go on where this one ends.
+                # The other prompt's content may continue where this one ends.
                 found.append(replace(next_part, start=start + min(1, len(piece))))
             for first, stop, part in added:
                 found += [replace(part, start=start + first), replace(next_part, start=start + stop)]
@@ -84,7 +84,7 @@ class Conversation:
         return found
 
     def describes_tools(self, other: str) -> bool:
-        """Whether `other`, behind the same beginning, describes tools, which this conversation lacks there."""
+        """Whether `other`, after the same beginning, describes tools that this conversation lacks."""
         bare = self._pieces(self.turns, [])
         shown = self._pieces(self.turns, [self.example])
         if self.tools or bare is None or shown is None:
@@ -96,7 +96,7 @@ class Conversation:
         return False
 
     def _part(self, place: int) -> Part:
-        """The part of a content, or for a place behind the last one, of that."""
+        """The part of a content; a place after the last content belongs to that one."""
         index = self._marked[min(place, len(self._marked) - 1)]
         leading = all(turn["role"] == "system" for turn in self.turns[: index + 1])
         return Part("system") if leading else self._message(index)
@@ -110,7 +110,7 @@ class Conversation:
         return self._message(max((i for i in range(stop) if self.turns[i].get("tool_calls")), default=0))
 
     def _pieces(self, turns: Sequence[dict[str, Any]], tools: list[Any]) -> list[str] | None:
-        """The template's text before, between and behind the contents; None if it changes them."""
+        """The template's text around the contents; None if it changes them."""
         marks = dict(zip(self._marked, self._marks, strict=True))
         shown = [{**turn, "content": marks.get(i, turn["content"])} for i, turn in enumerate(turns)]
         try:
@@ -128,7 +128,7 @@ class Conversation:
     def _added(
         self, pieces: list[str], turns: Sequence[dict[str, Any]], tools: list[Any]
     ) -> dict[int, tuple[int, int]]:
-        """Spans of pieces that other turns or tools would leave out, by the piece's place."""
+        """Spans of pieces that are missing with other turns or tools, by place."""
         fewer = self._pieces(turns, tools)
         spans = {}
         for place, (piece, less) in enumerate(zip(pieces, fewer or pieces, strict=True)):
@@ -140,12 +140,12 @@ class Conversation:
 
 
 def common_characters(one: str, other: str) -> int:
-    """Leading characters that two texts share."""
+    """The number of shared leading characters."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
 
 
 def part_at(parts: list[Part], character: int) -> Part:
-    """The part in which a character of the text lies."""
+    """The part that contains a character of the text."""
     before = [part for part in parts if part.start <= character]
     return before[-1] if before else Part("prompt")

@@ -1,4 +1,4 @@
-"""A miss in words: the typed reason, the place, the time."""
+"""Explanations of cache misses: reason, place, time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Reason = Literal[
 DIFFER: dict[str, Reason] = {
     **{"tools": "tools_differ", "system": "system_differs", "message": "messages_differ", "prompt": "prompt_differs"}
 }
-# By the cause for which pages left the tree.
+# By the cause of eviction.
 LEFT: dict[str, tuple[Reason, str]] = {
     "room": ("evicted", "was evicted {} s ago: room was needed"),
     "quota": ("evicted", "was evicted {} s ago: the tenant was over its quota"),
@@ -35,11 +35,11 @@ class Explanation:
     """The reason why a prompt's KV was not read from the cache beyond its first `cached` tokens.
 
     Attributes:
-        reason: its type; `hit` where nothing else could have been read.
-        message: for people.
+        reason: `hit` if no more could have been read.
+        message: the same in words.
         prompt, cached: tokens.
-        compared_with: an earlier answer's id, or `nearest`, the nearest cached prompt; None: with none.
-        parting: from that one, if they part.
+        compared_with: an earlier answer's id, or `nearest`; None: nothing was compared.
+        parting: the place at which they part, if they do.
         gone_s: seconds since the first missing page left the cache.
     """
 
@@ -52,7 +52,7 @@ class Explanation:
     gone_s: float | None = None
 
     def describe(self) -> dict[str, Any]:
-        """As answers of Ramet's routes have it."""
+        """The field of Ramet's own routes."""
         return {
             **{"reason": self.reason, "message": self.message, "prompt_tokens": self.prompt},
             **{"cached_tokens": self.cached, "missed_tokens": self.prompt - self.cached},
@@ -69,11 +69,11 @@ class Explanation:
             return {"type": "comparison_response_not_found"}
         if self.reason not in _OPENAI:
             return {"type": "unavailable"}
-        told = {"type": "cache_miss", "reason": _OPENAI[self.reason], "cache_missed_tokens": self.prompt - self.cached}
-        return told | ({} if self.parting is None else {"comparison_reusable_tokens": self.parting.token})
+        miss = {"type": "cache_miss", "reason": _OPENAI[self.reason], "cache_missed_tokens": self.prompt - self.cached}
+        return miss | ({} if self.parting is None else {"comparison_reusable_tokens": self.parting.token})
 
     def anthropic(self) -> dict[str, Any] | None:
-        """Anthropic's `diagnostics`; None where nothing was missed."""
+        """Anthropic's `diagnostics`; None for a hit."""
         if self.reason == "hit":
             return None
         if self.reason == "comparison_not_found":

@@ -1,1 +1,1 @@
-"""The application: routes, limits, errors, streams."""
+"""HTTP: connections, limits, bodies, streams, and SGLang's routes."""

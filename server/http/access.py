@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from runtime.errors import RametError
 from runtime.frontend.output import new_rid
 from runtime.logs import one_line, request_id
-from server.http.errors import error_response
+from server.errors import error_response
 
 log = logging.getLogger("ramet.access")
 
@@ -28,10 +28,10 @@ _ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
 
 class AccessLog:
-    """ASGI middleware, the outermost one.
+    """The outermost ASGI middleware.
 
     Args:
-        count: is called for every request with its method, the route's path and the status.
+        count: called for every request with its method, the route's path and the status.
     """
 
     def __init__(self, app: ASGIApp, count: Callable[[str, str, int], None]):
@@ -46,7 +46,7 @@ class AccessLog:
         rid, started_s, status = _rid_of(scope), time.monotonic(), 0
         request_id.set(rid)
 
-        async def tell(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -54,11 +54,12 @@ class AccessLog:
             await send(message)
 
         try:
-            await self.app(scope, receive, tell)
+            await self.app(scope, receive, send_with_id)
         except Exception:
             log.exception("%s %s failed", scope["method"], _path(scope))
             if not status:
-                await error_response(RametError("an internal error occurred"), scope["path"])(scope, receive, tell)
+                response = error_response(RametError("an internal error occurred"), scope["path"])
+                await response(scope, receive, send_with_id)
         finally:
             self.count(scope["method"], getattr(scope.get("route"), "path", "none"), status or _GONE)
             _write(scope, status or _GONE, time.monotonic() - started_s)

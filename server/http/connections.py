@@ -14,9 +14,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import new_rid
 from runtime.logs import request_id
+from server.errors import error_response
 from server.http.access import ID_HEADER
-from server.http.errors import error_response
-from server.http.seats import Seat
+from server.http.slots import Slot
 
 # The kernel's buffer of a connection; by default it grows to megabytes for a client that does not read.
 SEND_BUFFER_BYTES = 128 << 10
@@ -64,14 +64,14 @@ class Connection(H11Protocol):
     """uvicorn's HTTP/1.1 protocol with a timeout for clients that do not send a head or do not read a response.
 
     Args:
-        seat: its place among the connections; requests find it in their scope's state, and `send_body`.
+        slot: its share of the limits; requests find it, and `send_body`, in their scope's state.
         patience_s: seconds until the connection is cut, which aborts its request.
         uvicorn: arguments of uvicorn's protocol.
     """
 
-    def __init__(self, seat: Seat, patience_s: float, app_state: dict[str, Any], **uvicorn: Any):
-        super().__init__(app_state={**app_state, "seat": seat, "send_body": self.send_body}, **uvicorn)
-        self.seat = seat
+    def __init__(self, slot: Slot, patience_s: float, app_state: dict[str, Any], **uvicorn: Any):
+        super().__init__(app_state={**app_state, "slot": slot, "send_body": self.send_body}, **uvicorn)
+        self.slot = slot
         self.patience_s = patience_s
         self.conn = _Parser(h11.SERVER)
         self._head_timer: asyncio.TimerHandle | None = None
@@ -86,7 +86,7 @@ class Connection(H11Protocol):
         for timer in (self._head_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
-        self.seat.leave()
+        self.slot.leave()
         super().connection_lost(exc)
 
     async def send_body(self, message: Message) -> None:
@@ -109,7 +109,7 @@ class Connection(H11Protocol):
             self._watch_head()
 
     def on_response_complete(self) -> None:
-        self.seat.rest()
+        self.slot.rest()
         super().on_response_complete()
         self._watch_head()  # part of the next head may have arrived
 

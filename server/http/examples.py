@@ -111,8 +111,7 @@ _PLAN = {
     "parameters": [{"name": "days", "start": 11, "length": 4}],
 }
 _TEXT_OF_ALL = {"path": "/", "start": 0, "stop": 128, "tokens": 18, "union": None, "parameters": []}
-SCHEMA = answers({**_SCHEMA, "modules": [_TEXT_OF_ALL, _PLAN]})
-CACHED_SCHEMA = answers({**_SCHEMA, "modules": [_TEXT_OF_ALL, _PLAN], "cached_tokens": {"/": 18}})
+SCHEMA = answers({**_SCHEMA, "modules": [_TEXT_OF_ALL, _PLAN], "cached_tokens": {"/": 18}})
 SCHEMAS = answers({"object": "list", "data": [_SCHEMA]})
 _DOCUMENT: dict[str, Any] = {
     **{"id": "doc-98eecf86d5da4b95bb2093d2d41ded5e", "object": "document", "title": "Rome", "tokens": 700},

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope
 
 from runtime.errors import DeadlineExceeded, InvalidRequest
 from runtime.sampling.json_text import check_shape
-from server.http.errors import BodyTooLarge, UnsupportedMediaType
+from server.errors import BodyTooLarge, UnsupportedMediaType
 
 JSON = b"application/json"
 

@@ -1,4 +1,4 @@
-"""The listening socket, whose connections are bounded together and by address."""
+"""The listening socket, which bounds connections in all and per address."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from uvicorn.middleware.proxy_headers import _TrustedHosts
 
-from server.http.seats import Room, Seat
+from server.http.slots import Limit, Slot
 
 log = logging.getLogger("ramet.server")
 
@@ -22,12 +22,12 @@ _QUIET_S = 60.0
 
 
 class Listener:
-    """Accepts connections, and has the oldest silent one closed where they are too many.
+    """Accepts connections; over a limit, the oldest silent one is closed.
 
     Args:
         listening: the socket, non-blocking.
         connect: makes the protocol of a connection.
-        most: connections; one address has half of them, unless it is a trusted proxy's.
+        most: connections; one address may have half of them, unless it is a trusted proxy.
         proxies: `--trusted-proxies`.
         tls: for HTTPS.
         patience_s: seconds for the handshake of TLS.
@@ -36,7 +36,7 @@ class Listener:
     def __init__(
         self,
         listening: socket.socket,
-        connect: Callable[[Seat], asyncio.Protocol],
+        connect: Callable[[Slot], asyncio.Protocol],
         most: int,
         proxies: str | None = None,
         tls: ssl.SSLContext | None = None,
@@ -44,8 +44,8 @@ class Listener:
     ):
         self._socket = listening
         self._connect = connect
-        self._everybody = Room(most)
-        self._addresses: WeakValueDictionary[str, Room] = WeakValueDictionary()
+        self._all_clients = Limit(most)
+        self._addresses: WeakValueDictionary[str, Limit] = WeakValueDictionary()
         self._proxies = _TrustedHosts(proxies or "")
         self._tls = tls
         self._handshake_s = None if tls is None else patience_s
@@ -59,42 +59,42 @@ class Listener:
             pause_s = 0.0  # in which a closed connection gives its descriptor back
             try:
                 connection, address = await loop.sock_accept(self._socket)
-                self._seat(connection, address[0])
+                self._take_slot(connection, address[0])
             except ConnectionAbortedError:
                 pass
-            except Exception as error:  # such as EMFILE; the server must not grow deaf
+            except Exception as error:  # such as EMFILE; the server must go on accepting
                 self._tell(f"a connection cannot be accepted: {error}")
-                pause_s = 0.0 if self._everybody.shed() else PAUSE_S
+                pause_s = 0.0 if self._all_clients.shed() else PAUSE_S
             await asyncio.sleep(pause_s)
 
-    def _seat(self, connection: socket.socket, address: str) -> None:
-        own = () if address in self._proxies else (self._room_of(address),)
-        for room in (*own, self._everybody):
-            if room.full:
-                whose = "all clients have" if room is self._everybody else f"{address} has"
-                self._tell(f"{whose} {room.most} connections, the most: silent ones are closed for new ones")
-                room.shed()
-        seat = Seat(*own, self._everybody)
-        task = asyncio.get_running_loop().create_task(self._open(connection, seat))
-        seat.close = task.cancel
+    def _take_slot(self, connection: socket.socket, address: str) -> None:
+        own = () if address in self._proxies else (self._limit_of(address),)
+        for limit in (*own, self._all_clients):
+            if limit.full:
+                whose = "all clients have" if limit is self._all_clients else f"{address} has"
+                self._tell(f"{whose} {limit.most} connections, the most: silent ones are closed for new ones")
+                limit.shed()
+        slot = Slot(*own, self._all_clients)
+        task = asyncio.get_running_loop().create_task(self._open(connection, slot))
+        slot.close = task.cancel
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
-    def _room_of(self, address: str) -> Room:
-        name = _household(address)
-        if (room := self._addresses.get(name)) is None:
-            room = self._addresses[name] = Room(max(self._everybody.most // 2, 2))
-        return room
+    def _limit_of(self, address: str) -> Limit:
+        name = _address_group(address)
+        if (limit := self._addresses.get(name)) is None:
+            limit = self._addresses[name] = Limit(max(self._all_clients.most // 2, 2))
+        return limit
 
-    async def _open(self, connection: socket.socket, seat: Seat) -> None:
+    async def _open(self, connection: socket.socket, slot: Slot) -> None:
         loop = asyncio.get_running_loop()
         try:
             transport, _ = await loop.connect_accepted_socket(
-                lambda: self._connect(seat), connection, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
+                lambda: self._connect(slot), connection, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
             )
-            seat.close = transport.abort
+            slot.close = transport.abort
         except BaseException as error:
-            seat.leave()
+            slot.leave()
             if not isinstance(error, OSError):  # a handshake that fails
                 raise
 
@@ -105,7 +105,7 @@ class Listener:
             log.warning("%s", trouble)
 
 
-def _household(address: str) -> str:
+def _address_group(address: str) -> str:
     """The address, or the network of an IPv6 address, within which a host may choose its own."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv4Address) or found.ipv4_mapped is not None:

@@ -15,7 +15,7 @@ _SCHEMES = {
 
 
 def describe_keys(app: FastAPI) -> None:
-    """Add the security schemes: every route but those of `OPEN_PATHS` needs a key."""
+    """Add the security schemes: every route needs a key, except `OPEN_PATHS`."""
     make = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -9,7 +9,8 @@ from collections.abc import Collection
 
 from starlette.types import Scope
 
-from server.auth.keys import OPEN_PATHS, Forbidden
+from server.auth.keys import OPEN_PATHS
+from server.errors import Forbidden
 
 _FOREIGN = (b"cross-site", b"same-site")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::\d*)?")

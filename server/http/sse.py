@@ -14,8 +14,8 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from runtime.errors import RametError
+from server.errors import ClientGone, error_body
 from server.http.answers import JsonAnswer, encode
-from server.http.errors import error_body
 
 log = logging.getLogger("ramet.server")
 
@@ -72,22 +72,22 @@ class EventStream(StreamingResponse):
             raise ended
 
     async def _send_events(self, send: Send) -> None:
-        async with aclosing(self.events) as events, aclosing(self._chunks(events)) as chunks:
-            async for chunk in chunks:
-                await self._send(chunk, send)
+        async with aclosing(self.events):
+            while (data := await self._next()) is not None:
+                await self._send(self.write(data), send)
+        if self.end:
+            await self._send(self.end, send)
 
-    async def _chunks(self, events: Events) -> AsyncGenerator[bytes, None]:
+    async def _next(self) -> dict[str, Any] | None:
+        """The next event; None behind the last one. A failure is the last one."""
         try:
-            async for data in events:
-                yield self.write(data)
+            return await anext(self.events, None)
         except RametError as error:
-            yield self.write(self.describe(error))
+            return self.describe(error)
         except Exception as error:
             # The status was sent; a stream that merely ends would look like a success.
             log.error("a stream failed", exc_info=error)
-            yield self.write(self.describe(RametError("an internal error occurred")))
-        if self.end:
-            yield self.end
+            return self.describe(RametError("an internal error occurred"))
 
     def write(self, data: dict[str, Any]) -> bytes:
         """An event on the wire."""
@@ -117,12 +117,6 @@ class TypedEventStream(EventStream):
 async def _wait_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-class ClientGone(RametError):
-    """The client disconnected before its answer was there; nobody reads this (HTTP 499)."""
-
-    status = 499
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any] | list[Any]]) -> Response:

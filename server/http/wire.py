@@ -11,9 +11,9 @@ Validation ends at the first error of a list, and tries one branch of a union: a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args
 
 from pydantic import (
     AfterValidator,
@@ -24,24 +24,19 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     Tag,
-    field_validator,
     model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_before_validator_function
 
 from runtime.errors import InvalidRequest
-from runtime.params import DiffusionParams, DocumentMethod, ReasoningParams, ReuseParams, SamplingParams
 from runtime.sampling.json_text import check_unicode
-from server.auth.keys import CacheScope
 from server.http import fields
 
 # Prompts in one request.
 MAX_BATCH = 1024
-MAX_BIASES = 1024
 # Branches of unions in locations of errors, where `errors.py` leaves them out: they are no identifiers.
 _ONE, _MANY, _TEXTS, _IDS = "one of them", "a list", "as text", "as ids"
-_DOCUMENTS, _REASONING = "of documents", "of reasoning"
 
 T = TypeVar("T")
 Many = TypeVar("Many")
@@ -54,7 +49,7 @@ def _integral(value: Any) -> Any:
 def _bound(schema: Any, owner: str) -> Any:
     """A schema that ends each list at its first error, and takes 1.0 for 1 outside of lists of ids.
 
-    Raises TypeError for lists of any length but those of ids.
+    Raises TypeError for a list without max_length, unless it holds ids.
     """
     if isinstance(schema, list | tuple):
         return type(schema)(_bound(part, owner) for part in schema)
@@ -119,8 +114,8 @@ class Body(BaseModel):
                     raise InvalidRequest(f"{name} is not supported{fields.INSTEAD.get(name, '')}", param=name)
             elif (own := cls.ALIASES.get(name)) is None:
                 if meant := get_close_matches(name, own_names, 1):
-                    told = {"field": name, "meant": meant[0]}
-                    raise PydanticCustomError("extra_forbidden", "unknown field {field}; did you mean {meant}?", told)
+                    names = {"field": name, "meant": meant[0]}
+                    raise PydanticCustomError("extra_forbidden", "unknown field {field}; did you mean {meant}?", names)
                 return used | {name: value}
             elif used.setdefault(own, value) is not value and used[own] != value:
                 raise InvalidRequest(f"{name} and {own} are the same field, with two values", param=name)
@@ -135,15 +130,6 @@ def _unicode(text: str) -> str:
     return text
 
 
-def _with_int_keys(value: Any) -> Any:
-    """A dict with its decimal keys as integers, which JSON lacks; validation refuses the others."""
-    if not isinstance(value, dict):
-        return value
-    if len(value) > MAX_BIASES:
-        raise ValueError(f"there may be {MAX_BIASES} biases, not {len(value)}")
-    return {int(k) if isinstance(k, str) and k.isascii() and k[:20].isdigit() else k: v for k, v in value.items()}
-
-
 def _unicode_within(value: dict[str, Any]) -> dict[str, Any]:
     check_unicode(value)
     return value
@@ -155,13 +141,6 @@ def _written(value: Any) -> Any:
 
 def _first(value: Any) -> Any:
     return value[0] if isinstance(value, list) and value else None
-
-
-_METHODS = (*get_args(DocumentMethod), "auto", "reasoncache")
-
-
-def _method(value: Any) -> Any:
-    return value.get("method") if isinstance(value, dict) else getattr(value, "method", None)
 
 
 Text = Annotated[str, AfterValidator(_unicode)]
@@ -192,78 +171,42 @@ Rid = Annotated[str, Field(min_length=1, max_length=256)]
 CacheSalt = Annotated[
     str, Field(min_length=1, max_length=256, description="requests with different salts never share cached pages")
 ]
-Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31, description="larger goes first among waiting requests")]
-Timeout = Annotated[float, Field(gt=0, le=86_400, description="seconds until the request fails with 408")]
-Explain = Annotated[bool, Field(description="the answer tells why its prompt was not read from the cache")]
-AnswerId = Annotated[
-    str, Field(min_length=1, max_length=256, description="an earlier answer of this key, whose prompt is compared")
-]
-LogitBias = Annotated[
-    dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES), BeforeValidator(_with_int_keys)
-]
+
+
+class ByType:
+    """Annotation of a union of bodies, which are told apart by their field `type`; the first one is the default.
+
+    A branch that is no body takes texts. Tags are no identifiers: `errors.py` leaves them out of a field's path.
+
+    Args:
+        kind: the type of a value, if it is not only its field.
+    """
+
+    def __init__(self, kind: Callable[[Any], Any] | None = None):
+        self._type_of = kind or type_of
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        tags: dict[Any, str] = {}
+        for kind in get_args(source):
+            field = getattr(kind, "model_fields", {}).get("type")
+            tags |= dict.fromkeys(get_args(field.annotation) if field else (str,), f"as {kind}")
+        default = next(tag for name, tag in tags.items() if name is not str)
+
+        def tag_of(value: Any) -> str:
+            if isinstance(value, str):
+                return tags.get(str, default)
+            name = self._type_of(value)
+            return tags.get(name, default) if isinstance(name, str) else default
+
+        branches = tuple(Annotated[kind, Tag(f"as {kind}")] for kind in get_args(source))
+        return handler.generate_schema(Annotated[Union[branches], Discriminator(tag_of)])  # noqa: UP007
+
+
+def type_of(value: Any) -> Any:
+    """The field `type` of a dict or a body; None without one."""
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
 
 
 def example(**fields: Any) -> ConfigDict:
     """The `model_config` of a body with an example for readers of the API."""
     return ConfigDict(json_schema_extra={"example": fields})
-
-
-class CacheUse(Body):
-    """The use of the prefix cache by one request."""
-
-    store: bool = Field(True, description="false: nothing that the request computes outlives it, in any tier")
-
-
-class OwnFields(Body):
-    """Ramet's own fields of every route that generates: how urgent a request is, and how it uses the cache."""
-
-    priority: Priority = 0
-    cache_salt: CacheSalt | None = None
-    cache_scope: CacheScope = "private"
-    cache: CacheUse = Field(default_factory=CacheUse)
-    timeout_s: Timeout | None = None
-    explain: Explain = False
-
-
-class Sampling(Body, SamplingParams, strict=True):
-    """`SamplingParams` in a request."""
-
-    IGNORED = fields.OPERATION
-    ALIASES: ClassVar[Mapping[str, str]] = {
-        **fields.SAMPLING_ALIASES,
-        **{"sampling_seed": "seed", "ebnf": "grammar"},
-    }
-    NEUTRAL: ClassVar[Mapping[str, fields.Values]] = fields.SAMPLING
-    NULL_COUNTS = frozenset({"max_new_tokens"})
-
-    logit_bias: LogitBias = Field(default_factory=dict)
-
-    def plain(self) -> SamplingParams:
-        """The parameters by the engine's names."""
-        return SamplingParams.model_construct(**{name: getattr(self, name) for name in SamplingParams.model_fields})
-
-
-class Diffusion(Body, DiffusionParams, strict=True):
-    """`DiffusionParams` in a request."""
-
-
-class DocumentReuse(Body, ReuseParams, strict=True):
-    """`ReuseParams` in a request."""
-
-    @field_validator("method", mode="before")
-    @classmethod
-    def _is_known(cls, method: Any) -> Any:
-        """An unknown method is told all that there are, also reasoncache's."""
-        if method not in _METHODS:
-            raise PydanticCustomError("literal_error", "Input should be {one}", {"one": " or ".join(_METHODS)})
-        return method
-
-
-class ReasoningReuse(Body, ReasoningParams, strict=True):
-    """`ReasoningParams` in a request."""
-
-
-Reuse = Annotated[
-    Annotated[DocumentReuse, Tag(_DOCUMENTS)] | Annotated[ReasoningReuse, Tag(_REASONING)],
-    Discriminator(lambda value: _REASONING if _method(value) == "reasoncache" else _DOCUMENTS),
-]

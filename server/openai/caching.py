@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import count
 from typing import Any, Literal
 
 from runtime.errors import InvalidRequest
-from runtime.frontend.output import MAX_PLACES, KeptText, Output, Prompt
-from runtime.models.marks import find_place, new_place
-from server.http.wire import AnswerId, Body
+from runtime.frontend.output import MAX_BREAKPOINTS, MarkedText, Output, Prompt
+from server.generation.bodies import AnswerId
+from server.generation.breakpoints import find_breakpoints
+from server.http.wire import Body
 
 _SECONDS = {"30m": 1800.0, "12h": 43_200.0, "24h": 86_400.0}
 
@@ -40,8 +40,6 @@ Mark = Callable[[Breakpoint | None], str]
 def keep_places(write: Callable[[Mark], Prompt], options: CacheOptions | None, retention: Retention | None) -> Prompt:
     """A prompt with the places up to which a request wants it to be kept.
 
-    Breakpoints never change it: each one's place is found in another rendering, which has a mark there.
-
     Args:
         write: renders the prompt.
         options, retention: of the request.
@@ -49,28 +47,13 @@ def keep_places(write: Callable[[Mark], Prompt], options: CacheOptions | None, r
     Raises:
         InvalidRequest: for a prompt with documents.
     """
-    points: list[Breakpoint] = []
-
-    def collect(point: Breakpoint | None) -> str:
-        points.extend([point] if point else [])
-        return ""
-
-    prompt = write(collect)
+    default = "24h" if options is None and retention == "24h" else (options or CacheOptions()).ttl
+    is_implicit = options is None or options.mode == "implicit"
+    prompt, found = find_breakpoints(write, MAX_BREAKPOINTS - is_implicit)
     if not isinstance(prompt, str):
         raise InvalidRequest("a prompt with documents is not kept by breakpoints", param="prompt_cache_options")
-    default = "24h" if options is None and retention == "24h" else (options or CacheOptions()).ttl
-    implicit = [(len(prompt), _SECONDS[default])] if options is None or options.mode == "implicit" else []
-    explicit = []
-    for i in range(len(points))[-(MAX_PLACES - len(implicit)) :]:
-        place = new_place()
-        explicit.append((find_place(prompt, str(write(_at(i, place))), place), _SECONDS[points[i].ttl or default]))
-    return KeptText(prompt, explicit + implicit)
-
-
-def _at(wanted: int, place: str) -> Mark:
-    """Writes a mark at one of the breakpoints alone."""
-    left = count(-wanted)
-    return lambda point: "" if point is None or next(left) else place
+    explicit = [(end, _SECONDS[point.ttl or default]) for end, point in found]
+    return MarkedText(prompt, explicit + ([(len(prompt), _SECONDS[default])] if is_implicit else []))
 
 
 def cache_usage(outputs: Iterable[Output]) -> dict[str, Any]:
@@ -78,7 +61,7 @@ def cache_usage(outputs: Iterable[Output]) -> dict[str, Any]:
     read, written = 0, dict.fromkeys(("ttl_30m_tokens", "ttl_12h_tokens"), 0)
     for output in outputs:
         read += output.cached_tokens
-        for seconds, tokens in (output.cache.created if output.cache else {}).items():
+        for seconds, tokens in (output.usage.created if output.usage else {}).items():
             written["ttl_30m_tokens" if seconds <= _SECONDS["30m"] else "ttl_12h_tokens"] += tokens
     total = {"cached_tokens": read, "cache_write_tokens": sum(written.values())}
     return total | {"cache_write_tokens_details": written}

@@ -69,7 +69,7 @@ def _lazy_grammar(schema: dict[str, Any], tagged: bool) -> str:
 
 
 def _bare(tool: Tool) -> Tool:
-    """A tool whose schema says nothing to people."""
+    """A tool whose schema has no descriptions."""
     function = tool.function.model_copy(update={"parameters": _without_words(tool.schema_of_arguments())})
     return tool.model_copy(update={"function": function})
 
@@ -165,8 +165,7 @@ class CallReader:
 
     def _settled(self, start: int) -> int:
         """Characters of the held text before a tag at `start` (-1: none yet), or before the beginning of a tag."""
-        if start < 0:
-            start = len(self._held) - next((n for n in range(len(OPEN) - 1, 0, -1) if self._held.endswith(OPEN[:n])), 0)
+        start = before_tag(self._held, OPEN) if start < 0 else start
         return len(self._held[:start].rstrip("\n"))
 
     def _whole(self, last: bool) -> tuple[str, list[tuple[str, str]]]:
@@ -201,6 +200,11 @@ class CallReader:
             "type": "function",
             "function": function,
         }
+
+
+def before_tag(text: str, tag: str) -> int:
+    """Characters of a text before what may be the beginning of a tag."""
+    return len(text) - next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
 
 
 def _arguments(entry: dict[str, Any]) -> str:

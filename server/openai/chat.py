@@ -2,269 +2,121 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
 
-from runtime.errors import InvalidRequest
-from runtime.frontend.output import Output, Prompt, Submission, new_rid
-from runtime.frontend.stream import OutputStream
+from runtime.frontend.output import Output
 from runtime.models.tokenizer import Tokenizer
-from runtime.reuse.fusion.prompt import Document, Segments, in_messages
-from runtime.reuse.modules.pml import Prompt as ModuleText
-from server.auth.keys import Asker, EveryKey, Tenant
-from server.context import Context, Ctx
-from server.documents.wire import find_documents
-from server.explain.inquiry import Inquiry, ask
-from server.explain.parts import Conversation
+from server.auth.keys import CurrentTenant, EveryKey
+from server.explain.reason import Explanation
+from server.generation.service import Generation, Service
 from server.http import examples
-from server.http.answers import JsonList, write_logprobs
-from server.http.follow import collect, follow, open_outputs
-from server.http.sse import Events, EventStream, unless_gone, while_there
-from server.openai.caching import Mark, keep_places
-from server.openai.calls import CallReader, lazy_calls, writes_tags
-from server.openai.common import (
-    add_prompt_logprobs,
-    envelope,
-    finish_reason,
-    most_logprobs,
-    reuse_of,
-    usage,
-)
-from server.openai.tools import Function, Tool, continue_chat, render_chat, with_tools
+from server.http.answers import JsonList
+from server.http.context import Context
+from server.openai.calls import CallReader, writes_tags
+from server.openai.common import ChoicesWriter, add_logprobs, add_prompt_logprobs, finish_reason
+from server.openai.prompt import Chats
 from server.openai.types import ChatRequest
 
 router = EveryKey(prefix="/v1", tags=["openai"])
 
 
 @router.post("/chat/completions", response_model=None, responses=examples.CHAT)
-async def chat_completions(body: ChatRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
+async def chat_completions(
+    body: ChatRequest, request: Request, service: Service, chats: Chats, tenant: CurrentTenant
+) -> Response:
     """The assistant's next message in a conversation."""
-    model = context.check_model(body.model)
+    context = service.context
+    context.check_model(body.model)
     body.refuse_unsupported()
+    work = partial(chats.submission, body, tenant)
     if body.offered or body.response_format or body.structured_outputs:  # a schema may be as long as the body
-        work = partial(submission_of, body, tenant, context)
-        submission = await while_there(request, context.engine.in_turn(tenant.account, body.num_characters, work))
+        submission = await service.in_turn(request, tenant, body.num_characters, work)
     else:
-        submission = submission_of(body, tenant, context)
-    conversation = partial(find_conversation, body, tenant, context)
-    inquiry = ask(context, [submission], body.explain, body.earlier, conversation)
-    outputs = await open_outputs(request, context, [submission], body.NAMES, body.timeout_s, conversation)
-    rid = f"chatcmpl-{submission.rid}"
-    head = envelope("chat.completion.chunk" if body.stream else "chat.completion", rid, context, model)
-    if body.stream:
-        return EventStream(_events(body, head, outputs, context, inquiry), outputs.close)
-    return await unless_gone(request, _answer(body, head, outputs, context, inquiry))
+        submission = work()
+    generation = await service.submit(request, body, [submission], partial(chats.conversation, body, tenant))
+    writer = ChatWriter(f"chatcmpl-{submission.rid}", body, generation.outputs.prompts, context)
+    return await generation.respond(request, writer, body.stream)
 
 
-def submission_of(body: ChatRequest, tenant: Tenant, context: Context) -> Submission:
-    """The submission of a conversation, which is rendered later: long ones take their time. Raises InvalidRequest."""
-    sampling, otherwise = body.sampling(body.most_tokens, body.constraint()), None
-    if body.offered and not body.must_call and context.engine.info.diffusion is None:
-        tagged = writes_tags(context.engine.tokenizer)
-        sampling, otherwise = lazy_calls(sampling, body.callable_tools(), tagged)
-    return Submission(
-        prompt=partial(_render, body, tenant, context),
-        num_characters=body.num_characters,
-        sampling=sampling,
-        otherwise=otherwise,
-        rid=body.request_id or new_rid(),
-        account=tenant.account,
-        namespace=context.namespace(tenant, body),
-        logprobs=most_logprobs((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs),
-        prompt_logprobs_from=None if body.prompt_logprobs is None else 0,
-        priority=tenant.priority(body.priority),
-        add_special_tokens=body.add_special_tokens,
-        diffusion=body.diffusion,
-        shared_text=partial(_system_text, body, context),
-        reuse=body.reuse,
-        store=body.cache.store,
-        last_tokens=body.truncate_prompt_tokens,
-        show_tokens=body.return_token_ids,
-    )
+@dataclass(slots=True)
+class _Choice:
+    """A choice, as it grows; `logprobs`: those that are written next."""
+
+    reader: CallReader
+    logprobs: JsonList = field(default_factory=JsonList)
+    begun: bool = False
 
 
-def _render(body: ChatRequest, tenant: Tenant, context: Context) -> Prompt:
-    """The prompt of a conversation; behind a schema, it imports modules. Raises InvalidRequest and NotFound."""
-    if body.schema_name is None:
-        write = partial(_write, body, tenant, context)
-        if not body.asks_to_keep:
-            return write(None)
-        return keep_places(write, body.prompt_cache_options, body.prompt_cache_retention)
-    tokenizer, turns = context.engine.tokenizer, body.turns()
-    schema = context.schemas.get(tenant.account, body.schema_name).schema
-    if not schema.roles:
-        raise InvalidRequest("a schema without <system>, <user> and <assistant> is for /generate", param="schema")
-    # A message that only imports is no turn.
-    turns = [m for m, given in zip(turns, body.messages, strict=True) if m["content"] or not given.imports]
-    imports = [one for message in body.messages for one in message.imports]
-    modules = ModuleText(schema.name, imports, messages=with_tools(tokenizer, turns, body.offered))
-    return schema.compile(modules, body.add_generation_prompt)
+class ChatWriter(ChoicesWriter):
+    """The answer to a chat."""
 
+    def __init__(self, rid: str, body: ChatRequest, prompts: dict[int, list[int]], context: Context):
+        super().__init__("chat.completion.chunk" if body.stream else "chat.completion", rid, body, prompts, context)
+        self._body = body
+        self._prompt_logprobs = JsonList()
+        self._choices = [_Choice(reader_of(body, context.engine.tokenizer)) for _ in range(body.n)]
 
-def _write(body: ChatRequest, tenant: Tenant, context: Context, mark: Mark | None) -> str | Segments:
-    """The prompt of a conversation, with marks behind the texts that have a breakpoint."""
-    turns = find_documents(body.turns(mark), tenant.account, context.documents)
-    tokenizer, tools, variables = context.engine.tokenizer, body.offered, body.template_variables()
-    if body.continue_final_message:
-        return continue_chat(turns, lambda plain: render_chat(tokenizer, plain, tools, False, variables))
-    ask = body.add_generation_prompt
-    return in_messages(turns, lambda plain: render_chat(tokenizer, plain, tools, ask, variables))
+    def add_logprobs(self, output: Output) -> None:
+        if not output.choice:
+            add_prompt_logprobs(self._prompt_logprobs, output, self._body.prompt_logprobs, self.text_of)
+        if self._body.logprobs:
+            add_logprobs(self._choices[output.choice].logprobs, output, self._body.top_logprobs or 0, self.text_of)
 
-
-def find_conversation(body: ChatRequest, tenant: Tenant, context: Context) -> Conversation | None:
-    """The conversation that a prompt renders, documents as plain text. Raises InvalidRequest and NotFound."""
-    if body.schema_name is not None:
-        return None
-    turns = find_documents(body.turns(), tenant.account, context.documents)
-    return conversation_of(body, turns, context.engine.tokenizer)
-
-
-def conversation_of(body: ChatRequest, turns: list[dict[str, Any]], tokenizer: Tokenizer) -> Conversation:
-    """The conversation of a request's messages, whose contents may be lists of texts and documents."""
-    variables = body.template_variables()
-
-    def plain(content: str | list[str | Document]) -> str:
-        parts = [content] if isinstance(content, str) else content
-        return "\n".join(part if isinstance(part, str) else part.content for part in parts)
-
-    def render(shown: list[dict[str, Any]], tools: list[Tool]) -> str:
-        return render_chat(tokenizer, shown, tools, body.add_generation_prompt, variables)
-
-    example = Tool(type="function", function=Function(name="example"))
-    plain_turns = [{**turn, "content": plain(turn["content"])} for turn in turns]
-    return Conversation(render, plain_turns, body.offered, example)
-
-
-def _system_text(body: ChatRequest, context: Context) -> str | None:
-    """The prompt's part that ends with the system message, which other conversations have, too; None without one.
-
-    Only diffusion models need to be told: what a causal model computes does not depend on where a prefix ends.
-    """
-    first = body.messages[0]
-    if context.engine.info.diffusion is None or first.role != "system" or first.documents:
-        return None
-    try:
-        return context.engine.tokenizer.apply_chat_template([first.plain()], add_generation_prompt=False)
-    except InvalidRequest:  # a template may want a question
-        return None
-
-
-async def _explained(
-    body: ChatRequest, inquiry: Inquiry | None, outputs: OutputStream, output: Output
-) -> dict[str, Any]:
-    """Fields that tell why the prompt missed the cache, if they are asked for; OpenAI's too, if it asks in that way."""
-    if inquiry is None or output.choice or output.finish is None:
-        return {}
-    explanation = await inquiry.explain(outputs, output)
-    options = body.prompt_cache_options
-    typed = {"prompt_cache_diagnostics": explanation.openai()} if options and options.comparison_response_id else {}
-    return {"explain": explanation.describe(), **typed}
-
-
-async def _answer(
-    body: ChatRequest, head: dict[str, Any], outputs: OutputStream, context: Context, inquiry: Inquiry | None
-) -> dict[str, Any]:
-    logprobs: dict[int, Logprobs] = defaultdict(lambda: Logprobs(body, context.engine.tokenizer))
-    done = await collect(outputs, context, lambda output: logprobs[output.choice].add(output))
-    choices = []
-    for output in done:
-        written = logprobs[output.choice]
-        text, calls = reader_of(body, context).push(output.text, last=True)
-        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-        if calls:
-            message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
-        choices.append(
-            {
-                "index": output.choice,
-                "message": message,
-                "logprobs": written.fields() if body.logprobs else None,
-                "finish_reason": _finish_reason(output, bool(calls)),
-                **(reuse_of(output) if len(done) > 1 else {}),
-                **({"token_ids": output.token_ids} if body.return_token_ids else {}),
-            }
-        )
-    prompt = {} if body.prompt_logprobs is None else {"prompt_logprobs": logprobs[0].prompt}
-    return {
-        **head,
-        **{"choices": choices, "usage": usage(done)},
-        **({"prompt_token_ids": outputs.prompts[0]} if body.return_token_ids else {}),
-        **prompt,
-        **reuse_of(done[0]),
-        **await _explained(body, inquiry, outputs, done[0]),
-    }
-
-
-async def _events(
-    body: ChatRequest, head: dict[str, Any], outputs: OutputStream, context: Context, inquiry: Inquiry | None
-) -> Events:
-    last: dict[int, Output] = {}
-    readers: dict[int, CallReader] = {}
-    extra: dict[str, Any] = {"usage": None} if body.with_usage else {}
-
-    def chunk(
-        choice: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None, **more: Any
-    ) -> dict[str, Any]:
-        entry = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **more}
-        return {**head, "choices": [entry], **extra}
-
-    async for output in follow(outputs, context):
-        if output.choice not in last:
-            shown = {"prompt_token_ids": outputs.prompts[0]} if body.return_token_ids else {}
-            yield chunk(output.choice, {"role": "assistant", "content": ""}) | shown
-            readers[output.choice] = reader_of(body, context)
-        last[output.choice], reader = output, readers[output.choice]
-        text, calls = reader.push(output.delta, last=output.finish is not None)
+    def write(self, output: Output, why: Explanation | None) -> Iterable[dict[str, Any]]:
+        choice = self._choices[output.choice]
+        if not choice.begun:
+            choice.begun = True
+            opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+            yield self.chunk(output, {"index": output.choice, **opening}) | self._prompt_ids()
+        text, calls = choice.reader.push(output.delta, last=output.finish is not None)
         delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
-        finish = _finish_reason(output, bool(reader.num_calls))
-        logprobs = None
-        if body.logprobs:
-            written = Logprobs(body, context.engine.tokenizer)
-            await write_logprobs(outputs, written.add, output)
-            logprobs = written.fields()
-        more = (reuse_of(output) if finish else {}) | await _explained(body, inquiry, outputs, output)
-        ids = {"token_ids": output.new_token_ids} if body.return_token_ids else {}
-        yield chunk(output.choice, delta, logprobs, finish, **ids) | more
-    if body.with_usage:
-        yield {**head, "choices": [], "usage": usage(last.values())}
+        entry = {"index": output.choice, "delta": delta, **self._ending(output, output.new_token_ids)}
+        choice.logprobs = JsonList()
+        yield self.chunk(output, entry, **self._explained(why))
+
+    async def answer(self, generation: Generation) -> dict[str, Any]:
+        done = await generation.collect(self.add_logprobs)
+        choices = []
+        for output in done:
+            text, calls = self._choices[output.choice].reader.push(output.text, last=True)
+            message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+            if calls:
+                message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
+            choices.append({"index": output.choice, "message": message, **self._ending(output, output.token_ids)})
+        prompt = {} if self._body.prompt_logprobs is None else {"prompt_logprobs": self._prompt_logprobs}
+        why = self._explained(await generation.explain(done[0]))
+        return self.whole(done, choices, **self._prompt_ids(), **prompt, **why)
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompts[0]} if self._body.return_token_ids else {}
+
+    def _ending(self, output: Output, tokens: list[int]) -> dict[str, Any]:
+        """Fields of a choice behind its text."""
+        choice, reason = self._choices[output.choice], finish_reason(output)
+        return {
+            "logprobs": {"content": choice.logprobs, "refusal": None} if self._body.logprobs else None,
+            "finish_reason": "tool_calls" if reason == "stop" and choice.reader.num_calls else reason,
+            **({"token_ids": tokens} if self._body.return_token_ids else {}),
+        }
+
+    def _explained(self, why: Explanation | None) -> dict[str, Any]:
+        """Fields that report why the prompt missed the cache; OpenAI's as well, if asked for in its way."""
+        if why is None:
+            return {}
+        options = self._body.prompt_cache_options
+        typed = {"prompt_cache_diagnostics": why.openai()} if options and options.comparison_response_id else {}
+        return {"explain": why.describe(), **typed}
 
 
-def reader_of(body: ChatRequest, context: Context) -> CallReader:
+def reader_of(body: ChatRequest, tokenizer: Tokenizer) -> CallReader:
     return CallReader(
         frozenset(tool.function.name for tool in body.callable_tools()),
         forced=body.must_call,
         single=not body.parallel_tool_calls,
-        tagged=writes_tags(context.engine.tokenizer),
+        tagged=writes_tags(tokenizer),
     )
-
-
-def _finish_reason(output: Output, called: bool) -> str | None:
-    reason = finish_reason(output)
-    return "tool_calls" if called and reason == "stop" else reason
-
-
-class Logprobs:
-    """OpenAI's log-probabilities of a message, and vLLM's of its prompt."""
-
-    def __init__(self, body: ChatRequest, tokenizer: Tokenizer):
-        self._body = body
-        self._text_of = tokenizer.token_text
-        self.content = JsonList()
-        self.prompt = JsonList()
-
-    def add(self, output: Output) -> None:
-        add_prompt_logprobs(self.prompt, output, self._body.prompt_logprobs, self._text_of)
-        for item in output.logprobs or ():
-            top = [self._token(token, value) for token, value in item.top[: self._body.top_logprobs or 0]]
-            self.content.append({**self._token(item.token, item.logprob), "top_logprobs": top})
-
-    def fields(self) -> dict[str, Any]:
-        return {"content": self.content, "refusal": None}
-
-    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self._text_of(token)
-        # A token may be part of a character; its bytes are unknown then.
-        known = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
-        return {"token": text, "logprob": logprob, "bytes": known}

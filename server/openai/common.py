@@ -1,4 +1,4 @@
-"""Fields that responses of completions and chat completions share."""
+"""Answers of completions and chats: their envelope, usage, log-probabilities and chunks."""
 
 from __future__ import annotations
 
@@ -7,21 +7,51 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from runtime.frontend.output import Output
-from server.context import Context
+from server.generation.service import Writer
 from server.http.answers import JsonList
+from server.http.context import Context
 from server.openai.caching import cache_usage
+from server.openai.types import CommonRequest
+
+TextOf = Callable[[int], str]
 
 
-def envelope(kind: str, rid: str, context: Context, model: str) -> dict[str, Any]:
-    """The first fields of a response, or of all its chunks; `model`: its name."""
-    info = context.engine.info
-    return {
-        "id": rid,
-        "object": kind,
-        "created": int(time.time()),
-        "model": model,
-        "system_fingerprint": f"ramet-{info.dtype}-{info.attention_backend}",
-    }
+class ChoicesWriter(Writer):
+    """Base of answers that consist of choices.
+
+    Args:
+        kind: the `object` of the answer, or of a stream's chunks.
+        rid: the answer's id.
+        prompts: tokens of the prompts, if the request asks for token ids.
+        context: of the server.
+    """
+
+    def __init__(self, kind: str, rid: str, body: CommonRequest, prompts: dict[int, list[int]], context: Context):
+        info = context.engine.info
+        self.text_of: TextOf = context.engine.tokenizer.token_text
+        self.prompts = prompts
+        self._with_usage = body.with_usage
+        self._last: dict[tuple[int, int], Output] = {}
+        self._head = {
+            **{"id": rid, "object": kind, "created": int(time.time()), "model": context.check_model(body.model)},
+            "system_fingerprint": f"ramet-{info.dtype}-{info.attention_backend}",
+        }
+
+    def chunk(self, output: Output, choice: dict[str, Any], **more: Any) -> dict[str, Any]:
+        """A chunk with one choice and further fields."""
+        self._last[output.index, output.choice] = output
+        reuse = {} if output.finish is None else reuse_of(output)
+        return {**self._head, "choices": [choice], **({"usage": None} if self._with_usage else {}), **reuse, **more}
+
+    def end(self) -> Iterable[dict[str, Any]]:
+        if self._with_usage:
+            yield {**self._head, "choices": [], "usage": usage(self._last.values())}
+
+    def whole(self, done: list[Output], choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """The answer with the choices of the last Outputs, and further fields."""
+        if len(done) > 1:  # each may reuse something else
+            choices = [choice | reuse_of(output) for choice, output in zip(choices, done, strict=True)]
+        return {**self._head, "choices": choices, "usage": usage(done), **reuse_of(done[0]), **more}
 
 
 def usage(outputs: Iterable[Output]) -> dict[str, Any]:
@@ -38,12 +68,21 @@ def usage(outputs: Iterable[Output]) -> dict[str, Any]:
     }
 
 
-def most_logprobs(of_answer: int | None, of_prompt: int | None) -> int | None:
-    """Alternatives that the engine reports for every token, where answer and prompt may want different ones."""
-    return max((count for count in (of_answer, of_prompt) if count is not None), default=None)
+def add_logprobs(written: JsonList, output: Output, most: int, text_of: TextOf) -> None:
+    """Add OpenAI's log-probabilities of a message's tokens, with those of `most` alternatives."""
+
+    def entry(token: int, logprob: float | None) -> dict[str, Any]:
+        text = text_of(token)
+        # A token may be part of a character; its bytes are unknown then.
+        known = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+        return {"token": text, "logprob": logprob, "bytes": known}
+
+    for item in output.logprobs or ():
+        top = [entry(token, value) for token, value in item.top[:most]]
+        written.append({**entry(item.token, item.logprob), "top_logprobs": top})
 
 
-def add_prompt_logprobs(written: JsonList, output: Output, most: int | None, text_of: Callable[[int], str]) -> None:
+def add_prompt_logprobs(written: JsonList, output: Output, most: int | None, text_of: TextOf) -> None:
     """Add vLLM's log-probabilities of prompt tokens: dicts by token id, with those of `most` alternatives."""
     for item in (output.prompt_logprobs or ()) if most is not None else ():
         if item.logprob is None:  # of the first token
@@ -59,7 +98,7 @@ def add_prompt_logprobs(written: JsonList, output: Output, most: int | None, tex
 
 
 def reuse_of(output: Output) -> dict[str, Any]:
-    """The field `reuse` of an answer, or of one of several choices, of which each may reuse something else."""
+    """The field `reuse`, if a strategy reports one."""
     return {"reuse": output.reuse} if output.reuse and "strategy" in output.reuse else {}
 
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request, Response
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import Output, Submission, new_rid, prompts_of
-from runtime.frontend.stream import OutputStream
-from runtime.models.tokenizer import Tokenizer
-from server.auth.keys import Asker, EveryKey, Tenant
-from server.context import Context, Ctx
-from server.explain.inquiry import Inquiry, ask, explained
+from server.auth.keys import CurrentTenant, EveryKey, Tenant
+from server.explain.reason import Explanation
+from server.generation.service import Generation, Service
 from server.http import examples
-from server.http.answers import JsonList, write_logprobs
-from server.http.follow import collect, follow, open_outputs
-from server.http.sse import Events, EventStream, unless_gone
-from server.openai.common import add_prompt_logprobs, envelope, finish_reason, most_logprobs, reuse_of, usage
+from server.http.answers import JsonList
+from server.http.context import Context
+from server.openai.common import ChoicesWriter, add_prompt_logprobs, finish_reason
 from server.openai.formats import only
 from server.openai.types import CompletionRequest
 
@@ -35,139 +35,97 @@ def submissions_of(body: CompletionRequest, tenant: Tenant, context: Context) ->
     if not prompts:
         raise InvalidRequest("prompt holds no prompts", param="prompt")
     sampling = body.sampling(body.max_tokens, only(body.constraints()))
-    rid = body.request_id or new_rid()
+    rid, most = body.request_id or new_rid(), body.most_logprobs(body.logprobs)
+    rids = [f"{rid}-{i}" if is_list else rid for i in range(len(prompts))]
+    first = 0 if scored else None
     return [
-        Submission(
-            prompt=prompt,
-            sampling=sampling,
-            rid=f"{rid}-{i}" if is_list else rid,
-            account=tenant.account,
-            namespace=context.namespace(tenant, body),
-            logprobs=most_logprobs(body.logprobs, body.prompt_logprobs),
-            prompt_logprobs_from=0 if scored else None,
-            priority=tenant.priority(body.priority),
-            add_special_tokens=body.add_special_tokens,
-            diffusion=body.diffusion,
-            store=body.cache.store,
-            reuse=body.reuse,
-            last_tokens=body.truncate_prompt_tokens,
-            show_tokens=body.return_token_ids,
-        )
-        for i, prompt in enumerate(prompts)
+        body.submission(prompt, sampling, tenant, context, rid=own, logprobs=most, prompt_logprobs_from=first)
+        for prompt, own in zip(prompts, rids, strict=True)
     ]
 
 
 @router.post("/completions", response_model=None, responses=examples.COMPLETIONS)
-async def completions(body: CompletionRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
+async def completions(body: CompletionRequest, request: Request, service: Service, tenant: CurrentTenant) -> Response:
     """Complete one prompt or several."""
-    model, submissions = context.check_model(body.model), submissions_of(body, tenant, context)
-    inquiry = ask(context, submissions, body.explain, body.comparison_response_id)
+    service.context.check_model(body.model)
+    submissions = submissions_of(body, tenant, service.context)
     rid = f"cmpl-{body.request_id or submissions[0].rid}"
-    outputs = await open_outputs(request, context, submissions, body.NAMES, body.timeout_s, answer=rid)
-    writers = {
-        (index, choice): _Choice(body, submission, outputs, context.engine.tokenizer, inquiry)
-        for index, submission in enumerate(submissions)
-        for choice in range(body.n)
-    }
-    head = envelope("text_completion", rid, context, model)
-    if body.stream:
-        return EventStream(_events(body, head, writers, outputs, context), outputs.close)
-    return await unless_gone(request, _answer(head, writers, outputs, context))
+    generation = await service.submit(request, body, submissions, answer=rid)
+    writer = CompletionWriter(rid, body, generation, service.context)
+    return await generation.respond(request, writer, body.stream)
 
 
-_Writers = dict[tuple[int, int], "_Choice"]
-
-
-async def _answer(head: dict[str, Any], writers: _Writers, outputs: OutputStream, context: Context) -> dict[str, Any]:
-    done = await collect(outputs, context, lambda output: writers[output.index, output.choice].add(output))
-    choices = [
-        await writers[output.index, output.choice].write(output, output.text)
-        | (reuse_of(output) if len(done) > 1 else {})
-        for output in done
-    ]
-    answer = {**head, "choices": choices, "usage": usage(done)}
-    return answer | reuse_of(done[0])
-
-
-async def _events(
-    body: CompletionRequest, head: dict[str, Any], writers: _Writers, outputs: OutputStream, context: Context
-) -> Events:
-    last: dict[tuple[int, int], Output] = {}
-    extra: dict[str, Any] = {"usage": None} if body.with_usage else {}
-    async for output in follow(outputs, context):
-        key = (output.index, output.choice)
-        last[key] = output
-        await write_logprobs(outputs, writers[key].add, output)
-        choice = await writers[key].write(output, output.delta)
-        if body.return_token_ids:
-            choice["token_ids"] = output.new_token_ids
-        yield {**head, "choices": [choice], **(reuse_of(output) if output.finish is not None else {}), **extra}
-    if body.with_usage:
-        yield {**head, "choices": [], "usage": usage(last.values())}
-
-
+@dataclass(slots=True)
 class _Choice:
-    """The fields of one choice, whole or for each event of a stream."""
+    """A choice, as it grows.
 
-    def __init__(
-        self,
-        body: CompletionRequest,
-        submission: Submission,
-        outputs: OutputStream,
-        tokenizer: Tokenizer,
-        inquiry: Inquiry | None,
-    ):
+    Attributes:
+        offset: characters of the tokens whose log-probabilities were added.
+        logprobs: lists that are written next; None: not asked for.
+    """
+
+    logprobs: dict[str, JsonList | None] | None
+    prompt_logprobs: JsonList = field(default_factory=JsonList)
+    offset: int = 0
+    begun: bool = False
+
+
+class CompletionWriter(ChoicesWriter):
+    """The answer to completions."""
+
+    def __init__(self, rid: str, body: CompletionRequest, generation: Generation, context: Context):
+        super().__init__("text_completion", rid, body, generation.outputs.prompts, context)
         self._body = body
-        self._submission = submission
-        self._outputs = outputs
-        self._inquiry = inquiry
-        self._prompt_logprobs = JsonList()
-        self._tokenizer = tokenizer
-        self._offset = 0
-        self._started = False
-        self._fields = self._empty()
+        self._submissions = generation.outputs.submissions
+        self._tokenizer = context.engine.tokenizer
+        self._choices: dict[tuple[int, int], _Choice] = defaultdict(lambda: _Choice(self._empty()))
 
-    def _empty(self) -> dict[str, JsonList | None]:
+    def _empty(self) -> dict[str, JsonList | None] | None:
         if self._body.logprobs is None:
-            return {}
+            return None
         top = JsonList() if self._body.logprobs else None
         return {"tokens": JsonList(), "token_logprobs": JsonList(), "top_logprobs": top, "text_offset": JsonList()}
 
-    def add(self, output: Output) -> None:
-        """Add log-probabilities to those that are written next."""
-        text_of = self._tokenizer.token_text
-        add_prompt_logprobs(self._prompt_logprobs, output, self._body.prompt_logprobs, text_of)
+    def add_logprobs(self, output: Output) -> None:
+        choice, text_of = self._choices[output.index, output.choice], self.text_of
+        add_prompt_logprobs(choice.prompt_logprobs, output, self._body.prompt_logprobs, text_of)
         echoed = (output.prompt_logprobs or ()) if self._body.echo else ()
         for item in [*echoed, *(output.logprobs or ())]:
             text = text_of(item.token)
-            entry = {"tokens": text, "token_logprobs": item.logprob, "text_offset": self._offset}
+            entry = {"tokens": text, "token_logprobs": item.logprob, "text_offset": choice.offset}
             entry["top_logprobs"] = {text_of(token): value for token, value in item.top[: self._body.logprobs]} or None
-            for name, values in self._fields.items():
+            for name, values in (choice.logprobs or {}).items():
                 if values is not None:
                     values.append(entry[name])
-            self._offset += len(text)
+            choice.offset += len(text)
 
-    async def write(self, output: Output, text: str) -> dict[str, Any]:
-        """The fields with `text`, and the log-probabilities that were added since the last call."""
-        fields, self._fields = self._fields, self._empty()
-        if self._body.echo and not self._started:
-            text = self._prompt() + text
-        ids: dict[str, Any] = {}
-        if self._body.return_token_ids:
-            first = {} if self._started else {"prompt_token_ids": self._outputs.prompts[output.index]}
-            ids = first | {"token_ids": output.token_ids}
-        if self._body.prompt_logprobs is not None:
-            ids["prompt_logprobs"] = self._prompt_logprobs
-        self._started = True
+    def write(self, output: Output, why: Explanation | None) -> Iterable[dict[str, Any]]:
+        yield self.chunk(output, self._choice(output, output.delta, output.new_token_ids, why))
+
+    async def answer(self, generation: Generation) -> dict[str, Any]:
+        done = await generation.collect(self.add_logprobs)
+        choices = [self._choice(one, one.text, one.token_ids, await generation.explain(one)) for one in done]
+        return self.whole(done, choices)
+
+    def _choice(self, output: Output, text: str, tokens: list[int], why: Explanation | None) -> dict[str, Any]:
+        """The fields of a choice, with new text and tokens or with all."""
+        body, choice = self._body, self._choices[output.index, output.choice]
+        logprobs, choice.logprobs = choice.logprobs, self._empty()
+        ids: dict[str, Any] = {"token_ids": tokens} if body.return_token_ids else {}
+        if not choice.begun:
+            choice.begun = True
+            text = self._prompt(output.index) + text if body.echo else text
+            ids |= {"prompt_token_ids": self.prompts[output.index]} if body.return_token_ids else {}
         return {
-            "index": output.index * self._body.n + output.choice,
+            "index": output.index * body.n + output.choice,
             "text": text,
-            "logprobs": fields or None,
+            "logprobs": logprobs,
             "finish_reason": finish_reason(output),
             **ids,
-            **await explained(self._inquiry, self._outputs, output),
+            **({} if body.prompt_logprobs is None else {"prompt_logprobs": choice.prompt_logprobs}),
+            **({} if why is None else {"explain": why.describe()}),
         }
 
-    def _prompt(self) -> str:
-        prompt = self._submission.prompt
+    def _prompt(self, index: int) -> str:
+        prompt = self._submissions[index].prompt
         return self._tokenizer.decode(prompt, False) if isinstance(prompt, list) else str(prompt)

@@ -5,26 +5,19 @@ from __future__ import annotations
 import time
 from typing import Any, NoReturn
 
-from runtime.errors import RametError
 from runtime.models.resolve import served_names
-from server.auth.keys import Asker, EveryKey, Tenant
-from server.context import Context, Ctx
+from server.auth.keys import CurrentTenant, EveryKey, Tenant
+from server.errors import NotImplementedHere
 from server.http import examples
+from server.http.context import Context, Ctx
 
 router = EveryKey(prefix="/v1", tags=["openai"])
 
 _STARTED_S = int(time.time())
 
 
-class NotImplementedHere(RametError):
-    """The route exists elsewhere (HTTP 501)."""
-
-    status = 501
-    type = "not_implemented_error"
-
-
 @router.get("/models", responses=examples.MODELS)
-async def models(context: Ctx, asker: Asker) -> dict[str, Any]:
+async def models(context: Ctx, asker: CurrentTenant) -> dict[str, Any]:
     """The served model, once for each of its names, and its adapters."""
     names = served_names(context.config.model) or [context.engine.info.name]
     names += [adapter.name for adapter in context.engine.adapters]
@@ -32,7 +25,7 @@ async def models(context: Ctx, asker: Asker) -> dict[str, Any]:
 
 
 @router.get("/models/{name:path}", responses=examples.MODEL)
-async def model(name: str, context: Ctx, asker: Asker) -> dict[str, Any]:
+async def model(name: str, context: Ctx, asker: CurrentTenant) -> dict[str, Any]:
     """The model, or an adapter, by any of its names."""
     return _model(name, context, asker)
 

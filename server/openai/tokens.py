@@ -11,13 +11,13 @@ from pydantic import Field
 
 from runtime.errors import InvalidRequest
 from runtime.models.tokenizer import Tokenizer
-from server.auth.keys import Asker, EveryKey
-from server.context import Ctx
+from server.auth.keys import CurrentTenant, EveryKey
 from server.http import examples
+from server.http.context import Ctx
 from server.http.sse import unless_gone
 from server.http.wire import Body, IdPrompts, JsonObject, OneOrMany, Text, example
+from server.openai.messages import Messages
 from server.openai.tools import MAX_TOOLS, Tool, continue_chat, render_chat
-from server.openai.types import Messages
 
 router = EveryKey(tags=["server"])
 
@@ -58,7 +58,7 @@ class DetokenizeRequest(Body):
 
 
 @router.post("/tokenize", response_model=None, responses=examples.TOKENS)
-async def tokenize(request: Request, context: Ctx, body: TokenizeRequest, asker: Asker) -> Response:
+async def tokenize(request: Request, context: Ctx, body: TokenizeRequest, asker: CurrentTenant) -> Response:
     """Token ids of one text or several, or of a conversation."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("either prompt or messages must be given", param="prompt")
@@ -88,7 +88,7 @@ def _each(show: Callable[[list[int]], Any], several: list[list[int]], single: bo
 
 
 @router.post("/detokenize", response_model=None, responses=examples.TEXT)
-async def detokenize(request: Request, context: Ctx, body: DetokenizeRequest, asker: Asker) -> Response:
+async def detokenize(request: Request, context: Ctx, body: DetokenizeRequest, asker: CurrentTenant) -> Response:
     """Text of one list of token ids or several, as SGLang (`text`) and vLLM (`prompt`) name it."""
     context.check_model(body.model)
     single = not body.tokens or isinstance(body.tokens[0], int)

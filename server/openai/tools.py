@@ -9,13 +9,13 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from runtime.errors import InvalidRequest
 from runtime.models.marks import cut, new_mark
 from runtime.models.tokenizer import Tokenizer
 from runtime.sampling.json_text import parse_json
-from server.http.wire import Body, JsonObject, JsonText, Text
+from server.http.wire import Body, ByType, JsonObject, JsonText, Text
 
 MAX_TOOLS = 128
 
@@ -84,19 +84,7 @@ class AllowedTools(Body):
         return {tool.function.name for tool in self.allowed_tools.tools}
 
 
-def kind_of_choice(value: Any) -> str:
-    """The tag of a `tool_choice`."""
-    if not isinstance(value, dict):
-        return "a word"
-    return "some tools" if value.get("type") == "allowed_tools" else "a tool"
-
-
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("a word")]
-    | Annotated[NamedTool, Tag("a tool")]
-    | Annotated[AllowedTools, Tag("some tools")],
-    Discriminator(kind_of_choice),
-]
+ToolChoice = Annotated[NamedTool | AllowedTools | Literal["none", "auto", "required"], ByType()]
 
 
 class CalledFunction(Body, extra="ignore"):

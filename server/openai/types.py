@@ -3,47 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, model_validator
 
 from runtime.errors import InvalidRequest
 from runtime.params import CONSTRAINTS, ReuseParams, SamplingParams
-from runtime.reuse.modules.pml import Import
-from runtime.sampling.json_text import check_texts
-from server.documents.wire import GivenDocument, GivenDocuments
+from server.auth.keys import Tenant
+from server.documents.wire import GivenDocuments
+from server.generation.bodies import AnswerId, Diffusion, GenerationBody, LogitBias, Reuse, naming
 from server.http import fields
-from server.http.wire import (
-    AnswerId,
-    Body,
-    Diffusion,
-    JsonObject,
-    LogitBias,
-    OneOr,
-    OneOrMany,
-    OwnFields,
-    Prompts,
-    Reuse,
-    Rid,
-    Text,
-    TokenIds,
-    example,
-)
-from server.openai.caching import Breakpoint, CacheOptions, Mark, Retention
+from server.http.wire import Body, JsonObject, OneOrMany, Prompts, Rid, Text, TokenIds, example
+from server.openai.caching import CacheOptions, Mark, Retention
 from server.openai.calls import schema_of_call
 from server.openai.formats import Constrained, Constraint, ResponseFormat, StructuredOutputs, only
-from server.openai.tools import MAX_TOOLS, AllowedTools, NamedTool, Tool, ToolCall, ToolChoice
-
-# Messages in a conversation, and parts in a message.
-MAX_MESSAGES = 4096
+from server.openai.messages import Messages, TextPart
+from server.openai.tools import MAX_TOOLS, AllowedTools, NamedTool, Tool, ToolChoice
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 NewTokens = Annotated[int, Field(ge=-1, le=1 << 20, description="-1: as many as fit; 0: none, the prompt is computed")]
@@ -57,14 +32,12 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class SampledRequest(OwnFields):
-    """Fields of OpenAI's three routes: sampling, and whose and how urgent the request is."""
+class SampledRequest(GenerationBody):
+    """Fields of OpenAI's three routes: sampling, and the request's id."""
 
     IGNORED = fields.OPERATION | fields.OPENAI
     ALIASES: ClassVar[Mapping[str, str]] = fields.SAMPLING_ALIASES | fields.REQUEST_ALIASES
 
-    model: Text | None = Field(None, description="default: the one that is served")
-    stream: bool = False
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
     stop: Annotated[OneOrMany[str] | None, AfterValidator(lambda stop: stop or None)] = None
@@ -85,6 +58,11 @@ class SampledRequest(OwnFields):
     comparison_response_id: AnswerId | None = None
     diffusion: Diffusion | None = None
 
+    @property
+    def earlier(self) -> str | None:
+        options: CacheOptions | None = getattr(self, "prompt_cache_options", None)  # of chats and responses
+        return self.comparison_response_id or (options.comparison_response_id if options else None)
+
 
 class CommonRequest(SampledRequest, Constrained):
     """Fields of completions and chat completions: OpenAI's, and extensions of vLLM and SGLang."""
@@ -94,8 +72,7 @@ class CommonRequest(SampledRequest, Constrained):
         **fields.FORMAT_ALIASES,
         "n_predict": "max_tokens",
     }
-    # The request's fields by the engine's parameters, where their names differ.
-    NAMES: ClassVar[dict[str, str]] = {
+    NAMES: ClassVar[Mapping[str, str]] = {
         **{"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "last_tokens": "truncate_prompt_tokens"},
         "rid": "request_id",
     }
@@ -107,11 +84,10 @@ class CommonRequest(SampledRequest, Constrained):
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="alternatives to each token of the prompt")
     return_token_ids: bool = False
     truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, le=1 << 20, description="only so many last tokens of the prompt; -1: as many as fit"
+        None, ge=-1, le=1 << 20, description="at most this many last tokens of the prompt; -1: as many as fit"
     )
-    reuse: Reuse | None = Field(
-        None, description="of documents, or of reasoning steps; default: --document-reuse or --reasoning-cache"
-    )
+    add_special_tokens: bool = False
+    reuse: Reuse | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> CommonRequest:
@@ -127,7 +103,7 @@ class CommonRequest(SampledRequest, Constrained):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def constraints(self) -> list[Constraint]:
-        """All that is said of the answer's format. Raises InvalidRequest."""
+        """All constraints on the answer's format. Raises InvalidRequest."""
         wanted = self.response_format.constraint() if self.response_format else {}
         other = self.structured_outputs.constraints() if self.structured_outputs else []
         return super().constraints() + ([wanted] if wanted else []) + other
@@ -136,17 +112,23 @@ class CommonRequest(SampledRequest, Constrained):
         """The sampling parameters; -1 new tokens are as many as fit. Raises InvalidRequest."""
         same = SamplingParams.model_fields.keys() & CommonRequest.model_fields.keys() - {*CONSTRAINTS}
         given: dict[str, Any] = {name: getattr(self, name) for name in same}
-        if self.seed is not None:
-            given["seed"] = self.seed % (1 << 63)
-        try:
-            new = None if max_new_tokens == -1 else max_new_tokens
-            given |= {"max_new_tokens": new, "min_new_tokens": self.min_tokens}
-            return SamplingParams(**given, **constraint)
-        except ValidationError as error:
-            problem = error.errors()[0]
-            name = str(problem["loc"][0])
-            param = self.NAMES.get(name, name)
-            raise InvalidRequest(f"{param}: {problem['msg']}", param=param) from None
+        given |= {"max_new_tokens": None if max_new_tokens == -1 else max_new_tokens, **constraint}
+        given |= {"min_new_tokens": self.min_tokens, "seed": None if self.seed is None else self.seed % (1 << 63)}
+        with naming(self.NAMES):
+            return SamplingParams(**given)
+
+    def parameters(self, tenant: Tenant) -> dict[str, Any]:
+        return super().parameters(tenant) | {
+            "add_special_tokens": self.add_special_tokens,
+            "diffusion": self.diffusion,
+            "reuse": self.reuse,
+            "last_tokens": self.truncate_prompt_tokens,
+            "show_tokens": self.return_token_ids,
+        }
+
+    def most_logprobs(self, of_answer: int | None) -> int | None:
+        """Alternatives that the engine reports for every token of the prompt and the answer."""
+        return max((count for count in (of_answer, self.prompt_logprobs) if count is not None), default=None)
 
 
 class CompletionRequest(CommonRequest):
@@ -164,157 +146,12 @@ class CompletionRequest(CommonRequest):
     add_special_tokens: bool = Field(True, description="begin a text with the model's BOS, if it has one")
 
 
-class TextPart(Body, extra="ignore"):
-    """A text part of a message's content."""
-
-    type: Literal["text", "input_text", "output_text"]
-    text: Text
-    prompt_cache_breakpoint: Breakpoint | None = None
-
-
-class RefusalPart(Body, extra="ignore"):
-    """The assistant's refusal, a text."""
-
-    type: Literal["refusal"]
-    text: Text = Field(alias="refusal")
-
-
-class ThinkingPart(Body, extra="ignore"):
-    """The assistant's reasoning, which chat templates know as `reasoning_content`."""
-
-    type: Literal["thinking"]
-    thinking: Text
-
-
-def _arguments(given: dict[str, Any]) -> dict[str, str]:
-    for name, text in given.items():
-        if not isinstance(text, str):
-            raise ValueError(f"the argument of {name!r} is no text")
-    return given
-
-
-class ModuleImport(Body):
-    """A module of the request's schema."""
-
-    path: Text = Field(max_length=4096, description="names from the schema on, such as plan/miami")
-    args: Annotated[JsonObject, AfterValidator(_arguments)] = Field(
-        default_factory=dict, description="arguments of its parameters, as texts"
-    )
-
-
-class ModulePart(Body):
-    """An import, as a part of a message's content."""
-
-    type: Literal["module"]
-    module: ModuleImport
-
-
-class DocumentPart(Body):
-    """A document, as a part of a message's content."""
-
-    type: Literal["document"]
-    document: GivenDocument
-
-
-_KINDS = {"module": "a module", "document": "a document", "refusal": "a refusal", "thinking": "a thought"}
-Part = Annotated[
-    Annotated[TextPart, Tag("a text")]
-    | Annotated[RefusalPart, Tag("a refusal")]
-    | Annotated[ThinkingPart, Tag("a thought")]
-    | Annotated[ModulePart, Tag("a module")]
-    | Annotated[DocumentPart, Tag("a document")],
-    Discriminator(lambda part: _KINDS.get(str(part.get("type")) if isinstance(part, dict) else "", "a text")),
-]
-
-
-def _text_or_none(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-class Message(Body, extra="ignore"):
-    """A message of a conversation. Other fields are ignored, since clients send back servers' messages."""
-
-    ALIASES: ClassVar[Mapping[str, str]] = {"reasoning": "reasoning_content"}
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: OneOr[Text, Annotated[list[Part], Field(max_length=MAX_MESSAGES)]] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
-    tool_call_id: Text | None = None
-    reasoning_content: Annotated[Text | None, BeforeValidator(_text_or_none)] = None
-
-    @model_validator(mode="after")
-    def _says_something(self) -> Message:
-        if self.content is None and self.role not in ("assistant", "tool"):
-            raise ValueError(f"a message of role {self.role} needs content")
-        if self.documents and self.role not in ("system", "developer", "user"):
-            raise ValueError(f"a message of role {self.role} holds no documents")
-        return self
-
-    def plain(self, mark: Mark | None = None) -> dict[str, Any]:
-        """The chat template's dict: role, content, reasoning, tool calls or the id of the call it answers.
-
-        The content is one string, or a list of texts and documents, if there are any. `mark` writes behind each text.
-        """
-        content: Any = self.content or ""
-        thoughts = [self.reasoning_content] if self.reasoning_content else []
-        if isinstance(content, list):
-            thoughts += [part.thinking for part in content if isinstance(part, ThinkingPart)]
-            shown = [part for part in content if not isinstance(part, ModulePart | ThinkingPart)]
-            content = [
-                part.document
-                if isinstance(part, DocumentPart)
-                else part.text + (mark(part.prompt_cache_breakpoint) if mark and isinstance(part, TextPart) else "")
-                for part in shown
-            ]
-            content = content if self.documents else "\n".join(content)
-        turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        if thoughts:
-            turn["reasoning_content"] = "\n".join(thoughts)
-        if self.tool_calls:
-            turn["tool_calls"] = [call.plain() for call in self.tool_calls]
-        return turn | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
-
-    @property
-    def documents(self) -> list[GivenDocument]:
-        parts = self.content if isinstance(self.content, list) else []
-        return [part.document for part in parts if isinstance(part, DocumentPart)]
-
-    @property
-    def num_characters(self) -> int:
-        """Characters of the content, as far as the request holds them."""
-        thoughts = len(self.reasoning_content or "")
-        if not isinstance(self.content, list):
-            return thoughts + len(self.content or "")
-        thoughts += sum(len(part.thinking) for part in self.content if isinstance(part, ThinkingPart))
-        texts = sum(len(part.text) for part in self.content if isinstance(part, TextPart | RefusalPart))
-        return thoughts + texts + sum(document.num_characters for document in self.documents)
-
-    @property
-    def imports(self) -> list[Import]:
-        """The modules that the message imports."""
-        parts = self.content if isinstance(self.content, list) else []
-        modules = [part.module for part in parts if isinstance(part, ModulePart)]
-        return [Import(tuple(module.path.strip("/").split("/")), module.args) for module in modules]
-
-
-def _check_calls(messages: list[Message]) -> list[Message]:
-    calls = [call for message in messages for call in message.tool_calls or ()]
-    try:
-        check_texts(call.function.arguments for call in calls)
-    except ValueError as error:
-        raise ValueError(f"the arguments of tool calls have {error}") from None
-    return messages
-
-
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_check_calls)]
-
-
 class ChatRequest(CommonRequest):
     """`POST /v1/chat/completions`."""
 
     IGNORED = CommonRequest.IGNORED - {"prompt_cache_retention"}
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = fields.SAMPLING | fields.MODEL | fields.CHAT
-    NAMES: ClassVar[dict[str, str]] = {
+    NAMES: ClassVar[Mapping[str, str]] = {
         **CommonRequest.NAMES,
         **{"prompt": "messages", "pml": "messages", "json_schema": "response_format"},
     }
@@ -374,17 +211,11 @@ class ChatRequest(CommonRequest):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def earlier(self) -> str | None:
-        """Id of the answer with whose prompt this one is compared."""
-        options = self.prompt_cache_options
-        return self.comparison_response_id or (None if options is None else options.comparison_response_id)
-
-    @property
     def asks_to_keep(self) -> bool:
         """Whether the prompt, or a beginning of it, is to be kept in the cache for some time."""
         options = self.prompt_cache_options
-        wishes = set() if options is None else options.model_fields_set - {"comparison_response_id"}
-        if wishes or self.prompt_cache_retention == "24h":
+        given = set() if options is None else options.model_fields_set - {"comparison_response_id"}
+        if given or self.prompt_cache_retention == "24h":
             return True
         parts = (part for message in self.messages if isinstance(message.content, list) for part in message.content)
         return any(isinstance(part, TextPart) and part.prompt_cache_breakpoint is not None for part in parts)

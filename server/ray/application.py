@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from server.options import add_options, config_from
 from server.ray.front import Front
@@ -22,16 +22,23 @@ class Arguments(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     options: str = Field("", description="options of `ramet serve` for every replica")
-    replicas: int = Field(2, ge=1, description="engines, the fewest if `max_replicas` is given")
-    max_replicas: int | None = Field(None, ge=1, description="scale up to so many")
+    replicas: int = Field(2, ge=1, description="engines; the fewest if `max_replicas` is given")
+    max_replicas: int | None = Field(None, ge=1, description="most engines; None: `replicas`, whatever the load")
     fronts: int = Field(1, ge=1, description="processes that tokenize and route")
     cpus: float = Field(1, ge=0, description="cores that Ray reserves for a process of an engine")
     gpus: float = Field(0, ge=0, description="GPUs of a process of an engine")
     max_ongoing: int = Field(256, ge=1, description="calls that a replica takes; others wait in the router")
-    target_ongoing: float = Field(8, gt=0, description="calls under way that a replica should have")
-    target_ttft: float = Field(2, gt=0, description="seconds to the first token above which a replica is added")
+    target_ongoing: float = Field(8, gt=0, description="calls per replica above which replicas are added")
     weight: float = Field(16, ge=0, description="tokens of load that a cached token of a prompt outweighs")
     balance: float = Field(0.1, ge=0, description="tokens of load that a token of past work above the mean counts for")
+
+    @property
+    def size(self) -> dict[str, Any]:
+        """The number of replicas, as Serve takes it."""
+        if self.max_replicas is None:
+            return {"num_replicas": self.replicas}
+        bounds = {"min_replicas": self.replicas, "max_replicas": self.max_replicas}
+        return {"autoscaling_config": AutoscalingConfig(**bounds, target_ongoing_requests=self.target_ongoing)}
 
 
 def app(given_arguments: Arguments | dict[str, Any]) -> Application:
@@ -62,7 +69,7 @@ def app(given_arguments: Arguments | dict[str, Any]) -> Application:
         health_check_period_s=2,
         request_router_config=router,
         **(group if processes > 1 else {}),
-        **_size(arguments),
+        **arguments.size,
     ).bind(options)
     front = serve.deployment(
         Front,
@@ -72,19 +79,3 @@ def app(given_arguments: Arguments | dict[str, Any]) -> Application:
         max_ongoing_requests=10_000,
     )
     return front.bind(options, replicas)
-
-
-def _size(arguments: Arguments) -> dict[str, Any]:
-    if arguments.max_replicas is None:
-        return {"num_replicas": arguments.replicas}
-    policy = AutoscalingPolicy(
-        policy_function="server.ray.scaling:QueueAndFirstToken",
-        policy_kwargs={"target_ongoing": arguments.target_ongoing, "target_ttft_s": arguments.target_ttft},
-    )
-    bounds = AutoscalingConfig(
-        min_replicas=arguments.replicas,
-        max_replicas=arguments.max_replicas,
-        target_ongoing_requests=arguments.target_ongoing,
-        policy=policy,
-    )
-    return {"autoscaling_config": bounds}

@@ -1,4 +1,4 @@
-"""KV events of replicas, followed into an index."""
+"""A replica's KV events, applied to an index."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from server.ray.prefixes import PrefixIndex, R
 
 log = logging.getLogger("ramet.ray")
 
-# Seconds without a word after which it is asked whether any was missed: a reconnection is silent.
+# Seconds of silence after which missed events are asked for: ZeroMQ reconnects without notice.
 _QUIET_S = 5.0
 _REPLAY_S = 5.0
 
@@ -23,13 +23,12 @@ _decode = msgspec.msgpack.Decoder(EventBatch).decode
 
 
 class Follower(Generic[R]):
-    """Keeps what an index knows of one replica up to date; created and closed on one event loop.
+    """Applies the events of one replica to an index; created and closed on one event loop.
 
     Args:
-        index: is told of every change.
-        replica: under this name.
-        events: endpoint of its events.
-        replay: endpoint of its replays.
+        index: gets every change.
+        replica: its name in the index.
+        events, replay: endpoints of its events and of their replay.
     """
 
     def __init__(self, index: PrefixIndex[R], replica: R, events: str, replay: str):
@@ -52,11 +51,11 @@ class Follower(Generic[R]):
                     if not self._take(int.from_bytes(number, "big"), payload):
                         break
         except Exception:
-            log.exception("the KV events of a replica are followed no more")
+            log.exception("the KV events of a replica are no longer followed")
             self._index.forget(self._replica)
 
     def _take(self, number: int, payload: bytes) -> bool:
-        """Book a batch; False if others came before it that are not known."""
+        """Apply a batch; False if an earlier one is missing."""
         if number > self._next:
             return False
         if number == self._next:
@@ -65,7 +64,7 @@ class Follower(Generic[R]):
                 if isinstance(event, AllBlocksCleared):
                     self._index.forget(self._replica)
                 elif event.medium != POOL_MEDIUM:
-                    continue  # a load costs time, and stores that replicas share say nothing of a choice
+                    continue  # tiers: a load costs time, and all replicas reach a shared store
                 elif isinstance(event, BlockStored):
                     self._index.stored(self._replica, event.block_hashes)
                 else:
@@ -73,7 +72,7 @@ class Follower(Generic[R]):
         return True
 
     async def _catch_up(self) -> None:
-        """Ask for the batches that are not known yet; a replica that does not answer is asked again later."""
+        """Request the missing batches; retried later if the replica does not answer."""
         ask = self._context.socket(zmq.DEALER)
         ask.setsockopt(zmq.LINGER, 0)
         try:
@@ -83,7 +82,7 @@ class Follower(Generic[R]):
                 _, number, payload = await ask.recv_multipart()
                 if not payload:
                     break
-                if (first := int.from_bytes(number, "big")) > self._next:  # those between are kept no more
+                if (first := int.from_bytes(number, "big")) > self._next:  # the publisher dropped those between
                     self._index.forget(self._replica)
                     self._next = first
                 self._take(first, payload)
@@ -91,7 +90,7 @@ class Follower(Generic[R]):
             ask.close()
 
     def close(self) -> None:
-        """Follow no more, and let the index forget the replica."""
+        """Stop, and let the index forget the replica."""
         self._task.cancel()
         self._context.destroy(linger=0)
         self._index.forget(self._replica)

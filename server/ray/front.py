@@ -1,4 +1,4 @@
-"""The ingress: finds a request's blocks, hands it to the replica that the router chooses, and passes its answer on."""
+"""The ingress: hashes a request's prompt, calls the replica that the router chooses, and passes its answer on."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from runtime.config import make_config
 from runtime.errors import EngineDead, RametError
 from runtime.protocol import ModelInfo
 from server.anthropic.messages import MessageStream
-from server.http.errors import error_response
+from server.errors import error_response
 from server.http.limits import BodyLimit
 from server.http.sse import EventStream, TypedEventStream
-from server.ray.scout import Scout
+from server.ray.hasher import PromptHasher
 
 log = logging.getLogger("ramet.ray")
 
-# Replicas that a request is sent to, one after another, if they die before they have answered anything.
+# Replicas that a request is sent to, one after another, if they die before they have answered.
 _TRIES = 4
 _FIELDS = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client")
 _STREAMS = {"/v1/messages": MessageStream, "/v1/responses": TypedEventStream}
@@ -44,18 +44,18 @@ class Front:
         self._limit = BodyLimit(self._config.server.max_body_bytes, self._config.server.client_timeout)
         self._replicas = replicas
         self._streaming = replicas.options(stream=True)
-        self._scout = asyncio.get_running_loop().create_task(self._find_scout())
+        self._hasher = asyncio.get_running_loop().create_task(self._make_hasher())
 
-    async def _find_scout(self) -> Scout:
+    async def _make_hasher(self) -> PromptHasher:
         info = msgspec.convert(await self._replicas.info.remote(), ModelInfo)
-        scout = Scout(self._config, info)
-        await scout.start()
-        return scout
+        hasher = PromptHasher(self._config, info)
+        await hasher.start()
+        return hasher
 
     async def check_health(self) -> None:
         """Serve's hook; it raises if the tokenizer cannot be loaded."""
-        if self._scout.done():
-            self._scout.result()
+        if self._hasher.done():
+            self._hasher.result()
 
     async def __call__(self, request: Request) -> Response:
         """The answer of a replica."""
@@ -71,10 +71,10 @@ class Front:
         if body is None:
             return
         call = {name: scope[name] for name in _FIELDS if name in scope}
-        # A client that leaves before there is a scout must not cancel it for all others.
-        hashes = await (await asyncio.shield(self._scout)).hashes(call, body)
+        # A client that disconnects while the tokenizer is loaded must not cancel that for the others.
+        hashes = await (await asyncio.shield(self._hasher)).hashes(call, body)
         for _ in range(_TRIES):
-            head: Message | None = None  # of an answer; it waits until there is more
+            head: Message | None = None  # sent with the first piece of the body
             begun = False
             try:
                 async for message in self._streaming.forward.remote(call, body, hashes=hashes):
@@ -87,15 +87,15 @@ class Front:
                     await send(message)
                 return
             except RayActorError as error:
-                log.warning("a replica has died under %s: %s", scope["path"], type(error).__name__)
+                log.warning("a replica died while it answered %s: %s", scope["path"], type(error).__name__)
                 if begun and head is not None:
                     await _break_off(head, scope["path"], send)
                     return
-        await error_response(EngineDead("no replica lived to answer"), scope["path"])(scope, receive, send)
+        await error_response(EngineDead("every replica that was asked died"), scope["path"])(scope, receive, send)
 
 
 class _Passage(Response):
-    """Hands Serve the messages of another application as they come."""
+    """Passes a replica's ASGI messages to Serve."""
 
     def __init__(self, front: Front):
         super().__init__()

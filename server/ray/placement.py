@@ -11,7 +11,7 @@ from typing import Generic
 
 from server.ray.prefixes import PrefixIndex, R
 
-# Blocks that nobody holds any more.
+# Lost blocks whose last holder is remembered.
 _REMEMBERED = 1 << 18
 
 
@@ -19,29 +19,27 @@ _REMEMBERED = 1 << 18
 class _Call(Generic[R]):
     replica: R
     hashes: Sequence[int]
-    tokens: int  # that it makes its replica compute
+    tokens: int  # computed by the replica
 
 
 class Placement(Generic[R]):
     """The cheapest replica for a prompt.
 
-    A replica costs the tokens that calls under way make it compute, and a part of what it had to compute more than
-    the mean of all. Each token of the prompt that it holds, or will hold after a call under way, counts `weight`
-    tokens against that; shared among the calls under way that have it too, but one at least, as a copy of what many
-    want soon pays. So nobody waits behind a hot prefix for more than `weight` times what it saves there: the replica
-    that takes its overflow computes it once, and has it from then on.
+    A replica's cost is the tokens that its running calls still compute, plus `balance` times its past work above the
+    mean, minus the worth of the prompt's tokens that it holds or is computing. A token is worth `weight` tokens of
+    load, divided by the running calls that read it but at least 1: a second copy of a hot prefix soon pays. So no
+    request waits behind a hot prefix for longer than `weight` times what it saves there.
 
-    What nobody holds any more counts as if the replica that lost it held it: its cache has learned when such prompts
-    return, and keeps them the better for it.
+    Blocks that no replica holds count for their last holder, whose cache has learned when such prompts return.
 
     Args:
         block_tokens: tokens of a block.
-        weight: more than 1 counts the memory and the time of later prompts that a prefix at two places costs.
-        balance: tokens of load that a token of work above the mean counts for.
-        chooser: draws among equal ones.
+        weight: above 1 it counts the memory and the later prompts that a second copy of a prefix costs.
+        balance: tokens of load that a token of past work above the mean counts for.
+        chooser: draws among equal replicas.
 
     Attributes:
-        index: the blocks that replicas hold, to be told of their events.
+        index: the blocks that replicas hold; gets their events.
     """
 
     def __init__(
@@ -54,17 +52,17 @@ class Placement(Generic[R]):
         self._random = chooser or random.Random()
         self._coming: PrefixIndex[R] = PrefixIndex()
         self._calls: dict[str, _Call[R]] = {}
-        self._wanted: dict[R, Counter[int]] = {}  # blocks, by the calls under way that have them
-        self._hot: Counter[int] = Counter()  # the same over all replicas
+        self._wanted: dict[R, Counter[int]] = {}  # running calls by block
+        self._hot: Counter[int] = Counter()  # the same, over all replicas
         self._loads: dict[R, int] = {}
         self._work: dict[R, float] = {}
 
     def join(self, replica: R) -> None:
-        """A new replica, which begins with the mean of the others' work: it need not catch up with their past."""
+        """Add a replica. It begins with the mean of past work, so that it need not catch up."""
         self._wanted[replica], self._loads[replica], self._work[replica] = Counter(), 0, self._mean_work()
 
     def leave(self, replica: R) -> None:
-        """A replica has left, or died, with all that it held."""
+        """Remove a replica that left or died, with all that it held."""
         for call in [name for name, call in self._calls.items() if call.replica == replica]:
             self.end(replica, call)
         for kept in (self._wanted, self._loads, self._work):
@@ -74,23 +72,23 @@ class Placement(Generic[R]):
 
     @property
     def loads(self) -> Mapping[R, int]:
-        """Tokens that calls under way make each replica compute."""
+        """Tokens that running calls make each replica compute."""
         return self._loads
 
     def matches(self, hashes: Sequence[int]) -> Mapping[R, int]:
-        """Tokens of a prompt that replicas hold or are about to; replicas without any are left out."""
+        """Tokens of a prompt that each replica holds or computes; replicas without any are left out."""
         held, coming = self.index.match(hashes), self._coming.match(hashes)
         most = {replica: max(held.get(replica, 0), coming.get(replica, 0)) for replica in held.keys() | coming.keys()}
         return {replica: blocks * self._block_tokens for replica, blocks in most.items()}
 
     def rank(self, hashes: Sequence[int], among: Collection[R]) -> list[R]:
-        """Some of the replicas in the order in which they should be asked, with the cheapest first."""
+        """The given replicas, the cheapest first."""
         counted, mean = dict(self.matches(hashes)), self._mean_work()
         home, lost = self.index.lost(hashes)
         if home is not None:
             counted[home] = max(counted.get(home, 0), lost * self._block_tokens)
         worth = self._worth(hashes[: max(counted.values(), default=0) // self._block_tokens])
-        balance = self._balance if hashes else 0  # a call without a prompt has nothing to balance
+        balance = self._balance if hashes else 0  # without a prompt, past work is irrelevant
 
         def cost(replica: R) -> float:
             past = balance * (self._work.get(replica, mean) - mean)
@@ -100,7 +98,7 @@ class Placement(Generic[R]):
         return sorted(shuffled, key=cost)
 
     def begin(self, replica: R, call: str, hashes: Sequence[int]) -> None:
-        """A replica takes a call; its blocks count as the replica's until it ends. A call that another has moves."""
+        """Book a call; its blocks count as the replica's until it ends. A call that is booked already moves here."""
         if moved := self._calls.get(call):
             self.end(moved.replica, call)
             self._work[moved.replica] -= moved.tokens
@@ -116,13 +114,13 @@ class Placement(Generic[R]):
         self._work[replica] += tokens
 
     def move(self, replica: R, call: str) -> None:
-        """A replica has taken a call that was booked for another one, if it is not over."""
+        """Move a running call to the replica that has taken it."""
         booked = self._calls.get(call)
         if booked is not None and booked.replica != replica:
             self.begin(replica, call, booked.hashes)
 
     def end(self, replica: R, call: str) -> None:
-        """No matter if it is not there, or no more."""
+        """End a call; unknown ones are ignored."""
         ended = self._calls.get(call)
         if ended is None or ended.replica != replica:
             return
@@ -132,7 +130,7 @@ class Placement(Generic[R]):
         self._loads[replica] -= ended.tokens
 
     def _worth(self, hashes: Sequence[int]) -> list[float]:
-        """Tokens of load that the first 0, 1, 2, ... blocks outweigh."""
+        """Worth of the first 0, 1, 2, ... blocks, in tokens of load."""
         shares = (max(self._weight / max(self._hot[value], 1), 1) for value in hashes)
         return [self._block_tokens * total for total in accumulate(shares, initial=0.0)]
 
@@ -141,7 +139,7 @@ class Placement(Generic[R]):
 
 
 def _without(counts: Counter[int], values: Sequence[int]) -> list[int]:
-    """Count each value once less; those that are left no more."""
+    """Decrement the counts; returns the values that reach 0."""
     counts.subtract(values)
     gone = [value for value in values if not counts[value]]
     for value in gone:

@@ -12,13 +12,13 @@ class PrefixIndex(Generic[R]):
     """Blocks by their chained hashes, and the replicas that hold each.
 
     Args:
-        remembered: blocks that nobody holds any more, of which it is known who was the last.
+        remembered: most lost blocks whose last holder is remembered.
     """
 
     def __init__(self, remembered: int = 0):
         self._holders: dict[int, set[R]] = {}
         self._held: dict[R, set[int]] = {}
-        self._lost: dict[int, R] = {}  # in the order in which they were
+        self._lost: dict[int, R] = {}  # oldest first
         self._remembered = remembered
 
     def stored(self, replica: R, hashes: Iterable[int]) -> None:
@@ -34,7 +34,7 @@ class PrefixIndex(Generic[R]):
             del self._lost[next(iter(self._lost))]
 
     def _take(self, replica: R, hashes: Iterable[int]) -> list[int]:
-        """Take blocks from a replica; those that nobody holds any more."""
+        """Take blocks from a replica; returns those that no replica holds any more."""
         held: set[int] = self._held.get(replica, set())
         gone: list[int] = []
         for value in hashes:
@@ -48,7 +48,7 @@ class PrefixIndex(Generic[R]):
         return gone
 
     def forget(self, replica: R) -> None:
-        """A replica holds nothing, as far as anybody knows."""
+        """Drop all that is known of a replica."""
         self._take(replica, self.held(replica))
         self._held.pop(replica, None)
 
@@ -56,7 +56,7 @@ class PrefixIndex(Generic[R]):
         return frozenset(self._held.get(replica, ()))
 
     def match(self, hashes: Sequence[int]) -> dict[R, int]:
-        """Leading blocks of a prompt that each replica holds; replicas without any are left out."""
+        """Leading blocks of a prompt by replica; replicas without any are left out."""
         found: dict[R, int] = {}
         left: set[R] | None = None
         for number, value in enumerate(hashes):
@@ -69,7 +69,7 @@ class PrefixIndex(Generic[R]):
         return found | dict.fromkeys(left or (), len(hashes))
 
     def lost(self, hashes: Sequence[int]) -> tuple[R | None, int]:
-        """The replica that lost the end of what is known of a prompt, and its number of blocks; none if it is held."""
+        """The last holder of the longest known prefix of a prompt, and its blocks; (None, 0) if it is still held."""
         found: tuple[R | None, int] = (None, 0)
         for number, value in enumerate(hashes, 1):
             if value in self._lost:

@@ -14,9 +14,9 @@ from server.ray.placement import Placement
 
 
 class PrefixRouter(RequestRouter):
-    """Ranks replicas by the tokens of a prompt that they hold, as their KV events say.
+    """Ranks replicas by the tokens of a prompt that they hold, according to their KV events.
 
-    A call's keyword argument `hashes` (uint64, one a block) is the prompt; without it load and past work decide.
+    A call's keyword argument `hashes` (uint64, one a block) is the prompt; without it, load decides.
     """
 
     def initialize_state(self, block_size: int, weight: float, balance: float) -> None:
@@ -25,7 +25,7 @@ class PrefixRouter(RequestRouter):
         self._followers: dict[ReplicaID, Follower[ReplicaID]] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Follow the events of new replicas, and those of replicas that have left no more."""
+        """Follow the events of new replicas, and forget replicas that have left."""
         super().update_replicas(replicas)
         there = {replica.replica_id: replica.replica_metadata for replica in replicas}
         for replica in self._followers.keys() - there.keys():
@@ -50,7 +50,7 @@ class PrefixRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Ranks of one replica each: Serve takes the first one that has room.
 
-        The first one is booked at once: Serve hears from it later, and until then the next call would find it idle.
+        The first one is booked at once; until Serve hears from it, the next call would find it idle.
         """
         by_id = {replica.replica_id: replica for replica in candidate_replicas}
         hashes = _hashes(pending_request)
@@ -62,7 +62,7 @@ class PrefixRouter(RequestRouter):
         return [[by_id[replica]] for replica in ranked]
 
     def _give_up(self, replica: ReplicaID, call: str, routed: asyncio.Future[Any]) -> None:
-        """End a call whose client has left before it was sent anywhere."""
+        """End a call whose client disconnected before it was routed."""
         if routed.cancelled():
             self._placement.end(replica, call)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from runtime.errors import InvalidRequest
-from server.http.errors import NotFound
+from server.errors import NotFound
+from server.generation.bodies import naming
+from server.openai.messages import Message, Part, TextPart, ThinkingPart
 from server.openai.tools import CalledFunction, Function, Tool, ToolCall
-from server.openai.types import ChatRequest, Message, Part, TextPart, ThinkingPart
+from server.openai.types import ChatRequest
 from server.responses import types
 
 _items: TypeAdapter[types.Item] = TypeAdapter(types.Item)
@@ -106,19 +108,15 @@ def chat_of(body: types.ResponseRequest, turns: list[Message]) -> ChatRequest:
         **{name: getattr(body, name) for name in same},
         "messages": _with_one_system_message(turns),
         "max_tokens": body.max_output_tokens,
-        "tools": [_tool(name, told, tool.parameters) for name, tool, told, _ in body.offered] or None,
+        "tools": [_tool(name, description, tool.parameters) for name, tool, description, _ in body.offered] or None,
         "tool_choice": _choice(body.tool_choice) if body.offered or body.tool_choice not in ("auto", "none") else None,
         "response_format": {"type": form.type, "schema": form.schema_},
         "reasoning_effort": body.reasoning.effort,
         "logprobs": body.with_logprobs,
         "top_logprobs": (body.top_logprobs or 0) if body.with_logprobs else None,
     }
-    try:
+    with naming(body.NAMES):  # such as too many messages together with those before
         return ChatRequest.model_validate(fields)
-    except ValidationError as error:  # such as too many messages together with those before
-        problem = error.errors()[0]
-        param = body.NAMES.get(str(problem["loc"][0]), str(problem["loc"][0]))
-        raise InvalidRequest(f"{param}: {problem['msg'].removeprefix('Value error, ')}", param=param) from None
 
 
 def _with_one_system_message(turns: list[Message]) -> list[Message]:

@@ -1,19 +1,27 @@
-"""Responses by account, for as long as `TTL_S`; the oldest ones give way to new ones."""
+"""Responses by account, for as long as `TTL_S`; those that were used least recently give way to new ones."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from server.openai.types import Message
-from server.store import Lease, Store
+from cachetools import TTLCache
+
+from server.errors import NotFound
+from server.http.context import provided
+from server.openai.messages import Message
 
 TTL_S = 86_400.0
+# Bounds for one account: responses, and characters of their conversations.
+MOST, MOST_CHARACTERS = 1000, 1 << 24
 # Memory of a turn beside its text.
 _CHARACTERS_OF_TURN = 256
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StoredResponse:
     """A response of an account.
 
@@ -26,49 +34,46 @@ class StoredResponse:
     body: dict[str, Any]
     turns: list[Message]
     num_asked: int
-    lease: Lease = field(default_factory=Lease)
-
-    @property
-    def id(self) -> str:
-        return self.body["id"]
-
-    @property
-    def digest(self) -> str:
-        return self.id
 
     @property
     def size(self) -> int:
-        """The memory that it takes, in characters."""
-        return sum(turn.num_characters + _CHARACTERS_OF_TURN for turn in self.turns)
-
-    @property
-    def num_tokens(self) -> int:
-        """None: no KV is kept for it."""
-        return 0
+        """Its share of MOST_CHARACTERS, at least that of one of MOST responses."""
+        characters = sum(turn.num_characters + _CHARACTERS_OF_TURN for turn in self.turns)
+        return max(characters, MOST_CHARACTERS // MOST)
 
 
-class ResponseStore(Store[StoredResponse]):
+class ResponseStore:
     """Responses of all accounts; their KV lives in the tree, found by content."""
 
-    noun = "response"
-    source = "previous_response_id"
-    most = 1000
-    most_size = 1 << 24  # characters
-    bounds = f"{most} responses of {most_size} characters together"
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._by_account: dict[str, TTLCache[str, StoredResponse]] = {}
+
+    def _of(self, account: str) -> TTLCache[str, StoredResponse]:
+        if account not in self._by_account:
+            self._by_account[account] = TTLCache(MOST_CHARACTERS, TTL_S, self._clock, lambda stored: stored.size)
+        return self._by_account[account]
 
     def add(self, account: str, new: StoredResponse) -> None:
-        """Keep a response; those that it has no room beside are forgotten, and so is one that is too large itself."""
-        if new.size > self.most_size:
-            return
-        kept = self.of(account)
-        size = sum(stored.size for stored in kept) + new.size
-        for count, oldest in enumerate(kept):
-            if len(kept) - count < self.most and size <= self.most_size:
-                break
-            self.drop(account, oldest)
-            size -= oldest.size
-        self.put(account, new, TTL_S)
+        """Keep a response, unless it is larger than an account's bound."""
+        with suppress(ValueError):
+            self._of(account)[new.body["id"]] = new
+
+    def get(self, account: str, name: str) -> StoredResponse:
+        """A response by its id. Raises NotFound."""
+        stored = self._of(account).get(name)
+        if stored is None:
+            raise NotFound(f"there is no response {name!r}", param="response", code="response_not_found")
+        return stored
+
+    def remove(self, account: str, name: str) -> None:
+        """Forget a response. Raises NotFound."""
+        self.get(account, name)
+        del self._of(account)[name]
 
     def items(self, account: str) -> dict[str, dict[str, Any]]:
         """The items of all answers, by their ids."""
-        return {item["id"]: item for stored in self.of(account) for item in stored.body["output"]}
+        return {item["id"]: item for stored in self._of(account).values() for item in stored.body["output"]}
+
+
+Responses = Annotated[ResponseStore, provided(ResponseStore)]

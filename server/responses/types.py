@@ -6,13 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from server.http import fields
-from server.http.wire import Body, JsonObject, JsonText, OneOr, Text, example
+from server.http.wire import Body, ByType, JsonObject, JsonText, OneOr, Text, example, type_of
 from server.openai.caching import CacheOptions, Retention
-from server.openai.tools import MAX_TOOLS, Name, kind_of_choice
-from server.openai.types import MAX_MESSAGES, Message, NewTokens, SampledRequest, StreamOptions, TextPart
+from server.openai.messages import MAX_MESSAGES, Message, TextPart
+from server.openai.tools import MAX_TOOLS, Name
+from server.openai.types import NewTokens, SampledRequest, StreamOptions
 
 Id = Annotated[Text, Field(min_length=1, max_length=256)]
 
@@ -57,7 +58,7 @@ class ReasoningText(Body, extra="ignore"):
 
 
 class ItemReasoning(Body, extra="ignore"):
-    """Earlier reasoning, which belongs to the assistant's item behind it; a summary is for people."""
+    """Earlier reasoning, which belongs to the assistant's item behind it; summaries are ignored."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], Field(max_length=MAX_MESSAGES)] = Field(default_factory=list)
@@ -66,7 +67,7 @@ class ItemReasoning(Body, extra="ignore"):
 class ItemReference(Body):
     """An item of a stored response, by its id."""
 
-    type: Literal["item_reference"]
+    type: Literal["item_reference"] = "item_reference"
     id: Id
 
 
@@ -76,29 +77,12 @@ class ItemMessage(Message):
     type: Literal["message"] = "message"
 
 
-_KINDS = {
-    **{"function_call": "a call", "custom_tool_call": "a custom call", "reasoning": "a thought"},
-    **{"function_call_output": "a result", "custom_tool_call_output": "a result"},
-}
-
-
-def _kind(item: Any) -> str:
-    found = item.get("type") if isinstance(item, dict) else None
+def _type_of(item: Any) -> Any:
     # Some clients leave out the type of a reference.
-    if found == "item_reference" or (found is None and isinstance(item, dict) and item.keys() == {"id"}):
-        return "a reference"
-    return _KINDS.get(found if isinstance(found, str) else "", "a message")
+    return "item_reference" if isinstance(item, dict) and item.keys() == {"id"} else type_of(item)
 
 
-Item = Annotated[
-    Annotated[ItemMessage, Tag("a message")]
-    | Annotated[ItemCall, Tag("a call")]
-    | Annotated[ItemCustomCall, Tag("a custom call")]
-    | Annotated[ItemResult, Tag("a result")]
-    | Annotated[ItemReasoning, Tag("a thought")]
-    | Annotated[ItemReference, Tag("a reference")],
-    Discriminator(_kind),
-]
+Item = Annotated[ItemMessage | ItemCall | ItemCustomCall | ItemResult | ItemReasoning | ItemReference, ByType(_type_of)]
 
 
 class ItemTool(Body):
@@ -112,14 +96,9 @@ class ItemTool(Body):
     description: Text | None = None
     parameters: JsonObject | None = None
 
-    @property
-    def told(self) -> str | None:
-        """The description that the model reads."""
-        return self.description
-
 
 class CustomFormat(Body):
-    """The form of a custom tool's text, which the model is told."""
+    """The form of a custom tool's text, which is part of its description."""
 
     type: Literal["text", "grammar"]
     syntax: Text | None = None
@@ -141,18 +120,12 @@ class ItemCustom(Body):
         return {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
     @property
-    def told(self) -> str | None:
-        """The description that the model reads."""
+    def full_description(self) -> str | None:
+        """The description with the form of the text."""
         if self.format is None or self.format.type == "text":
             return self.description
         form = f"input has the form of this {self.format.syntax or ''} grammar:\n{self.format.definition or ''}"
         return f"{self.description or ''}\n{form}"
-
-
-OwnTool = Annotated[
-    Annotated[ItemTool, Tag("a function")] | Annotated[ItemCustom, Tag("a custom tool")],
-    Discriminator(lambda tool: "a custom tool" if _type_of(tool) == "custom" else "a function"),
-]
 
 
 class ItemNamespace(Body):
@@ -161,7 +134,7 @@ class ItemNamespace(Body):
     type: Literal["namespace"]
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,63}$")]
     description: Text | None = None
-    tools: Annotated[list[OwnTool], Field(max_length=MAX_TOOLS)]
+    tools: Annotated[list[Annotated[ItemTool | ItemCustom, ByType()]], Field(max_length=MAX_TOOLS)]
 
 
 class ItemHosted(Body, extra="ignore"):
@@ -186,18 +159,7 @@ class ItemHosted(Body, extra="ignore"):
     ]
 
 
-def _type_of(value: Any) -> Any:
-    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-
-
-_TOOLS = {"function": "a function", "custom": "a custom tool", "namespace": "a namespace"}
-AnyTool = Annotated[
-    Annotated[ItemTool, Tag("a function")]
-    | Annotated[ItemCustom, Tag("a custom tool")]
-    | Annotated[ItemNamespace, Tag("a namespace")]
-    | Annotated[ItemHosted, Tag("a hosted tool")],
-    Discriminator(lambda tool: _TOOLS.get(str(_type_of(tool)), "a hosted tool")),
-]
+AnyTool = Annotated[ItemHosted | ItemTool | ItemCustom | ItemNamespace, ByType()]
 
 
 class Offered(NamedTuple):
@@ -205,12 +167,12 @@ class Offered(NamedTuple):
 
     Attributes:
         name: the model's name of it.
-        told: its description.
+        description: the one that the model reads.
     """
 
     name: str
     tool: ItemTool | ItemCustom
-    told: str | None
+    description: str | None
     namespace: str | None = None
 
 
@@ -229,12 +191,7 @@ class ItemAllowed(Body):
     tools: Annotated[list[ItemNamed], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-ItemChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("a word")]
-    | Annotated[ItemNamed, Tag("a tool")]
-    | Annotated[ItemAllowed, Tag("some tools")],
-    Discriminator(kind_of_choice),
-]
+ItemChoice = Annotated[ItemNamed | ItemAllowed | Literal["none", "auto", "required"], ByType()]
 
 
 class TextFormat(Body):
@@ -276,7 +233,7 @@ class ResponseRequest(SampledRequest):
         **fields.MODEL,
     }
     # The request's fields by those of a chat, and by the engine's parameters.
-    NAMES: ClassVar[dict[str, str]] = {
+    NAMES: ClassVar[Mapping[str, str]] = {
         **{"messages": "input", "prompt": "input", "max_new_tokens": "max_output_tokens", "tool_choice": "tool_choice"},
         **{"json_schema": "text.format", "response_format": "text.format", "min_new_tokens": "min_tokens"},
         **{"response_format.json_schema.schema": "text.format.schema", "rid": "request_id"},
@@ -314,12 +271,12 @@ class ResponseRequest(SampledRequest):
         found = []
         for tool in self.tools:
             if isinstance(tool, ItemNamespace):
-                words = [tool.description, *[None] * len(tool.tools)]  # of the namespace, before the first tool's
+                words = [tool.description, *[None] * len(tool.tools)]  # the namespace's, before the first tool's
                 for one, word in zip(tool.tools, words, strict=False):
-                    told = "\n".join(filter(None, [word, one.told])) or None
-                    found.append(Offered(f"{tool.name}.{one.name}", one, told, tool.name))
+                    description = "\n".join(filter(None, [word, _description(one)])) or None
+                    found.append(Offered(f"{tool.name}.{one.name}", one, description, tool.name))
             elif not isinstance(tool, ItemHosted):
-                found.append(Offered(tool.name, tool, tool.told))
+                found.append(Offered(tool.name, tool, _description(tool)))
         return found
 
     @property
@@ -338,3 +295,7 @@ class ResponseRequest(SampledRequest):
     @property
     def with_logprobs(self) -> bool:
         return "message.output_text.logprobs" in self.include or bool(self.top_logprobs)
+
+
+def _description(tool: ItemTool | ItemCustom) -> str | None:
+    return tool.full_description if isinstance(tool, ItemCustom) else tool.description

@@ -1,43 +1,61 @@
-"""The answer to a request, as it grows: its items, and the events that tell of them."""
+"""The answer to a request, as it grows: its items and events."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
+from runtime.errors import RametError
 from runtime.frontend.output import Output, new_rid
 from server.explain.reason import Explanation
+from server.generation.service import Generation, Writer
 from server.http.answers import JsonList
+from server.http.context import Context
+from server.http.sse import TypedEventStream
 from server.openai.caching import cache_usage
-from server.openai.calls import CallReader
+from server.openai.chat import reader_of
+from server.openai.common import add_logprobs
+from server.openai.messages import Message
 from server.openai.tools import ToolCall
-from server.openai.types import Message
+from server.openai.types import ChatRequest
 from server.responses.types import ItemCustom, ItemHosted, ItemNamespace, ItemTool, ResponseRequest
 
 Event = dict[str, Any]
 
 
-class Writer:
+class ResponseWriter(Writer):
     """Makes a response's items of text and calls.
 
     Args:
-        body: the request.
+        body: the request; `chat`: the same as a chat.
         rid: of the response.
-        model: the served name.
-        reader: splits the text into what is shown and calls.
+        keep: called with the whole response before the client can ask for it.
     """
 
-    def __init__(self, body: ResponseRequest, rid: str, model: str, reader: CallReader):
+    STREAM = TypedEventStream
+
+    def __init__(
+        self,
+        body: ResponseRequest,
+        chat: ChatRequest,
+        rid: str,
+        context: Context,
+        keep: Callable[[ResponseWriter], None] | None = None,
+    ):
+        tokenizer = context.engine.tokenizer
         self._body = body
-        self._reader = reader
+        self._reader = reader_of(chat, tokenizer)
+        self._text_of = tokenizer.token_text
+        self._keep = keep
+        self._logprobs = JsonList()
         self._message: dict[str, Any] | None = None
         self._number = -1
         self._offered = {offered.name: offered for offered in body.offered}
         self._calls: list[ToolCall] = []
-        self.response = _beginning(body, rid, model)
+        self.response = _beginning(body, rid, context.check_model(body.model))
 
     @property
     def output(self) -> list[dict[str, Any]]:
@@ -47,12 +65,30 @@ class Writer:
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response={**self.response, "output": []})
 
-    def add(self, output: Output, logprobs: JsonList) -> Iterator[Event]:
+    def add_logprobs(self, output: Output) -> None:
+        if self._body.with_logprobs:
+            add_logprobs(self._logprobs, output, self._body.top_logprobs or 0, self._text_of)
+
+    def write(self, output: Output, why: Explanation | None) -> list[Event]:
+        if why is not None:
+            self.response |= {"explain": why.describe(), "prompt_cache_diagnostics": why.openai()}
+        events = list(self._events(output))
+        if output.finish is not None and self._keep is not None:
+            self._keep(self)
+        return events
+
+    async def answer(self, generation: Generation) -> dict[str, Any]:
+        with generation.outputs:
+            async for _ in generation.events(self):
+                pass
+        return self.response
+
+    def _events(self, output: Output) -> Iterator[Event]:
         """The events of new text, and of the end with the last Output."""
         last = output.finish is not None
         text, calls = self._reader.push(output.delta, last)
         if text or (last and not (calls or self.output or self._body.is_prewarming)):
-            yield from self._write(text, logprobs)
+            yield from self._add_text(text)
         for call in calls:
             yield from self._close()
             yield from self._call(call)
@@ -60,7 +96,7 @@ class Writer:
             yield from self._close()
             yield from self._end(output)
 
-    def _write(self, text: str, logprobs: JsonList) -> Iterator[Event]:
+    def _add_text(self, text: str) -> Iterator[Event]:
         if self._message is None:
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             self._message = {
@@ -70,7 +106,8 @@ class Writer:
             self.output.append(self._message)
             yield self._of_item("response.output_item.added", item={**self._message, "content": []})
             yield self._of_part("response.content_part.added", part=dict(part))
-        entries = [{**entry, "bytes": entry["bytes"] or []} for entry in msgspec.json.decode(logprobs.text)]
+        entries = [{**entry, "bytes": entry["bytes"] or []} for entry in msgspec.json.decode(self._logprobs.text)]
+        self._logprobs = JsonList()
         self._message["content"][0]["text"] += text
         self._message["content"][0]["logprobs"] += entries
         if text:
@@ -93,18 +130,18 @@ class Writer:
         _, tool, _, namespace = self._offered[call["function"]["name"]]
         item = {"call_id": call["id"], "name": tool.name} | ({"namespace": namespace} if namespace else {})
         if isinstance(tool, ItemCustom):
-            kind, key, told = "custom_tool_call_input", "input", {}
+            kind, key, more = "custom_tool_call_input", "input", {}
             arguments = _input_of(arguments)
             item |= {"id": f"ctc_{new_rid()}", "type": "custom_tool_call", "input": ""}
         else:
-            kind, key, told = "function_call_arguments", "arguments", {"name": tool.name}
+            kind, key, more = "function_call_arguments", "arguments", {"name": tool.name}
             item |= {"id": f"fc_{new_rid()}", "type": "function_call", "status": "in_progress", "arguments": ""}
         self.output.append(item)
         yield self._of_item("response.output_item.added", item=dict(item))
         named = {"item_id": item["id"]}
         yield self._of_item(f"response.{kind}.delta", **named, delta=arguments)
         item |= {key: arguments} | ({"status": "completed"} if "status" in item else {})
-        yield self._of_item(f"response.{kind}.done", **named, **{key: arguments}, **told)
+        yield self._of_item(f"response.{kind}.done", **named, **{key: arguments}, **more)
         yield self._of_item("response.output_item.done", item=item)
 
     def _end(self, output: Output) -> Iterator[Event]:
@@ -125,9 +162,8 @@ class Writer:
                 self.output[-1]["status"] = "incomplete"
         yield self._event(f"response.{self.response['status']}", response=self.response)
 
-    def fail(self, message: str) -> Event:
-        """The event of a failure, the last one."""
-        self.response |= {"status": "failed", "error": {"code": "server_error", "message": message}}
+    def fail(self, error: RametError) -> Event:
+        self.response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
         return self._event("response.failed", response=self.response)
 
     def turns(self) -> list[Message]:
@@ -135,10 +171,6 @@ class Writer:
         texts = [item["content"][0]["text"] for item in self.output if item["type"] == "message"]
         turn = Message(role="assistant", content="\n".join(texts) or None, tool_calls=self._calls or None)
         return [turn] if self.output else []
-
-    def explain(self, explanation: Explanation) -> None:
-        """Tell why the prompt missed the cache."""
-        self.response |= {"explain": explanation.describe(), "prompt_cache_diagnostics": explanation.openai()}
 
     def _of_item(self, kind: str, **more: Any) -> Event:
         return self._event(kind, output_index=len(self.output) - 1, **more)

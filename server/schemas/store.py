@@ -1,79 +1,90 @@
-"""Schemas by account and name. They live in the server's process; their KV lives in the tree, found by content."""
+"""`/v1/schemas`: schemas of prompt modules by account and name, in the server's process; their KV lives in the tree."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from runtime.frontend.output import PlacedPrompt
+from runtime.frontend.schemas.compile import ModulePrompt
+from runtime.frontend.schemas.markup import MAX_CHARACTERS
+from runtime.frontend.schemas.pml import read_prompt
+from runtime.frontend.schemas.schema import Mode, Schema
 from runtime.models.tokenizer import Tokenizer
-from runtime.reuse.modules.compile import ModulePrompt
-from runtime.reuse.modules.pml import read_prompt
-from runtime.reuse.modules.schema import Mode, Schema
+from server.generation.bodies import Scoped
+from server.http import examples
 from server.http.answers import JsonList
-from server.store import Lease, Store
+from server.http.context import provided
+from server.http.wire import Text, example
+from server.objects.precompute import KvObject, Precompute
+from server.objects.routes import object_router
+from server.objects.store import Store
 
 # Memory of a module, and of each run of tokens in it, beside the tokens.
 _TOKENS_OF_PART = 128
 
+Paths = Annotated[list[Text], Field(max_length=1024)]
 
-@dataclass(slots=True)
-class StoredSchema:
-    """A schema of an account.
 
-    Attributes:
-        digest: of all that it was made from.
-        modules: its layout.
-        num_tokens: of all modules.
-        num_runs: texts and parameters in all modules.
-    """
+@dataclass(kw_only=True)
+class StoredSchema(KvObject[Scoped]):
+    """A schema of an account; `modules`: its layout."""
 
     schema: Schema
-    digest: str
     mode: Mode
     modules: JsonList
-    num_tokens: int
-    num_runs: int
-    lease: Lease = field(default_factory=Lease)
 
-    @property
-    def id(self) -> str:
-        return self.schema.name
-
-    @property
-    def size(self) -> int:
-        """The memory that it takes, in tokens."""
-        return self.num_tokens + (len(self.modules) + self.num_runs) * _TOKENS_OF_PART
+    def encoding(self, kv: Scoped) -> ModulePrompt:
+        return self.schema.everything()
 
     def describe(self, now_s: float, live: Container[str]) -> dict[str, Any]:
-        """The schema for clients; `live`: ids of the pins that the engine has."""
-        return {
-            "id": self.schema.name,
-            "object": "schema",
-            "mode": self.mode,
-            "length": self.schema.length,
-            "tokens": self.num_tokens,
-            **self.lease.describe(now_s, live),
-        }
+        own = {"id": self.id, "object": "schema", "mode": self.mode, "length": self.schema.length}
+        return own | {"tokens": self.num_tokens} | super().describe(now_s, live)
+
+    def details(self, prompt: PlacedPrompt, cached: dict[str, int]) -> dict[str, Any]:
+        assert prompt.reuse is not None
+        names = [entry["name"] for entry in prompt.reuse["entries"]]
+        by_path = {path: cached[entry] for entry in names for path in entry.split(", ")}
+        return {"modules": self.modules, "cached_tokens": by_path}
 
 
-def make(
-    pml: str, mode: Mode, scaffolds: Sequence[Sequence[str]] | None, tokenizer: Tokenizer, context_length: int
-) -> StoredSchema:
-    """A schema that is in no store yet. Raises PmlError."""
-    schema = Schema.read(pml, tokenizer, context_length, mode, scaffolds)
-    modules = JsonList()
-    for module in schema.modules():
-        modules.append(module)
-    runs = [len(run.tokens) for scope in schema.root.walk() for run in scope.runs]
-    digest = hashlib.sha256(json.dumps([pml, mode, scaffolds]).encode()).hexdigest()
-    return StoredSchema(schema, digest, mode, modules, sum(runs), len(runs))
+class SchemaRequest(Precompute[StoredSchema]):
+    """A schema in PML. `encode` and `pin` compute the KV of all modules now, for requests with the same salt."""
+
+    model_config = example(
+        pml='<schema name="cities">You plan trips.<module name="miami">Miami is a city ...</module></schema>'
+    )
+
+    pml: Annotated[Text, Field(max_length=MAX_CHARACTERS)]
+    mode: Mode = "independent"
+    scaffolds: Annotated[list[Paths], Field(max_length=64)] | None = Field(
+        None, description="mode scaffold: sets of paths that are encoded together; default: all outside of unions"
+    )
+
+    def read(self, tokenizer: Tokenizer, context_length: int) -> StoredSchema:
+        schema = Schema.read(self.pml, tokenizer, context_length, self.mode, self.scaffolds)
+        modules = JsonList()
+        for module in schema.modules():
+            modules.append(module)
+        runs = [len(run.tokens) for scope in schema.root.walk() for run in scope.runs]
+        return StoredSchema(
+            id=schema.name,
+            digest=hashlib.sha256(json.dumps([self.pml, self.mode, self.scaffolds]).encode()).hexdigest(),
+            size=sum(runs) + (len(modules) + len(runs)) * _TOKENS_OF_PART,
+            num_tokens=sum(runs),
+            schema=schema,
+            mode=self.mode,
+            modules=modules,
+        )
 
 
 class SchemaStore(Store[StoredSchema]):
-    """The schemas of all accounts."""
+    """The schemas of all accounts; their sizes are in tokens."""
 
     noun, source = "schema", "pml"
     most, most_size = 256, 1 << 22
@@ -86,3 +97,7 @@ class SchemaStore(Store[StoredSchema]):
         """The request of a prompt, by the schema that it names; thread-safe. Raises PmlError and NotFound."""
         prompt = read_prompt(pml)
         return self.get(account, prompt.schema).schema.compile(prompt)
+
+
+Schemas = Annotated[SchemaStore, provided(SchemaStore)]
+router = object_router(SchemaStore, SchemaRequest, Scoped, examples.SCHEMA, examples.SCHEMAS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from runtime.reuse.modules.schema import Schema
+from runtime.frontend.schemas.schema import Schema
 
 
 def print_layout(schema: Schema) -> None:

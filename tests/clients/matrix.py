@@ -96,7 +96,7 @@ def start_server(log: Path) -> tuple[subprocess.Popen, str]:
     """A server on the default model, and its URL."""
     command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--pool-tokens", "65536"]
     # In float32 an answer and its stream are the same, whatever is cached.
-    command += ["--dtype", "float32", "--any-model-name"]
+    command += ["--dtype", "float32", "--served-model-name", "*"]
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT)
     while not (found := re.search(r"serving on (http://\S+)", log.read_text())):

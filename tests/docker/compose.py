@@ -15,7 +15,6 @@ STACKS = {
     "gpu": ["docker-compose.yml", "compose.gpu.yml"],
     "scale": ["docker-compose.yml", "compose.scale.yml"],
     "ray": ["docker-compose.yml", "compose.ray.yml"],
-    "dynamo": ["docker-compose.yml", "compose.dynamo.yml"],
 }
 _VARIABLE = re.compile(r"\$\{(\w+):?-([^}]*)\}")
 

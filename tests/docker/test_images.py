@@ -40,13 +40,13 @@ def copied() -> set[str]:
 
 def test_stages_are_those_that_are_used():
     assert list(STAGES)[-1] == "cpu", "the last one is what `docker build` makes"
-    assert STAGES.keys() >= {"cuda", "router", "selector"}
+    assert STAGES.keys() >= {"cuda", "router"}
     used = [found for text in STAGES.values() for found in re.findall(r"^(?:COPY|RUN) .*[-,]from=(\w+)", text, re.M)]
     below = [instructions(text, "FROM")[0].split()[0] for text in STAGES.values()]
-    assert {*used, *below, "cpu", "cuda", "router", "selector"} == STAGES.keys() | {"${BASE_IMAGE}"}
+    assert {*used, *below, "cpu", "cuda", "router"} == STAGES.keys() | {"${BASE_IMAGE}"}
 
 
-@pytest.mark.parametrize("target", ["cpu", "cuda", "router", "selector"])
+@pytest.mark.parametrize("target", ["cpu", "cuda", "router"])
 def test_an_image(target):
     text = image(target)
     assert re.fullmatch(r"\d+:\d+", instructions(text, "USER")[-1])
@@ -127,7 +127,7 @@ def test_everything_but_torch_and_its_kin_is_installed_with_hashes():
         '--no-deps "${FLASHINFER_JIT_CACHE}"',
         "--no-deps --no-index /tmp/wheels/*.whl",
     ]
-    assert len(commands) - len(bare) == 4
+    assert len(commands) - len(bare) == 3
 
 
 def test_the_dependencies_that_an_image_installs_first():

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import pytest
 
+from loadgen.commands import add_benches, run_bench
 from tests.server.conftest import LiveServer, start, stop
 
 
@@ -20,6 +24,26 @@ def ramet(tiny_dir, tmp_path_factory) -> Iterator[LiveServer]:
     yield server
     server.check_idle()
     assert stop(server) == 0
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch) -> Callable[..., list[dict[str, Any]]]:
+    """Runs a bench once without a warm-up, with all its files; returns cells and figures of each measurement."""
+    monkeypatch.setenv("COLUMNS", "250")
+
+    def run(name: str, *options: object, repeats: int = 1) -> list[dict[str, Any]]:
+        parser = argparse.ArgumentParser()
+        add_benches(parser)
+        path, plot = tmp_path / f"{name}.jsonl", tmp_path / f"{name}.png"
+        path.unlink(missing_ok=True)
+        files = ["--json", path, "--plot", plot, "--markdown", tmp_path / f"{name}.md"]
+        given = [name, *options, "--repeats", repeats, "--warmup", 0, "--seed", 1, *files]
+        assert run_bench(parser.parse_args([str(part) for part in given])) == 0
+        assert plot.stat().st_size > 5_000
+        lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+        return [line["cell"] | line["figures"] for line in lines]
+
+    return run
 
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable[None]]

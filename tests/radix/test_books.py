@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from array import array
-from collections.abc import Iterable
 from typing import ClassVar
 
 import pytest
@@ -102,17 +100,6 @@ def test_locks_of_branches_share_their_trunk():
     tree.check()
 
 
-def test_a_lock_of_the_trunk_outlives_those_of_its_branches():
-    tree, left, _, trunk = forked()
-    tree.lock(trunk)
-    tree.lock(left)
-    tree.unlock(left)
-    assert (trunk.refs, tree.num_locked_pages) == (1, 3)
-    assert len(tree.flush()) == 6
-    tree.unlock(trunk)
-    assert len(tree.flush()) == 3
-
-
 def test_nothing_to_lock_or_to_unlock():
     tree = Tree()
     assert tree.locked(1) is None
@@ -156,47 +143,6 @@ def test_a_run_that_is_cut_under_a_lock_stays_locked():
     assert sorted(tree.flush()) == [0, 1]
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_random_locks_and_pins_cover_the_prefixes_that_they_name(seed):
-    """Runs are cut while they are held, also more than once; the model is a list of prefixes."""
-    draw, tree = random.Random(seed), Tree()
-    keys = [(*head, *tail) for head in ((1, 2, 3), (1, 5, 3)) for tail in ((1, 2, 3), (4, 2, 3))]
-    for tokens in keys:
-        tree.add(*tokens)
-    held: list[tuple[str, Node, tuple[int, ...]]] = []
-    for step in range(40):
-        if held and (step >= 32 or draw.random() < 0.4):
-            kind, node, _ = held.pop(draw.randrange(len(held)))
-            (tree.unpin if kind == "pin" else tree.unlock)(node)
-        elif step < 32:
-            tokens, kind = (
-                draw.choice(keys)[: draw.choice((6, 6, 6, *range(1, 6)))],
-                draw.choice(("lock", "lock", "pin")),
-            )
-            node = tree.locked(*tokens)
-            if kind == "pin":
-                tree.pin(node)
-                tree.unlock(node)
-            held.append((kind, node, tokens))
-        assert tree.num_locked_pages == covered(tokens for _, _, tokens in held)
-        assert tree.num_pinned_pages == covered(tokens for kind, _, tokens in held if kind == "pin")
-    tree.check()
-
-
-def covered(sequences: Iterable[tuple[int, ...]]) -> int:
-    """Number of distinct prefixes."""
-    return len({tokens[:n] for tokens in sequences for n in range(1, len(tokens) + 1)})
-
-
-def test_what_is_unlocked_can_be_evicted_again():
-    tree = Tree()
-    node = tree.add(1, 2)
-    tree.lock(node)
-    assert list(tree.evict(2)) == []
-    tree.unlock(node)
-    assert sorted(tree.evict(2)) == [0, 1]
-
-
 # -- pins --------------------------------------------------------------------------------------------------------
 
 
@@ -223,25 +169,6 @@ def test_pins_are_counted_apart_from_locks():
     tree.unpin(right)
     assert (trunk.pins, tree.num_pinned_pages, tree.num_locked_pages) == (0, 0, 7)
     tree.unlock(right)
-    tree.check()
-
-
-def test_new_pinned_pages_of_a_long_path():
-    tree = Tree()
-    tree.add(1, 2)
-    tree.add(1, 2, 3, 4)
-    tree.add(1, 2, 3, 4, 5, 6)
-    assert tree.num_new_pinned_pages(tree.find(1, 2, 3, 4, 5)) == 5
-    tree.pin(tree.find(1, 2).node)
-    assert tree.num_new_pinned_pages(tree.find(1, 2, 3, 4, 5)) == 3
-
-
-def test_a_pinned_run_that_is_cut_stays_pinned():
-    tree = Tree()
-    node = tree.add(1, 2, 3, 4)
-    tree.pin(node)
-    tree.locked(1, 2, 9)
-    assert (node.pins, node.parent.pins, tree.num_pinned_pages) == (1, 1, 4)
     tree.check()
 
 
@@ -336,20 +263,6 @@ def test_a_parent_takes_over_the_time_of_children_that_leave(policy):
     assert (trunk.used_s, trunk.last_use) == (60.0, left.last_use)
 
 
-def test_a_parent_takes_over_the_recency_of_children_that_leave():
-    tree, left, right, trunk = forked()
-    tree.time = 50.0
-    old = tree.add(20)
-    tree.time = 60.0
-    tree.touch(left)
-    tree.touch(right)
-    tree.drop(left)
-    assert (trunk.last_use, trunk.used_s) == (left.last_use, 60.0)
-    tree.drop(right)
-    assert (trunk.last_use, trunk.used_s) == (right.last_use, 60.0)
-    assert list(tree.evict(1)) == list(old.pages)
-
-
 # -- evictions ---------------------------------------------------------------------------------------------------
 
 
@@ -393,15 +306,6 @@ def test_a_trunk_goes_after_its_branches_and_then_its_namespace():
     assert list(tree.roots()) == []
     tree.add(1, namespace=A)
     assert [namespace for namespace, _ in tree.roots()] == [A]
-
-
-def test_dropping_a_node_takes_all_below_it():
-    tree = Tree()
-    top = tree.add(1)
-    for tokens in ((1, 2), (1, 2, 3), (1, 2, 3, 4), (1, 2, 5), (9,)):
-        tree.add(*tokens)
-    assert len(tree.drop(top)) == 5
-    assert tree.num_pages == 1
 
 
 def test_dropping_a_node_spares_what_is_above_and_beside_it():

@@ -64,15 +64,6 @@ def test_a_pin_keeps_a_hot_prompt_that_is_idle_for_a_while():
     assert cache.cached(*HOT) == 0
 
 
-def test_lru_evicts_both_the_hot_and_the_rare():
-    cache = Cache(12)
-    for _ in range(5):
-        cache.ask(*HOT)
-    cache.ask(*RARE)
-    flood(cache)
-    assert cache.cached(*HOT) == cache.cached(*RARE) == 0
-
-
 def test_what_is_seen_of_evictions():
     cache = Cache(8)
     cache.ask(*HOT)
@@ -101,14 +92,6 @@ def test_what_is_used_often_survives_a_scan():
             one.ask(500 + i, 600 + i, cost=2.0)
     assert cache.cached(*HOT) == 4
     assert plain.cached(*HOT) == 0
-
-
-def test_gdsf_keeps_what_is_dear():
-    cache = Cache(8, "gdsf")
-    cache.ask(*HOT, cost=40.0)
-    cache.ask(*RARE, cost=4.0)
-    cache.ask(9, 9, cost=2.0)
-    assert cache.cached(*HOT) == 4
 
 
 @pytest.mark.parametrize("policy", POLICIES)

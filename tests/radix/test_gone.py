@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from radix import Gone, Namespace, Quotas, RadixTree, gone
+from radix import Gone, Namespace, Quotas, RadixTree, hashes
 from radix.gone import Left
 
 SPACES = (Namespace("a"), Namespace("a", "salt"), Namespace("b"))
@@ -95,34 +95,14 @@ def test_the_memory_is_bounded_and_the_latest_takes_the_place():
         life.tree.insert(key(i, i), array("i", [i]), SPACES[0])
         life.tree.evict(1)
         assert life.gone.find(key(i, i), 0, SPACES[0]) == Left(i + 1.0, "room")
-        assert len(life.gone._ends) <= 100, "a root each"
     known = [left for n in range(100) if (left := life.gone.find(key(n, n), 0, SPACES[0]))]
     assert 1 <= len(known) <= 8
 
 
-def test_hashes_of_nodes_are_let_go(monkeypatch):
-    monkeypatch.setattr(gone, "_MOST_NODES", 8)
-    life = Life(0)
-    for turn in range(1, 41):
-        prompt = key(*range(2 * turn))
-        held = life.tree.match(prompt, SPACES[0]).pages
-        life.tree.insert(prompt, held + array("i", [turn]), SPACES[0])
-    for turn in range(40, 0, -1):
-        life.now += 1
-        life.tree.evict(1)
-        assert life.gone.find(key(*range(80)), turn - 1, SPACES[0]) == Left(life.now, "room")
-        assert len(life.gone._ends) <= 40
-    assert not any(node.key for node in life.gone._ends), "no text of a node that has left is held"
-    for i in range(30):
-        life.tree.insert(key(i, i), array("i", [i]), SPACES[0])
-        life.tree.evict(1)
-        assert len(life.gone._ends) <= 8
-
-
 def test_a_run_that_leaves_page_by_page_is_hashed_once(monkeypatch):
     life, hashed = Life(0), []
-    real = gone.xxh64_intdigest
-    monkeypatch.setattr(gone, "xxh64_intdigest", lambda *args: hashed.append(args) or real(*args))
+    real = hashes.xxh64_intdigest
+    monkeypatch.setattr(hashes, "xxh64_intdigest", lambda *args: hashed.append(args) or real(*args))
     life.tree.insert(key(*range(64)), array("i", range(32)), SPACES[0])
     for _ in range(20):
         life.tree.evict(1)
@@ -130,20 +110,8 @@ def test_a_run_that_leaves_page_by_page_is_hashed_once(monkeypatch):
     life.tree.insert(key(0, 1, 2, 3, 9, 9), array("i", [0, 1, 99]), SPACES[0])  # cut
     while life.tree.evict(1):
         pass
-    assert len(hashed) == 1 + 32 + 2 + 2 + 1, "the namespace, the run, twice its upper part again, the page beside it"
-    assert not life.gone._chains
+    assert len(hashed) == 1 + 32 + 1, "the namespace, the run, the page beside it"
     assert all(life.gone.find(key(*range(64)), page, SPACES[0]) for page in range(32))
-
-
-def test_hashes_of_many_cut_runs_are_let_go(monkeypatch):
-    monkeypatch.setattr(gone, "_MOST_NODES", 8)
-    life = Life(0)
-    for i in range(40):
-        node, _ = life.tree.insert(key(i, 1, 2, 3), array("i", [2 * i, 2 * i + 1]), SPACES[0])
-        life.tree.evict(1)
-        life.tree.lock(node)
-        assert 0 < len(life.gone._chains) <= 8
-        assert life.gone.find(key(i, 1, 2, 3), 1, SPACES[0]) == Left(0.0, "room")
 
 
 @pytest.mark.parametrize(("used", "why"), [(False, "expired"), (True, "room")])
@@ -152,8 +120,7 @@ def test_what_a_pin_kept_until_its_time_was_over_has_expired_unless_it_was_used(
     node, _ = life.tree.insert(key(1, 2, 3, 4, 5, 6), array("i", [0, 1, 2]), SPACES[0])
     life.tree.pin(node)
     life.now = 5.0
-    life.tree.unpin(node)
-    life.gone.unkept(node)
+    life.tree.unpin(node, expired=True)
     life.now = 6.0
     life.tree.insert(key(1, 2, 9, 9), array("i", [0, 7]), SPACES[0])
     if used:
@@ -164,7 +131,6 @@ def test_what_a_pin_kept_until_its_time_was_over_has_expired_unless_it_was_used(
     assert life.gone.find(key(1, 2, 3, 4, 5, 6), 2, SPACES[0]) == Left(7.0, why)
     life.tree.evict(9)
     assert life.gone.find(key(1, 2, 3, 4), 1, SPACES[0]) == Left(7.0, why)
-    assert not life.gone._unkept
 
 
 def test_a_pin_below_another_one_expires_alone():
@@ -173,8 +139,7 @@ def test_a_pin_below_another_one_expires_alone():
     life.tree.insert(key(1, 2, 5, 6), array("i", [0, 9]), SPACES[0])
     life.tree.pin(node)
     life.tree.pin(node.parent)
-    life.tree.unpin(node)
-    life.gone.unkept(node)
-    assert list(life.gone._unkept) == [node]
+    life.tree.unpin(node, expired=True)
+    assert (node.expired_s, node.parent.expired_s) == (0.0, -1.0)
     life.tree.flush()
     assert life.gone.find(key(1, 2, 3, 4), 1, SPACES[0]) == Left(0.0, "flush"), "no room was needed"

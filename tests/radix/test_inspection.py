@@ -145,26 +145,6 @@ def test_the_heaviest_are_shown_and_their_parents_before_them(filled, limit):
     assert lightest >= max(hidden, default=0)
 
 
-def test_what_keeps_a_node_is_told(filled):
-    tree = filled.tree
-    shared = list(range(8))
-    pinned = filled.add([*shared, 1, 1, 1, 1])
-    locked = filled.add([*shared, 2, 2, 2, 2])
-    tree.pin(pinned)
-    shown, _ = finish(outline(tree, 100))
-    flags = {block.start: (block.pinned, block.locked) for block in shown if block.id == pinned.pages[0]}
-    assert flags == {8: (True, False)}
-    assert {(b.pinned, b.locked) for b in shown if b.id >= 0 and b.start == 0} == {(True, False)}
-    tree.lock(locked)
-    shown, _ = finish(outline(tree, 100))
-    told = {(b.start, b.id): (b.pinned, b.locked) for b in shown if b.id >= 0}
-    assert told[8, pinned.pages[0]] == (True, False)
-    assert told[8, locked.pages[0]] == (False, True)
-    assert told[0, pinned.parent.pages[0]] == (True, True)
-    tree.unlock(locked)
-    tree.unpin(pinned)
-
-
 def test_a_large_tree_is_walked_in_steps_and_may_change_meanwhile(filled):
     tree = filled.tree
     rng = random.Random(3)
@@ -184,27 +164,6 @@ def test_a_large_tree_is_walked_in_steps_and_may_change_meanwhile(filled):
     assert steps >= 5
     assert len(shown) == 300
     tree.check()
-
-
-def test_dropping_takes_what_nobody_uses(filled):
-    tree = filled.tree
-    for last in range(5):
-        filled.add([1, 1, 1, 1, 2, 2, 2, 2, last, 0, 0, 0])
-    other = filled.add([7] * 8)
-    kept = filled.add([1, 1, 1, 1, 2, 2, 2, 2, 3, 0, 0, 0])
-    tree.lock(kept)
-    top = kept.parent
-    freed = tree.drop(top)
-    assert len(freed) == len(set(freed)) == 4
-    assert tree.num_pages == 2 + 1 + len(other.pages)
-    tree.check()
-    tree.unlock(kept)
-    assert len(tree.drop(top)) == 3
-    assert tree.num_pages == len(other.pages)
-    assert tree.stats.evicted["flush"] == 7
-    tree.check()
-    assert list(tree.flush())
-    assert tree.num_pages == 0
 
 
 class Record:
@@ -339,18 +298,6 @@ def test_a_walk_pauses_after_a_thousand_nodes_on_both_ways():
     assert (steps, blocks[0].nodes, blocks[0].total) == (4, 2_100, 2_100)
 
 
-def test_of_many_children_the_heaviest_are_shown():
-    tree = RadixTree(1)
-    for i in range(10):
-        length = 12 - i if i != 7 else 20
-        tree.insert(key(i, *range(length - 1)), array("i", range(100 * i, 100 * i + length)))
-    blocks = finish(outline(tree, 4))[0]
-    assert [(block.id, block.total, block.parent) for block in blocks] == [
-        (-1, sum(block.total for block in finish(outline(tree, 99))[0][1:]), None),
-        *((700, 20, 0), (0, 12, 0), (100, 11, 0)),
-    ]
-
-
 def test_a_run_that_came_in_chunks_is_one_block(filled):
     tree, tokens = filled.tree, list(range(12))
     chunks = [filled.add(tokens[:stop]) for stop in (4, 8, 12)]
@@ -370,28 +317,8 @@ def test_a_run_that_came_in_chunks_is_one_block(filled):
     assert sorted(one.tokens for one in shown) == [0, 4, 4, 4, 4]
 
 
-def test_hits_of_a_root_are_those_of_all_below(filled):
-    tree = filled.tree
-    for tokens, times in ((range(4), 2), (range(10, 14), 3)):
-        node = filled.add(list(tokens))
-        for _ in range(times):
-            tree.use(node)
-    assert finish(outline(tree, 9))[0][0].hits == 5
-
-
 def test_an_outline_of_one_tenant(filled):
     filled.add([1, 2, 3, 4], A)
     filled.add([1, 2, 3, 4], B)
     shown, _ = finish(outline(filled.tree, 9, wanted=lambda namespace: namespace == B))
     assert [block.namespace for block in shown] == [B, B]
-
-
-def test_a_view_tells_locks_from_pins(filled):
-    tree = filled.tree
-    upper, lower = filled.add([1, 2, 3, 4]), filled.add([1, 2, 3, 4, 5, 6, 7, 8])
-    tree.pin(upper)
-    assert [(node.locked, node.pinned) for node in view(tree)] == [(False, True), (False, False)]
-    tree.lock(lower)
-    assert [(node.locked, node.pinned) for node in view(tree)] == [(True, True), (True, False)]
-    tree.unlock(lower)
-    assert [node.locked for node in view(tree)] == [False, False]

@@ -8,7 +8,7 @@ from array import array
 import msgspec
 
 from radix import Namespace, RadixTree
-from radix.events import block_hashes
+from radix.hashes import block_hashes
 
 # Separators of every form that a namespace had or might have.
 PARTS = ["", "a", "/", "#", ":", "\0", "\1\0\0\0", "a/b", "#bicache:1", "\x04\x00\x00\x00", "ä", "\ud800"]

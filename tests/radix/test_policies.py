@@ -49,21 +49,6 @@ def leaf() -> Node:
     return Node(key(1), array("i", [0]), Node(b"", array("i"), None, Namespace()), Namespace())
 
 
-def test_the_smallest_key_goes_first_and_of_equals_the_first_to_enter():
-    order, nodes = Order(), [leaf() for _ in range(4)]
-    for node, place in zip(nodes, (2.0, 1.0, 2.0, 1.0), strict=True):
-        order.push(place, node)
-    assert [order.pop() for _ in range(5)] == [nodes[1], nodes[3], nodes[0], nodes[2], None]
-
-
-def test_only_the_latest_entry_of_a_node_holds():
-    order, first, second = Order(), leaf(), leaf()
-    order.push(1.0, first)
-    order.push(2.0, second)
-    order.push(3.0, first)
-    assert [order.pop() for _ in range(3)] == [second, first, None]
-
-
 def test_an_entry_holds_while_its_node_is_a_free_leaf():
     order, nodes = Order(), [leaf() for _ in range(3)]
     for node in nodes:

@@ -49,44 +49,6 @@ def test_the_tenant_pays_for_itself(policy):
     assert tree.quotas.pages(A) == tree.quotas.pages(B) == 0
 
 
-def test_what_is_in_use_stays_until_it_is_not():
-    tree = make_tree()
-    add(tree, A, 1, 2, 3, 4, first=0)
-    node = tree.lock_match(tree.match(key(1, 2, 3, 4), A))
-    assert add(tree, A, 9, first=10) == []
-    assert list(tree.make_room(A, 0)) == [10], "over the quota, and nothing else can go"
-    add(tree, A, 8, first=11)
-    tree.unlock(node)
-    tree.touch(node)
-    assert list(tree.make_room(A, 0)) == [11]
-    tree.check()
-
-
-def test_tenants_without_a_limit_are_free():
-    tree = make_tree()
-    for i in range(50):
-        assert add(tree, C, i, first=i) == []
-    assert tree.num_pages == 50
-
-
-def test_an_entry_counts_for_its_tenant():
-    tree = make_tree()
-    add(tree, A, 1, 2, first=0)
-    add(tree, Namespace("a", "salt").for_entry("bicache", "11"), 1, 2, first=10)
-    assert tree.quotas.pages(A) == 4
-    assert add(tree, A.for_entry("bicache", "22"), 1, first=20) == [1]
-
-
-def test_where_nobody_is_named_every_salt_is_a_tenant():
-    tree = RadixTree(1, quotas=Quotas({}, default=3))
-    salted = Namespace(salt="s")
-    for i in range(4):
-        add(tree, salted.for_entry("bicache", str(i)), 1, 2, first=10 * i)
-        add(tree, Namespace().for_entry("bicache", str(i)), 1, 2, first=100 + 10 * i)
-    assert tree.quotas.pages(salted) == tree.quotas.pages(Namespace()) == 3
-    assert tree.num_pages == 6
-
-
 def test_by_how_much_an_owner_is_over():
     quotas = Quotas({"a": 4}, default=2)
     quotas.add(A, 3)
@@ -110,14 +72,6 @@ def test_nothing_is_kept_of_owners_without_pages():
     assert (len(free.quotas._pages), free.quotas._victims) == (1, {}), "no order is kept where there is no limit"
     free.flush()
     assert free.quotas._pages == {}
-
-
-def test_an_owner_with_nothing_that_can_go():
-    tree = RadixTree(1, quotas=Quotas({"a": 2}))
-    assert list(tree.make_room(A, 99)) == []
-    add(tree, A, 1, first=0)
-    tree.lock(tree.match(key(1), A).node)
-    assert list(tree.make_room(A, 99)) == []
 
 
 def test_victims_of_a_tenant_are_its_own_least_recently_used_whatever_the_policy():

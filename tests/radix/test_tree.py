@@ -2,7 +2,6 @@
 
 from array import array
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
@@ -18,34 +17,6 @@ def insert(tree: RadixTree, tokens: list[int], pages: list[int], namespace: Name
     return tree.insert(key(*tokens), array("i", pages), namespace)
 
 
-def test_match_of_an_empty_tree():
-    match = RadixTree(4).match(key(1, 2, 3, 4))
-    assert (list(match.pages), match.node, match.partial_rows) == ([], None, 0)
-
-
-def test_match_is_exact_to_the_token():
-    tree = RadixTree(4)
-    insert(tree, [1, 2, 3, 4, 5, 6, 7, 8], [10, 11])
-    assert list(tree.match(key(1, 2, 3, 4, 5, 6, 7, 8)).pages) == [10, 11]
-    inside = tree.match(key(1, 2, 3, 4, 5, 6, 9, 9))
-    assert (list(inside.pages), inside.partial_page, inside.partial_rows) == ([10], 11, 2)
-    first = tree.match(key(1, 2, 3))
-    assert (list(first.pages), first.partial_page, first.partial_rows) == ([], 10, 3)
-    beyond = tree.match(key(1, 2, 3, 4, 5, 6, 7, 8, 9))
-    assert (list(beyond.pages), beyond.partial_rows) == ([10, 11], 0)
-
-
-def test_insert_splits_and_keeps_what_it_has():
-    tree = RadixTree(2)
-    insert(tree, [1, 2, 3, 4, 5, 6], [0, 1, 2])
-    node, held = insert(tree, [1, 2, 3, 4, 7, 8], [7, 8, 9])
-    assert list(held) == [0, 1, 9]
-    assert node is not None
-    assert list(node.pages) == [9]
-    assert tree.num_nodes == 3
-    tree.check()
-
-
 def test_partial_page_among_many_children_is_the_longest():
     tree = RadixTree(4)
     for i in range(40):
@@ -58,30 +29,6 @@ def test_partial_page_among_many_children_is_the_longest():
     assert (match.partial_page, match.partial_rows) == (38, 3)
 
 
-def test_eviction_takes_the_least_recently_used_leaf_from_its_end():
-    tree = RadixTree(1)
-    insert(tree, [1, 2, 3], [0, 1, 2])
-    insert(tree, [1, 5], [0, 3])
-    insert(tree, [9, 9], [4, 5])
-    tree.touch(tree.match(key(1, 2, 3)).node)
-    assert list(tree.evict(1)) == [3]
-    assert list(tree.evict(1)) == [5]
-    assert list(tree.evict(3)) == [4, 1, 2] or list(tree.match(key(1)).pages) == [0]
-    tree.check()
-
-
-def test_locked_path_survives_and_lock_match_locks_only_what_matched():
-    tree = RadixTree(1)
-    insert(tree, [1, 2, 3, 4], [0, 1, 2, 3])
-    node = tree.lock_match(tree.match(key(1, 2, 9)))
-    assert tree.num_locked_pages == 2
-    assert sorted(tree.flush()) == [2, 3]
-    assert list(tree.flush()) == []
-    tree.unlock(node)
-    assert sorted(tree.flush()) == [0, 1]
-    assert tree.num_nodes == 0
-
-
 def test_a_lock_is_no_use():
     tree = RadixTree(1)
     insert(tree, [1, 2], [0, 1])
@@ -90,27 +37,6 @@ def test_a_lock_is_no_use():
         tree.unlock(tree.lock_match(tree.match(key(1, 2))))
     assert tree.match(key(1, 2)).node.hits == tree.stats.reuse_gap_s.total == sum(tree.stats.reuse_gap_s.counts) == 0
     assert list(tree.evict(1)) == [1], "still the least recently used"
-
-
-def test_namespaces_never_meet():
-    tree = RadixTree(1)
-    insert(tree, [1, 2], [0, 1], Namespace("a"))
-    assert list(tree.match(key(1, 2), Namespace("b")).pages) == []
-    assert list(tree.match(key(1, 2), Namespace("a")).pages) == [0, 1]
-    assert list(tree.match(key(1, 2), Namespace("a").for_entry("kind", "1")).pages) == []
-
-
-@pytest.mark.parametrize("page_size", [1, 3])
-def test_many_sequences_evicted_one_by_one_leave_nothing(page_size):
-    tree = RadixTree(page_size)
-    pages = iter(range(100_000))
-    for i in range(300):
-        tokens = [i % 3, i % 7, i % 11, i, i, i]
-        insert(tree, tokens, [next(pages) for _ in range(len(tokens) // page_size)])
-    total = tree.num_pages
-    assert sum(len(tree.evict(1)) for _ in range(total + 5)) == total
-    tree.check()
-    assert tree.num_nodes == 0
 
 
 T = Namespace("t")

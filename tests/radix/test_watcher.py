@@ -27,9 +27,6 @@ class Shelf:
     def stored(self, node: Node) -> None:
         assert node.pages
 
-    def split(self, upper: Node, lower: Node) -> None:
-        assert lower.parent is upper
-
     def leaving(self, node: Node, kept_pages: int, cause: str) -> None:
         size = len(node.key) // len(node.pages)
         whole = b"".join(reversed([above.key for above in path(node)]))

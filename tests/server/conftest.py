@@ -157,7 +157,7 @@ def denoiser(default_model_dir, tmp_path_factory) -> Iterator[LiveServer]:
     assert stop(server) == 0
     log = (directory / "log").read_text()
     assert "Traceback" not in log
-    assert "there is no depth table for this model" in log
+    assert "no depth table for this model" in log
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from tests.runtime.reuse.bicache.models import save_tiny
 from tests.server.conftest import start, stop
-from tests.server.http.test_generate import ask, events_until
+from tests.server.sglang.test_generate import ask, events_until
 
 PROMPT = "A prompt that is long enough to fill some pages, about roots, stems and leaves of aspens, and their names."
 # No multiple of the model's blocks of 8.

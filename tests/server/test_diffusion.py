@@ -10,7 +10,7 @@ import pytest
 
 from tests.runtime.diffusion.gemma import CANVAS, save_gemma
 from tests.server.conftest import start, stop
-from tests.server.http.test_generate import ask, events, events_until
+from tests.server.sglang.test_generate import ask, events, events_until
 
 GREEDY = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
 PROMPT = "A prompt that is long enough to fill some pages, about roots, stems and leaves of aspens, and their names."

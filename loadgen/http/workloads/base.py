@@ -23,11 +23,11 @@ class Source:
 
 
 class Workload(ABC):
-    """A kind of requests. A subclass is a frozen dataclass; its fields are options of the command line.
+    """A kind of requests. A subclass is a frozen dataclass whose fields are options of the command line.
 
     Attributes:
-        TIMED: whether its sessions say at which time they begin (`Session.at_s`).
-        API: the route to which they go, unless the user says another.
+        TIMED: whether its sessions have start times (`Session.at_s`).
+        API: its default API.
     """
 
     TIMED: ClassVar[bool] = False
@@ -37,10 +37,9 @@ class Workload(ABC):
     def sessions(self, source: Source) -> Iterator[Session]:
         """The sessions. Synthetic workloads never end; recorded ones end with their file."""
 
-    @property
-    def requests(self) -> int | None:
-        """Number of requests in one round of the workload; None for recorded ones, which have an end of their own."""
-        return 100
+    def requests(self, concurrency: int) -> int | None:
+        """Default number of requests of a run; None for recorded workloads, which have an end of their own."""
+        return max(32, 4 * concurrency)
 
 
 def length(text: str) -> Distribution:

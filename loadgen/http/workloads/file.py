@@ -31,10 +31,8 @@ class File(Workload):
     def __post_init__(self) -> None:
         need_file(self.file)
 
-    @property
-    def requests(self) -> None:
-        """None: the file has an end of its own."""
-        return None
+    def requests(self, concurrency: int) -> None:
+        """None: it ends with its file."""
 
     def sessions(self, source: Source) -> Iterator[Session]:
         """One session for each entry. Raises ValueError, which names the line, for an entry in none of the formats."""

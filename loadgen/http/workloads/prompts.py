@@ -24,8 +24,7 @@ class SharedPrefix(Workload):
     prompt_tokens: Distribution = length("64")
     output_tokens: Distribution = length("64")
 
-    @property
-    def requests(self) -> int:
+    def requests(self, concurrency: int) -> int:
         """Every question of every group, once."""
         return self.groups * self.questions
 

@@ -60,10 +60,8 @@ class Trace(Workload):
         if not (self.speed > 0 and 0 < self.shrink <= 1):
             raise ValueError("speed must be above 0, and shrink above 0 and at most 1")
 
-    @property
-    def requests(self) -> None:
-        """None: the trace has an end of its own."""
-        return None
+    def requests(self, concurrency: int) -> None:
+        """None: it ends with its file."""
 
     def sessions(self, source: Source) -> Iterator[Session]:
         """One session for each request, by time. The same block hash is the same text in every run of a seed."""

@@ -40,7 +40,7 @@ PLAIN = Scores()
 
 
 @dataclass(slots=True)
-class Part:
+class KernelCall:
     """One kernel call: query rows against some pool rows.
 
     Attributes:
@@ -73,10 +73,10 @@ class CPUAttention(AttentionBackend):
         self.device = pool.k.device
         self.bias_dtype = pool.k.dtype if pool.k.dtype.itemsize > 1 else torch.float32
 
-    def prepare(self, plan: AttentionPlan) -> list[Part]:
+    def prepare(self, plan: AttentionPlan) -> list[KernelCall]:
         """See `AttentionBackend.prepare`; spans are resolved to pool rows."""
         touched = torch.zeros(plan.num_rows, dtype=torch.bool)
-        parts: list[Part] = []
+        parts: list[KernelCall] = []
         for edge in plan.edges:
             for part in self._parts(edge, plan):
                 part.first = not bool(touched[edge.rows].any())
@@ -84,7 +84,7 @@ class CPUAttention(AttentionBackend):
                 parts.append(part)
         return parts
 
-    def _parts(self, edge: Edge, plan: AttentionPlan) -> list[Part]:
+    def _parts(self, edge: Edge, plan: AttentionPlan) -> list[KernelCall]:
         """The part of the span that all rows see, and the rest: a square where it is causal, else under a mask."""
         span, visible = plan.spans[edge.span], visible_of(edge, plan)
         least, most = int(visible.min()), int(visible.max())
@@ -97,17 +97,17 @@ class CPUAttention(AttentionBackend):
             assert self.rope is not None
             cos_sin = self.rope.shift(torch.tensor([-span.shift], device=self.device))
 
-        def part(slots: slice | torch.Tensor, causal: bool = False, bias: torch.Tensor | None = None) -> Part:
-            return Part(edge.rows, slots, causal, cos_sin, bias, first=False)
+        def part(slots: slice | torch.Tensor, causal: bool = False, bias: torch.Tensor | None = None) -> KernelCall:
+            return KernelCall(edge.rows, slots, causal, cos_sin, bias, first=False)
 
-        def masked(start: int, stop: int) -> Part:
+        def masked(start: int, stop: int) -> KernelCall:
             seen = visible_pairs(edge, plan)[:, start:stop].to(self.device)
             bias = torch.zeros(seen.shape, dtype=self.bias_dtype, device=self.device).masked_fill_(~seen, -math.inf)
             return part(self._gathered(span, start, stop), bias=bias)
 
         if span.keep is not None or low >= least:
             return [masked(first, most)]
-        rest: list[Part] = []
+        rest: list[KernelCall] = []
         if len(visible) > 1 and is_causal(visible):
             least -= 1  # the square begins with the last key that the first row sees
             own = self._pieces(span, least, most)
@@ -139,7 +139,9 @@ class CPUAttention(AttentionBackend):
         rows = torch.arange(self.pool.page_size, device=self.device)
         return (pages[:, None] * self.pool.page_size + rows).flatten()[start:stop]
 
-    def run(self, prepared: list[Part], q: torch.Tensor, layer: int, scores: Scores | None = None) -> torch.Tensor:
+    def run(
+        self, prepared: list[KernelCall], q: torch.Tensor, layer: int, scores: Scores | None = None
+    ) -> torch.Tensor:
         if scores is None:
             scores = self.scores[layer] if self.scores else PLAIN
         k, v = self.pool.k[layer, :, : scores.kv_heads], self.pool.v[layer, :, : scores.kv_heads]
@@ -161,7 +163,7 @@ class CPUAttention(AttentionBackend):
         return out.copy_(wide)
 
     def _attend(
-        self, part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
+        self, part: KernelCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         q = q[part.rows]
         if part.cos_sin is not None:

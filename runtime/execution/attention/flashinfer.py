@@ -78,7 +78,7 @@ class FlashInferAttention(AttentionBackend):
         cuda = self.device.type == "cuda"
         self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 1
         self._workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self.reserve(0, 0)
+        self.reserve(0)
         # The device copies a wrapper's plan from pinned memory of that wrapper, in the order of the stream.
         self._plans_copied = Mark(self.device)
         self._wrappers: dict[str, list[Any]] = {"prefill": [], "decode": []}
@@ -102,17 +102,16 @@ class FlashInferAttention(AttentionBackend):
         finally:
             self._plans_copied.set()
 
-    def reserve(self, requests: int, rows: int) -> None:
-        """Enlarge the workspace for a graph's call of so many requests and rows; 0: for calls without a graph.
+    def reserve(self, rows: int) -> None:
+        """Enlarge the workspace for a graph's decode call of `rows` rows; 0: for calls without a graph.
 
         FlashInfer keeps float32 partial results of each tile of query rows that is possible (in a graph) or that runs
         at the same time (without).
         """
         _, kv_heads, head_dim = self.pool.k.shape[1:]
         group = self.num_heads // kv_heads
-        longest = (rows - requests + 1) * group
-        tile = 128 if longest > 64 or not rows else 64 if longest > 16 else 16
-        tiles = max(2 * self._num_sms // kv_heads, -(-rows * group // tile) + requests - 1)
+        tile = 128 if group > 64 or not rows else 64 if group > 16 else 16
+        tiles = max(2 * self._num_sms // kv_heads, -(-rows * group // tile) + rows - 1)
         size = max(_WORKSPACE_BYTES, tiles * tile * self.num_heads * (head_dim + 1) * 4)
         if size > len(self._workspace):
             # Kernels run one after the other, so that all wrappers share it; older ones keep the smaller workspace.
@@ -128,14 +127,12 @@ class FlashInferAttention(AttentionBackend):
             wrappers.append(self.make_decode() if kind == "decode" else self.make_prefill())
         return wrappers[index]
 
-    def make_prefill(self, **buffers: Any) -> Any:
-        """A wrapper for several queries a request; `buffers`: those of a CUDA graph."""
-        return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, kv_layout="NHD", backend="fa2", **buffers
-        )
+    def make_prefill(self) -> Any:
+        """A wrapper for several queries per request."""
+        return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, kv_layout="NHD", backend="fa2")
 
     def make_decode(self, **buffers: Any) -> Any:
-        """A wrapper for one query a request; `buffers`: those of a CUDA graph."""
+        """A wrapper for one query per request; `buffers`: of a CUDA graph."""
         return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, kv_layout="NHD", use_tensor_cores=self.uses_tensor_cores, backend="fa2", **buffers
         )
@@ -156,12 +153,11 @@ class FlashInferAttention(AttentionBackend):
         rows = np.concatenate([index.rows for index in indexes]) if indexes else np.empty(0, dtype=np.int64)
         if len(calls) == 1 and calls[0].cos_sin is None and np.array_equal(rows, np.arange(plan.num_rows)):
             return Calls(calls)
-        return Calls(calls, upload(merge_table(rows, plan.num_rows), self.device), *self.room(len(rows)))
-
-    def room(self, results: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Buffers for partial results, with an empty one at their end."""
-        out = torch.zeros(results + 1, self.num_heads, self.pool.k.shape[-1], dtype=self.dtype, device=self.device)
-        return out, torch.full(out.shape[:2], -torch.inf, dtype=torch.float32, device=self.device)
+        table = upload(merge_table(rows, plan.num_rows), self.device)
+        shape = (len(rows) + 1, self.num_heads, self.pool.k.shape[-1])
+        out = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        lse = torch.full(shape[:2], -torch.inf, dtype=torch.float32, device=self.device)
+        return Calls(calls, table, out, lse)
 
     def _call(self, plan: AttentionPlan, kind: str, index: PagedIndex, place: slice) -> Call:
         if index.decode_only and kind != "masked":

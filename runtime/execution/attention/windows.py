@@ -1,4 +1,4 @@
-"""Windows: layers whose rows see only the nearest keys before them."""
+"""Sliding windows: layers whose rows see only the nearest keys before them."""
 
 from __future__ import annotations
 

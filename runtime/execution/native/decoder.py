@@ -1,4 +1,4 @@
-"""`LlamaModel.forward` by the native kernels: packed weights, and one call a step, or a layer if it has experts."""
+"""`LlamaModel.forward` with the native kernels: packed weights, one call per step, or per layer with experts."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class NativeDecoder:
         self.adapters: dict[str, PackedAdapter] = {}
         self.team = Team(library, threads)
         self._weights = PackedWeights(self.team, _model_bytes(library, model, int8))
-        self._layers = (c.Layer * self.spec.num_layers)()
-        # Of layers with experts, which the kernels end behind attention: these, and the norm before them.
+        self._layers = (c.LayerStruct * self.spec.num_layers)()
+        # Experts and the norm before them, for layers that the kernels compute only up to attention.
         self._experts: dict[int, tuple[NativeExperts, torch.Tensor]] = {}
         for index in range(self.spec.num_layers):
             if (experts := model.layers[index].experts) is not None:
@@ -76,10 +76,10 @@ class NativeDecoder:
         # cos and sin by position, by rotary embedding.
         self._angles: dict[RotaryEmbedding, tuple[np.ndarray, np.ndarray]] = {}
 
-    def _pack_layer(self, layer: llama.Layer, index: int) -> c.Layer:
+    def _pack_layer(self, layer: llama.Layer, index: int) -> c.LayerStruct:
         pack = self._weights
         k, v = self.pool.k[index], self.pool.v[index]
-        return c.Layer(
+        return c.LayerStruct(
             input_norm=self._float(layer.input_norm),
             post_norm=self._float(layer.post_norm),
             q_norm=self._float(layer.q_norm),
@@ -134,7 +134,7 @@ class NativeDecoder:
         return self._forward_experts(batch) if self._experts and batch.groups else self._forward(batch)
 
     def _forward_experts(self, batch: ForwardBatch) -> torch.Tensor:
-        """Every layer by itself, and its experts between the calls of the kernels."""
+        """One kernel call per layer; the experts run between the calls."""
         every, none = torch.arange(len(batch.tokens)), batch.logits_rows[:0]
         before, states = torch.empty(2, len(every), self.spec.hidden_size)
         entered: list[HiddenRows] = []
@@ -155,7 +155,7 @@ class NativeDecoder:
         return self._forward(replace(batch, groups=[part]))
 
     def _add_experts(self, index: int, states: torch.Tensor, rows: torch.Tensor | None) -> None:
-        """Add what a layer's experts say to its states float32 [T, hidden]; `rows`: those that are alive."""
+        """Add the output of a layer's experts to its states float32 [T, hidden]; `rows`: the rows that are alive."""
         experts, norm = self._experts[index]
         x = states if rows is None else states[rows]
         x = x + experts(F.rms_norm(x, norm.shape, norm, self.spec.rms_norm_eps))
@@ -171,16 +171,16 @@ class NativeDecoder:
         def hidden_rows(given: list[HiddenRows]) -> Any:
             if not given:
                 return None
-            several = (c.HiddenRows * len(given))()
+            several = (c.HiddenRowsStruct * len(given))()
             for to, one in zip(several, given, strict=True):
-                # Not by `pointer`, which may copy: the kernel writes into the caller's tensor.
+                # Not `pointer`, which may copy: the kernel writes into the caller's tensor.
                 assert one.states.dtype == torch.float32
                 assert one.states.is_contiguous()
                 to.rows, to.num_rows, to.states = pointer(one.rows), len(one.rows), one.states.data_ptr()
             kept.append(several)
             return several
 
-        groups = (c.Group * len(batch.groups))()
+        groups = (c.GroupStruct * len(batch.groups))()
         for to, group in zip(groups, batch.groups, strict=True):
             positions = batch.positions if group.rows is None else batch.positions[group.rows]
             cosine, sine = self._turns(positions, group.layers.start)
@@ -202,7 +202,7 @@ class NativeDecoder:
         if self._logits.shape[0] < num_logits:
             self._logits = torch.empty(num_logits, self.spec.vocab_size)
         logits = self._logits[:num_logits]
-        step = c.Step(
+        step = c.StepStruct(
             tokens=pointer(batch.tokens),
             num_rows=batch.tokens.shape[0],
             groups=groups,
@@ -215,14 +215,14 @@ class NativeDecoder:
         return logits
 
     def _adapted(self, adapters: list[AdapterRows]) -> Any:
-        several = (c.Adapted * len(adapters))()
+        several = (c.AdaptedStruct * len(adapters))()
         for to, rows in zip(several, adapters, strict=True):
             adapter = self.adapters[rows.digest]
             to.layers, to.most_rank, to.first, to.stop = adapter.layers, adapter.most_rank, rows.first, rows.stop
         return several
 
     def _turns(self, positions: torch.Tensor, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """`RotaryEmbedding.cos_sin` of a layer, out of a table of the positions up to the largest so far."""
+        """`RotaryEmbedding.cos_sin` of a layer, from a table that grows with the largest position."""
         is_near = bool(self.spec.windows) and self.spec.windows[layer] is not None
         rope, index = self._near_rope if is_near else self.rope, positions.numpy()
         if rope not in self._angles or int(index.max()) >= len(self._angles[rope][0]):
@@ -232,7 +232,7 @@ class NativeDecoder:
         return cosines[index], sines[index]
 
     def _native_plan(self, plan: AttentionPlan) -> NativePlan:
-        """The plan for the kernels; one that is run again has only grown. Layers with a window have another one."""
+        """The cached plan for the kernels: one that runs again has only grown. Layers with a window have their own."""
         for known in self._plans:
             if known.plan is plan:
                 known.grow()
@@ -262,8 +262,8 @@ class NativeDecoder:
         logits = logits.contiguous()
         out = np.empty(len(logits), dtype=np.int64)
         self.library.argmax(self.team.handle, logits.data_ptr(), *logits.shape, out.ctypes.data)
-        # One by one: between two steps, an operation of torch or numpy begins with cold caches, and takes as long as a
-        # few dozen of these.
+        # A Python loop: between two steps, caches are cold, and one operation of torch or numpy takes as long as
+        # dozens of iterations.
         rows = logits.numpy()
         for row, token in enumerate(out.tolist()):
             if not math.isfinite(rows.item(row, token)):
@@ -312,16 +312,16 @@ class NativePlan:
     """A plan's spans and edges as C arrays, whose pointers are valid as long as this object lives.
 
     Attributes:
-        plan: of which it is.
-        spans, edges: ctypes arrays of `library.Span` and `library.Edge`.
+        plan: the original plan.
+        spans, edges: ctypes arrays of `library.SpanStruct` and `library.EdgeStruct`.
     """
 
     def __init__(self, plan: AttentionPlan, rope: RotaryEmbedding):
         self._kept: list[Any] = []
         self.plan, self.num_edges = plan, len(plan.edges)
         self._pages: list[np.ndarray | None] = [None] * len(plan.spans)
-        self.spans = (c.Span * len(plan.spans))()
-        self.edges = (c.Edge * self.num_edges)()
+        self.spans = (c.SpanStruct * len(plan.spans))()
+        self.edges = (c.EdgeStruct * self.num_edges)()
         for to, span in zip(self.spans, plan.spans, strict=True):
             to.position = span.position
             if span.keep is not None:
@@ -344,7 +344,7 @@ class NativePlan:
         self.grow()
 
     def grow(self) -> None:
-        """Take over the lengths and pages of the plan's spans, which alone may have changed."""
+        """Update the lengths and pages of the spans; nothing else may have changed."""
         for i, (to, span) in enumerate(zip(self.spans, self.plan.spans, strict=True)):
             to.length = span.length
             if span.pages is not self._pages[i]:

@@ -17,7 +17,7 @@ class NativeExperts(Experts):
     __slots__ = ("_down", "_gate_up", "_router")
 
     def __init__(self, experts: Experts, team: Team, int8: bool):
-        """Take the weights of `experts`, which has none afterwards. Raises MemoryError."""
+        """Move the weights out of `experts`. Raises MemoryError."""
         gate_up, down = experts.gate_up, experts.down
         # No views, which would keep the weights.
         experts.gate_up, experts.down = gate_up.new_empty(0), down.new_empty(0)
@@ -32,7 +32,7 @@ class NativeExperts(Experts):
         self._down = _Stack(packed, down, experts.down_bias, False, int8)
 
     def _scores(self, x: torch.Tensor) -> torch.Tensor:
-        # Torch's sums would depend on the number of rows.
+        # With torch, rounding would depend on the number of rows.
         return self._router.multiply(x, 0)
 
     def _expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:

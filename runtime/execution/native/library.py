@@ -35,11 +35,11 @@ class Product(Structure):
     )
 
 
-class Span(Structure):
+class SpanStruct(Structure):
     _fields_ = (("pages", c_void_p), ("length", c_int64), ("keep", c_void_p), ("turn", c_void_p), ("position", c_int64))
 
 
-class Edge(Structure):
+class EdgeStruct(Structure):
     _fields_ = (*_fields("num_rows span"), *_fields(pointers="rows visible hidden"))
 
 
@@ -55,7 +55,7 @@ class LayerKV(Structure):
     _fields_ = _fields(pointers="k v sinks")
 
 
-class Layer(Structure):
+class LayerStruct(Structure):
     _fields_ = (
         *_fields(pointers="input_norm post_norm q_norm k_norm o_norm down_norm"),
         *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
@@ -67,42 +67,42 @@ class Model(Structure):
     _fields_ = (
         *_fields("hidden inner vocab num_layers"),
         *(("eps", c_float), ("embedding_scale", c_float), ("gate", c_int64), ("shape", Shape)),
-        *(("layers", POINTER(Layer)), ("norm", c_void_p)),
+        *(("layers", POINTER(LayerStruct)), ("norm", c_void_p)),
         *(("head", Matrix), ("embedding", c_void_p), ("embedding_is_bf16", c_int64)),
     )
 
 
-class HiddenRows(Structure):
+class HiddenRowsStruct(Structure):
     _fields_ = (("rows", c_void_p), ("num_rows", c_int64), ("states", c_void_p))
 
 
-class LowRank(Structure):
+class LowRankStruct(Structure):
     _fields_ = (("a", Matrix), ("b", Matrix))
 
 
 class AdapterLayer(Structure):
-    _fields_ = tuple((name, LowRank) for name in ("qkv", "o", "gate_up", "down"))
+    _fields_ = tuple((name, LowRankStruct) for name in ("qkv", "o", "gate_up", "down"))
 
 
-class Adapted(Structure):
+class AdaptedStruct(Structure):
     _fields_ = (("layers", POINTER(AdapterLayer)), *_fields("most_rank first stop"))
 
 
-class Group(Structure):
+class GroupStruct(Structure):
     _fields_ = (
         *_fields("first_layer last_layer"),
         *(("rows", c_void_p), ("num_rows", c_int64), ("kv_write", c_void_p)),
         *_fields(pointers="cosine sine"),
-        *(("spans", POINTER(Span)), ("edges", POINTER(Edge)), ("num_edges", c_int64)),
-        *(("load", POINTER(HiddenRows)), ("num_load", c_int64)),
-        *(("save", POINTER(HiddenRows)), ("num_save", c_int64)),
-        *(("adapted", POINTER(Adapted)), ("num_adapted", c_int64)),
+        *(("spans", POINTER(SpanStruct)), ("edges", POINTER(EdgeStruct)), ("num_edges", c_int64)),
+        *(("load", POINTER(HiddenRowsStruct)), ("num_load", c_int64)),
+        *(("save", POINTER(HiddenRowsStruct)), ("num_save", c_int64)),
+        *(("adapted", POINTER(AdaptedStruct)), ("num_adapted", c_int64)),
     )
 
 
-class Step(Structure):
+class StepStruct(Structure):
     _fields_ = (
-        *(("tokens", c_void_p), ("num_rows", c_int64), ("groups", POINTER(Group)), ("num_groups", c_int64)),
+        *(("tokens", c_void_p), ("num_rows", c_int64), ("groups", POINTER(GroupStruct)), ("num_groups", c_int64)),
         *(("logits_rows", c_void_p), ("num_logits", c_int64), ("logits", c_void_p)),
     )
 
@@ -127,14 +127,14 @@ _INTO_LIBRARY: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "attend": (
         None,
         (
-            *(c_void_p, POINTER(Shape), POINTER(LayerKV), POINTER(Span), POINTER(Edge), c_int64, c_int64),
+            *(c_void_p, POINTER(Shape), POINTER(LayerKV), POINTER(SpanStruct), POINTER(EdgeStruct), c_int64, c_int64),
             *(c_void_p, c_void_p),
         ),
     ),
     "argmax": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
     "decoder_create": (c_void_p, (POINTER(Model), c_void_p)),
     "decoder_destroy": (None, (c_void_p,)),
-    "decoder_forward": (None, (c_void_p, POINTER(Step))),
+    "decoder_forward": (None, (c_void_p, POINTER(StepStruct))),
     "decoder_project": (None, (c_void_p, POINTER(Projection))),
 }
 

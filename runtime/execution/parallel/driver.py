@@ -22,9 +22,9 @@ from runtime.config import Config
 from runtime.errors import EngineDead, ModelError
 from runtime.execution.device import choose_device
 from runtime.execution.executor import Executor
-from runtime.execution.parallel.group import Group, rank_device
+from runtime.execution.parallel.group import RankGroup, rank_device
 from runtime.execution.parallel.orders import CopyRows, Order, ReadPages, WritePages, encode_order
-from runtime.execution.parallel.worker import LENGTH, Boot
+from runtime.execution.parallel.worker import LENGTH, RankBoot
 from runtime.models.implementation import own_spec
 from runtime.models.shards import split_spec
 
@@ -53,7 +53,7 @@ class Workers:
         self.closing = False
         self._lock = threading.Lock()
         for rank, process in enumerate(self.processes, start=1):
-            boot = Boot(config.model_dump_json(), str(path), rank, port)
+            boot = RankBoot(config.model_dump_json(), str(path), rank, port)
             self._write(process, msgspec.json.encode(boot))
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
         self._finalizer = weakref.finalize(self, _hang_up, self.processes)
@@ -138,15 +138,15 @@ class ParallelExecutor(Executor):
             raise ModelError(f"--tensor-parallel is {size}, which is not served with transformers' code")
         split_spec(spec, size)
         device = rank_device(choose_device(config.model), 0, size)
-        store = Group.open_store(size)
+        store = RankGroup.open_store(size)
         self.workers = Workers(config, path, size, store.port)
         try:
             self.workers.meet(store)
-            self.group = Group(store, 0, size, device)
+            self.group = RankGroup(store, 0, size, device)
             super().__init__(config, path, self.group)
         except BaseException as error:
             self.workers.close()
-            Group.abandon()
+            RankGroup.abandon()
             if isinstance(error, RuntimeError):
                 raise ModelError(f"the model could not be loaded by all ranks ({error}): their log says why") from error
             raise

@@ -26,7 +26,7 @@ def rank_device(device: torch.device, rank: int, size: int) -> torch.device:
     return torch.device("cuda", first + rank)
 
 
-class Group:
+class RankGroup:
     """Collectives among the ranks: gloo between CPUs, NCCL between GPUs.
 
     Attributes:

@@ -1,6 +1,6 @@
 """A rank other than the driver: `python -m runtime.execution.parallel.worker`, started by `Workers`, never by hand.
 
-Standard input carries a `Boot` message, then orders, each after its length. It ends with the driver.
+Standard input carries a `RankBoot` message, then orders, each after its length. It ends with the driver.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runtime.config import Config
 from runtime.errors import RametError
 from runtime.execution.device import choose_device
 from runtime.execution.executor import Executor
-from runtime.execution.parallel.group import Group, rank_device
+from runtime.execution.parallel.group import RankGroup, rank_device
 from runtime.execution.parallel.orders import CopyRows, Order, ReadPages, WritePages, decode_order
 from runtime.logs import set_up_logs
 
@@ -34,7 +34,7 @@ LENGTH = struct.Struct("<Q")
 _END_SECONDS = 10
 
 
-class Boot(msgspec.Struct):
+class RankBoot(msgspec.Struct):
     """First message to a rank."""
 
     config: str
@@ -51,11 +51,11 @@ class Inbox:
         self._file = open(0, "rb", closefd=False)  # noqa: SIM115
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
 
-    def boot(self) -> Boot:
+    def boot(self) -> RankBoot:
         data = self._read()
         assert data is not None
         threading.Thread(target=self._fill, daemon=True).start()
-        return msgspec.json.decode(data, type=Boot)
+        return msgspec.json.decode(data, type=RankBoot)
 
     def get(self) -> Order | None:
         """The next order; None: the driver has hung up."""
@@ -86,9 +86,9 @@ def main() -> int:
     size = config.model.tensor_parallel
     try:
         device = rank_device(choose_device(config.model), boot.rank, size)
-        store = Group.find_store(boot.port, size)
+        store = RankGroup.find_store(boot.port, size)
         store.set(f"rank{boot.rank}", "here")
-        group = Group(store, boot.rank, size, device)
+        group = RankGroup(store, boot.rank, size, device)
         executor = Executor(config, Path(boot.path), group)
     except RametError as error:
         log.error("rank %d: %s", boot.rank, error.message)

@@ -15,7 +15,7 @@ from runtime.errors import ModelError
 from runtime.models.adapters.lora import LoraAdapter, LowRank
 
 
-class Adapters:
+class HookedAdapters:
     """The adapters of a model.
 
     Attributes:

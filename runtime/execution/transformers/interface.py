@@ -19,7 +19,7 @@ NAME = "ramet"
 _HARMLESS = {"dropout", "sliding_window", "position_ids", "cache_position", "output_attentions", "is_causal"}
 
 
-class Layer(NamedTuple):
+class LayerCall(NamedTuple):
     """A layer's call of attention: q [T, heads, dim], k and v [T, kv_heads, dim], rotated if they are to be."""
 
     module: nn.Module
@@ -31,7 +31,7 @@ class Layer(NamedTuple):
 
 
 # Of the pass that runs on this thread: rows [T, heads, dim of v] of a layer.
-attention: ContextVar[Callable[[Layer], torch.Tensor]] = ContextVar("attention")
+attention: ContextVar[Callable[[LayerCall], torch.Tensor]] = ContextVar("attention")
 
 
 def _attend(
@@ -55,7 +55,7 @@ def _attend(
         raise NotImplementedError("its attention is not causal")
     q, k, v = (rows[0].transpose(0, 1) for rows in (query, key, value))
     scores = Scores(q.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, k.shape[1])
-    return attention.get()(Layer(module, q, k, v, attention_mask, scores))[None], None
+    return attention.get()(LayerCall(module, q, k, v, attention_mask, scores))[None], None
 
 
 def _mask(*, config: Any, local_size: int | None = None, **_: Any) -> Window | None:

@@ -25,14 +25,15 @@ from runtime.errors import ModelError
 from runtime.execution.attention.cpu import CPUAttention
 from runtime.execution.attention.windows import Window, within
 from runtime.execution.transfers import upload
-from runtime.execution.transformers.adapters import Adapters
+from runtime.execution.transformers.adapters import HookedAdapters
 from runtime.execution.transformers.diffusion_gemma import DiffusionGemma
-from runtime.execution.transformers.interface import NAME, Layer, attention
+from runtime.execution.transformers.interface import NAME, LayerCall, attention
 from runtime.kv.pool import KVPool
 from runtime.models.adapters.lora import LoraAdapter, LowRank
+from runtime.models.config_json import read_generation, read_json, token_ids
 from runtime.models.diffusion import DIFFUSION_GEMMA, canvas_spec
 from runtime.models.implementation import is_diffusion_gemma
-from runtime.models.spec import ModelSpec, read_generation, read_json, token_ids
+from runtime.models.spec import ModelSpec
 from runtime.models.weights import find_weights
 
 # Layer types that keep a state in place of keys and values, as configurations spell them.
@@ -53,7 +54,7 @@ class _Shapes:
     found: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     windows: set[Window] = field(default_factory=set)
 
-    def attend(self, layer: Layer) -> torch.Tensor:
+    def attend(self, layer: LayerCall) -> torch.Tensor:
         index, q, k, v = getattr(layer.module, "layer_idx", None), layer.q, layer.k, layer.v
         if index is None or index in self.found:
             raise NotImplementedError("its layers of attention are not numbered one by one")
@@ -83,7 +84,7 @@ class _Step:
     written: torch.Tensor | None
     prepared: dict[Window | None, Any] = field(default_factory=dict)
 
-    def attend(self, layer: Layer) -> torch.Tensor:
+    def attend(self, layer: LayerCall) -> torch.Tensor:
         module, q, k, v, window, scores = layer
         if window is not None and int(self.positions.max()) < window.size:
             window = None
@@ -122,7 +123,7 @@ class TransformersModel:
             settings, self._model = settings.text_config, DiffusionGemma(self._model)
         self.soften = self._model.soften if is_gemma else None
         self._device, self._dtype = device, dtype
-        self._adapters = Adapters(self._model)
+        self._adapters = HookedAdapters(self._model)
         self._takes_rows = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         with _refusing(name):
             shapes, vocab_size = self._probe()

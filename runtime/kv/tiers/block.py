@@ -1,7 +1,7 @@
-"""Blocks of KV under content addresses, and their form outside of the process.
+"""Blocks of KV under content addresses, and their stored form.
 
-A stored block is `head | checksum | tenant | body`. The head has a fixed size and says how long the rest is; the
-checksum (XXH3, 128 bits) covers all other bytes; the body is tokens and payload, sealed where there is a cipher.
+A stored block is `head | checksum | tenant | body`. The head has a fixed size and gives the lengths of the rest; the
+checksum (XXH3, 128 bits) covers all other bytes; the body is tokens and payload, encrypted if there is a cipher.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
-import numpy as np
 from xxhash import xxh3_128
 
 from radix import Namespace
@@ -25,14 +24,14 @@ ROOT: BlockKey = bytes(16)
 _MAGIC, _VERSION, _SEALED = b"RKVB", 1, 1
 # magic, version, flags, bytes of tenant, tokens and payload; key, fingerprint, namespace
 _HEAD = struct.Struct("<4sHHIIQ16s16s16s")
-# Nobody's block is larger; a length beyond it is a flipped bit, or an attack.
-MOST_BYTES = 1 << 31
+# Maximum size of a block; a larger length is a flipped bit, or an attack.
+_MOST_BYTES = 1 << 31
 # The head, the checksum and any usual tenant.
 HEAD_BYTES = 1024
 
 
 class Fingerprint(NamedTuple):
-    """Everything but tokens and namespace that the bytes of a block depend on."""
+    """Everything that the bytes of a block depend on, except tokens and namespace."""
 
     weights: str
     dtype: str
@@ -48,26 +47,19 @@ class Fingerprint(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block's address, and all that has to be equal for it to be believed.
+    """A block's address, with all that a stored block must match.
 
     Attributes:
-        key: its place in the chain of its sequence.
-        namespace: of its sequence.
-        tokens: its own, int32 little-endian.
-        event: for those who are told of it; no part of the address.
+        key: digest of the block and of all blocks before it.
+        namespace: of the sequence.
+        tokens: the block's own tokens, int32 little-endian.
+        event: KV event of the block; no part of the address.
     """
 
     key: BlockKey
     namespace: Namespace
     tokens: bytes
     event: Stored | None = None
-
-
-class Frame(NamedTuple):
-    """Memory of a stored block without encryption, and its end, into which the payload is written."""
-
-    memory: memoryview
-    payload: memoryview
 
 
 class Head(NamedTuple):
@@ -84,7 +76,7 @@ class Head(NamedTuple):
 
 
 class Mismatch(StrEnum):
-    """Reason why bytes are not the block that was asked for."""
+    """The reason why bytes are not the expected block."""
 
     TRUNCATED = "truncated"
     FORMAT = "format"
@@ -100,7 +92,7 @@ class Cipher(Protocol):
     """Authenticated encryption with a key for each tenant.
 
     Attributes:
-        name_secret: at most 32 bytes, mixed into the keys of blocks, so that their names say nothing to others.
+        name_secret: at most 32 bytes, mixed into the keys of blocks, so that these reveal nothing.
     """
 
     name_secret: bytes
@@ -109,18 +101,18 @@ class Cipher(Protocol):
         """Nonce, encrypted data and tag, `SEAL_BYTES` longer; OSError without a key."""
 
     def open(self, tenant: str, sealed: memoryview, bound: bytes) -> bytes | None:
-        """The data, or None if they or the `bound` bytes were changed, or the tenant was erased."""
+        """The data; None if it or the `bound` bytes were changed, or if the tenant was erased."""
 
     def erase(self, tenant: str | None) -> int:
-        """Forget the key of a tenant, or of all (None); a later block of theirs has a new one. OSError if it cannot."""
+        """Forget the key of a tenant, or of all (None); later blocks get a new one. Number of keys; OSError."""
 
 
 class Format:
     """Names, writes and reads blocks of one model with one layout.
 
     Args:
-        fingerprint: `Fingerprint.digest()`; empty: it comes later, before any block.
-        cipher: None: bodies are not encrypted.
+        fingerprint: `Fingerprint.digest()`; it may be set later, before the first block.
+        cipher: None: no encryption.
     """
 
     def __init__(self, fingerprint: bytes = b"", cipher: Cipher | None = None):
@@ -136,29 +128,17 @@ class Format:
         return _digest(self._secret, parent, namespace.to_bytes(), tokens)
 
     def chain(self, namespace: Namespace, tokens: bytes, block_bytes: int, parent: BlockKey = ROOT) -> Iterator[Block]:
-        """The whole blocks of a token sequence that begins behind `parent`; `block_bytes` are bytes of tokens."""
+        """The whole blocks of the tokens behind `parent`; `block_bytes`: bytes of a block's tokens."""
         for start in range(0, len(tokens) - block_bytes + 1, block_bytes):
             own = tokens[start : start + block_bytes]
             parent = self.key(parent, namespace, own)
             yield Block(parent, namespace, own)
 
-    def frame(self, block: Block, num_bytes: int) -> Frame:
-        """Room for a block with a payload of `num_bytes`."""
-        begin = _HEAD.size + 16 + len(utf8(block.namespace.tenant)) + len(block.tokens)
-        memory = np.empty(begin + num_bytes, np.uint8).data
-        return Frame(memory, memory[begin:])
-
-    def close(self, block: Block, frame: Frame) -> memoryview:
-        """A stored block without encryption, for all who keep it so: nothing is copied, nobody may change it."""
-        *before, payload = self.encode(block, frame.payload, sealed=False)
-        frame.memory[: -len(payload)] = b"".join(before)
-        return frame.memory.toreadonly()
-
     def encode(self, block: Block, payload: Buffer, *, sealed: bool = True) -> list[Buffer]:
-        """The buffers of a stored block, in order; without a cipher, the last one is the payload, not copied.
+        """The buffers of a stored block, in order; without encryption, the last one is the payload, not copied.
 
         Args:
-            sealed: False: not encrypted, for memory that ends with the process.
+            sealed: False: without encryption, for main memory.
 
         Raises:
             OSError: if the cipher has no key for the tenant and can make none.
@@ -176,11 +156,7 @@ class Format:
         return [head, _checksum(head, tenant, *body), tenant, *body]
 
     def decode(self, data: Buffer, block: Block, *, sealed: bool = True) -> memoryview | Mismatch:
-        """The payload of a stored block, or the first reason why it is not that of `block`.
-
-        Args:
-            sealed: as it was encoded. With a cipher, nobody without its key makes a block that is believed.
-        """
+        """The payload of a stored block, or the first reason why it is not `block`; `sealed`: see `encode`."""
         view = memoryview(data).cast("B")
         head = read_block(view)
         if isinstance(head, Mismatch):
@@ -209,13 +185,13 @@ class Format:
 
 
 def read_head(data: Buffer) -> Head | Mismatch:
-    """The head of a stored block, of which at least the first bytes are given. Nothing of it is proven yet."""
+    """The head of a stored block, from its first bytes. Nothing of it is verified."""
     view = memoryview(data).cast("B")
     begin = _HEAD.size + 16
     if len(view) < begin:
         return Mismatch.TRUNCATED
     magic, version, flags, tenant, tokens, payload, key, fingerprint, namespace = _HEAD.unpack_from(view)
-    if magic != _MAGIC or version != _VERSION or flags & ~_SEALED or tenant + tokens + payload > MOST_BYTES:
+    if magic != _MAGIC or version != _VERSION or flags & ~_SEALED or tenant + tokens + payload > _MOST_BYTES:
         return Mismatch.FORMAT
     if len(view) < begin + tenant:
         return Mismatch.TRUNCATED
@@ -228,7 +204,7 @@ def read_head(data: Buffer) -> Head | Mismatch:
 
 
 def read_block(data: Buffer) -> Head | Mismatch:
-    """The head of a whole stored block whose checksum is right."""
+    """The head of a complete stored block whose checksum is right."""
     view = memoryview(data).cast("B")
     head = read_head(view)
     if isinstance(head, Mismatch):
@@ -260,5 +236,5 @@ def _digest(secret: bytes, *parts: bytes) -> bytes:
 
 
 def utf8(name: str) -> bytes:
-    """The name of a tenant, which may be no valid Unicode, as bytes."""
+    """The name of a tenant, which may contain lone surrogates, as bytes."""
     return name.encode("utf-8", "surrogatepass")

@@ -11,28 +11,28 @@ from threading import Lock
 import torch
 
 from runtime.kv.pool import KVPool
-from runtime.kv.tiers.block import Block, BlockKey, Frame
+from runtime.kv.tiers.block import Block, BlockKey
 from runtime.kv.tiers.worker import TierWorker
 
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A block of pages; whoever copies them holds `lock`. `data`: uint8, a copy on the device; `frame`: one here."""
+    """A block of pages; `lock` is held while they are copied, to the device (`data`: uint8) or here (`payload`)."""
 
     block: Block
     pages: array[int]
     lock: Lock = field(default_factory=Lock)
     data: torch.Tensor | None = None
-    frame: Frame | None = None
+    payload: memoryview | None = None
 
 
 class Copies:
-    """Has pages copied by a thread of the worker's.
+    """Has the worker's thread copy pages.
 
-    A page may be freed, and given to others, before it is copied: whoever writes into pages settles them first, and
-    then copies those himself that nobody has copied yet. So no step waits for more than the pages that it writes, and
-    a copy that waits takes no memory. Where a thread cannot do that (on a GPU, with several ranks), pages are copied
-    at once, on the device and in the order of its stream.
+    A page may be freed, and given to others, before it is copied: a writer of pages settles them first, which copies
+    those that no thread has copied yet. So no step waits for more than the pages that it writes, and a copy that waits
+    takes no memory. Where a thread cannot copy pages (on a GPU, with several ranks), they are copied at once, on the
+    device and in the order of its stream.
     """
 
     def __init__(self, pool: KVPool, worker: TierWorker):
@@ -43,11 +43,11 @@ class Copies:
         self._at_once = pool.k.device.type != "cpu" or pool.ranks > 1
 
     def __bool__(self) -> bool:
-        """Whether there are pages that have to be settled."""
+        """Whether there are pages to settle."""
         return bool(self._by_page)
 
-    def add(self, block: Block, pages: array[int], reason: str) -> bool:
-        """Have a block written; False if the worker has no room for it."""
+    def add(self, block: Block, pages: array[int]) -> bool:
+        """Queue a block for the stores; False if the worker has no room for it."""
         copy = Copy(block, pages)
         with self._lock:
             if block.key in self._waiting:
@@ -59,13 +59,13 @@ class Copies:
                 for page in pages:
                     self._by_page.setdefault(page, []).append(copy)
         done = partial(self._done, copy)
-        if self._worker.write(block, partial(self._read, copy), len(pages) * self._pool.page_bytes, reason, done):
+        if self._worker.write(block, partial(self._read, copy), len(pages) * self._pool.page_bytes, done):
             return True
         done()
         return False
 
     def settle(self, pages: Iterable[int]) -> None:
-        """Return when pages may be written: what was to be copied of them is copied."""
+        """Copy what is to be copied of these pages, so that they may be overwritten."""
         if not self._by_page:
             return
         with self._lock:
@@ -73,19 +73,16 @@ class Copies:
         for copy in copies:
             self._read(copy)
 
-    def _read(self, copy: Copy) -> Frame:
+    def _read(self, copy: Copy) -> memoryview:
         with copy.lock:
-            if copy.frame is None:
-                copy.frame = self._worker.form.frame(copy.block, len(copy.pages) * self._pool.page_bytes)
-                if copy.data is not None:
-                    copy.frame.payload[:] = copy.data.cpu().flatten().numpy().data
-                else:
-                    self._pool.read_pages(copy.pages, copy.frame.payload)
-                    self._forget(copy)
-            return copy.frame
+            if copy.payload is None:
+                data = self._pool.read_pages(copy.pages) if copy.data is None else copy.data
+                copy.payload = data.cpu().flatten().numpy().data
+                self._forget(copy)
+            return copy.payload
 
     def _forget(self, copy: Copy) -> None:
-        """The pages may be written from now on."""
+        """Let the pages be overwritten."""
         with self._lock:
             for page in copy.pages:
                 left = [other for other in self._by_page.pop(page, ()) if other is not copy]
@@ -96,4 +93,4 @@ class Copies:
         with self._lock:
             self._waiting.discard(copy.block.key)
         self._forget(copy)
-        copy.data = copy.frame = None
+        copy.data = copy.payload = None

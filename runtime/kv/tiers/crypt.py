@@ -1,4 +1,4 @@
-"""Encryption of blocks with a key for each tenant, which is erased with the tenant."""
+"""Encryption of blocks with a key for each tenant; erasing a tenant erases its key."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _NAMES = "names"
 class KeyFile:
     """AES-256-GCM; a tenant's key is HKDF-SHA256 (RFC 5869) of the file's secret and the tenant's salt.
 
-    Salts lie beside the file, in `FILE.salts`. Without its salt, a tenant's blocks can never be read again, whoever
-    has copies of them. Several processes may share the two files.
+    Salts are kept in `FILE.salts`. Without its salt, no copy of a tenant's blocks can ever be read again. Several
+    processes may share the two files.
 
     Args:
-        path: at least 32 bytes, of any form.
+        path: a file of at least 32 bytes.
 
     Raises:
         ModelError: if the file cannot be read or is too short, or salts cannot be written beside it.
@@ -55,7 +55,7 @@ class KeyFile:
             salt = self._salt(_NAMES)
         except OSError as error:
             raise ModelError(f"{option}: salts cannot be kept beside it: {error}") from None
-        # Processes with other salts cannot read these blocks. They have other names for theirs.
+        # Processes with other salts cannot read these blocks, and name theirs differently.
         self.name_secret = self._derive(_NAMES, salt)
 
     def seal(self, tenant: str, data: bytes, bound: bytes) -> bytes:
@@ -84,7 +84,7 @@ class KeyFile:
         return self._change(forget)
 
     def _key(self, tenant: str) -> AESGCM | None:
-        """The key of a tenant that has a salt; another process may have erased it since the last call."""
+        """The key of a tenant; None without a salt. Another process may have erased it since the last call."""
         with self._lock:
             status = self._path.stat()
             state = (status.st_ino, status.st_mtime_ns, status.st_size)
@@ -99,7 +99,7 @@ class KeyFile:
         return self._change(lambda salts: salts.setdefault(name, secrets.token_hex(_SALT_BYTES)))
 
     def _change(self, change: Callable[[dict[str, str]], T]) -> T:
-        """Change the salts; no other process does so meanwhile."""
+        """Change the salts, under a lock between processes."""
         lock = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)

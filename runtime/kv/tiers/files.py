@@ -1,30 +1,43 @@
-"""A file for each block, in a directory of this user alone."""
+"""Blocks as files, one each, in a directory that belongs to this user alone."""
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from secrets import token_hex
+from secrets import token_bytes, token_hex
+from threading import Lock
 
 from runtime.errors import ModelError
 from runtime.kv.tiers.block import HEAD_BYTES, BlockKey, Buffer, Head, Mismatch, read_head
-from runtime.kv.tiers.store import Entry, Usage
+from runtime.kv.tiers.store import Contents, StoredBlock, Usage, size_of
 
-# A writer that still lives has renamed its file long before.
-LEFT_S = 600.0
+logger = logging.getLogger(__name__)
+
 USAGE_EVERY_S = 600.0
+# A running writer renames its file much sooner.
+_ABANDONED_S = 600.0
+# Time stamps of directories are at least so fine.
+_TICK_NS = 50_000_000
+# Uses by other processes count if they are later than the known one by more than the error of a time stamp.
+_LATER_S = 1.0
+# Most uses to remember until the next write.
+_MOST_USES = 1 << 16
+_FOLDERS = [f"{number:02x}" for number in range(256)]
 _SUFFIX = ".kv"
 
-
-# Beginning of the names of files in which engines note what their next start loads.
-NOTES = "resume-"
+# Prefix of the names of files in which engines note their pins for the next start.
+NOTES = "pins-"
+_OLD = ("index.sqlite*", "resume-*")
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file of this user alone, which is as it was until all of it is on the disk. Raises OSError."""
+    """Write a file that only this user may read. It keeps its old content until the new one is on disk; OSError."""
     new = path.with_name(f"{path.name}.new")
     try:
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -39,95 +52,127 @@ def replace_file(path: Path, data: bytes) -> None:
         raise
 
 
-class BlockFiles:
-    """Reads and writes blocks as files; its methods raise OSError.
+class FileStore:
+    """A directory of blocks: the cache of one machine's disk, within a bound, or shared by replicas, without one.
 
-    A file has its name once all of it is written. It is not synced: what a loss of power cuts is no block by its
-    checksum, and costs no more than a block that was never written.
+    A file gets its name once it is complete, and its modification time is its last use. It is not synced: what a power
+    failure cuts off is a miss by its checksum.
+
+    Readers take no lock. The processes that share a bounded directory write one after another, under a lock that file
+    systems of one machine have and network file systems may lack. Before it writes, each notes the files that others
+    have added or deleted; so all of them keep one bound, and nothing else needs to be stored or repaired.
 
     Args:
-        directory: made if it is not there.
-        option: names it in errors.
+        directory: made if it does not exist.
+        option: the option that names the directory, for errors.
+        capacity: most bytes of all blocks; None: no bound. `ramet cache purge` makes room then.
+        quota: most bytes of each tenant's blocks; default: `capacity`.
 
     Raises:
-        ModelError: if there is no directory, it is somebody else's, or holds other things.
+        ModelError: if there is no such directory, it belongs to another user, or holds other things.
     """
 
-    def __init__(self, directory: Path, option: str):
+    outlives = True
+
+    def __init__(
+        self,
+        directory: Path,
+        option: str,
+        capacity: int | None = None,
+        quota: int | None = None,
+        clock: Callable[[], float] = time.time,
+    ):
+        self.name = "store" if capacity is None else "disk"
         self.directory = directory
+        self.on_evict: Callable[[Iterable[BlockKey]], None] = lambda keys: None
+        self._clock = clock
         self._unfinished = directory / "unfinished"
-        names = set(os.listdir(directory)) if directory.is_dir() else set()
+        self._contents = None if capacity is None else Contents(capacity, quota)
+        self._lock = Lock()
+        self._version: bytes | None = None  # of the directory, when `_contents` was last compared with it
+        self._folders: dict[str, tuple[int, set[BlockKey]]] = {}
+        self._used: deque[tuple[BlockKey, float]] = deque(maxlen=_MOST_USES)
+        self._usage, self._usage_at = Usage(0, 0, None), -USAGE_EVERY_S
+        self._open(option)
+
+    def _open(self, option: str) -> None:
+        directory = self.directory
+        with suppress(OSError):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not directory.is_dir():
+            raise ModelError(f"{option}: {directory} is not a directory, and none can be made there")
+        if directory.stat().st_uid != os.geteuid():
+            raise ModelError(f"{option}: {directory} belongs to another user, who could read prompts in it")
+        names = set(os.listdir(directory))
         if self._unfinished.name not in names and names - {"lost+found"}:
             raise ModelError(f"{option}: {directory} holds other things than blocks")
-        with suppress(OSError):  # one that cannot be written can still be read
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
             if (mode := directory.stat().st_mode) & 0o077:
                 directory.chmod(mode & 0o700)
             self._unfinished.mkdir(mode=0o700, exist_ok=True)
-        if not directory.is_dir():
-            raise ModelError(f"{option}: {directory} is no directory, and none can be made there")
-        if directory.stat().st_uid != os.geteuid():
-            raise ModelError(f"{option}: {directory} belongs to another user, who could read prompts in it")
-        self._sweep()
+            self._sweep()
+        except OSError as error:  # what is there can be read
+            logger.warning("%s: %s cannot be written to: %s", option, directory, error)
 
     def _sweep(self) -> None:
-        """Delete what killed writers left."""
-        for path in self._left():
-            with suppress(OSError):
-                if path.stat().st_mtime < time.time() - LEFT_S:
+        """Delete the files of killed writers and of earlier versions."""
+        for path in self._unfinished.iterdir():
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime < time.time() - _ABANDONED_S:
                     path.unlink()
+        if old := [path for pattern in _OLD for path in self.directory.glob(pattern)]:
+            logger.info("%s: the index of an earlier version is deleted; its blocks stay", self.directory)
+        for path in old:
+            path.unlink(missing_ok=True)
 
-    def _left(self) -> list[Path]:
-        return list(self._unfinished.iterdir()) if self._unfinished.is_dir() else []
+    # -- reading ---------------------------------------------------------------------------------------------
 
     def path(self, key: BlockKey) -> Path:
         name = key.hex()
         return self.directory / name[:2] / (name + _SUFFIX)
 
-    def __contains__(self, key: BlockKey) -> bool:
-        return self.path(key).exists()
+    def contains_many(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [self.path(key).exists() for key in keys]
 
     def read(self, key: BlockKey) -> bytes | None:
+        """A block, without using it."""
         try:
             with open(self.path(key), "rb", buffering=0) as file:
                 return file.readall()
         except FileNotFoundError:
             return None
 
-    def write(self, key: BlockKey, buffers: Iterable[Buffer]) -> None:
-        path = self.path(key)
-        unfinished = self._unfinished / token_hex(8)
-        try:
-            with open(unfinished, "xb", buffering=0) as file:
-                for buffer in buffers:
-                    view = memoryview(buffer).cast("B")
-                    while view:
-                        view = view[file.write(view) :]
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            unfinished.replace(path)
-        except OSError:
-            unfinished.unlink(missing_ok=True)
-            raise
+    def get(self, key: BlockKey) -> bytes | None:
+        if (data := self.read(key)) is not None:
+            with suppress(OSError):  # a disk that cannot be written to can be read
+                self.touch([key])
+        return data
 
-    def delete(self, key: BlockKey) -> bool:
-        try:
-            self.path(key).unlink()
-        except FileNotFoundError:
-            return False
-        return True
-
-    def touch(self, key: BlockKey) -> None:
-        with suppress(FileNotFoundError):
-            os.utime(self.path(key))
+    def touch(self, keys: Iterable[BlockKey]) -> None:
+        for key in keys:
+            now = self._clock()
+            with suppress(FileNotFoundError):
+                os.utime(self.path(key), (now, now))
+                if self._contents is not None:
+                    self._used.append((key, now))
 
     def keys(self) -> Iterator[BlockKey]:
-        for folder in sorted(self.directory.glob("[0-9a-f][0-9a-f]")):
-            for name in sorted(os.listdir(folder)):
-                with suppress(ValueError):
-                    yield bytes.fromhex(name.removesuffix(_SUFFIX))
+        for folder in _FOLDERS:
+            yield from sorted(self._keys_in(folder))
 
-    def entry(self, key: BlockKey) -> Entry | Mismatch:
-        """A file by its head and its size; FileNotFoundError if there is none."""
+    def _keys_in(self, folder: str) -> set[BlockKey]:
+        try:
+            names = os.listdir(self.directory / folder)
+        except FileNotFoundError:
+            return set()
+        keys = set()
+        for name in names:
+            with suppress(ValueError):
+                keys.add(bytes.fromhex(name.removesuffix(_SUFFIX)))
+        return keys
+
+    def entry(self, key: BlockKey) -> StoredBlock | Mismatch:
+        """The description of a block by its head and its size; FileNotFoundError if there is no such file."""
         path = self.path(key)
         head, status = _head(path), path.stat()
         if isinstance(head, Mismatch):
@@ -136,26 +181,159 @@ class BlockFiles:
             return Mismatch.KEY
         if head.num_bytes != status.st_size:
             return Mismatch.TRUNCATED
-        return Entry(key, head.tenant, status.st_size, status.st_mtime, 0, "found")
+        return StoredBlock(key, head.tenant, status.st_size, status.st_mtime)
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[StoredBlock]:
         """The files that look like blocks."""
         for key in self.keys():
             with suppress(FileNotFoundError):
-                if isinstance(entry := self.entry(key), Entry):
+                if isinstance(entry := self.entry(key), StoredBlock):
                     yield entry
 
-    def erase(self, tenant: str | None) -> list[BlockKey]:
-        """Delete the files of a tenant, or all (None), and those that are being written; returns their keys."""
-        for path in self._left():
+    def usage(self) -> Usage:
+        """What the store holds; without a bound it is counted every ten minutes, which reads the whole directory."""
+        contents = self._contents
+        if contents is not None:
+            with self._alone():
+                self._compare(contents)
+                return Usage(contents.num_bytes, len(contents), contents.capacity)
+        if time.monotonic() - self._usage_at >= USAGE_EVERY_S:
+            self._usage_at = time.monotonic()
+            sizes = [entry.size for entry in self.entries()]
+            self._usage = Usage(sum(sizes), len(sizes), None)
+        return self._usage
+
+    # -- writing ---------------------------------------------------------------------------------------------
+
+    def put(self, key: BlockKey, buffers: Sequence[Buffer], tenant: str) -> bool:
+        contents = self._contents
+        if contents is None:
+            self._write(key, buffers, self._clock())
+            return True
+        size = size_of(buffers)
+        if size > contents.quota:
+            return False
+        with self._alone():
+            self._remove(key)
+            while (victim := contents.victim(tenant, size)) is not None:
+                self._evict(contents, victim)
+            entry = StoredBlock(key, tenant, size, self._clock())
+            self._write(key, buffers, entry.used)
+            contents.add(entry)
+            self._folders[key.hex()[:2]][1].add(key)
+        return True
+
+    def _write(self, key: BlockKey, buffers: Iterable[Buffer], now: float) -> None:
+        path, unfinished = self.path(key), self._unfinished / token_hex(8)
+        try:
+            with open(unfinished, "xb", buffering=0) as file:
+                for buffer in buffers:
+                    view = memoryview(buffer).cast("B")
+                    while view:
+                        view = view[file.write(view) :]
+                os.utime(file.fileno(), (now, now))
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            unfinished.replace(path)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
+
+    def _evict(self, contents: Contents, victim: StoredBlock) -> None:
+        """Delete a block, unless another process has used it recently."""
+        with suppress(FileNotFoundError):
+            used = self.path(victim.key).stat().st_mtime
+            if used > victim.used + _LATER_S:
+                contents.use(victim.key, used)
+                return
+        self._remove(victim.key)
+        self.on_evict([victim.key])
+
+    def _remove(self, key: BlockKey) -> bool:
+        """Delete a file, if it is there; whether it was."""
+        if self._contents is not None:
+            self._contents.remove(key)
+        try:
+            self.path(key).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def delete(self, keys: Iterable[BlockKey]) -> None:
+        with self._alone():
+            for key in keys:
+                self._remove(key)
+
+    def erase(self, tenant: str | None) -> int:
+        """See `BlockStore`; files that are being written, and files of unknown tenants, are deleted as well."""
+        for path in list(self._unfinished.iterdir()):
             if _is_of(tenant, path):
                 path.unlink(missing_ok=True)
-        gone = [key for key in self.keys() if _is_of(tenant, self.path(key))]
-        return [key for key in gone if self.delete(key)]
+        with self._alone():
+            return sum(self._remove(key) for key in self.keys() if _is_of(tenant, self.path(key)))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    # -- several processes -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other processes from writing to a bounded directory, and note what they have changed before."""
+        if self._contents is None:
+            yield
+            return
+        with self._lock:
+            lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if os.pread(lock, 16, 0) != self._version:
+                    self._compare(self._contents)
+                version = token_bytes(16)
+                os.pwrite(lock, version, 0)
+                self._version = version
+                while self._used:
+                    self._contents.use(*self._used.popleft())
+                yield
+            finally:
+                os.close(lock)
+
+    def _compare(self, contents: Contents) -> None:
+        """Note the files that were added and deleted since the last call, in the folders that have changed."""
+        added: list[StoredBlock] = []
+        for folder in _FOLDERS:
+            before, known = self._folders.get(folder, (-1, set()))
+            try:
+                changed = (self.directory / folder).stat().st_mtime_ns
+            except FileNotFoundError:
+                changed = 0
+            if changed == before:
+                continue
+            # A folder that has just changed may change again within the same tick.
+            settled = changed < time.time_ns() - _TICK_NS
+            keys = self._keys_in(folder)
+            self._folders[folder] = changed if settled else -1, keys
+            if gone := [key for key in known - keys if contents.remove(key)]:
+                self.on_evict(gone)
+            for key in keys:
+                if key not in contents:
+                    added += self._checked(key)
+        for entry in sorted(added, key=lambda entry: entry.used):
+            contents.add(entry)
+        while (victim := contents.victim("", 0)) is not None:
+            self._evict(contents, victim)
+
+    def _checked(self, key: BlockKey) -> list[StoredBlock]:
+        """The description of a new file; one that is not a block is deleted."""
+        with suppress(FileNotFoundError):
+            entry = self.entry(key)
+            if isinstance(entry, StoredBlock):
+                return [entry]
+            self._remove(key)
+        return []
 
 
 def _is_of(tenant: str | None, path: Path) -> bool:
-    """Whether a file is a tenant's, or nobody can tell."""
+    """Whether a file belongs to a tenant, or to an unknown one."""
     if tenant is None:
         return True
     try:
@@ -170,57 +348,3 @@ def _head(path: Path) -> Head | Mismatch:
         begin = file.read(HEAD_BYTES)
         head = read_head(begin)
         return read_head(begin + file.readall()) if head is Mismatch.TRUNCATED else head
-
-
-class DirectoryStore:
-    """A directory that replicas share, on a file system that need not know locks.
-
-    Nobody bounds it: `ramet cache purge` does, by the times of last use, which are the files'.
-    """
-
-    name = "store"
-    outlives = True
-
-    def __init__(self, directory: Path, option: str = "--kv-store"):
-        self._files = BlockFiles(directory, option)
-        self._usage = Usage(0, 0, None)
-        self._usage_at = -USAGE_EVERY_S
-
-    def contains_many(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return [key in self._files for key in keys]
-
-    def get(self, key: BlockKey) -> bytes | None:
-        data = self._files.read(key)
-        if data is not None:
-            with suppress(OSError):
-                self._files.touch(key)
-        return data
-
-    def put(self, key: BlockKey, buffers: Sequence[Buffer], tenant: str, reason: str) -> bool:
-        self._files.write(key, buffers)
-        return True
-
-    def touch(self, keys: Iterable[BlockKey]) -> None:
-        for key in keys:
-            self._files.touch(key)
-
-    def delete(self, keys: Iterable[BlockKey]) -> None:
-        for key in keys:
-            self._files.delete(key)
-
-    def erase(self, tenant: str | None) -> int:
-        return len(self._files.erase(tenant))
-
-    def usage(self) -> Usage:
-        """Counted every ten minutes, for it reads the whole directory."""
-        if time.monotonic() - self._usage_at >= USAGE_EVERY_S:
-            self._usage_at = time.monotonic()
-            sizes = [entry.size for entry in self._files.entries()]
-            self._usage = Usage(sum(sizes), len(sizes), None)
-        return self._usage
-
-    def entries(self) -> Iterator[Entry]:
-        return self._files.entries()
-
-    def close(self) -> None:
-        """Nothing is open."""

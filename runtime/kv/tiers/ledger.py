@@ -1,4 +1,4 @@
-"""The blocks that stores are known to hold, as KV events."""
+"""KV events of the blocks that stores hold."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from threading import Lock
 from radix.events import Event, Removed
 from runtime.kv.tiers.block import Block, BlockKey
 
-# Blocks of a store that are known; the oldest one beyond that counts as gone.
+# Most blocks to remember of each store; beyond that, the oldest counts as gone.
 MOST_BLOCKS = 1 << 17
 
 
 class Ledger:
-    """Collects what comes into stores and leaves them, until it is taken; any thread may call it.
+    """Collects events of blocks that enter and leave stores, until they are taken; any thread may call it.
 
-    A store may hold more: blocks of earlier processes and of other replicas are known once they were read or written
-    here. It may hold less, if others evict from it: a block that is not found there counts as gone.
+    A store may hold more blocks: those of earlier processes and other replicas are known once this process reads or
+    writes them. It may hold fewer, if others evict from it: a block that is not found counts as gone.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Ledger:
         self._news: defaultdict[str, list[Event]] = defaultdict(list)
 
     def stored(self, store: str, block: Block) -> None:
-        """Tell of a block, unless it is known there; blocks without an event are not told of."""
+        """Add the event of a block, unless the store is known to hold it."""
         if block.event is None:
             return
         with self._lock:

@@ -7,23 +7,23 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from radix import Namespace
+from runtime.kv.segments import Run, Segment
 from runtime.kv.tiers.block import Block
 from runtime.kv.tiers.worker import Loaded
-from runtime.request import Run, Segment
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class RunLoad:
     """The blocks of one run that a load brings.
 
     Attributes:
-        first_page: of the run, at which the first block begins.
-        blocks: that are wanted, in the order of the run.
-        loading: the first of them, as far as a store has them; None: not begun.
-        found: its result.
-        kept: the part of the run that lies in the tree, locked while the blocks are put into the pool.
+        first_page: the page of the run at which the first block begins.
+        blocks: the wanted blocks, in the order of the run.
+        loading: reads the leading blocks that stores have; None: not begun.
+        found: the result of `loading`.
+        kept: the cached part of the run, locked while the blocks are put into the pool.
         fresh: pages for what follows.
-        filling: that they are filled; None: not begun.
+        filling: fills these pages; None: not begun.
     """
 
     run: Run
@@ -38,18 +38,18 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """KV that a waiting request lacks, as far as stores have it; other requests may wait for it, too.
+    """KV for waiting requests, as far as stores have it.
 
     Attributes:
-        owner: pays for the pages.
-        num_bytes: most that it will bring.
-        asked_s: when it was asked for.
-        deadline_s: when its requests go on without what has not come; None: not begun.
-        is_void: whether what it brings was flushed or erased meanwhile.
-        tokens: that came, by store, once it has ended.
+        owner: the namespace whose quota the pages count against.
+        num_bytes: most bytes that it may load.
+        asked_s: the time at which it was asked for.
+        deadline_s: the time at which its requests stop waiting; None: the load has not begun.
+        is_void: whether the KV was flushed or erased meanwhile.
+        tokens: loaded tokens by tier, once the load has ended.
     """
 
-    parts: list[Part]
+    parts: list[RunLoad]
     owner: Namespace
     num_bytes: int
     asked_s: float

@@ -1,4 +1,4 @@
-"""Stores and ciphers from options. Their packages, of the extra `tiers`, are imported where they are used."""
+"""Stores and ciphers from options. Packages of the extra `tiers` are imported only if they are needed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from runtime.errors import ModelError
 from runtime.kv.tiers.block import Cipher
-from runtime.kv.tiers.files import DirectoryStore
+from runtime.kv.tiers.files import FileStore
 from runtime.kv.tiers.store import BlockStore
 
 
@@ -14,12 +14,12 @@ def open_shared(address: str, option: str = "--kv-store") -> BlockStore:
     """The store that replicas share: `redis://`, `rediss://`, or `dir:PATH`.
 
     Raises:
-        ModelError: if the address is of no such form, the directory cannot be used, or a package is missing. A server
+        ModelError: if the address has another form, the directory cannot be used, or a package is missing. A server
             that does not answer is tried again later.
     """
     kind, _, rest = address.partition(":")
     if kind == "dir" and rest:
-        return DirectoryStore(Path(rest), option)
+        return FileStore(Path(rest), option)
     if kind not in ("redis", "rediss") or not rest.startswith("//"):
         raise ModelError(f"{option}: expected redis://HOST:PORT, rediss://HOST:PORT or dir:PATH")
     try:

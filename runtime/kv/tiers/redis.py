@@ -1,4 +1,4 @@
-"""Blocks in a Redis or Valkey server that replicas share."""
+"""Blocks in a Redis or Valkey server, shared by replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from redis.retry import Retry
 
 from runtime.errors import ModelError
 from runtime.kv.tiers.block import HEAD_BYTES, BlockKey, Buffer, Head, Mismatch, read_head
-from runtime.kv.tiers.store import Entry, Usage, joined
+from runtime.kv.tiers.store import Usage, joined
 
 T = TypeVar("T")
 
@@ -23,27 +23,28 @@ _BATCH = 500
 
 
 class RedisStore:
-    """A server's memory, bounded by its own `maxmemory` and `maxmemory-policy` (`allkeys-lru` suits).
+    """Blocks in a server's memory, bounded by its `maxmemory` and `maxmemory-policy` (use `allkeys-lru`).
 
     Args:
         url: `redis://[user:password@]host:port/database`, `rediss://` for TLS.
-        timeout_s: of each answer.
+        timeout_s: time limit for each answer.
 
     Raises:
-        ModelError: for a URL that cannot be understood; a server that does not answer is none yet.
+        ModelError: for an invalid URL; a server that does not answer is tried again later.
     """
 
     name = "store"
     outlives = True
 
     def __init__(self, url: str, timeout_s: float = TIMEOUT_S, option: str = "--kv-store"):
+        self.on_evict: Callable[[Iterable[BlockKey]], None] = lambda keys: None  # the server does not say
         try:
             self._redis: Any = Redis.from_url(
                 url,
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
                 socket_read_size=1 << 20,  # a block at a time, not in 16 pieces
-                retry=Retry(NoBackoff(), 0),  # it may die: then the block is computed, not waited for
+                retry=Retry(NoBackoff(), 0),  # a block that cannot be read is computed
             )
         except (ValueError, TypeError) as error:
             raise ModelError(f"{option}: {error}") from None
@@ -54,7 +55,7 @@ class RedisStore:
     def get(self, key: BlockKey) -> bytes | None:
         return _as_os_error(lambda: self._redis.get(_PREFIX + key))
 
-    def put(self, key: BlockKey, buffers: Sequence[Buffer], tenant: str, reason: str) -> bool:
+    def put(self, key: BlockKey, buffers: Sequence[Buffer], tenant: str) -> bool:
         try:
             _as_os_error(lambda: self._redis.set(_PREFIX + key, joined(buffers)))
         except _NoRoom:
@@ -75,22 +76,15 @@ class RedisStore:
         return erased
 
     def usage(self) -> Usage:
-        """Of the whole server: bytes and `maxmemory`; blocks are the database's keys."""
+        """Bytes and `maxmemory` of the whole server; the blocks are all keys of the database."""
         memory, blocks = _as_os_error(lambda: (self._redis.info("memory"), self._redis.dbsize()))
         return Usage(memory["used_memory"], blocks, memory["maxmemory"] or None)
-
-    def entries(self) -> Iterator[Entry]:
-        """Without times, hits and reasons, which the server does not tell."""
-        for heads in self._scan():
-            for key, head in heads:
-                if isinstance(head, Head):
-                    yield Entry(key, head.tenant, head.num_bytes, 0.0, 0, "")
 
     def close(self) -> None:
         _as_os_error(self._redis.close)
 
     def _scan(self) -> Iterator[list[tuple[BlockKey, Head | Mismatch]]]:
-        """All blocks that are there for the whole time, in batches."""
+        """The heads of all blocks, in batches."""
         names = self._redis.scan_iter(_PREFIX + b"*", _BATCH)
         while batch := _as_os_error(lambda: list(islice(names, _BATCH))):
             keys = [name.removeprefix(_PREFIX) for name in batch]
@@ -106,7 +100,7 @@ class RedisStore:
 
 
 class _NoRoom(OSError):
-    """The server is full, and evicts nothing."""
+    """The server is full and evicts nothing."""
 
 
 def _as_os_error(call: Callable[[], T]) -> T:

@@ -1,61 +1,56 @@
-"""The door of a store of blocks."""
+"""The interface of a store of blocks, and the order in which a bounded store evicts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 from runtime.kv.tiers.block import BlockKey, Buffer
 
 
 class Usage(NamedTuple):
-    """Contents of a store; `capacity` is in bytes, None: nobody bounds it here."""
+    """Contents of a store; `capacity` is in bytes, None: the store has no bound of its own."""
 
     bytes: int
     blocks: int
     capacity: int | None
 
 
-class Entry(NamedTuple):
-    """A block in a store, as far as the store knows it.
-
-    Attributes:
-        used: seconds since the epoch; of its last use, or of its writing.
-        reason: the word with which it was put.
-    """
+class StoredBlock(NamedTuple):
+    """A stored block; `used`: its last use or its writing, in seconds since the epoch."""
 
     key: BlockKey
     tenant: str
     size: int
-    used: float
-    hits: int
-    reason: str
+    used: float = 0.0
 
 
 class BlockStore(Protocol):
     """Keeps blocks by key; any thread may call it.
 
-    A store believes nothing and checks nothing: whoever reads decodes. Where the device or the peer fails, methods
-    raise OSError; `GuardedStore` turns that into misses.
+    Stores do not validate blocks; readers do. If the device or the server fails, methods raise OSError, which
+    `Tier` turns into misses.
 
     Attributes:
         name: `host`, `disk` or `store`.
-        outlives: whether blocks are still there after the process has ended. They are encrypted then.
+        outlives: whether blocks survive the process; then they are encrypted.
+        on_evict: called with the keys of blocks that the store evicts.
     """
 
     name: str
     outlives: bool
+    on_evict: Callable[[Iterable[BlockKey]], None]
 
     def contains_many(self, keys: Sequence[BlockKey]) -> list[bool]: ...
 
     def get(self, key: BlockKey) -> Buffer | None: ...
 
-    def put(self, key: BlockKey, buffers: Sequence[Buffer], tenant: str, reason: str) -> bool:
-        """Keep a block, in place of an earlier one; False if there is no room for it."""
+    def put(self, key: BlockKey, buffers: Sequence[Buffer], tenant: str) -> bool:
+        """Store a block, or replace it; False if it is too large."""
 
     def touch(self, keys: Iterable[BlockKey]) -> None:
-        """Blocks that are there are used now."""
+        """Mark blocks as used now; missing ones are ignored."""
 
     def delete(self, keys: Iterable[BlockKey]) -> None: ...
 
@@ -64,30 +59,73 @@ class BlockStore(Protocol):
 
     def usage(self) -> Usage: ...
 
-    def entries(self) -> Iterator[Entry]: ...
-
     def close(self) -> None: ...
 
 
-@runtime_checkable
-class Bounded(Protocol):
-    """A store that makes room itself; `on_evict` is called with the keys of the blocks that leave for that."""
+class Contents:
+    """The blocks of a bounded store, from the least to the most recently used.
 
-    on_evict: Callable[[Iterable[BlockKey]], None]
+    Args:
+        capacity: most bytes of all blocks.
+        quota: most bytes of each tenant's blocks; default: `capacity`.
+    """
+
+    def __init__(self, capacity: int, quota: int | None = None):
+        self.capacity = capacity
+        self.quota = capacity if quota is None else min(quota, capacity)
+        self.num_bytes = 0
+        self._entries: OrderedDict[BlockKey, StoredBlock] = OrderedDict()
+        self._tenants: dict[str, OrderedDict[BlockKey, None]] = {}
+        self._bytes = Counter[str]()  # by tenant
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._entries
+
+    def add(self, entry: StoredBlock) -> None:
+        """Add a block as the most recently used one, or replace it."""
+        self.remove(entry.key)
+        self._entries[entry.key] = entry
+        self._tenants.setdefault(entry.tenant, OrderedDict())[entry.key] = None
+        self._bytes[entry.tenant] += entry.size
+        self.num_bytes += entry.size
+
+    def use(self, key: BlockKey, used: float = 0.0) -> None:
+        """Make a block the most recently used one, if it is there."""
+        if (entry := self._entries.get(key)) is not None:
+            self._entries[key] = entry._replace(used=used)
+            self._entries.move_to_end(key)
+            self._tenants[entry.tenant].move_to_end(key)
+
+    def remove(self, key: BlockKey) -> bool:
+        """Whether the block was there."""
+        if (entry := self._entries.pop(key, None)) is None:
+            return False
+        self.num_bytes -= entry.size
+        self._bytes[entry.tenant] -= entry.size
+        del self._tenants[entry.tenant][key]
+        if not self._tenants[entry.tenant]:
+            del self._tenants[entry.tenant], self._bytes[entry.tenant]
+        return True
+
+    def victim(self, tenant: str, size: int) -> StoredBlock | None:
+        """The next block to evict before a tenant may add `size` bytes, at most its quota; None: they fit."""
+        if self._bytes[tenant] + size > self.quota:
+            return self._entries[next(iter(self._tenants[tenant]))]
+        return next(iter(self._entries.values())) if self.num_bytes + size > self.capacity else None
+
+    def of(self, tenant: str | None) -> list[BlockKey]:
+        """The blocks of a tenant, or all (None)."""
+        return list(self._entries if tenant is None else self._tenants.get(tenant, ()))
+
+
+def size_of(buffers: Sequence[Buffer]) -> int:
+    """Bytes of all buffers."""
+    return sum(memoryview(buffer).nbytes for buffer in buffers)
 
 
 def joined(buffers: Sequence[Buffer]) -> Buffer:
-    """The bytes of all buffers; a single one that cannot be changed is not copied."""
+    """The bytes of all buffers; a single read-only buffer is not copied."""
     return buffers[0] if len(buffers) == 1 and memoryview(buffers[0]).readonly else b"".join(buffers)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bytes of a store, and within it those of tenants; tenants that are not named have `default`, None: any."""
-
-    capacity: int
-    quotas: Mapping[str, int] = field(default_factory=dict)
-    default: int | None = None
-
-    def of(self, tenant: str) -> int:
-        return min(self.capacity, self.quotas.get(tenant, self.capacity if self.default is None else self.default))

@@ -1,58 +1,58 @@
-"""The tree's lower floors, as the engine sees them."""
+"""KV storage below the pool, as the engine uses it."""
 
 from __future__ import annotations
 
 import threading
 import time
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
+from cachetools import LRUCache, TTLCache
 
 from radix import Namespace, Node, Stored, Watcher, path
-from radix.events import block_hashes
+from radix.hashes import block_hashes
 from radix.node import TOKEN_BYTES
 from radix.stats import Cause
 from runtime.kv.cache import PagedCache
+from runtime.kv.segments import Run, Segment
 from runtime.kv.tiers.block import ROOT, Block, BlockKey
 from runtime.kv.tiers.copies import Copies
-from runtime.kv.tiers.loads import Load, Part
+from runtime.kv.tiers.loads import Load, RunLoad
 from runtime.kv.tiers.worker import TierWorker
-from runtime.request import Run, Segment
 
-# A block has so many bytes, or a little more; of small models so many tokens.
+# A block has at least this many bytes, or this many tokens if a model is small.
 BLOCK_BYTES, MOST_TOKENS = 1 << 20, 64
-# Rows that attend to chosen rows of documents are nobody else's.
+# Kind of entries whose rows attend to chosen rows of documents: these are never shared.
 _APPROXIMATE = "fused:"
-# Time for which a block that no store has is not looked for again, and how many such are remembered.
+# Time for which a missing block is not looked for again, and most such blocks to remember.
 _ABSENT_S, _MOST_ABSENT = 2.0, 1 << 16
-# Blocks that are believed to have been written at their second use.
+# Most blocks to remember that were written at their second use.
 _MOST_WRITTEN = 1 << 16
-# The shortest and the longest time for a load; between them, as long as computing would take.
+# The shortest and the longest time for a load; between them, it may take as long as computing would.
 _LEAST_S, _MOST_S = 0.25, 30.0
-# More than a load's time, after which nobody waits for a store that hangs.
+# Time beyond that, after which requests no longer wait for a store that hangs.
 _GRACE_S = 0.5
-# Time to write what is queued at the end.
+# Time to write the queues when the engine ends.
 _CLOSE_S = 5.0
-# Bytes of all loads under way.
+# Most bytes of all loads under way.
 _MOST_BYTES = 1 << 30
 
 
 class Tiers(Watcher):
-    """Keeps blocks of what the tree evicts, and of what is used a second time; brings them back.
+    """Stores blocks that the tree evicts, or that are used a second time, and loads them again.
 
-    Borders of blocks lie at fixed multiples of tokens from the root of a namespace. An entry's last block may be
-    shorter.
+    Blocks begin at fixed multiples of tokens from the root of a namespace. An entry's last block may be shorter.
 
     Attributes:
-        loads: that have not ended.
-        counters: of the engine's side; `worker.stats()` has those of the stores.
-        loaded_tokens: by store.
-        keys: by the pages of the tree whose blocks are known to have been written or loaded.
+        loads: the loads that have not ended.
+        counters: counters of the engine; `worker.stats()` has those of the stores.
+        loaded_tokens: by tier.
+        keys: block keys by page, for pages of the tree whose blocks were written or loaded.
     """
 
     def __init__(self, cache: PagedCache, worker: TierWorker, clock: Callable[[], float] = time.monotonic):
@@ -68,8 +68,8 @@ class Tiers(Watcher):
         self._cache, self._pool, self._clock = cache, pool, clock
         self._page_bytes = pool.page_size * TOKEN_BYTES
         self._copies = Copies(pool, worker)
-        self._written: OrderedDict[BlockKey, None] = OrderedDict()
-        self._absent: OrderedDict[BlockKey, float] = OrderedDict()
+        self._written: LRUCache[BlockKey, None] = LRUCache(_MOST_WRITTEN)
+        self._absent: TTLCache[BlockKey, None] = TTLCache(_MOST_ABSENT, _ABSENT_S, clock)
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="kv-fill")
         self._news = threading.Event()
         cache.tree.watch(self)
@@ -79,25 +79,25 @@ class Tiers(Watcher):
     # -- out -------------------------------------------------------------------------------------------------
 
     def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
-        """Keep the blocks that end in the pages that leave, unless these are to be gone."""
+        """Store the blocks that end in evicted pages; flushed pages are not stored."""
         if cause != "flush":
-            self._write(node, kept_pages, "evicted")
+            self._write(node, kept_pages, evicted=True)
         if self.keys:
             for page in node.pages[kept_pages:]:
                 self.keys.pop(page, None)
 
     def used(self, node: Node) -> None:
-        """Write the path that ends in a node, as far as it is used a second time."""
+        """Store the blocks of a path that are used for the second time."""
         for above in path(node):
             if above.hits == 1:
-                self._write(above, 0, "used")
+                self._write(above)
 
     def save(self, node: Node) -> None:
-        """Write the blocks that end in a node."""
-        self._write(node, 0, "saved")
+        """Store the blocks that end in a node."""
+        self._write(node)
 
-    def _write(self, node: Node, first_page: int, reason: str) -> None:
-        """Write the blocks that end in the pages of a node from `first_page` on."""
+    def _write(self, node: Node, first_page: int = 0, evicted: bool = False) -> None:
+        """Store the blocks that end in the pages of a node from `first_page` on."""
         if not self.worker.names or node.namespace.entry.startswith(_APPROXIMATE):
             return
         size, end = self.block_pages, sum(len(above.pages) for above in path(node))
@@ -111,12 +111,12 @@ class Tiers(Watcher):
         blocks = self._blocks(b"".join(above.key for above in nodes), node.namespace, is_end)
         for number in range(first, last):
             block, own = blocks[number], pages[number * size : (number + 1) * size]
-            if reason == "evicted" or block.key not in self._written:
-                accepted = self._copies.add(block, own, reason)
+            if evicted or block.key not in self._written:
+                accepted = self._copies.add(block, own)
                 self._absent.pop(block.key, None)
-                if accepted and reason != "evicted":
-                    _remember(self._written, block.key, None, _MOST_WRITTEN)
-            if reason != "evicted":
+                if accepted and not evicted:
+                    self._written[block.key] = None
+            if not evicted:
                 self.keys.update(dict.fromkeys(own, block.key))
 
     def _path_of(self, node: Node) -> tuple[bytes, Namespace, bool]:
@@ -125,7 +125,7 @@ class Tiers(Watcher):
         return tokens, node.namespace, node.meta is not None
 
     def _blocks(self, tokens: bytes, namespace: Namespace, is_entry: bool) -> list[Block]:
-        """The blocks of a run from its root on; of an entry with the last, shorter one."""
+        """The blocks of a run from its root on; those of an entry include the last, shorter one."""
         size = self.block_pages * self._page_bytes
         form = self.worker.form
         blocks = list(form.chain(namespace, tokens, size))
@@ -143,7 +143,7 @@ class Tiers(Watcher):
     # -- in --------------------------------------------------------------------------------------------------
 
     def ask(self, runs: Iterable[Run], owner: Namespace) -> Load | None:
-        """A load for which a request that reads these runs should wait; None: the stores have nothing for it."""
+        """The load for which a request that reads these runs should wait; None: the stores have nothing for it."""
         if not self.worker.names:
             return None
         parts, joined = [], None
@@ -163,8 +163,8 @@ class Tiers(Watcher):
         self._start()
         return load
 
-    def _missing(self, run: Run) -> Part | None:
-        """The blocks behind what the tree has of a run; None: there are none, or no store has any, as is known."""
+    def _missing(self, run: Run) -> RunLoad | None:
+        """The blocks behind the cached part of a run; None: there are none, or they were missing a moment ago."""
         if run.namespace.entry.startswith(_APPROXIMATE):
             return None
         tokens = run.tokens.tobytes()
@@ -174,9 +174,9 @@ class Tiers(Watcher):
             return None
         first = has // self.block_pages
         blocks = self._blocks(tokens, run.namespace, run.meta is not None)[first:]
-        if self._absent.get(blocks[0].key, 0.0) > self._clock():
+        if blocks[0].key in self._absent:
             return None
-        return Part(run, first * self.block_pages, blocks)
+        return RunLoad(run, first * self.block_pages, blocks)
 
     def _num_pages(self, blocks: Iterable[Block]) -> int:
         return sum(len(block.tokens) for block in blocks) // self._page_bytes
@@ -186,7 +186,7 @@ class Tiers(Watcher):
         return next(mine, None)
 
     def _start(self) -> None:
-        """Begin loads in the order of their requests, as many as memory allows."""
+        """Begin loads in the order in which they were asked for, as many as memory allows."""
         num_bytes = sum(load.num_bytes for load in self.loads if load.deadline_s is not None)
         for load in self.loads:
             if load.deadline_s is not None:
@@ -208,17 +208,17 @@ class Tiers(Watcher):
             part.loading.add_done_callback(self.tell)
 
     def tell(self, _: Future[Any]) -> None:
-        """Let `wait` return: a future is done."""
+        """Wake `wait`: a future is done."""
         self._news.set()
 
     def wait(self, seconds: float) -> None:
-        """Return once there may be news of a load, or after some seconds."""
+        """Wait for news of a load, at most some seconds."""
         self._news.wait(seconds)
 
     def poll(self, patience_s: float = 0.0) -> list[Load]:
-        """Advance the loads; those that have ended, whose blocks are in the tree.
+        """Advance the loads; returns those that have ended, with their blocks in the tree.
 
-        `patience_s`: a wait for those that were asked for less than that ago.
+        `patience_s`: time to wait for loads from the moment at which they were asked for.
         """
         left_s = max((load.asked_s for load in self.loads), default=0.0) + patience_s - self._clock()
         if left_s > 0:
@@ -231,7 +231,7 @@ class Tiers(Watcher):
         return ended
 
     def _advance(self, load: Load, deadline_s: float) -> bool:
-        """Go on with a load; True once it has ended."""
+        """Advance a load; True once it has ended."""
         is_late = self._clock() > deadline_s
         for part in load.parts:
             if part.loading is not None and (part.loading.done() or is_late):
@@ -248,10 +248,10 @@ class Tiers(Watcher):
         self.loaded_tokens.update(load.tokens)
         return True
 
-    def _fill(self, load: Load, part: Part) -> None:
-        """Take pages for the blocks that have come, and have these put there."""
+    def _fill(self, load: Load, part: RunLoad) -> None:
+        """Allocate pages for the blocks that were found, and fill them on the filler's thread."""
         if len(part.found) < len(part.blocks):
-            self._miss(part.blocks[len(part.found)].key)
+            self._absent[part.blocks[len(part.found)].key] = None
         if (part.run.whole and len(part.found) < len(part.blocks)) or not self._make_room(load, part):
             part.found = []
             return
@@ -265,8 +265,11 @@ class Tiers(Watcher):
         part.filling = self._filler.submit(self._put, jobs)
         part.filling.add_done_callback(self.tell)
 
-    def _make_room(self, load: Load, part: Part) -> bool:
-        """Lock what the tree has of a run, and take pages for what follows; False if there is nothing to be done."""
+    def _make_room(self, load: Load, part: RunLoad) -> bool:
+        """Lock the cached part of a run, and allocate pages for the blocks behind it.
+
+        False if they are no longer needed, or if pages are scarce; then the run is computed.
+        """
         cache = self._cache
         end = part.first_page + self._num_pages(part.blocks[: len(part.found)])
         match = cache.tree.match(part.run.tokens.tobytes()[: end * self._page_bytes], part.run.namespace)
@@ -274,29 +277,24 @@ class Tiers(Watcher):
         if count <= 0 or len(match.pages) < part.first_page:  # computed by another, or evicted meanwhile
             return False
         held = sum(len(segment.pages) for segment in cache.held if segment.node is None)
-        if held + count > self._pool.num_pages // 2:
-            return self._give_up(part)
         node = cache.tree.lock_match(match)
-        fresh = cache.allocate(count, match.pages, load.owner)
+        fits = held + count <= self._pool.num_pages // 2
+        fresh = cache.allocate(count, match.pages, load.owner) if fits else None
         if fresh is None:
             cache.tree.unlock(node)
-            return self._give_up(part)
+            self._absent[part.blocks[0].key] = None
+            return False
         part.kept, part.fresh = Segment(match.pages, 0, node=node), Segment(fresh, 0)
         cache.held += [part.kept, part.fresh]
         return True
 
-    def _give_up(self, part: Part) -> bool:
-        """For lack of pages: the run is computed, when there is room."""
-        self._miss(part.blocks[0].key)
-        return False
-
     def _put(self, jobs: list[tuple[array[int], memoryview, int]]) -> None:
-        """Fill pages with payloads, without their first pages; on the filler's thread."""
+        """Fill pages with payloads, without the payloads' first pages."""
         for pages, payload, skipped in jobs:
             self._pool.write_pages(pages, payload, skipped)
 
     def forget(self, node: Node) -> None:
-        """Delete the blocks of a node's path and of all below it, as they may be damaged."""
+        """Delete the blocks of a node's path and of everything below it, which may be damaged."""
         if not self.worker.names:
             return
         self._written.clear()
@@ -306,11 +304,8 @@ class Tiers(Watcher):
         paths = [self._path_of(leaf) for leaf in below if not leaf.children]
         self.worker.delete(lambda: {block.key for one in paths for block in self._blocks(*one)})
 
-    def _miss(self, key: BlockKey) -> None:
-        _remember(self._absent, key, self._clock() + _ABSENT_S, _MOST_ABSENT)
-
-    def _end(self, load: Load, part: Part) -> None:
-        """Hand the blocks that have come to the tree, and free what was taken for others."""
+    def _end(self, load: Load, part: RunLoad) -> None:
+        """Insert the loaded blocks in the tree, and release everything else."""
         if part.filling is None:
             return
         cache = self._cache
@@ -331,16 +326,16 @@ class Tiers(Watcher):
 
     @property
     def token_s(self) -> float:
-        """Seconds that computing a token takes; 0: not known yet."""
+        """Measured seconds to compute a token; 0: unknown."""
         return self._seconds / self._rows if self._rows else 0.0
 
     def computed(self, num_rows: int, seconds: float) -> None:
-        """Take note of a step that has computed tokens of prompts. Older ones are forgotten."""
+        """Measure a step that has computed prompt tokens; the weight of earlier steps decays."""
         self._rows = 0.9 * self._rows + num_rows
         self._seconds = 0.9 * self._seconds + seconds
 
     def settle(self, slots: Iterable[torch.Tensor]) -> None:
-        """Return when these slots, int64, of the pool may be written."""
+        """Make sure that these slots of the pool, int64, may be overwritten."""
         if self._copies:
             pages = np.unique(np.concatenate([one.numpy() for one in slots]) // self._pool.page_size)
             self._copies.settle(pages.tolist())
@@ -357,21 +352,12 @@ class Tiers(Watcher):
         }
 
     def close(self) -> None:
-        """Write what is queued, as far as the time allows, and close the stores."""
+        """Write the queues, as far as the time allows, and close the stores."""
         self._filler.shutdown()
         self.worker.close(_CLOSE_S)
 
-    # -- operators -------------------------------------------------------------------------------------------
-
     def erased(self, tenant: str | None) -> None:
-        """Let loads under way bring nothing of a tenant, or nothing at all (None); forget what was written."""
+        """Void the loads of an erased tenant, or all loads (None), and forget what was written."""
         self._written.clear()
         for load in self.loads:
             load.is_void = load.is_void or any(tenant in (None, part.run.namespace.tenant) for part in load.parts)
-
-
-def _remember(known: OrderedDict[BlockKey, Any], key: BlockKey, value: Any, most: int) -> None:
-    known[key] = value
-    known.move_to_end(key)
-    if len(known) > most:
-        known.popitem(last=False)

@@ -14,24 +14,24 @@ import torch
 from safetensors import SafetensorError
 
 from runtime.errors import ModelError
-from runtime.models.spec import read_json
+from runtime.models.config_json import read_json
 
 _CONFIG, _WEIGHTS, _PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-# PEFT's wrappers around the model, with which the names of its modules begin.
+# Prefixes of module names that come from PEFT's wrappers.
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-# Fields of the configuration that, unless they are empty or false, ask for more than W + scale B A.
+# Fields that, unless empty or false, request more than W + scale B A.
 _MORE = (
     *("use_dora", "modules_to_save", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "layer_replication"),
     *("lora_bias", "target_parameters", "trainable_token_indices", "use_qalora", "alora_invocation_tokens"),
     *("arrow_config", "use_bdlora"),
 )
-# Beginnings that leave the base's weights as they are; others (PiSSA, OLoRA, LoftQ) train beside a changed base.
+# Initialisations that keep the base's weights; others (PiSSA, OLoRA, LoftQ) change the base.
 _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 class LowRank(NamedTuple):
-    """An addition to a weight [out, in]: b a, with a [rank, in] and b [out, rank], the scale within b."""
+    """The update b a of a weight [out, in]: a [rank, in], b [out, rank] including the scale."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -60,7 +60,7 @@ class LoraAdapter:
 
 
 def read_lora(directory: Path) -> LoraAdapter:
-    """The adapter in a directory. Raises ModelError if it is damaged, or more than low-rank products."""
+    """Read an adapter. Raises ModelError if it is damaged or has more than low-rank products."""
     weights = directory / _WEIGHTS
     if not weights.is_file():
         if (directory / _PICKLE).exists():

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from runtime.errors import ModelError
+from runtime.models.config_json import read_json
 from runtime.models.default_model import fetch_default
 from runtime.models.publishing import FORMAT, provide
-from runtime.models.spec import LlamaSpec, read_json
+from runtime.models.spec import LlamaSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

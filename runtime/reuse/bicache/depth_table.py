@@ -6,14 +6,14 @@ import hashlib
 import json
 import logging
 from bisect import bisect_right
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from runtime.errors import ModelError
 from runtime.models.adapters.merge import DEPTH_TABLE_FILE
-from runtime.models.spec import ModelSpec, read_json
+from runtime.models.config_json import read_json
+from runtime.models.spec import ModelSpec
 
 log = logging.getLogger("ramet.engine")
 
@@ -26,47 +26,28 @@ class DepthTable:
 
     Attributes:
         name: origin of the table, for display.
-        depths: by the shared prefix's share of prompt and output, in percent; the largest key that is not above counts.
+        depths: by the shared prefix's share of prompt and output, in percent. The largest key that is not above counts.
         similarity: measured cosine similarities by layer, by the same keys.
-        truncated: depths for the beginning of a longer encoding, by its share of the encoding in percent; the largest
-            key that is not above counts.
         interval: R that goes with the depths, denoising steps between refreshes; None: the paper's.
     """
 
     name: str
     depths: dict[int, int]
     similarity: dict[int, tuple[float, ...]] = field(default_factory=dict)
-    truncated: dict[int, dict[int, int]] = field(default_factory=dict)
     interval: int | None = None
 
     @property
     def version(self) -> str:
         """The table's name and a hash of its depths."""
-        measured = [self.depths, self.truncated] if self.truncated else self.depths
-        digest = hashlib.blake2b(json.dumps(measured, sort_keys=True).encode(), digest_size=4)
+        digest = hashlib.blake2b(json.dumps(self.depths, sort_keys=True).encode(), digest_size=4)
         return f"{self.name}#{digest.hexdigest()}"
 
     def depth(self, ratio: float) -> int:
         """The depth for a ratio of 0 to 1; 0 below the smallest key."""
-        key = _at_most(self.depths, ratio)
-        return 0 if key is None else self.depths[key]
-
-    def partial_depth(self, ratio: float, kept: float) -> int:
-        """The depth at a ratio for the first `kept` (0 to 1) of an encoding; 0 if that was not measured."""
-        if kept >= 1:
-            return self.depth(ratio)
-        measured = _at_most(self.truncated, kept)
-        depths = {} if measured is None else self.truncated[measured]
-        key = _at_most(depths, ratio)
-        return 0 if key is None else depths[key]
-
-
-def _at_most(table: Mapping[int, object], share: float) -> int | None:
-    """The largest key, in percent, that is not above a share of 0 to 1."""
-    keys = sorted(table)
-    # 29 / 100 * 100 is a little less than 29.
-    at = bisect_right(keys, share * 100 + 1e-6)
-    return keys[at - 1] if at else None
+        keys = sorted(self.depths)
+        # 29 / 100 * 100 is a little less than 29.
+        at = bisect_right(keys, ratio * 100 + 1e-6)
+        return self.depths[keys[at - 1]] if at else 0
 
 
 # The first layer's KV depends on no other token, so that its reuse is exact.
@@ -82,26 +63,20 @@ def _from_json(value: dict[str, Any], path: Path, spec: ModelSpec) -> DepthTable
     if value.get("model") != spec.identity:
         raise ModelError(f"the depth table {path} is for {value.get('model')}; the model is {spec.identity}")
     try:
-        depths = _depths(value)
-        truncated = {int(kept): _depths(part) for kept, part in (value.get("truncated") or {}).items()}
+        depths = {int(ratio): int(depth) for ratio, depth in value["depths"].items()}
         similarity = {int(ratio): tuple(map(float, row)) for ratio, row in (value.get("similarity") or {}).items()}
         interval = None if value.get("refresh_interval") is None else int(value["refresh_interval"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"the depth table {path} cannot be read: {error}") from None
-    every = [depth for table in (depths, *truncated.values()) for depth in table.values()]
-    if not depths or not all(0 <= depth <= spec.num_layers for depth in every):
+    if not depths or not all(0 <= depth <= spec.num_layers for depth in depths.values()):
         raise ModelError(f"the depth table {path} must have depths of 0 to {spec.num_layers}")
     if interval is not None and interval < 1:
         raise ModelError(f"the depth table {path} must have a refresh_interval of at least 1")
-    return DepthTable(str(value.get("name") or path.name), depths, similarity, truncated, interval)
-
-
-def _depths(value: dict[str, Any]) -> dict[int, int]:
-    return {int(ratio): int(depth) for ratio, depth in value["depths"].items()}
+    return DepthTable(str(value.get("name") or path.name), depths, similarity, interval)
 
 
 def choose_table(given: Path | None, directory: Path, spec: ModelSpec) -> DepthTable:
-    """The table given, else the model's own, else the published one that matches, else depth 1, with a warning.
+    """The given table, else the model's own, else a published one for this model, else depth 1 with a warning.
 
     Raises:
         ModelError: if the given table or the model's own cannot be used.
@@ -115,7 +90,7 @@ def choose_table(given: Path | None, directory: Path, spec: ModelSpec) -> DepthT
         if value["model"] == spec.identity:
             return _from_json(value, path, spec)
     log.warning(
-        "there is no depth table for this model: shared prefixes are reused in the first layer alone, at every step, "
-        "which is exact; `ramet profile --model MODEL --out table.json` measures one, --depth-table takes it"
+        "no depth table for this model: shared prefixes are reused in the first layer only and refreshed at every "
+        "step, which is exact; `ramet profile --model MODEL --out table.json` measures a table, --depth-table takes it"
     )
     return NO_TABLE

@@ -9,34 +9,33 @@ Joining after layer d would reuse layer d + 1 as well.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import torch
 
 from radix import Namespace
-from runtime.diffusion.canvas import Canvas
+from runtime.batch import Read, RowSet, Stage
+from runtime.diffusion.canvas import BidirectionalCanvas
+from runtime.kv.segments import slots_of
 from runtime.request import Request, Work
 from runtime.reuse.bicache.drift import Drift
 from runtime.reuse.bicache.shallow_meta import ShallowMeta
-from runtime.reuse.build import Read, RowSet, Stage
 
 
 @dataclass(slots=True)
 class Share:
-    """The prefix that a diffusion request shares; settled anew each time it is looked up while it waits.
+    """The prefix that a diffusion request shares; looked up anew while the request waits.
 
     Attributes:
-        reuse, partial: whether prefixes are shared, and the beginnings of longer ones.
-        declared: leading prompt tokens that requests share, as the request says; None: it does not.
+        reuse: whether prefixes are shared.
+        declared: leading prompt tokens that requests share, as the request says; None: it does not say.
         wanted_depth: layers in which the prefix is to be reused; None: as the table says.
-        wanted_interval: as the request says; None: as the table says.
-        bound: most divergence in nats that measured depths and intervals may bring; None: nothing is measured.
+        bound: most divergence in nats that measured depths may bring; None: nothing is measured.
         interval: denoising steps between two refreshes of the prefix.
-        drift: says instead when the prefix is refreshed; None: the interval does.
+        drift: decides on refreshes in place of the interval; None: the interval does.
         length: shared leading positions, whole pages; 0: none.
-        encoded: tokens that were encoded together with them; more than `length` where part of an encoding matches.
         depth: layers in which they are reused.
         encoding: the prefix's namespace in the tree; None without reuse.
         unshared: why there is none: reuse is `off`, `no_prefix` is known, it is `too_short` for a page, there is
@@ -44,22 +43,19 @@ class Share:
         is_encoding: whether the next step encodes the prefix alone.
         boundary: states with which the prefix enters layer `depth`, float32 [length, hidden], once they are known.
         refreshed_at: the number of the last denoising step that refreshed; -1: none has.
-        refreshes: how many have.
+        refreshes: number of refreshes.
         meta: the record of the encoding's nodes.
-        measures_depth, measures_interval: what this request measures, for which it has pages for a second canvas.
-        divergences: largest divergence in nats of what this request was served with, by `depth` and `refresh`.
+        measures: whether this request measures a depth, for which it has pages for a second canvas.
+        divergence: nats, of the measured depth with which this request was served.
     """
 
     reuse: bool = True
-    partial: bool = False
     declared: int | None = None
     wanted_depth: int | None = None
-    wanted_interval: int | None = None
     bound: float | None = None
     interval: int = 1
     drift: Drift | None = None
     length: int = 0
-    encoded: int = 0
     depth: int = 0
     encoding: Namespace | None = None
     unshared: str | None = None
@@ -68,39 +64,29 @@ class Share:
     refreshed_at: int = -1
     refreshes: int = 0
     meta: ShallowMeta | None = None
-    measures_depth: bool = False
-    measures_interval: bool = False
-    divergences: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def measures(self) -> bool:
-        return self.measures_depth or self.measures_interval
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether the prefix is the beginning of a longer encoding."""
-        return self.encoding is not None and self.encoded > self.length
+    measures: bool = False
+    divergence: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Reuse whose outputs a refresh compares with its own, in the same step: a second row set with pages of its own.
+    """A depth whose outputs the first refresh compares with its own: a second row set of the step, on its own pages.
+
+    The request is served from the exact row set, which computes the prefix in all layers.
 
     Attributes:
-        depth: layers in which the prefix is reused. The other row set computes the prefix in all layers then.
-        age: denoising steps since the prefix's other layers were computed; 0: they are computed now.
+        depth: layers in which the prefix is reused.
         boundary: see `Share`.
         note: takes the divergence in nats.
     """
 
     depth: int
-    age: int
     boundary: torch.Tensor | None
     note: Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class DenoiseRows:
     """The rows of a denoising step beside its active ones.
 
     Attributes:
@@ -114,28 +100,29 @@ class Turn:
 
 
 def next_work(request: Request, num_layers: int, trial: Callable[[], Trial | None]) -> Work:
-    """The next step of a request that has all its pages; `trial`: what a refresh is to measure, if it can."""
+    """The next step of a request that has all its pages; `trial`: the depth that its first refresh measures, if any."""
     share, canvas = request.reuse, request.canvas
     if share.is_encoding:
-        return Work(request, 0, share.length, share.length, detail=Turn())
+        return Work(request, 0, share.length, share.length, detail=DenoiseRows())
     active = canvas.active(share.length)
     due = share.length > 0 and _is_due(share, canvas)
-    is_whole = len(active) == len(canvas.tokens) - share.length
-    turn = Turn(
+    rows = DenoiseRows(
         refresh=due and share.depth < num_layers,
         unprompted=canvas.active(0) if canvas.params.cfg_scale else range(0),
-        trial=trial() if due and is_whole and share.measures else None,
+        trial=trial() if due and share.measures and share.refreshed_at < 0 else None,
     )
-    num_prefix = share.length if turn.refresh or turn.trial else 0
-    num_rows = len(active) + num_prefix + len(turn.unprompted)
-    if turn.trial is not None:
-        num_rows += len(active) + (0 if turn.trial.age else num_prefix)
-    return Work(request, active.start, len(active), num_rows, detail=turn)
+    num_prefix = share.length if rows.refresh or rows.trial else 0
+    num_rows = len(active) + num_prefix + len(rows.unprompted)
+    if rows.trial is not None:
+        num_rows += len(active) + num_prefix
+    return Work(request, active.start, len(active), num_rows, detail=rows)
 
 
-def _is_due(share: Share, canvas: Canvas) -> bool:
-    """Whether the prefix is refreshed: after `interval` steps or for its drift; with a Fast-dLLM cache at a block's
-    beginning alone."""
+def _is_due(share: Share, canvas: BidirectionalCanvas) -> bool:
+    """Whether the prefix is refreshed: after `interval` steps or for its drift.
+
+    With a Fast-dLLM cache, only at a block's beginning.
+    """
     if canvas.params.cache != "none" and not canvas.is_block_start:
         return False
     if share.refreshed_at < 0:
@@ -147,16 +134,16 @@ def _is_due(share: Share, canvas: Canvas) -> bool:
 
 def plan_rows(work: Work, num_layers: int, page_size: int) -> list[RowSet]:
     """The row sets of a step: the canvas (or the prefix, while it is encoded), and the canvas without its prompt."""
-    if work.request.reuse.is_encoding:
+    share, rows = work.request.reuse, work.detail
+    if share.is_encoding:
         return [_encode(work.request, num_layers, page_size)]
-    share, turn = work.request.reuse, work.detail
-    prefix = share.length if turn.refresh or turn.trial else 0
-    if (trial := turn.trial) is not None:
-        served = _CanvasRows(work, page_size, prefix, share.depth if trial.age else 0, share.boundary, second=True)
-        other = _CanvasRows(work, page_size, 0 if trial.age else prefix, trial.depth, trial.boundary)
-        return [served.row_set(num_layers), other.row_set(num_layers)]
+    prefix = share.length if rows.refresh or rows.trial else 0
+    if (trial := rows.trial) is not None:
+        served = _CanvasRows(work, page_size, prefix, 0, None, second=True)
+        tried = _CanvasRows(work, page_size, prefix, trial.depth, trial.boundary)
+        return [served.row_set(num_layers), tried.row_set(num_layers)]
     sets = [_CanvasRows(work, page_size, prefix, share.depth, share.boundary).row_set(num_layers)]
-    if work.detail.unprompted:
+    if rows.unprompted:
         sets.append(_guide(work, num_layers, page_size))
     return sets
 
@@ -164,10 +151,6 @@ def plan_rows(work: Work, num_layers: int, page_size: int) -> list[RowSet]:
 def entry_layer(depth: int) -> int:
     """The index of the layer before which the prefix's rows join; at 0 they join as embeddings."""
     return max(depth - 1, 0)
-
-
-def slots_of(pages: np.ndarray, positions: np.ndarray, page_size: int) -> np.ndarray:
-    return pages[positions // page_size].astype(np.int64) * page_size + positions % page_size
 
 
 def _encode(request: Request, num_layers: int, page_size: int) -> RowSet:

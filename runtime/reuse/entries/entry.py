@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from dataclasses import InitVar, dataclass, field
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from radix import Namespace
 from radix.node import TOKEN_BYTES
 from runtime.errors import InvalidRequest
-from runtime.request import Sequence
+from runtime.kv.segments import Run, Sequence
 
 Pairs = list[tuple[int, int]]
+Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 
 @dataclass(slots=True, eq=False)
@@ -47,10 +51,45 @@ class Entry:
         self.tokens = array("i", np.frombuffer(self.sequence.tokens, dtype=np.int32)[self.is_kept].tobytes())
         self.key = (self.tokens + array("i", [-1]) * (-self.length % page_size)).tobytes()
 
+    def run(self, meta: EntryMeta | None = None) -> Run:
+        """The run of the tree in which the kept rows lie."""
+        return Run(array("i", self.key), self.namespace, self.name, meta)
+
     @property
     def before_holes(self) -> int:
         """Rows before the first one that is not kept."""
         return int(self.is_kept.argmin()) if self.num_holes else self.length
+
+
+@dataclass(frozen=True, slots=True)
+class EntryMeta:
+    """The record of an entry's run in the tree: the name that it had first, and its rows without the padding.
+
+    Attributes:
+        kind: what the strategy calls an entry: `module`, `document`.
+        more: other fields.
+    """
+
+    kind: str
+    name: str
+    tokens: int
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def describe(self) -> dict[str, Any]:
+        return {**self.more, self.kind: self.name, f"{self.kind}_tokens": self.tokens}
+
+
+def digest(content: bytes) -> str:
+    """A name for content, for namespaces."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def read_fields(kind: type[Fields], asked: dict[str, Any]) -> Fields:
+    """The `reuse` fields of a message. Raises InvalidRequest for fields of other types."""
+    try:
+        return msgspec.convert(asked, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"reuse: {error}", param="reuse") from None
 
 
 def read_tokens(data: bytes, vocab_size: int, what: str) -> array[int]:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from radix import Match, Node
-from runtime.request import Request, Run, Segment, Work, slots_of
-from runtime.reuse.build import Read, RowSet, Stage
-from runtime.reuse.entries.entry import Entry
+from radix import Match, Namespace, Node
+from runtime.batch import Read, RowSet, Stage
+from runtime.errors import InvalidRequest
+from runtime.kv.cache import PagedCache
+from runtime.kv.segments import Run, Segment, slots_of
+from runtime.protocol import ModelInfo
+from runtime.request import Found, Request, Work
+from runtime.reuse.entries.entry import Entry, EntryMeta
 from runtime.reuse.prefix import PrefixStrategy
-from runtime.reuse.strategy import Found
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
 
@@ -68,18 +72,55 @@ class EntryStrategy(PrefixStrategy):
     """Entries are found by their content; the first request that reads a missing one encodes it.
 
     An entry is encoded alone: causal among its own rows, at its own positions. Rows of placeholders go to scratch
-    pages, the others side by side into whole pages, so that nobody who reads them needs a mask.
+    pages, the others side by side into whole pages, so that readers need no mask.
 
-    A request's own tokens are a prefix as those of `PrefixStrategy`, in a namespace of what they read. Its segments are
-    this prefix, if there is one, and its entries. `request.reuse` is an `Imports`.
+    A request's own tokens are cached as by `PrefixStrategy`, in a namespace of what they read. Its segments are this
+    prefix, if there is one, and its entries. `request.reuse` is an `Imports`.
 
-    The first of `counted` is the number of entries that were encoded.
+    The first of `counted` is the number of entries that were encoded. `kind` is what the strategy calls an entry.
     """
+
+    kind: ClassVar[str]
+
+    def __init__(self, cache: PagedCache, num_layers: int, model: ModelInfo):
+        super().__init__(cache, num_layers)
+        self._model = model
+
+    # -- what is asked ---------------------------------------------------------------------------------------
+
+    def _check_count(self, count: int) -> None:
+        """Raise InvalidRequest for more entries than the pool has pages: each takes one."""
+        if (most := self.cache.pool.num_pages) < count:
+            message = f"the prompt reads {count} entries; the KV pool has {most} pages"
+            raise InvalidRequest(message, param="reuse", code="context_length_exceeded")
+
+    def _bound(self, request: Request, pages: int, most: int) -> None:
+        """Set the output's limit where the request sets none.
+
+        Args:
+            request: laid out.
+            pages: that it needs besides its own tokens' pages.
+            most: own tokens and output that the context has room for.
+
+        Raises:
+            InvalidRequest: if the pool could never hold its pages.
+        """
+        pool = self.cache.pool
+        if request.sampler.params.max_new_tokens is None:
+            in_pool = (pool.num_pages - pages) * pool.page_size
+            request.max_length = max(min(most, in_pool), request.prompt_len + 1)
+        if pages + (own := self.cache.pages_for(request.max_length)) > pool.num_pages:
+            raise InvalidRequest(
+                f"{self.kind}s take {pages} pages of {pool.page_size} tokens, and other text and output {own} more; "
+                f"the KV pool has {pool.num_pages}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
 
     # -- which entries exist ---------------------------------------------------------------------------------
 
     def find(self, request: Request) -> Found:
-        """`detail`: the match of the request's own tokens, and those of its entries."""
+        """`detail`: the match of the request's own tokens, and the matches of its entries."""
         own = super().find(request)
         matches = [self._match(entry) for entry in request.reuse.entries]
         whole = sum(e.length for e, match in zip(request.reuse.entries, matches, strict=True) if self._all(e, match))
@@ -90,7 +131,7 @@ class EntryStrategy(PrefixStrategy):
         entries = request.reuse.entries
         return [
             *super().reads(request),
-            *(Run(array("i", e.key), e.namespace, e.name, self._meta(request, e)) for e in entries),
+            *(entry.run(self._meta(request, entry)) for entry in entries),
         ]
 
     def _match(self, entry: Entry) -> Match:
@@ -144,16 +185,22 @@ class EntryStrategy(PrefixStrategy):
     def _there(self, request: Request, entry: Entry, pages: array[int]) -> None:
         """Take note of the pages of an entry that a request can read from now on."""
 
-    def _meta(self, request: Request, entry: Entry) -> Any:
-        """The record of an entry's run in the tree."""
-        return None
+    def _meta(self, request: Request, entry: Entry) -> EntryMeta | None:
+        """The record of an entry's run in the tree; None for an exact prefix."""
+        return EntryMeta(self.kind, entry.name, entry.length) if entry.namespace.entry else None
+
+    def meta_of(self, namespace: Namespace, described: dict[str, Any]) -> EntryMeta | None:
+        if not namespace.entry.startswith(f"{self.kind}:"):
+            return None
+        more = dict(described)
+        return EntryMeta(self.kind, more.pop(self.kind), more.pop(f"{self.kind}_tokens"), more)
 
     def _start(self, request: Request, entry: Entry, match: Match) -> int:
         """The row at which an entry is encoded: behind its whole pages in the tree, if none of them has a hole.
 
         An entry that may not be kept has all its pages to itself.
         """
-        if not request.store:
+        if not request.message.store:
             return 0
         page_size = self.cache.page_size
         return min(len(match.pages), entry.before_holes // page_size) * page_size
@@ -172,7 +219,7 @@ class EntryStrategy(PrefixStrategy):
         imports, owed = request.reuse, len(entry.is_kept) - start
         imports.encodings.append(Encoding(entry, start, imports.to_encode, pages, scratch, held))
         imports.to_encode += owed
-        request.owed += owed
+        request.sequence.pending += owed
         return fresh[size:]
 
     def work(self, request: Request, limit: int) -> Work:
@@ -216,7 +263,7 @@ class EntryStrategy(PrefixStrategy):
                 complete.append(one)
         self._keep(request, complete)
         imports.done += work.count
-        request.owed -= work.count
+        request.sequence.pending -= work.count
         return False
 
     def _keep(self, request: Request, complete: list[Encoding]) -> None:
@@ -233,7 +280,7 @@ class EntryStrategy(PrefixStrategy):
         cache, entry = self.cache, one.entry
         cache.allocator.release(one.scratch)
         node, pages = None, one.pages
-        if cache.enabled and request.store:
+        if cache.enabled and request.message.store:
             meta = self._meta(request, entry)
             node, pages = cache.insert(entry.key, pages, entry.namespace, one.seconds, meta, request.owner)
             cache.tree.lock(node)
@@ -247,11 +294,17 @@ class EntryStrategy(PrefixStrategy):
         imports = request.reuse
         imports.encodings, imports.to_encode, imports.done = [], 0, 0
 
+    @abstractmethod
+    def _describe(self, request: Request) -> dict[str, Any]:
+        """The strategy's own fields of a report."""
 
-def names_of(entries: Iterable[Entry]) -> list[str]:
-    """Names in the order of the entries' first kept rows."""
-    first = {entry: entry.sequence.position(int(entry.is_kept.argmax())) for entry in entries}
-    return [entry.name for entry in sorted(first, key=first.__getitem__)]
+    def report(self, request: Request) -> dict[str, Any] | None:
+        """With the first token: nothing of it changes later."""
+        if request.num_output > 1:
+            return None
+        reused = max(request.cached_tokens, 0)
+        counts = {"reused_tokens": reused, "computed_tokens": request.num_prompt - reused}
+        return {"strategy": self.name, **self._describe(request), **counts}
 
 
 def _see(pages: array[int], seen: np.ndarray, page_size: int) -> Read:

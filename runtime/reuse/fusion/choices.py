@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 
 import msgspec
 import numpy as np
+from cachetools import LRUCache
 
 from radix import Namespace
 from runtime.reuse.fusion.layout import Layout
@@ -17,37 +17,34 @@ _MOST_TURNS = 16
 
 class Choices:
     """A conversation's later turns read the same documents: what the first question chose serves them all, and the
-    cache has it. The oldest conversations are forgotten when all of them have too many rows.
-
-    Attributes:
-        num_rows: rows of all choices, a choice counted as one more.
+    cache has it. The conversations that were read longest ago are forgotten when all of them have too many rows.
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, list[tuple[int, bytes, np.ndarray]]] = OrderedDict()
-        self.num_rows = 0
+        # By conversation its turns, the longest first: their length, a digest of their end, and the chosen rows.
+        self._known: LRUCache[bytes, list[tuple[int, bytes, np.ndarray]]] = LRUCache(MOST_ROWS, getsizeof=_rows)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all choices, a choice counted as one more."""
+        return int(self._known.currsize)
 
     def recall(self, layout: Layout, namespace: Namespace) -> tuple[np.ndarray, int] | None:
         """The rows int64 that were chosen for the longest beginning of the prompt, and its length."""
-        key = _key(layout, namespace)
-        for length, digest, chosen in self._known.get(key, ()):
-            if length <= len(layout.prompt) and digest == _tail(layout, length):
-                self._known.move_to_end(key)
+        for length, end, chosen in self._known.get(_key(layout, namespace), ()):
+            if length <= len(layout.prompt) and end == _tail(layout, length):
                 return chosen, length
         return None
 
     def keep(self, layout: Layout, namespace: Namespace, chosen: np.ndarray) -> None:
         key, length = _key(layout, namespace), len(layout.prompt)
-        before = self._known.pop(key, [])
-        turns = sorted([*before, (length, _tail(layout, length), chosen)], key=lambda turn: -turn[0])[:_MOST_TURNS]
-        self._known[key] = turns
-        self.num_rows += _rows(turns) - _rows(before)
-        while self.num_rows > MOST_ROWS:
-            self.num_rows -= _rows(self._known.popitem(last=False)[1])
+        turns = [*self._known.pop(key, []), (length, _tail(layout, length), chosen)]
+        turns = sorted(turns, key=lambda turn: -turn[0])[:_MOST_TURNS]
+        if _rows(turns) <= self._known.maxsize:
+            self._known[key] = turns
 
     def clear(self) -> None:
         self._known.clear()
-        self.num_rows = 0
 
 
 def _rows(turns: list[tuple[int, bytes, np.ndarray]]) -> int:

@@ -1,4 +1,4 @@
-"""The places at which a prompt reads entries, and which of its rows are read and which computed."""
+"""Where a prompt reads entries, and which of its rows are read or computed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import msgspec
 import numpy as np
 import torch
 
+from runtime.batch import Read
 from runtime.errors import InvalidRequest
-from runtime.reuse.build import Read
-from runtime.reuse.entries.entry import Entry
+from runtime.reuse.entries.entry import Entry, read_fields
 
-# Rows of the question that tell which documents' rows matter; a longer one would hold up all requests for a while.
+# Rows of the question that choose document rows; more of them would hold up all requests.
 LONGEST_QUESTION = 512
 
 
@@ -25,12 +25,11 @@ class Asked(msgspec.Struct):
     Attributes:
         select: name of the method that chooses which rows are computed again.
         documents: ranges [start, stop) of the prompt's tokens, ascending.
-        names: of the documents, for people.
+        names: of the documents, shown in answers.
         ratio: share of the documents' rows that are computed again; None: the method's own.
         granularity: whether single rows are chosen, or whole pages of them.
         chunk_tokens: longer documents are encoded in pieces of this many tokens.
         k: leading rows of each chunk (LegoLink).
-        variant: of full reuse: whether rows are moved to their place (`cat`), or read as if they stood at 0.
         keep_tokens: document rows that are read after the first token; None: all.
     """
 
@@ -41,16 +40,12 @@ class Asked(msgspec.Struct):
     granularity: Literal["page", "token"] = "page"
     chunk_tokens: int = 512
     k: int = 16
-    variant: Literal["cat", "local"] = "cat"
     keep_tokens: int | None = None
 
     @staticmethod
     def read(asked: dict[str, Any], num_tokens: int) -> Asked:
         """Raises InvalidRequest for fields of other types or outside of their ranges."""
-        try:
-            found = msgspec.convert(asked, Asked)
-        except msgspec.ValidationError as error:
-            raise InvalidRequest(f"reuse: {error}", param="reuse") from None
+        found = read_fields(Asked, asked)
         at = 0
         for start, stop in found.documents:
             if not at <= start < stop <= num_tokens:
@@ -63,17 +58,9 @@ class Asked(msgspec.Struct):
         return found
 
     def options(self) -> dict[str, Any]:
-        """The options that the answer repeats; of those that single methods take, this method's."""
-        own: dict[str, dict[str, Any]] = {
-            "legolink": {"k": self.k} if self.ratio is None else {},
-            "full": {"variant": self.variant},
-        }
-        return {
-            "ratio": self.ratio,
-            "granularity": self.granularity,
-            "chunk_tokens": self.chunk_tokens,
-            **own.get(self.select, {}),
-        }
+        """The options that the answer repeats; `k` where LegoLink takes it."""
+        found = {"ratio": self.ratio, "granularity": self.granularity, "chunk_tokens": self.chunk_tokens}
+        return {**found, "k": self.k} if self.select == "legolink" and self.ratio is None else found
 
     def chunks(self) -> Iterator[tuple[int, int, str]]:
         """Ranges of the prompt that are encoded alone, and the name of the document that each belongs to."""
@@ -83,24 +70,12 @@ class Asked(msgspec.Struct):
                 yield at, min(at + self.chunk_tokens, stop), name
 
 
-@dataclass(frozen=True, slots=True)
-class DocumentMeta:
-    """The record of a chunk's run in the tree: the name that it had first, and its rows without the padding."""
-
-    name: str
-    tokens: int
-
-    def describe(self) -> dict[str, Any]:
-        return {"document": self.name, "document_tokens": self.tokens}
-
-
 @dataclass(slots=True, eq=False)
-class Place:
+class EntryPlace:
     """A run of a prompt's rows that is read from an entry.
 
     Attributes:
-        start: the row of the prompt that the entry's first row is.
-        shift: how many positions further on it is read than it was computed for.
+        start: index of the entry's first row in the prompt, and the distance by which its keys are moved.
         is_document: whether rows of it may be computed again.
         kept: bool [length], the rows that are read.
         pages: int32 page ids of the whole entry, once it is there.
@@ -108,7 +83,6 @@ class Place:
 
     entry: Entry
     start: int
-    shift: int
     is_document: bool
     kept: np.ndarray
     pages: array[int] = field(default_factory=lambda: array("i"))
@@ -137,7 +111,7 @@ class Place:
         yield Read(
             pages=whole.pages[: -(-length // page_size)],
             length=length,
-            shift=self.shift,
+            shift=self.start,
             keep=None if whole.keep is None else whole.keep[:length],
             visible=None if seen[blind] == length else seen[blind:].astype(np.int32),
             rows=slice(blind, None) if blind else None,
@@ -152,7 +126,7 @@ class Place:
         mask = self.kept[rows]
         table = np.frombuffer(self.pages, dtype=np.int32)[pages]
         keep = None if mask.all() else torch.from_numpy(mask)
-        return Read(table, len(rows), self.shift, keep), self.start + rows
+        return Read(table, len(rows), self.start, keep), self.start + rows
 
 
 @dataclass(slots=True, eq=False)
@@ -169,7 +143,7 @@ class Layout:
     """
 
     prompt: np.ndarray
-    places: Sequence[Place]
+    places: Sequence[EntryPlace]
     asked: Asked
     page_size: int
     is_own: np.ndarray = field(init=False)

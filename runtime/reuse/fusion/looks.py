@@ -14,21 +14,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from runtime.batch import causal_visible
+from runtime.batch import Read, RowSet, Stage, causal_visible
 from runtime.execution.executor import Executor
+from runtime.kv.segments import Sequence as Own
+from runtime.kv.segments import slots_of
 from runtime.models.rope import rotate
-from runtime.request import Sequence as Own
-from runtime.request import slots_of
-from runtime.reuse.build import Read, RowSet, Stage
-from runtime.reuse.fusion.layout import Layout, Place
+from runtime.reuse.fusion.layout import EntryPlace, Layout
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
-# About as many layers, evenly spread, tell to which rows a question attends.
+# Number of evenly spread layers in which the attention of a question is measured, about.
 _PROBED = 8
 # Neighbours over which scores are smoothed, in A3 and SnapKV.
 _POOLING = 5
-# Weights, of all heads, that are computed at once: a long question has gigabytes of them.
+# Attention weights, over all heads, that are computed at once: a long question has gigabytes of them.
 _MOST_WEIGHTS = 1 << 24
 
 
@@ -217,7 +216,7 @@ def _attention(
     read = [np.flatnonzero(place.kept) for place in layout.places]
     keys = [gather(pool, pages, np.arange(len(own)), page_size)]
     keys += [gather(pool, place.pages, mine, page_size) for place, mine in zip(layout.places, read, strict=True)]
-    turns = [executor.rope.shift(torch.tensor([-place.shift], device=q.device)) for place in layout.places]
+    turns = [executor.rope.shift(torch.tensor([-place.start], device=q.device)) for place in layout.places]
     later = torch.from_numpy(own[None] > own[-len(q) :, None]).to(q.device)
     weights = torch.zeros(sum(map(len, keys)), device=q.device)
     size = max(_MOST_WEIGHTS // (q.shape[1] * len(weights)), 1)
@@ -248,7 +247,7 @@ def _logits(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return torch.einsum("nkgd,mkd->nkgm", grouped, k).flatten(1, 2) / math.sqrt(q.shape[-1])
 
 
-def _by_place(places: Iterable[Place], rows: np.ndarray) -> Iterable[tuple[Place, np.ndarray]]:
+def _by_place(places: Iterable[EntryPlace], rows: np.ndarray) -> Iterable[tuple[EntryPlace, np.ndarray]]:
     """The documents' places, and the ascending rows of the prompt that lie in each."""
     for place in places:
         first, last = np.searchsorted(rows, (place.start, place.start + place.entry.length))

@@ -1,4 +1,4 @@
-"""SnapKV (Li et al. 2024), by whole pages: behind the first token, only the document rows that the question reads stay.
+"""SnapKV (Li et al. 2024) by whole pages: after the first token, only document rows that the question attends to stay.
 
 The paper chooses rows for each head. A page holds the rows of all layers and heads, so such a choice would free no
 memory: here one choice of pages serves them all.
@@ -11,10 +11,10 @@ from array import array
 import numpy as np
 import torch
 
+from runtime.batch import Stage
 from runtime.execution.executor import Executor
 from runtime.kv.cache import PagedCache
-from runtime.request import Segment
-from runtime.reuse.build import Stage
+from runtime.kv.segments import Segment
 from runtime.reuse.fusion.layout import Layout
 from runtime.reuse.fusion.looks import attention, probed_layers, project_each, save_before, smooth
 
@@ -23,10 +23,10 @@ class SnapKV:
     """The choice for one request.
 
     Attributes:
-        window: of the prompt's last rows, how many tell what is read.
+        window: how many of the prompt's last rows vote.
         kept: for each place, bool [length], the rows that stay; None: they are not chosen yet.
         pages: private ones, for the rows that stay.
-        is_done: whether the request reads no other rows any more.
+        is_done: whether the request has left the other rows.
     """
 
     def __init__(self, layout: Layout, executor: Executor):
@@ -45,7 +45,7 @@ class SnapKV:
 
     @property
     def num_kept(self) -> int:
-        """Document rows that stay, beside those of the sequence."""
+        """Document rows that stay, without chosen ones."""
         places = zip(self.layout.places, self.kept or (), strict=False)
         return sum(int(kept.sum()) for place, kept in places if place.is_document)
 

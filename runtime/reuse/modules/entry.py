@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
-from typing import Any
-
 import msgspec
 import numpy as np
 
 from radix import Namespace
 from runtime.errors import InvalidRequest
+from runtime.kv.segments import Sequence
 from runtime.protocol import ModelInfo
-from runtime.request import Sequence
-from runtime.reuse.entries.entry import Entry, Pairs, read_anchors, read_tokens
+from runtime.reuse.entries.entry import Entry, Pairs, digest, read_anchors, read_tokens
 
 
 class EntryFields(msgspec.Struct):
@@ -23,7 +19,7 @@ class EntryFields(msgspec.Struct):
         tokens: int32 little-endian, placeholders included.
         anchors: (index, position) pairs, see `runtime.request.Sequence`.
         holes: ranges [start, stop) of indices: placeholder rows, which are encoded but not kept.
-        name: for people; no part of the entry's key.
+        name: shown in answers; no part of the entry's key.
     """
 
     tokens: bytes
@@ -32,35 +28,15 @@ class EntryFields(msgspec.Struct):
     name: str = ""
 
 
-class Layout(msgspec.Struct):
+class ModuleFields(msgspec.Struct):
     """The `reuse` fields of a message: the entries that a request reads, and the anchors of its own tokens.
 
-    `schema` is for people.
+    `schema` is a name that the tree shows.
     """
 
     entries: list[EntryFields]
     anchors: Pairs = []
     schema: str = ""
-
-    @staticmethod
-    def read(asked: dict[str, Any]) -> Layout:
-        """Raises InvalidRequest for fields of other types."""
-        try:
-            return msgspec.convert(asked, Layout)
-        except msgspec.ValidationError as error:
-            raise InvalidRequest(f"reuse: {error}", param="reuse") from None
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleMeta:
-    """The record of an entry's run in the tree: the names that it had first, and its rows without the padding."""
-
-    schema: str
-    name: str
-    tokens: int
-
-    def describe(self) -> dict[str, Any]:
-        return {"schema": self.schema, "module": self.name, "module_tokens": self.tokens}
 
 
 def read_entry(fields: EntryFields, namespace: Namespace, model: ModelInfo) -> Entry | None:
@@ -78,6 +54,5 @@ def read_entry(fields: EntryFields, namespace: Namespace, model: ModelInfo) -> E
         return None
     anchors = read_anchors(fields.anchors, len(tokens), model.context_length, what)
     content = msgspec.msgpack.encode((fields.tokens, anchors, is_kept.tobytes()))
-    digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-    place = namespace.for_entry("module", digest)
-    return Entry(fields.name, Sequence(tokens, anchors=anchors), is_kept, place, model.page_size)
+    own = namespace.for_entry("module", digest(content))
+    return Entry(fields.name, Sequence(tokens, anchors=anchors), is_kept, own, model.page_size)

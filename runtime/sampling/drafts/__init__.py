@@ -1,1 +1,1 @@
-"""Drafts: tokens that may follow, found in earlier texts and verified with the token that is known."""
+"""Drafts: likely next tokens from earlier text, verified in the same step as the known token."""

@@ -1,4 +1,4 @@
-"""The drafter: which tokens each running request verifies beside the one that is known."""
+"""The drafter chooses the tokens that each running request verifies."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from runtime.sampling.drafts.pace import LEAST_GAIN, Acceptance, Pace, share_out
 
 # Most drafted rows of a request and of all, in a step.
 LONGEST, _ROWS = 32, 128
-# Where a look has found nothing that pays, so many lookups are worth a step's wait.
+# After a lookup without a worthwhile draft: lookups that may cost as much time as one step.
 _LOOKUPS = 8
-# Tokens that are read from the tree at a time.
+# Tokens read from the tree at a time.
 _TREE_TOKENS = 256
-# Equal tokens before a place that make it likely that the text goes on there, even behind another token.
+# After this many equal tokens, the text probably continues there even if one token differs.
 _SURE = 4
 _NONE = array("i")
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A request's text and the state of its sources. No array is changed, but the text.
+    """A request's text and the state of its draft sources. Only the text array is mutated.
 
     Attributes:
-        text: int32, the whole prompt and the output, and `places`, its runs.
-        ahead: int32, what follows in the tree behind that.
-        pause, paused: outputs between two looks into the tree, which grow while it finds nothing.
-        rates: by source.
-        latest: the draft that was found last, verified or not.
-        source: of that draft, and `source_at`, where it stands in `text`; -1: it is from elsewhere.
-        equal: tokens before it that are equal in the text.
+        text: int32, prompt and output; `places` indexes its runs of tokens.
+        ahead: int32, the tokens that follow this text in the tree.
+        pause, paused: output tokens between two tree lookups; the pause grows while lookups fail.
+        rates: acceptance rate by source.
+        latest: the last draft found, verified or not.
+        source: source of that draft; `source_at`: its index in `text`, or -1 if it is from elsewhere.
+        equal: number of matching tokens before it.
     """
 
     text: array[int]
@@ -51,8 +51,8 @@ class _Draft:
 class Drafter:
     """Drafts from the tree, from the request's own text, and from recent outputs of its namespace.
 
-    A draft costs rows of a step, and gives tokens where it is right. How many rows are worth it follows from the
-    measured times of steps and from how often each source was right: for this request, and for all.
+    A drafted row costs step time and gains a token if it is accepted. The number of drafted rows follows from measured
+    step times and from the acceptance rate of each source, for this request and for all requests.
     """
 
     def __init__(self, tree: RadixTree):
@@ -60,10 +60,10 @@ class Drafter:
         self._recent = Recent()
         self._pace = Pace()
         self._rates: dict[Hashable, Acceptance] = {}
-        self._idle = 0  # steps to come that do without a look
+        self._idle = 0  # steps until the next lookup
 
     def propose(self, requests: Sequence[Request], room: int, beside: int) -> dict[Request, array[int]]:
-        """Drafts for requests that decode; `room`: rows that the step may have more; `beside`: those of prompts."""
+        """Drafts for decoding requests. `room`: rows that the step has left; `beside`: its prompt rows."""
         found = [(request, draft) for request in requests if (draft := self._find(request))]
         seconds = self._pace.seconds(len(requests), min(room, _ROWS), beside) if found else None
         drafts = [(self._rate(request).rate, len(draft)) for request, draft in found]
@@ -74,9 +74,9 @@ class Drafter:
         return {request: draft[:n] for (request, draft), n in zip(found, lengths, strict=True) if n}
 
     def extend(self, work: Sequence[Work], step_tokens: int) -> None:
-        """Add drafts to a step; their pages are allocated, without the retraction of others.
+        """Add drafts to a step and allocate their pages, without retracting other requests.
 
-        `step_tokens`: rows that the step may have.
+        `step_tokens`: the most rows of the step.
         """
         decoding = [item for item in work if item.num_rows == 1 and not item.prefills]
         rows = sum([item.num_rows for item in work])
@@ -92,13 +92,13 @@ class Drafter:
                 item.add(draft)
 
     def note_step(self, work: Sequence[Work], seconds: float) -> None:
-        """Book the time of a step."""
+        """Record the duration of a step."""
         drafted, beside = sum([len(item.draft) for item in work]), _rows_of_prompts(work)
         prompts = sum([item.num_rows - len(item.draft) > 1 for item in work]) if beside else 0
         self._pace.note(len(work) - prompts, drafted, seconds, beside)
 
     def ended(self, request: Request) -> None:
-        """Remember the output of a request that was served."""
+        """Remember the output of a finished request."""
         if request.num_output:
             self._recent.add(request.namespace, request.tokens[max(request.prompt_len - LEAST, 0) :])
 
@@ -108,7 +108,7 @@ class Drafter:
 
     def _find(self, request: Request) -> array[int]:
         tokens = request.tokens
-        limit = min(LONGEST, request.max_tokens - len(tokens) - 1)
+        limit = min(LONGEST, request.max_length - len(tokens) - 1)
         if limit < 1:
             return _NONE
         state = request.draft = request.draft or _Draft(request.entry_tokens[:])
@@ -130,11 +130,11 @@ class Drafter:
         return best
 
     def _compare(self, state: _Draft, new: array[int]) -> int:
-        """Book how far the latest draft was right, in `new` tokens: even one that no step verified shows that.
+        """Record how many tokens of the latest draft match the `new` tokens, whether a step verified it or not.
 
         Returns:
-            Where in the text it may go on as before, if `new` has but one other token in a place that was surely the
-            right one; -1: nowhere.
+            The index in the text at which the source probably continues, if only one token of `new` differs after a
+            long match; -1: none.
         """
         if not (tried := min(len(state.latest), len(new))):
             return -1
@@ -143,7 +143,7 @@ class Drafter:
         return state.source_at + len(new) if state.source_at >= 0 and (right or state.equal >= _SURE) else -1
 
     def _from_tree(self, request: Request, state: _Draft, new: array[int]) -> array[int]:
-        """Tokens behind this place in the tree, as known before the text's `new` tokens."""
+        """Tokens that followed in the tree before the text's `new` tokens were appended."""
         if state.ahead:
             state.ahead = state.ahead[len(new) :] if state.ahead[: len(new)] == new else _NONE
         state.paused += 1
@@ -162,16 +162,16 @@ class Drafter:
 
 
 def _rows_of_prompts(work: Sequence[Work]) -> int:
-    """Of those of which more than a row is computed; one row costs what decoding does."""
+    """Rows of requests that compute several rows in this step; a single row costs as much as decoding."""
     return sum([rows for item in work if (rows := item.num_rows - len(item.draft)) > 1])
 
 
 def _grade(equal: int) -> int:
-    """The more tokens are equal, the likelier the next ones are, too: 0, 2, 3, 4, 5 and more, 8 and more, 16."""
+    """Classes of matches, as longer ones are accepted more often: 0, 2, 3, 4, 5 to 7, 8 to 15, 16 tokens."""
     return equal if equal <= 4 else 2 + equal.bit_length()
 
 
 def _repeat(text: array[int], at: int, limit: int) -> array[int]:
-    """The tokens from `at` on, over and over where they are fewer than `limit`."""
+    """`limit` tokens from `at` on, repeated if the text ends before."""
     found = text[at : at + limit]
     return (found * (limit // len(found) + 1))[:limit]

@@ -1,4 +1,4 @@
-"""Earlier places of a text's last tokens, and what followed there."""
+"""Prompt lookup: earlier occurrences of a text's last tokens, and the tokens that followed them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import numpy as np
 from radix import Namespace, RadixTree
 from radix.node import TOKEN_BYTES
 
-# Tokens that must be equal before a place counts; two ids of 21 bits are one key.
+# Least number of matching tokens; two ids of 21 bits form one key.
 LEAST, _BITS = 2, 21
-# More runs than these are indexed at once.
+# More new runs than this are indexed with numpy.
 _FEW = 4
-# Equal tokens are counted up to here, at so many of the latest places.
+# Longest match that is counted, and number of latest occurrences that are compared.
 _LONGEST, _TRIED = 16, 8
-# Of finished outputs, the tokens that are remembered for a namespace: between this many and twice as many.
+# Tokens of finished outputs remembered per namespace: at least this many, at most twice as many.
 _REMEMBERED = 1 << 15
 _NAMESPACES = 64
 
 
 class Places:
-    """The places of every run of `LEAST` tokens in a text that grows."""
+    """An index of all runs of `LEAST` tokens in a growing text."""
 
     def __init__(self) -> None:
-        self._ends: dict[int, int] = {}  # of the latest place of each run
-        self._earlier = array("i", [0] * LEAST)  # by its end, the end of the place before with the same run
+        self._ends: dict[int, int] = {}  # end index of the latest occurrence of each run
+        self._earlier = array("i", [0] * LEAST)  # by end index: the end of the previous occurrence
         self._indexed = 0
 
     def follow(self, tokens: array[int]) -> None:
@@ -47,11 +47,11 @@ class Places:
             ends[key] = at
 
     def find(self, text: array[int], tokens: array[int]) -> tuple[int, int]:
-        """The place behind the last tokens of `tokens` where they stood in `text`, whose runs are indexed.
+        """Find an earlier occurrence of the last tokens of `tokens` in the indexed `text`.
 
         Returns:
-            The index in `text` of the token that followed, and how many tokens before it are equal; (0, 0): no place.
-            Of the latest places, the one with the most equal tokens.
+            The index in `text` of the token that followed, and the number of matching tokens before it, for the longest
+            match among the latest occurrences; (0, 0) if there is none.
         """
         at, longest = 0, 0
         end = self._ends.get(_key(tokens, len(tokens)), 0) if len(tokens) >= LEAST else 0
@@ -70,13 +70,13 @@ class Places:
 
 
 class Recent:
-    """Texts of finished requests, by namespace, which are forgotten when newer ones have come."""
+    """Outputs of finished requests by namespace; newer outputs replace older ones."""
 
     def __init__(self) -> None:
         self._texts: OrderedDict[Namespace, list[tuple[array[int], Places]]] = OrderedDict()
 
     def add(self, namespace: Namespace, tokens: array[int]) -> None:
-        """Remember an output; `tokens` begins with the tokens before it that find its beginning."""
+        """Remember an output. `tokens` starts with the last prompt tokens, which match the output's start."""
         halves = self._texts.setdefault(namespace, [(array("i"), Places())])
         self._texts.move_to_end(namespace)
         if len(halves[-1][0]) >= _REMEMBERED:
@@ -89,7 +89,7 @@ class Recent:
             self._texts.popitem(last=False)
 
     def find(self, namespace: Namespace, tokens: array[int], limit: int) -> tuple[array[int], int]:
-        """Tokens that followed the last ones, up to `limit` tokens, and how many tokens were equal."""
+        """Up to `limit` tokens that followed the last tokens elsewhere, and the length of the match."""
         for text, places in reversed(self._texts.get(namespace, ())):
             at, equal = places.find(text, tokens)
             if equal:
@@ -101,7 +101,7 @@ class Recent:
 
 
 def continuation(tree: RadixTree, key: bytes, namespace: Namespace, limit: int) -> array[int]:
-    """Up to `limit` tokens that follow a key in the tree; where it branches, the newest branch."""
+    """Up to `limit` tokens that follow a key in the tree, on the newest branch."""
     match, found = tree.match(key, namespace), array("i")
     page_bytes = tree.page_size * TOKEN_BYTES
     if len(match.pages) * page_bytes + match.partial_rows * TOKEN_BYTES < len(key):
@@ -117,5 +117,5 @@ def continuation(tree: RadixTree, key: bytes, namespace: Namespace, limit: int) 
 
 
 def _key(tokens: array[int], end: int) -> int:
-    """Of the run that ends before index `end`."""
+    """The key of the run that ends before index `end`."""
     return tokens[end - 2] << _BITS | tokens[end - 1]

@@ -1,4 +1,4 @@
-"""Costs of longer steps and the success of drafts, as measured."""
+"""Measured costs of drafted rows and acceptance rates of drafts."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# Share of a step's time that a further row costs at least where that is not known: half of what known ones do, but no
-# less than the first figure. Drafts cost the second one at least, as their step is planned anew.
+# Least cost of an additional row as a share of the step's time, where it has not been measured: half the measured cost
+# of a row, but at least the first figure. Any drafts cost at least the second figure, as their step is planned anew.
 _HOPED, _LEAST = 0.005, 0.03
-# Unknown steps have up to so many drafted rows, or four times as many as known ones.
+# Steps that were never measured have at most this many drafted rows, or four times the largest measured number.
 _TRIED = 8
 _RECENT = 0.2
-# Times that are kept of one kind of step; with fewer than so many, it is not known.
+# Latest times kept for each kind of step, and the number from which on they are trusted.
 _KEPT, _FEWEST = 5, 3
-# Steps of a batch size after which a time is too old.
+# Steps of a batch size after which a measured time is outdated.
 _OLD = 128
-# Where drafts gain less, a step does without.
+# A step uses drafts only for a larger gain than this.
 LEAST_GAIN = 1.02
-# Steps between two measurements without drafts: at a gain of 1, for each 1 more, and at most.
+# Steps between two measurements without drafts: at a gain of 1, for each additional 1, and at most.
 _OFTEN, _SELDOM, _SELDOMEST = 8, 128, 128
-# A less likely token is never drafted.
+# Tokens with a lower acceptance probability are never drafted.
 _LEAST_CHANCE = 0.02
 
 
 @dataclass(slots=True)
 class _Cost:
-    """Seconds and rows of the latest steps of one kind, and when there was one."""
+    """Seconds and rows of the latest steps of one kind, and the number of the last one."""
 
     latest: list[tuple[float, int]] = field(default_factory=list)
     at: int = 0
@@ -39,32 +39,32 @@ class _Cost:
         self.at = at
 
     def known(self, now: int) -> bool:
-        """Whether it was measured often enough, and of late."""
-        if now - self.at >= _OLD:  # one more shows whether it is as it was
+        """Whether it was measured often enough and recently."""
+        if now - self.at >= _OLD:  # one more measurement makes it known again
             self.latest = sorted(self.latest)[: _FEWEST - 1]
         return len(self.latest) >= _FEWEST
 
     @property
     def low(self) -> tuple[int, float]:
-        """Rows and seconds of the quickest: what else the machine does delays."""
+        """Rows and seconds of the fastest step: other load only makes steps slower."""
         seconds, rows = min(self.latest)
         return rows, seconds
 
 
 class Pace:
-    """Seconds of a step by its requests that decode and its drafted rows.
+    """Step time as a function of decoding requests and drafted rows.
 
-    Steps of about as many requests are known together: there, a row costs the same whether it is drafted or not.
+    Steps with a similar number of requests share measurements.
     """
 
     def __init__(self) -> None:
         self._costs: dict[int, dict[int, _Cost]] = {}
         self._steps: dict[int, int] = {}
         self._before = (0, 0, 0)
-        self._row_s: float | None = None  # of a row beside those of prompts
+        self._row_s: float | None = None  # seconds of a row in steps that also have prompt rows
 
     def note(self, requests: int, drafted: int, seconds: float, beside: int = 0) -> None:
-        """`beside`: rows of prompts in the step."""
+        """Record a step. `beside`: its prompt rows."""
         follows, self._before = self._before == (requests, drafted, beside), (requests, drafted, beside)
         if beside:
             latest = seconds / (requests + drafted + beside)
@@ -72,24 +72,24 @@ class Pace:
             return
         batch = _bucket(requests)
         self._steps[batch] = at = self._steps.get(batch, 0) + 1
-        # Two in a row, so that no rhythm of delays falls together with that of measuring.
+        # Two equal steps in succession, so that periodic delays do not coincide with measurements.
         if drafted or follows:
             cost = self._costs.setdefault(batch, {}).setdefault(_bucket(drafted), _Cost())
             cost.note(seconds, requests + drafted, at)
 
     def seconds(self, requests: int, most: int, beside: int = 0) -> list[float] | None:
-        """Of steps with 0 to `most` drafted rows, or fewer; None: those without drafts are not known yet.
+        """Expected seconds of steps with 0 to at most `most` drafted rows; None without measurements without drafts.
 
-        Beside rows of prompts, those of a step in which all decode, had it rows at the price of theirs at least: only
-        tokens that come cheaper than in later steps may let prompts wait.
+        In a step with prompt rows, a drafted row costs at least as much as a prompt row: only cheaper tokens than later
+        ones may delay prompts.
         """
         batch = _bucket(requests)
         costs, now = self._costs.get(batch, {}), self._steps.get(batch, 0)
         if 0 not in costs or not costs[0].known(costs[0].at) or (beside and self._row_s is None):
             return None
-        # One slow step says nothing: until a kind is known, it is hoped to be as cheap as others let it seem.
+        # One slow step proves nothing: until a kind is known, the estimate comes from the known kinds.
         known = sorted(cost.low for drafted, cost in costs.items() if not drafted or cost.known(now))
-        # More rows never take less time: where they seem to, something else delayed the step with fewer.
+        # More rows never take less time: if they seem to, other load delayed the step with fewer rows.
         for i in range(len(known) - 2, -1, -1):
             known[i] = known[i][0], min(known[i][1], known[i + 1][1])
         found = _lines(known, requests, min(most, max(_TRIED, 4 * (known[-1][0] - requests))))
@@ -97,9 +97,9 @@ class Pace:
         return [found[0], *(max(time, least, found[0] + row_s * rows) for rows, time in enumerate(found[1:], 1))]
 
     def due(self, requests: int, gain: float) -> bool:
-        """Whether a step should do without drafts, so that its time stays known.
+        """Whether the next step should run without drafts, to measure its time.
 
-        `gain`: how many such steps one with drafts is worth; the fewer, the more often one does without.
+        `gain`: tokens/s with drafts over tokens/s without; the smaller, the more often this is measured.
         """
         batch = _bucket(requests)
         age = self._steps[batch] - self._costs[batch][0].at
@@ -107,7 +107,7 @@ class Pace:
 
 
 def _lines(known: Sequence[tuple[int, float]], first: int, most: int) -> list[float]:
-    """Seconds at `first`, `first + 1`, ..., `first + most` rows on the lines through known points."""
+    """Seconds of `first` to `first + most` rows, interpolated linearly between known points."""
     (least, time), (last, longest), points = known[0], known[-1], list(known)
     price = (longest - time) / (last - least) if last > least else 0.0
     if first < least:
@@ -119,7 +119,7 @@ def _lines(known: Sequence[tuple[int, float]], first: int, most: int) -> list[fl
 
 
 def _bucket(number: int) -> int:
-    """Up to 4 each count apart, above that two buckets an octave, each under its upper end."""
+    """The upper end of a number's bucket: exact up to 4, then two buckets per power of two."""
     if number <= 4:
         return number
     half = 1 << (number - 1).bit_length() - 2
@@ -127,10 +127,10 @@ def _bucket(number: int) -> int:
 
 
 class Acceptance:
-    """The rate at which the next token of a draft is right, given that all before it are."""
+    """The probability that a drafted token is accepted, given that all before it were."""
 
     def __init__(self, prior: Acceptance | None = None, memory: int = 256):
-        """`prior`: what is believed before anything was tried here; `memory`: trials after which all weigh half."""
+        """`prior`: the initial estimate; `memory`: number of trials after which older ones count half."""
         self._prior, self._memory = prior, memory
         self._right, self._tried = (2.0, 4.0) if prior is None else (0.0, 0.0)
 
@@ -141,7 +141,7 @@ class Acceptance:
         return (self._right + 4 * self._prior.rate) / (self._tried + 4)
 
     def note(self, right: int, drafted: int) -> None:
-        """`right` tokens of a draft of `drafted` were right; those behind the first wrong one say nothing."""
+        """Record that the first `right` of `drafted` tokens were accepted."""
         self._right += right
         self._tried += right + (right < drafted)
         if self._tried > self._memory:
@@ -151,19 +151,19 @@ class Acceptance:
 
 
 def share_out(drafts: Sequence[tuple[float, int]], requests: int, seconds: Sequence[float]) -> tuple[list[int], float]:
-    """Rows for each draft, so that the requests' tokens a second grow most in their geometric mean.
+    """Choose the number of rows of each draft that maximises the geometric mean of the requests' tokens/s.
 
-    So a draft delays requests without one only as far as the gain of its own outweighs their loss.
+    So drafts delay other requests only if the gain outweighs their loss.
 
     Args:
-        drafts: of each, the rate at which its next token is right, and its tokens.
-        requests: of the step, each of which gets a token at least.
-        seconds: of a step with 0, 1, ... drafted rows.
+        drafts: acceptance rate and number of tokens of each.
+        requests: number of requests in the step; each gets at least one token.
+        seconds: expected duration of a step with 0, 1, ... drafted rows.
 
     Returns:
-        The rows, and that mean over the one without drafts.
+        The rows of each draft, and the ratio of this mean to the one without drafts.
     """
-    # By gain of the next row: tokens that are expected without it, its chance, its place in its draft.
+    # Heap by the gain of the next row: draft, expected tokens without it, acceptance probability, length of the draft.
     coming = [(-math.log1p(rate), i, 1.0, rate, 1) for i, (rate, _) in enumerate(drafts)]
     heapq.heapify(coming)
     taken: list[int] = []

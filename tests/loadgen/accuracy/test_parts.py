@@ -7,8 +7,8 @@ import random
 import pytest
 
 from loadgen.accuracy.parts import TASKS, Item
+from runtime.frontend.schemas.schema import Schema
 from runtime.models.tokenizer import Tokenizer
-from runtime.reuse.modules.schema import Schema
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loadgen.accuracy.measure import Cell
+from loadgen.accuracy.measure import group_of
 from loadgen.accuracy.tasks import TASKS, Source
 from loadgen.accuracy.vocabulary import Vocabulary
 
@@ -84,7 +84,7 @@ def test_batches_are_of_one_length(vocabulary, task):
 @pytest.mark.parametrize("ratio", [0.75, 0.9])
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_prefixes_are_filled_to_the_ratio(vocabulary, task, ratio):
-    example = Cell(task, 32, ratio).group(Source(vocabulary, 1), 0, 2)[0]
+    example = group_of(Source(vocabulary, 1), task, 0, 32, ratio, 2)[0]
     assert len(example.prefix) / len(example.ids) == pytest.approx(ratio, abs=0.01)
 
 

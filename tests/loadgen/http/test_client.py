@@ -41,7 +41,7 @@ def sends(*pieces, then="close"):
 
 
 def errors(result):
-    return result.summary["errors"]
+    return result.figures["errors"]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_every_failure_is_counted_by_its_kind(bad_server, kind, script):
     result = run(server.url, bounds=Bounds(requests=3), timeouts=Timeouts(total_s=60, stall_s=stall_s))
     assert errors(result) == {kind: 3}
     assert server.requests == 3
-    assert result.summary["completed"] == 0
+    assert result.figures["completed"] == 0
     assert all(record.end_s >= record.sent_s > 0 for record in result.records)
 
 
@@ -110,16 +110,16 @@ def test_a_server_that_dies_amid_the_run_leaves_what_was_good(bad_server):
         writer.close()
 
     result = run(bad_server(script).url, bounds=Bounds(requests=10))
-    assert result.summary["completed"] == 5
+    assert result.figures["completed"] == 5
     assert errors(result) == {"reset": 5}
-    assert result.summary["latency"]["ttft"]["max"] > 0
+    assert max(result.figures["ttft"]) > 0
 
 
 def test_without_usage_the_pieces_are_counted(bad_server):
     result = run(bad_server(sends(HEAD, PIECE, PIECE, LAST, DONE)).url)
-    assert result.summary["output_tokens"] == 4 * 3
-    assert result.summary["output_tokens_counted_by"] == ["pieces"]
-    assert result.summary["hit_ratio"] is None
+    assert result.figures["output_tokens"] == 4 * 3
+    assert result.figures["output_tokens_counted_by"] == ["pieces"]
+    assert result.figures["hit_ratio"] is None
 
 
 def test_the_chat_api_counts_from_the_first_text_and_not_from_the_role(bad_server):

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
-import csv
 import json
-import os.path
 import random
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from loadgen.http import options
 from loadgen.http.prose import CHARS_PER_TOKEN, Prose, corpus_sentences, vocabulary
 from loadgen.http.session import Conversation, Message
-from loadgen.http.workloads import WORKLOADS
+from loadgen.http.workloads import WORKLOADS, make_workloads
 from loadgen.http.workloads.base import length
 from loadgen.http.workloads.dialogues import Agents, Chat
 from loadgen.http.workloads.file import File
 from loadgen.http.workloads.prompts import Diffusion, FewShot, Rag, SharedPrefix, Unique
 from loadgen.http.workloads.trace import Trace, read_trace
 from tests.loadgen.helpers import sessions, text_of
-
-TRACES = Path(__file__).resolve().parents[4] / "shared" / "traces"
 
 SYNTHETIC = [kind for name, kind in WORKLOADS.items() if name not in ("file", "trace")]
 
@@ -73,7 +66,7 @@ def test_a_key_gives_the_same_text_whatever_came_before():
 
 def test_shared_prefix_asks_every_group_equally():
     workload = SharedPrefix(groups=3, questions=4)
-    made = sessions(workload, workload.requests)
+    made = sessions(workload, workload.requests(1))
     assert Counter(session.group for session in made) == {f"group {i}": 4 for i in range(3)}
     prefixes = {session.group: session.turns[0].messages[0].content for session in made}
     assert len(set(prefixes.values())) == 3
@@ -219,35 +212,15 @@ def test_what_is_no_trace_is_refused(tmp_path, text):
         sessions(Trace(path))
 
 
-@pytest.mark.skipif(
-    not TRACES.exists(), reason=f"no recorded traces beside the repository ({os.path.basename(TRACES)})"
-)
-def test_the_published_traces_are_read_whole():
-    rows = read_trace(TRACES / "mooncake" / "conversation_trace.jsonl")
-    assert len(rows) == 12031
-    assert sum(len(row.blocks) for row in rows) == 288500
-    assert all(len(row.blocks) == -(-row.input_tokens // 512) for row in rows)
-    assert 3500 < rows[-1].at_s < 3700
-    for name in ("code", "conv"):
-        path = TRACES / "azure" / f"AzureLLMInferenceTrace_{name}.csv"
-        rows = read_trace(path)
-        with path.open() as lines:
-            recorded = list(csv.DictReader(lines))
-        assert [row.input_tokens for row in rows] == [int(entry["ContextTokens"]) for entry in recorded]
-        assert 3000 < rows[-1].at_s < 3700
-
-
-def test_a_file_goes_to_the_chat_route_and_other_workloads_where_they_did(tmp_path):
-    parser = argparse.ArgumentParser()
-    options.add_target(parser)
-    options.add_workload(parser)
-
-    def api(*arguments: str) -> str:
-        return options.target(parser.parse_args(arguments), "name", "http://127.0.0.1").api
-
-    assert api("--workload", "file", "--file", str(tmp_path)) == "chat"
-    assert api("--workload", "file", "--file", str(tmp_path), "--api", "generate") == "generate"
-    assert api() == api("--workload", "trace", "--trace", str(tmp_path)) == "completions"
+def test_options_of_a_workload_that_are_foreign_or_missing_are_refused(tmp_path):
+    made = make_workloads(("rag", "unique"), {"documents": 3, "prompt_tokens": length("7")})
+    assert made["rag"].documents == 3
+    assert made["unique"].prompt_tokens == made["rag"].prompt_tokens == length("7")
+    assert [made["rag"].requests(users) for users in (1, 100)] == [32, 400]
+    with pytest.raises(ValueError, match="--block-tokens: not an option of rag, unique"):
+        make_workloads(("rag", "unique"), {"block_tokens": 3})
+    with pytest.raises(ValueError, match="trace needs --trace"):
+        make_workloads(("trace",), {})
 
 
 def test_a_recorded_trace_says_its_blocks_and_tenants(tmp_path):

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import random
+from array import array
+
 import pytest
 
-from loadgen.micro.documents import FULL, METHODS, PREFIX, Documents, Shape, name_of, row_layers, ways
+from loadgen.micro.documents import (
+    FULL,
+    METHODS,
+    PREFIX,
+    SNAPKV,
+    Documents,
+    Shape,
+    fitted,
+    name_of,
+    row_layers,
+    ways,
+)
+from runtime.frontend.documents.prompt import TokenizedPrompt
 from runtime.params import ReuseParams
 
 SHAPE = Shape(length=40, system=20, question=9)
@@ -13,7 +28,6 @@ SHAPE = Shape(length=40, system=20, question=9)
 @pytest.fixture(scope="module")
 def bench(tiny_dir):
     bench = Documents(tiny_dir, 3, SHAPE, dtype="float32", pool_tokens=8192, debug_invariants=True)
-    bench.warm_up()
     yield bench
     bench.close()
 
@@ -21,20 +35,16 @@ def bench(tiny_dir):
 def test_every_way_computes_as_many_rows_as_the_formula_has(bench):
     """With single rows; of whole pages a method takes as many as fit."""
     every = ways(METHODS, [0, 0.3, 1], ["token", "page"])
-    assert len(every) == 4 * 3 * 2 + 4
-    ticks = []
-    found = bench.first(3, every, 2, lambda: ticks.append(1))
-    assert len(ticks) == 2 * len(found)
-    layers = bench.core.executor.spec.num_layers
-    assert found[FULL].formula == (20 - 16 + 3 * 40 + 9) * layers
-    assert all(0 <= found[FULL].formula - rows <= 4 * layers for rows in found[FULL].row_layers), "the system prompt"
-    for name, mine in found.items():
-        assert len(mine.ttft) == 2
-        if name in every and (every[name].granularity == "token" or every[name].method in ("pie", "full", "legolink")):
-            assert mine.row_layers == [mine.formula] * 2, name
-        elif name in every:
-            assert all(mine.formula - 16 * layers <= rows <= mine.formula for rows in mine.row_layers), name
-    assert max(found[PREFIX].row_layers) <= found[FULL].formula
+    layers, page = bench.core.executor.spec.num_layers, 16
+    full = bench.first(3, FULL, None, random.Random(0))
+    assert full["formula"] == (20 - page + 3 * 40 + 9) * layers
+    assert 0 <= full["formula"] - full["row_layers"] <= 4 * layers, "the system prompt"
+    for name, asked in every.items():
+        mine = bench.first(3, name, asked, random.Random(0))
+        fits = asked.granularity == "token" or asked.method in ("pie", "full", "legolink")
+        least = mine["formula"] if fits else mine["formula"] - page * layers
+        assert least <= mine["row_layers"] <= mine["formula"], name
+    assert bench.first(3, PREFIX, None, random.Random(0))["row_layers"] <= full["formula"]
 
 
 def test_names_say_what_is_asked():
@@ -44,7 +54,7 @@ def test_names_say_what_is_asked():
 
 
 def test_a_first_document_has_no_rows_that_legolink_computes_again(bench):
-    prompt = bench.prompt(bench.order(3))
+    prompt = bench.prompt(bench.order(3, random.Random(0)))
     prompt.documents[0] = (0, prompt.documents[0][1])
     one, layers = ReuseParams(method="legolink", k=16), bench.core.executor.spec.num_layers
     assert row_layers(one, prompt, 16, layers) == (9 + 16 + 16) * layers
@@ -61,12 +71,21 @@ def test_a_document_that_many_read_lies_in_the_pool_once(bench, method):
 
 def test_a_closed_loop_serves_all_its_requests(bench):
     before = bench.core.counters["requests"]
-    assert bench.closed_loop(2, ReuseParams(method="pie"), clients=2, requests=5, output=2) > 0
+    draw = random.Random(1)
+    assert bench.closed_loop(2, ReuseParams(method="pie"), clients=2, requests=5, output=2, draw=draw) > 0
     assert bench.core.counters["requests"] - before == 5
     assert not bench.core.requests
 
 
 def test_orders_do_not_come_again_before_all_were_drawn(bench):
     bench._orders.clear()
-    assert len({tuple(one.tobytes() for one in bench.order(3)) for _ in range(6)}) == 6
-    bench.order(3)
+    assert len({tuple(one.tobytes() for one in bench.order(3, random.Random(seed))) for seed in range(6)}) == 6
+    assert bench.order(3, random.Random(2)) == bench.order(3, random.Random(2)), "equal draws, equal orders"
+    bench.order(3, random.Random(7))
+
+
+def test_snapkv_keeps_a_quarter_of_the_documents_rows(bench):
+    (asked,) = ways([SNAPKV], [0.3], ["token"]).values()
+    prompt = TokenizedPrompt(array("i", range(900)), [(0, 400), (400, 800)], ["a", "b"])
+    assert fitted(asked, prompt).keep_tokens == 200
+    assert fitted(asked, bench.prompt(bench.order(3, random.Random(0)))).keep_tokens == 64

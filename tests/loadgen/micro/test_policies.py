@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -12,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.micro.bench_policies import capacities_of, offline_bound, operations, replay, run
+from loadgen.harness import BenchError
+from loadgen.harness.run import execute
+from loadgen.micro.bench_policies import Policies, capacities_of, offline_bound, operations, replay
 from loadgen.micro.stress import STRESS, stress_trace
-from loadgen.micro.traffic import read_trace, read_traffic, reuse_gaps
+from loadgen.micro.traffic import read_traffic, reuse_gaps
 from radix import POLICIES
 
 CAPACITIES = (60, 150, 400)
@@ -81,8 +82,9 @@ def test_a_tally_by_quarter():
     tally = replay(trace, "lru", 100)
     assert (tally.blocks, tally.hits) == ([2, 4, 4, 3], [1, 3, 1, 2])
     assert tally.by_quarter() == [0.5, 0.75, 0.25, pytest.approx(2 / 3)]
-    assert (tally.hit_ratio, tally.saved[1]) == (7 / 13, pytest.approx(3 + 1 / 64))
-    assert tally.saved_ratio == sum(tally.saved) / sum(tally.operations)
+    assert tally.hit_ratio == 7 / 13
+    assert tally.saved == pytest.approx(7 + 2 / 64)
+    assert tally.saved_ratio == tally.saved / tally.operations
     assert operations(0, 3) == pytest.approx(3 + 3 / 64) == operations(0, 1) + operations(1, 3)
     assert offline_bound(trace, 2).hits == [1, 3, 1, 1], "2 goes for 3, which is next"
 
@@ -107,7 +109,7 @@ def test_foresight_is_ahead_of_lru_on_an_hour_of_chat():
     path = Path(os.environ.get("RAMET_TRACES", "nowhere")) / "conversation_trace.jsonl"
     if not path.exists():
         pytest.skip("RAMET_TRACES names no folder with conversation_trace.jsonl")
-    chats = read_trace(path)
+    chats = read_traffic(path).trace
     found = [
         [replay(chats, policy, capacity).hit_ratio for capacity in (1000, 5000)] for policy in ("lru", "foresight")
     ]
@@ -116,32 +118,29 @@ def test_foresight_is_ahead_of_lru_on_an_hour_of_chat():
     assert found[1][1] > 0.155
 
 
-def test_a_run_prints_and_writes_what_it_found(tmp_path, trace, capsys):
+def test_a_run_measures_every_policy_and_its_bounds(tmp_path, trace, measured):
     path = tmp_path / "small.jsonl"
     path.write_text(
         "\n".join(json.dumps({"timestamp": 1000 * s, "hash_ids": list(blocks)}) for s, blocks in trace[:80])
     )
-    options = argparse.Namespace(
-        traces=[str(path)], capacities=[60, 150], stress=["chats"], seed=0, tokenizer=None,
-        plot=tmp_path / "plot.png", json=tmp_path / "found.json",
-    )  # fmt: skip
-    assert run(options) == 0
-    printed = capsys.readouterr().out
-    for word in ("small: 80 requests", "foresight: hits", "gdsf: saved", "lru, 4", "offline bound, 1", "chats"):
-        assert word in printed
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["small"]["capacities"] == [60, 150]
-    assert found["small"]["lru"][1]["hits"] == replay(trace[:80], "lru", 150).hits
-    assert (tmp_path / "plot.png").stat().st_size > 5_000
+    found = measured("policies", "--traces", path, "--capacities", 60, 150, "--stress", "uniform")
+    small = {(one["policy"], one["blocks in the cache"]): one["hits"] for one in found if one["trace"] == "small"}
+    assert len(small) == 2 * (len(POLICIES) + 2)
+    assert small["lru", 150] == replay(trace[:80], "lru", 150).hit_ratio
+    assert small["infinite", 60] == small["infinite", 150] >= small["offline bound", 150] >= small["foresight", 150]
+    assert {one["trace"] for one in found} == {"small", "uniform"}
+    with pytest.raises(BenchError, match="sorted is none of loop"):
+        execute("policies", Policies(stress=("sorted",)))
 
 
 def test_hashes_of_any_size_are_read(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(json.dumps({"timestamp": 500 * i, "hash_ids": [1 << 60, 5 + i]}) for i in range(3)))
-    assert [(s, list(blocks)) for s, blocks in read_trace(path)] == [(0.0, [0, 1]), (0.5, [0, 2]), (1.0, [0, 3])]
+    found = [(s, list(blocks)) for s, blocks in read_traffic(path).trace]
+    assert found == [(0.0, [0, 1]), (0.5, [0, 2]), (1.0, [0, 3])]
 
 
-def test_traffic_of_one_s_own_is_read_and_told_what_to_change(tmp_path, default_model_dir, capsys):
+def test_advice_on_traffic_of_one_s_own(tmp_path, default_model_dir, capsys):
     path = tmp_path / "own.jsonl"
     line = {"input_length": 40, "output_length": 1, "block_tokens": 16, "tenant": "alice"}
     lines = [line | {"timestamp": 60_000 * (3 - i), "hash_ids": [7, 8, 100 + i]} for i in range(4)]
@@ -150,9 +149,7 @@ def test_traffic_of_one_s_own_is_read_and_told_what_to_change(tmp_path, default_
     assert traffic.block_tokens == 16
     assert [s for s, _ in traffic.trace] == [0.0, 60.0, 120.0, 180.0], "in the order of arrival"
     assert reuse_gaps(traffic.trace) == [60.0] * 6
-    options = argparse.Namespace(traces=[str(path)], capacities=None, stress=None, seed=0, tokenizer=None)
-    options.plot = options.json = None
-    assert run(options) == 0
+    assert execute("policies", Policies(traces=(path,))) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "50.0 % of the prompt tokens were there before" in said
     assert "A pool of 48 tokens (--pool-tokens) finds 50.0 %" in said
@@ -168,5 +165,5 @@ def test_traffic_of_one_s_own_is_read_and_told_what_to_change(tmp_path, default_
     # A bad line is named.
     for text in ("5", "{", '{"timestamp": 1}'):
         path.write_text(json.dumps(lines[0]) + "\n\n" + text)
-        assert run(options) == 2
-        assert "own.jsonl, line 3: not a request with timestamp and hash_ids" in capsys.readouterr().err
+        with pytest.raises(BenchError, match=r"own\.jsonl, line 3: not a request with timestamp and hash_ids"):
+            execute("policies", Policies(traces=(path,)))

@@ -1,33 +1,79 @@
-"""`ramet bench step` on a small model: parts that add up, the table, and an engine that is left as it was."""
+"""`ramet bench step` on a small model: its parts, adapters, other builds, and the engine core that benches drive."""
 
 from __future__ import annotations
 
-import argparse
-import json
-
 import pytest
 
-from loadgen.micro import bench_step
+from loadgen.harness import BenchError
+from loadgen.micro.bench_step import PARTS, Step
+from loadgen.micro.drive import Drive, matrix_weights
 from runtime.execution.native.library import load_best
+from runtime.models.spec import LlamaSpec
+
+SMALL = ["--dtype", "float32", "--threads", "1", "--shared", "64", "--steps", "2", "--prompts", "40", "--rank", "2"]
 
 
 @pytest.mark.parametrize("drafts", ["off", "auto"])
-def test_it_measures_every_part_and_writes(tiny_dir, tmp_path, monkeypatch, drafts, capsys):
-    monkeypatch.setattr(bench_step, "_SHARED", 64)
+def test_every_part_is_measured(measured, tiny_dir, drafts):
     before = vars(load_best())["decoder_forward"] if load_best() else None
-    parser = argparse.ArgumentParser()
-    bench_step.add_arguments(parser)
-    files = [f"--{kind}={tmp_path / 's'}.{kind}" for kind in ("json", "markdown")] + [f"--plot={tmp_path}/s.png"]
-    small = ["--dtype=float32", "--batches", "1", "3", "--steps=2", "--rounds=1", "--threads=1", f"--drafts={drafts}"]
-    assert bench_step.run(parser.parse_args([f"--model={tiny_dir}", *small, *files])) == 0
-    cells = json.loads((tmp_path / "s.json").read_text())["cells"]
-    assert [(cell["choice"], cell["batch"]) for cell in cells] == [(c, b) for c in bench_step.CHOICES for b in (1, 3)]
-    for one in (one for cell in cells for one in cell["rounds"]):
-        assert all(one[part] >= 0 for part in bench_step.PARTS)
-        assert min(one["plan"], one["choice"], one["booking"], one["cores"]) > 0
+    found = measured("step", "--model", tiny_dir, *SMALL, "--batches", 1, 3, "--drafts", drafts)
+    *steps, prompt = found
+    assert [(one["choice"], one["requests"]) for one in steps] == [
+        (choice, batch) for choice in ("greedy", "drawn", "top-p") for batch in (1, 3)
+    ]
+    for one in steps:
+        assert min(one["plan"], one["sampling"], one["booking"], one["cpu"]) > 0
         assert (one["drafts"] > 0) == (drafts == "auto")
-        assert one["step"] >= max(one[part] for part in bench_step.PARTS)
-    assert (tmp_path / "s.markdown").read_text().count("\n") == 2 + len(cells)
-    assert (tmp_path / "s.png").stat().st_size > 10_000
-    assert "top-p" in capsys.readouterr().out
+        assert one["step"] >= max(one[part] for part in PARTS)
+        assert one["rate"] == pytest.approx(one["requests"] / one["step"])
+    assert prompt["cached"] > 0
+    assert prompt["rate"] == pytest.approx(40 / prompt["ttft"])
     assert before == (vars(load_best())["decoder_forward"] if load_best() else None)
+
+
+def test_code_builds_and_adapters_take_turns(measured, tiny_dir):
+    if (library := load_best()) is None:
+        pytest.skip("the native kernels were not built")
+    options = ["--batches", 1, 2, "--choices", "greedy", "--adapters", 0, 1, 2, "--code", "native", "torch"]
+    found = measured("step", "--model", tiny_dir, *SMALL, *options, f"other={library.path}")
+    assert [one["code"] for one in found] == ["native"] * 5 + ["torch"] * 5 + ["other"] * 5 + [
+        code for code in ("native", "torch", "other") for _ in "12"
+    ]
+    assert [(one["adapters"], one.get("requests")) for one in found[:5]] == [(0, 1), (1, 1), (0, 2), (1, 2), (2, 2)]
+    assert [one.get("host") is None for one in found[:15]] == [
+        code == "torch" for code in ("native", "torch", "other") for _ in range(5)
+    ]
+
+
+@pytest.mark.parametrize("code", ["other=/nowhere.so", "none"])
+def test_a_build_that_is_not_there_is_refused(tiny_dir, code):
+    with pytest.raises(BenchError, match=code.rpartition("=")[2]), Step(model=str(tiny_dir), code=(code,)).session():
+        pass
+
+
+def test_a_drive_adds_requests_and_decodes_to_the_end(tiny_dir):
+    drive = Drive(tiny_dir, dtype="float32", pool_tokens=2048)
+    try:
+        prompt = drive.text(64)
+        drive.add(prompt, 1)
+        assert drive.first_tokens() > 0
+        for _ in range(2):
+            drive.add(prompt + drive.text(32), 6)
+        drive.first_tokens()
+        assert [request.cached_tokens for request in drive.core.requests.values()] == [64, 64]
+        assert 4 <= len(drive.finish()) <= 5
+        first, second = drive.tokens([prompt, prompt], 3)
+        assert len(first) == 3
+        assert first == second
+        drive.add(prompt, 100)
+        drive.end()
+        assert not drive.core.requests
+    finally:
+        drive.close()
+
+
+def test_matrix_weights_are_those_of_the_checkpoint(tiny_dir):
+    spec = LlamaSpec.load(tiny_dir)
+    shapes = spec.expected_tensors().values()
+    body = sum(rows * columns for rows, *rest in shapes for columns in rest if rows != spec.vocab_size)
+    assert matrix_weights(spec) == (body, spec.vocab_size * spec.hidden_size)

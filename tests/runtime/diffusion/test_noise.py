@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 
 from runtime.config import make_config
+from runtime.denoising import DiffusionParams
 from runtime.diffusion.noise import NoiseCanvas
 from runtime.engine.core import EngineCore
 from runtime.errors import InvalidRequest, ModelError
 from runtime.frontend.output import Submission
 from runtime.frontend.processor import Frontend
 from runtime.models.implementation import context_of
-from runtime.params import DiffusionParams, SamplingParams
-from runtime.protocol import AddPin
+from runtime.params import SamplingParams
 from runtime.sampling.sampler import BadLogits
 from tests.runtime.diffusion.gemma import CANVAS, EOS, VOCAB, Published, save_gemma
 from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
@@ -198,10 +198,9 @@ def test_no_page_is_left_behind_by_an_abort(driver):
 
 def test_a_pin_computes_a_prompt_alone(driver, published):
     prompt = text(37, seed=11)
-    assert driver.core.handle(AddPin(1, np.array(prompt, dtype=np.int32).tobytes())) is None
+    assert driver.pin(prompt) is None
     driver.run()
-    (reply,) = driver.core.take_replies()
-    assert "pin" in reply.result
+    assert "pin" in driver.answer()
     assert driver.one(prompt, sampling=drawn(5), gen_length=5) == wanted(published, prompt, 5, seed=5)
     assert driver.report(driver.last())["cached_tokens"] == 32
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.diffusion.canvas import Canvas, restrict
+from runtime.denoising import DiffusionParams
+from runtime.diffusion.canvas import BidirectionalCanvas, restrict
 from runtime.diffusion.fast_dllm import active_rows, by_factor, by_threshold
 from runtime.errors import InvalidRequest
 from runtime.models.diffusion import DiffusionSpec
-from runtime.params import DiffusionParams, SamplingParams
+from runtime.params import SamplingParams
 from tests.runtime.reuse.bicache.models import MASK, VOCAB, save_tiny
 from tests.runtime.reuse.bicache.reference import PlainModel, dream, llada
 
@@ -29,7 +30,7 @@ def denoiser(algorithm="low_confidence", seed=0, sampling=None, shift=0, **param
     spec = DiffusionSpec(MASK, shift, algorithm)
     filled = DiffusionParams(**params).filled(spec, sampling)
     filled.check(spec, sampling, 4, len(PROMPT))
-    return Canvas(np.array(PROMPT), filled, sampling, spec, torch.Generator().manual_seed(seed))
+    return BidirectionalCanvas(np.array(PROMPT), filled, sampling, spec, torch.Generator().manual_seed(seed))
 
 
 def run(one, logits):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
@@ -10,10 +11,13 @@ from typing import Any
 
 import torch
 
+from runtime.calls import AddPin, Call, FlushCache
 from runtime.config import make_config
 from runtime.engine.core import EngineCore
+from runtime.engine.opening import open_engine
+from runtime.engine.parts import Grammars
 from runtime.params import SamplingParams
-from runtime.protocol import Abort, AddRequest, Finish, FlushCache, TokenEvent
+from runtime.protocol import Abort, AddRequest, Ask, Finish, Reply, TokenEvent
 
 
 def make_core(path: Path, **options: Any) -> EngineCore:
@@ -23,7 +27,20 @@ def make_core(path: Path, **options: Any) -> EngineCore:
     """
     fixed = {"dtype": "float32", "device": "cpu", "pool_tokens": 4096, "debug_invariants": True, "drafts": "off"}
     options = {**fixed, **options}
-    return EngineCore(make_config(model=str(path), **options), path)
+    return open_engine(make_config(model=str(path), **options), path)
+
+
+def call(core: EngineCore, asked: Call) -> dict[str, Any]:
+    """The answer to an operator's call, after as many steps as it takes. Raises RametError."""
+    core.handle(Ask(0, asked))
+    until = time.monotonic() + 60
+    while not (replies := core.settle()):
+        core.step()
+        assert time.monotonic() < until, "the call is never answered"
+    (reply,) = replies
+    if reply.failure is not None:
+        raise reply.failure.error()
+    return reply.answer
 
 
 class Driver:
@@ -35,30 +52,58 @@ class Driver:
         self.finish: dict[str, Finish] = {}
         self.events: dict[str, list[TokenEvent]] = {}
         self.steps = 0
+        self.replies: dict[int, Reply] = {}
 
     def add(self, rid: str, prompt: Sequence[int], **options: Any) -> None:
-        fields = {"namespace", "account", "keep", "logprobs", "prompt_logprobs_from", "priority", "store"}
+        fields = {"namespace", "account", "breakpoints", "logprobs", "prompt_logprobs_from", "priority", "store"}
         message = {name: options.pop(name) for name in fields & options.keys()}
         sampling = SamplingParams(**{"temperature": 0, "ignore_eos": True, **options}).model_dump()
         self.tokens[rid], self.events[rid] = [], []
         self.core.handle(AddRequest(rid, array("i", prompt).tobytes(), sampling, **message))
 
     def take(self, events: list[TokenEvent]) -> None:
-        for event in events:
+        for event in (event for event in events if not event.rid.startswith("(")):  # a pin's own request
             assert event.rid not in self.finish, "an event after the terminal one"
             self.tokens[event.rid].extend(event.tokens)
             self.events[event.rid].append(event)
             if event.finish is not None:
                 self.finish[event.rid] = event.finish
 
+    def cached(self, rid: str) -> int:
+        """Prompt tokens of a request that came from the cache."""
+        admission = self.events[rid][0].admission
+        assert admission is not None
+        return admission.cached_tokens
+
     def abort(self, rid: str) -> None:
-        self.take(self.core.handle(Abort(rid)).events)
+        self.take(self.core.handle(Abort(rid)))
+
+    def ask(self, number: int, asked: Call) -> None:
+        """Begin an operator's call; `replies` has its reply, as soon as there is one."""
+        self.core.handle(Ask(number, asked))
+        self.settle()
+
+    def settle(self) -> None:
+        self.replies |= {reply.number: reply for reply in self.core.settle()}
+
+    def answer(self, number: int = 1) -> dict[str, Any] | None:
+        """The answer to a call, `{"refused": why}` for one that failed, None before there is any. It is taken once."""
+        reply = self.replies.pop(number, None)
+        if reply is None:
+            return None
+        return reply.answer if reply.failure is None else {"refused": reply.failure.message}
+
+    def pin(self, tokens: Sequence[int], number: int = 1, **options: Any) -> dict[str, Any] | None:
+        """As `answer`, of a pin; None: it is computed first."""
+        self.ask(number, AddPin(array("i", tokens).tobytes(), **options))
+        return self.answer(number)
 
     def flush(self) -> dict[str, Any]:
-        return self.core.handle(FlushCache(1)).result
+        return call(self.core, FlushCache())
 
     def step(self) -> None:
         self.take(self.core.step())
+        self.settle()
         self.steps += 1
 
     def run(self, between: Callable[[int], None] | None = None) -> None:
@@ -67,8 +112,8 @@ class Driver:
         while self.core.busy:
             if between is not None:
                 between(self.steps)
-            if self.core.grammars.open:
-                wait(self.core.grammars.open.values())  # else the number of steps is that of a wait for a thread
+            if opened := self.core.part(Grammars).compiler.open:
+                wait(opened.values())  # else the number of steps is that of a wait for a thread
             self.step()
             assert self.steps < limit, "the engine does not come to an end"
         self.check_idle()

@@ -12,17 +12,16 @@ from runtime.config import make_config
 from runtime.engine.scheduler import Scheduler
 from runtime.kv.cache import PagedCache
 from runtime.kv.pool import KVPool
-from runtime.params import SamplingParams
-from runtime.request import Request, Sequence, Work
+from runtime.request import Found, Request, Work
 from runtime.reuse.prefix import PrefixStrategy
-from runtime.reuse.strategy import Found
+from tests.runtime.requests import make_request
 
 
 class InTurns(PrefixStrategy):
     """Rows that see each other, as a canvas's: all of a request's tokens in every step."""
 
     name = "in turns"
-    takes_turns = True
+    unchunkable = True
 
     def __init__(self, cache: PagedCache, num_layers: int):
         super().__init__(cache, num_layers)
@@ -59,11 +58,11 @@ class Engine:
         self.work: list[Work] = []
 
     def add(self, rid: str, tokens: list[int], new: int = 100, blocked_on: object = None, **fields) -> Request:
-        request = self.requests[rid] = Request(
-            rid, Sequence(array("i", tokens)), len(tokens), SamplingParams(), frozenset(), len(tokens) + new,
-            **{"strategy": self.causal, "decoding": None, "serial": next(self.serials), **fields},
-        )  # fmt: skip
-        self.scheduler.add(request, blocked_on)
+        given = {"strategy": self.causal, "serial": next(self.serials), "rid": rid, **fields}
+        request = self.requests[rid] = make_request(tokens, new, **given)
+        self.scheduler.blocked_on = [lambda _: blocked_on]
+        self.scheduler.add(request)
+        self.scheduler.blocked_on = []
         return request
 
     def step(self) -> dict[str, int]:
@@ -75,9 +74,9 @@ class Engine:
             request.strategy.book(item, (), float(item.num_rows))
             if prefills:
                 self.scheduler.computed(request)
-            if samples and not request.strategy.takes_turns:
+            if samples and not request.strategy.unchunkable:
                 request.tokens.append(9)
-                if len(request.tokens) == request.max_tokens:
+                if len(request.tokens) == request.max_length:
                     self.scheduler.remove(request)
         self.cache.check(self.scheduler.running)
         return rows

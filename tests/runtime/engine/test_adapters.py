@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from radix import Namespace
+from runtime.calls import GetState, LoadAdapter, UnloadAdapter
 from runtime.engine.offline import Engine
 from runtime.errors import InvalidRequest, ModelError
-from runtime.protocol import GetState, LoadAdapter, UnloadAdapter
 from tests.lora import merged, save_lora
-from tests.runtime.engine.driver import Driver, greedy, make_core
+from tests.runtime.engine.driver import Driver, call, greedy, make_core
 from tests.runtime.execution.transformers.architectures import save_small
 from tests.runtime.reuse.bicache.models import save_tiny as save_diffusion
 
@@ -59,9 +59,7 @@ def expected(base, adapters, prompts):
 
 
 def load(core, path) -> str:
-    answer = core.handle(LoadAdapter(1, str(path))).result
-    assert "failed" not in answer, answer
-    return answer["digest"]
+    return call(core, LoadAdapter(str(path)))["digest"]
 
 
 def ask_all(driver, prompts, digests) -> list[list[list[int]]]:
@@ -80,9 +78,9 @@ def test_two_adapters_and_none_in_one_batch(tiny_dir, adapters, prompts, expecte
     driver = Driver(make_core(tiny_dir, page_size=page_size, chunk_tokens=7, **CODE[code]))
     digests = ["", *(load(driver.core, adapter) for adapter in adapters)]
     assert ask_all(driver, prompts, digests) == expected, "cold"
-    cached = driver.core.admin.state()["cached_tokens"]
+    cached = driver.core.state()["cached_tokens"]
     assert ask_all(driver, prompts, digests) == expected, "warm"
-    state = driver.core.admin.state()
+    state = driver.core.state()
     if page_size == 1:
         assert state["cached_tokens"] - cached == 3 * sum(len(prompt) - 1 for prompt in prompts)
     assert state["requests_by_adapter"] == dict.fromkeys(digests[1:], 2 * len(prompts))
@@ -95,21 +93,21 @@ def test_pages_of_others_are_never_read(tiny_dir, adapters, prompts, expected):
     assert ask_all(driver, prompts[:1], [""]) == [expected[0][:1]]
     first = load(core, adapters[0])
     assert ask_all(driver, prompts[:1], [first]) == [expected[1][:1]]
-    assert core.admin.state()["cached_tokens"] == 0
-    assert core.handle(UnloadAdapter(2, first)).result == {"running": 0}
+    assert core.state()["cached_tokens"] == 0
+    assert call(core, UnloadAdapter(first)) == {"running": 0}
     second = load(core, adapters[1])
     assert ask_all(driver, prompts[:1], [second]) == [expected[2][:1]]
-    assert core.admin.state()["cached_tokens"] == 0
+    assert core.state()["cached_tokens"] == 0
     assert load(core, adapters[0]) == first, "the same content is the same adapter"
     assert ask_all(driver, prompts[:1], [first]) == [expected[1][:1]]
-    assert core.admin.state()["cached_tokens"] == len(prompts[0]) - 1, "and reads what it left in the tree"
+    assert core.state()["cached_tokens"] == len(prompts[0]) - 1, "and reads what it left in the tree"
 
 
 def test_evicting_and_retracting(tiny_dir, adapters, prompts, expected):
     driver = Driver(make_core(tiny_dir, page_size=2, pool_tokens=96))
     digests = ["", *(load(driver.core, adapter) for adapter in adapters)]
     assert ask_all(driver, prompts, digests) == expected
-    state = driver.core.admin.state()
+    state = driver.core.state()
     assert state["evicted_tokens"] > 0
     assert state["retracted_requests"] > 0
 
@@ -121,16 +119,15 @@ def test_unloaded_while_requests_run(tiny_dir, adapters, prompts, expected):
     first, second = (load(core, adapter) for adapter in adapters)
     driver.add("runs", prompts[0], max_new_tokens=NEW, namespace=Namespace(adapter=first))
     driver.step()
-    assert core.handle(UnloadAdapter(2, first)).result == {"running": 1}
+    assert call(core, UnloadAdapter(first)) == {"running": 1}
     assert first in decoder.adapters
     driver.run()
     assert driver.tokens["runs"] == expected[1][0]
     assert list(decoder.adapters) == [second]
-    refused = core.handle(_add(driver, "late", prompts[0], first))
-    (event,) = refused.events
+    (event,) = core.handle(_add(driver, "late", prompts[0], first))
     assert (event.finish.refused, event.finish.code) == (True, "model_not_found")
-    assert core.handle(GetState(3)).result["requests_by_adapter"] == {second: 0}
-    assert core.handle(UnloadAdapter(4, "unknown")).result == {"running": 0}
+    assert call(core, GetState())["requests_by_adapter"] == {second: 0}
+    assert call(core, UnloadAdapter("unknown")) == {"running": 0}
 
 
 def test_without_a_server(tiny_dir, adapters, prompts, expected):
@@ -178,7 +175,7 @@ def test_loaded_again_while_it_leaves(tiny_dir, adapters, prompts, expected):
     digest = load(driver.core, adapters[0])
     driver.add("runs", prompts[0], max_new_tokens=NEW, namespace=Namespace(adapter=digest))
     driver.step()
-    driver.core.handle(UnloadAdapter(2, digest))
+    driver.core.handle(UnloadAdapter(digest))
     assert load(driver.core, adapters[0]) == digest
     driver.run()
     assert ask_all(driver, prompts[:1], [digest]) == [expected[1][:1]]
@@ -190,24 +187,27 @@ def test_one_that_does_not_fit_changes_nothing(tiny_dir, base, adapters, prompts
     digest = load(driver.core, adapters[0])
     wrong = torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"embed": torch.nn.Linear(4, 4)})})
     other = save_lora(tmp_path / "other", wrong, seed=1, targets=("embed",))
-    answer = driver.core.handle(LoadAdapter(2, str(other))).result
-    assert "model.embed" in answer["failed"]
-    assert "no linear layer" in answer["failed"]
+    with pytest.raises(InvalidRequest, match=r"model\.embed.*no linear layer|no linear layer.*model\.embed"):
+        load(driver.core, other)
     head = save_lora(tmp_path / "head", base, seed=1, targets=("lm_head",))
-    assert "lm_head" in driver.core.handle(LoadAdapter(2, str(head))).result["failed"]
+    with pytest.raises(InvalidRequest, match="lm_head"):
+        load(driver.core, head)
     narrow = torch.nn.ModuleDict(
         {"model": torch.nn.ModuleDict({"layers": torch.nn.ModuleDict({"0": torch.nn.ModuleDict({})})})}
     )
     narrow["model"]["layers"]["0"]["mlp"] = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(4, 80)})
     path = save_lora(tmp_path / "narrow", narrow, seed=1)
-    assert "shape [80, 4]; the model's is [80, 48]" in driver.core.handle(LoadAdapter(2, str(path))).result["failed"]
-    assert "no adapter_model" in driver.core.handle(LoadAdapter(2, str(tmp_path))).result["failed"]
+    with pytest.raises(InvalidRequest, match=r"shape \[80, 4\]; the model's is \[80, 48\]"):
+        load(driver.core, path)
+    with pytest.raises(InvalidRequest, match="no adapter_model"):
+        load(driver.core, tmp_path)
     assert ask_all(driver, prompts[:1], ["", digest]) == [expected[0][:1], expected[1][:1]]
 
 
 def test_models_that_take_none(tiny_dir, adapters, tmp_path, default_model_dir):
     denoiser = make_core(save_diffusion("llada", tmp_path, tokenizer_from=default_model_dir))
-    assert "not served with a diffusion model" in denoiser.handle(LoadAdapter(1, str(adapters[0]))).result["failed"]
+    with pytest.raises(InvalidRequest, match="not served with a diffusion model"):
+        load(denoiser, adapters[0])
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from array import array
 
 import pytest
 import torch
 
 from radix import Namespace
-from runtime.protocol import AddPin, Pause
-from tests.runtime.engine.driver import Driver, make_core
+from runtime.calls import Pause
+from tests.runtime.engine.driver import Driver, call, make_core
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +60,8 @@ def test_the_same_prefix_is_computed_once_within_a_batch(tiny_dir):
     root = [draw.randrange(49152) for _ in range(160)]
     driver = Driver(make_core(tiny_dir, chunk_tokens=64))
     driver.together([[*root, i] for i in range(10)], max_new_tokens=2)
-    assert driver.core.admin.state()["prefill_tokens"] <= 161 + 9 * 2
-    cached = [driver.events[f"r{i}"][0].cached_tokens for i in range(10)]
+    assert driver.core.state()["prefill_tokens"] <= 161 + 9 * 2
+    cached = [driver.cached(f"r{i}") for i in range(10)]
     assert cached == [0] + [160] * 9
 
 
@@ -72,7 +71,7 @@ def test_namespaces_share_nothing(tiny_dir):
     for rid, namespace in (("a", "x"), ("b", "y"), ("c", "x"), ("d", "")):
         driver.add(rid, prompt, namespace=Namespace(namespace), max_new_tokens=2)
         driver.run()
-    assert [driver.events[rid][0].cached_tokens for rid in "abcd"] == [0, 0, 112, 0]
+    assert [driver.cached(rid) for rid in "abcd"] == [0, 0, 112, 0]
 
 
 def test_priority_goes_first_among_waiting(tiny_dir):
@@ -93,7 +92,7 @@ def test_a_retracted_request_loses_only_what_was_evicted(tiny_dir):
     for i, prompt in enumerate(prompts):
         driver.add(str(i), prompt, max_new_tokens=30)
     driver.run()
-    assert driver.core.admin.state()["retracted_requests"] > 0
+    assert driver.core.state()["retracted_requests"] > 0
     assert [driver.tokens[str(i)] for i in range(2)] == plain.together(prompts, max_new_tokens=30)
 
 
@@ -112,7 +111,7 @@ def test_a_failing_step_ends_its_requests_and_no_other(tiny_dir, monkeypatch):
     assert driver.finish["bad"].type == "error"
     assert "out of something" not in (driver.finish["bad"].message or "")
     driver.together([[1, 2, 3]], max_new_tokens=2)
-    assert core.admin.state()["failed_requests"] == 1
+    assert core.state()["failed_requests"] == 1
 
 
 @pytest.mark.parametrize("out_of_memory", [False, True])
@@ -135,8 +134,8 @@ def test_one_poisoned_request_fails_alone(tiny_dir, monkeypatch, out_of_memory):
     assert driver.finish["6"].type == "error"
     assert "secret" not in (driver.finish["6"].message or "")
     assert [driver.tokens[str(i)] for i in range(6)] == plain[:6]
-    assert core.admin.state()["failed_requests"] == 1
-    assert core.admin.state()["failed_steps"] >= 3
+    assert core.state()["failed_requests"] == 1
+    assert core.state()["failed_steps"] >= 3
 
 
 def test_a_step_that_is_too_large_for_the_memory_is_run_in_parts(tiny_dir, monkeypatch):
@@ -153,7 +152,7 @@ def test_a_step_that_is_too_large_for_the_memory_is_run_in_parts(tiny_dir, monke
 
     monkeypatch.setattr(core.executor, "run", small)
     assert driver.together(prompts, max_new_tokens=5) == plain
-    assert core.admin.state()["failed_requests"] == 0
+    assert core.state()["failed_requests"] == 0
 
 
 def test_logits_that_are_no_numbers_end_their_request_alone(tiny_dir, monkeypatch):
@@ -175,7 +174,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(tiny_dir, monkeypatc
     driver.run()
     assert driver.finish["greedy"].type == driver.finish["drawn"].type == "error"
     assert driver.tokens["sound"] == plain
-    state = core.admin.state()
+    state = core.state()
     assert (state["bad_logits"], state["failed_requests"], state["pages_private"]) == (2, 2, 0)
 
 
@@ -226,14 +225,14 @@ def test_a_pin_yields_for_lack_of_memory_alone(tiny_dir, monkeypatch):
     core = make_core(tiny_dir, page_size=4)
     driver = Driver(core)
     driver.together([list(range(100, 140))], max_new_tokens=1)
-    assert core.handle(AddPin(1, array("i", range(100, 140)).tobytes())).result["pin"]
+    assert driver.pin(range(100, 140))["pin"]
     driver.add("r", [5, 6, 7], max_new_tokens=2)
     passed = iter([True, True])
     rank_again = core.scheduler.waiting.rank_again
     monkeypatch.setattr(core.scheduler.waiting, "rank_again", lambda *a: next(passed, False) or rank_again(*a))
     driver.run()
     assert driver.finish["r"].type == "length"
-    assert core.admin.state()["pins_broken"] == 0
+    assert core.state()["pins_broken"] == 0
 
 
 def test_a_prompt_can_be_read_without_an_answer(tiny_dir):
@@ -250,7 +249,7 @@ def test_a_paused_engine_accepts_but_computes_nothing(tiny_dir):
     (plain,) = driver.together([[4, 5, 6]], max_new_tokens=6)
     driver.add("held", [4, 5, 6], max_new_tokens=6)
     driver.step()
-    assert driver.core.handle(Pause(1, True)).result == {"paused": True}
+    assert call(driver.core, Pause(True)) == {"paused": True}
     driver.add("left", [7, 8], max_new_tokens=6)
     steps = driver.core.counters["steps"]
     for _ in range(3):
@@ -258,7 +257,7 @@ def test_a_paused_engine_accepts_but_computes_nothing(tiny_dir):
     assert not driver.core.busy
     assert driver.core.counters["steps"] == steps
     driver.abort("left")
-    driver.core.handle(Pause(2, False))
+    call(driver.core, Pause(False))
     driver.run()
     assert driver.tokens["held"] == plain
     assert driver.finish["left"].type == "abort"

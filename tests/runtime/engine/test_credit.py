@@ -34,7 +34,7 @@ def waiting(cached: int, cost: int, overtakers: str, share: float = 0.2) -> Queu
 # -- orders ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["priority", "lpm", "dfs", "balanced"])
+@pytest.mark.parametrize("policy", ["priority", "lpm", "balanced"])
 def test_equals_come_in_the_order_of_arrival(policy):
     queue = Queue(policy)
     for rid in "abc":
@@ -42,15 +42,6 @@ def test_equals_come_in_the_order_of_arrival(policy):
     queue.add("z", [1, 1], priority=0)
     queue.add("y", [9, 9], priority=2)
     assert queue.order() == "yabcz"
-
-
-def test_dfs_keeps_namespaces_together_and_compares_all_tokens():
-    queue = Queue("dfs")
-    for rid, tokens, namespace in (
-        *(("a", [1, 1, 2], B), ("b", [1, 1, 1], A), ("c", [1, 1, 1], B), ("d", [1, 1, 2], A), ("e", [1, 1], A)),
-    ):
-        queue.add(rid, tokens, namespace=namespace)
-    assert queue.order() == "ebdca"
 
 
 def test_a_higher_priority_goes_before_a_longer_match():
@@ -63,7 +54,7 @@ def test_a_higher_priority_goes_before_a_longer_match():
 
 
 def test_fcfs_and_priority_look_nothing_up():
-    for policy in ("fcfs", "priority", "dfs"):
+    for policy in ("fcfs", "priority"):
         queue = Queue(policy)
         request = queue.add("a", [1, 2])
         queue.waiting.computed(request)
@@ -147,7 +138,7 @@ def test_the_mean_of_outputs_follows_slowly():
     for mean in (0.5, 0.975):
         queue.waiting.ended(request)
         assert queue.waiting._cost(request) == pytest.approx(10 + mean)
-    request.matched_tokens = 4
+    queue.waiting.matched[request] = 4
     assert queue.waiting._cost(request) == pytest.approx(6.975)
 
 
@@ -171,13 +162,13 @@ def test_whoever_matches_less_than_before_loses_its_turn():
     assert not queue.waiting.rank_again(first, 6), "it matches more"
     assert queue.order() == "ab"
     assert queue.waiting.rank_again(first, 4)
-    assert (queue.order(), first.matched_tokens) == ("ba", 4)
+    assert (queue.order(), queue.waiting.matched[first]) == ("ba", 4)
     queue = Queue("balanced")
     queue.found = {7: 5}
     first, second = queue.add("a", [7] * 9), queue.add("b", [7] * 9)
     assert not queue.waiting.rank_again(first, 4), "by arrival it is first all the same"
     assert queue.waiting.rank_again(second, 4)
-    assert second.matched_tokens == 4
+    assert queue.waiting.matched[second] == 4
 
 
 def test_only_those_are_matched_again_who_begin_like_what_was_computed():

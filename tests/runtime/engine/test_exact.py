@@ -25,7 +25,7 @@ def prompts(default_model_dir):
 def uncached(default_model_dir, prompts):
     driver = Driver(make_core(default_model_dir, prefix_cache=False))
     found = driver.together(prompts, max_new_tokens=NEW)
-    assert driver.core.admin.state()["cached_tokens"] == 0
+    assert driver.core.state()["cached_tokens"] == 0
     return found
 
 
@@ -61,15 +61,15 @@ def test_cold_warm_and_flushed(default_model_dir, prompts, expected, page_size, 
     core = make_core(default_model_dir, step_tokens=1 << 20, **options)
     driver = Driver(core)
     assert driver.together(prompts, max_new_tokens=NEW) == expected
-    assert core.admin.state()["cached_tokens"] > 0, "prompts with a common beginning share it within one batch"
+    assert core.state()["cached_tokens"] > 0, "prompts with a common beginning share it within one batch"
     assert driver.together(prompts, max_new_tokens=NEW) == expected
     for i, prompt in enumerate(prompts):
         kept = (len(prompt) + NEW - 1) // page_size * page_size
         if kept >= len(prompt) - 1:
-            cached = driver.events[f"r{len(prompts) + i}"][0].cached_tokens
+            cached = driver.cached(f"r{len(prompts) + i}")
             assert cached == len(prompt) - 1, "a warm prompt is reused to the token"
     driver.flush()
-    assert core.admin.state()["pages_free"] == core.admin.state()["pages_total"]
+    assert core.state()["pages_free"] == core.state()["pages_total"]
     assert driver.together(prompts[:3], max_new_tokens=NEW) == expected[:3]
 
 
@@ -101,7 +101,7 @@ def test_evicting_retracting_and_flushed_midway(default_model_dir, prompts, expe
         between(0)
     for i, tokens in enumerate(expected):
         assert driver.tokens[str(i)] == tokens
-    state = core.admin.state()
+    state = core.state()
     assert state["evicted_tokens"] > 0
     assert state["retracted_requests"] > 0
 
@@ -186,4 +186,4 @@ def test_tiny_pool_evicts_and_retracts(any_tiny_dir, tiny_prompts, tiny_expected
         driver.run(between)
     for rid, i in rids.items():
         assert driver.tokens[rid] == tiny_expected[i]
-    assert core.admin.state()["evicted_tokens"] > 0
+    assert core.state()["evicted_tokens"] > 0

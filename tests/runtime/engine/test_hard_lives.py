@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import random
-from array import array
 
 import pytest
 import torch
 
 from radix import Namespace
-from runtime.protocol import AddPin, Pause
-from tests.runtime.engine.driver import Driver, make_core
-
-
-def pin(core, tokens, call=1, **options):
-    reply = core.handle(AddPin(call, array("i", tokens).tobytes(), **options))
-    return None if reply is None else reply.result
+from runtime.calls import Pause
+from tests.runtime.engine.driver import Driver, call, make_core
 
 
 def prompt_of(seed, count):
@@ -72,39 +66,37 @@ def test_a_pin_whose_computation_is_refused_is_answered(tiny_dir):
     core = make_core(tiny_dir, pool_tokens=4096, pin_budget=1.0)
     driver = Driver(core)
     assert core.info.context_length == 512
-    answer = pin(core, prompt_of(3, 600))
+    answer = driver.pin(prompt_of(3, 600))
     driver.run()
-    assert answer is not None or core.take_replies(), "the call is never answered"
+    assert answer is not None or driver.answer(), "the call is never answered"
 
 
 def test_a_pin_that_needs_one_page_more_than_the_pool_has_ends(tiny_dir):
     core = make_core(tiny_dir, page_size=16, pool_tokens=160, pin_budget=1.0)
     driver = Driver(core)
-    answer = pin(core, prompt_of(4, 165))
+    answer = driver.pin(prompt_of(4, 165))
     for _ in range(50):
         driver.step()
-    assert answer is not None or core.take_replies(), "the call is never answered"
+    assert answer is not None or driver.answer(), "the call is never answered"
 
 
 def test_a_pin_without_prefix_cache_is_refused_without_computing(tiny_dir):
     core = make_core(tiny_dir, prefix_cache=False)
     driver = Driver(core)
-    answer = pin(core, prompt_of(5, 64))
+    answer = driver.pin(prompt_of(5, 64))
     driver.run()
-    answers = [answer] if answer else [r.result for r in core.take_replies()]
-    assert "refused" in answers[0]
     assert core.counters["row_layers"] == 0, "the prefix is computed for nothing"
-    assert "evicted" not in answers[0]["refused"], "the reason is wrong"
+    assert answer == {"refused": "the prefix cache is off"}
 
 
 def test_two_pins_at_once(tiny_dir):
     core = make_core(tiny_dir)
     driver = Driver(core)
     tokens = prompt_of(6, 64)
-    assert pin(core, tokens, 1) is None
-    assert pin(core, tokens, 2) is None
+    assert driver.pin(tokens, 1) is None
+    assert driver.pin(tokens, 2) is None
     driver.run()
-    replies = {r.call: r.result for r in core.take_replies()}
+    replies = {number: driver.answer(number) for number in (1, 2)}
     assert set(replies) == {1, 2}
     assert all("pin" in r for r in replies.values())
 
@@ -112,10 +104,10 @@ def test_two_pins_at_once(tiny_dir):
 def test_two_different_pins_at_once_hold_the_budget(tiny_dir):
     core = make_core(tiny_dir, page_size=16, pool_tokens=320, pin_budget=0.5)
     driver = Driver(core)
-    assert pin(core, prompt_of(7, 112), 1) is None
-    assert pin(core, prompt_of(8, 112), 2) is None
+    assert driver.pin(prompt_of(7, 112), 1) is None
+    assert driver.pin(prompt_of(8, 112), 2) is None
     driver.run()
-    replies = {r.call: r.result for r in core.take_replies()}
+    replies = {number: driver.answer(number) for number in (1, 2)}
     assert sorted("pin" in r for r in replies.values()) == [False, True]
 
 
@@ -125,14 +117,13 @@ def test_a_pin_of_a_prefix_that_is_computed_now_waits_for_it_while_paused(tiny_d
     tokens = prompt_of(9, 100)
     driver.add("a", tokens, max_new_tokens=3)
     driver.step()
-    assert pin(core, tokens[:64]) is None
-    core.handle(Pause(1, True))
+    assert driver.pin(tokens[:64]) is None
+    call(core, Pause(True))
     driver.step()
     driver.abort("a")
-    core.handle(Pause(1, False))
+    call(core, Pause(False))
     driver.run()
-    (reply,) = core.take_replies()
-    assert "pin" in reply.result
+    assert "pin" in driver.answer()
 
 
 def test_a_pin_of_damaged_kv_is_refused(tiny_dir):
@@ -152,32 +143,31 @@ def test_a_pin_of_damaged_kv_is_refused(tiny_dir):
         return logits
 
     core.executor.run = bad
-    assert pin(core, tokens) is None
+    assert driver.pin(tokens) is None
     driver.run()
-    (reply,) = core.take_replies()
+    answer = driver.answer()
     driver.add("later", [*tokens, 5], max_new_tokens=2)
     driver.run()
-    assert "refused" in reply.result or driver.finish["later"].type == "length"
+    assert "refused" in answer or driver.finish["later"].type == "length"
 
 
 def test_a_request_named_like_a_pin(tiny_dir):
     core = make_core(tiny_dir)
     driver = Driver(core)
     driver.add("pin 1", prompt_of(11, 40), max_new_tokens=3)
-    assert pin(core, prompt_of(12, 40)) is None
+    assert driver.pin(prompt_of(12, 40)) is None
     driver.run()
     assert "pin 1" in driver.finish
-    assert core.take_replies()
+    assert driver.answer()
 
 
 def test_a_failing_step_under_a_pin_answers_it(tiny_dir):
     core = make_core(tiny_dir)
     driver = Driver(core)
     core.executor.run = lambda batch: 1 / 0
-    assert pin(core, prompt_of(13, 40)) is None
+    assert driver.pin(prompt_of(13, 40)) is None
     driver.run()
-    (reply,) = core.take_replies()
-    assert "refused" in reply.result
+    assert "refused" in driver.answer()
 
 
 def test_grammars_and_peers_mixed_with_aborts(tiny_dir):
@@ -208,7 +198,7 @@ def test_lives(tiny_dir, seed, overlap):
     core = make_core(
         tiny_dir, page_size=page, chunk_tokens=draw.choice([5, 9, 16]), pool_tokens=320, pin_budget=0.5,
         tenant_quota=128, max_running=draw.choice([3, 16]),
-        schedule_policy=draw.choice(["balanced", "lpm", "fcfs", "dfs"]), **options,
+        schedule_policy=draw.choice(["balanced", "lpm", "fcfs"]), **options,
     )  # fmt: skip
     plain = Driver(make_core(tiny_dir, prefix_cache=False))
     driver = Driver(core)
@@ -244,7 +234,7 @@ def test_lives(tiny_dir, seed, overlap):
             ttl = draw.choice([None, 0.01])
             root = draw.choice(roots)[: draw.randrange(16, 61)]
             space = Namespace(draw.choice(["x", "y"]))
-            answered += pin(core, root, calls, namespace=space, ttl_s=ttl) is not None
+            answered += driver.pin(root, calls, namespace=space, ttl_s=ttl) is not None
         if draw.random() < 0.3 and core.requests:
             driver.abort(draw.choice(list(core.requests)))
         if draw.random() < 0.05:
@@ -252,7 +242,7 @@ def test_lives(tiny_dir, seed, overlap):
         for _ in range(draw.randrange(4)):
             driver.step()
     driver.run()
-    answered += len(core.take_replies())
+    answered += len(driver.replies)
     assert answered == calls
     assert set(driver.finish) == set(prompts)
     good = [rid for rid, finish in driver.finish.items() if finish.type == "length"]

@@ -1,24 +1,21 @@
-"""The outline of a tree that changes while nobody goes on with the walk."""
+"""The outline of a tree that changes during the walk."""
 
 from __future__ import annotations
 
 from array import array
 
-from runtime.protocol import GetOutline
-from tests.runtime.engine.driver import make_core
+from runtime.calls import GetOutline
+from tests.runtime.engine.driver import Driver, call, make_core
 
 
-def test_a_walk_that_was_left_in_the_middle_shows_no_old_tree(tiny_dir):
+def test_each_walk_shows_the_tree_of_its_own_time(tiny_dir):
     core = make_core(tiny_dir, pool_tokens=64, page_size=1)
-    tree = core.cache.tree
-
-    def ask(anew: bool):
-        return core.handle(GetOutline(1, 2000, 0, anew)).result["blocks"]
-
+    driver, tree = Driver(core), core.cache.tree
     for i in range(1200):
         tree.insert(array("i", [i]).tobytes(), array("i", [i]))
-    assert ask(True) is None
+    driver.ask(1, GetOutline(2000))
+    assert driver.answer() is None, "the walk takes several steps"
     tree.flush()
     tree.insert(array("i", [7, 8]).tobytes(), array("i", [0, 1]))
-    (root, block) = ask(True)
+    (root, block) = call(core, GetOutline(2000))["blocks"]
     assert (root["total"], block["tokens"]) == (2, 2)

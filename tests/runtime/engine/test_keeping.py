@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radix import Namespace, path
-from runtime.engine.keeping import books
-from runtime.protocol import Place
-from tests.runtime.engine.driver import Driver, make_core
+from runtime.calls import EraseTenant, FlushCache, GetPins
+from runtime.engine.pins import usage_of
+from runtime.protocol import Breakpoint
+from tests.runtime.engine.driver import Driver, call, make_core
 
 PAGE = 16
 FIVE, HOUR = 300.0, 3600.0
@@ -25,16 +26,16 @@ class Clock(Driver):
     def __init__(self, core):
         super().__init__(core)
         self.now = 1000.0
-        core.cache.pins._clock = lambda: self.now
+        core.cache.tree._clock = lambda: self.now
 
     def ask(self, prompt, keep=(), tenant="", namespace=None, **options):
         """The books of a prompt; None: it has none."""
         rid = f"r{len(self.tokens)}"
         space = Namespace(tenant) if namespace is None else namespace
         options = {"max_new_tokens": 1, **options}
-        self.add(rid, prompt, keep=list(keep), namespace=space, account=tenant, **options)
+        self.add(rid, prompt, breakpoints=list(keep), namespace=space, account=tenant, **options)
         self.run()
-        told = [event.cache for event in self.events[rid] if event.cache is not None]
+        told = [event.usage for event in self.events[rid] if event.usage is not None]
         assert len(told) <= 1
         return told[0] if told else None
 
@@ -60,7 +61,7 @@ def test_books_of_a_prompt(driver):
     assert figures(driver.ask(PROMPT, [(40, FIVE)])) == (0, {FIVE: 32}, 68)
     told = driver.ask([*PROMPT[:80], *range(20)], [(40, FIVE), (100, HOUR)])
     assert figures(told) == (80, {HOUR: 16}, 4)
-    assert [(place.tokens, place.kept, place.ttl_s, place.reason) for place in told.places] == [
+    assert [(place.tokens, place.kept, place.ttl_s, place.reason) for place in told.breakpoints] == [
         (40, 32, FIVE, None),
         (100, 96, HOUR, None),
     ]
@@ -73,20 +74,20 @@ def test_books_of_a_prompt(driver):
 def test_what_is_not_kept_is_said_and_counts_as_input(driver):
     told = driver.ask(PROMPT, [(10, FIVE), (64, FIVE)])
     assert figures(told) == (0, {FIVE: 64}, 36)
-    assert [place.kept for place in told.places] == [0, 64]
-    assert "shorter than a page" in told.places[0].reason
+    assert [place.kept for place in told.breakpoints] == [0, 64]
+    assert "shorter than a page" in told.breakpoints[0].reason
     told = driver.ask([7] * 400, [(160, FIVE), (400, FIVE)])
     assert figures(told) == (0, {FIVE: 160}, 240)
-    assert "budget is 20 pages" in told.places[1].reason
-    assert driver.core.admin.state()["keeps"] == 2
-    assert driver.core.admin.state()["keeps_refused"] == 2
+    assert "budget is 20 pages" in told.breakpoints[1].reason
+    assert driver.core.state()["keeps"] == 2
+    assert driver.core.state()["keeps_refused"] == 2
 
 
 def test_nothing_is_kept_without_a_cache(tiny_dir):
     driver = Clock(make_core(tiny_dir, prefix_cache=False))
     told = driver.ask(PROMPT, [(64, FIVE)])
     assert figures(told) == (0, {}, 100)
-    assert told.places[0].reason == "the prefix cache is off"
+    assert told.breakpoints[0].reason == "the prefix cache is off"
 
 
 def test_a_breakpoint_survives_a_flood_for_its_time_and_goes_after(driver):
@@ -104,13 +105,20 @@ def test_a_breakpoint_survives_a_flood_for_its_time_and_goes_after(driver):
     assert figures(driver.ask(PROMPT, [(96, FIVE)])) == (0, {FIVE: 96}, 4)
 
 
+def test_an_erasure_takes_what_the_tenant_keeps(driver):
+    for tenant in "ab":
+        driver.ask(PROMPT, [(96, HOUR)], tenant=tenant)
+    assert call(driver.core, EraseTenant("a"))["erased_tokens"] == 96
+    assert [driver.cached(PROMPT, tenant) for tenant in "ab"] == [0, 96]
+
+
 def test_floods_with_breakpoints_of_their_own_take_it_from_nobody_within_its_share(driver):
     driver.ask(PROMPT, [(96, FIVE)], tenant="a")
     driver.now += FIVE - 1
     for i in range(12):
         driver.ask([30_000 + i] * 70, [(64, HOUR)], tenant="b")
     assert driver.cached(PROMPT, "a") == 96
-    kept = driver.core.admin.pins()["kept"]
+    kept = call(driver.core, GetPins())["kept"]
     assert [(entry["tenant"], entry["prefixes"], entry["tokens"]) for entry in kept] == [("a", 1, 96), ("b", 3, 192)]
 
 
@@ -120,16 +128,16 @@ def test_a_tenant_does_not_keep_public_pages_that_another_pays_for(tiny_dir):
     driver.ask(PROMPT, tenant="a", namespace=public)
     told = driver.ask(PROMPT, [(64, FIVE)], tenant="b", namespace=public)
     assert figures(told) == (96, {}, 4)
-    assert "quota of another tenant" in told.places[0].reason
+    assert "quota of another tenant" in told.breakpoints[0].reason
     assert driver.core.cache.tree.num_pinned_pages == 0
-    assert driver.ask(PROMPT, [(64, FIVE)], tenant="a", namespace=public).places[0].kept == 64
+    assert driver.ask(PROMPT, [(64, FIVE)], tenant="a", namespace=public).breakpoints[0].kept == 64
 
 
 def test_an_aborted_prompt_keeps_nothing_and_an_answer_that_is_aborted_does(driver):
-    driver.add("early", PROMPT, keep=[(96, FIVE)], max_new_tokens=4)
+    driver.add("early", PROMPT, breakpoints=[(96, FIVE)], max_new_tokens=4)
     driver.abort("early")
     assert driver.core.cache.tree.num_pinned_pages == 0
-    driver.add("late", PROMPT, keep=[(96, FIVE)], max_new_tokens=40)
+    driver.add("late", PROMPT, breakpoints=[(96, FIVE)], max_new_tokens=40)
     driver.step()
     driver.abort("late")
     assert driver.core.cache.tree.num_pinned_pages == 6
@@ -139,11 +147,11 @@ def test_an_aborted_prompt_keeps_nothing_and_an_answer_that_is_aborted_does(driv
 def test_books_of_a_prompt_that_gave_way_while_it_was_computed(tiny_dir):
     driver = Clock(make_core(tiny_dir, pool_tokens=320, step_tokens=32, pin_budget=1.0))
     for i in range(3):
-        driver.add(f"r{i}", [i] * 150, keep=[(150, FIVE)], max_new_tokens=60)
+        driver.add(f"r{i}", [i] * 150, breakpoints=[(150, FIVE)], max_new_tokens=60)
     driver.run()
     assert driver.core.scheduler.num_retracted > 0
     for i in range(3):
-        (told,) = [event.cache for event in driver.events[f"r{i}"] if event.cache is not None]
+        (told,) = [event.usage for event in driver.events[f"r{i}"] if event.usage is not None]
         assert told.read + sum(told.created.values()) + told.input == 150
 
 
@@ -160,14 +168,20 @@ def test_rolling_breakpoints_have_the_hit_ratio_of_the_longest_prefix(driver):
         lengths.append(len(history))
         driver.now += 100
         driver.flood(10, 20_000 + 1000 * len(lengths))
-    distinct = {node for keep in driver.core.cache.pins.keeps.keeps.values() for node in path(keep.node)}
+    distinct = {node for keep in driver.core.cache.pins.kept.values() for node in path(keep.node)}
     assert driver.core.cache.tree.num_pinned_pages == sum(len(node.pages) for node in distinct) <= len(history) // PAGE
 
 
 @pytest.mark.parametrize("read", [0, 10, 48, 100])
 def test_a_token_counts_for_the_longest_time(read):
-    places = [Place(32, HOUR, 32), Place(48, FIVE, 48), Place(64, HOUR, 64), Place(80, FIVE, 80), Place(90, HOUR)]
-    told = books(100, read, places)
+    places = [
+        Breakpoint(32, HOUR, 32),
+        Breakpoint(48, FIVE, 48),
+        Breakpoint(64, HOUR, 64),
+        Breakpoint(80, FIVE, 80),
+        Breakpoint(90, HOUR),
+    ]
+    told = usage_of(100, read, places)
     assert told.created == {
         0: {HOUR: 64, FIVE: 16}, 10: {HOUR: 54, FIVE: 16}, 48: {HOUR: 16, FIVE: 16}, 100: {}
     }[read]  # fmt: skip
@@ -194,7 +208,7 @@ def small(tiny_dir):
 @given(plan=st.lists(asks, min_size=1, max_size=7))
 def test_books_agree_with_the_tree(small, plan):
     driver = small
-    driver.core.admin.flush(pins=True)
+    call(driver.core, FlushCache(pins=True))
     tree = driver.core.cache.tree
     for tenant, root, length, places, seconds, flood in plan:
         prompt = root[:length] + [7] * 20
@@ -211,13 +225,13 @@ def test_books_agree_with_the_tree(small, plan):
             continue
         assert told.read == len(found.pages) * PAGE + found.partial_rows
         assert told.read + sum(told.created.values()) + told.input == len(prompt)
-        assert [(place.tokens, place.ttl_s) for place in told.places] == places
-        end = max((place.kept for place in told.places), default=0)
+        assert [(place.tokens, place.ttl_s) for place in told.breakpoints] == places
+        end = max((place.kept for place in told.breakpoints), default=0)
         assert sum(told.created.values()) == max(end - told.read, 0)
-        for place in told.places:
+        for place in told.breakpoints:
             assert (place.reason is None) == (place.kept == place.tokens // PAGE * PAGE > 0)
             held = tree.match(key[: place.kept].tobytes(), Namespace(tenant))
             assert len(held.pages) * PAGE == place.kept
             assert not place.kept or held.node.pins
-    driver.core.admin.flush()
+    call(driver.core, FlushCache())
     assert tree.num_pages == tree.num_pinned_pages <= driver.core.cache.pins.budget_pages

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from msgspec.structs import replace
 
 from runtime import Document, Engine, ReuseParams, SamplingParams, Segments, Submission
+from runtime.engine.loop import _NOTHING_TO_RUN_MS
+from runtime.engine.parts import Grammars
 from runtime.errors import EngineDead, InvalidRequest, ModelError
 from runtime.frontend.output import merge_outputs
 
@@ -183,3 +188,52 @@ def test_unknown_options_and_a_pool_that_holds_nothing(tiny_dir):
         Engine(str(tiny_dir), pool_tokens=8)
     with pytest.raises(ModelError, match="supports at most 512"):
         Engine(str(tiny_dir), context_length=4096)
+
+
+LONG = {"max_new_tokens": 400, "ignore_eos": True}
+
+
+def test_an_event_loop_that_is_left_ends_nothing(engine):
+    """Cancelling `agenerate`, and leaving `asyncio.run`, which closes the loop to which outputs would go."""
+
+    async def leave() -> None:
+        task = asyncio.create_task(engine.agenerate("Tell me a long story", LONG))
+        stream = engine.astream("And another one", LONG)
+        await anext(stream)
+        task.cancel()
+
+    asyncio.run(leave())
+    assert engine.generate("Still there?", GREEDY)[0].completion_tokens > 0
+
+
+def test_a_cancelled_batch_leaves_no_request(engine):
+    async def cancel(after_s: float) -> None:
+        task = asyncio.create_task(engine.agenerate([[i + 3] * 9 for i in range(64)], LONG))
+        await asyncio.sleep(after_s)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    for after_s in (0, 0.01, 0.2):
+        asyncio.run(cancel(after_s))
+        assert engine.state()["running"] == engine.state()["waiting"] == 0
+        assert not engine.core.requests
+
+
+def test_a_request_that_waits_for_a_grammar_does_not_make_the_loop_spin(engine, monkeypatch):
+    core, go_on, steps = engine.core, threading.Event(), []
+    compiler = core.part(Grammars).compiler
+    build, step = compiler._compile, core.step
+    monkeypatch.setattr(compiler, "_compile", lambda *args: go_on.wait(60) and build(*args))
+    monkeypatch.setattr(core, "step", lambda: steps.append(1) or step())
+    with ThreadPoolExecutor(1) as caller:
+        answer = caller.submit(engine.generate, "A digit:", {"regex": "[0-9]", **GREEDY})
+        while not compiler.open:
+            time.sleep(0.001)
+        steps.clear()
+        began = time.monotonic()
+        time.sleep(0.3)
+        waited_s, count = time.monotonic() - began, len(steps)
+        go_on.set()
+        assert answer.result()[0].text.isdigit()
+    assert count < 2 + waited_s * 1000 / _NOTHING_TO_RUN_MS

@@ -11,12 +11,13 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import AutoModelForCausalLM
 
+from runtime.calls import Pause
 from runtime.config import make_config
+from runtime.engine.parts import Grammars
 from runtime.errors import EngineDead, ModelError
 from runtime.execution.device import choose_overlap
-from runtime.protocol import Pause
 from runtime.sampling.sampler import Sampled, Sampler
-from tests.runtime.engine.driver import Driver, greedy, make_core
+from tests.runtime.engine.driver import Driver, call, greedy, make_core
 from tests.runtime.sampling.test_sampling import request
 
 CPU = torch.device("cpu")
@@ -128,7 +129,7 @@ def test_random_lives_are_those_in_step(tiny_dir, prompts, free, seed, page_size
             rid = str(len(specs))
             specs[rid] = specify(draw, prompts, free)
             driver.add(rid, **specs[rid])
-            wait(driver.core.grammars.open.values())  # the same lives on any machine
+            wait(driver.core.part(Grammars).compiler.open.values())  # the same lives on any machine
         if draw.random() < 0.08 and driver.core.requests:
             rid = draw.choice(list(driver.core.requests))
             in_flight += driver.core._in_flight is not None
@@ -137,18 +138,18 @@ def test_random_lives_are_those_in_step(tiny_dir, prompts, free, seed, page_size
         if draw.random() < 0.03:
             driver.flush()
         if draw.random() < 0.03:
-            driver.core.handle(Pause(1, True))
+            call(driver.core, Pause(True))
             driver.step()
             driver.step()
             assert not driver.core.busy
-            driver.core.handle(Pause(2, False))
+            call(driver.core, Pause(False))
         driver.step()
     driver.run()
     assert set(driver.finish) == set(specs)
     assert len(driver.ahead) > 20
     for rid, spec in specs.items():
         plain.add(rid, **spec)
-        wait(plain.core.grammars.open.values())
+        wait(plain.core.part(Grammars).compiler.open.values())
         plain.run()
         if rid in aborted:
             assert driver.tokens[rid] == plain.tokens[rid][: len(driver.tokens[rid])]
@@ -160,7 +161,7 @@ def test_random_lives_are_those_in_step(tiny_dir, prompts, free, seed, page_size
     assert aborted
     assert in_flight or pool < 160
     if pool < 160:
-        assert driver.core.admin.state()["retracted_requests"] > 0
+        assert driver.core.state()["retracted_requests"] > 0
     assert any(finish.type == "stop" for finish in driver.finish.values())
 
 
@@ -181,7 +182,7 @@ def test_rows_of_a_request_that_ends_unforeseen_are_thrown_away(tiny_dir, prompt
     assert driver.ahead[end - 3 : end] == [2, 2, 1], "one row was in flight when it ended"
     driver.add("again", [*prompts[0], *free[0], 7], max_new_tokens=1)
     driver.run()
-    assert driver.events["again"][0].cached_tokens == len(prompts[0]) + end - 1
+    assert driver.cached("again") == len(prompts[0]) + end - 1
 
 
 def test_whoever_reaches_its_limit_is_not_in_the_next_step(tiny_dir):
@@ -233,7 +234,7 @@ def test_a_step_that_cannot_be_launched_ahead_is_run_in_step(tiny_dir, prompts):
             one.add(str(i), prompts[i], max_new_tokens=NEW, **spec)
         one.run()
     assert driver.tokens == plain.tokens
-    state = driver.core.admin.state()
+    state = driver.core.state()
     assert (state["failed_steps"] > 2, state["failed_requests"]) == (True, 0)
     assert driver.ahead
 
@@ -258,7 +259,7 @@ def test_a_step_that_fails_in_flight_is_run_again_with_all_behind_it(tiny_dir, p
             one.add(str(i), prompts[i], max_new_tokens=NEW, **spec)
         one.run()
     assert driver.tokens == plain.tokens
-    state = driver.core.admin.state()
+    state = driver.core.state()
     assert (state["failed_steps"], state["failed_requests"]) == (1, 0)
 
 
@@ -300,7 +301,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(tiny_dir, prompts, f
         assert driver.finish[f"bad{i}"].type == "error"
         assert len(driver.tokens[f"bad{i}"]) == 5
         assert driver.tokens[str(i)] == free[i]
-    assert driver.core.admin.state()["bad_logits"] == 3
+    assert driver.core.state()["bad_logits"] == 3
     assert max(driver.ahead) == 6
 
 
@@ -313,7 +314,7 @@ def test_aborted_with_a_step_in_flight_and_back_under_the_same_name(tiny_dir, pr
     assert driver.core.busy, "what is in flight has to be dropped"
     driver.flush()
     driver.core.cache.check([])
-    assert driver.core.admin.state()["pages_private"] == 0
+    assert driver.core.state()["pages_private"] == 0
     del driver.finish["a"]
     driver.add("a", prompts[1], max_new_tokens=NEW)
     driver.run()
@@ -325,12 +326,12 @@ def test_a_paused_engine_ends_what_is_in_flight_and_launches_nothing(tiny_dir, p
     driver.add("a", prompts[0], max_new_tokens=NEW)
     while driver.core._in_flight is None:
         driver.step()
-    driver.core.handle(Pause(1, True))
+    call(driver.core, Pause(True))
     launched = driver.log.count("run")
     while driver.core.busy:
         driver.step()
     assert driver.log.count("run") == launched == driver.log.count("read")
-    driver.core.handle(Pause(2, False))
+    call(driver.core, Pause(False))
     driver.run()
     assert driver.tokens["a"] == free[0]
 
@@ -342,12 +343,13 @@ def test_choosing_waits_for_nothing():
     sampler.generator = lambda *_: None  # of which fake tensors know nothing
     asking = [request((3, 4, 5), 2, seed=1, **{k: v for k, v in variant.items() if k != "logprobs"})
               for variant in VARIANTS if "regex" not in variant]  # fmt: skip
-    asking[0].logprobs = asking[1].logprobs = 2
+    asking[0].message.logprobs = asking[1].message.logprobs = 2
     sampler.sample(torch.randn(len(asking), 40), asking).read()
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         for one in asking:
-            one.counts = None if one.counts is None else mode.from_tensor(one.counts)
-            one.prompt_ids = None if one.prompt_ids is None else mode.from_tensor(one.prompt_ids)
+            state = one.sampler
+            state.counts = None if state.counts is None else mode.from_tensor(state.counts)
+            state.prompt_ids = None if state.prompt_ids is None else mode.from_tensor(state.prompt_ids)
         sampled = sampler.sample(torch.randn(len(asking), 40), asking, ahead=1)
         assert sampled.tokens.shape == (len(asking),)
         with pytest.raises(DataDependentOutputException):

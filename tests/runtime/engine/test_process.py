@@ -1,4 +1,4 @@
-"""The loop of the engine's process."""
+"""The engine's loop."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from runtime.engine.process import _serve
-from runtime.protocol import Ping, encode
+from runtime.calls import Ping
+from runtime.engine.loop import EngineLoop
+from runtime.engine.part import Parts
+from runtime.protocol import Ask, encode
 
 
 class _Stepped(Exception):
@@ -17,21 +19,19 @@ class _Stepped(Exception):
 class _Busy:
     """A core with something to compute, which ends the loop when it does."""
 
-    idle_s, busy = None, True
+    parts, busy = Parts(), True
 
     def __init__(self) -> None:
         self.counters = {"steps": 0}
         self.handled = 0
 
-    def handle(self, message: object) -> None:
+    def handle(self, message: object) -> list[Any]:
         self.handled += 1
         assert self.handled < 1_000_000, "messages keep a step from running"
-
-    def take_replies(self) -> list[Any]:
         return []
 
-    def publish(self) -> None:
-        pass
+    def settle(self) -> list[Any]:
+        return []
 
     def step(self) -> list[Any]:
         raise _Stepped
@@ -40,12 +40,12 @@ class _Busy:
 class _Flood:
     """A socket that always has a message."""
 
-    message = encode(Ping(1))
+    message = encode(Ask(1, Ping()))
 
     def poll(self, wait_ms: int) -> bool:
         return True
 
-    def recv(self) -> bytes:
+    def recv(self, flags: int) -> bytes:
         return self.message
 
 
@@ -53,5 +53,5 @@ def test_messages_without_end_let_steps_run():
     core: Any = _Busy()
     flood: Any = _Flood()
     with pytest.raises(_Stepped):
-        _serve(core, flood, flood)
+        EngineLoop(flood, flood)._serve(core)
     assert core.handled

@@ -99,7 +99,7 @@ def test_a_retracted_request_is_ranked_by_what_it_leaves():
     engine.add("a", prompt(1, 4))
     engine.steps(3)
     engine.scheduler._retract(engine.requests["a"])
-    assert engine.requests["a"].matched_tokens == 6
+    assert engine.scheduler.waiting.matched[engine.requests["a"]] == 6
 
 
 def test_a_retracted_request_keeps_its_tokens_and_finds_them_in_the_tree():
@@ -232,9 +232,9 @@ def test_a_step_ahead_takes_a_page_only_where_it_needs_one():
 
 def test_whoever_ends_with_the_unread_token_is_left_out():
     engine = decoding()
-    engine.requests["a"].max_tokens = len(engine.requests["a"].tokens) + 1
+    engine.requests["a"].max_length = len(engine.requests["a"].tokens) + 1
     assert ahead(engine) == {"b": (5, 1, 1, 1)}
-    engine.requests["a"].max_tokens += 1
+    engine.requests["a"].max_length += 1
     assert ahead(engine).keys() == {"a", "b"}
 
 
@@ -245,13 +245,13 @@ def test_no_step_ahead_where_a_place_may_become_free_or_taken():
     engine = decoding(max_running=2)
     engine.add("c", prompt(3, 3))
     assert ahead(engine).keys() == {"a", "b"}, "it cannot be admitted"
-    engine.requests["a"].max_tokens = len(engine.requests["a"].tokens) + 1
+    engine.requests["a"].max_length = len(engine.requests["a"].tokens) + 1
     assert ahead(engine) == {}, "it can be, as soon as a has ended"
 
 
 def test_no_step_ahead_where_the_host_is_needed_between_tokens():
     engine = decoding()
-    engine.requests["b"].sampling = SamplingParams(regex="a+")
+    engine.requests["b"].sampler.params = SamplingParams(regex="a+")
     assert ahead(engine) == {}
     engine = decoding()
     engine.work = engine.work[:1]

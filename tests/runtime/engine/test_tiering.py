@@ -2,68 +2,44 @@
 
 from __future__ import annotations
 
-import time
+from array import array
 
+import pytest
 import torch
 
 from radix import Namespace
-from runtime.protocol import (
-    AddPin,
-    AttachTier,
-    DetachTier,
-    EraseTenant,
-    FlushCache,
-    GetOutline,
-    GetPins,
-    GetTree,
-)
-from tests.runtime.engine.driver import Driver, make_core
+from runtime.calls import AddPin, AttachTier, DetachTier, EraseTenant, FlushCache, GetOutline, GetPins, GetTree
+from runtime.engine.tiering import Tiering
+from runtime.errors import InvalidRequest, ModelError
+from tests.runtime.engine.driver import Driver, call, make_core
 from tests.runtime.kv.tiers.engines import NEW, draw, evict, loaded, open_core, options_of
 
 PROMPTS = [draw(0, 150) + draw(i, 60) for i in range(3)]
 
 
-def answer(core, message):
-    """The answer to a call, which may take some steps."""
-    reply, until = core.handle(message), time.monotonic() + 60
-    while reply is None:
-        core.step()
-        reply = next(iter(core.take_replies()), None)
-        assert time.monotonic() < until
-    return reply.result
-
-
 def pin(core, tokens, **options):
-    driver = Driver(core)
-    message = AddPin(7, b"".join(token.to_bytes(4, "little") for token in tokens), **options)
-    assert core.handle(message) is None
-    driver.run()
-    assert core.take_replies()
+    call(core, AddPin(array("i", tokens).tobytes(), **options))
 
 
-def test_pins_and_hot_prefixes_come_back_by_themselves(tiny_dir, tmp_path):
-    """The pin with its name and the rest of its time; what was used twice; not what was used once, before it is asked
-    for."""
+def test_pins_come_back_by_themselves(tiny_dir, tmp_path):
+    """With its name and the rest of its time; other prefixes are loaded when they are asked for."""
     first = open_core(tiny_dir, pool_tokens=2048, pin_budget=0.5, **options_of("disk", tmp_path))
     driver = Driver(first)
     pin(first, PROMPTS[0][:128], name="system", ttl_s=1000)
     pin(first, draw(8, 64), ttl_s=1e-3)
     tokens = driver.together([PROMPTS[1], PROMPTS[1]], max_new_tokens=NEW)
-    driver.together([draw(9, 200)], max_new_tokens=NEW)
     first.close()
     second = open_core(tiny_dir, pool_tokens=2048, pin_budget=0.5, **options_of("disk", tmp_path))
     assert second.busy
     again = Driver(second)
     again.run()
-    (pinned,) = second.handle(GetPins(1)).result["pins"]
+    (pinned,) = call(second, GetPins())["pins"]
     assert pinned["name"] == "system"
     assert pinned["tokens"] == 128
     assert 900 < pinned["expires_in_s"] < 1000
     assert again.together([PROMPTS[1]], max_new_tokens=NEW) == tokens[:1]
-    assert again.events["r0"][-1].cached_tokens == 192
-    assert loaded(again, "r0") == {}, "it was there before it was asked for"
-    again.together([draw(9, 200)], max_new_tokens=NEW)
-    assert loaded(again, "r1") == {"disk": 192}
+    assert again.cached("r0") == 192
+    assert loaded(again, "r0") == {"disk": 64}, "the pin has brought the common beginning"
     second.close()
 
 
@@ -75,7 +51,7 @@ def test_a_pin_whose_blocks_are_lost_is_computed_again(tiny_dir, tmp_path):
         file.unlink()
     second = open_core(tiny_dir, **options_of("disk", tmp_path))
     Driver(second).run()
-    assert [one["name"] for one in second.handle(GetPins(1)).result["pins"]] == ["system"]
+    assert [one["name"] for one in call(second, GetPins())["pins"]] == ["system"]
     second.close()
 
 
@@ -83,15 +59,15 @@ def test_a_damaged_note_is_none(tiny_dir, tmp_path):
     first = open_core(tiny_dir, **options_of("disk", tmp_path))
     pin(first, PROMPTS[0][:128])
     first.close()
-    (note,) = (tmp_path / "disk").glob("resume-*")
+    (note,) = (tmp_path / "disk").glob("pins-*")
     assert note.stat().st_mode & 0o777 == 0o600
     data = bytearray(note.read_bytes())
     for at in (0, len(data) // 2, len(data) - 1):
         note.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         second = open_core(tiny_dir, **options_of("disk", tmp_path))
         Driver(second).run()
-        assert second.handle(GetPins(1)).result["pins"] == []
-        second.tiering._resume = None
+        assert call(second, GetPins())["pins"] == []
+        second.part(Tiering)._resume = None
         second.close()
 
 
@@ -99,16 +75,16 @@ def test_a_tenant_is_erased_from_every_tier(tiny_dir, tmp_path):
     options = options_of("host", tmp_path) | options_of("disk", tmp_path) | options_of("store", tmp_path)
     core = open_core(tiny_dir, **options)
     driver, spaces = Driver(core), (Namespace("a"), Namespace("a", "salt"), Namespace("b"))
-    pin(core, PROMPTS[1][:128], namespace=Namespace("a"))
+    driver.pin(PROMPTS[1][:128], namespace=Namespace("a"))
     for space in spaces:
         driver.together([PROMPTS[0]], max_new_tokens=NEW, namespace=space)
     evict(core)
-    core.tiering.note()
-    done = answer(core, EraseTenant(1, "a"))
+    core.part(Tiering).note()
+    done = call(core, EraseTenant("a"))
     assert done["erased_tokens"] == 128
     assert done["erased_blocks"] == {"host": 6, "disk": 6, "store": 6}
-    assert core.handle(GetPins(1)).result["pins"] == []
-    assert {prefix.namespace.tenant for prefix in core.tiering._resume.read()} <= {"b"}
+    assert call(core, GetPins())["pins"] == []
+    assert {pin.namespace.tenant for pin in core.part(Tiering)._resume.read()} <= {"b"}
     for i, space in enumerate(spaces):
         driver.add(f"again {i}", PROMPTS[0], max_new_tokens=NEW, namespace=space)
         driver.run()
@@ -124,7 +100,7 @@ def test_a_flush_reaches_tiers_when_asked(tiny_dir, tmp_path):
     assert "erased_blocks" not in driver.flush()
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     assert loaded(driver, "r1") == {"host": 192}
-    assert answer(core, FlushCache(1, tiers=True))["erased_blocks"] == {"host": 3}
+    assert call(core, FlushCache(tiers=True))["erased_blocks"] == {"host": 3}
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     assert loaded(driver, "r2") == {}
     core.close()
@@ -133,17 +109,19 @@ def test_a_flush_reaches_tiers_when_asked(tiny_dir, tmp_path):
 def test_tiers_come_and_go_while_requests_are_served(tiny_dir, tmp_path):
     core = open_core(tiny_dir, **options_of("host", tmp_path))
     driver = Driver(core)
-    assert answer(core, AttachTier(1, {"disk_cache": str(tmp_path / "disk")})) == {"tiers": ["host", "disk"]}
-    assert "already" in answer(core, AttachTier(2, {"disk_cache": str(tmp_path / "other")}))["failed"]
+    assert call(core, AttachTier({"disk_cache": str(tmp_path / "disk")})) == {"tiers": ["host", "disk"]}
+    with pytest.raises(InvalidRequest, match="already"):
+        call(core, AttachTier({"disk_cache": str(tmp_path / "other")}))
     (tmp_path / "file").touch()
-    assert "failed" in answer(core, AttachTier(3, {"kv_store": f"dir:{tmp_path / 'file'}"}))
+    with pytest.raises(ModelError):
+        call(core, AttachTier({"kv_store": f"dir:{tmp_path / 'file'}"}))
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     evict(core)
-    assert answer(core, DetachTier(4, "host")) == {"found": True}
-    assert answer(core, DetachTier(5, "host")) == {"found": False}
+    assert call(core, DetachTier("host")) == {"found": True}
+    assert call(core, DetachTier("host")) == {"found": False}
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     assert loaded(driver, "r1") == {"disk": 192}
-    assert answer(core, DetachTier(6, "disk")) == {"found": True}
+    assert call(core, DetachTier("disk")) == {"found": True}
     evict(core)
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     assert loaded(driver, "r2") == {}
@@ -153,29 +131,32 @@ def test_tiers_come_and_go_while_requests_are_served(tiny_dir, tmp_path):
 def test_an_engine_without_tiers_takes_one(tiny_dir, tmp_path):
     first = open_core(tiny_dir)
     driver = Driver(first)
-    assert first.handle(DetachTier(1, "disk")).result == {"found": False}
+    assert call(first, DetachTier("disk")) == {"found": False}
     expected = driver.together(PROMPTS[:1], max_new_tokens=NEW)
     evict(first)
-    assert answer(first, AttachTier(2, {"disk_cache": str(tmp_path / "disk")})) == {"tiers": ["disk"]}
+    assert call(first, AttachTier({"disk_cache": str(tmp_path / "disk")})) == {"tiers": ["disk"]}
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     evict(first)
     assert driver.together(PROMPTS[:1], max_new_tokens=NEW) == expected
     assert [loaded(driver, rid) for rid in ("r0", "r1", "r2")] == [{}, {}, {"disk": 192}]
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
+    pin(first, draw(7, 128))
     first.close()
     second = open_core(tiny_dir, **options_of("disk", tmp_path))
     Driver(second).run()
-    assert second.tiers.loaded_tokens == {"disk": 192}, "it was noted, and is named alike"
+    assert second.part(Tiering).tiers.loaded_tokens == {"disk": 128}, (
+        "the pin was noted, and its blocks are named alike"
+    )
     second.close()
 
 
 def test_a_tenant_fills_no_more_than_its_share_of_a_tier(tiny_dir, tmp_path):
     space = 10_000 / (1 << 30)
     core = open_core(tiny_dir, host_memory=space, tier_quota=0.5)
-    answer(core, AttachTier(1, {"disk_cache": str(tmp_path / "disk"), "disk_space": space}))
+    call(core, AttachTier({"disk_cache": str(tmp_path / "disk"), "disk_space": space}))
     for name in ("host", "disk"):
-        store = core.tiers.worker._tiers[name].store
-        done = [store.put(bytes([i]) * 16, [bytes(size)], tenant, "") for i, (tenant, size) in enumerate(
+        store = core.part(Tiering).tiers.worker._tiers[name]._store
+        done = [store.put(bytes([i]) * 16, [bytes(size)], tenant) for i, (tenant, size) in enumerate(
             [("a", 5001), ("a", 3000), ("b", 3000), ("a", 2500)]
         )]  # fmt: skip
         assert done == [False, True, True, True]
@@ -185,28 +166,29 @@ def test_a_tenant_fills_no_more_than_its_share_of_a_tier(tiny_dir, tmp_path):
 
 def test_an_engine_without_a_prefix_cache_takes_none(tiny_dir):
     core = make_core(tiny_dir, prefix_cache=False)
-    assert core.handle(AttachTier(1, {"host_memory": 1.0})).result["failed"]
+    with pytest.raises(InvalidRequest, match="prefix cache is off"):
+        call(core, AttachTier({"host_memory": 1.0}))
     core.close()
 
 
 def test_the_tree_says_which_tiers_hold_a_node(tiny_dir, tmp_path):
     def places():
-        return [node["tiers"] for node in answer(core, GetTree(1))["nodes"]]
+        return [node["tiers"] for node in call(core, GetTree())["nodes"]]
 
     core = open_core(tiny_dir, **options_of("host", tmp_path), **options_of("disk", tmp_path))
     driver = Driver(core)
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     assert places() == [[]]
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
-    core.tiers.worker.drain()
+    core.part(Tiering).tiers.worker.drain()
     assert places()[0] == ["host", "disk"], "what is used twice is written"
-    while (blocks := answer(core, GetOutline(2, 10, 0))["blocks"]) is None:
+    while (blocks := call(core, GetOutline(10, 0))["blocks"]) is None:
         pass
     assert [block["tiers"] for block in blocks[:2]] == [[], ["host", "disk"]], "a root has none"
-    assert answer(core, DetachTier(3, "host")) == {"found": True}
+    assert call(core, DetachTier("host")) == {"found": True}
     assert places()[0] == ["disk"]
     driver.flush()
-    assert core.tiers.keys == {}
+    assert core.part(Tiering).tiers.keys == {}
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     assert places()[0] == ["disk"], "it has come from there"
     core.close()
@@ -226,9 +208,9 @@ def test_kv_that_is_distrusted_leaves_the_tiers(tiny_dir, tmp_path):
     driver.add("bad", PROMPTS[0], max_new_tokens=NEW)
     driver.run()
     assert driver.finish["bad"].type == "error"
-    assert core.tiers.loaded_tokens == {"host": 192}
+    assert core.part(Tiering).tiers.loaded_tokens == {"host": 192}
     done.append(True)
-    core.tiers.worker.drain()
+    core.part(Tiering).tiers.worker.drain()
     driver.add("good", PROMPTS[0], max_new_tokens=NEW)
     driver.run()
     assert loaded(driver, "good") == {}

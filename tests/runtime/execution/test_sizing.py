@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from runtime.config import CacheConfig, ModelConfig, make_config
-from runtime.engine.core import EngineCore
 from runtime.engine.offline import Engine
+from runtime.engine.opening import open_engine
 from runtime.errors import ModelError
 from runtime.execution.device import choose_attention
 from runtime.execution.sizing import check_weights, pool_pages
@@ -62,7 +62,7 @@ def test_fp8_halves_the_pool_and_serves(tiny_dir):
 def test_random_weights_need_no_checkpoint(tiny_dir, tmp_path):
     (tmp_path / "config.json").write_text((tiny_dir / "config.json").read_text())
     options = {"random_weights": True, "native_kernels": False, "pool_tokens": 64, "device": "cpu", "dtype": "float32"}
-    core = EngineCore(make_config(model=str(tmp_path), **options), tmp_path)
+    core = open_engine(make_config(model=str(tmp_path), **options), tmp_path)
     spec = core.executor.spec
     first, again = (random_weights(spec, torch.float32, torch.device("cpu")) for _ in range(2))
     assert first.keys() == spec.expected_tensors().keys()
@@ -76,7 +76,7 @@ def test_random_weights_need_no_checkpoint(tiny_dir, tmp_path):
 def test_options_that_cannot_be_are_refused_before_the_weights_are_read(tiny_dir, tmp_path, options, said):
     (tmp_path / "config.json").write_text((tiny_dir / "config.json").read_text())  # and no weights
     with pytest.raises(ModelError, match=said):
-        EngineCore(make_config(model=str(tmp_path), device="cpu", dtype="float32", **options), tmp_path)
+        open_engine(make_config(model=str(tmp_path), device="cpu", dtype="float32", **options), tmp_path)
 
 
 def test_flashinfer_is_taken_where_it_can_compute(monkeypatch):

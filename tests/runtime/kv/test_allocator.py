@@ -10,41 +10,6 @@ from hypothesis import strategies as st
 from runtime.kv.allocator import PageAllocator
 
 
-def test_prefers_one_extent_and_the_smallest_that_fits():
-    allocator = PageAllocator(20)
-    pages = allocator.allocate(20)
-    allocator.release([2, 3, 4, 8, 9, 10, 11, 12, 17])
-    assert list(pages) == list(range(20))
-    assert list(allocator.allocate(3)) == [2, 3, 4]
-    assert list(allocator.allocate(4)) == [8, 9, 10, 11]
-    assert sorted(allocator.allocate(2)) == [12, 17]
-    assert allocator.allocate(1) is None
-    allocator.check()
-
-
-def test_grows_behind_a_page():
-    allocator = PageAllocator(10)
-    first = allocator.allocate(2)
-    assert list(allocator.allocate(2, after=first[-1])) == [2, 3]
-    assert list(allocator.allocate(1, after=first[-1])) == [4]
-    allocator = PageAllocator(8)
-    allocator.allocate(8)
-    allocator.release([1, 2, 3, 5])
-    assert list(allocator.allocate(1, after=0)) == [1], "though there is a smaller extent"
-
-
-def test_a_retained_page_is_free_after_its_last_release():
-    allocator = PageAllocator(4)
-    pages = allocator.allocate(2)
-    allocator.retain(pages)
-    allocator.release(pages)
-    assert allocator.num_free == 2
-    allocator.release(pages)
-    assert allocator.num_free == 4
-    with pytest.raises(AssertionError):
-        allocator.release(pages)
-
-
 class Plain:
     """The same choice of pages, by a look at all of them."""
 

@@ -11,8 +11,9 @@ from radix import Namespace
 from runtime.config import CacheConfig
 from runtime.kv.cache import PagedCache
 from runtime.kv.pool import KVPool
-from runtime.params import SamplingParams
-from runtime.request import Request, Segment, Sequence
+from runtime.kv.segments import Segment
+from runtime.request import Request
+from tests.runtime.requests import make_request
 
 T = Namespace("t")
 EVERYBODY = Namespace()
@@ -37,10 +38,7 @@ def reader(cache: PagedCache, *tokens: int, own: int = 0, namespace: Namespace =
     """A request that reads what is cached of its tokens, and has `own` pages beside."""
     match = cache.tree.match(key(*tokens), namespace)
     node = cache.tree.lock_match(match)
-    request = Request(
-        "r", Sequence(array("i", tokens)), len(tokens), SamplingParams(), frozenset(), 99, None, None, namespace,
-        namespace.owner,
-    )  # fmt: skip
+    request = make_request(tokens, namespace=namespace)
     whole = len(match.pages) * cache.page_size
     request.segments = [Segment(match.pages, whole, node=node)] if node else []
     request.sequence.start = whole
@@ -81,14 +79,6 @@ def test_pages_that_the_tree_has_already_are_given_back():
     cache.check([])
 
 
-def test_namespaces_have_pages_of_their_own():
-    cache = make_cache()
-    keep(cache, 1, 2)
-    keep(cache, 1, 2, namespace=T)
-    assert cache.tree.num_pages == 2
-    assert cached(cache, 1, 2, namespace=Namespace("t", "salt")) == 0
-
-
 def test_a_request_that_leaves_has_nothing_and_what_it_read_is_used_last():
     cache = make_cache()
     for i in range(3):
@@ -97,11 +87,11 @@ def test_a_request_that_leaves_has_nothing_and_what_it_read_is_used_last():
     private = cache.allocate(1, array("i"), EVERYBODY)
     request.segments.append(Segment(private, 2))
     cache.check([request])
-    request.owed = 3
+    request.sequence.pending = 3
     cache.release(request)
     cache.check([])
     sequence = request.sequence
-    assert (request.segments, request.owed, len(sequence.pages), sequence.start, sequence.num_computed) == (
+    assert (request.segments, request.sequence.pending, len(sequence.pages), sequence.start, sequence.num_computed) == (
         [],
         0,
         0,
@@ -128,7 +118,7 @@ def test_who_computed_shared_pages_gives_way_when_its_request_leaves():
     cache, shared = make_cache(quotas={"t": 2}), Namespace("public")
     cache.insert(key(1, 2, 3, 4, 5, 6), cache.allocate(3, array("i"), EVERYBODY), shared, owner=T)
     request = reader(cache, 1, 2, namespace=shared)
-    request.owner = T
+    request.message.account = "t"
     cache.release(request)
     assert cache.tree.quotas.pages(T) == 2
 
@@ -173,16 +163,6 @@ def test_evictions_make_room_for_exactly_what_is_wanted():
     assert cache.allocate(0, array("i"), EVERYBODY) is not None
 
 
-def test_pages_follow_those_before_them():
-    cache = make_cache()
-    pages = cache.allocate(16, array("i"), EVERYBODY)
-    assert list(pages) == list(range(16))
-    cache.allocator.release(array("i", [2, 3, 4, 8, 12, 13]))
-    assert list(cache.allocate(1, pages[5:12], EVERYBODY)) == [12]
-    assert list(cache.allocate(1, array("i"), EVERYBODY)) == [8], "the smallest extent"
-    assert list(cache.allocate(1, pages[:2], EVERYBODY)) == [2]
-
-
 def test_a_quota_bounds_the_pages_that_the_tree_will_hold():
     for coming, left in ((None, 1), (2, 2), (0, 4)):
         cache = make_cache(quotas={"t": 4})
@@ -191,17 +171,6 @@ def test_a_quota_bounds_the_pages_that_the_tree_will_hold():
         keep(cache, 5, 6, 7, 8)
         cache.allocate(3, array("i"), T, cached=coming)
         assert (cache.tree.quotas.pages(T), cache.tree.num_pages) == (left, left + 2)
-
-
-def test_shared_pages_count_for_whoever_computed_them():
-    cache, shared = make_cache(quotas={"t": 2, "u": 2}), Namespace("public")
-    for i, name in enumerate(("t", "u")):
-        owner = Namespace(name)
-        pages = cache.allocate(2, array("i"), owner)
-        cache.insert(key(i, i, 5, 5), pages, shared, owner=owner)
-    assert [cache.tree.quotas.pages(Namespace(name)) for name in ("t", "u", "public")] == [2, 2, 0]
-    cache.allocate(1, array("i"), T)
-    assert [cached(cache, i, i, 5, 5, namespace=shared) for i in range(2)] == [1, 2]
 
 
 def test_tenants_without_a_quota_of_their_own_have_the_configured_one():

@@ -1,4 +1,4 @@
-"""KV events as vLLM's and SGLang's own structs decode them, and the older form as routers before these did."""
+"""KV events as vLLM's and SGLang's own structs decode them."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_no_other_namespace_is_looked_at():
 def test_what_left_and_when():
     cache = make_cache(pages=4, quotas={"t": 2})
     now = 9.0
-    cache.tree._clock = cache.pins._clock = lambda: now
+    cache.tree._clock = lambda: now
     assert told(cache, 1, 2, 3).known_s == 0.0
     now = 10.0
     keep(cache, 1, 2, 3, 4, namespace=T)
@@ -94,7 +94,7 @@ def test_what_left_and_when():
 def test_what_a_tenant_kept_expires():
     cache = make_cache(pages=4)
     now = 0.0
-    cache.tree._clock = cache.pins._clock = lambda: now
+    cache.tree._clock = lambda: now
     told(cache, 1)
     keep(cache, 1, 2, 3, 4)
     assert cache.pins.keep(array("i", [1, 2, 3, 4]), EVERYBODY, EVERYBODY, ttl_s=5.0) is None

@@ -95,19 +95,6 @@ def test_every_field_of_a_message(wire):
     assert wire.receive(wire.heard) == (number + 1, [removed(5)]), "no message is empty"
 
 
-def test_the_form_before_maps(tmp_path):
-    wire = Wire(tmp_path, kv_events_format="array")
-    listen(wire)
-    wire.publisher.publish([STORED, Removed((6, 7), Namespace())])
-    _, events = wire.receive(wire.heard)
-    assert events == [
-        ["BlockStored", [5, 6], None, [0, 1, 2, 3], 2, None, "GPU"],
-        ["BlockRemoved", [6, 7], "GPU"],
-    ]
-    assert msgspec.msgpack.decode(wire.publisher._kept[0][1])[1] == [["AllBlocksCleared"]]
-    wire.close()
-
-
 # Blocks of one tenant, of a salt, and of an entry, beside everybody's.
 OWN, SALTED = Namespace("acme", "s"), Namespace("", "s")
 ENTRY = Namespace("public", "", "module:1")

@@ -1,31 +1,42 @@
-"""The board of pins on a tree without an engine: budget, times to live, and which pin yields."""
+"""The board of pins on a tree without an engine: budget, times to live, and which prefix yields."""
 
 from __future__ import annotations
 
 from array import array
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from radix import Namespace, RadixTree
+from radix import Namespace, Quotas, RadixTree
 from runtime.kv.pins import PinBoard
 
-T = Namespace("t")
+A, B, C = Namespace("a"), Namespace("b"), Namespace("c")
+PUBLIC = Namespace("public")
 EVERYBODY = Namespace()
 
 
 class Board:
     """A board over a tree with pages of two tokens."""
 
-    def __init__(self, budget: int = 6):
+    def __init__(self, budget: int = 6, quotas: Quotas | None = None):
         self.now = 100.0
-        self.tree = RadixTree(2)
-        self.pins = PinBoard(self.tree, budget, lambda: self.now)
+        self.tree = RadixTree(2, clock=lambda: self.now, quotas=quotas)
+        self.pins = PinBoard(self.tree, budget)
         self.pages = 0
 
-    def keep(self, *tokens: int, namespace: Namespace = EVERYBODY) -> None:
+    def compute(self, *tokens: int, namespace: Namespace = EVERYBODY, owner: Namespace | None = None) -> None:
         pages = array("i", range(self.pages, self.pages + len(tokens) // 2))
         self.pages += len(pages)
-        self.tree.insert(array("i", tokens).tobytes(), pages, namespace)
+        self.tree.insert(array("i", tokens).tobytes(), pages, namespace, owner=owner)
+
+    def keep(self, *tokens: int, keeper: Namespace, namespace: Namespace | None = None, ttl_s: float = 10.0):
+        """Compute a prefix and keep it; the reason if it is not kept."""
+        space = namespace or keeper
+        if len(self.tree.match(array("i", tokens).tobytes(), space).pages) < len(tokens) // 2:
+            self.compute(*tokens, namespace=space, owner=keeper)
+        return self.pins.keep(array("i", tokens), space, keeper, ttl_s)
 
     def pin(self, *tokens: int, namespace: Namespace = EVERYBODY, name: str | None = None, ttl_s: float | None = None):
         return self.pins.pin(array("i", tokens), namespace, name, ttl_s)
@@ -34,66 +45,88 @@ class Board:
     def names(self) -> list[str | None]:
         return [pin.name for pin in self.pins.pins.values()]
 
+    def use(self, *tokens: int, user: Namespace, namespace: Namespace | None = None) -> None:
+        found = self.tree.match(array("i", tokens).tobytes(), namespace or user)
+        node = self.tree.lock_match(found)
+        self.tree.use(node)
+        self.pins.renew(node, user)
+        self.tree.unlock(node)
+
+    @property
+    def kept(self) -> int:
+        """Pages that stay when all others are flushed."""
+        self.pins.expire()
+        self.tree.flush()
+        return self.tree.num_pages
+
 
 @pytest.fixture
 def board() -> Board:
+    return Board()
+
+
+@pytest.fixture
+def three() -> Board:
     """Three prefixes of four tokens, the first two of which are shared by two."""
     board = Board()
     for tokens in ((1, 1, 2, 2), (1, 1, 3, 3), (5, 5, 6, 6)):
-        board.keep(*tokens)
+        board.compute(*tokens)
     return board
 
 
-def test_a_pin_is_described(board):
-    made = board.pin(1, 1, 2, 2, name="one", ttl_s=5.0)
-    (pin,) = board.pins.pins.values()
+# -- pins of operators ---------------------------------------------------------------------------------------
+
+
+def test_a_pin_is_described(three):
+    made = three.pin(1, 1, 2, 2, name="one", ttl_s=5.0)
+    (pin,) = three.pins.pins.values()
     assert made == {"pin": {"id": pin.id, "name": "one", "tenant": "", "tokens": 4, "hits": 0, "expires_in_s": 5.0}}
-    board.now += 3.5
-    assert board.pins.describe(pin)["expires_in_s"] == 1.5
-    board.now += 3.5
-    assert board.pins.describe(pin)["expires_in_s"] == 0.0
-    board.tree.use(pin.node)
-    assert board.pins.describe(pin)["hits"] == 1
-    other = board.pin(5, 5)["pin"]
+    three.now += 3.5
+    assert three.pins.describe(pin)["expires_in_s"] == 1.5
+    three.now += 3.5
+    assert three.pins.describe(pin)["expires_in_s"] == 0.0
+    three.tree.use(pin.node)
+    assert three.pins.describe(pin)["hits"] == 1
+    other = three.pin(5, 5)["pin"]
     assert other == {"id": other["id"], "name": None, "tenant": "", "tokens": 2, "hits": 0, "expires_in_s": None}
 
 
 def test_no_pin_is_called_like_one_of_another_engine():
     boards = [Board() for _ in range(2)]
     for board in boards:
-        board.keep(1, 1)
+        board.compute(1, 1)
     ids = [board.pin(1, 1)["pin"]["id"] for board in boards for _ in range(3)]
     assert len(set(ids)) == 6
     assert {len(one) for one in ids} == {len("pin-0123456789abcdef")}
     assert not boards[1].pins.unpin(ids[0])
 
 
-def test_whole_pages_are_pinned_and_shared_ones_counted_once(board):
-    board.pin(1, 1, 2, 2, 9)
-    board.pin(1, 1, 3, 3)
-    board.pin(5, 5, 6)
-    assert board.tree.num_pinned_pages == board.tree.num_locked_pages == 4
-    assert sorted(board.tree.flush()) == [5]
-    board.pins.unpin_all()
-    assert (board.tree.num_pinned_pages, board.tree.num_locked_pages, board.pins.pins) == (0, 0, {})
+def test_whole_pages_are_pinned_and_shared_ones_counted_once(three):
+    three.pin(1, 1, 2, 2, 9)
+    three.pin(1, 1, 3, 3)
+    three.pin(5, 5, 6)
+    assert three.tree.num_pinned_pages == three.tree.num_locked_pages == 4
+    assert sorted(three.tree.flush()) == [5]
+    three.pins.unpin_all()
+    assert (three.tree.num_pinned_pages, three.tree.num_locked_pages, three.pins.pins) == (0, 0, {})
 
 
-def test_a_prefix_shorter_than_a_page_is_refused(board):
-    assert "shorter than a page of 2 tokens" in board.pin(1)["refused"]
-    assert "pin" in board.pin(1, 1)
-    assert board.pins.num_refused == 1
+def test_a_prefix_shorter_than_a_page_is_refused(three):
+    assert "shorter than a page of 2 tokens" in three.pin(1)["refused"]
+    assert "pin" in three.pin(1, 1)
+    assert three.pins.num_refused == 1
 
 
-def test_missing_pages_have_to_be_computed_first(board):
-    assert board.pin(1, 1, 2, 2, 8, 8, 9, 9) == {"missing_tokens": 4}
-    assert board.pin(1, 1, namespace=T) == {"missing_tokens": 2}
-    assert (board.pins.pins, board.pins.num_refused, board.tree.num_locked_pages) == ({}, 0, 0)
+def test_missing_pages_have_to_be_computed_first(three):
+    assert three.pin(1, 1, 2, 2, 8, 8, 9, 9) == {"missing_tokens": 4}
+    assert three.pin(1, 1, namespace=A) == {"missing_tokens": 2}
+    assert (three.pins.pins, three.pins.num_refused, three.tree.num_locked_pages) == ({}, 0, 0)
 
 
 def test_the_budget_counts_distinct_pages_and_those_to_come():
     board = Board(budget=4)
     for tokens in ((1, 1, 2, 2), (1, 1, 3, 3), (5, 5, 6, 6)):
-        board.keep(*tokens)
+        board.compute(*tokens)
     assert board.pin(*range(8)) == {"missing_tokens": 8}, "all of the budget"
     assert "would hold 5 pages" in board.pin(*range(10))["refused"]
     board.pin(1, 1, 2, 2)
@@ -109,74 +142,336 @@ def test_the_budget_counts_distinct_pages_and_those_to_come():
 
 def test_a_node_is_pinned_within_the_budget():
     board = Board(budget=3)
-    board.keep(1, 1, 2, 2)
-    board.keep(1, 1, 3, 3, namespace=T)
+    board.compute(1, 1, 2, 2)
+    board.compute(1, 1, 3, 3, namespace=A)
     first, second = board.tree.nodes()
     made = board.pins.pin_node(first)["pin"]
     assert (made["tokens"], made["name"], made["expires_in_s"]) == (4, None, None)
     assert "would hold 4 pages" in board.pins.pin_node(second)["refused"]
     assert board.pins.num_refused == 1
-    assert board.pins.pins[made["id"]].namespace == first.namespace != second.namespace
+    assert board.pins.pins[made["id"]].node is first
     assert "pin" in board.pins.pin_node(first), "twice as well"
     assert board.pins.unpin(made["id"])
     assert board.tree.num_pinned_pages == 2
 
 
-def test_a_pin_ends_when_its_time_is_over(board):
-    board.pin(1, 1, 2, 2, name="short", ttl_s=5.0)
-    board.pin(5, 5, name="long", ttl_s=5.5)
-    board.pin(5, 5, 6, 6, name="ever")
-    board.now = 104.9
-    board.pins.expire()
-    assert board.names == ["short", "long", "ever"]
-    board.now = 105.0
-    board.pins.expire()
-    assert board.names == ["long", "ever"]
-    board.now = 1e9
-    board.pins.expire()
-    assert board.names == ["ever"]
-    assert board.tree.num_pinned_pages == 2
-    assert board.pins.num_broken == 0
+def test_a_pin_ends_when_its_time_is_over(three):
+    three.pin(1, 1, 2, 2, name="short", ttl_s=5.0)
+    three.pin(5, 5, name="long", ttl_s=5.5)
+    three.pin(5, 5, 6, 6, name="ever")
+    three.now = 104.9
+    three.pins.expire()
+    assert three.names == ["short", "long", "ever"]
+    three.now = 105.0
+    three.pins.expire()
+    assert three.names == ["long", "ever"]
+    three.now = 1e9
+    three.pins.expire()
+    assert three.names == ["ever"]
+    assert three.tree.num_pinned_pages == 2
+    assert three.pins.num_broken == 0
 
 
-def test_several_pins_end_at_once(board):
+def test_several_pins_end_at_once(three):
     for name in ("a", "b", "c"):
-        board.pin(1, 1, 2, 2, name=name, ttl_s=5.0)
-    board.now += 5
-    board.pins.expire()
-    assert (board.names, board.tree.num_pinned_pages) == ([], 0)
+        three.pin(1, 1, 2, 2, name=name, ttl_s=5.0)
+    three.now += 5
+    three.pins.expire()
+    assert (three.names, three.tree.num_pinned_pages) == ([], 0)
 
 
 def test_what_has_expired_takes_nothing_of_the_budget():
     board = Board(budget=2)
-    board.keep(1, 1, 2, 2)
-    board.keep(3, 3, 4, 4)
+    board.compute(1, 1, 2, 2)
+    board.compute(3, 3, 4, 4)
     board.pin(1, 1, 2, 2, ttl_s=1.0)
     assert "refused" in board.pin(3, 3, 4, 4)
     board.now += 1
     assert "pin" in board.pin(3, 3, 4, 4)
 
 
-def test_the_least_recently_used_pin_yields(board):
+def test_the_least_recently_used_pin_yields(three):
     for tokens, name in (((1, 1, 2, 2), "a"), ((1, 1, 3, 3), "b"), ((5, 5, 6, 6), "c")):
-        board.pin(*tokens, name=name)
-    first, _, third = board.pins.pins.values()
-    board.tree.use(first.node)
-    assert board.pins.yield_one()
-    assert board.names == ["a", "c"]
-    board.tree.use(third.node)
-    assert board.pins.yield_one()
-    assert board.names == ["c"]
-    assert board.pins.yield_one()
-    assert (board.tree.num_pinned_pages, board.pins.num_broken) == (0, 3)
-    assert not board.pins.yield_one()
-    assert board.pins.num_broken == 3
+        three.pin(*tokens, name=name)
+    first, _, third = three.pins.pins.values()
+    three.tree.use(first.node)
+    assert three.pins.yield_one()
+    assert three.names == ["a", "c"]
+    three.tree.use(third.node)
+    assert three.pins.yield_one()
+    assert three.names == ["c"]
+    assert three.pins.yield_one()
+    assert (three.tree.num_pinned_pages, three.pins.num_broken) == (0, 3)
+    assert not three.pins.yield_one()
+    assert three.pins.num_broken == 3
 
 
-def test_to_pin_is_a_use_of_the_prefix(board):
+def test_to_pin_is_a_use_of_the_prefix(three):
     """Once let go, it is not the first to be evicted."""
-    made = board.pin(1, 1, 2, 2)["pin"]
-    assert board.pins.unpin(made["id"])
-    assert not board.pins.unpin(made["id"])
-    assert list(board.tree.evict(2)) == [3, 5]
-    assert board.pins.num_broken == 0
+    made = three.pin(1, 1, 2, 2)["pin"]
+    assert three.pins.unpin(made["id"])
+    assert not three.pins.unpin(made["id"])
+    assert list(three.tree.evict(2)) == [3, 5]
+    assert three.pins.num_broken == 0
+
+
+# -- prefixes kept by tenants --------------------------------------------------------------------------------
+
+
+def test_a_prefix_is_kept_in_whole_pages_until_its_time_is_over(board):
+    assert board.keep(1, 1, 2, 2, 9, keeper=A) is None
+    board.now += 9.9
+    assert board.kept == 2
+    board.now += 0.2
+    assert board.kept == 0
+    assert board.tree.num_pinned_pages == board.tree.num_locked_pages == 0
+
+
+def test_a_prefix_kept_twice_is_one_entry_with_the_longer_time(board):
+    assert board.keep(1, 1, 2, 2, keeper=A, ttl_s=10) is None
+    board.now += 5
+    assert board.keep(1, 1, 2, 2, keeper=A, ttl_s=20) is None
+    assert board.keep(1, 1, 2, 2, keeper=A, ttl_s=3) is None
+    assert len(board.pins.kept) == 1
+    board.now += 19
+    assert board.kept == 2
+    board.now += 1
+    assert board.kept == 0
+
+
+def test_each_use_renews_what_it_reads_whole_and_nothing_else(board):
+    board.keep(1, 1, keeper=A)
+    board.keep(1, 1, 2, 2, keeper=A)
+    board.keep(1, 1, 3, 3, keeper=A)
+    board.now += 8
+    board.use(1, 1, 2, 2, 5, 5, user=A)
+    board.now += 8
+    assert board.kept == 2, "the first two pages were used, the page 3, 3 was not"
+    board.use(1, 1, user=A)
+    board.now += 8
+    assert board.kept == 1
+    board.now += 3
+    assert board.kept == 0
+
+
+def test_nobody_renews_what_another_tenant_keeps(board):
+    board.keep(1, 1, keeper=A, namespace=PUBLIC)
+    board.now += 8
+    board.use(1, 1, user=B, namespace=PUBLIC)
+    board.now += 3
+    assert board.kept == 0
+
+
+def test_a_tenant_does_not_keep_what_counts_against_the_quota_of_another():
+    board = Board(quotas=Quotas({"a": 4, "b": 4}))
+    board.compute(1, 1, 2, 2, namespace=PUBLIC, owner=A)
+    board.compute(1, 1, 2, 2, 3, 3, namespace=PUBLIC, owner=B)
+    assert "quota of another tenant" in board.pins.keep(array("i", [1, 1]), PUBLIC, B, 10.0)
+    assert "quota of another tenant" in board.pins.keep(array("i", [1, 1, 2, 2, 3, 3]), PUBLIC, B, 10.0)
+    assert board.pins.keep(array("i", [1, 1, 2, 2]), PUBLIC, A, 10.0) is None
+    assert board.pins.num_unkept == 2
+    assert board.kept == 2
+
+
+def test_what_is_not_there_is_not_kept(board):
+    assert "shorter than a page" in board.keep(1, keeper=A)
+    board.compute(1, 1, namespace=A)
+    assert "not in the cache" in board.pins.keep(array("i", [1, 1, 2, 2]), A, A, 10.0)
+    assert board.pins.kept == {}
+    assert board.pins.num_unkept == 2
+
+
+def test_turns_of_a_conversation_cost_their_distinct_pages(board):
+    turns = [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
+    for end in range(2, 13, 2):
+        assert board.keep(*turns[:end], keeper=A) is None
+        board.now += 6
+    assert board.tree.num_pinned_pages == board.kept == 6, "older turns live as long as the last one"
+    refused = board.keep(*turns, 7, 7, keeper=A)
+    assert "would be 7 pages of 2 tokens; the budget is 6 pages, its share of 6" in refused
+    assert board.kept == 6
+
+
+def test_one_tenant_may_use_what_others_leave_and_yields_beyond_an_equal_share(board):
+    for i in range(6):
+        assert board.keep(i, i, keeper=A) is None
+        board.now += 1
+    assert board.keep(9, 9, keeper=A) is not None
+    board.use(0, 0, user=A)
+    for i in range(3):
+        assert board.keep(i, i, keeper=B) is None
+    assert "share" in board.keep(3, 3, keeper=B), "half of the budget"
+    board.tree.flush()
+    kept = {(node.namespace, node.key[0]) for node in board.tree.nodes()}
+    assert kept == {(A, 0), (A, 4), (A, 5), (B, 0), (B, 1), (B, 2)}, "the least recently used ones yield"
+    assert board.keep(7, 7, keeper=C) is None
+    assert board.keep(8, 8, keeper=C) is None
+    assert "share" in board.keep(9, 9, keeper=C)
+    assert (board.pins.num_displaced, board.pins.num_broken) == (5, 0)
+    assert sorted(entry["prefixes"] for entry in board.pins.describe_kept()) == [2, 2, 2]
+
+
+def test_within_its_share_a_tenant_loses_nothing_to_floods_of_others(board):
+    assert board.keep(1, 1, 2, 2, 3, 3, keeper=A) is None
+    for i in range(10, 60):
+        board.keep(i, i, keeper=B)
+    assert len([keep for keep in board.pins.kept.values() if keep.owner == A]) == 1
+    board.now += 9
+    assert board.kept == 6
+
+
+def test_pins_of_operators_come_first(board):
+    for i in range(5):
+        board.keep(i, i, keeper=A)
+        board.now += 1
+    board.compute(7, 7, 8, 8, 9, 9, namespace=PUBLIC)
+    assert "pin" in board.pins.pin(array("i", [7, 7, 8, 8, 9, 9]), PUBLIC, None, None)
+    assert board.kept == 6
+    assert [keep.node.key[0] for keep in board.pins.oldest_kept()] == [2, 3, 4]
+    assert "its share of 6" in board.keep(6, 6, keeper=A)
+    board.compute(*range(8), namespace=PUBLIC)
+    assert "would hold 7 pages" in board.pins.pin(array("i", range(8)), PUBLIC, None, None)["refused"]
+    assert board.kept == 6, "a pin that is refused takes nothing away"
+
+
+def test_kept_prefixes_yield_to_a_live_request_before_pins_do(board):
+    board.compute(1, 1, namespace=A)
+    board.pins.pin(array("i", [1, 1]), A, "pinned", None)
+    board.keep(2, 2, keeper=A)
+    board.now += 1
+    board.keep(3, 3, keeper=A)
+    board.now += 1
+    board.use(2, 2, user=A)
+    left = []
+    while board.pins.yield_one():
+        left.append((len(board.pins.pins), [keep.node.key[0] for keep in board.pins.oldest_kept()]))
+    assert left == [(1, [2]), (1, []), (0, [])]
+    assert (board.pins.num_displaced, board.pins.num_broken) == (2, 1)
+
+
+def test_a_node_that_is_let_go_takes_pins_and_keeps_with_it(board):
+    board.keep(1, 1, keeper=A)
+    board.keep(1, 1, 2, 2, keeper=A)
+    made = board.pins.pin(array("i", [1, 1, 2, 2]), A, None, None)["pin"]
+    (deepest,) = [node for node in board.tree.nodes() if not node.children]
+    assert board.pins.unpin_node(deepest) == [made["id"]]
+    assert board.kept == 1
+    board.pins.unpin_all()
+    assert board.kept == 0
+
+
+def test_a_tenant_loses_its_pins_and_what_it_keeps_and_no_other_does(board):
+    for tenant in (A, B):
+        board.keep(1, 1, keeper=tenant)
+        board.compute(2, 2, namespace=tenant._replace(salt="salt"))
+        assert "pin" in board.pin(2, 2, namespace=tenant._replace(salt="salt"))
+    board.pins.unpin_all("a")
+    assert [pin.owner for pin in board.pins.pins.values()] == [keeper for keeper, _ in board.pins.kept] == [B]
+
+
+class Keeping(RuleBasedStateMachine):
+    """Tenants on a tree with pages of one token; the model: by tenant and prefix, its time and when that ends."""
+
+    BUDGET = 6
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+        self.tree = RadixTree(1, clock=lambda: self.now)
+        self.board = PinBoard(self.tree, self.BUDGET)
+        self.kept: dict[tuple[Namespace, tuple[int, ...]], tuple[float, float]] = {}
+        self.next_page = 0
+
+    tenants = st.sampled_from([A, B, C])
+    tokens = st.sampled_from(["0", "00", "0000", "0001", "011", "1", "1000", "111"]).map(
+        lambda text: tuple(map(int, text))
+    )
+
+    def pages(self, tenant: Namespace | None = None) -> set[tuple[Namespace, tuple[int, ...]]]:
+        """Pages that are kept, of one tenant or all."""
+        return {
+            (keeper, prefix[: end + 1])
+            for keeper, prefix in self.kept
+            for end in range(len(prefix))
+            if tenant in (None, keeper)
+        }
+
+    def expire(self):
+        self.kept = {key: times for key, times in self.kept.items() if times[1] > self.now}
+
+    def compute(self, tenant, tokens):
+        pages = array("i", range(self.next_page, self.next_page + len(tokens)))
+        self.next_page += len(tokens)
+        self.tree.insert(array("i", tokens).tobytes(), pages, tenant)
+
+    def real(self):
+        """The real keeps, in the model's form."""
+        found = {}
+        for keep in self.board.kept.values():
+            prefix, node = (), keep.node
+            while node.parent is not None:
+                prefix, node = (*array("i", node.key), *prefix), node.parent
+            found[keep.owner, prefix] = keep.ttl_s, keep.expires_s
+        return found
+
+    @rule(tenant=tenants, tokens=tokens, ttl_s=st.sampled_from([2.0, 8.0]))
+    def keep(self, tenant, tokens, ttl_s):
+        self.compute(tenant, tokens)
+        self.board.expire()
+        self.expire()
+        before = self.pages()
+        wanted = {(tenant, tokens[: end + 1]) for end in range(len(tokens))}
+        why = self.board.keep(array("i", tokens), tenant, tenant, ttl_s)
+        keepers = {keeper for keeper, _ in self.kept} | {tenant}
+        share = self.BUDGET // len(keepers)
+        fits = len(before | wanted) <= self.BUDGET
+        assert (why is None) == (fits or len(self.pages(tenant) | wanted) <= share)
+        real = self.real()
+        for key in self.kept.keys() - real.keys():
+            assert not fits, "what there is room for takes nothing away"
+            assert key[0] != tenant
+            assert len(self.pages(key[0])) > share, "within its share a tenant loses nothing"
+            # Each one is looked at with what its tenant still had then: the least recently used go first.
+            oldest = min((x for x in self.kept if x[0] == key[0]), key=lambda x: self.kept[x][1] - self.kept[x][0])
+            assert oldest not in real
+        self.kept = {key: times for key, times in self.kept.items() if key in real}
+        if why is None:
+            self.renew(tenant, tokens)
+            ttl_s = max(ttl_s, self.kept.get((tenant, tokens), (0.0, 0.0))[0])
+            self.kept[tenant, tokens] = ttl_s, self.now + ttl_s
+
+    def renew(self, tenant, tokens):
+        for (keeper, prefix), (ttl_s, _) in list(self.kept.items()):
+            if keeper == tenant and tokens[: len(prefix)] == prefix:
+                self.kept[keeper, prefix] = ttl_s, self.now + ttl_s
+
+    @rule(tenant=tenants, tokens=tokens)
+    def use(self, tenant, tokens):
+        self.board.expire()
+        self.expire()
+        match = self.tree.match(array("i", tokens).tobytes(), tenant)
+        node = self.tree.lock_match(match)
+        self.board.renew(node, tenant)
+        self.tree.unlock(node)
+        self.renew(tenant, tokens[: len(match.pages)])
+
+    @rule(seconds=st.sampled_from([1.0, 3.0]))
+    def wait(self, seconds):
+        self.now += seconds
+
+    @rule()
+    def flush(self):
+        self.board.expire()
+        self.expire()
+        self.tree.flush()
+        assert self.tree.num_pages == len(self.pages()), "all but what is kept"
+
+    @invariant()
+    def agrees(self):
+        self.tree.check()
+        assert self.real() == self.kept
+        assert self.tree.num_pinned_pages == len(self.pages()) <= self.BUDGET
+
+
+TestKeeping = Keeping.TestCase
+TestKeeping.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)

@@ -12,19 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from radix import POLICIES, Namespace, RadixTree
+from runtime.calls import FlushCache, GetPins, OnNode, RemovePin
 from runtime.kv.pins import PinBoard
-from runtime.protocol import AddPin, GetPins, OnNode, RemovePin
-from tests.runtime.engine.driver import Driver, make_core
-
-
-def pin(core, tokens, call=1, **options):
-    """The answer to a pin; None: it comes when the prefix is computed."""
-    reply = core.handle(AddPin(call, array("i", tokens).tobytes(), **options))
-    return None if reply is None else reply.result
+from runtime.protocol import Forget
+from tests.runtime.engine.driver import Driver, call, make_core
 
 
 def pinned(core):
-    return core.handle(GetPins(1)).result
+    return call(core, GetPins())
 
 
 @pytest.fixture
@@ -36,92 +31,55 @@ PREFIX = list(range(1000, 1100))
 
 
 def test_a_pin_survives_flushes_and_floods_until_it_is_let_go(driver):
-    assert pin(driver.core, PREFIX, name="system") is None, "it is computed first"
+    assert driver.pin(PREFIX, name="system") is None, "it is computed first"
     driver.run()
-    (reply,) = driver.core.take_replies()
-    made = reply.result["pin"]
-    assert reply.call == 1
-    assert driver.core.admin.state()["generation_tokens"] == 0
+    made = driver.answer()["pin"]
+    assert driver.core.state()["generation_tokens"] == 0
     assert (made["name"], made["tokens"], made["expires_in_s"]) == ("system", 96, None)
     driver.flush()
     driver.together([[i] * 60 for i in range(40)], max_new_tokens=2)
     driver.add("again", PREFIX, max_new_tokens=1)
     driver.run()
-    assert driver.events["again"][0].cached_tokens == 96
+    assert driver.cached("again") == 96
     assert pinned(driver.core)["pinned_tokens"] == 96
-    assert driver.core.handle(RemovePin(1, made["id"])).result == {"found": True}
-    assert driver.core.handle(RemovePin(1, made["id"])).result == {"found": False}
+    assert call(driver.core, RemovePin(made["id"])) == {"found": True}
+    assert call(driver.core, RemovePin(made["id"])) == {"found": False}
     assert driver.flush()["live_tokens"] == 0
 
 
 def test_a_pin_over_the_budget_is_refused_with_the_figures(driver):
-    refused = pin(driver.core, list(range(400)))["refused"]
+    refused = driver.pin(list(range(400)))["refused"]
     assert "25 pages" in refused
     assert "20 pages" in refused
-    assert "shorter than a page" in pin(driver.core, [1, 2, 3])["refused"]
-    assert driver.core.admin.state()["pins_refused"] == 2
+    assert "shorter than a page" in driver.pin([1, 2, 3])["refused"]
+    assert driver.core.state()["pins_refused"] == 2
 
 
-def test_a_call_that_nobody_waits_for_computes_no_more(driver):
-    calls = [AddPin(call, array("i", [call, *PREFIX]).tobytes()) for call in (7, 8)]
-    for call in calls:
-        assert driver.core.handle(call) is None
-    driver.abort(calls[0].rid)
-    (reply,) = driver.core.take_replies()
-    assert (reply.call, "refused" in reply.result) == (7, True)
+def test_a_call_that_is_given_up_computes_no_more(driver):
+    for number in (7, 8):
+        assert driver.pin([number, *PREFIX], number) is None
+    driver.core.handle(Forget(7))
     driver.run()
-    (reply,) = driver.core.take_replies()
-    assert (reply.call, "pin" in reply.result) == (8, True)
+    assert driver.answer(7) is None
+    assert "pin" in driver.answer(8)
     assert driver.core.counters["prefill_tokens"] == 96
-
-
-def test_pins_share_what_their_prefixes_share(driver):
-    prompts = [[*PREFIX[:64], i, *range(i, i + 63)] for i in range(3)]
-    driver.together(prompts, max_new_tokens=1)
-    for prompt in prompts:
-        assert "pin" in pin(driver.core, prompt)
-    assert pinned(driver.core)["pinned_tokens"] == 64 + 3 * 64
-
-
-def test_a_pin_ends_with_its_time(driver, monkeypatch):
-    driver.together([PREFIX], max_new_tokens=1)
-    now = [100.0]
-    monkeypatch.setattr(driver.core.cache.pins, "_clock", lambda: now[0])
-    pin(driver.core, PREFIX, ttl_s=5.0)
-    now[0] = 104.0
-    assert len(pinned(driver.core)["pins"]) == 1
-    now[0] = 105.0
-    assert pinned(driver.core)["pins"] == []
-    assert driver.flush()["live_tokens"] == 0
 
 
 def test_flush_takes_pins_only_when_asked(driver):
     driver.together([PREFIX], max_new_tokens=1)
-    pin(driver.core, PREFIX)
-    assert driver.core.admin.flush()["live_tokens"] == 96
-    assert driver.core.admin.flush(pins=True)["live_tokens"] == 0
+    driver.pin(PREFIX)
+    assert call(driver.core, FlushCache())["live_tokens"] == 96
+    assert call(driver.core, FlushCache(pins=True))["live_tokens"] == 0
 
 
 def test_a_request_that_needs_the_whole_pool_wins_over_a_pin(tiny_dir):
     driver = Driver(make_core(tiny_dir, pool_tokens=512))
     driver.together([PREFIX], max_new_tokens=1)
-    pin(driver.core, PREFIX)
+    driver.pin(PREFIX)
     driver.add("big", [7] * 492, max_new_tokens=20)
     driver.run()
     assert driver.finish["big"].type == "length"
-    assert driver.core.admin.state()["pins_broken"] == 1
-
-
-def test_an_expired_pin_blocks_no_new_one_on_an_idle_engine(driver, monkeypatch):
-    other = list(range(3000, 3288))  # 18 of the budget of 20 pages
-    driver.together([PREFIX, other], max_new_tokens=1)
-    now = [100.0]
-    monkeypatch.setattr(driver.core.cache.pins, "_clock", lambda: now[0])
-    pin(driver.core, PREFIX, ttl_s=5.0)
-    assert "refused" in pin(driver.core, other)
-    now[0] = 105.0
-    assert "pin" in pin(driver.core, other)
-    assert [p["tokens"] for p in pinned(driver.core)["pins"]] == [288]
+    assert driver.core.state()["pins_broken"] == 1
 
 
 def test_a_node_is_pinned_where_it_lies(driver):
@@ -129,11 +87,11 @@ def test_a_node_is_pinned_where_it_lies(driver):
     cache = driver.core.cache
     pages = cache.allocator.allocate(3)
     cache.tree.insert(array("i", PREFIX[:48]).tobytes(), pages, namespace)
-    made = driver.core.handle(OnNode(1, "pin", pages[0], 0)).result
+    made = call(driver.core, OnNode("pin", pages[0], 0))
     assert (made["found"], made["pin"]["tokens"]) == (True, 48)
-    assert cache.pins.pins[made["pin"]["id"]].namespace == namespace
-    assert driver.core.handle(OnNode(1, "pin", pages[0], 16)).result == {"found": False}
-    driver.core.admin.flush()
+    assert cache.pins.pins[made["pin"]["id"]].node.namespace == namespace
+    assert call(driver.core, OnNode("pin", pages[0], 16)) == {"found": False}
+    call(driver.core, FlushCache())
     assert cache.tree.num_pinned_pages == cache.tree.num_pages == 3
 
 
@@ -149,7 +107,7 @@ def test_a_request_that_waits_for_room_is_one_use_of_its_prefix(tiny_dir):
     assert "big" not in driver.finish
     assert not driver.events["again"], "there is no room for both"
     driver.run()
-    assert driver.events["again"][0].cached_tokens == 96
+    assert driver.cached("again") == 96
     node = tree.match(array("i", PREFIX[:96]).tobytes()).node
     assert (node.hits, sum(tree.stats.reuse_gap_s.counts)) == (1, 1)
 
@@ -166,7 +124,7 @@ def test_full_load_with_pins_and_quotas_at_their_limits(tiny_dir, policy):
 
     def between(step: int) -> None:
         if step % 3 == 0:
-            pin(core, draw.choice(roots), call=step)
+            driver.pin(draw.choice(roots), step)
 
     for rid, prompt in prompts.items():
         driver.add(
@@ -176,7 +134,7 @@ def test_full_load_with_pins_and_quotas_at_their_limits(tiny_dir, policy):
             namespace=draw.choice([Namespace(), Namespace("t", "1"), Namespace("t", "2")]),
         )
     driver.run(between)
-    state = core.admin.state()
+    state = core.state()
     assert state["evicted_tokens_by_cause"]["quota"] > 0
     assert core.cache.tree.quotas.pages(Namespace("t")) <= 60
     assert state["pages_pinned"] > 0
@@ -189,14 +147,14 @@ def test_a_clock_that_jumps_ends_no_pin(tiny_dir, monkeypatch, jump_s):
     driver = Driver(make_core(tiny_dir, pool_tokens=640))
     other = [7] * 100
     driver.together([PREFIX, other], max_new_tokens=1)
-    pin(driver.core, PREFIX, ttl_s=1000.0)
+    driver.pin(PREFIX, ttl_s=1000.0)
     clock = time.time
     monkeypatch.setattr(time, "time", lambda: clock() + jump_s)
     for rid, prompt in (("pinned", PREFIX), ("held", other)):
         driver.add(rid, prompt, max_new_tokens=1)
         driver.run()
-        assert driver.events[rid][0].cached_tokens == 96
-        assert 0 <= driver.events[rid][-1].queue_s < 1000
+        assert driver.cached(rid) == 96
+        assert 0 <= driver.events[rid][0].admission.queue_s < 1000
     (kept,) = pinned(driver.core)["pins"]
     assert 0 < kept["expires_in_s"] <= 1000
 
@@ -210,7 +168,7 @@ class Pins(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.tree = RadixTree(1, clock=lambda: self.now)
-        self.board = PinBoard(self.tree, self.BUDGET, lambda: self.now)
+        self.board = PinBoard(self.tree, self.BUDGET)
         self.held: dict[tuple, int] = {}
         self.pins: dict[str, tuple[set, float]] = {}
         self.pages = iter(range(10**6))

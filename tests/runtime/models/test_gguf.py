@@ -153,7 +153,7 @@ def test_broken_files_are_one_clear_error(sources, tmp_path):
 def test_llama3_factors_become_a_config(tmp_path):
     from runtime.models.gguf import _llama3_scaling
     from runtime.models.rope import RotaryEmbedding
-    from runtime.models.spec import RopeSpec
+    from runtime.models.rope_spec import RopeSpec
 
     cpu = torch.device("cpu")
     plain = RotaryEmbedding(RopeSpec(500000.0), 64, cpu).inv_freq

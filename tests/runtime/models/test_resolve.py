@@ -6,15 +6,16 @@ import hashlib
 import json
 import os
 from fnmatch import fnmatch
+from pathlib import Path
 
 import huggingface_hub
 import huggingface_hub.errors
 import pytest
 
-from runtime.config import ModelConfig
+from runtime.config import ModelConfig, make_config
 from runtime.errors import ModelError
 from runtime.models import gguf
-from runtime.models.resolve import model_name, resolve_model
+from runtime.models.resolve import model_name, resolve_model, served_names, serves_any_name
 
 
 def test_a_gguf_file_is_converted_once_for_each_state(tmp_path, monkeypatch):
@@ -142,3 +143,10 @@ def test_an_error_of_the_hubs_http_client_is_one_line(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
     with pytest.raises(ModelError, match=r"it could not be fetched from the hub: the connection was cut$"):
         resolve_model(ModelConfig(model="some/model"))
+
+
+def test_a_star_among_the_served_names_allows_any_other():
+    config = make_config(model="org/name", served_model_name="one, *").model
+    assert (served_names(config), serves_any_name(config)) == (["one"], True)
+    assert not serves_any_name(make_config(model="org/name", served_model_name="one").model)
+    assert model_name(make_config(model="org/name", served_model_name="*").model, Path("there")) == "org/name"

@@ -158,7 +158,7 @@ def test_bos_is_added_where_the_config_asks_for_it(default_model_dir, tmp_path):
 
 
 def test_a_server_process_does_not_load_torch():
-    modules = "server.http.app, runtime.frontend.async_engine, sys"
+    modules = "server.app, runtime.frontend.async_engine, sys"
     code = f"import {modules}; assert not {{'torch', 'transformers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from array import array
 
 import pytest
 import torch
@@ -18,10 +17,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from runtime.denoising import DiffusionParams
 from runtime.engine.core import EngineCore
 from runtime.errors import InvalidRequest, ModelError
-from runtime.params import DiffusionParams, SamplingParams
-from runtime.protocol import AddPin
+from runtime.params import SamplingParams
 from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
 from tests.runtime.reuse.bicache.models import CONTEXT, MASK, save_tiny
 from tests.runtime.reuse.plain_llada2 import PlainLLaDA2
@@ -267,10 +266,9 @@ def test_no_page_is_left_behind_by_an_abort(driver):
 
 def test_a_pin_computes_a_prompt_alone(driver, plain):
     prompt = text(37, seed=7)
-    assert driver.core.handle(AddPin(1, array("i", prompt).tobytes())) is None
+    assert driver.pin(prompt) is None
     driver.run()
-    (reply,) = driver.core.take_replies()
-    assert "pin" in reply.result
+    assert "pin" in driver.answer()
     assert driver.one(prompt, gen_length=5, threshold=SURE) == plain.denoise(prompt, 5, threshold=SURE)
     assert driver.report(driver.last())["cached_tokens"] >= 32
 

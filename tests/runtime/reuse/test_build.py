@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.batch import Read, RowSet, Stage
 from runtime.execution.attention.paged_index import rows_of
-from runtime.reuse.build import Read, RowSet, Stage, Stretch, build, stretches
+from runtime.reuse.build import Stretch, build, stretches
 from tests.runtime.engine.driver import Driver, make_core
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from runtime.batch import ForwardBatch
+from runtime.engine.parts import Drafts
 from runtime.reuse import planner
 from runtime.reuse.planner import Planner
 from tests.runtime.engine.driver import Driver, make_core
@@ -76,12 +77,12 @@ def test_a_plan_that_grows_is_the_plan_made_anew(tiny_dir, monkeypatch, drafts):
             return {}
         right = {request: known[request.rid][request.num_output :][: guess.randrange(12)] for request in requests}
         return {
-            request: array("i", [*tokens, guess.randrange(20)][: request.max_tokens - len(request.tokens) - 1])
+            request: array("i", [*tokens, guess.randrange(20)][: request.max_length - len(request.tokens) - 1])
             for request, tokens in right.items()
         }
 
     monkeypatch.setattr(core.planner, "plan", compare)
-    monkeypatch.setattr(core.drafter, "propose", propose)
+    monkeypatch.setattr(core.part(Drafts).drafter, "propose", propose)
     assert drive(core).keys() >= known.keys()
     assert not core.counters["failed_steps"], "the plans of some step differed"
     assert len(grown) > 10

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,9 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from runtime.config import make_config
 from runtime.kv.cache import PagedCache
 from runtime.kv.pool import KVPool
-from runtime.params import SamplingParams
-from runtime.request import Request, Sequence, Work
+from runtime.request import Request, Work
 from runtime.reuse.prefix import PrefixStrategy
+from tests.runtime.requests import make_request
 
 PAGE, PAGES = 2, 10
 
@@ -37,7 +35,7 @@ class Uses(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12))
     def come(self, tokens):
-        new = Request("r", Sequence(array("i", tokens)), len(tokens), SamplingParams(), frozenset(), 99, None, None)
+        new = make_request(tokens)
         self.waiting.append(new)
 
     @precondition(lambda self: self.waiting)

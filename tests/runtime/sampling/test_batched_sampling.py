@@ -1,16 +1,16 @@
 """Drawing for many requests at once: the filters of one, the streams of seeds, bad rows alone."""
 
 import sys
-from array import array
 
 import pytest
 import torch
 
 from runtime.params import SamplingParams
-from runtime.request import Request, Sequence
+from runtime.request import Request
 from runtime.sampling.batched import BatchedSampler
 from runtime.sampling.sampler import BadLogits, Sampler, filter_probs
 from tests.runtime.execution.attention.stand_in import stand_in
+from tests.runtime.requests import make_request
 
 SETTINGS = [
     {"temperature": 0.7},
@@ -23,7 +23,7 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU
 
 
 def request(params: SamplingParams) -> Request:
-    return Request("r", Sequence(array("i", [1])), 1, params, frozenset(), 100, None, None)
+    return make_request([1], sampling=params)
 
 
 @pytest.fixture(params=["stand-in", pytest.param("cuda", marks=GPU)])
@@ -35,27 +35,15 @@ def device(request, monkeypatch):
 
 
 def requests(**more) -> list[Request]:
-    return [
-        Request(
-            "r",
-            Sequence(array("i", [1])),
-            1,
-            SamplingParams(**{"temperature": 1.0, **given, **more}),
-            frozenset(),
-            100,
-            None,
-            None,
-        )
-        for given in SETTINGS
-    ]
+    return [make_request([1], sampling=SamplingParams(**{"temperature": 1.0, **given, **more})) for given in SETTINGS]
 
 
 def test_filters_are_those_of_one(device):
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(3)).mul(3).to(device)
     asking = requests()
-    got = BatchedSampler(40, device).filter(logits, [request.sampling for request in asking])
+    got = BatchedSampler(40, device).filter(logits, [request.sampler.params for request in asking])
     for row, found, request in zip(logits, got, asking, strict=True):
-        wanted = filter_probs((row / request.sampling.divisor).softmax(0), request.sampling)
+        wanted = filter_probs((row / request.sampler.params.divisor).softmax(0), request.sampler.params)
         assert torch.equal(found > 0, wanted > 0)
         torch.testing.assert_close(found / found.sum(), wanted / wanted.sum(), atol=1e-5, rtol=1e-4)
 
@@ -78,7 +66,7 @@ def test_bad_rows_fail_alone_and_adjusted_ones_go_their_own_way(device):
     logits = torch.randn(5, 40).to(device)
     logits[2, 7] = float("nan")
     asking = requests()
-    asking[4].sampling = SamplingParams(temperature=1.0, logit_bias={13: 100.0})
+    asking[4].sampler.params = SamplingParams(temperature=1.0, logit_bias={13: 100.0})
     found = BatchedSampler(40, device).sample(logits, asking).read()
     assert isinstance(found[2], BadLogits)
     assert found[4] == 13

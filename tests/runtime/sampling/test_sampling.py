@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from fractions import Fraction
 from itertools import pairwise
 
@@ -14,18 +13,16 @@ from hypothesis import strategies as st
 
 from runtime.errors import InvalidRequest
 from runtime.params import SamplingParams
-from runtime.request import Request, Sequence
+from runtime.request import Request
 from runtime.sampling.sampler import NO_TOKEN, Sampler, draw, filter_probs, keep_top
 from tests.runtime.engine.driver import Driver, make_core
+from tests.runtime.requests import make_request
 
 CPU = torch.device("cpu")
 
 
 def request(tokens=(1,), prompt_len=1, **params) -> Request:
-    sampling = SamplingParams(**params)
-    return Request(
-        "r", Sequence(array("i", tokens)), prompt_len, sampling, frozenset(sampling.stop_token_ids), 100, None, None
-    )
+    return make_request(tokens, sampling=SamplingParams(**params), prompt_len=prompt_len)
 
 
 @settings(max_examples=100, deadline=None)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import PATIENCE_S
-from tests.server.http.test_generate import ENDLESS
+from tests.server.sglang.test_generate import ENDLESS
 
 
 def listen(url, until, headers=None, seconds=PATIENCE_S):

@@ -12,10 +12,9 @@ from msgspec.structs import replace
 
 from runtime.errors import EngineDead, Overloaded, RametError, RateLimited
 from runtime.frontend.output import Output
-from runtime.protocol import CacheBooks, Place
+from runtime.protocol import Breakpoint, CacheUsage
 from server.anthropic.messages import usage as usage_of
-from server.auth.keys import Forbidden, Unauthorized
-from server.http.errors import error_response
+from server.errors import Forbidden, Unauthorized, error_response
 
 MODEL = "smollm2"
 FIVE, HOUR = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
@@ -96,9 +95,9 @@ def test_usage_adds_up_in_every_mix_of_breakpoints(client):
 
 
 def test_a_breakpoint_that_is_not_kept_is_said():
-    places = [Place(40, 3600.0, 32), Place(64, 300.0, 64), Place(90, 300.0, reason="no room")]
-    books = CacheBooks(read=16, created={3600.0: 16, 300.0: 32}, input=36, places=places)
-    output = Output(0, 0, "r", "", "", [], [], None, None, 100, 16, 5, None, 0.0, 0.0, 0.0, cache=books)
+    places = [Breakpoint(40, 3600.0, 32), Breakpoint(64, 300.0, 64), Breakpoint(90, 300.0, reason="no room")]
+    books = CacheUsage(read=16, created={3600.0: 16, 300.0: 32}, input=36, breakpoints=places)
+    output = Output(0, 0, "r", "", "", [], [], None, None, 100, 16, 5, None, 0.0, 0.0, 0.0, usage=books)
     assert usage_of(output) == {
         **{"input_tokens": 36, "cache_creation_input_tokens": 48, "cache_read_input_tokens": 16, "output_tokens": 5},
         **{"cache_creation": {"ephemeral_5m_input_tokens": 32, "ephemeral_1h_input_tokens": 16}},
@@ -109,7 +108,7 @@ def test_a_breakpoint_that_is_not_kept_is_said():
             {"tokens": 90, "kept_tokens": 0, "ttl_s": 300.0, "reason": "no room"},
         ],
     }
-    assert total(usage_of(replace(output, cache=None))) == 100
+    assert total(usage_of(replace(output, usage=None))) == 100
 
 
 def test_a_stream_is_the_same_message(client):

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from runtime.errors import InvalidRequest
-from runtime.frontend.output import KeptText
+from runtime.frontend.output import MarkedText
 from runtime.models.marks import find_place
 from runtime.models.tokenizer import Tokenizer
 from server.anthropic.prompt import render
-from server.anthropic.types import Conversation
+from server.anthropic.types import MessagesPrompt
 
 FIVE, HOUR = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
 # Tools in the system message as JSON lines; contents are trimmed.
@@ -49,15 +49,15 @@ def tool(name: str, control=None) -> dict:
     return made | ({"cache_control": control} if control else {})
 
 
-def conversation(**fields) -> Conversation:
-    return Conversation.model_validate({"model": "m", "messages": [{"role": "user", "content": "Hello."}], **fields})
+def conversation(**fields) -> MessagesPrompt:
+    return MessagesPrompt.model_validate({"model": "m", "messages": [{"role": "user", "content": "Hello."}], **fields})
 
 
 def kept(tokenizer: Tokenizer, **fields) -> tuple[str, list[str]]:
     """The prompt, and its parts that end at the breakpoints."""
     prompt = render(conversation(**fields), tokenizer)
-    assert isinstance(prompt, KeptText)
-    return prompt.text, [prompt.text[:place] for place, _ in prompt.keep]
+    assert isinstance(prompt, MarkedText)
+    return prompt.text, [prompt.text[:place] for place, _ in prompt.breakpoints]
 
 
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "plant", "input": {"n": 2}}
@@ -108,8 +108,8 @@ def test_the_automatic_breakpoint_is_at_the_end_of_the_last_block(tokenizer):
     assert place.endswith("Hello.")
     messages = [*TURNS[:1], {"role": "assistant", "content": "Yes."}, {"role": "user", "content": [text("Now.", HOUR)]}]
     prompt = render(conversation(cache_control=FIVE, messages=messages), tokenizer)
-    assert [seconds for _, seconds in prompt.keep] == [300.0, 3600.0], "its own comes first"
-    assert prompt.text[: prompt.keep[-1][0]].endswith("Now.")
+    assert [seconds for _, seconds in prompt.breakpoints] == [300.0, 3600.0], "its own comes first"
+    assert prompt.text[: prompt.breakpoints[-1][0]].endswith("Now.")
 
 
 def test_an_answer_that_has_begun_is_continued(tokenizer):

@@ -12,8 +12,9 @@ from fastapi import APIRouter
 
 from radix import Namespace
 from runtime.config import Config
-from server.auth.keys import Asker, BadKeys, EveryKey, Forbidden, Guard, Tenant, Unauthorized, read_keys
-from server.http.app import create_app
+from server.app import create_app
+from server.auth.keys import BadKeys, CurrentTenant, EveryKey, Guard, Tenant, read_keys
+from server.errors import Forbidden, Unauthorized
 
 KEYS = (
     "alice alice-key max_priority=3\nboss boss-key admin\nscraper scraper-key metrics\nlast last-key public quota=7\n"
@@ -26,7 +27,7 @@ def make_app(keys: str, tmp_path):
     app = create_app(engine, Config(), read_keys(tmp_path / "keys") if keys else [])
 
     @app.get("/who")
-    def who(tenant: Asker) -> dict:
+    def who(tenant: CurrentTenant) -> dict:
         return {"name": tenant.name, "admin": tenant.admin, "public": tenant.public}
 
     return app

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from runtime.config import Config
+from server.app import create_app
 from server.auth.keys import BadKeys, Tenant, read_keys
-from server.http.app import create_app
 from tests.server.conftest import start, stop
 
 KEYS = {
@@ -56,7 +56,7 @@ def cached(answer: httpx.Response) -> int:
 OPEN = {"/health", "/ready", "/", "/dashboard", "/docs"}
 ANY_KEY = {
     *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name:path}"),
-    *("/v1/schemas", "/v1/schemas/{name}", "/v1/documents", "/v1/documents/{document_id}"),
+    *("/v1/schemas", "/v1/schemas/{schema_id}", "/v1/documents", "/v1/documents/{document_id}"),
     *("/tokenize", "/detokenize", "/health_generate", "/model_info", "/get_model_info", "/cache/tree", "/cache/search"),
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/tokenizer_info", "/version"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}"),
@@ -99,54 +99,39 @@ def test_every_route_has_its_guard(ask):
     assert ask("root", "GET", "/server_info").status_code == 200
 
 
-def test_a_schema_of_another_key_does_not_exist(ask):
-    mine, theirs = ({"pml": f"<schema name='own'>{text}</schema>"} for text in ("Mine.", "Theirs."))
-    assert ask("alice", path="/v1/schemas", **mine).status_code == 200
-    prompt = {"pml": "<prompt schema='own'>x</prompt>", "sampling_params": {"max_new_tokens": 1}}
-    chat = {"model": "llama", "messages": [{"role": "user", "content": "x"}], "schema": "own"}
-    chat["model"] = ask("bob", "GET", "/v1/models").json()["data"][0]["id"]
-    for asked in (
-        ("GET", "/v1/schemas/own", {}),
-        ("DELETE", "/v1/schemas/own", {}),
-        ("POST", "/generate", prompt),
-        ("POST", "/v1/chat/completions", chat),
-    ):
-        answer = ask("bob", asked[0], asked[1], **asked[2])
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "schema_not_found"), asked
-    assert ask("bob", "GET", "/v1/schemas").json()["data"] == []
-    assert ask("bob", path="/v1/schemas", **theirs).status_code == 200
-    assert ask("alice", **prompt).json()["meta_info"]["reuse"]["computed_tokens"] > 1
-    assert ask("bob", path="/v1/schemas", **theirs, pin=True).status_code == 403
-    assert ask("bob", path="/v1/schemas", **theirs, cache_scope="public").status_code == 403
+DOCUMENT = {"text": "The market of Tor is held on Thursdays, and that of Sela on Fridays."}
+SCHEMA = {"pml": "<schema name='own'>The market of Tor is held on Thursdays.</schema>", "encode": True}
 
 
-def test_a_document_of_another_key_does_not_exist_and_its_kv_is_not_read(ask):
-    document = {"text": "The market of Tor is held on Thursdays, and that of Sela on Fridays."}
-    made = ask("alice", path="/v1/documents", **document).json()
-    path = f"/v1/documents/{made['id']}"
-    assert made["cached"] == made["tokens"]
-    sampling = {"max_new_tokens": 1}
-    named = {"segments": [{"document": {"id": made["id"]}}, {"text": " When?"}], "sampling_params": sampling}
-    chat = {"messages": [{"role": "user", "content": "When?"}], "documents": [{"id": made["id"]}]}
+@pytest.mark.parametrize(("kind", "made"), [("document", DOCUMENT), ("schema", SCHEMA)])
+def test_an_object_of_another_key_does_not_exist_and_its_kv_is_not_read(ask, kind, made):
+    first = ask("alice", path=f"/v1/{kind}s", **made).json()
+    path, sampling = f"/v1/{kind}s/{first['id']}", {"max_new_tokens": 1}
+    named = {"segments": [{"document": {"id": first["id"]}}, {"text": " When?"}], "reuse": {"method": "pie"}}
+    chat = {"messages": [{"role": "user", "content": "When?"}], "documents": [{"id": first["id"]}]}
+    if kind == "schema":
+        named = {"pml": "<prompt schema='own'>When?</prompt>"}
+        chat = {"messages": [{"role": "user", "content": "When?"}], "schema": "own"}
     chat["model"] = ask("bob", "GET", "/v1/models").json()["data"][0]["id"]
     for asked in (
         ("GET", path, {}),
         ("DELETE", path, {}),
-        ("POST", "/generate", named),
+        ("POST", "/generate", {**named, "sampling_params": sampling}),
         ("POST", "/v1/chat/completions", chat),
     ):
         answer = ask("bob", asked[0], asked[1], **asked[2])
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "document_not_found"), asked
-    assert ask("bob", "GET", "/v1/documents").json()["data"] == []
-    own = ask("bob", path="/v1/documents", **document, encode=False).json()
-    assert (own["id"], own["cached"]) == (made["id"], 0)
-    for who, computed in (("alice", []), ("bob", [made["id"]])):
-        answer = ask(who, **named, reuse={"method": "pie"}).json()
-        assert answer["meta_info"]["reuse"]["computed_documents"] == computed
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, f"{kind}_not_found"), asked
+    assert ask("bob", "GET", f"/v1/{kind}s").json()["data"] == []
+    own = ask("bob", path=f"/v1/{kind}s", **{**made, "encode": False}).json()
+    assert own["id"] == first["id"]
+    for who, nothing_computed in (("alice", True), ("bob", False)):
+        reuse = ask(who, **named, sampling_params=sampling).json()["meta_info"]["reuse"]
+        computed = reuse["computed_modules" if kind == "schema" else "computed_documents"]
+        assert (computed == []) == nothing_computed
+    assert ask("bob", path=f"/v1/{kind}s", **made, pin=True).status_code == 403
+    assert ask("bob", path=f"/v1/{kind}s", **made, cache_scope="public").status_code == 403
     assert ask("bob", "DELETE", path).status_code == 200
     assert ask("alice", "GET", path).status_code == 200
-    assert ask("bob", path="/v1/documents", **document, pin=True).status_code == 403
-    assert ask("bob", path="/v1/documents", **document, cache_scope="public").status_code == 403
 
 
 def test_the_document_says_who_needs_a_key(ask):

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from runtime.frontend.documents.table import choose, read_table
 from runtime.models.tokenizer import Tokenizer
-from runtime.reuse.fusion.table import choose, read_table
 
 GREEDY = {"max_new_tokens": 8, "temperature": 0}
 ROME = {"title": "Rome", "text": "Rome is old. Romulus founded it, and it stands on seven hills by the river Tiber."}
@@ -17,7 +17,7 @@ OSLO = {"text": "Oslo lies in the north, by a long fjord, and its winters are da
 QUESTION = "\nWhich city stands on hills?"
 SEGMENTS = [{"text": "Read this.\n"}, {"document": ROME}, {"text": "\n"}, {"document": OSLO}, {"text": QUESTION}]
 PARTS = [{"type": "document", "document": ROME}, {"type": "document", "document": OSLO}]
-METHODS = ("a3", "cacheblend", "prophetkv", "legolink", "pie", "full", "random")
+METHODS = ("a3", "cacheblend", "prophetkv", "legolink", "pie", "full")
 
 
 def generate(client, **fields) -> dict:

@@ -6,9 +6,8 @@ import pytest
 
 from runtime.errors import InvalidRequest
 from runtime.models.tokenizer import Tokenizer
-from runtime.reuse.fusion.prompt import Document
-from server.documents.store import DocumentStore, make
-from server.store import Conflict
+from server.documents.store import ChunkedKv, DocumentRequest, DocumentStore
+from server.errors import Conflict
 
 
 @pytest.fixture(scope="module")
@@ -16,27 +15,25 @@ def stored(default_model_dir):
     tokenizer = Tokenizer.load(default_model_dir)
 
     def stored(text: str, title: str = ""):
-        return make(Document(text, title), tokenizer, 64)
+        return DocumentRequest(text=text, title=title or None).read(tokenizer, 64)
 
     return stored
 
 
 def test_the_same_content_is_kept_once(stored):
     store = DocumentStore()
-    first, is_new = store.put("alice", stored("Rome is old."), None)
-    again, is_new_again = store.put("alice", stored("Rome is old."), None)
-    assert (again is first, is_new, is_new_again) == (True, True, False)
+    first, _ = store.put("alice", stored("Rome is old."), None)
+    again, _ = store.put("alice", stored("Rome is old."), None)
     other, is_new = store.put("alice", stored("Rome is old.", "Rome"), None)
-    assert is_new
-    assert store.of("alice") == [first, other]
+    assert (again is first, is_new, store.of("alice")) == (True, True, [first, other])
 
 
 def test_a_stored_document_has_the_tokens_that_prompts_read(stored):
     one = stored("one two three four", "Numbers")
     assert one.document.tokens == one.alone.tokens
-    message = one.encoding(128).reuse
+    message = one.encoding(ChunkedKv(chunk_tokens=128)).reuse
     assert (message["documents"], message["chunk_tokens"]) == ([[0, one.num_tokens]], 128)
-    one.lease.pins = ["one", "two"]
+    one.pins = ["one", "two"]
     shown = one.describe(0, {"two"})
     assert (shown["id"], shown["title"], shown["pins"]) == (one.id, "Numbers", ["two"])
 
@@ -50,19 +47,11 @@ def test_a_document_fits_into_the_context(stored):
         assert (error.value.param, error.value.code) == ("text", "context_length_exceeded")
 
 
-def test_an_account_is_bounded(stored, monkeypatch):
-    store = DocumentStore()
-    monkeypatch.setattr(DocumentStore, "most", 2)
-    store.put("alice", stored("one"), None)
-    store.put("alice", stored("two"), None)
-    with pytest.raises(Conflict) as error:
-        store.put("alice", stored("three"), None)
-    assert (error.value.status, error.value.code) == (409, "too_many_documents")
-    store.put("alice", stored("two"), None)
-    store.put("bob", stored("three"), None)
-    long = stored("one " * 40)
+def test_the_texts_and_tokens_of_an_account_are_bounded(stored, monkeypatch):
+    store, long = DocumentStore(), stored("one " * 40)
     assert long.size >= 4 * (160 + 40)
     monkeypatch.setattr(DocumentStore, "most_size", 2 * long.size)
     store.put("carol", long, None)
-    with pytest.raises(Conflict):
+    with pytest.raises(Conflict) as error:
         store.put("carol", stored("two " * 41), None)
+    assert (error.value.status, error.value.code) == (409, "too_many_documents")

@@ -18,10 +18,11 @@ from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import Finish, TokenLogprob
-from server.admin.journal import Journal
-from server.admin.metrics import Metrics
+from server.generation.service import Generation
 from server.http.answers import JsonAnswer, JsonList, encode, write_logprobs
-from server.http.generate import GenerateRequest, _answer
+from server.sglang.generate import GenerateRequest, GenerateWriter
+from server.telemetry.journal import Journal
+from server.telemetry.metrics import Metrics
 from tests.server.http.test_budget import slowness
 
 VALUES = st.recursive(st.none() | st.booleans() | st.integers(0, 9) | st.text(), st.lists, max_leaves=5)
@@ -101,7 +102,10 @@ def test_a_large_answer_leaves_the_event_loop_to_others(default_model_dir):
         top_logprobs_num=128,
         return_text_in_logprobs=True,
     )
-    context = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), metrics=Metrics("x"), journal=Journal())
+    config = SimpleNamespace(server=SimpleNamespace(incremental_output=False))
+    context = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), config=config)
+    generation = Generation(Outputs(output(i, 128) for i in range(256)), Metrics("x"), Journal())
+    writer = GenerateWriter(body, True, generation, context)
     turns = []
 
     async def tick():
@@ -112,7 +116,7 @@ def test_a_large_answer_leaves_the_event_loop_to_others(default_model_dir):
     async def main():
         ticker = asyncio.create_task(tick())
         await asyncio.sleep(0)
-        answer = encode(await _answer(body, True, Outputs(output(i, 128) for i in range(256)), context, None))
+        answer = encode(await writer.answer(generation))
         turns.append(time.process_time())
         ticker.cancel()
         return json.loads(answer)

@@ -270,7 +270,7 @@ def things(client) -> Iterator[dict[str, str]]:
     response = client.post("/v1/responses", json=kept).json()["id"]
     node = client.get("/cache/tree").json()["nodes"][0]
     there = {"{document_id}": document, "{response_id}": response, "{page}": f"{node['id']}?start={node['start']}"}
-    yield {"{name}": "smollm2", **there}
+    yield {"{name}": "smollm2", "{schema_id}": "smollm2", **there}
     made = [f"/cache/pins/{pin}", "/v1/schemas/smollm2", f"/v1/documents/{document}", f"/v1/responses/{response}"]
     assert [client.delete(path).status_code for path in made] == [200] * 4
     assert client.post("/flush_cache?pins=true").status_code == 200

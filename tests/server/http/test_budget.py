@@ -25,7 +25,9 @@ from runtime.frontend.processor import Frontend
 from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import ModelInfo
 from runtime.sampling.json_text import MAX_NODES
-from server.http.app import create_app
+from server.app import create_app
+from server.http.context import find
+from server.schemas.store import SchemaStore
 
 MIB = 1 << 20
 # For each body: processor seconds in all, and between two turns of the event loop; bytes. An idle processor of 2024
@@ -381,7 +383,7 @@ def test_the_worst_breakpoints(app, name):
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_the_worst_schemas(app, name):
     check(app, "/v1/schemas", SCHEMAS[name], name)
-    app.state.context.schemas.remove("", "a")
+    find(app, SchemaStore).remove("", "a")
 
 
 @pytest.mark.parametrize("value", ["lists", "deep lists", "deep objects", "unknown", "fractions", "texts", "batch"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from server.http.door import Door
+from server.http.admission import AdmissionMiddleware
 from server.http.limits import BodyLimit
 
 LIMIT = 1000
@@ -12,7 +12,7 @@ CHUNKED = [(b"transfer-encoding", b"chunked")]
 
 
 def wrap(app, patience_s: float = 5.0):
-    return Door(app, (), BodyLimit(LIMIT, patience_s))
+    return AdmissionMiddleware(app, (), BodyLimit(LIMIT, patience_s))
 
 
 def exchange(chunks, headers=()):

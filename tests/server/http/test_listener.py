@@ -19,8 +19,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from server.http import listener
+from server.http.admission import AdmissionMiddleware
 from server.http.connections import Connection
-from server.http.door import Door
 from server.http.limits import BodyLimit
 from server.http.listener import Listener
 
@@ -56,12 +56,12 @@ class Served:
         await send({"type": "http.response.body", "body": b"ok", "more_body": False})
 
     async def accept(self):
-        config = uvicorn.Config(Door(self.app, (), BodyLimit(1000, 5)), lifespan="off", log_config=None)
+        config = uvicorn.Config(AdmissionMiddleware(self.app, (), BodyLimit(1000, 5)), lifespan="off", log_config=None)
         config.load()
         state, loop = ServerState(), asyncio.get_running_loop()
 
-        def connect(seat):
-            return Connection(seat, 30.0, {}, config=config, server_state=state, _loop=loop)
+        def connect(slot):
+            return Connection(slot, 30.0, {}, config=config, server_state=state, _loop=loop)
 
         await Listener(self.socket, connect, MOST).accept()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.auth.keys import Forbidden
+from server.errors import Forbidden
 from server.http.pages import Hosts, Origins
 
 ADDRESS, LAN = "127.0.0.1:30000", "192.168.1.5:30000"

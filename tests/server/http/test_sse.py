@@ -8,8 +8,9 @@ import json
 import pytest
 
 from runtime.errors import EngineDead
+from server.errors import ClientGone
 from server.http import sse
-from server.http.sse import ClientGone, EventStream, while_there
+from server.http.sse import EventStream, while_there
 
 DONE = "data: [DONE]"
 

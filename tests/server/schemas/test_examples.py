@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from runtime.frontend.schemas.schema import Schema
 from runtime.models.tokenizer import Tokenizer
-from runtime.reuse.modules.schema import Schema
 from server.schemas.examples import trips
 
 ROOM = Path(trips.__file__).parent

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from runtime.frontend.schemas.markup import PmlError
 from runtime.models.tokenizer import Tokenizer
-from runtime.reuse.modules.markup import PmlError
-from server.http.errors import NotFound
-from server.schemas.store import SchemaStore, make
-from server.store import Conflict
+from server.errors import Conflict, NotFound
+from server.schemas.store import SchemaRequest, SchemaStore
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +18,8 @@ def tokenizer(default_model_dir) -> Tokenizer:
 @pytest.fixture
 def schema(tokenizer):
     def schema(name: str, text: str = "Some text.", mode: str = "independent"):
-        return make(f"<schema name='{name}'>{text}</schema>", mode, None, tokenizer, 8192)
+        asked = SchemaRequest(pml=f"<schema name='{name}'>{text}</schema>", mode=mode)
+        return asked.read(tokenizer, 8192)
 
     return schema
 

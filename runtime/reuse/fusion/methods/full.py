@@ -6,7 +6,7 @@ from runtime.reuse.fusion.methods.pie import Pie
 
 
 class Full(Pie):
-    """The baseline that needs least. `asked.variant` says whether rows are moved to their places."""
+    """The baseline of the papers, which computes least."""
 
     name = "full"
     reuses_question = True

@@ -40,31 +40,20 @@ class Method(ABC):
         """Rows of the prompt, int64 ascending; none but `layout.candidates`."""
 
 
-class Ranked(Method):
-    """Methods that prefer some rows, or pages of rows, to others."""
+class Scored(Method):
+    """Methods that give each row a score; that of a page is the sum of its rows'. The best are chosen."""
 
     def choose(self, look: Look | None) -> np.ndarray:
         layout, count = self.layout, self.count()
         runs = np.arange(len(layout.candidates)) if layout.asked.granularity == "token" else layout.pages
         sizes = np.bincount(runs)
         taken = np.zeros(len(sizes), dtype=bool)
-        for run in self.order(runs, look):
+        scores = np.bincount(runs, weights=self.scores(look).double().cpu().numpy())
+        for run in np.argsort(-scores, kind="stable"):
             if sizes[run] <= count:
                 taken[run] = True
                 count -= sizes[run]
         return layout.candidates[taken[runs]]
-
-    @abstractmethod
-    def order(self, runs: np.ndarray, look: Look | None) -> np.ndarray:
-        """The runs, from the one that is preferred to all others on; `runs`: int64, of each candidate its run."""
-
-
-class Scored(Ranked):
-    """Methods that give each row a score; that of a page is the sum of its rows'."""
-
-    def order(self, runs: np.ndarray, look: Look | None) -> np.ndarray:
-        scores = self.scores(look).double().cpu().numpy()
-        return np.argsort(-np.bincount(runs, weights=scores), kind="stable")
 
     @abstractmethod
     def scores(self, look: Look | None) -> torch.Tensor:

@@ -11,7 +11,7 @@ from runtime.execution.attention.cpu import CPUAttention, attend, merge
 from runtime.execution.attention.paged_index import by_call, merge_table, paged_index, rows_of, visible_pairs
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
-from runtime.models.spec import RopeSpec
+from runtime.models.rope_spec import RopeSpec
 from tests.runtime.execution.attention.dense import Pages, dense_attention, random_plan
 
 HEADS, KV_HEADS, DIM = 6, 2, 16

@@ -11,7 +11,7 @@ from runtime.execution.attention.flashinfer import FlashInferAttention
 from runtime.execution.ops import FlashInferOps, Ops
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
-from runtime.models.spec import RopeSpec
+from runtime.models.rope_spec import RopeSpec
 from tests.runtime.execution.attention.dense import Pages, dense_attention, random_plan
 from tests.runtime.execution.attention.stand_in import Wrapper, stand_in
 from tests.runtime.execution.attention.whole_engines import check_whole_engines
@@ -216,9 +216,9 @@ def test_there_is_room_for_the_partial_results_of_large_graphs(replaced):
     ours = FlashInferAttention(pool, RotaryEmbedding(ROPE, 128, torch.device("cpu")), 32)
     usual = len(ours._workspace)
     assert usual == 128 << 20
-    ours.reserve(128, 128)
-    assert len(ours._workspace) == usual, "rows that end their own pages have small tiles"
-    ours.reserve(64, 3 * 64)
-    tiles = 3 * 64 * 4 // 128 + 63
-    assert len(ours._workspace) >= 32 * tiles * 128 * 128 * 4 > usual
+    ours.reserve(128)
+    assert len(ours._workspace) == usual
+    ours.reserve(512)
+    tiles = 512 * 4 // 16 + 511
+    assert len(ours._workspace) >= 32 * tiles * 16 * 128 * 4 > usual
     assert not ours._workspace.any()

@@ -12,10 +12,10 @@ import torch
 from loadgen.gpu import aot
 from runtime.batch import AttentionPlan
 from runtime.execution.attention.flashinfer import FlashInferAttention
-from runtime.execution.attention.graph_calls import GraphCalls, decode_plan
+from runtime.execution.graphs import GraphCall, decode_plan
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
-from runtime.models.spec import RopeSpec
+from runtime.models.rope_spec import RopeSpec
 from tests.runtime.execution.attention.dense import Pages, dense_attention, random_plan
 from tests.runtime.execution.attention.stand_in import attend, slots
 from tests.runtime.execution.attention.stand_in import merge_states as merge_in_torch
@@ -131,24 +131,23 @@ def test_random_plans_through_the_wrappers_give_the_references_results(kernels, 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_graph_calls_plan_the_same_grid_for_every_step(kernels, shape):
-    """A captured graph has the numbers of its first plan; only what lies in buffers may change."""
+    """A captured graph has the numbers of its first plan; only the contents of buffers may change."""
     ours = backend(*shape)
-    calls = GraphCalls(ours, 4, shared=True, shifted=True, max_pages=2048)
+    call = GraphCall(ours, 4, max_pages=2048)
     pages = Pages(ours.pool, np.random.default_rng(0))
     for rows in (4, 2, 3):
         plan = AttentionPlan(rows)
-        plan.add(slice(0, rows), pages.span(48, shift=7))
         for row in range(rows):
             plan.add(slice(row, row + 1), pages.span(5 + 20 * row))
-        split = decode_plan(plan, ours.pool.page_size)
-        assert split is not None
-        calls.plan(split)
+        step = decode_plan(plan, ours.pool.page_size)
+        assert step is not None
+        call.plan(step)
         q = torch.randn(4, shape[0], shape[2]).bfloat16()
-        got = ours.run(calls.calls, q, 0)[:rows].double()
+        got = ours.run(call.calls, q, 0)[:rows].double()
         wanted = dense_attention(plan, q[:rows], ours.pool, ours.rope)
         assert (got - wanted).norm() <= 1e-2 * wanted.norm()
     sizes = [tuple(x for x in given if isinstance(x, int | float)) for given in kernels.plans]
-    assert len(set(sizes)) == 2, "one for each of the two calls"
+    assert len(set(sizes)) == 1
 
 
 def test_the_kernels_that_are_compiled_ahead_are_those_that_plans_ask_for(kernels, monkeypatch):

@@ -13,7 +13,7 @@ from runtime.execution.attention.flashinfer import FlashInferAttention
 from runtime.execution.native.library import load_best
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding, rotate
-from runtime.models.spec import RopeSpec
+from runtime.models.rope_spec import RopeSpec
 from tests.runtime.execution.attention.stand_in import stand_in
 from tests.runtime.execution.native.attend import attend_natively
 

@@ -10,7 +10,7 @@ import torch
 from runtime.batch import AttentionPlan, Edge, Span, causal_visible
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
-from runtime.models.spec import RopeSpec
+from runtime.models.rope_spec import RopeSpec
 from tests.runtime.execution.attention.dense import Pages, dense_attention, random_plan
 from tests.runtime.execution.native.attend import attend_natively
 

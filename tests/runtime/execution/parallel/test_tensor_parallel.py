@@ -72,7 +72,7 @@ def test_a_killed_rank_ends_the_engine(tiny_dir, busy):
             next(stream)
             stream.close()
             os.kill(process.pid, signal.SIGKILL)
-        engine._thread.join(120)
+        engine._wait(engine._client.wait_dead())
         with pytest.raises(EngineDead, match=KILLED):
             engine.generate("Hello")
 
@@ -81,7 +81,7 @@ async def _serve_until_a_rank_dies(path) -> None:
     engine = AsyncEngine(make_config(model=str(path), tensor_parallel=2, **OPTIONS))
     await engine.start()
     try:
-        pid = engine._process.pid
+        pid = engine._host.process.pid
         (worker,) = (int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
         os.kill(worker, signal.SIGKILL)
         await asyncio.wait_for(engine.wait_dead(), 120)

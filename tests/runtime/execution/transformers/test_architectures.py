@@ -67,7 +67,7 @@ def check_greedy(path, prompts, **options) -> EngineCore:
     assert [is_greedy(model, *pair) for pair in zip(prompts, cold, strict=True)] == [True] * len(prompts)
     assert len({*map(tuple, cold)}) > 2, "the model says the same to everything"
     assert driver.together(prompts, max_new_tokens=NEW) == cold
-    assert driver.events["r6"][0].cached_tokens == len(prompts[0]) - 1
+    assert driver.cached("r6") == len(prompts[0]) - 1
     core = make_core(path, page_size=16, pool_tokens=80, **options)
     driver = Driver(core)
     for i in (0, 1, 2, 3, 4, 5, 2, 0):
@@ -77,7 +77,7 @@ def check_greedy(path, prompts, **options) -> EngineCore:
             driver.run()
     driver.run()
     assert all(tokens == cold[int(rid.split()[0])] for rid, tokens in driver.tokens.items())
-    assert core.admin.state()["evicted_tokens"] > 0
+    assert core.state()["evicted_tokens"] > 0
     return core
 
 

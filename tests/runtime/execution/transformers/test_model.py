@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from runtime.config import make_config
-from runtime.engine.core import EngineCore
+from runtime.engine.opening import open_engine
 from runtime.errors import ModelError
 from runtime.execution.transformers.model import TransformersModel
 from tests.runtime.engine.driver import Driver, make_core
@@ -40,7 +40,7 @@ def copy(gemma, tmp_path):
 
 def open_small(directory, **options):
     options = {"dtype": "float32", "device": "cpu", "pool_tokens": 256, "random_weights": True, **options}
-    return EngineCore(make_config(model=str(directory), **options), directory)
+    return open_engine(make_config(model=str(directory), **options), directory)
 
 
 SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 
 from radix import Namespace
-from runtime.kv.tiers.block import Block, Fingerprint, Format, Frame
+from runtime.kv.tiers.block import Block, Fingerprint, Format
 from runtime.kv.tiers.host import HostStore
-from runtime.kv.tiers.store import Limits
 
 FORM = Format(Fingerprint("weights", "float32", "KV", 16, "rope").digest())
+
+
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def blocks_of(tenant: str, number: int, form: Format = FORM) -> list[Block]:
@@ -24,11 +27,18 @@ def payload_of(block: Block) -> bytes:
     return block.key * 64
 
 
-def framed(block: Block, form: Format = FORM) -> Frame:
-    """A frame with the block's payload."""
-    frame = form.frame(block, len(payload_of(block)))
-    frame.payload[:] = payload_of(block)
-    return frame
+def stored(block: Block, payload: bytes | None = None) -> list:
+    """The buffers of a stored block."""
+    return FORM.encode(block, payload_of(block) if payload is None else payload)
+
+
+def put_block(store, block: Block, payload: bytes | None = None) -> bool:
+    return store.put(block.key, stored(block, payload), block.namespace.tenant)
+
+
+def held(store: HostStore) -> list[bytes]:
+    """The keys in a store, from the least to the most recently used."""
+    return store._contents.of(None)
 
 
 class FlakyStore(HostStore):
@@ -38,7 +48,7 @@ class FlakyStore(HostStore):
     outlives = True
 
     def __init__(self, name: str = "disk"):
-        super().__init__(Limits(1 << 20))
+        super().__init__(1 << 20)
         self.name = name
         self.error: OSError | None = None
         self.gate = threading.Event()
@@ -58,8 +68,8 @@ class FlakyStore(HostStore):
     def get(self, key):
         return self._call("get", key)
 
-    def put(self, key, buffers, tenant, reason):
-        return self._call("put", key, buffers, tenant, reason)
+    def put(self, key, buffers, tenant):
+        return self._call("put", key, buffers, tenant)
 
     def touch(self, keys):
         return self._call("touch", keys)

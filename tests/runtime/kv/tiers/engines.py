@@ -8,6 +8,7 @@ from typing import Any
 
 from radix import path
 from runtime.engine.core import EngineCore
+from runtime.engine.tiering import Tiering
 from tests.runtime.engine.driver import Driver, make_core
 
 NEW = 4
@@ -31,14 +32,13 @@ def open_core(model: Path, **options: Any) -> EngineCore:
 
 def always(core: EngineCore) -> None:
     """Let no measured rate advise against a load."""
-    assert core.tiers is not None
-    core.tiers.computed = lambda rows, seconds: None
+    core.part(Tiering).tiers.computed = lambda rows, seconds: None
 
 
 def evict(core: EngineCore) -> None:
     """Evict all that can be, as if there were no room, and wait until it is written."""
     core.cache.allocator.release(core.cache.tree.evict(core.cache.tree.num_pages))
-    core.tiers.worker.drain()
+    core.part(Tiering).tiers.worker.drain()
 
 
 def draw(seed: int, count: int) -> list[int]:
@@ -48,7 +48,7 @@ def draw(seed: int, count: int) -> list[int]:
 
 def loaded(driver: Driver, rid: str) -> dict[str, int]:
     """Tokens that were loaded for a request, by tier."""
-    return driver.events[rid][-1].loaded_tokens
+    return driver.events[rid][0].admission.loaded_tokens
 
 
 def held_tokens(core: EngineCore, node: Any) -> int:

@@ -12,7 +12,7 @@ from runtime.errors import ModelError
 from runtime.kv.tiers.block import Format, Mismatch, read_block
 from runtime.kv.tiers.opening import open_cipher
 from runtime.kv.tiers.worker import TierWorker
-from tests.runtime.kv.tiers.conftest import FORM, FlakyStore, framed, payload_of
+from tests.runtime.kv.tiers.conftest import FORM, FlakyStore, payload_of
 
 pytest.importorskip("cryptography")
 
@@ -162,9 +162,9 @@ def test_a_block_that_cannot_be_encrypted_is_not_written(path):
     path.with_name("key.salts").write_text("{")
     store = FlakyStore()
     worker = TierWorker(form, [store])
-    assert worker.write(block, lambda: framed(block, form), 1, "evicted")
+    assert worker.write(block, lambda: payload_of(block), 1)
     closed = []
     store.close = lambda: closed.append(store.usage().blocks)
     worker.close(60)
     assert closed == [0]
-    assert dict(worker._tiers["disk"].store.counts) == {"failed": 1}
+    assert dict(worker._tiers["disk"].counts) == {"failed": 1}

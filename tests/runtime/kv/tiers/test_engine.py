@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from radix import Namespace
+from runtime.engine.tiering import Tiering
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.kv.tiers.conftest import FlakyStore
 from tests.runtime.kv.tiers.engines import NEW, draw, evict, loaded, open_core, options_of
@@ -36,7 +37,7 @@ def test_evicted_blocks_come_back_from_each_tier(tiny_dir, tmp_path, expected, t
         assert driver.together([prompt], max_new_tokens=NEW) == [expected[i]]
         last = list(driver.events)[-1]
         assert loaded(driver, last) == {tier: WHOLE[i]}
-        assert driver.events[last][-1].cached_tokens == WHOLE[i]
+        assert driver.cached(last) == WHOLE[i]
     core.close()
 
 
@@ -62,10 +63,10 @@ def test_what_is_used_twice_is_written_at_once(tiny_dir, tmp_path, expected):
     core = open_core(tiny_dir, **options_of("host", tmp_path))
     driver = Driver(core)
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
-    core.tiers.worker.drain()
-    assert core.tiers.worker.stats()["tiers"]["host"]["counts"].keys() == {"wanted"}
+    core.part(Tiering).tiers.worker.drain()
+    assert core.part(Tiering).tiers.worker.stats()["tiers"]["host"]["counts"].keys() == {"wanted"}
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
-    core.tiers.worker.drain()
+    core.part(Tiering).tiers.worker.drain()
     driver.flush()
     assert core.cache.tree.num_pages == 0
     assert driver.together(PROMPTS[:1], max_new_tokens=NEW) == expected[:1]
@@ -77,8 +78,8 @@ def test_a_prefix_that_several_requests_begin_to_read_in_one_step_is_written(tin
     core = open_core(tiny_dir, **options_of("host", tmp_path))
     driver = Driver(core)
     driver.together([[*PROMPTS[0][:128], *draw(i, 24)] for i in range(4)], max_new_tokens=NEW)
-    core.tiers.worker.drain()
-    assert core.tiers.worker.stats()["tiers"]["host"]["counts"]["written"] >= 2
+    core.part(Tiering).tiers.worker.drain()
+    assert core.part(Tiering).tiers.worker.stats()["tiers"]["host"]["counts"]["written"] >= 2
     core.close()
 
 
@@ -86,7 +87,7 @@ def test_pages_that_nobody_has_copied_yet_are_copied_by_those_who_write_into_the
     """The thread that copies stands still while all pages are used again and again."""
     core = open_core(tiny_dir, pool_tokens=256, **options_of("host", tmp_path))
     driver, gate = Driver(core), threading.Event()
-    core.tiers.worker._gatherer.run(gate.wait)
+    core.part(Tiering).tiers.worker._gatherer.run(gate.wait)
     for i, prompt in enumerate(PROMPTS):
         assert driver.together([prompt], max_new_tokens=NEW) == [expected[i]]
     gate.set()
@@ -94,7 +95,7 @@ def test_pages_that_nobody_has_copied_yet_are_copied_by_those_who_write_into_the
     for i, prompt in enumerate(PROMPTS):
         assert driver.together([prompt], max_new_tokens=NEW) == [expected[i]]
         assert loaded(driver, f"r{len(PROMPTS) + i}")["host"] >= 64
-        core.tiers.worker.drain()
+        core.part(Tiering).tiers.worker.drain()
     core.close()
 
 
@@ -105,7 +106,7 @@ def test_two_requests_that_want_the_same_blocks_share_a_load(tiny_dir, tmp_path,
     evict(core)
     assert driver.together([PROMPTS[0]] * 3, max_new_tokens=NEW) == [expected[0]] * 3
     assert [loaded(driver, f"r{i}") for i in (4, 5, 6)] == [{"host": WHOLE[0]}] * 3
-    assert core.tiers.loaded_tokens == {"host": WHOLE[0]}
+    assert core.part(Tiering).tiers.loaded_tokens == {"host": WHOLE[0]}
     core.close()
 
 
@@ -124,17 +125,17 @@ def test_a_request_that_leaves_while_its_kv_is_loaded_leaves_no_page(tiny_dir, t
 
 def test_a_store_that_fails_or_hangs_costs_bounded_time(tiny_dir, tmp_path, expected):
     core = open_core(tiny_dir, **options_of("host", tmp_path))
-    core.tiers.worker.detach("host")
+    core.part(Tiering).tiers.worker.detach("host")
     store = FlakyStore()
-    core.tiers.worker.attach(store)
+    core.part(Tiering).tiers.worker.attach(store)
     driver = Driver(core)
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     evict(core)
     store.gate.clear()
-    core.tiers._seconds, core.tiers._rows = 1e-3, 1000.0
+    core.part(Tiering).tiers._seconds, core.part(Tiering).tiers._rows = 1e-3, 1000.0
     assert driver.together(PROMPTS[:1], max_new_tokens=NEW) == expected[:1]
     assert loaded(driver, "r1") == {}
-    assert core.tiers.counters["tier_loads_late"] == 1
+    assert core.part(Tiering).tiers.counters["tier_loads_late"] == 1
     store.error = OSError("gone")
     store.gate.set()
     driver.flush()
@@ -196,16 +197,16 @@ def test_what_must_not_be_stored_outlives_nothing(tiny_dir, tmp_path, expected):
             driver.add(f"r{len(driver.tokens)}", PROMPTS[i], max_new_tokens=NEW, store=False)
         driver.run()
     assert [driver.tokens[f"r{i}"] for i in range(4)] == [*expected[:2], *expected[:2]]
-    assert all(driver.events[rid][-1].cached_tokens == 0 for rid in driver.events)
+    assert all(driver.cached(rid) == 0 for rid in driver.events)
     assert core.cache.tree.num_pages == 0
     assert core.cache.events.take() == []
     evict(core)
-    assert core.tiers.worker.stats()["tiers"]["host"]["counts"].keys() == {"wanted"}
+    assert core.part(Tiering).tiers.worker.stats()["tiers"]["host"]["counts"].keys() == {"wanted"}
     assert core.cache.allocator.num_free == core.cache.pool.num_pages
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     driver.add("reads", PROMPTS[0], max_new_tokens=NEW, store=False)
     driver.run()
-    assert driver.events["reads"][-1].cached_tokens == len(PROMPTS[0]) - 1
+    assert driver.cached("reads") == len(PROMPTS[0]) - 1
     assert driver.tokens["reads"] == expected[0]
     core.close()
 
@@ -233,14 +234,14 @@ def test_lives(tiny_dir, tmp_path, tier, seed):
         for _ in range(luck.randrange(12)):
             driver.step()
         if i % 3 == 0:  # however slow the disk is, something is there to be loaded
-            core.tiers.worker.drain()
+            core.part(Tiering).tiers.worker.drain()
     driver.run()
     assert set(driver.finish) == set(asked)
     good = [rid for rid, finish in driver.finish.items() if finish.type == "length" and driver.tokens[rid]]
     found = plain.together([asked[rid] for rid in good], max_new_tokens=6)
     for rid, tokens in zip(good, found, strict=True):
         assert driver.tokens[rid] == tokens[: len(driver.tokens[rid])]
-    assert core.tiers.loaded_tokens[tier] > 0
+    assert core.part(Tiering).tiers.loaded_tokens[tier] > 0
     assert not core.cache.held
     core.close()
 

@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 
 from radix import Namespace
-from tests.runtime.kv.tiers.engines import always, evict, options_of
+from runtime.engine.tiering import Tiering
+from tests.runtime.kv.tiers.conftest import held
+from tests.runtime.kv.tiers.engines import always, evict, loaded, options_of
 from tests.runtime.reuse.bicache.driver import DenoiseDriver
 from tests.runtime.reuse.bicache.driver import make_core as make_denoiser
 from tests.runtime.reuse.bicache.models import EOS
@@ -32,7 +34,7 @@ def test_modules(tiny_dir, tmp_path, tier):
     prompt = module_prompt()
     driver.ask("cold", prompt)
     driver.run()
-    assert driver.events["cold"][-1].loaded_tokens == {}
+    assert loaded(driver, "cold") == {}
     evict(driver.core)
     if tier != "host":
         driver.core.close()
@@ -45,7 +47,7 @@ def test_modules(tiny_dir, tmp_path, tier):
     driver.run()
     assert driver.tokens["warm"] == driver.tokens["cold"]
     # All rows of both modules, the last page of one filled up, and a whole block of own tokens.
-    assert driver.events["warm"][-1].loaded_tokens == {tier: 100 + 40 + 64}
+    assert loaded(driver, "warm") == {tier: 100 + 40 + 64}
     assert driver.core.counters["encoded_modules"] == encoded
     driver.core.close()
 
@@ -62,7 +64,7 @@ def test_documents(tiny_dir, tmp_path, method):
     driver.fuse("cold", ask)
     driver.run()
     evict(driver.core)
-    blocks = driver.core.tiers.worker.stats()["tiers"]["disk"]["counts"]["written"]
+    blocks = driver.core.part(Tiering).tiers.worker.stats()["tiers"]["disk"]["counts"]["written"]
     assert blocks == 1 + 2 + 1 + (method == "full"), "the prefix, the documents, and full reuse's question"
     driver.core.close()
     other = FusionDriver(tiny_dir, **options, **options_of("disk", tmp_path))
@@ -71,7 +73,7 @@ def test_documents(tiny_dir, tmp_path, method):
     other.run()
     assert other.tokens["warm"] == driver.tokens["cold"]
     assert other.core.counters["encoded_documents"] == 1, "the end of the prefix is no whole block"
-    assert other.core.tiers.loaded_tokens == {"disk": 64 + 72 + 56 + (8 if method == "full" else 0)}
+    assert other.core.part(Tiering).tiers.loaded_tokens == {"disk": 64 + 72 + 56 + (8 if method == "full" else 0)}
     other.core.close()
 
 
@@ -99,10 +101,25 @@ def test_encoded_prefixes(any_dir, tmp_path, tier):
     encoded = driver.core.counters["encoded_prefixes"]
     assert [driver.one(prompt, **SETTING) for prompt in prompts] == cold
     assert driver.core.counters["encoded_prefixes"] == encoded
-    assert [event[-1].loaded_tokens for event in list(driver.events.values())[-2:]] == [{tier: 88}, {}]
+    assert [event[0].admission.loaded_tokens for event in list(driver.events.values())[-2:]] == [{tier: 88}, {}]
     undeclared = {name: value for name, value in SETTING.items() if name != "prefix_tokens"}
     assert driver.one(prompts[0], **undeclared) == cold[0], "what was loaded is discovered"
     assert driver.report(driver.last())["cached_tokens"] == 88
+    driver.core.close()
+
+
+def test_a_pinned_encoding_comes_back_at_the_next_start(deep_dir, tmp_path):
+    driver = open_denoiser(deep_dir, tmp_path, "disk")
+    cold = driver.one([*PREFIX, 5, 6], **SETTING)
+    (node,) = (node for node in driver.core.cache.tree.nodes() if node.meta is not None)
+    driver.core.cache.pins.pin_node(node)
+    driver.core.close()
+    driver = open_denoiser(deep_dir, tmp_path, "disk")
+    driver.run()
+    (pin,) = driver.core.cache.pins.pins.values()
+    assert (pin.tokens, pin.node.meta.describe()["encoded_tokens"]) == (88, 88)
+    assert driver.one([*PREFIX, 5, 6], **SETTING) == cold
+    assert driver.core.counters["encoded_prefixes"] == 0
     driver.core.close()
 
 
@@ -110,10 +127,10 @@ def test_an_encoding_of_which_a_block_is_lost_is_encoded_again(deep_dir, tmp_pat
     driver = open_denoiser(deep_dir, tmp_path, "host")
     cold = driver.one([*PREFIX, 5, 6], **SETTING)
     evict(driver.core)
-    (host,) = (tier.store for tier in driver.core.tiers.worker._tiers.values())
-    entries = list(host.store.entries())
-    assert len(entries) == 2
-    host.delete([min(entries, key=lambda entry: entry.size).key])
+    host = driver.core.part(Tiering).tiers.worker._tiers["host"]._store
+    keys = held(host)
+    assert len(keys) == 2
+    host.delete([min(keys, key=lambda key: len(host.get(key)))])
     assert driver.one([*PREFIX, 5, 6], **SETTING) == cold
     assert driver.core.counters["encoded_prefixes"] == 2
     driver.core.close()
@@ -135,7 +152,7 @@ def test_entries_that_must_not_be_stored_outlive_nothing(tiny_dir, deep_dir, tmp
         driver.run()
         assert driver.tokens[rid] == driver.tokens["kept"]
         assert driver.tokens[f"{rid} module"] == driver.tokens["module"]
-        assert driver.events[rid][-1].cached_tokens == driver.events[f"{rid} module"][-1].cached_tokens == 0
+        assert driver.cached(rid) == driver.cached(f"{rid} module") == 0
     assert driver.core.cache.tree.num_pages == 0
     # A part of a module that lies in the tree is of no use to those who may not add to it.
     prompt = module_prompt()
@@ -147,10 +164,10 @@ def test_entries_that_must_not_be_stored_outlive_nothing(tiny_dir, deep_dir, tmp
     driver.core.close()
     denoiser = open_denoiser(deep_dir, tmp_path, "host")
     denoiser.denoise("one", [*PREFIX, 5, 6], **SETTING)
-    denoiser.core.requests["one"].store = False
+    denoiser.core.requests["one"].message.store = False
     denoiser.run()
     assert denoiser.core.cache.tree.num_pages == 0
-    assert not denoiser.core.strategy.boundaries._entries
+    assert not denoiser.core.strategy.boundaries
     assert len(denoiser.core.strategy.encodings) == 0
     assert denoiser.one([*PREFIX, 5, 6], **SETTING) == denoiser.tokens["one"]
     denoiser.core.close()

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from radix import Namespace, Removed, Stored
-from radix.events import block_hashes
+from radix.hashes import block_hashes
+from runtime.engine.parts import KVEvents
 from runtime.kv.tiers import ledger
-from runtime.kv.tiers.disk import DiskStore
+from runtime.kv.tiers.files import FileStore
 from runtime.kv.tiers.host import HostStore
-from runtime.kv.tiers.store import Limits
 from runtime.kv.tiers.worker import TierWorker
 from tests.runtime.engine.driver import Driver
 from tests.runtime.kv.tiers.conftest import FORM, blocks_of
@@ -66,15 +66,15 @@ def start():
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_a_bounded_store_tells_of_all_that_comes_and_leaves(start, tmp_path, kind):
-    probe = HostStore(Limits(1 << 20))
+    probe = HostStore(1 << 20)
     write(TierWorker(FORM, [probe]), ALICE[:1])
-    limits = Limits(4 * probe.usage().bytes, {"carol": 1})
-    told = start(HostStore(limits) if kind == "host" else DiskStore(tmp_path / "disk", limits))
+    bound = 4 * probe.usage().bytes
+    told = start(HostStore(bound) if kind == "host" else FileStore(tmp_path / "disk", "", bound))
     write(told.worker, ALICE[:3])
     assert told.of(kind) == "a0 a1 a2"
     write(told.worker, ALICE[1:2])
-    write(told.worker, [*ALICE[3:], *told_of("carol", 1)])
-    assert told.of(kind) == "a1 a3 a4 a5", "the least recently used made room, and what was refused never came"
+    write(told.worker, ALICE[3:])
+    assert told.of(kind) == "a1 a3 a4 a5", "the least recently used made room"
     told.worker.delete(lambda: [ALICE[3].key])
     settle(told.worker)
     write(told.worker, BOB[:1])
@@ -87,7 +87,7 @@ def test_a_bounded_store_tells_of_all_that_comes_and_leaves(start, tmp_path, kin
 
 def test_what_others_wrote_is_known_once_it_is_read_and_what_they_evicted_once_it_is_missed(start, flaky):
     write(start(flaky).worker, ALICE[:4])
-    told = start(flaky, HostStore(Limits(1 << 20)))
+    told = start(flaky, HostStore(1 << 20))
     assert told.of("disk") == ""
     assert load(told.worker, ALICE[:3]) == ["disk"] * 3
     assert (told.of("disk"), told.of("host")) == ("a0 a1 a2", "a0 a1 a2"), "loaded blocks are kept in the host's memory"
@@ -95,7 +95,7 @@ def test_what_others_wrote_is_known_once_it_is_read_and_what_they_evicted_once_i
     told.worker.erase("bob").result(LIMIT_S)
     assert told.of("disk") == "a0 a1 a2"
     assert load(told.worker, ALICE) == ["host"] * 3 + ["disk"]
-    told.worker._tiers["host"].store.erase("alice")
+    told.worker._tiers["host"].erase("alice")
     assert load(told.worker, ALICE) == ["disk"]
     assert (told.of("disk"), told.of("host")) == ("a0 a2 a3", "a0")
 
@@ -126,10 +126,10 @@ def test_an_engine_publishes_what_left_the_pool_for_a_tier(tiny_dir, tmp_path):
     driver, prompt = Driver(core), draw(0, 130)
     driver.add("a", prompt, namespace=Namespace("acme", "s"), max_new_tokens=2)
     driver.run()
-    core.publish()
+    core.settle()
     evict(core)
-    core.publish()
-    batches = [msgspec.msgpack.decode(payload)[1] for _, payload in core.publisher._kept]
+    core.settle()
+    batches = [msgspec.msgpack.decode(payload)[1] for _, payload in core.part(KVEvents).publisher._kept]
     core.close()
     namespace = Namespace("acme", "s")
     expected = block_hashes(array("i", prompt[:128]).tobytes(), 32, None, namespace)

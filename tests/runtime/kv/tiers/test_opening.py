@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import ModelError
-from runtime.kv.tiers.files import DirectoryStore
+from runtime.kv.tiers.files import FileStore
 from runtime.kv.tiers.opening import open_cipher, open_shared
 
 
 def test_a_directory_is_a_store(tmp_path):
     store = open_shared(f"dir:{tmp_path / 'shared'}")
-    assert isinstance(store, DirectoryStore)
+    assert isinstance(store, FileStore)
     assert (tmp_path / "shared").is_dir()
 
 

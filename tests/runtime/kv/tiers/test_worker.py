@@ -9,9 +9,8 @@ import pytest
 
 from runtime.kv.tiers.block import Format
 from runtime.kv.tiers.host import HostStore
-from runtime.kv.tiers.store import Limits
 from runtime.kv.tiers.worker import TierWorker
-from tests.runtime.kv.tiers.conftest import FORM, FlakyStore, blocks_of, framed, payload_of
+from tests.runtime.kv.tiers.conftest import FORM, FlakyStore, blocks_of, held, payload_of
 
 BLOCKS = blocks_of("alice", 6)
 SIZE = len(payload_of(BLOCKS[0]))
@@ -20,7 +19,7 @@ LIMIT_S = 60
 
 @pytest.fixture
 def host():
-    return HostStore(Limits(1 << 20))
+    return HostStore(1 << 20)
 
 
 @pytest.fixture
@@ -36,9 +35,9 @@ def start():
         worker.close(0)
 
 
-def write(worker, blocks, reason="evicted"):
+def write(worker, blocks):
     for block in blocks:
-        assert worker.write(block, lambda block=block: framed(block), SIZE, reason)
+        assert worker.write(block, lambda block=block: payload_of(block), SIZE)
     settle(worker)
 
 
@@ -59,7 +58,7 @@ def test_blocks_are_written_to_all_stores_and_loaded_from_the_first(start, host,
     worker = start(flaky, host)
     assert worker.names == ["host", "disk"]
     write(worker, BLOCKS[:4])
-    assert [len(list(store.entries())) for store in (host, flaky)] == [4, 4]
+    assert [len(held(store)) for store in (host, flaky)] == [4, 4]
     assert load(worker) == ["host"] * 4
     host.delete([block.key for block in BLOCKS[1:3]])
     assert load(worker) == ["host", "disk", "disk", "host"]
@@ -74,7 +73,7 @@ def test_a_block_that_is_there_is_used_again_and_not_written(start, flaky):
     worker = start(flaky)
     write(worker, BLOCKS[:2])
     write(worker, BLOCKS[:1])
-    assert [entry.key for entry in flaky.entries()] == [BLOCKS[1].key, BLOCKS[0].key]
+    assert held(flaky) == [BLOCKS[1].key, BLOCKS[0].key]
     assert flaky.calls.count("put") == 2
 
 
@@ -85,9 +84,9 @@ def test_the_source_of_a_payload_is_given_back_whatever_happens(start, flaky):
     def fail():
         raise ValueError("no pool")
 
-    assert worker.write(BLOCKS[0], fail, SIZE, "evicted", lambda: given_back.append(0))
+    assert worker.write(BLOCKS[0], fail, SIZE, lambda: given_back.append(0))
     flaky.gate.clear()
-    assert worker.write(BLOCKS[1], lambda: framed(BLOCKS[1]), SIZE, "evicted", lambda: given_back.append(1))
+    assert worker.write(BLOCKS[1], lambda: payload_of(BLOCKS[1]), SIZE, lambda: given_back.append(1))
     worker._gatherer.run(lambda: None).result(LIMIT_S)
     assert given_back == [0, 1], "a store that hangs keeps it"
     flaky.gate.set()
@@ -99,7 +98,7 @@ def test_what_the_queues_have_no_room_for_is_dropped_and_counted(start, host, fl
     worker = start(host, flaky, queue_bytes=2 * SIZE)
     flaky.gate.clear()
     for block in BLOCKS:
-        assert worker.write(block, lambda block=block: framed(block), SIZE, "evicted")
+        assert worker.write(block, lambda block=block: payload_of(block), SIZE)
         worker._gatherer.run(lambda: None).result(LIMIT_S)
         worker._tiers["host"].lane.run(lambda: None).result(LIMIT_S)
     assert worker.stats()["tiers"]["disk"]["counts"]["dropped"] == 4
@@ -111,9 +110,9 @@ def test_what_the_queues_have_no_room_for_is_dropped_and_counted(start, host, fl
     assert worker.stats()["tiers"]["disk"]["queued_bytes"] == 0
 
     held = threading.Event()
-    assert worker.write(BLOCKS[0], lambda: held.wait(LIMIT_S) and framed(BLOCKS[0]), SIZE, "evicted")
-    assert worker.write(BLOCKS[1], lambda: framed(BLOCKS[1]), SIZE, "evicted")
-    assert not worker.write(BLOCKS[2], lambda: framed(BLOCKS[2]), SIZE, "evicted")
+    assert worker.write(BLOCKS[0], lambda: held.wait(LIMIT_S) and payload_of(BLOCKS[0]), SIZE)
+    assert worker.write(BLOCKS[1], lambda: payload_of(BLOCKS[1]), SIZE)
+    assert not worker.write(BLOCKS[2], lambda: payload_of(BLOCKS[2]), SIZE)
     assert worker.stats()["dropped"] == 1
     held.set()
 
@@ -123,7 +122,7 @@ def test_a_block_that_is_not_what_it_should_be_is_a_miss_and_goes(start, flaky):
     write(worker, BLOCKS[:3])
     stored = bytearray(b"".join(FORM.encode(BLOCKS[1], payload_of(BLOCKS[1]))))
     stored[-1] ^= 1
-    flaky.put(BLOCKS[1].key, [stored], "alice", "forged")
+    flaky.put(BLOCKS[1].key, [stored], "alice")
     assert load(worker) == ["disk"]
     assert flaky.contains_many([block.key for block in BLOCKS[:3]]) == [True, False, True]
     assert worker.stats()["tiers"]["disk"]["counts"]["mismatch_checksum"] == 1
@@ -133,7 +132,7 @@ def test_the_next_store_is_asked_where_one_has_rubbish(start, flaky):
     shared = FlakyStore("store")
     worker = start(flaky, shared)
     write(worker, BLOCKS[:2])
-    flaky.put(BLOCKS[0].key, [b"rubbish"], "alice", "forged")
+    flaky.put(BLOCKS[0].key, [b"rubbish"], "alice")
     assert load(worker) == ["store", "store"]
 
 
@@ -141,7 +140,7 @@ def test_a_store_that_is_slower_than_computing_is_not_read(start, host, flaky):
     worker = start(host, flaky)
     write(worker, BLOCKS[:2])
     for _ in range(50):
-        worker._tiers["disk"].store.rate.measure(s_per_byte=1 / SIZE)  # a second a block
+        worker._tiers["disk"].rate.measure(s_per_byte=1 / SIZE)  # a second a block
     host.delete([block.key for block in BLOCKS])
     assert load(worker, compute_s=0.5) == []
     assert "get" not in flaky.calls
@@ -173,11 +172,11 @@ def test_an_erased_tenant_is_nowhere_not_even_in_a_queue(start, host, flaky):
     write(worker, blocks_of("bob", 3))
     flaky.gate.clear()
     for block in BLOCKS[2:]:
-        assert worker.write(block, lambda block=block: framed(block), SIZE, "evicted")
+        assert worker.write(block, lambda block=block: payload_of(block), SIZE)
     erasing = worker.erase("alice")
     flaky.gate.set()
     assert erasing.result(LIMIT_S) == {"host": 6, "disk": 6}
-    assert {entry.tenant for store in (host, flaky) for entry in store.entries()} == {"bob"}
+    assert {*held(host), *held(flaky)} == {block.key for block in blocks_of("bob", 3)}
     assert load(worker) == []
 
 
@@ -239,7 +238,7 @@ def test_an_erasure_forgets_the_key_first(start, flaky):
 
 def test_stores_come_and_go(start, host, flaky):
     worker = start()
-    assert not worker.write(BLOCKS[0], lambda: framed(BLOCKS[0]), SIZE, "evicted")
+    assert not worker.write(BLOCKS[0], lambda: payload_of(BLOCKS[0]), SIZE)
     assert load(worker) == []
     worker.attach(flaky)
     with pytest.raises(ValueError, match="disk"):
@@ -249,7 +248,7 @@ def test_stores_come_and_go(start, host, flaky):
     write(worker, BLOCKS[:2])
     assert worker.detach("store") is None
     flaky.gate.clear()
-    assert worker.write(BLOCKS[2], lambda: framed(BLOCKS[2]), SIZE, "evicted")
+    assert worker.write(BLOCKS[2], lambda: payload_of(BLOCKS[2]), SIZE)
     worker._gatherer.run(lambda: None).result(LIMIT_S)
     closed = []
     flaky.close = lambda: closed.append(flaky.usage().blocks)
@@ -265,7 +264,7 @@ def test_stores_come_and_go(start, host, flaky):
 def test_closing_writes_what_is_queued(host, flaky):
     worker = TierWorker(FORM, [host, flaky])
     for block in BLOCKS:
-        assert worker.write(block, lambda block=block: framed(block), SIZE, "evicted")
+        assert worker.write(block, lambda block=block: payload_of(block), SIZE)
     kept = []
     flaky.close = lambda: kept.append(flaky.usage().blocks)
     worker.close(LIMIT_S)
@@ -275,7 +274,7 @@ def test_closing_writes_what_is_queued(host, flaky):
 def test_closing_waits_no_longer_than_it_should(host, flaky):
     worker = TierWorker(FORM, [host, flaky])
     flaky.gate.clear()
-    assert worker.write(BLOCKS[0], lambda: framed(BLOCKS[0]), SIZE, "evicted")
+    assert worker.write(BLOCKS[0], lambda: payload_of(BLOCKS[0]), SIZE)
     begun = time.monotonic()
     worker.close(0.2)
     assert time.monotonic() - begun < 30

@@ -9,8 +9,10 @@ from typing import Any
 
 from radix import Namespace
 from runtime.config import make_config
+from runtime.denoising import DiffusionParams
 from runtime.engine.core import EngineCore
-from runtime.params import DiffusionParams, SamplingParams
+from runtime.engine.opening import open_engine
+from runtime.params import SamplingParams
 from runtime.protocol import AddRequest
 from tests.runtime.engine.driver import Driver
 
@@ -18,7 +20,7 @@ from tests.runtime.engine.driver import Driver
 def make_core(path: Path, **options: Any) -> EngineCore:
     """A core in float32 that checks its invariants after every step."""
     options = {"dtype": "float32", "device": "cpu", "pool_tokens": 2048, "debug_invariants": True, **options}
-    return EngineCore(make_config(model=str(path), **options), path)
+    return open_engine(make_config(model=str(path), **options), path)
 
 
 class DenoiseDriver(Driver):
@@ -54,7 +56,7 @@ class DenoiseDriver(Driver):
     def report(self, rid: str) -> dict[str, Any]:
         """`reuse` and `cached_tokens` of a request's last event."""
         last = self.events[rid][-1]
-        return {**last.reuse, "cached_tokens": last.cached_tokens}
+        return {**last.reuse, "cached_tokens": self.cached(rid)}
 
     def last(self) -> str:
         """The request that was added last."""

@@ -62,12 +62,10 @@ class PlainModel:
         x: torch.Tensor,
         first: int = 0,
         kept: tuple[torch.Tensor, torch.Tensor] | None = None,
-        fixed: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """Layer i over rows x [n, width] at positions from `first` on; new states, and K and V.
 
-        `kept` are K and V of all positions, of which those of x are overwritten; without, x sees x. `fixed` are K and V
-        of the first rows, instead of those of x.
+        `kept` are K and V of all positions, of which those of x are overwritten; without, x sees x.
         """
         w = self.layer(i)
         h = self.norm(x, w["input_layernorm.weight"])
@@ -76,8 +74,6 @@ class PlainModel:
             for n, m in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads))
         )
         q, k = self.rotate(q, first), self.rotate(k, first)
-        if fixed is not None:
-            k, v = (torch.cat((old, new[len(old) :])) for old, new in zip(fixed, (k, v), strict=True))
         if kept is not None:
             for old, new in zip(kept, (k, v), strict=True):
                 old[first : first + len(x)] = new
@@ -166,30 +162,6 @@ class PlainBiCache:
                 self.last = torch.cat((self.alone[i], self.last[n:]))
             self.last, kv = plain.run_layer(i, self.last)
             self.kept.append(kv)
-
-
-class PlainPartial(PlainBiCache):
-    """Layers 1 to `depth` use the K and V of the first `prefix` tokens of what was encoded.
-
-    The prefix's rows come to layer `depth` as if they were alone with these.
-    """
-
-    def __init__(self, plain: PlainModel, encoded: list[int], prefix: int, depth: int, interval: int):
-        super().__init__(plain, prefix, depth, interval)
-        self.shared = [(k[:prefix], v[:prefix]) for k, v in plain.hidden(encoded)[1]]
-
-    def refresh(self, tokens: list[int]) -> None:
-        plain, n = self.plain, self.prefix
-        x, self.kept = plain.embed(tokens), []
-        for i in range(plain.layers):
-            fixed = self.shared[i] if i < self.depth else None
-            out, kv = plain.run_layer(i, x, fixed=fixed)
-            if i + 1 < self.depth:
-                alone, _ = plain.run_layer(i, x[:n], fixed=fixed)
-                out = torch.cat((alone, out[n:]))
-            self.kept.append(kv)
-            x = out
-        self.last = x
 
 
 def naive(plain: PlainModel, prefix: int) -> PlainBiCache:

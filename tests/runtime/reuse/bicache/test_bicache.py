@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from radix import Namespace
+from runtime.calls import GetPins, GetTree, OnNode, RemovePin
 from runtime.reuse.bicache.encodings import encoding_of
 from runtime.reuse.build import build
+from tests.runtime.engine.driver import call
 from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
 from tests.runtime.reuse.bicache.models import EOS, save_tiny
 from tests.runtime.reuse.bicache.reference import PlainBiCache, PlainModel, dream, llada, naive
@@ -85,7 +87,7 @@ def test_reuse_is_off_where_it_is_not_wanted(any_dir, any_plain):
     assert driver.report(driver.last())["prefix_ratio"] == 0
     off = DenoiseDriver(make_core(any_dir, bicache=False))
     assert off.one(PROMPTS[1], **options(any_plain), depth=4) == wanted
-    assert driver.core.admin.state()["pages_tree"] == off.core.admin.state()["pages_tree"] == 0
+    assert driver.core.state()["pages_tree"] == off.core.state()["pages_tree"] == 0
 
 
 @pytest.mark.parametrize(("native", "boundary_memory"), [(False, 0), (True, 0.25)])
@@ -248,7 +250,7 @@ def test_a_full_pool_evicts_encodings_and_gives_the_same(deep_dir):
     small, tokens = run(160)
     large, wanted = run(2048)
     assert tokens == wanted
-    assert small.admin.state()["evicted_tokens"] > 0
+    assert small.state()["evicted_tokens"] > 0
     assert large.counters["encoded_prefixes"] == 5
 
 
@@ -280,42 +282,39 @@ def test_an_answer_says_why_it_shares_no_prefix(deep_dir, fields, why):
 
 
 def test_pins_and_quotas_see_encodings(deep_dir):
-    from runtime.protocol import AddPin, GetPins, GetTree, OnNode, RemovePin
-
     core = make_core(deep_dir, pool_tokens=320)
     driver = DenoiseDriver(core)
     key = array("i", PREFIX).tobytes()
-    assert core.handle(AddPin(1, key)) is None, "it is encoded first"
+    assert driver.pin(PREFIX) is None, "it is encoded first"
     driver.run()
-    (reply,) = core.take_replies()
-    pin = reply.result["pin"]
+    pin = driver.answer()["pin"]
     assert pin["tokens"] == 48
     assert core.counters["encoded_prefixes"] == 1
     assert core.counters["denoise_steps"] == 0
     for i in range(8):
         shared = [i * 30 + j for j in range(32)]
         driver.one([*shared, 5], gen_length=8, prefix_tokens=32, depth=4)
-    assert core.admin.state()["evicted_tokens"] > 0
+    assert core.state()["evicted_tokens"] > 0
     namespace = encoding_of(key, Namespace())
     assert len(core.cache.tree.match(key, namespace).pages) == 3, "pinned"
-    assert core.handle(GetPins(1)).result["pinned_tokens"] == 48
+    assert call(core, GetPins())["pinned_tokens"] == 48
     node = core.cache.tree.match(key[: 32 * 4], namespace).node
-    again = core.handle(OnNode(1, "pin", node.pages[0], 0)).result["pin"]
+    again = call(core, OnNode("pin", node.pages[0], 0))["pin"]
     assert again["tokens"] == 48, "the node's own path, not an encoding of its own"
-    assert core.cache.pins.pins[again["id"]].namespace == namespace
-    assert core.handle(RemovePin(1, again["id"])).result == {"found": True}
-    assert core.handle(RemovePin(1, pin["id"])).result == {"found": True}
+    assert core.cache.pins.pins[again["id"]].node.namespace == namespace
+    assert call(core, RemovePin(again["id"])) == {"found": True}
+    assert call(core, RemovePin(pin["id"])) == {"found": True}
     tenant = DenoiseDriver(make_core(deep_dir, tenant_quota=4))
     for i in range(4):
         tenant.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4, namespace=Namespace("t"))
         tenant.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4, namespace=Namespace("u"))
-    assert tenant.core.admin.state()["evicted_tokens_by_cause"]["quota"] > 0
+    assert tenant.core.state()["evicted_tokens_by_cause"]["quota"] > 0
     assert tenant.core.cache.tree.num_pages == 8
     for i in range(4):
         tenant.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4, namespace=Namespace(salt="s"))
     assert tenant.core.cache.tree.quotas.pages(Namespace(salt="s")) == 4, "nobody is named: the salt is the tenant"
     assert tenant.core.cache.tree.num_pages == 12
-    shown = tenant.core.handle(GetTree(1, tenant="t")).result["nodes"]
+    shown = call(tenant.core, GetTree(tenant="t"))["nodes"]
     version = tenant.core.strategy.table.version
     meta = {"encoded_tokens": 32, "depth_table": version, "depths": {"0": 1}, "similarity": {}}
     assert [node["meta"] for node in shown] == [meta, meta]

@@ -1,4 +1,4 @@
-"""Depth and interval by measured divergence: what is measured, what follows from it, its exact limits; drift."""
+"""Depth by measured divergence: the measurements, the chosen depth, its exact limits; refresh on drift."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from runtime.diffusion import decoding
+from runtime.diffusion.canvas import BidirectionalCanvas
 from runtime.reuse.bicache import plan
 from runtime.reuse.bicache.drift import num_near_layers
-from runtime.reuse.bicache.measured import Ladder, Ledger
+from runtime.reuse.bicache.measured import MeasuredDepths
 from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
 from tests.runtime.reuse.bicache.reference import PlainModel, llada
 from tests.runtime.reuse.bicache.test_bicache import PROMPTS
@@ -33,89 +34,67 @@ def exact(deep_dir):
     return [llada(model, prompt, 24, 24, 24) for prompt in PROMPTS]
 
 
-def ledger(driver):
+def measured(driver):
     (node,) = driver.core.cache.tree.nodes()
-    (found,) = node.meta.measured._ledgers.values()
+    (found,) = node.meta.measured._depths.values()
     return found
+
+
+def noted(*notes, reach=0):
+    depths = MeasuredDepths()
+    depths.reach = reach
+    for depth, nats in notes:
+        depths.note(depth, nats)
+    return depths
 
 
 # -- the choice ----------------------------------------------------------------------------------------------
 
 
-def test_a_rung_is_chosen_once_it_was_measured_within_the_bound():
-    ladder = Ladder()
-    assert (ladder.choose(0.1, 8), ladder.trial(0.1, 8, 30)) == (8, 8), "the table's, before anything is known"
-    ladder.note(8, 0.02)
-    assert (ladder.choose(0.1, 8), ladder.trial(0.1, 8, 30)) == (8, 16)
-    ladder.note(16, 0.5)
-    assert (ladder.choose(0.1, 8), ladder.trial(0.1, 8, 30)) == (8, 12)
-    assert not ladder.is_settled(0.1, 30)
-    ladder.note(12, 0.09)
-    assert ladder.choose(0.1, 8) == 12
-    assert ladder.is_settled(0.1, 30), "16 is near enough"
-    assert ladder.trial(0.1, 8, 30) == 12, "it is measured again"
-    ladder.note(12, 0.2)
-    assert ladder.choose(0.1, 8) == 8, "the mean exceeds the bound now"
-    assert ladder.choose(0.01, 8) == 1, "nothing was measured within this bound"
-    assert ladder.choose(0, 8) == 1
-    assert ladder.choose(1, 8) == 16
+@pytest.mark.parametrize(
+    ("notes", "reach", "chosen", "trial", "is_settled"),
+    [
+        ([], 0, 8, 8, False),  # the table's, before anything is known
+        ([(8, 0.02)], 0, 8, 16, False),
+        ([(8, 0.02), (16, 0.5)], 0, 8, 12, False),
+        ([(8, 0.02), (16, 0.5), (12, 0.09)], 0, 12, 12, True),  # 16 is near enough; 12 is measured again
+        ([(8, 0.02), (12, 0.09), (12, 0.2)], 0, 8, 8, True),  # the mean exceeds the bound
+        ([(8, 0.5)], 0, 1, 4, True),  # 1 is as good as 2 to 8, until the prefix is measured again
+        ([], 18, 8, 8, False),
+        ([(8, 0.02)], 18, 8, 18, False),  # a likely depth is tried next, and believed no sooner
+        ([(8, 0.02), (18, 0.03)], 18, 18, 30, True),  # greater ones are tried when it is measured again
+        ([(8, 0.02), (18, 0.5)], 18, 8, 13, False),
+        ([(8, 0.5)], 18, 1, 4, True),  # measurements count for more
+        ([(24, 0.01), (30, 0.05)], 0, 30, 30, True),  # all layers
+    ],
+)
+def test_a_depth_is_chosen_once_it_was_measured_within_the_bound(notes, reach, chosen, trial, is_settled):
+    depths = noted(*notes, reach=reach)
+    assert (depths.choose(0.1, 8), depths.trial(0.1, 8, 30), depths.is_settled(0.1, 30)) == (chosen, trial, is_settled)
 
 
-def test_rungs_end_at_the_top():
-    ladder = Ladder()
-    assert ladder.trial(9, 1, 6) == 2, "the first rung is exact, so the next one is tried"
-    for rung in (2, 4, 6):
-        assert ladder.trial(9, 1, 6) == rung
-        assert not ladder.is_settled(9, 6)
-        ladder.note(rung, 0.5)
-    assert ladder.is_settled(9, 6)
-    assert ladder.trial(9, 1, 6) == 6
-
-
-def test_rungs_that_hardly_differ_are_not_told_apart():
-    ladder = Ladder(grain=4)
-    ladder.note(8, 0.5)
-    assert (ladder.trial(0.1, 8, 30), ladder.is_settled(0.1, 30)) == (4, False)
-    ladder.note(4, 0.4)
-    assert (ladder.choose(0.1, 8), ladder.is_settled(0.1, 30)) == (1, True), "the exact rung is as good as 2 and 3"
-    assert ladder.trial(0.1, 8, 30) == 2, "which are tried when it is measured again"
-    ladder.note(2, 0.02)
-    assert (ladder.choose(0.1, 8), ladder.trial(0.1, 8, 30)) == (2, 3)
-
-
-def test_a_likely_rung_is_tried_next_and_believed_no_sooner():
-    ladder = Ladder(grain=4)
-    ladder.reach = 18
-    assert ladder.trial(0.1, 8, 30) == 8
-    ladder.note(8, 0.02)
-    assert (ladder.choose(0.1, 8), ladder.trial(0.1, 8, 30), ladder.is_settled(0.1, 30)) == (8, 18, False)
-    ladder.note(18, 0.03)
-    assert (ladder.choose(0.1, 8), ladder.is_settled(0.1, 30)) == (18, True)
-    assert ladder.trial(0.1, 8, 30) == 30, "what is beyond is tried when it is measured again"
-    ladder = Ladder(grain=4)
-    ladder.reach = 18
-    ladder.note(8, 0.02)
-    ladder.note(18, 0.5)
-    assert (ladder.choose(0.1, 8), ladder.trial(0.1, 8, 30), ladder.is_settled(0.1, 30)) == (8, 13, False)
-    ladder = Ladder(grain=4)
-    ladder.reach = 18
-    ladder.note(8, 0.5)
-    assert ladder.trial(0.1, 8, 30) == 4, "what was measured counts for more"
+def test_bounds_without_a_measured_depth():
+    depths = noted((8, 0.02), (16, 0.5))
+    assert depths.choose(0.01, 8) == 1, "nothing was measured within this bound"
+    assert depths.choose(0, 8) == 1
+    assert depths.choose(1, 8) == 16
+    assert noted().trial(9, 1, 6) == 2, "the first layer is exact, so the next one is tried"
 
 
 def test_settled_prefixes_are_measured_now_and_then():
-    found = Ledger()
-    assert found.wants(found.depth, 0.1, 6)
-    assert not found.wants(found.interval, 0.1, 1), "nothing is left to the measurements"
-    found.depth.note(6, 0.01)
+    found = noted()
+    assert found.wants(0.1, 6)
+    assert not found.wants(0.1, 1), "nothing is left to measure"
+    found.note(6, 0.01)
     wanted = []
     for found.requests in range(33):
-        wanted.append(found.wants(found.depth, 0.1, 6))
+        wanted.append(found.wants(0.1, 6))
     assert [i for i, wants in enumerate(wanted) if wants] == [0, 16, 32]
-    found = Ledger(requests=15)
-    assert found.wants(found.depth, 0.1, 6)
+    found = noted()
+    found.requests = 15
+    assert found.wants(0.1, 6)
     found.requests += 2
-    assert not found.wants(found.depth, 0.1, 6), "what sixteen requests could not settle is tried no more often"
+    assert not found.wants(0.1, 6), "an unsettled prefix is tried no more often after sixteen requests"
 
 
 # -- the limits ----------------------------------------------------------------------------------------------
@@ -126,7 +105,7 @@ def test_a_bound_of_nothing_is_exact_and_measures_nothing(make, exact):
     assert [driver.one(prompt, **SETTING) for prompt in PROMPTS] == exact
     report = driver.report(driver.last())
     assert (report["shallow_depth"], report["refresh_interval"], report["refreshes"]) == (1, 1, 24)
-    assert report["depth_divergence"] is report["refresh_divergence"] is None
+    assert report["depth_divergence"] is None
     assert driver.core.counters["divergences"] == 0
 
 
@@ -139,13 +118,12 @@ def test_under_fast_dllm_a_bound_of_nothing_is_fast_dllm(make, cache):
 
 
 def test_a_bound_that_nothing_meets_leads_to_the_exact_model(make, exact):
-    """The table's depth and interval are tried, found wanting, and left."""
-    driver = make()
+    """The table's depth is tried, found wanting, and left."""
+    driver, same = make(), {**SETTING, "depth_bound": 1e-9, "refresh_interval": 1}
     for _ in range(6):
-        driver.one(PROMPTS[1], **SETTING, depth_bound=1e-9)
-    report = driver.report(driver.last())
-    assert (report["shallow_depth"], report["refresh_interval"]) == (1, 1)
-    assert driver.one(PROMPTS[1], **SETTING, depth_bound=1e-9) == exact[1]
+        driver.one(PROMPTS[1], **same)
+    assert driver.report(driver.last())["shallow_depth"] == 1
+    assert driver.one(PROMPTS[1], **same) == exact[1]
     counters = driver.core.counters
     assert counters["divergences"] == counters["divergences_exceeded"] > 0
 
@@ -154,11 +132,11 @@ def test_a_bound_that_all_meet_leads_to_all_layers(make):
     driver = make(depth_bound=1e4)
     for _ in range(4):
         driver.one(PROMPTS[1], **SETTING)
-    found = ledger(driver)
-    assert found.depth.choose(1e4, 1) == 4 > found.depth.reach > 0, "beyond the layers that are near"
+    found = measured(driver)
+    assert found.choose(1e4, 1) == 4 > found.reach > 0, "beyond the layers that are near"
     found.requests = 16
     driver.one(PROMPTS[1], **SETTING)
-    assert found.depth.choose(1e4, 1) == 6, "it is tried when the prefix is measured again"
+    assert found.choose(1e4, 1) == 6, "it is tried when the prefix is measured again"
     assert driver.report(driver.last())["shallow_depth"] == 6
     assert driver.core.counters["divergences_exceeded"] == 0
     wanted = make().one(PROMPTS[1], **SETTING, depth=6)
@@ -171,11 +149,6 @@ def test_a_request_that_says_depth_and_interval_has_them(make):
         got = driver.one(PROMPTS[1], **SETTING, depth=3, refresh_interval=5)
     assert got == make().one(PROMPTS[1], **SETTING, depth=3, refresh_interval=5)
     assert driver.core.counters["divergences"] == 0
-    driver.one(PROMPTS[1], **SETTING, refresh_interval=5)
-    assert driver.report(driver.last())["refresh_interval"] == 5
-    found = ledger(driver)
-    assert found.depth.tallies
-    assert not found.interval.tallies
 
 
 def test_layers_in_which_cached_values_are_near(make):
@@ -201,54 +174,24 @@ def run_at(driver, monkeypatch, steps, **more):
     seen = []
     with monkeypatch.context() as patch:
         patch.setattr(plan, "_is_due", lambda share, canvas: canvas.num_steps in steps)
-        commit = decoding.Canvas.commit
-        patch.setattr(decoding.Canvas, "commit", lambda c, logits: (seen.append(logits.clone()), commit(c, logits))[1])
+        kind, commit = BidirectionalCanvas, BidirectionalCanvas.commit
+        patch.setattr(kind, "commit", lambda c, logits: (seen.append(logits.clone()), commit(c, logits))[1])
         return driver.one(PROMPTS[1], **SETTING, **more), seen
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_an_interval_is_measured_without_changing_what_is_served(make, monkeypatch, native):
-    """The rows that were compared at a refresh are those of a step without it; the answer is that of the refreshes."""
+def test_a_depth_is_measured_against_no_reuse(make, monkeypatch, native):
+    """The request is served from the exact rows, and goes on with the depth that was chosen."""
     driver, compared = make(native_kernels=native), []
     with monkeypatch.context() as patch:
         true = decoding.divergence
         patch.setattr(
             decoding, "divergence", lambda p, q, mask: (compared.append((p.clone(), q.clone())), true(p, q, mask))[1]
         )
-        tokens = driver.one(PROMPTS[1], **SETTING, depth=3, depth_bound=1e3)
-    assert driver.report(driver.last())["refreshes"] == 4, "at steps 0, 3, 3 + 6 and 9 + 12"
-    assert sorted(ledger(driver).interval.tallies) == [3, 6, 12]
-    plain = make(native_kernels=native)
-    served, logits = run_at(plain, monkeypatch, (0, 3, 9, 21), depth=3)
-    assert served == tokens
-    for (fresh, stale), step in zip(compared, (3, 9, 21), strict=True):
-        assert (fresh - logits[step]).abs().max() < 1e-3
-        without = run_at(plain, monkeypatch, {0, 3, 9, 21} - {step}, depth=3)[1][step]
-        assert (stale - without).abs().max() < 1e-3 < (stale - fresh).abs().max()
-
-
-def test_what_is_settled_is_not_measured_beside_what_is_not(make):
-    """Each takes a pass of its own."""
-    driver = make()
-    for _ in range(3):
-        driver.one(PROMPTS[1], **SETTING, depth_bound=1e4)
-    found = ledger(driver)
-    assert found.depth.is_settled(1e4, 6)
-    assert sum(tally.count for tally in found.depth.tallies.values()) == 1
-    assert [tally.count for tally in found.interval.tallies.values()] == [1, 1, 1], "3, 6, 12, in one request"
-
-
-def test_a_depth_is_measured_against_no_reuse(make, monkeypatch):
-    driver, compared = make(), []
-    with monkeypatch.context() as patch:
-        true = decoding.divergence
-        patch.setattr(
-            decoding, "divergence", lambda p, q, mask: (compared.append((p.clone(), q.clone())), true(p, q, mask))[1]
-        )
         driver.one(PROMPTS[1], **SETTING, refresh_interval=24, depth_bound=1e4)
-    assert sorted(ledger(driver).depth.tallies) == [4]
+    assert [(depth, tally.count) for depth, tally in measured(driver).tallies.items()] == [(4, 1)]
     ((without, reusing),) = compared
-    plain = make()
+    plain = make(native_kernels=native)
     exact_logits = run_at(plain, monkeypatch, (), reuse=False)[1][0]
     assert (without - exact_logits).abs().max() < 1e-3
     table = run_at(plain, monkeypatch, (0,), depth=4)[1][0]
@@ -276,7 +219,7 @@ def test_operators_see_what_was_measured(make):
     (node,) = driver.core.cache.tree.nodes()
     shown = node.meta.describe()["measured"]
     assert list(shown) == ["60"], "48 of 73 positions"
-    assert set(shown["60"]) == {"depth", "interval"}
+    assert set(shown["60"]) == {"depth"}
     assert shown["60"]["depth"]["4"] > 0
     report = driver.report(driver.last())
     assert report["divergence_bound"] == 1e4
@@ -310,7 +253,7 @@ def test_drift_goes_on_where_a_measurement_changes_the_depth(make):
     for found in (4, 6):
         driver.one(PROMPTS[2], **SETTING, depth_bound=1e4, refresh="drift", drift_threshold=0.1)
         assert driver.report(driver.last())["shallow_depth"] == found
-        ledger(driver).requests = 16
+        measured(driver).requests = 16
 
 
 def test_without_rows_to_watch_the_interval_counts(make):

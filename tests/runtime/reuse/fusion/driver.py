@@ -40,10 +40,9 @@ class FusionDriver(ModuleDriver):
         self.tokens[rid], self.events[rid] = [], []
         reuse = asked(ask) | fields.pop("asked", {})
         message = AddRequest(rid, array("i", ask.prompt).tobytes(), params.model_dump(), reuse=reuse, **fields)
-        answer = self.core.handle(message)
-        if answer is not None:
-            self.take(answer.events)
-        else:
+        refused = self.core.handle(message)
+        self.take(refused)
+        if not refused:
             self.asks[rid], self.requests[rid] = ask, self.core.requests[rid]
 
     def selected(self, rid: str) -> list[int]:
@@ -78,8 +77,6 @@ def asked(ask: Ask) -> dict[str, Any]:
         fields["ratio"] = ask.ratio
     if ask.method == "legolink":
         fields["k"] = ask.k
-    if ask.method == "full":
-        fields["variant"] = ask.variant
     return fields
 
 
@@ -157,6 +154,10 @@ class Library:
         lengths = [draw.choice([1, 5, 16, longest // 2, draw.randrange(1, longest)]) for _ in range(6)]
         self.documents = [draw_tokens(draw, length) for length in lengths]
 
+    def rewind(self, seed: int) -> None:
+        """Let prompts, but not the texts, depend on a seed."""
+        self._draw = random.Random(seed)
+
     def ask(self, **fields: Any) -> Ask:
         """Some of the documents in any order, behind a system prompt and with a question; `fields` of the ask."""
         draw = self._draw
@@ -165,14 +166,13 @@ class Library:
             documents.append((len(prompt), len(prompt) + len(text)))
             prompt += text + draw_tokens(draw, draw.choice([0, 0, 0, 4]))
         prompt += draw_tokens(draw, draw.choice([0, 1, 2, 5, 20]))
-        method = draw.choice(METHODS)
+        method = fields.get("method") or draw.choice(METHODS)
         drawn = {
             "method": method,
             "ratio": draw.choice([0.0, 0.05, 0.15, 0.3, 0.6, 1.0]),
             "granularity": draw.choice(["token", "page"]),
             "chunk_tokens": draw.choice([16, 20, 64]),
             "k": draw.choice([0, 1, 3, 16]),
-            "variant": draw.choice(["cat", "local"]),
         }
         if method == "legolink" and draw.random() < 0.5:
             drawn["ratio"] = None

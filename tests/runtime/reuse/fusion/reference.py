@@ -10,20 +10,18 @@ CacheBlend: arXiv 2405.16444. LegoLink, in EPIC: 2410.15332. A3: 2511.17560. Pro
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
-METHODS = ("a3", "cacheblend", "random", "prophetkv", "legolink", "pie", "full")
-DENSE = ("a3", "cacheblend", "random")  # layer 0 of all rows is computed
+METHODS = ("a3", "cacheblend", "prophetkv", "legolink", "pie", "full")
+DENSE = ("a3", "cacheblend")  # layer 0 of all rows is computed
 SCORED = ("a3", "cacheblend", "prophetkv")
 LOOKING = {*DENSE, *SCORED}  # the choice depends on the question
 STORED, TRUE, FUSED, OUTPUT = range(4)
@@ -40,7 +38,6 @@ class Ask:
     granularity: str = "token"
     chunk_tokens: int = 32
     k: int = 16
-    variant: str = "cat"
     longest_question: int = 512
 
     @property
@@ -115,11 +112,6 @@ class Reference:
         units = ask.units(page_size)
         if ask.method in SCORED and ask.count:
             return best_units(units, self.scores(ask), ask.count)
-        if ask.method == "random":
-            content = np.array(ask.prompt, dtype=np.int32).tobytes()
-            seed = int.from_bytes(hashlib.blake2b(content, digest_size=16).digest()[:8], "little")
-            order = np.random.Generator(np.random.PCG64(seed)).permutation(len(units))
-            return fill(units, order.tolist(), ask.count)
         if ask.method == "legolink":
             heads = [chunk[: head_of(ask, chunk, page_size)] for chunk in ask.chunks if chunk.start]
             return [row for head in heads for row in head if row != ask.last]
@@ -217,7 +209,7 @@ class Reference:
     @torch.inference_mode()
     def _run(self, copies: Copies, keep: int = 1, **options):
         self._masks = [as_mask(copies.sees(i)) for i in range(len(self.model.model.layers))]
-        ids, positions = torch.tensor([copies.tokens]), torch.tensor([copies.positions])
+        ids, positions = torch.tensor([copies.tokens]), torch.tensor([copies.places])
         try:
             return self.model(ids, position_ids=positions, logits_to_keep=keep, **options)
         finally:
@@ -245,10 +237,6 @@ class Copies:
         self.tokens = [text[place] for place in self.places]
         self._chunks = {row: number for number, chunk in enumerate(ask.stored) for row in chunk}
         self._computed = set(computed)
-        is_local = ask.method == "full" and ask.variant == "local"
-        stored_at = {row: row - chunk.start if is_local else row for chunk in ask.stored for row in chunk}
-        pairs = zip(self.kinds, self.places, strict=True)
-        self.positions = [stored_at[place] if kind == STORED else place for kind, place in pairs]
 
     def sees(self, layer: int) -> torch.Tensor:
         """bool [rows, rows]: who sees whom in a layer."""

@@ -12,7 +12,6 @@ from runtime.reuse.fusion.layout import Asked
     [
         ({"select": "legolink", "k": 3}, {"ratio": None, "k": 3}),
         ({"select": "legolink", "ratio": 0.5}, {"ratio": 0.5}),
-        ({"select": "full", "variant": "local"}, {"ratio": None, "variant": "local"}),
         ({"select": "a3", "ratio": 0.3}, {"ratio": 0.3}),
     ],
 )

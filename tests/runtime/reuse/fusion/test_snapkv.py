@@ -8,11 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from runtime.reuse.fusion.looks import probed_layers
 from tests.runtime.reuse.fusion.driver import LAYERS, FusionDriver, build, check_answer
 from tests.runtime.reuse.fusion.reference import METHODS, Ask, Reference
 from tests.runtime.reuse.modules.plain import draw_tokens
+from tests.tiny import TINY_MODELS, save_tiny
 
 COUNT = 12
 
@@ -60,6 +62,29 @@ def one(draw: random.Random, method: str, **fields) -> Ask:
     ratio = None if method in ("pie", "full", "legolink") else 0.2
     texts = [draw_tokens(draw, 70), draw_tokens(draw, 40)]
     return build(draw, texts, 20, 9, method=method, ratio=ratio, granularity="page", k=4, **fields)
+
+
+@torch.inference_mode()
+def test_one_head_keeps_the_rows_that_the_paper_keeps(tmp_path, default_model_dir, monkeypatch):
+    """Li et al., section 4: votes of the window, pooled over neighbours, and the best rows of the head.
+
+    With one head in the one probed layer, and one row a page, the choice for all heads is the paper's for each.
+    A document at the beginning is exact, so that transformers' own attention is the truth.
+    """
+    fields = {"num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1}
+    monkeypatch.setitem(TINY_MODELS, "one_head", LlamaConfig(**{**TINY_MODELS["llama"].to_dict(), **fields}))
+    path = save_tiny("one_head", tmp_path, default_model_dir)
+    prompt, capacity, window = draw_tokens(random.Random(4), 69), 24, 9
+    model = Reference(path).model
+    attention = model(torch.tensor([prompt]), output_attentions=True).attentions[1][0, 0]
+    votes = attention[-window:, :60].sum(0)
+    pooled = torch.nn.functional.avg_pool1d(votes[None], 5, stride=1, padding=2)[0]
+    driver = FusionDriver(path, page_size=1)
+    ask = Ask(tuple(prompt), ((0, 60),), "pie", None, chunk_tokens=64)
+    driver.fuse("a", ask, COUNT, asked={"keep_tokens": capacity})
+    driver.run()
+    assert driver.requests["a"].reuse.snap.window == window
+    assert set(range(60)) - left_of(driver, "a") == {*pooled.topk(capacity).indices.tolist()}
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

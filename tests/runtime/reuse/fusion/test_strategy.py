@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import random
 from array import array
-from concurrent.futures import wait
 from dataclasses import replace
 
 import pytest
 
-from radix import Namespace
-from runtime.models.tokenizer import Tokenizer
-from runtime.protocol import AddPin, GetPins, GetRequests, GetTree, RemovePin
+from runtime.calls import AddPin, GetPins, GetTree, RemovePin
+from tests.runtime.engine.driver import call
 from tests.runtime.reuse.fusion.driver import LAYERS, NEW, FusionDriver, build, check, row_layers
 from tests.runtime.reuse.fusion.reference import LOOKING, METHODS, Ask
-from tests.runtime.reuse.modules.plain import Module, Prompt, draw_tokens
-from tests.runtime.reuse.modules.plain import Reference as ModuleReference
+from tests.runtime.reuse.modules.plain import draw_tokens
 from tests.tiny import VOCAB
-
-
-def exact_tokens(driver: FusionDriver, tokens: tuple[int, ...]) -> int:
-    """Number of leading tokens that lie in the tree under exact keys."""
-    match = driver.core.cache.tree.match(array("i", tokens).tobytes(), Namespace())
-    return len(match.pages) * driver.core.cache.page_size + match.partial_rows
-
 
 # -- what it costs -----------------------------------------------------------------------------------------------
 
@@ -53,7 +43,7 @@ def test_row_layers_are_those_of_the_formula(tiny_dir, reference, method, granul
         assert driver.row_layers - before == row_layers(ask, rows, encoded, 16) - LAYERS * again, rid
         assert driver.requests[rid].row_layers == driver.row_layers - before
         read = 32 + 120 + asked - encoded + (3 if again else 0)
-        assert driver.events[rid][-1].cached_tokens == read, rid
+        assert driver.cached(rid) == read, rid
     check(driver, reference)
 
 
@@ -74,7 +64,6 @@ def test_the_report_says_what_was_reused(tiny_dir, method):
     assert report["method"] == method
     assert report["granularity"] == "page"
     assert report["chunk_tokens"] == one.chunk_tokens
-    assert report.get("variant") == ("cat" if method == "full" else None)
     assert report["documents"] == ["document 0", "document 1"]
     assert report["computed_documents"] == ["document 1"]
     assert report["recomputed_rows"] == len(driver.selected("a"))
@@ -115,7 +104,7 @@ def test_a_prompt_that_comes_again_costs_its_last_row(tiny_dir, reference, metho
         before = driver.row_layers
         driver.fuse(f"{i}", one, logprobs=0)
         driver.run()
-        report, cached = driver.report(f"{i}"), driver.events[f"{i}"][-1].cached_tokens
+        report, cached = driver.report(f"{i}"), driver.cached(f"{i}")
         assert report["reused_tokens"] == cached
         assert report["computed_tokens"] == len(one.prompt) - cached
         if i:
@@ -142,19 +131,6 @@ def test_requests_that_bring_a_document_at_once_encode_it_once(tiny_dir, referen
     assert driver.row_layers == LAYERS * (96 + 40 + computed)
 
 
-def test_the_same_prompt_twice_at_once(tiny_dir, reference):
-    """The second waits for the documents, and chooses the same rows."""
-    draw = random.Random(4)
-    driver = FusionDriver(tiny_dir, page_size=16, step_tokens=32)
-    for i, method in enumerate(METHODS * 2):
-        draw = random.Random(4)
-        driver.fuse(f"{i}", build(draw, [draw_tokens(draw, 60), draw_tokens(draw, 30)], 20, method=method))
-    driver.run()
-    check(driver, reference)
-    for i, method in enumerate(METHODS):
-        assert driver.selected(f"{i}") == driver.selected(f"{i + len(METHODS)}"), method
-
-
 def test_a_document_is_in_memory_once_for_all_who_read_it(tiny_dir):
     """At any place; and of the rows that fusion needs meanwhile, only the chosen ones stay."""
     draw = random.Random(5)
@@ -172,7 +148,7 @@ def test_a_document_is_in_memory_once_for_all_who_read_it(tiny_dir):
     documents = {n for n in tree.nodes() if n.namespace.entry.startswith("document")}
     assert sum(len(node.pages) for node in documents) == 128 // 16
     held = sum(len(request.sequence.pages) for request in running)
-    state = driver.core.admin.state()
+    state = driver.core.state()
     most = sum(-(-(i + 5 + len(driver.selected(f"{i}")) + 64) // 16) + 1 for i in range(16))
     assert state["pages_private"] <= max(held, most), "dense rows are gone"
     driver.run()
@@ -186,7 +162,11 @@ def test_chunks_are_shared_by_documents_that_begin_alike(tiny_dir, reference):
         driver.fuse(f"{i}", build(draw, [start + end], 3, method="pie"))
         driver.run()
     check(driver, reference)
-    assert [driver.events[f"{i}"][-1].cached_tokens for i in range(2)] == [0, 64]
+    assert [driver.cached(f"{i}") for i in range(2)] == [0, 64]
+    shown = [node["meta"] for node in call(driver.core, GetTree())["nodes"] if node["meta"]]
+    assert sorted((meta["document"], meta["document_tokens"]) for meta in shown) == [
+        ("document 0", length) for length in (20, 20, 32, 32)
+    ]
 
 
 def test_a_document_twice_in_a_prompt(tiny_dir, reference):
@@ -202,23 +182,6 @@ def test_a_document_twice_in_a_prompt(tiny_dir, reference):
 # -- beside exact requests ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("method", METHODS)
-def test_nothing_of_documents_lies_under_exact_keys(tiny_dir, reference, method, page_size):
-    """An ordinary request with the same tokens finds the system prompt, and answers as transformers does."""
-    draw = random.Random(8)
-    one = build(draw, [draw_tokens(draw, 48), draw_tokens(draw, 30)], 20, method=method)
-    driver = FusionDriver(tiny_dir, page_size=page_size)
-    driver.fuse("fused", one, 20)
-    driver.run()
-    whole = 20 // page_size * page_size
-    assert exact_tokens(driver, one.prompt) == whole
-    driver.add("plain", one.prompt, max_new_tokens=20)
-    driver.run()
-    assert driver.events["plain"][-1].cached_tokens == whole
-    check(driver, reference, 20)
-
-
 def test_a_system_prompt_is_an_exact_prefix(tiny_dir, reference):
     """Computed by an ordinary request, read by fused ones; a part of a page is not."""
     draw = random.Random(9)
@@ -229,35 +192,7 @@ def test_a_system_prompt_is_an_exact_prefix(tiny_dir, reference):
     driver.fuse("fused", one)
     driver.run()
     check(driver, reference)
-    assert driver.events["fused"][-1].cached_tokens == 32
-
-
-def test_an_exact_answer_is_not_read_by_fused_requests(tiny_dir, reference):
-    """The ordinary request has the documents' rows, too, but those see each other."""
-    draw = random.Random(10)
-    one = build(draw, [draw_tokens(draw, 40), draw_tokens(draw, 33)], 16, method="pie")
-    driver = FusionDriver(tiny_dir, page_size=16)
-    driver.add("plain", one.prompt, max_new_tokens=NEW)
-    driver.run()
-    for method in METHODS:
-        driver.fuse(method, replace(one, method=method, ratio=0.2))
-    driver.run()
-    check(driver, reference)
-
-
-def test_modules_and_documents_with_the_same_tokens(tiny_dir, reference):
-    draw = random.Random(11)
-    text = draw_tokens(draw, 32)
-    one = build(draw, [text], 3, 5)
-    module = Prompt([Module("/m", text, list(range(32)))], list(one.prompt[-5:]), list(range(32, 37)))
-    driver = FusionDriver(tiny_dir, page_size=16)
-    for i in range(2):
-        driver.fuse(f"fused {i}", one)
-        driver.ask(f"module {i}", module, NEW)
-        driver.run()
-    check(driver, reference)
-    for rid in ("module 0", "module 1"):
-        assert driver.tokens[rid] == ModuleReference(tiny_dir).best(module, driver.tokens[rid])
+    assert driver.cached("fused") == 32
 
 
 def test_a_schedule_of_decoding_and_fusing_requests(tiny_dir, reference):
@@ -295,14 +230,14 @@ def test_a_later_turn_finds_the_documents(tiny_dir, reference, method):
     driver.fuse("3", replace(first, prompt=(*more, *driver.tokens["2"], 77)), 20)
     driver.run()
     check(driver, reference, 20)
-    looks = method in ("a3", "cacheblend", "random", "prophetkv")
+    looks = method in ("a3", "cacheblend", "prophetkv")
     assert [driver.report(rid)["chosen_before"] for rid in "123"] == [False, looks, looks]
-    assert driver.events["2"][-1].cached_tokens >= 104 + 16 + (0 if method == "full" else 16)
+    assert driver.cached("2") >= 104 + 16 + (0 if method == "full" else 16)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_own_rows_behind_other_documents_are_other_rows(tiny_dir, reference, method):
-    """The same question behind documents as long, in another order, further on, unmoved, and cut otherwise."""
+    """The same question behind documents as long, in another order, further on, and cut otherwise."""
     draw = random.Random(34)
     page, question, one, other = (draw_tokens(draw, n) for n in (16, 40, 48, 48))
     driver = FusionDriver(tiny_dir, page_size=16)
@@ -310,10 +245,9 @@ def test_own_rows_behind_other_documents_are_other_rows(tiny_dir, reference, met
         prompt = (*page * (start // 16), *texts[0], *texts[1], *question)
         ask = Ask(prompt, ((start, start + 48), (start + 48, start + 96)), method, 0.0, chunk_tokens=48)
         asks = [ask, replace(ask, chunk_tokens=32), replace(ask, ratio=0.3), replace(ask, ratio=0.31)]
-        for several in (asks, [replace(ask, variant="local")] if method == "full" else []):
-            for again in several:
-                driver.fuse(f"{len(driver.asks)}", again, logprobs=0)
-                driver.run()
+        for again in asks:
+            driver.fuse(f"{len(driver.asks)}", again, logprobs=0)
+            driver.run()
     check(driver, reference)
 
 
@@ -341,7 +275,7 @@ def test_turns_that_come_in_another_order(tiny_dir, reference, method):
         driver.run()
     check(driver, reference)
     chosen_for = [len(driver.first_turn(rid).prompt) for rid in driver.asks]
-    looks = method in ("a3", "cacheblend", "random", "prophetkv")
+    looks = method in ("a3", "cacheblend", "prophetkv")
     assert chosen_for == ([125, 101, 101, 125, 125] if looks else [125, 101, 113, 145, 125])
 
 
@@ -361,48 +295,19 @@ def test_a_prompt_that_ends_with_a_document(tiny_dir, reference, method):
     check(driver, reference)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_operators_see_requests_in_all_their_steps(tiny_dir, method):
-    draw = random.Random(32)
-    driver = FusionDriver(tiny_dir, page_size=16, step_tokens=16)
-    one = build(draw, [draw_tokens(draw, 40), draw_tokens(draw, 31)], 20, method=method)
-    driver.fuse("a", one)
-    while driver.core.busy:
-        (shown,) = driver.core.handle(GetRequests(1, 9)).result["requests"]
-        assert shown["prompt_tokens"] == len(one.prompt)
-        assert shown["output_tokens"] == len(driver.tokens["a"])
-        assert shown["computed_tokens"] >= 0
-        assert shown["max_tokens"] == NEW
-        driver.step()
-    nodes = driver.core.handle(GetTree(1, preview_tokens=64)).result["nodes"]
-    documents = [node["meta"] for node in nodes if (node["meta"] or {}).get("document")]
-    assert sorted((meta["document"], meta["document_tokens"]) for meta in documents)[:2] == [
-        ("document 0", 8),
-        ("document 0", 32),
-    ]
-
-
-def test_an_answer_may_be_constrained(tiny_dir, reference):
-    draw = random.Random(33)
-    driver = FusionDriver(tiny_dir, page_size=16)
-    one = build(draw, [draw_tokens(draw, 40)], 5, method="a3")
-    driver.fuse("a", one, 6, {"regex": "[0-9]{6,9}"})
-    wait(driver.core.grammars.open.values())
-    driver.run()
-    assert reference.accepts(one, 16, driver.selected("a"))
-    text = Tokenizer.load(tiny_dir).decode(driver.tokens["a"])
-    assert text.isdigit()
-
-
-def test_penalties_count_the_tokens_of_documents(tiny_dir):
-    draw = random.Random(21)
-    one = build(draw, [draw_tokens(draw, 40)], 5, method="a3", ratio=1.0)
-    driver = FusionDriver(tiny_dir)
-    driver.fuse("fused", one, 12, {"repetition_penalty": 1.8})
-    driver.add("prefill", one.prompt, max_new_tokens=12, repetition_penalty=1.8)
-    driver.add("without", one.prompt, max_new_tokens=12)
-    driver.run()
-    assert driver.tokens["fused"] == driver.tokens["prefill"] != driver.tokens["without"]
+def test_choices_are_forgotten_when_they_have_too_many_rows(tiny_dir, reference, monkeypatch):
+    """The oldest conversation first; its rows are chosen anew, and are the same."""
+    monkeypatch.setattr("runtime.reuse.fusion.choices.MOST_ROWS", 60)
+    draw, driver = random.Random(41), FusionDriver(tiny_dir, page_size=16)
+    choices = driver.core.strategies["fusion"]._choices
+    asks = [build(draw, [draw_tokens(draw, 80)], 16, 9, method="a3", ratio=0.3) for _ in range(4)]
+    for i, ask in enumerate([*asks, asks[0], asks[3]]):
+        driver.fuse(f"{i}", ask)
+        driver.run()
+        assert choices.num_rows == sum(len(chosen) + 1 for turns in choices._known.values() for _, _, chosen in turns)
+        assert 0 < choices.num_rows <= 60
+    assert driver.selected("4") == driver.selected("0")
+    check(driver, reference)
 
 
 # -- pins --------------------------------------------------------------------------------------------------------
@@ -414,12 +319,7 @@ def test_documents_are_encoded_ahead_and_pinned(tiny_dir, reference):
     driver = FusionDriver(tiny_dir, pool_tokens=640, pin_budget=0.5, page_size=16)
     reuse = {"method": "fusion", "select": "pie", "documents": [[0, 80]], "names": ["a"], "granularity": "page",
              "chunk_tokens": 32}  # fmt: skip
-    call = AddPin(7, array("i", text).tobytes(), reuse=reuse, ttl_s=60)
-    reply = driver.core.handle(call)
-    if reply is None:
-        driver.run()
-        (reply,) = driver.core.take_replies()
-    pins = reply.result["pins"]
+    pins = call(driver.core, AddPin(array("i", text).tobytes(), reuse=reuse, ttl_s=60))["pins"]
     assert sorted(one["tokens"] for one in pins) == [16, 32, 32], "one for each chunk"
     assert driver.row_layers <= LAYERS * (80 + 1)
     driver.flush()
@@ -429,10 +329,10 @@ def test_documents_are_encoded_ahead_and_pinned(tiny_dir, reference):
     driver.fuse("a", build(draw, [text], 7))
     driver.run()
     check(driver, reference)
-    assert driver.events["a"][-1].cached_tokens == 80
-    assert len(driver.core.handle(GetPins(1)).result["pins"]) == 3
+    assert driver.cached("a") == 80
+    assert len(call(driver.core, GetPins())["pins"]) == 3
     for one in pins:
-        assert driver.core.handle(RemovePin(1, one["id"])).result["found"]
+        assert call(driver.core, RemovePin(one["id"]))["found"]
     assert driver.flush()["live_tokens"] == 0
 
 
@@ -465,7 +365,6 @@ def test_documents_are_encoded_ahead_and_pinned(tiny_dir, reference):
         {"chunk_tokens": -5},
         {"chunk_tokens": "all"},
         {"select": "legolink", "k": -1},
-        {"select": "full", "variant": "far"},
     ],
 )
 def test_bad_fields_are_refused(tiny_dir, fields):

@@ -110,14 +110,12 @@ class ModuleDriver(Driver):
         self.tokens[rid], self.events[rid], self.prompts[rid] = [], [], prompt
         reuse = prompt.asked() | fields.pop("asked", {})
         message = AddRequest(rid, array("i", prompt.tokens).tobytes(), params.model_dump(), reuse=reuse, **fields)
-        answer = self.core.handle(message)
-        if answer is not None:
-            self.take(answer.events)
+        self.take(self.core.handle(message))
 
     def results(self, rid: str) -> tuple[int, dict[str, Any]]:
         """`cached_tokens` and the report of a request that has ended."""
         reports = [event.reuse for event in self.events[rid] if event.reuse]
-        return self.events[rid][-1].cached_tokens, reports[0]
+        return self.cached(rid), reports[0]
 
 
 def draw_tokens(draw: random.Random, count: int) -> list[int]:

@@ -10,8 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from radix import Namespace
-from runtime.protocol import AddPin, GetPins, GetTree, LoadAdapter, RemovePin
+from runtime.calls import AddPin, GetPins, GetTree, LoadAdapter, RemovePin
+from runtime.errors import PinRefused
 from tests.lora import merged, save_lora
+from tests.runtime.engine.driver import call
 from tests.runtime.reuse.modules.plain import Module, ModuleDriver, Prompt, Reference, draw_tokens
 from tests.tiny import VOCAB
 
@@ -63,7 +65,7 @@ def test_a_module_at_0_equals_prefix_caching(tiny_dir, native, length):
             else:
                 driver.add(f"{i}", prompt.modules[0].tokens + prompt.tokens, max_new_tokens=NEW)
             driver.run()
-        cached = [driver.events[f"{i}"][-1].cached_tokens for i in range(3)]
+        cached = [driver.cached(f"{i}") for i in range(3)]
         found.append((list(driver.tokens.values()), cached, row_layers(driver)))
     assert found[0] == found[1]
 
@@ -101,17 +103,6 @@ def test_everything_in_one_entry_equals_full_prefill(tiny_dir, native):
     assert driver.tokens["modules"] == driver.tokens["none"] == driver.tokens["prefill"]
 
 
-def test_penalties_count_the_tokens_of_modules(tiny_dir):
-    draw = random.Random(3)
-    prompt = behind(draw, [module(draw, 30)])
-    driver = ModuleDriver(tiny_dir)
-    driver.ask("modules", prompt, 12, {"repetition_penalty": 1.8})
-    driver.add("prefix", prompt.modules[0].tokens + prompt.tokens, max_new_tokens=12, repetition_penalty=1.8)
-    driver.add("without", prompt.modules[0].tokens + prompt.tokens, max_new_tokens=12)
-    driver.run()
-    assert driver.tokens["modules"] == driver.tokens["prefix"] != driver.tokens["without"]
-
-
 # -- computed once -------------------------------------------------------------------------------------------
 
 
@@ -129,7 +120,7 @@ def test_two_requests_that_import_a_module_at_once_compute_it_once(tiny_dir, ref
     assert blocked[:4] == [2] * 4, "while the shared module is encoded, in four chunks"
     assert driver.core.counters["encoded_modules"] == 2
     assert row_layers(driver) == LAYERS * (50 + 20 + 3 * (5 + NEW - 1))
-    assert [driver.events[str(i)][-1].cached_tokens for i in range(3)] == [0, 47, 67]
+    assert [driver.cached(str(i)) for i in range(3)] == [0, 47, 67]
     first, last = (driver.results(str(i))[1] for i in (0, 2))
     assert first == {"strategy": "modules", "exact": True, "modules": ["/m"], "computed_modules": ["/m"],
                      "reused_tokens": 0, "computed_tokens": 52}  # fmt: skip
@@ -167,7 +158,7 @@ def test_pages_of_a_module_exist_once_for_many_requests(tiny_dir):
     for _ in range(8):
         driver.step()
     assert len(driver.core.scheduler.running) == 12
-    state = driver.core.admin.state()
+    state = driver.core.state()
     assert state["pages_tree"] == 3 + 3
     assert state["pages_private"] == 12
     driver.run()
@@ -207,8 +198,8 @@ def test_a_later_turn_finds_the_modules_and_its_own_rows(tiny_dir, reference):
     driver.ask("moved", other, NEW)
     driver.run()
     check(driver, reference)
-    assert driver.events["2"][-1].cached_tokens == 28 + 32, "the whole pages of its own rows"
-    assert driver.events["moved"][-1].cached_tokens == 28, "at other positions they are other rows"
+    assert driver.cached("2") == 28 + 32, "the whole pages of its own rows"
+    assert driver.cached("moved") == 28, "at other positions they are other rows"
 
 
 def test_own_rows_behind_other_modules_are_other_rows(tiny_dir, reference):
@@ -220,7 +211,7 @@ def test_own_rows_behind_other_modules_are_other_rows(tiny_dir, reference):
         driver.ask(f"{i}", prompt, NEW)
         driver.run()
     check(driver, reference)
-    assert [driver.events[f"{i}"][-1].cached_tokens for i in range(3)] == [0, 0, 16 + 32]
+    assert [driver.cached(f"{i}") for i in range(3)] == [0, 0, 16 + 32]
 
 
 def test_a_module_whose_end_was_evicted_is_encoded_from_there(tiny_dir, reference):
@@ -240,43 +231,6 @@ def test_a_module_whose_end_was_evicted_is_encoded_from_there(tiny_dir, referenc
     assert row_layers(driver) - before == LAYERS * (encoded + 5 + NEW - 1)
 
 
-def test_a_pool_that_is_too_small_retracts(tiny_dir, reference):
-    draw = random.Random(11)
-    driver = ModuleDriver(tiny_dir, page_size=1, pool_tokens=150, max_running=16)
-    for i in range(4):
-        driver.ask(str(i), behind(draw, [module(draw, 20, i, (3, 4))], 14), 30)
-    driver.run()
-    assert driver.core.scheduler.num_retracted > 0
-    assert driver.core.counters["encoded_modules"] > 4, "evicted modules are encoded again"
-    check(driver, reference, 30)
-    kinds = {namespace.entry.partition(":")[0] for namespace, _ in driver.core.cache.tree.roots()}
-    assert kinds <= {"module", "rows"}, "nothing of them lies under exact keys"
-
-
-def test_without_a_cache_every_request_encodes_for_itself(tiny_dir, reference):
-    draw = random.Random(12)
-    prompt = behind(draw, [module(draw, 40, 0, (1,))])
-    driver = ModuleDriver(tiny_dir, prefix_cache=False)
-    driver.ask("a", prompt, NEW)
-    driver.ask("b", prompt, NEW)
-    driver.run()
-    check(driver, reference)
-    assert driver.core.counters["encoded_modules"] == 2
-    assert driver.core.cache.tree.num_pages == 0
-
-
-def test_tenants_and_salts_share_no_module(tiny_dir):
-    draw = random.Random(13)
-    prompt = behind(draw, [module(draw, 40)])
-    driver = ModuleDriver(tiny_dir)
-    for i, namespace in enumerate([Namespace("a"), Namespace("b"), Namespace("a", "salt"), Namespace("a")]):
-        driver.ask(str(i), prompt, NEW, namespace=namespace)
-    driver.run()
-    assert [driver.events[str(i)][-1].cached_tokens for i in range(4)] == [0, 0, 0, 40]
-    assert driver.core.counters["encoded_modules"] == 3
-    assert {namespace.tenant for namespace, _ in driver.core.cache.tree.roots()} == {"a", "b"}
-
-
 def test_entries_are_found_by_content_not_by_name(tiny_dir, reference):
     """Other positions or placeholders make another entry of the same tokens; another name does not."""
     draw = random.Random(18)
@@ -288,7 +242,7 @@ def test_entries_are_found_by_content_not_by_name(tiny_dir, reference):
         driver.ask(f"{i}", Prompt([one], draw_tokens(draw, 3), [25, 26, 27]), NEW)
         driver.run()
     check(driver, reference)
-    assert [driver.events[f"{i}"][-1].cached_tokens for i in range(4)] == [0, 0, 0, 19]
+    assert [driver.cached(f"{i}") for i in range(4)] == [0, 0, 0, 19]
     assert driver.core.counters["encoded_modules"] == 3
 
 
@@ -306,45 +260,12 @@ def test_log_probabilities_are_those_of_what_the_model_saw(tiny_dir, reference):
         assert [token for token, _ in one.top] == row.topk(2).indices.tolist()
 
 
-def test_a_tenant_over_its_quota_is_served(tiny_dir, reference):
-    draw = random.Random(20)
-    driver = ModuleDriver(tiny_dir, tenant_quota=2, page_size=16)
-    for i in range(3):
-        driver.ask(f"{i}", behind(draw, [module(draw, 50, 0, (7,))], 20), NEW, namespace=Namespace("a"))
-        driver.run()
-    check(driver, reference)
-    assert driver.core.cache.tree.num_pages <= 2
-
-
-def test_bad_numbers_take_the_modules_with_them(tiny_dir, reference):
-    draw = random.Random(14)
-    prompt = behind(draw, [module(draw, 40)])
-    driver = ModuleDriver(tiny_dir)
-    driver.ask("a", prompt, NEW)
-    driver.run()
-    (node,) = [n for n in driver.core.cache.tree.nodes() if n.namespace.entry.startswith("module")]
-    driver.core.executor.pool.v[:, node.pages[0] * 16] = torch.nan
-    driver.ask("bad", prompt, NEW)
-    driver.run()
-    assert "finite" in driver.finish["bad"].message
-    del driver.prompts["bad"]
-    driver.ask("again", prompt, NEW)
-    driver.run()
-    check(driver, reference)
-    assert driver.core.counters["encoded_modules"] == 2
-
-
 # -- pins ------------------------------------------------------------------------------------------------------
 
 
 def pin(driver: ModuleDriver, modules: list[Module], **fields) -> dict:
     asked = {"method": "modules", "entries": [one.asked() for one in modules]}
-    reply = driver.core.handle(AddPin(7, b"", reuse=asked, **fields))
-    if reply is None:
-        driver.run()
-        (reply,) = driver.core.take_replies()
-    assert reply.call == 7
-    return reply.result
+    return call(driver.core, AddPin(b"", reuse=asked, **fields))
 
 
 def test_modules_are_encoded_ahead_and_pinned(tiny_dir, reference):
@@ -360,12 +281,14 @@ def test_modules_are_encoded_ahead_and_pinned(tiny_dir, reference):
     driver.ask("a", behind(draw, modules), NEW)
     driver.run()
     check(driver, reference)
-    assert driver.events["a"][-1].cached_tokens == 39 + 16
-    assert pin(driver, [module(draw, 400)])["refused"].startswith("all pins together")
-    assert "no reuse method" in driver.core.handle(AddPin(7, b"", reuse={"method": "x"})).result["refused"]
-    assert len(driver.core.handle(GetPins(1)).result["pins"]) == 2, "nothing of a refused call stays"
+    assert driver.cached("a") == 39 + 16
+    with pytest.raises(PinRefused, match="all pins together"):
+        pin(driver, [module(draw, 400)])
+    with pytest.raises(PinRefused, match="no reuse method"):
+        call(driver.core, AddPin(b"", reuse={"method": "x"}))
+    assert len(call(driver.core, GetPins())["pins"]) == 2, "nothing of a refused call stays"
     for one in pins:
-        assert driver.core.handle(RemovePin(1, one["id"])).result["found"]
+        assert call(driver.core, RemovePin(one["id"]))["found"]
     assert driver.flush()["live_tokens"] == 0
 
 
@@ -375,7 +298,7 @@ def test_the_tree_names_modules_and_fills_up_their_last_page(tiny_dir):
     driver = ModuleDriver(tiny_dir, page_size=16)
     driver.ask("a", behind(draw, [one]), NEW, asked={"schema": "cities"})
     driver.run()
-    (node,) = driver.core.handle(GetTree(1, preview_tokens=64)).result["nodes"]
+    (node,) = call(driver.core, GetTree(preview_tokens=64))["nodes"]
     assert node["meta"] == {"schema": "cities", "module": "/city/paris", "module_tokens": 19}
     assert array("i", node["preview"]).tolist() == [one.tokens[i] for i in one.kept] + [-1] * 13
 
@@ -430,7 +353,7 @@ def test_refusals_beside_the_fields(tiny_dir):
     driver.ask("modules", behind(draw, [module(draw, 1) for _ in range(11)]), 1)
     driver.ask("nothing", Prompt([module(draw, 9)], [], []), NEW, asked={"anchors": []})
     assert [driver.finish[rid].refused for rid in ("logprobs", "pages", "modules", "nothing")] == [True] * 4
-    assert driver.finish["modules"].message == "there are 11 modules; the KV pool has 10 pages"
+    assert driver.finish["modules"].message == "the prompt reads 11 entries; the KV pool has 10 pages"
     assert "KV pool has 10" in driver.finish["pages"].message
     driver.ask("placeholders alone", Prompt([module(draw, 9, 0, tuple(range(9)))], [5], [9]), 1)
     driver.ask("no bound", behind(draw, [module(draw, 100)]), sampling={"max_new_tokens": None})
@@ -456,7 +379,7 @@ def test_an_adapter_has_modules_of_its_own(tiny_dir, tmp_path):
     merged(model, adapter).save_pretrained(tmp_path / "merged")
     draw = random.Random(3)
     one, driver = module(draw, 40), ModuleDriver(tiny_dir, native_kernels=False)
-    digest = driver.core.handle(LoadAdapter(1, str(adapter))).result["digest"]
+    digest = call(driver.core, LoadAdapter(str(adapter)))["digest"]
     prompts = [behind(draw, [one]) for _ in range(2)]
     for place in (Namespace(), Namespace(adapter=digest)):
         for i, prompt in enumerate(prompts):

@@ -48,10 +48,10 @@ class ReasonDriver(Driver):
         if at_once:
             self.strategy.background = Background(AtOnce(), clock=lambda: 0.0)
             self.strategy.background._credit = 1e9
-        self.strategy.reservoirs = {name: Reservoir(warm_up) for name in self.strategy.reservoirs}
+        self.strategy.reservoir = Reservoir(warm_up)
         self.requests: dict[str, Request] = {}
         tokenizer = load_tokenizer(path)
-        self.strategy._evaluation._load_tokenizer = lambda: tokenizer
+        self.strategy._filter._load_tokenizer = lambda: tokenizer
         self.bias = dict.fromkeys(words(tokenizer), 100.0)
 
     def think(self, rid: str, prompt: Sequence[int], count: int, reuse: dict[str, Any], **options: Any) -> None:
@@ -63,10 +63,9 @@ class ReasonDriver(Driver):
         message = AddRequest(
             rid, array("i", prompt).tobytes(), params.model_dump(), reuse={"method": "reasoncache", **reuse}, **fields
         )
-        answer = self.core.handle(message)
-        if answer is not None:
-            self.take(answer.events)
-        else:
+        refused = self.core.handle(message)
+        self.take(refused)
+        if not refused:
             self.requests[rid] = self.core.requests[rid]
 
     def plain(self, rid: str, prompt: Sequence[int], count: int, **options: Any) -> None:

@@ -52,7 +52,6 @@ class Rules:
     percentile: float = 80.0
     tau_max: float = 0.9
     tau_min: float = 0.6
-    rotation: str = "stale"
     warm_up: int = 256
     most: int = 4
     late: int = 1
@@ -100,26 +99,6 @@ def alike(step: Step, earlier: Sequence[Step], rules: Rules, formal: Callable[[s
     return [earlier[i] for i in sorted(places, key=lambda i: (scores[i], i), reverse=True)][: rules.most]
 
 
-# What the formal filter says: texts of two steps, and whether they may share.
-FORMAL = [
-    ("We add five to it.", "We add five to it again.", True),
-    ("Solve $2x+5=10$.", "Solve $2x-5=10$.", False),
-    ("Solve $2x+5=10$.", "Solve $2x + 5 = 10$.", True),
-    ("Solve $2x+5=10$.", "Solve $2y+5=10$.", False),
-    ("Solve $2x+5=10$.", "Solve $2x+6=10$.", False),
-    ("Solve $a-(b-c)=1$.", "Solve $a-b-c=1$.", False),
-    ("Solve $2x+5=10$.", "Solve the equation above.", False),
-    ("Solve \\(2x+5\\).", "Solve \\(2x-5\\).", False),
-    ("Solve \\[2x+5\\].", "Solve \\[2x+5\\].", True),
-    ("```python\nx = a + 1\n```", "```python\nx = a + 1\n```", True),
-    ("```python\nx = a + 1\n```", "```python\nx = a - 1\n```", False),
-    ("```python\nx = a + 1\n```", "```python\nx  =  a+1  # as before\n```", True),
-    ("```python\nx = a + 1\n```", "```python\ny = a + 1\n```", False),
-    ("```python\nx = (a +\n```", "```python\nx = (a +\n```", False),
-    ("```python\nx = a + 1\n```", "x = a + 1", False),
-]
-
-
 # -- section IV-A2: pages ----------------------------------------------------------------------------------------
 
 
@@ -153,12 +132,7 @@ class Reference:
 
     @torch.inference_mode()
     def run(
-        self,
-        prompt: Sequence[int],
-        output: Sequence[int],
-        page_size: int,
-        shared: Sequence[Shared] = (),
-        rotation: str = "stale",
+        self, prompt: Sequence[int], output: Sequence[int], page_size: int, shared: Sequence[Shared] = ()
     ) -> torch.Tensor:
         """Compute a prompt, and then a given output behind it, with pages that read others from some rows on.
 
@@ -169,15 +143,13 @@ class Reference:
         def between(rows: int, cache: DynamicCache) -> list[Shared]:
             return [one for one in shared if one.at == rows]
 
-        return self._run(prompt, output, page_size, rotation, between, sorted({one.at for one in shared}))
+        return self._run(prompt, output, page_size, between, sorted({one.at for one in shared}))
 
-    @torch.inference_mode()
     def _run(
         self,
         prompt: Sequence[int],
         output: Sequence[int],
         page_size: int,
-        rotation: str,
         between: Callable[[int, DynamicCache], Sequence[Shared]],
         stops: Sequence[int],
     ) -> torch.Tensor:
@@ -190,33 +162,23 @@ class Reference:
             start = stop
             if stop < len(tokens):
                 for one in between(stop, cache):
-                    self.replace(cache, one, page_size, rotation)
+                    self.replace(cache, one, page_size)
         return torch.cat(logits)[len(prompt) - 1 :]
 
-    def replace(self, cache: DynamicCache, one: Shared, page_size: int, rotation: str) -> None:
+    def replace(self, cache: DynamicCache, one: Shared, page_size: int) -> None:
         """Copy a page's rows over another page's, in all layers."""
         source, target = (rows_of(page, page_size) for page in (one.source, one.page))
-        by = (one.page - one.source) * page_size if rotation == "moved" else 0
         for layer in cache.layers:
-            layer.keys[:, :, target] = self.turn(layer.keys[:, :, source], by)
-            layer.values[:, :, target] = layer.values[:, :, source].clone()
+            for rows in (layer.keys, layer.values):
+                rows[:, :, target] = rows[:, :, source].clone()
 
-    def turn(self, keys: torch.Tensor, by: int) -> torch.Tensor:
-        """Keys [..., head_dim] as they would be `by` positions further on: pairs of features are turned by an angle."""
-        half = keys.shape[-1] // 2
-        angles = by * self.model.model.rotary_emb.inv_freq.double()
-        turned = torch.complex(keys[..., :half].double(), keys[..., half:].double()) * torch.exp(1j * angles)
-        return torch.cat((turned.real, turned.imag), -1).float()
-
-    def distance(self, cache: DynamicCache, a: int, b: int, page_size: int, rotation: str = "stale") -> float:
+    def distance(self, cache: DynamicCache, a: int, b: int, page_size: int) -> float:
         """D of two pages: mean over layers of (|dK| + |dV|) / (tokens x KV heads), Euclidean norms."""
-        by, total = (b - a) * page_size if rotation == "moved" else 0, 0.0
+        mine, other = (rows_of(page, page_size) for page in (a, b))
+        total = 0.0
         for layer in cache.layers:
-            keys = self.turn(layer.keys[0, :, rows_of(a, page_size)], by)
-            values = layer.values[0, :, rows_of(a, page_size)]
-            difference = float((keys - layer.keys[0, :, rows_of(b, page_size)]).norm())
-            difference += float((values - layer.values[0, :, rows_of(b, page_size)]).norm())
-            total += difference / (page_size * keys.shape[0])
+            difference = sum(float((x[0, :, mine] - x[0, :, other]).norm()) for x in (layer.keys, layer.values))
+            total += difference / (page_size * layer.keys.shape[1])
         return total / len(cache.layers)
 
     # -- the whole system ----------------------------------------------------------------------------------------
@@ -261,7 +223,7 @@ class Reference:
 
         stops = [rows for rows in range(len(prompt), len(prompt) + len(output)) if rows % p in (0, rules.late % p)]
         with torch.inference_mode():
-            logits = self._run(prompt, output, p, rules.rotation, between, stops)
+            logits = self._run(prompt, output, p, between, stops)
         return found, logits
 
     def nearest(
@@ -272,7 +234,7 @@ class Reference:
         for other in others:
             pages = (pages_of(one, prompt_len, rules.page_size) for one in (step, other))
             for page, source in pairs_of(*pages):
-                distance = self.distance(cache, page, source, rules.page_size, rules.rotation)
+                distance = self.distance(cache, page, source, rules.page_size)
                 # Of pages that hold the same rows, which float32 may tell apart, the first is taken.
                 if page not in best or distance < best[page][0] - SLACK:
                     best[page] = distance, page, source

@@ -6,22 +6,15 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache
 
 from loadgen.accuracy.forced import Forcing
-from runtime.kv.pool import KVPool
-from runtime.models.rope import RotaryEmbedding
-from runtime.models.spec import LlamaSpec
 from runtime.models.tokenizer import Tokenizer
-from runtime.reuse.reasoning.distance import Distances, Page
-from runtime.reuse.reasoning.formal import agree
-from runtime.reuse.reasoning.reservoir import Reservoir
 from runtime.reuse.reasoning.steps import Splitter, similarity, threshold
+from runtime.reuse.reasoning.structure import equivalent
 from tests.runtime.reuse.modules.plain import draw_tokens
 from tests.runtime.reuse.reasoning import reference as plain
 from tests.runtime.reuse.reasoning.driver import ReasonDriver, words
@@ -50,50 +43,6 @@ def test_steps_scores_and_thresholds(texts, data):
         assert threshold(scores, 0.9, 0.6) == pytest.approx(plain.threshold(scores, 0.9, 0.6))
 
 
-@pytest.mark.parametrize(("a", "b", "expected"), plain.FORMAL)
-def test_formal_language(a, b, expected):
-    assert agree(a, b) == agree(b, a) == expected
-
-
-@settings(max_examples=50, deadline=None)
-@given(seed=st.integers(0, 2**32), percentile=st.sampled_from([0, 10, 50, 80, 99, 100]))
-def test_percentiles(seed, percentile):
-    draw, reservoir, measured = random.Random(seed), Reservoir(warm_up=10), []
-    for _ in range(60):
-        distance = draw.expovariate(1)
-        most = reservoir.threshold(percentile)
-        assert (distance <= most) == plain.may_share(distance, measured, percentile, 10)
-        if measured[10:] and percentile < 100:
-            assert most == pytest.approx(np.percentile(measured, percentile))
-        reservoir.add(distance)
-        measured.append(distance)
-
-
-@pytest.mark.parametrize("page_size", [4, 16])
-def test_distances(tiny_dir, page_size):
-    """Of pages anywhere in the pool, in their places and without their rotations."""
-    model, spec = plain.Reference(tiny_dir), LlamaSpec.load(tiny_dir)
-    tokens = draw_tokens(random.Random(page_size), 6 * page_size)
-    cache = DynamicCache()
-    with torch.inference_mode():
-        model.model(torch.tensor([tokens]), past_key_values=cache)
-    heads, width = cache.layers[0].keys.shape[1], cache.layers[0].keys.shape[3]
-    pool = KVPool(len(cache.layers), 9, page_size, heads, width, torch.float32, torch.device("cpu"))
-    places = [7, 2, 0, 8, 5, 3]
-    for number, layer in enumerate(cache.layers):
-        for ordinal, place in enumerate(places):
-            slots = torch.arange(place * page_size, (place + 1) * page_size)
-            rows = plain.rows_of(ordinal, page_size)
-            pool.write(number, slots, *(x[0, :, rows].transpose(0, 1) for x in (layer.keys, layer.values)))
-    distances = Distances(pool, RotaryEmbedding(spec.rope, width, torch.device("cpu")))
-    pages = [Page(place, ordinal * page_size) for ordinal, place in enumerate(places)]
-    for a in range(6):
-        for b in range(6):
-            for rotation in ("stale", "moved"):
-                expected = model.distance(cache, a, b, page_size, rotation)
-                assert distances.between(pages[a], pages[b], rotation == "moved") == pytest.approx(expected, abs=2e-3)
-
-
 class ForcedDriver(ReasonDriver):
     """Requests with given outputs, the logits of each token, and what was shared when.
 
@@ -118,14 +67,13 @@ class ForcedDriver(ReasonDriver):
         assert number == len(self.logits[rid])
         self.logits[rid].append(logits.clone())
 
-    def _note(self, taker: Any, place: int, source: Any, source_place: int) -> None:
-        (rid,) = (rid for rid, request in self.requests.items() if request.reuse is taker)
+    def _note(self, request: Any, index: int, source: int) -> None:
         before = self.strategy.counters["substituted_pages"]
-        self._substitute(taker, place, source, source_place)
+        self._substitute(request, index, source)
         if self.strategy.counters["substituted_pages"] > before:
             # The token whose logits came last is not computed yet; nor are those of the driver's other requests.
-            rows = taker.prompt_len + len(self.logits[rid]) - 1
-            self.shared[rid].append(Shared(rows, place, source_place))
+            rows = request.prompt_len + len(self.logits[request.rid]) - 1
+            self.shared[request.rid].append(Shared(rows, index, source))
 
 
 def repetitive(draw: random.Random, tokenizer: Tokenizer, count: int, longest: int = 20) -> list[int]:
@@ -148,29 +96,29 @@ def tokenizer(tiny_dir):
 
 
 @pytest.mark.parametrize(
-    ("kind", "rotation", "page_size", "options"),
+    ("kind", "page_size", "options"),
     [
-        ("llama", "stale", 4, {"overlap": "on"}),
-        ("llama_yarn", "moved", 2, {"native_kernels": False, "step_tokens": 7}),
-        ("qwen3", "stale", 4, {}),
+        ("llama", 4, {"overlap": "on"}),
+        ("llama_yarn", 2, {"native_kernels": False, "step_tokens": 7}),
+        ("qwen3", 4, {}),
     ],
 )
-def test_whole_outputs(tmp_path, default_model_dir, tokenizer, kind, rotation, page_size, options):
+def test_whole_outputs(tmp_path, default_model_dir, tokenizer, kind, page_size, options):
     """The same pages are shared at the same moments, and the logits behind them are the same, request by request."""
     path = save_tiny(kind, tmp_path, default_model_dir)
     driver, model, measured = ForcedDriver(path, page_size=page_size, **options), Reference(path), []
     late = 2 if options.get("overlap") else 1  # a step in flight reads what it began with
     draw = random.Random(f"{kind} 2")
     for percentile in (90, 100):
-        rid, fields = f"{percentile}", {"percentile": percentile, "rotation": rotation}
+        rid, fields = f"{percentile}", {"percentile": percentile}
         # The last step stays open, so that nothing is shared any more behind the output.
         steps, end = repetitive(draw, tokenizer, 8, 8 + 3 * page_size), words(tokenizer)[-10:]
         prompt, output = draw_tokens(draw, draw.randrange(5, 20)), steps + end
         driver.force(rid, prompt, output, fields, more=4)
         driver.run()
         texts, said = [tokenizer.token_text(token) for token in output], driver.tokens[rid]
-        rules = Rules(page_size, percentile, rotation=rotation, warm_up=WARM_UP, late=late)
-        shared, expected = model.serve(prompt, said, [*texts, *[" so"] * 4], rules, agree, measured)
+        rules = Rules(page_size, percentile, warm_up=WARM_UP, late=late)
+        shared, expected = model.serve(prompt, said, [*texts, *[" so"] * 4], rules, equivalent, measured)
         assert driver.shared[rid] == shared
         assert len(shared) > (3 if percentile == 100 else 0)
         found = torch.stack(driver.logits[rid])
@@ -183,21 +131,20 @@ def test_whole_outputs(tmp_path, default_model_dir, tokenizer, kind, rotation, p
     assert (exact - expected).abs().max() > 10 * CLOSE
 
 
-@pytest.mark.parametrize("rotation", ["stale", "moved"])
-def test_batches(tiny_dir, tokenizer, rotation):
+def test_batches(tiny_dir, tokenizer):
     """Requests that share pages beside one another and beside exact ones: the logits of what was shared in each."""
-    driver, model, draw = ForcedDriver(tiny_dir, page_size=4), Reference(tiny_dir), random.Random(rotation)
+    driver, model, draw = ForcedDriver(tiny_dir, page_size=4), Reference(tiny_dir), random.Random("stale")
     asked = {}
     for number in range(4):
         prompt, output = draw_tokens(draw, draw.randrange(5, 20)), repetitive(draw, tokenizer, 8)
         asked[f"{number}"] = prompt, output
         taus = {} if number % 2 else {"tau_max": 1, "tau_min": 1}
-        driver.force(f"{number}", prompt, output, {"percentile": 100, "rotation": rotation, **taus})
+        driver.force(f"{number}", prompt, output, {"percentile": 100, **taus})
         for _ in range(draw.randrange(6)):
             driver.step()
     driver.run()
     for rid, (prompt, output) in asked.items():
         shared = driver.shared[rid]
         assert len(shared) > 3 if rid in "13" else not shared
-        expected = model.run(prompt, output[:-1], 4, shared, rotation)
+        expected = model.run(prompt, output[:-1], 4, shared)
         assert (torch.stack(driver.logits[rid]) - expected).abs().max() < CLOSE

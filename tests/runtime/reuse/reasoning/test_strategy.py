@@ -7,12 +7,11 @@ from array import array
 from collections import Counter
 
 import pytest
-import torch
 
 from loadgen.accuracy.forced import Forcing
 from radix import Namespace
+from runtime.engine.parts import Drafts
 from runtime.errors import ModelError
-from runtime.models.rope import rotate
 from tests.runtime.engine.driver import make_core
 from tests.runtime.reuse.bicache.models import save_tiny
 from tests.runtime.reuse.reasoning.driver import ANY, PAGE, ReasonDriver, load_tokenizer
@@ -34,14 +33,14 @@ def cached(driver: ReasonDriver, tokens: list[int]) -> int:
     return len(driver.core.cache.tree.match(request.key(len(tokens)), Namespace()).pages) * PAGE
 
 
-def sources(driver: ReasonDriver) -> Counter[tuple[bool, int, int]]:
-    """Shared pages: whether the page came from the same request, its place, and the other's."""
-    found: Counter[tuple[bool, int, int]] = Counter()
+def sources(driver: ReasonDriver) -> list[tuple[int, int]]:
+    """Substituted pages: the index of each, and the other's."""
+    found: list[tuple[int, int]] = []
     substitute = driver.strategy.substitute
 
-    def watch(taker, place, source, source_place):
-        found[taker is source, place, source_place] += 1
-        substitute(taker, place, source, source_place)
+    def watch(request, index, source):
+        found.append((index, source))
+        substitute(request, index, source)
 
     driver.strategy.substitute = watch
     return found
@@ -55,8 +54,7 @@ def test_a_threshold_of_one_shares_nothing(tiny_dir):
     strict = {"percentile": 100, "tau_max": 1, "tau_min": 1}
     # A loop, too, in which steps are equal.
     for kind, options in (("drawn", {}), ("greedy", {"temperature": 0})):
-        for rotation in ("stale", "moved"):
-            driver.think(f"{rotation} {kind}", PROMPT, LONG, strict | {"rotation": rotation}, **options)
+        driver.think(f"strict {kind}", PROMPT, LONG, strict, **options)
         driver.plain(kind, PROMPT, LONG, **options)
     driver.run()
     for rid in driver.requests:
@@ -71,7 +69,7 @@ def test_percentile_100_leaves_the_decision_to_the_filters(tiny_dir):
     driver.think("r", PROMPT, LONG, ANY)
     seen = []
     consider = driver.strategy._consider
-    driver.strategy._consider = lambda match: (seen.append(match), consider(match))[1]
+    driver.strategy._consider = lambda request, match: (seen.append(match), consider(request, match))[1]
     driver.run()
     assert len(seen) > 5
     assert driver.core.counters["substituted_pages"] == len(seen) == driver.report("r")["substituted_pages"]
@@ -83,9 +81,9 @@ def test_distances_decide_behind_the_warm_up(tiny_dir):
     decisions = []
     consider = driver.strategy._consider
 
-    def watch(match):
-        before, known = driver.core.counters["substituted_pages"], sorted(driver.strategy.reservoirs["stale"]._sorted)
-        consider(match)
+    def watch(request, match):
+        before, known = driver.core.counters["substituted_pages"], sorted(driver.strategy.reservoir._sorted)
+        consider(request, match)
         decisions.append((match.distance, known, driver.core.counters["substituted_pages"] - before))
 
     driver.strategy._consider = watch
@@ -94,7 +92,6 @@ def test_distances_decide_behind_the_warm_up(tiny_dir):
     for distance, known, was_shared in decisions:
         below = sum(one < distance for one in known) / max(len(known), 1)
         assert was_shared == (len(known) >= warm_up and below <= 0.5) or abs(below - 0.5) <= 1 / len(known)
-    assert len(driver.strategy.reservoirs["moved"]) == 0
     late = [was_shared for _, _, was_shared in decisions[warm_up:]]
     assert 0.2 < sum(late) / len(late) < 0.8
 
@@ -108,15 +105,17 @@ def test_equal_words_with_another_formula_are_not_shared(tiny_dir, sign, may_sha
     driver.core.decoding = forcing = Forcing(driver.core.decoding, lambda *_: None)
     forcing.answers["r"] = said
     driver.think("r", PROMPT, len(said), {"percentile": 100}, logit_bias={})
+    driver.step()
+    history = driver.requests["r"].reuse.history
     driver.run()
     assert driver.tokens["r"] == said
-    steps = driver.requests["r"].reuse.steps
+    steps = history.steps
     assert "".join(one.text for one in steps) == text
 
     def step_of(place: int) -> int:
         return next(i for i, one in enumerate(steps) if PAGE * place - len(PROMPT) < one.end)
 
-    shared_steps = {(step_of(place), step_of(source)) for _, place, source in found}
+    shared_steps = {(step_of(place), step_of(source)) for place, source in found}
     assert shared_steps
     assert shared_steps <= may_share
 
@@ -133,7 +132,7 @@ def test_pages_are_freed_when_they_are_shared(tiny_dir):
         driver.step()
         if "r" in driver.core.requests:
             pages = driver.requests["r"].sequence.pages
-            state = driver.core.admin.state()
+            state = driver.core.state()
             assert state["saved_pages"] == shared(driver, "r")
             assert state["pages_free"] == allocator.num_pages - len(set(pages)) - driver.core.cache.tree.num_pages
             assert dict(Counter(pages)) == {page: allocator.refs[page] for page in pages}
@@ -141,7 +140,7 @@ def test_pages_are_freed_when_they_are_shared(tiny_dir):
     report = driver.report("r")
     assert most == report["substituted_pages"] > 5
     assert report["amsr"] == pytest.approx(most / -(-(len(PROMPT) + LONG) // PAGE), abs=1e-4)
-    assert driver.core.admin.state()["saved_pages"] == 0
+    assert driver.core.state()["saved_pages"] == 0
     driver.check_idle()
 
 
@@ -155,32 +154,30 @@ def test_neither_the_prompt_nor_the_tail_is_shared(tiny_dir):
     first = -(-len(prompt) // PAGE)
     while driver.core.busy:
         driver.step()
-        if "r" in driver.core.requests and (life := driver.requests["r"].reuse.life):
+        if "r" in driver.core.requests and driver.requests["r"].reuse.history:
             pages = driver.requests["r"].sequence.pages
             assert len(set(pages[:first])) == first
             assert not set(pages[:first]) & set(pages[first:])
             assert pages.count(pages[-1]) == 1
-            assert all(first <= place < len(pages) - 1 for place in life.shifts)
+            assert all(first <= place < len(pages) - 1 for place in driver.requests["r"].reuse.substituted)
     assert driver.report("r")["substituted_pages"] > 5
 
 
-@pytest.mark.parametrize(("rotation", "native"), [("stale", False), ("stale", True), ("moved", True)])
-def test_a_shared_page_reads_as_a_copy(tiny_dir, rotation, native):
-    """With its rotation as it is, or with keys moved from its place to the other."""
+@pytest.mark.parametrize("native", [False, True])
+def test_a_shared_page_reads_as_a_copy(tiny_dir, native):
     logprobs = []
     for is_shared in (True, False):
         driver = ReasonDriver(tiny_dir, native_kernels=native)
-        quiet = {"percentile": 1, "tau_max": 1, "tau_min": 1, "rotation": rotation}
-        driver.think("r", PROMPT, 60, quiet, logit_bias={}, temperature=0)
+        driver.think("r", PROMPT, 60, {"percentile": 1, "tau_max": 1, "tau_min": 1}, logit_bias={}, temperature=0)
         request = driver.requests["r"]
-        request.logprobs = 0
+        request.message.logprobs = 0
         while request.num_output < 40:
             driver.step()
-        for place, source in ((5, 3), (8, 2), (9, 3), (7, 5)):
+        for index, source in ((5, 3), (8, 2), (9, 3), (7, 5)):
             if is_shared:
-                driver.strategy.substitute(request.reuse, place, request.reuse, source)
+                driver.strategy.substitute(request, index, source)
             else:
-                _copy(driver, request.sequence.pages, place, source, rotation)
+                _copy(driver, request.sequence.pages, index, source)
         driver.run()
         logprobs.append([one.logprob for event in driver.events["r"] for one in event.logprobs])
         if is_shared:
@@ -188,16 +185,13 @@ def test_a_shared_page_reads_as_a_copy(tiny_dir, rotation, native):
     assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
 
 
-def _copy(driver: ReasonDriver, pages, place: int, source: int, rotation: str) -> None:
+def _copy(driver: ReasonDriver, pages, index: int, source: int) -> None:
     # Nothing of this prompt lies in the tree but its first page.
     first = driver.requests["r"].sequence.start // PAGE
-    pool, rope = driver.core.cache.pool, driver.core.executor.rope
-    into, out_of = (slice(pages[at - first] * PAGE, (pages[at - first] + 1) * PAGE) for at in (place, source))
-    for layer in range(len(pool.k)):
-        keys = pool.k[layer, out_of]
-        if rotation == "moved":
-            keys = rotate(keys, *rope.shift(torch.tensor([(place - source) * PAGE])))
-        pool.k[layer, into], pool.v[layer, into] = keys, pool.v[layer, out_of]
+    pool = driver.core.cache.pool
+    into, out_of = (slice(pages[at - first] * PAGE, (pages[at - first] + 1) * PAGE) for at in (index, source))
+    for tensor in (pool.k, pool.v):
+        tensor[:, into] = tensor[:, out_of]
 
 
 # -- truth -------------------------------------------------------------------------------------------------------
@@ -219,7 +213,7 @@ def test_nothing_approximate_is_committed(tiny_dir):
     cold.add("later", later, max_new_tokens=8, logprobs=0)
     for one in (driver, cold):
         one.run()
-    assert driver.events["later"][-1].cached_tokens >= found
+    assert driver.cached("later") >= found
     assert driver.tokens["later"] == cold.tokens["later"]
     for mine, theirs in zip(driver.events["later"], cold.events["later"], strict=True):
         assert mine.logprobs[0].logprob == pytest.approx(theirs.logprobs[0].logprob, abs=1e-4)
@@ -240,7 +234,7 @@ def test_steps_of_several_tokens_are_evaluated_too(tiny_dir):
     driver = ReasonDriver(tiny_dir, drafts="auto")
     driver.plain("plain", PROMPT, LONG)
     driver.run()
-    drafter = driver.core.drafter
+    drafter = driver.core.part(Drafts).drafter
 
     def propose(requests, room, beside):
         for request in requests:
@@ -273,67 +267,15 @@ def test_a_retracted_request_is_computed_again_and_shares_again(tiny_dir):
     assert (report["recomputed"], report["substituted_pages"], report["approximate"]) == (1, 0, True)
     # What was exact before lies in the tree, and what is computed again stays the request's own.
     assert request.sequence.start == (len(PROMPT) + first) // PAGE * PAGE
-    while not request.reuse.life.shifts:
+    while not request.reuse.substituted:
         driver.step()
     assert request.num_output <= num_output + 2 * PAGE, "the same steps again"
     # Pages of the tree are read in later places, too, and never given up.
-    assert any(source < request.sequence.start // PAGE <= place for _, place, source in found)
+    assert any(source < request.sequence.start // PAGE <= index for index, source in found)
     driver.run()
     assert len(driver.tokens["r"]) == LONG
     assert driver.report("r")["exact_tokens"] <= num_output
     driver.check_idle()
-
-
-def test_a_page_that_others_share_is_not_committed(tiny_dir):
-    """A page of the tree has one owner, or evictions would free less than they count on."""
-    driver = ReasonDriver(tiny_dir)
-    across = ANY | {"across": True}
-    driver.think("r", PROMPT, LONG, across)
-    driver.think("s", PROMPT, 2 * LONG, across, seed=2)
-    reached = driver.strategy.counters["substituted_pages"]
-    driver.run()
-    assert driver.strategy.counters["substituted_pages"] > reached
-    refs = driver.core.cache.allocator.refs
-    assert refs.max() == 1
-    tree = driver.core.cache.tree
-    assert len(tree.evict(tree.num_evictable_pages)) == (refs > 0).sum()
-
-
-# -- across requests ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "is_shared"),
-    [
-        ({"across": True}, {"across": True}, True),
-        ({}, {"across": True}, False),
-        ({"across": True, "store": False}, {"across": True}, False),
-        ({"across": True, "rotation": "moved"}, {"across": True}, False),
-        ({"across": True, "namespace": Namespace("a")}, {"across": True, "namespace": Namespace("b")}, False),
-        ({"across": True, "namespace": Namespace("a")}, {"across": True, "namespace": Namespace("a")}, True),
-    ],
-)
-def test_only_requests_of_a_tenant_that_want_it_share(tiny_dir, first, second, is_shared):
-    driver = ReasonDriver(tiny_dir)
-    found = sources(driver)
-    for rid, options in (("a", first), ("b", second)):
-        options = dict(options)
-        fields = {name: options.pop(name) for name in {"namespace", "store"} & options.keys()}
-        driver.think(rid, PROMPT, LONG, ANY | options, seed=len(driver.tokens) + 1, **fields)
-    driver.run()
-    assert sum(is_same for is_same, _, _ in found) > 5
-    assert any(not is_same for is_same, _, _ in found) == is_shared
-
-
-def test_random_pages_are_the_control(tiny_dir):
-    driver = ReasonDriver(tiny_dir)
-    driver.think("r", PROMPT, LONG, {"random_share": 1.0})
-    driver.run()
-    reached = driver.report("r")["substituted_pages"]
-    driver.think("s", PROMPT, LONG, {"random_share": 0.5})
-    driver.run()
-    assert reached > driver.report("s")["substituted_pages"] > 0
-    assert len(driver.strategy.reservoirs["stale"]) == 0
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------
@@ -372,7 +314,7 @@ def test_random_lives(tiny_dir, seed):
     overlap = ("off", "on")[seed % 2]
     driver = ReasonDriver(tiny_dir, overlap=overlap, pool_tokens=160, max_running=6, at_once=seed != 2)
     stop = list(driver.bias)[3]
-    reuses = [ANY, ANY | {"across": True}, ANY | {"rotation": "moved", "across": True}, {"random_share": 0.5}]
+    reuses = [ANY, ANY | {"percentile": 50}, {}]
     prompts = [[5, 6, 7, draw.randrange(100)] * draw.randrange(1, 6) for _ in range(4)]
     for i in range(9):
         options = {"seed": i, **({"stop_token_ids": [stop], "min_new_tokens": 30} if draw.random() < 0.3 else {})}
@@ -392,6 +334,5 @@ def test_random_lives(tiny_dir, seed):
     assert driver.core.scheduler.num_retracted > 0
     assert driver.core.counters["substituted_pages"] > 5 or seed == 2
     assert driver.strategy.num_saved == 0
-    assert not driver.strategy._across
     driver.flush()
     assert driver.core.cache.allocator.num_free == driver.core.cache.pool.num_pages

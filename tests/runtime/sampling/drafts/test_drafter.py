@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from itertools import count
 
 import pytest
 
 from radix import RadixTree
-from runtime.params import SamplingParams
-from runtime.request import Request, Sequence, Work
+from runtime.request import Work
 from runtime.sampling.drafts.drafter import Drafter
+from tests.runtime.requests import make_request
 
 
 class Room:
@@ -26,16 +25,7 @@ def test_the_more_requests_the_longer_looks_pause_where_nothing_was_found(reques
     find = drafter._find
     drafter._find = lambda request: looks.append(len(steps)) or find(request)
     running = [
-        Request(
-            f"{i}",
-            Sequence(array("i", [next(tokens), next(tokens)])),
-            1,
-            SamplingParams(),
-            frozenset(),
-            9999,
-            Room(),
-            None,
-        )
+        make_request([next(tokens), next(tokens)], 9999, prompt_len=1, strategy=Room(), rid=f"{i}")
         for i in range(requests)
     ]
 

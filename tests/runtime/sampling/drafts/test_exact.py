@@ -9,13 +9,14 @@ from array import array
 import pytest
 import torch
 
+from runtime.engine.parts import Drafts
 from runtime.execution.native.library import load_best
 from runtime.params import SamplingParams
-from runtime.request import Request, Sequence
 from runtime.sampling.drafts.drafter import LONGEST
 from runtime.sampling.drafts.pace import Pace
 from runtime.sampling.sampler import Sampler, filter_probs
 from tests.runtime.engine.driver import Driver, greedy, make_core
+from tests.runtime.requests import make_request
 
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"enum": ["x", "y"]}, "b": {"type": "integer"}},
                      "required": ["a", "b"], "additionalProperties": False})  # fmt: skip
@@ -44,7 +45,7 @@ class Oracle:
         for request in requests:
             done = request.num_output
             coming = self.known[request.rid][done : done + min(self.draw.randint(1, LONGEST), room)]
-            coming = coming[: request.max_tokens - len(request.tokens) - 1]
+            coming = coming[: request.max_length - len(request.tokens) - 1]
             draft = [t if self.draw.random() < self.right else self.draw.randrange(100) for t in coming]
             room -= len(draft)
             if draft:
@@ -65,7 +66,7 @@ class CheapRows(Pace):
 def run(core, prompts, monkeypatch, known=None, right=1.0, **options):
     driver = Driver(core)
     if known is not None:
-        monkeypatch.setattr(core.drafter, "propose", Oracle(driver, known, right))
+        monkeypatch.setattr(core.part(Drafts).drafter, "propose", Oracle(driver, known, right))
     for i, prompt in enumerate(prompts):
         driver.add(str(i), prompt, max_new_tokens=16 + i, **options)
     driver.run()
@@ -87,7 +88,7 @@ def prompts():
 def test_tokens_are_those_of_single_steps(tiny_dir, monkeypatch, prompts, kind, page_size):
     options = {"page_size": page_size, "pool_tokens": 2048}
     plain = run(make_core(tiny_dir, **options), prompts, monkeypatch, **OPTIONS[kind])
-    assert plain.core.drafter is None
+    assert plain.core.parts.find(Drafts) is None
     for right in (1.0, 0.6):
         core = make_core(tiny_dir, drafts="auto", **options)
         for _ in range(2 if kind == "greedy" else 1):  # again from the cache, which refused rows have not reached
@@ -137,14 +138,14 @@ def test_a_draft_ends_where_a_stop_token_does(tiny_dir, monkeypatch, prompts):
 def test_what_is_found_is_right(tiny_dir, monkeypatch, prompts):
     """An answer that was given before comes again from the tree, in few steps, where rows cost little."""
     core = make_core(tiny_dir, drafts="auto", pool_tokens=2048)
-    monkeypatch.setattr(core.drafter, "_pace", CheapRows())
+    monkeypatch.setattr(core.part(Drafts).drafter, "_pace", CheapRows())
     driver = Driver(core)
     first = driver.together(prompts, max_new_tokens=64)
     before, steps = dict(core.counters), driver.steps
     assert driver.together(prompts, max_new_tokens=64) == first
     assert core.counters["accepted_tokens"] - before["accepted_tokens"] > 64
     assert driver.steps - steps < steps / 2
-    events = [event for events in driver.events.values() for event in events if event.finish is not None]
+    events = [event for events in driver.events.values() for event in events]
     assert sum(event.accepted for event in events) == core.counters["accepted_tokens"]
     assert sum(event.drafted for event in events) == core.counters["drafted_tokens"]
     assert 0 < core.counters["drafts"] <= core.counters["drafted_tokens"]
@@ -173,7 +174,7 @@ def test_steps_that_carry_prompts_have_drafts_within_their_room(tiny_dir, monkey
     def run_both(core, known=None):
         driver, steps = Driver(core), []
         if known is not None:
-            monkeypatch.setattr(core.drafter, "propose", Oracle(driver, known, 0.8))
+            monkeypatch.setattr(core.part(Drafts).drafter, "propose", Oracle(driver, known, 0.8))
             schedule, compute = core.scheduler.schedule, core.executor.run
             monkeypatch.setattr(core.scheduler, "schedule", lambda: steps.append(schedule()) or steps[-1])
             monkeypatch.setattr(core.executor, "run", lambda batch: rows.append(len(batch.tokens)) or compute(batch))
@@ -217,7 +218,7 @@ def test_drawn_tokens_have_the_distribution_of_single_steps():
     sampler._unseeded.manual_seed(11)
     logits = torch.randn(2, vocab, generator=torch.Generator().manual_seed(2))
     params = SamplingParams(temperature=1.0, top_k=5)
-    request = Request("r", Sequence(array("i", [1])), 1, params, frozenset(), 99, None, None)
+    request = make_request([1], sampling=params)
     draft = int(logits[0].argmax())
     rows, expected = logits.repeat(trials, 1), [None, draft] * trials
     tokens = torch.tensor(sampler.sample(rows, [request] * len(rows), 0, expected).read()).view(trials, 2)

@@ -1,0 +1,44 @@
+"""The command: its options, and the choice of a profile."""
+
+from __future__ import annotations
+
+import argparse
+
+from loadgen.accuracy.profile.settings import DepthSettings, FusionSettings, ProfileFiles, ProfileSettings
+from loadgen.harness.options import add_options, flag, make
+from runtime.config import Config
+
+_FIELDS = ProfileFiles.model_fields | DepthSettings.model_fields
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, _FIELDS)
+    parser.add_argument(
+        "--fusion",
+        action="store_true",
+        help="for a causal model: measure the methods of reuse of documents instead, with --ratios of their rows "
+        "computed again (default: 5 15 30 50), --samples (24), --length (1024, of all documents) and --seed",
+    )
+
+
+def settings_of(arguments: argparse.Namespace) -> tuple[ProfileFiles, ProfileSettings]:
+    """The parsed options. Raises ValueError, which names an option."""
+    files = make(ProfileFiles, arguments)
+    if not arguments.fusion:
+        return files, make(DepthSettings, arguments)
+    for name in vars(arguments).keys() & _FIELDS.keys() - FusionSettings.model_fields.keys() - {"out"}:
+        raise ValueError(f"{flag(name)}: not with --fusion")
+    return files, make(FusionSettings, arguments)
+
+
+def profile(config: Config, files: ProfileFiles, settings: ProfileSettings) -> int:
+    """Measure a model, write and print a table. Raises ModelError."""
+    # Not at the top: the options are read without torch.
+    from loadgen.accuracy.profile.depths import profile_depths
+    from loadgen.accuracy.profile.fusion import profile_fusion
+
+    if isinstance(settings, FusionSettings):
+        profile_fusion(config, settings, files.out)
+    elif isinstance(settings, DepthSettings):
+        profile_depths(config, settings, files)
+    return 0

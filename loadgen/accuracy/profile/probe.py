@@ -1,0 +1,126 @@
+"""Runs samples with and without reuse, and compares keys, values and output distributions."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from loadgen.accuracy.profile.samples import Sample
+from runtime.config import CacheConfig, DiffusionConfig
+from runtime.denoising import DiffusionParams
+from runtime.diffusion.decoding import CanvasDecoding, divergence
+from runtime.execution.executor import Executor
+from runtime.kv.cache import PagedCache
+from runtime.kv.segments import Segment, Sequence
+from runtime.params import SamplingParams
+from runtime.protocol import AddRequest
+from runtime.request import Request
+from runtime.reuse.bicache.depth_table import NO_TABLE
+from runtime.reuse.bicache.plan import Share
+from runtime.reuse.bicache.strategy import BiCache
+from runtime.reuse.build import build
+from runtime.sampler_state import SamplerState
+
+_GREEDY = SamplingParams(temperature=0)
+
+
+class Probe:
+    """Samples on an executor whose pool has pages of one token and room for an encoding and two canvases.
+
+    The first rows of the pool hold the encoded prefix. The canvas with reuse follows, then the one without.
+    """
+
+    def __init__(self, executor: Executor):
+        assert executor.pool.page_size == 1
+        self.executor = executor
+        assert executor.spec.diffusion is not None
+        self._diffusion = executor.spec.diffusion
+        self._decoding = CanvasDecoding(self._diffusion, executor.device)
+        cache = PagedCache(executor.pool, CacheConfig())
+        self._strategy = BiCache(DiffusionConfig(), NO_TABLE, executor.spec, cache)
+
+    def similarity(self, sample: Sample) -> tuple[list[float], list[float]]:
+        """Cosine similarities of the prefix's keys and values, alone and in the full input at the first step, by layer.
+
+        Of all tokens as one vector (equation 3), and the means of the tokens' own.
+        """
+        self._run(self._alone(sample))
+        self._run(self._full(sample))
+        n = len(sample.prefix)
+        pool, full = self.executor.pool, n + sample.length
+        of_all, of_tokens = [], []
+        for layer in range(self.executor.spec.num_layers):
+            alone, whole = (
+                torch.cat(
+                    (pool.k[layer, at : at + n].flatten(1), pool.v[layer, at : at + n].flatten(1)), dim=1
+                ).double()
+                for at in (0, full)
+            )
+            of_all.append(float(F.cosine_similarity(alone.flatten(), whole.flatten(), dim=0)))
+            of_tokens.append(float(F.cosine_similarity(alone, whole, dim=1).mean()))
+        return of_all, of_tokens
+
+    def divergence(self, sample: Sample, depth: int, steps: int) -> float:
+        """KL divergence in nats of the masks' distributions with reuse from those without, the mean over masks.
+
+        Both follow the first steps of the model without reuse. With reuse the prefix is refreshed at each of them, so
+        that the depth is measured and not the interval.
+        """
+        self._run(self._alone(sample))
+        full = self._full(sample)
+        found: list[float] = []
+        while len(found) < steps and not full.canvas.done:
+            reusing = self._reusing(sample, depth)
+            reusing.canvas = full.canvas
+            with_reuse = self._run(reusing).clone()
+            without = self._run(full)
+            found.append(divergence(without, with_reuse, self._diffusion.mask_token_id))
+            full.canvas.commit(without)
+        return float(np.mean(found))
+
+    @torch.inference_mode()
+    def _run(self, request: Request) -> torch.Tensor:
+        spec = self.executor.spec
+        sets = self._strategy.rows(self._strategy.work(request, request.max_length))
+        plan = build(sets, spec.num_layers, 1, spec.hidden_size, self.executor.device)
+        return self.executor.run(plan.batch)
+
+    def _alone(self, sample: Sample) -> Request:
+        """A request that encodes the prefix."""
+        n = len(sample.prefix)
+        request = self._request(sample, sample.prefix, Share(length=n, depth=1, is_encoding=True), range(0))
+        request.segments = [Segment(array("i", range(n)), n)]
+        return request
+
+    def _reusing(self, sample: Sample, depth: int) -> Request:
+        n = len(sample.prefix)
+        share = Share(length=n, depth=depth)
+        request = self._request(sample, [*sample.prefix, *sample.prompt], share, range(n, n + sample.length))
+        request.segments = [Segment(array("i", range(n)), n)] if depth else []
+        return request
+
+    def _full(self, sample: Sample) -> Request:
+        start = len(sample.prefix) + sample.length
+        prompt = [*sample.prefix, *sample.prompt]
+        return self._request(sample, prompt, Share(), range(start, start + sample.length))
+
+    def _request(self, sample: Sample, prompt: list[int], share: Share, pages: Iterable[int]) -> Request:
+        """A request of one block; each step decides one of its masks."""
+        asked = DiffusionParams(gen_length=sample.gen_length, block_length=sample.gen_length)
+        params = asked.filled(self._diffusion, _GREEDY)
+        request = Request(
+            AddRequest("probe", b"", {}),
+            SamplerState(_GREEDY),
+            Sequence(array("i", prompt), pages=array("i", pages)),
+            len(prompt),
+            len(prompt) + sample.gen_length,
+            self._strategy,
+            self._decoding,
+            reuse=share,
+        )
+        self._decoding.open(request, params.model_dump())
+        return request

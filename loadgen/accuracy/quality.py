@@ -1,0 +1,68 @@
+"""Answers behind reused KV beside those of full prefill, on the same questions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from loadgen.accuracy.forced import Ask, Asker
+from loadgen.accuracy.parts import Item
+from loadgen.harness import Figure
+from runtime.models.tokenizer import Tokenizer
+
+FULL = "full prefill"
+# Questions that run together: one repeat of a cell.
+BATCH = 8
+# Greedy tokens beyond the length of the right answer.
+_MORE = 4
+
+# Of the right answer behind its prompt, token by token. KL is from full prefill, the mean of an answer's tokens.
+FIGURES = (
+    Figure("kl", "KL, nats", ".4f", statistic="mean", plotted=True),
+    Figure("nll", "NLL, nats", ".3f", statistic="mean", versus="difference"),
+    Figure("right", "right, %", ".1f", 100, statistic="mean", versus="difference"),
+)
+
+
+class Judge:
+    """Compares ways of reuse with full prefill, whose predictions it keeps for the latest questions of each task."""
+
+    def __init__(self, asker: Asker, tokenizer: Tokenizer):
+        self._asker, self._tokenizer = asker, tokenizer
+        self._full: dict[str, tuple[list[Item], list[torch.Tensor]]] = {}
+
+    def judge(
+        self, task: str, items: list[Item], full: Sequence[Ask], mine: Sequence[Ask] | None
+    ) -> dict[str, list[float]]:
+        """Figures of some questions in one way, a value for each; `mine`: None is full prefill itself."""
+        golds = [self._tokenizer.encode(item.answer, add_special_tokens=False) for item in items]
+        if self._full.get(task, ([], []))[0] != items:
+            self._full[task] = items, self._predict(full, golds)
+        reference, asks = self._full[task][1], full if mine is None else mine
+        found = reference if mine is None else self._predict(asks, golds)
+        said = self._greedy(asks, golds, found)
+        self._asker.end()
+        figures: dict[str, list[Any]] = {"nll": [], "right": []} | ({} if mine is None else {"kl": []})
+        for item, gold, exact, logprobs, tokens in zip(items, golds, reference, found, said, strict=True):
+            figures["nll"].append(-float(logprobs[range(len(gold)), gold].mean()))
+            figures["right"].append(float(item.is_right(self._tokenizer.decode(tokens))))
+            if mine is not None:
+                exact, logprobs = exact[: len(gold)], logprobs[: len(gold)]
+                figures["kl"].append(float((exact.exp() * (exact - logprobs)).sum(-1).mean()))
+        return figures
+
+    def _predict(self, asks: Sequence[Ask], golds: Sequence[list[int]]) -> list[torch.Tensor]:
+        """Log-probabilities of the answers, and of the token behind each."""
+        return self._asker.forced(asks, [[*gold, gold[-1]] for gold in golds])
+
+    def _greedy(
+        self, asks: Sequence[Ask], golds: Sequence[list[int]], found: Sequence[torch.Tensor]
+    ) -> list[list[int]]:
+        """Greedy answers. If each best token is the right one, the answer is known, up to the token behind it."""
+        best = [logprobs.argmax(-1).tolist() for logprobs in found]
+        known = [tokens[:-1] == gold for tokens, gold in zip(best, golds, strict=True)]
+        open_asks = [ask for ask, is_known in zip(asks, known, strict=True) if not is_known]
+        fresh = iter(self._asker.greedy(open_asks, max(map(len, golds)) + _MORE))
+        return [tokens if is_known else next(fresh) for tokens, is_known in zip(best, known, strict=True)]

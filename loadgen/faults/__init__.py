@@ -1,1 +1,0 @@
-"""Faults: bad clients, killed engines, signals, and long mixed load, each on a server of its own."""

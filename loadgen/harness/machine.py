@@ -1,0 +1,59 @@
+"""The machine on which a bench runs, for its results."""
+
+from __future__ import annotations
+
+import os
+import platform
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
+_PACKAGES = ("ramet", "torch", "transformers")
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores that this process may use, its vector instructions, GPU, and versions of packages."""
+    cpu = _cpu_info()
+    flags = cpu.get("flags", cpu.get("Features", "")).split()
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return {
+        "cpu": cpu.get("model name", platform.processor() or platform.machine()),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "flags": [name for name in _FLAGS if name in flags],
+        "gpu": _gpu(),
+        "system": platform.system(),
+        "versions": versions,
+    }
+
+
+def machine_text(facts: dict[str, Any]) -> str:
+    """The machine in a line."""
+    parts = [f"{facts['cores']} cores of {facts['cpu']}", *([facts["gpu"]] if facts["gpu"] else [])]
+    if facts["flags"]:
+        parts.append(" ".join(facts["flags"]))
+    parts += [f"{name} {number}" for name, number in facts["versions"].items() if name in ("python", "torch")]
+    return ", ".join(parts)
+
+
+def _cpu_info() -> dict[str, str]:
+    """The lines of the first processor in /proc/cpuinfo; empty on other systems."""
+    with suppress(OSError):
+        first = Path("/proc/cpuinfo").read_text("utf-8").split("\n\n")[0]
+        pairs = (line.partition(":") for line in first.splitlines())
+        return {name.strip(): value.strip() for name, _, value in pairs}
+    return {}
+
+
+def _gpu() -> str | None:
+    """The model of the first NVIDIA GPU."""
+    for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
+        with suppress(OSError):
+            for line in path.read_text("utf-8").splitlines():
+                if line.startswith("Model:"):
+                    return line.removeprefix("Model:").strip()
+    return None

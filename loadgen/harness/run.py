@@ -1,0 +1,131 @@
+"""The run of a bench: alternation, warm-up, repeats, and the files at the end."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic.fields import FieldInfo
+from tqdm import tqdm
+
+from loadgen.harness.bench import COMMON, Bench
+from loadgen.harness.machine import machine
+from loadgen.harness.options import add_options, make
+from loadgen.harness.plots import default_plot
+from loadgen.harness.report import page, terminal_tables, wide_console
+from loadgen.harness.results import BenchError, Cell, Results, read_facts
+
+# Options that do not change what is measured.
+_FREE = {"repeats", "seed", "json_", "resume", "markdown", "plot"}
+
+
+def add_bench_options(parser: argparse.ArgumentParser, bench: type[Bench]) -> None:
+    """Add the options of a bench: its own, by the groups that its fields name, and those that all benches have."""
+    groups: dict[str, dict[str, FieldInfo]] = {"options": {}}
+    for name, field in bench.model_fields.items():
+        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        group = "measurement" if name in COMMON else str(extra.get("group", "options"))
+        groups.setdefault(group, {})[name] = field
+    add_options(parser, groups.pop("options"))
+    for title, fields in groups.items():
+        add_options(parser.add_argument_group(title), fields)
+
+
+def run_bench(name: str, kind: type[Bench], arguments: argparse.Namespace) -> int:
+    """Run a bench from parsed options; returns the exit code: 2 if it cannot run, 130 after Ctrl-C."""
+    try:
+        bench = make(kind, arguments)
+    except ValueError as error:
+        return _refused(name, error)
+    try:
+        return execute(name, bench)
+    except BenchError as error:
+        return _refused(name, error)
+
+
+def _refused(name: str, error: Exception) -> int:
+    print(f"ramet bench {name}: {error}", file=sys.stderr)
+    return 2
+
+
+def execute(name: str, bench: Bench) -> int:
+    """Measure, print the tables, write the files. Ctrl-C ends the measurements, not the report."""
+    seed = secrets.randbits(32) if bench.seed is None else bench.seed
+    facts = {"bench": name, "options": bench.model_dump(mode="json", exclude=_FREE), "seed": seed}
+    facts |= {"machine": machine(), "started": datetime.now(UTC).isoformat(timespec="seconds")}
+    results = Results(facts, bench.figures, bench.sections, bench.baseline(), bench.json_)
+    results.begin_file(bench.resume)
+    code = None
+    try:
+        with bench.session():
+            cells = list(bench.cells())
+            _measure_all(bench, cells, results)
+            results.in_order(cells)
+    except KeyboardInterrupt:
+        code = 130
+    if not results.cells:
+        return code or 1
+    _write(bench, results)
+    return bench.exit_code(results) if code is None else code
+
+
+def _write(bench: Bench, results: Results) -> None:
+    wide_console().print(*bench.details(results), *terminal_tables(results))
+    if bench.plot is not None and not bench.draw_plot(results, bench.plot):
+        default_plot(results, bench.plot)
+    if bench.markdown is not None:
+        bench.markdown.write_text(page(bench, results), encoding="utf-8")
+
+
+def _measure_all(bench: Bench, cells: list[Cell], results: Results) -> None:
+    plan = [(cell, repeat) for cell, repeat in _order(bench, cells) if not results.has(cell, repeat)]
+    missing = {id(cell) for cell, repeat in plan if repeat >= 0}
+    plan = [(cell, repeat) for cell, repeat in plan if id(cell) in missing]
+    seed = results.facts["seed"]
+    for cell, repeat in tqdm(plan, desc=results.facts["bench"], unit="cell", disable=None):
+        figures = dict(bench.measure(cell, random.Random(f"{seed} {repeat}")))
+        if repeat >= 0:
+            results.add(cell, repeat, figures)
+
+
+def _order(bench: Bench, cells: list[Cell]) -> Iterator[tuple[Cell, int]]:
+    """Every cell once a round, backwards in every other round; rounds below 0 warm up."""
+    for repeat in range(-bench.warmup, bench.repeats):
+        for cell in cells if repeat % 2 == 0 else reversed(cells):
+            yield cell, repeat
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `ramet bench report`."""
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="written by --json, all by the same bench")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a result page")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot (PNG or SVG)")
+
+
+def run_report(find_bench: Callable[[str], type[Bench] | None], arguments: argparse.Namespace) -> int:
+    """Show the results of earlier runs; several of them side by side, compared with the first one."""
+    try:
+        return _report(find_bench, arguments)
+    except BenchError as error:
+        return _refused("report", error)
+
+
+def _report(find_bench: Callable[[str], type[Bench] | None], arguments: argparse.Namespace) -> int:
+    paths = arguments.files
+    facts = [read_facts(path) for path in paths]
+    kind = find_bench(facts[0]["bench"])
+    if kind is None or len({one["bench"] for one in facts}) > 1:
+        raise BenchError("the files must be results of one bench")
+    bench = kind(**facts[0]["options"], markdown=arguments.markdown, plot=arguments.plot)
+    results = Results(facts[0], bench.figures, bench.sections, bench.baseline())
+    if len(paths) > 1:
+        results.base = ("run", paths[0].stem)
+    for path in paths:
+        results.read(path, **({"run": path.stem} if len(paths) > 1 else {}))
+    _write(bench, results)
+    return 0

@@ -1,0 +1,112 @@
+"""Parts of the engine that need no module of their own: grammars, drafts, KV events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from runtime.engine.core import EngineCore
+from runtime.engine.part import Part
+from runtime.engine.tiering import Tiering
+from runtime.errors import RametError
+from runtime.kv.publisher import EventPublisher
+from runtime.models.tokenizer import Tokenizer
+from runtime.protocol import Finish, TokenEvent
+from runtime.request import Request, Work
+from runtime.sampling.drafts.drafter import Drafter
+from runtime.sampling.grammar import GrammarCompiler
+
+# Wait of an idle engine that publishes events: consumers may ask for those that they missed.
+_IDLE_WITH_EVENTS_S = 0.2
+
+
+class Grammars(Part):
+    """Requests wait until their grammars are compiled, in threads."""
+
+    def __init__(self, core: EngineCore, path: Path):
+        """`path`: of the model, whose tokenizer is read for the first grammar."""
+        self._core = core
+        info = core.info
+        self.compiler = GrammarCompiler(
+            lambda: Tokenizer.load(path).to_json(),
+            info.vocab_size,
+            list(info.eos_token_ids),
+            core.config.engine.grammar_timeout,
+        )
+
+    def blocked_on(self, request: Request) -> str | None:
+        state = request.sampler
+        if not state.params.constrained or state.grammar is not None:
+            return None
+        self.compiler.start(request.rid, state.params, request.owner)
+        return request.rid
+
+    def poll(self, step_s: float) -> Sequence[TokenEvent]:
+        if not self.compiler.open:
+            return ()
+        failed = []
+        for rid, grammar in self.compiler.take():
+            request = self._core.requests[rid]
+            if isinstance(grammar, RametError):
+                failed.append(self._core.fail(request, grammar))
+            else:
+                request.sampler.grammar = grammar
+                self._core.scheduler.wake(rid)
+        return failed
+
+    def ended(self, request: Request, finish: Finish) -> None:
+        if request.sampler.params.constrained:
+            self.compiler.cancel(request.rid)
+
+
+class Drafts(Part):
+    """Requests that decode verify drafts."""
+
+    def __init__(self, drafter: Drafter, step_tokens: int):
+        self.drafter = drafter
+        self._step_tokens = step_tokens
+
+    @staticmethod
+    def open(core: EngineCore) -> Drafts | None:
+        """Overlapping steps leave no time to look at tokens; canvases have no next token."""
+        wanted = core.config.engine.drafts == "auto" and core.info.diffusion is None and not core.overlap
+        return Drafts(Drafter(core.cache.tree), core.scheduler.step_tokens) if wanted else None
+
+    def scheduled(self, work: list[Work]) -> None:
+        self.drafter.extend(work, self._step_tokens)
+
+    def booked(self, work: Sequence[Work], num_rows: int, seconds: float) -> None:
+        self.drafter.note_step(work, seconds)
+
+    def ended(self, request: Request, finish: Finish) -> None:
+        if finish.type != "error" and request.message.store:
+            self.drafter.ended(request)
+
+    def flush(self) -> None:
+        self.drafter.clear()
+
+
+class KVEvents(Part):
+    """Publishes what enters and leaves the cache and its tiers."""
+
+    idle_s = _IDLE_WITH_EVENTS_S
+
+    def __init__(self, publisher: EventPublisher, events: Any, tiering: Tiering | None):
+        self.publisher = publisher
+        self._events, self._tiering = events, tiering
+
+    @staticmethod
+    def open(core: EngineCore, tiering: Tiering | None) -> KVEvents | None:
+        if core.cache.events is None:
+            return None
+        return KVEvents(EventPublisher(core.config.cache), core.cache.events, tiering)
+
+    def settle(self) -> None:
+        self.publisher.publish(self._events.take())
+        if self._tiering is not None:
+            for tier, events in self._tiering.tiers.worker.ledger.take().items():
+                self.publisher.publish(events, tier)
+
+    def close(self) -> None:
+        self.publisher.close()

@@ -1,0 +1,151 @@
+"""Pins: those of operators, whose missing KV is computed first, and the prefixes that requests keep."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Generator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from radix.node import TOKEN_BYTES
+from runtime.calls import AddPin, Call, GetPins, RemovePin
+from runtime.engine.core import EngineCore
+from runtime.engine.part import Answer, Handler, Part
+from runtime.errors import InvalidRequest, PinRefused
+from runtime.params import SamplingParams
+from runtime.protocol import AddRequest, Breakpoint, CacheUsage, Finish, TokenEvent
+from runtime.request import Request
+
+
+class Pins(Part):
+    """Pins prefixes and entries."""
+
+    def __init__(self, core: EngineCore):
+        self._core, self._cache = core, core.cache
+        self._serial = count(1)
+        # Requests that compute what is to be pinned, and how they ended.
+        self._computing: dict[str, Finish | None] = {}
+        self._keeping: dict[Request, list[Breakpoint]] = {}
+
+    def answers(self) -> Mapping[type[Call], Handler]:
+        return {
+            AddPin: self.pin,
+            RemovePin: lambda call: {"found": self._cache.pins.unpin(call.pin)},
+            GetPins: lambda _: self._describe(),
+        }
+
+    def poll(self, step_s: float) -> Sequence[TokenEvent]:
+        self._cache.pins.expire()
+        return ()
+
+    def _describe(self) -> Answer:
+        board, page_size = self._cache.pins, self._cache.page_size
+        board.expire()
+        return {
+            "pins": [board.describe(pin) for pin in board.pins.values()],
+            "kept": board.describe_kept(),
+            "pinned_tokens": self._cache.tree.num_pinned_pages * page_size,
+            "budget_tokens": board.budget_pages * page_size,
+        }
+
+    # -- operators -------------------------------------------------------------------------------------------
+
+    def pin(self, call: AddPin) -> Generator[None, None, Answer]:
+        """Pin the whole pages of a prefix, or entries; what is missing is computed first.
+
+        Raises:
+            PinRefused: over the budget, or if the KV cannot be computed and kept.
+        """
+        if call.reuse is None:
+            page_bytes = self._cache.page_size * TOKEN_BYTES
+            call = msgspec.structs.replace(call, tokens=call.tokens[: len(call.tokens) // page_bytes * page_bytes])
+        pinned = self._pin(call)
+        if pinned is None:
+            if not self._cache.enabled:
+                raise PinRefused("the prefix cache is off")
+            yield from self._compute(call)
+            pinned = self._pin(call)
+        if pinned is None:
+            why = "too much is running, or the tenant's quota is smaller than the prefix"
+            raise PinRefused(f"the prefix was evicted as soon as it was computed: {why}")
+        return pinned
+
+    def _compute(self, call: AddPin) -> Generator[None, None, None]:
+        """Let a request of its own compute what is missing. Its events have an id that no front end knows."""
+        rid = f"(pin {next(self._serial)})"
+        sampling = SamplingParams(max_new_tokens=0, temperature=0).model_dump(exclude={"stop"})
+        message = AddRequest(rid, call.tokens, sampling, call.namespace, call.account, diffusion={}, reuse=call.reuse)
+        refused = self._core.add(message)
+        self._computing[rid] = refused[0].finish if refused else None
+        try:
+            while (finish := self._computing[rid]) is None:
+                yield
+        finally:
+            if self._computing.pop(rid) is None:
+                self._core.abort(rid)
+        if finish.type in ("error", "abort"):
+            raise PinRefused(finish.message or "the prefix could not be computed")
+
+    def _pin(self, call: AddPin) -> Answer | None:
+        """Pin all entries of a call, or none; None if some of the KV is missing."""
+        asked, board = call.reuse or {}, self._cache.pins
+        try:
+            runs = self._core.strategy_of(asked).runs(array("i", call.tokens), call.namespace, asked)
+        except InvalidRequest as error:
+            raise PinRefused(error.message) from None
+        pins: list[dict[str, Any]] = []
+        for run in runs:
+            answer = board.pin(run.tokens, run.namespace, call.name or run.name, call.ttl_s)
+            if "pin" not in answer:
+                for pin in pins:
+                    board.unpin(pin["id"])
+                if "refused" in answer:
+                    raise PinRefused(answer["refused"])
+                return None
+            pins.append(answer["pin"])
+        return {"pin": pins[0]} if call.reuse is None else {"pins": pins}
+
+    # -- requests --------------------------------------------------------------------------------------------
+
+    def added(self, request: Request) -> None:
+        if given := request.message.breakpoints:
+            self._keeping[request] = [Breakpoint(end, ttl_s) for end, ttl_s in sorted(given)]
+
+    def prefilled(self, request: Request) -> None:
+        """Keep the prefixes that a request names, once its prompt is computed."""
+        is_whole = not request.strategy.keeps_prompts or request.sequence.num_computed >= request.prompt_len
+        if request in self._keeping and is_whole:
+            self._keep(request, self._keeping.pop(request))
+
+    def _keep(self, request: Request, breakpoints: list[Breakpoint]) -> None:
+        cache = self._cache
+        for one in breakpoints:
+            tokens = request.tokens[: one.tokens]
+            if not cache.enabled:
+                one.reason = "the prefix cache is off"
+            elif not request.strategy.keeps_prompts:
+                one.reason = f"what a prompt computes with {request.strategy.name} is no prefix of other prompts"
+            else:
+                one.reason = cache.pins.keep(tokens, request.namespace, request.owner, one.ttl_s)
+            if one.reason is None:
+                one.kept = one.tokens // cache.page_size * cache.page_size
+        request.event.usage = usage_of(request.num_prompt, max(request.cached_tokens, 0), breakpoints)
+
+    def ended(self, request: Request, finish: Finish) -> None:
+        self._keeping.pop(request, None)
+        if request.rid in self._computing:
+            self._computing[request.rid] = finish
+
+
+def usage_of(prompt: int, read: int, breakpoints: list[Breakpoint]) -> CacheUsage:
+    """The usage of a prompt of `prompt` tokens, of which `read` came from the cache."""
+    created: dict[float, int] = {}
+    done = read
+    for one in sorted(breakpoints, key=lambda one: one.kept):
+        if one.kept > done:
+            ttl_s = max(other.ttl_s for other in breakpoints if other.kept >= one.kept)
+            created[ttl_s] = created.get(ttl_s, 0) + one.kept - done
+            done = one.kept
+    return CacheUsage(read, created, prompt - done, breakpoints)

@@ -1,0 +1,119 @@
+"""From a prompt with documents, and the reuse that is asked for, to what the engine takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import InvalidRequest
+from runtime.frontend.documents.prompt import TokenizedPrompt
+from runtime.frontend.documents.table import MeasuredMethod, choose, read_table
+from runtime.params import TAKEN_BY, DocumentMethod, ReuseParams
+
+_DEFAULTS: dict[str, Any] = {"ratio": 0.15, "k": 16}
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentPrompt:
+    """A prompt with documents.
+
+    Attributes:
+        tokens: of the whole prompt.
+        names: of the documents.
+        reuse: the field of `AddRequest`; None: nothing but an exact prefix is reused.
+        note: more fields for the answer's `reuse`.
+    """
+
+    tokens: list[int]
+    names: list[str]
+    reuse: dict[str, Any] | None
+    note: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def stop(self) -> int:
+        """The position of the first generated token."""
+        return len(self.tokens)
+
+    def report(self, engine: dict[str, Any] | None, cached_tokens: int) -> dict[str, Any] | None:
+        """The answer's `reuse`; `engine`: as the engine has it, if it says anything."""
+        if self.reuse is None and engine is None and self.names:
+            engine = {
+                **{"strategy": "prefix", "exact": True, "method": "none"},
+                "documents": list(dict.fromkeys(self.names)),
+                **{"reused_tokens": cached_tokens, "computed_tokens": self.length - cached_tokens},
+            }
+        return None if engine is None else engine | self.note
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentPlanner:
+    """Chooses how documents are reused.
+
+    Attributes:
+        default: method for prompts that ask for none.
+        table: of the model, for the method auto.
+    """
+
+    default: DocumentMethod = "none"
+    table: list[MeasuredMethod] | None = None
+
+    @classmethod
+    def load(cls, default: DocumentMethod, directory: Path) -> DocumentPlanner:
+        """The planner of a model directory. Raises ModelError for a broken table."""
+        return cls(default, read_table(directory))
+
+    def plan(self, prompt: TokenizedPrompt, asked: ReuseParams | None) -> DocumentPrompt:
+        """The prompt with the method that is `asked` for, whose options are checked. Raises InvalidRequest."""
+        if not prompt.documents:
+            refuse_reuse(asked)
+            asked = ReuseParams(method="none")
+        asked = asked or ReuseParams(method=self.default)
+        note: dict[str, Any] = {}
+        if asked.method == "auto":
+            asked, note = self._choose(asked)
+        reuse = None if asked.method == "none" else _message(asked, prompt)
+        return DocumentPrompt(prompt.tokens.tolist(), prompt.names, reuse, note)
+
+    def _choose(self, asked: ReuseParams) -> tuple[ReuseParams, dict[str, Any]]:
+        """The measured method for `auto`, and a note of the reason."""
+        assert asked.max_kl is not None
+        found = choose(self.table, asked.max_kl)
+        if found is None:
+            reason = "no table for this model" if self.table is None else f"no method within {asked.max_kl:g}"
+            return ReuseParams(method="none"), {"auto": reason}
+        options = found.model_dump(include=ReuseParams.model_fields.keys() - {"keep_tokens"})
+        return ReuseParams(**options, keep_tokens=asked.keep_tokens), {"auto": f"measured KL {found.kl:g}"}
+
+
+def refuse_reuse(asked: ReuseParams | None) -> None:
+    """Raise InvalidRequest if a prompt without documents asks for their reuse."""
+    if asked is not None and asked.method != "none":
+        raise InvalidRequest("reuse is for prompts with documents, and this one has none", param="reuse")
+
+
+def _message(asked: ReuseParams, prompt: TokenizedPrompt) -> dict[str, Any]:
+    taken = [name for name in _DEFAULTS if asked.method in TAKEN_BY[name]]
+    if "ratio" in taken and "k" in taken:  # they exclude each other
+        taken.remove("ratio" if asked.ratio is None else "k")
+    options = {name: getattr(asked, name) for name in taken}
+    return {
+        "method": "fusion",
+        "select": asked.method,
+        "documents": [list(span) for span in prompt.documents],
+        "names": prompt.names,
+        "granularity": asked.granularity,
+        "chunk_tokens": asked.chunk_tokens,
+        **{name: _DEFAULTS[name] if value is None else value for name, value in options.items()},
+        **({} if asked.keep_tokens is None else {"keep_tokens": asked.keep_tokens}),
+    }
+
+
+def plan_encoding(document: TokenizedPrompt, chunk_tokens: int) -> DocumentPrompt:
+    """A prompt that only encodes a document, for all methods; it is served without output."""
+    asked = ReuseParams(method="pie", chunk_tokens=chunk_tokens)
+    return DocumentPrompt(document.tokens.tolist(), document.names, _message(asked, document))

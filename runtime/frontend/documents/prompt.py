@@ -1,0 +1,141 @@
+"""Prompts with documents: texts and documents in order, each tokenized alone, and messages that hold documents."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from runtime.errors import InvalidRequest
+from runtime.models.marks import cut, new_mark
+from runtime.models.tokenizer import Tokenizer
+
+# In one prompt: a waiting request looks each of them up.
+MAX_DOCUMENTS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text whose KV other prompts can reuse, wherever it stands in them.
+
+    Attributes:
+        title: its first line.
+        tokens: int32 ids of `content`, if they are known.
+    """
+
+    text: str
+    title: str = ""
+    tokens: array[int] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def content(self) -> str:
+        return f"{self.title}\n{self.text}" if self.title else self.text
+
+    @property
+    def id(self) -> str:
+        """The same for the same title and text."""
+        return f"doc-{hashlib.sha256(json.dumps([self.title, self.text]).encode()).hexdigest()[:32]}"
+
+    @property
+    def num_characters(self) -> int:
+        return len(self.title) + len(self.text) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    """A prompt of texts and documents as tokens.
+
+    Attributes:
+        tokens: ids of the whole prompt.
+        documents: ranges [start, stop) of its indices, ascending.
+        names: of the documents, shown in answers.
+    """
+
+    tokens: array[int]
+    documents: list[tuple[int, int]]
+    names: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """A prompt of texts and documents.
+
+    >>> Segments(["Read this.\\n", Document("Rome is old."), "\\nHow old is Rome?"])
+    """
+
+    parts: Sequence[str | Document]
+
+    @property
+    def num_characters(self) -> int:
+        return sum(len(part) if isinstance(part, str) else part.num_characters for part in self.parts)
+
+    def tokenize(self, tokenizer: Tokenizer, add_special_tokens: bool = True) -> TokenizedPrompt:
+        """Tokenize each document alone, and the text between two documents as one.
+
+        Raises:
+            InvalidRequest: for too many documents, and one without a token.
+        """
+        runs: list[str | Document] = []
+        for part in self.parts:
+            if isinstance(part, str) and runs and isinstance(runs[-1], str):
+                runs[-1] += part
+            else:
+                runs.append(part)
+        documents = [run for run in runs if isinstance(run, Document)]
+        if len(documents) > MAX_DOCUMENTS:
+            message = f"the prompt has {len(documents)} documents; {MAX_DOCUMENTS} are the most"
+            raise InvalidRequest(message, param="prompt", code="too_many_documents")
+        texts = [run if isinstance(run, str) else run.content for run in runs if not _tokens(run)]
+        fresh = iter(tokenizer.encode_each(texts))
+        tokens = array("i", tokenizer.leading_ids if add_special_tokens else ())
+        ranges = []
+        for run in runs:
+            start = len(tokens)
+            tokens.extend(_tokens(run) or next(fresh))
+            if isinstance(run, Document):
+                ranges.append((start, len(tokens)))
+        for document, (start, stop) in zip(documents, ranges, strict=True):
+            if start == stop:
+                raise InvalidRequest(f"the document {document.title!r} has no tokens", param="prompt")
+        return TokenizedPrompt(tokens, ranges, [document.title or document.id for document in documents])
+
+
+def _tokens(run: str | Document) -> array[int] | None:
+    return run.tokens if isinstance(run, Document) else None
+
+
+def in_messages(messages: Sequence[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> str | Segments:
+    """The prompt of a conversation; plain text if it has no documents.
+
+    Args:
+        messages: for the chat template; a content may be a list of texts and documents, each on lines of its own.
+        render: applies the chat template to messages whose contents are texts.
+
+    Raises:
+        InvalidRequest: if the template would change or leave out documents.
+    """
+    documents: dict[str, Document] = {}
+
+    def shown(part: str | Document) -> str:
+        if isinstance(part, str):
+            return part
+        mark = new_mark()
+        documents[mark] = part
+        return mark
+
+    def plain(message: dict[str, Any]) -> dict[str, Any]:
+        content = message["content"]
+        return message if isinstance(content, str) else {**message, "content": "\n".join(map(shown, content))}
+
+    text = render([plain(message) for message in messages])
+    pieces = cut(text, list(documents))
+    if pieces is None:
+        reason = "this model's chat template changes documents, or leaves them out, or writes them in another order"
+        raise InvalidRequest(reason, param="prompt")
+    if not documents:
+        return text
+    between = zip(documents.values(), pieces[1:], strict=True)
+    return Segments([pieces[0], *(part for pair in between for part in pair)])

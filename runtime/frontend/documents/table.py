@@ -1,0 +1,63 @@
+"""Tables of measured methods: what reuse of documents costs, and how far its answers are from full prefill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from runtime.errors import ModelError
+from runtime.models.config_json import Unsupported, read_json
+from runtime.models.spec import LlamaSpec
+from runtime.params import DocumentMethod, ReuseParams
+
+TABLE_FILE = "fusion.json"
+_PUBLISHED = Path(__file__).with_name("tables")
+
+
+class MeasuredMethod(ReuseParams):
+    """A method with its options, as it was measured."""
+
+    method: DocumentMethod
+    kl: float = Field(ge=0, description="mean KL to full prefill over answer tokens, in nats")
+    cost: float = Field(ge=0, description="row_layers, as a share of full prefill's")
+
+
+def read_table(directory: Path) -> list[MeasuredMethod] | None:
+    """The model's own table, else the published one that matches; None: there is none.
+
+    A table is JSON: `{"model": ..., "measured": [{"method", "ratio", ..., "kl", "cost"}, ...]}`.
+
+    Raises:
+        ModelError: if the model's own table is broken or for another model.
+    """
+    try:
+        identity = LlamaSpec.load(directory).identity
+    except Unsupported:  # its documents are computed where they stand
+        return None
+    own = directory / TABLE_FILE
+    for path in [own] if own.exists() else sorted(_PUBLISHED.glob("*.json")):
+        value = read_json(path)
+        if value.get("model") == identity:
+            return _read(value, path)
+        if path == own:
+            raise ModelError(f"the table {path} is for {value.get('model')}; the model is {identity}")
+    return None
+
+
+def _read(value: dict[str, object], path: Path) -> list[MeasuredMethod]:
+    rows = value.get("measured")
+    try:
+        if isinstance(rows, list) and rows:
+            return [MeasuredMethod.model_validate(row) for row in rows]
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise ModelError(f"the table {path} cannot be read: {where}: {problem['msg']}") from None
+    raise ModelError(f"the table {path} cannot be read: it measures nothing")
+
+
+def choose(table: list[MeasuredMethod] | None, max_kl: float) -> MeasuredMethod | None:
+    """The cheapest of the measured methods whose KL is not above a bound; None: there is none."""
+    near = [one for one in table or () if one.kl <= max_kl]
+    return min(near, key=lambda one: (one.cost, one.kl), default=None)

@@ -1,0 +1,290 @@
+"""Submissions become tokens; those that can never be served are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runtime.config import SchedulerConfig
+from runtime.denoising import DEFAULT_LENGTH, BidirectionalParams, DenoisingParams, DiffusionParams
+from runtime.errors import InvalidRequest
+from runtime.frontend.documents.plan import DocumentPlanner, DocumentPrompt, refuse_reuse
+from runtime.frontend.documents.prompt import Segments
+from runtime.frontend.output import MAX_BREAKPOINTS, MarkedText, PlacedPrompt, Submission
+from runtime.frontend.schemas.compile import ModulePrompt
+from runtime.models.tokenizer import Tokenizer
+from runtime.params import ReasoningParams, ReuseParams
+from runtime.protocol import ModelInfo
+
+NO_REUSE = DocumentPlanner()
+_NONE = ReuseParams(method="none")
+
+
+class InputProcessor:
+    """Checks and tokenizes submissions.
+
+    Args:
+        info: the loaded model.
+        tokenizer: its tokenizer.
+        config: limits on lengths.
+        planner: chooses how documents are reused.
+        reasoning: whether requests that ask for no reuse share reasoning steps, where possible.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        tokenizer: Tokenizer,
+        config: SchedulerConfig,
+        planner: DocumentPlanner = NO_REUSE,
+        reasoning: bool = False,
+    ):
+        self.info, self.tokenizer = info, tokenizer
+        self._config, self._planner, self._reasoning = config, planner, reasoning
+
+    def encode(self, submission: Submission) -> list[int]:
+        """The checked prompt as token ids, with `submission.diffusion` filled for a diffusion model; thread-safe.
+
+        A grammar is not checked.
+
+        Raises:
+            InvalidRequest: if it can never be served.
+        """
+        prompt, sampling = submission.prompt, submission.sampling
+        if callable(prompt):
+            prompt = submission.prompt = prompt()
+        if submission.reuse is not None:
+            submission.reuse.check()
+        if isinstance(prompt, Segments):
+            prompt = submission.prompt = self._place_documents(submission, prompt)
+        elif not isinstance(prompt, DocumentPrompt) and isinstance(submission.reuse, ReuseParams):
+            refuse_reuse(submission.reuse)
+        if isinstance(submission.reuse, ReasoningParams) and (reason := self._no_reasoning(submission)):
+            raise InvalidRequest(f"reasoning steps are not shared {reason}", param="reuse")
+        if isinstance(prompt, ModulePrompt):
+            return self._check_modules(submission, prompt)
+        if isinstance(prompt, DocumentPrompt):
+            self._check_documents(submission, prompt)
+            prompt = prompt.tokens
+        tokens = self._tokenize(submission, prompt) if isinstance(prompt, str | MarkedText) else prompt
+        if submission.last_tokens is not None:
+            tokens = self._truncated(tokens, submission)
+        if not tokens:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        self.check_ids(tokens, "prompt")
+        self._check_places(submission, len(tokens))
+        sampling.check(self.info.vocab_size)
+        start = submission.prompt_logprobs_from
+        if start is not None and not 0 <= start < len(tokens):
+            raise InvalidRequest(
+                f"log-probabilities are wanted from position {start} of a prompt of {len(tokens)} tokens",
+                param="prompt_logprobs_from",
+            )
+        if self.info.diffusion is not None:
+            submission.diffusion = self._denoising(submission, tokens)
+            self._check_length(len(tokens), submission.diffusion.gen_length)
+            self._check_canvas(len(tokens), submission.diffusion)
+            return tokens
+        if submission.diffusion is not None:
+            raise InvalidRequest("this model is no diffusion model", param="diffusion")
+        self._check_length(len(tokens), sampling.max_new_tokens)
+        return tokens
+
+    def _tokenize(self, submission: Submission, prompt: str | MarkedText) -> list[int]:
+        """The tokens of a text; the submission learns which of them are to be kept."""
+        text, keep = (prompt, []) if isinstance(prompt, str) else (prompt.text, prompt.breakpoints)
+        self.check_text(len(text), "prompt")
+        special = submission.add_special_tokens
+        if not keep:
+            return self.tokenizer.encode(text, add_special_tokens=special)
+        tokens, places = self.tokenizer.encode_with_places(text, [end for end, _ in keep], special)
+        submission.breakpoints = [(place, ttl_s) for place, (_, ttl_s) in zip(places, keep, strict=True)]
+        return tokens
+
+    def _check_places(self, submission: Submission, length: int) -> None:
+        """Raise InvalidRequest for places to keep that a prompt of `length` tokens does not have."""
+        if len(submission.breakpoints) > MAX_BREAKPOINTS:
+            message = f"a prompt is kept up to {MAX_BREAKPOINTS} places, not {len(submission.breakpoints)}"
+            raise InvalidRequest(message, param="breakpoints")
+        if not all(0 <= place <= length and ttl_s > 0 for place, ttl_s in submission.breakpoints):
+            message = "a place to keep lies within the prompt, and its time is longer than none"
+            raise InvalidRequest(message, param="breakpoints")
+
+    def _truncated(self, tokens: list[int], submission: Submission) -> list[int]:
+        """The last tokens of a prompt. Raises InvalidRequest for one with documents."""
+        last = submission.last_tokens
+        assert last is not None
+        if isinstance(submission.prompt, DocumentPrompt):
+            raise InvalidRequest("a prompt with documents is not truncated", param="last_tokens")
+        if last == -1:
+            new = submission.sampling.max_new_tokens
+            room = self._room - self._positions(1 if new is None else new)
+            last = max(min(room, self._config.max_prompt_tokens or room), 1)
+        left_out = max(len(tokens) - last, 0)
+        submission.breakpoints = [(max(place - left_out, 0), ttl_s) for place, ttl_s in submission.breakpoints]
+        return tokens[left_out:]
+
+    def _check_modules(self, submission: Submission, prompt: ModulePrompt) -> list[int]:
+        """The own tokens of a prompt that imports modules. Raises InvalidRequest if it can never be served."""
+        if self.info.diffusion is not None:
+            raise InvalidRequest("a diffusion model takes no modules", param="prompt")
+        if submission.prompt_logprobs_from is not None:
+            raise InvalidRequest("prompts with modules have no log-probabilities", param="prompt_logprobs_from")
+        submission.sampling.check(self.info.vocab_size)
+        self._check_length(prompt.length, submission.sampling.max_new_tokens, prompt.stop)
+        return prompt.tokens
+
+    def _place_documents(self, submission: Submission, prompt: Segments) -> DocumentPrompt:
+        """The tokens of a prompt with documents, and how these are reused. Raises InvalidRequest."""
+        self.check_text(prompt.num_characters, "prompt")
+        asked = None if isinstance(submission.reuse, ReasoningParams) else submission.reuse
+        special = self.info.diffusion is not None or submission.prompt_logprobs_from is not None
+        if asked is None and (special or submission.namespace.adapter):
+            asked = _NONE  # the default is for those that it can serve
+        return self._planner.plan(prompt.tokenize(self.tokenizer, submission.add_special_tokens), asked)
+
+    def _no_reasoning(self, submission: Submission) -> str | None:
+        """The reason for which a submission's reasoning steps cannot be shared; None: they can."""
+        prompt = submission.prompt
+        if self.info.diffusion is not None:
+            return "by a diffusion model"
+        if submission.prompt_logprobs_from is not None:
+            return "where log-probabilities of the prompt are wanted"
+        if submission.namespace.adapter:
+            return "with an adapter"
+        if isinstance(prompt, ModulePrompt) or (isinstance(prompt, DocumentPrompt) and prompt.names):
+            return "behind modules or documents"
+        return None
+
+    def reuse_of(self, submission: Submission) -> dict[str, Any] | None:
+        """The field `reuse` of an encoded submission's messages."""
+        asked = submission.reuse
+        if asked is None and self._reasoning and self._no_reasoning(submission) is None:
+            asked = ReasoningParams()
+        if isinstance(asked, ReasoningParams):
+            return asked.model_dump()
+        return submission.prompt.reuse if isinstance(submission.prompt, PlacedPrompt) else None
+
+    def _check_documents(self, submission: Submission, prompt: DocumentPrompt) -> None:
+        """Raise InvalidRequest if the documents' reuse can never be served."""
+        if prompt.reuse is None:
+            return
+        if self.info.diffusion is not None:
+            raise InvalidRequest("a diffusion model reuses no documents", param="reuse")
+        if submission.namespace.adapter:
+            raise InvalidRequest("documents are not reused with an adapter", param="reuse")
+        if submission.prompt_logprobs_from is not None:
+            raise InvalidRequest("prompts whose documents are reused have no log-probabilities", param="reuse")
+
+    def check_ids(self, tokens: list[int], param: str) -> None:
+        """Raise InvalidRequest for ids that the model does not have."""
+        vocab = self.info.vocab_size
+        if tokens and (min(tokens) < 0 or max(tokens) >= vocab):
+            bad = next(t for t in tokens if not 0 <= t < vocab)
+            raise InvalidRequest(f"token id {bad} is out of range: the model has {vocab} tokens", param=param)
+
+    def check_text(self, length: int, param: str) -> None:
+        """Refuse text too long for any tokenization to fit, before it is tokenized. Raises InvalidRequest."""
+        most = self.info.context_length * self.tokenizer.longest_token
+        if length > most:
+            raise InvalidRequest(
+                f"the text has {length} characters; {self.info.context_length} tokens stand for {most} at most",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def _denoising(self, submission: Submission, tokens: list[int]) -> DenoisingParams:
+        """The denoising parameters of a submission, with all defaults filled in. Raises InvalidRequest."""
+        info = self.info.diffusion
+        assert info is not None
+        if submission.logprobs is not None or submission.prompt_logprobs_from is not None:
+            raise InvalidRequest("log-probabilities are not supported for diffusion models", param="logprobs")
+        params = submission.diffusion or DiffusionParams()
+        if isinstance(params, DiffusionParams):
+            params = self._with_length_and_prefix(params, submission, tokens).filled(info, submission.sampling)
+        params.check(info, submission.sampling, info.num_layers, len(tokens))
+        return params
+
+    def _with_length_and_prefix(
+        self, params: DiffusionParams, submission: Submission, tokens: list[int]
+    ) -> DiffusionParams:
+        """The parameters with the shared prefix of a chat, and with the length of an answer that has no limit."""
+        info = self.info.diffusion
+        assert info is not None
+        shares = info.attended is None and params.prefix_tokens is None
+        if shares and submission.shared_text and (shared_text := submission.shared_text()):
+            shared = self.tokenizer.encode(shared_text, submission.add_special_tokens)
+            differ = (i for i, (mine, theirs) in enumerate(zip(shared, tokens, strict=False)) if mine != theirs)
+            params = params.model_copy(update={"prefix_tokens": next(differ, min(len(shared), len(tokens)))})
+        if params.gen_length is None and submission.sampling.max_new_tokens is None:
+            params = params.model_copy(update={"gen_length": self._unasked(len(tokens))})
+        return params
+
+    def _check_length(self, prompt: int, new: int | None, positions: int | None = None) -> None:
+        """`positions`: of the prompt, if there are others than tokens."""
+        config = self._config
+        if config.max_prompt_tokens is not None and prompt > config.max_prompt_tokens:
+            raise InvalidRequest(
+                f"the prompt has {prompt} tokens; this server takes {config.max_prompt_tokens}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if config.max_output_tokens is not None and (new or 0) > config.max_output_tokens:
+            raise InvalidRequest(
+                f"{new} new tokens are asked for; this server gives {config.max_output_tokens}", param="max_new_tokens"
+            )
+        for used, limit, what in (
+            (prompt if positions is None else positions, self.info.context_length, "the model's context is"),
+            (prompt, self.info.pool_tokens, "the KV pool holds"),
+        ):
+            if used + (wanted := 1 if new is None else new) > limit:
+                raise InvalidRequest(
+                    f"the prompt has {used} tokens and {wanted} new ones may follow, but {what} {limit} tokens",
+                    param="prompt" if used >= limit else "max_new_tokens",
+                    code="context_length_exceeded",
+                )
+
+    @property
+    def _room(self) -> int:
+        """Most positions that a request can have."""
+        return min(self.info.context_length, self.info.pool_tokens)
+
+    @property
+    def _canvas(self) -> int:
+        """Positions that are denoised as a whole behind a prompt; 1: those that are asked for."""
+        info = self.info.diffusion
+        return info.block if info is not None and info.algorithm == "entropy_bound" else 1
+
+    def _positions(self, new: int) -> int:
+        """Positions of new tokens: those of whole canvases, where these begin behind the prompt."""
+        return -(-new // self._canvas) * self._canvas
+
+    def _unasked(self, prompt: int) -> int:
+        """Length of a diffusion model's answer to a request that sets no limit, at least 1."""
+        room = (self._room - prompt) // self._canvas * self._canvas
+        return max(min(max(DEFAULT_LENGTH, self._canvas), room, self._config.max_output_tokens or room), 1)
+
+    def _check_canvas(self, prompt: int, params: DenoisingParams) -> None:
+        """Raise InvalidRequest if the canvases need more positions than there are, or guidance more pages."""
+        wanted, room = self._positions(params.gen_length or 0), self._room
+        if prompt + wanted > room:
+            raise InvalidRequest(
+                f"the prompt has {prompt} tokens and canvases of {params.block_length} take {wanted} more, but there "
+                f"is room for {room} tokens",
+                param="max_new_tokens",
+                code="context_length_exceeded",
+            )
+        page_size = self.info.page_size
+        pages = -(-(prompt + (params.gen_length or 0)) // page_size)
+        is_guided = isinstance(params, BidirectionalParams) and params.cfg_scale
+        if is_guided and 2 * pages * page_size > self.info.pool_tokens:
+            raise InvalidRequest(
+                f"guidance needs 2 x {pages * page_size} tokens of the KV pool, which holds {self.info.pool_tokens}",
+                param="diffusion.cfg_scale",
+                code="context_length_exceeded",
+            )
+
+    def most_output(self, prompt: int, positions: int) -> int | None:
+        """Most output tokens of a request that sets no limit; None: as many as the context holds."""
+        if self._config.max_output_tokens is None:
+            return None
+        return min(self._config.max_output_tokens, self.info.context_length - positions, self.info.pool_tokens - prompt)

@@ -1,0 +1,53 @@
+"""Reading of config.json and generation_config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import ModelError
+
+
+class Unsupported(ModelError):
+    """A model that Ramet's own code cannot compute, but transformers' code perhaps can."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises ModelError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(
+            f"{path} is missing; a model directory needs config.json, safetensors and a tokenizer"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return value
+
+
+def read_generation(directory: Path) -> dict[str, Any]:
+    """`generation_config.json`; empty if there is none. Raises ModelError."""
+    path = directory / "generation_config.json"
+    return read_json(path) if path.exists() else {}
+
+
+def positive_size(config: dict[str, Any], name: str, default: int | None = None) -> int:
+    """A positive integer of the configuration; with a default, null counts as absent."""
+    value = config[name] if default is None else config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"config.json has {name} {value!r}; it must be a positive integer")
+    return value
+
+
+def token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
+    """The distinct ids of several configuration values, each an id, a list or None. Raises ModelError."""
+    found: list[int] = []
+    for value in values:
+        found.extend([] if value is None else value if isinstance(value, list) else [value])
+    if bad := [each for each in found if not isinstance(each, int)]:
+        raise ModelError(f"the model's eos_token_id is {bad[0]!r}; it must be an integer, or a list of integers")
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,102 @@
+"""The FastAPI application: routes, error handlers, middleware."""
+
+from __future__ import annotations
+
+import pkgutil
+from importlib import import_module
+from importlib.metadata import version
+from types import ModuleType
+
+from fastapi import APIRouter, FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.routing import APIRoute
+
+from runtime.config import Config
+from runtime.frontend.async_engine import AsyncEngine
+from server import admin, anthropic, documents, errors, openai, responses, schemas, sglang
+from server.admin.dashboard import Feed
+from server.auth.keys import Guard, Tenant
+from server.documents.store import DocumentStore
+from server.errors import ErrorBody
+from server.explain.answers import Answers
+from server.generation.service import GenerationService
+from server.http.access import AccessLog
+from server.http.admission import AdmissionMiddleware, Check
+from server.http.context import Context, provide
+from server.http.limits import BodyLimit
+from server.http.openapi import describe_keys
+from server.http.pages import Hosts, Origins
+from server.http.shutdown import ShutdownFlag
+from server.http.traces import add_traces
+from server.openai.prompt import ChatPrompts
+from server.responses.store import ResponseStore
+from server.schemas.store import SchemaStore
+from server.telemetry.journal import Journal, Trace
+from server.telemetry.metrics import Metrics
+
+
+def find_routers(package: ModuleType) -> list[APIRouter]:
+    """The routers of the modules of a package: a new route needs no other file than its own."""
+    names = (module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."))
+    return [found for name in names for found in vars(import_module(name)).values() if isinstance(found, APIRouter)]
+
+
+def create_app(
+    engine: AsyncEngine,
+    config: Config,
+    tenants: list[Tenant],
+    shutdown: ShutdownFlag | None = None,
+    trace: Trace | None = None,
+) -> FastAPI:
+    """The application over a started engine. Without tenants it asks for no API key. `trace`: of its requests."""
+    app = FastAPI(
+        title="Ramet",
+        version=version("ramet"),
+        summary="A serving runtime for language models whose heart is a radix tree over token sequences.",
+        responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+        docs_url=None,  # FastAPI's pages load scripts from elsewhere; ours is in admin/dashboard.py
+        redoc_url=None,
+        redirect_slashes=False,  # a redirect would lead where the client's Host header says
+    )
+    options = config.server
+    metrics, journal, answers = Metrics(engine.info.name), Journal(trace), Answers()
+    context = Context(engine, config, tenants, shutdown or ShutdownFlag())
+    stores = DocumentStore(), SchemaStore()
+    service = GenerationService(context, metrics, journal, answers)
+    feed, chats = Feed(context, metrics, journal), ChatPrompts(context, *stores)
+    provide(app, context, metrics, service, *stores, ResponseStore(), chats, feed)
+    rooms = (sglang, openai, responses, anthropic, schemas, documents, admin)
+    routers = [router for room in rooms for router in find_routers(room)]
+    for router in routers:
+        app.include_router(router)
+        _add_heads(app, router)
+    errors.install(app)
+    if tenants:
+        describe_keys(app)
+    origins = _split(options.cors_origins)
+    checks: list[Check] = [Origins(origins).check, Guard(tenants, routers).check]
+    if not tenants and "*" not in origins:
+        checks.append(Hosts(options.host, _split(options.allowed_hosts)).check)
+    # Middleware that is added last runs first.
+    app.add_middleware(
+        AdmissionMiddleware, checks=checks, limit=BodyLimit(options.max_body_bytes, options.client_timeout)
+    )
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    if options.otlp_endpoint:
+        add_traces(app, options.otlp_endpoint)
+    app.add_middleware(AccessLog, count=metrics.count_request)
+    return app
+
+
+def _add_heads(app: FastAPI, router: APIRouter) -> None:
+    """Answer HEAD where GET is answered, but for the endless stream of events."""
+    for route in router.routes:
+        if isinstance(route, APIRoute) and route.methods == {"GET"} and route.path != "/dashboard/events":
+            app.add_api_route(
+                route.path, route.endpoint, methods=["HEAD"], include_in_schema=False, response_model=None
+            )
+
+
+def _split(names: str | None) -> list[str]:
+    return [name.strip() for name in names.split(",")] if names else []

@@ -1,0 +1,164 @@
+"""Why a prompt missed the cache, for all routes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from radix.node import TOKEN_BYTES, common_tokens
+from runtime.errors import RametError
+from runtime.frontend.output import Output, Submission
+from runtime.frontend.stream import OutputStream
+from runtime.models.tokenizer import Tokenizer
+from runtime.protocol import Lookup
+from server.auth.keys import PUBLIC
+from server.explain.answers import Answers
+from server.explain.compare import Parting, find_parting
+from server.explain.parts import Conversation
+from server.explain.reason import DIFFER, LEFT, Explanation, Reason
+
+# Fields of an answer's `reuse` for KV that is not found by prefix.
+_OF_ENTRIES = frozenset({"computed_modules", "computed_documents", "encoded_tokens"})
+# By the field `unshared` of a diffusion model's answers.
+_UNSHARED: dict[str, tuple[Reason, str]] = {
+    "off": ("not_stored", "prefixes are not shared: reuse, or the prefix cache, is off"),
+    "no_prefix": ("never_here", "a shared prefix is neither declared nor found; a chat declares its system message"),
+    "too_short": ("too_short", "the shared prefix fills no page"),
+    "no_room": ("unavailable", "the shared prefix and the rest of the request do not fit into the pool together"),
+    "no_layer": ("unavailable", "the shared prefix is reused in no layer, as the depth table or the request says"),
+}
+
+# Makes the conversation that a prompt renders, when it is needed; raises RametError.
+MakeConversation = Callable[[], Conversation | None]
+
+
+def plain_text() -> None:
+    """No conversation: the prompt is plain text, or its messages are not known."""
+
+
+class MissReport:
+    """Explains the cache misses of one call; made before its prompts are submitted.
+
+    Args:
+        answers: holds the prompt of `earlier`.
+        submissions: the call's; each will report its look-up.
+        earlier: id of an earlier answer of the same account to compare with; None: the nearest cached prompt.
+        conversation: of the one prompt; default: prompts are plain text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        answers: Answers,
+        submissions: list[Submission],
+        earlier: str | None = None,
+        conversation: MakeConversation = plain_text,
+    ):
+        self._tokenizer = tokenizer
+        self._submissions = submissions
+        self._earlier = earlier
+        self._asked = None if earlier is None else answers.find(submissions[0].account, earlier)
+        self._conversation = conversation
+        for submission in submissions:
+            submission.explain = True
+
+    async def explain(self, outputs: OutputStream, output: Output) -> Explanation:
+        """The reason for the prompt of an Output that has tokens."""
+        found: list[Explanation] = []
+        await outputs.in_turn(lambda: found.append(self._explain(output)))
+        return found[0]
+
+    def _explain(self, output: Output) -> Explanation:
+        submission, lookup = self._submissions[output.index], output.lookup
+        length, page = output.prompt_tokens, 1 if lookup is None else lookup.page_size
+
+        def because(reason: Reason, message: str, parting: Parting | None = None) -> Explanation:
+            gone_s = lookup.gone_s if lookup is not None and reason in ("evicted", "expired", "flushed") else None
+            compared = self._earlier or ("nearest" if parting else None)
+            return Explanation(reason, message, length, output.cached_tokens, compared, parting, gone_s)
+
+        if output.reuse is not None and not _OF_ENTRIES.isdisjoint(output.reuse):
+            return because(*_of_entries(output.reuse, output.cached_tokens))
+        if lookup is None:
+            return because("unavailable", "the prompt was not looked up: see `reuse`, if there is one")
+        if lookup.readable < 0:
+            return because("not_stored", "the prefix cache is off")
+        if lookup.readable < min(lookup.found, length - 1):
+            wanted = f"log-probabilities are wanted, so that tokens from {lookup.readable} on are computed"
+            return because("not_read", wanted)
+        if length <= page and not output.cached_tokens:
+            return because("too_short", f"the prompt has {length} tokens, and only whole pages of {page} are kept")
+        if lookup.found >= (length - 1) // page * page:
+            return because("hit", f"all that is kept of such a prompt was read: {output.cached_tokens} tokens")
+        if self._earlier is not None:
+            return self._against_earlier(submission, lookup, because)
+        if lookup.why is not None:
+            return because(*_left(lookup))
+        if not lookup.found or not lookup.other:
+            known = f"the first {lookup.found} tokens are" if lookup.found else "nothing of this prompt is"
+            return because("never_here", f"{known} in the cache; {_unknown(lookup)}")
+        other = None if submission.namespace.tenant == PUBLIC else lookup.other
+        parting = self._part(submission, lookup.found, other)
+        return because(*_differs(parting, "the nearest cached prompt"), parting)
+
+    def _against_earlier(
+        self, submission: Submission, lookup: Lookup, because: Callable[..., Explanation]
+    ) -> Explanation:
+        """The reason, compared with the prompt of an earlier answer."""
+        asked, named = self._asked, f"the prompt of {self._earlier}"
+        if asked is None:
+            return because("comparison_not_found", f"no answer {self._earlier!r} of this key is remembered")
+        if asked.namespace != submission.namespace:
+            return because(
+                "other_salt", f"{named} has another cache_salt, cache_scope or adapter, and shares no pages with it"
+            )
+        shared = common_tokens(submission.tokens, 0, asked.tokens)
+        other = asked.tokens[shared * TOKEN_BYTES :]
+        parting = self._part(submission, shared, other) if other else None
+        if lookup.found < shared // lookup.page_size * lookup.page_size:
+            if lookup.why is not None:
+                return because(*_left(lookup), parting)
+            missing = f"but the cache ends at token {lookup.found}; {_unknown(lookup)}"
+            return because("not_stored", f"{named} has the same first {shared} tokens, {missing}")
+        if parting is None:
+            return because("hit", f"all of {named} was read from the cache: {shared} tokens; what follows is new")
+        return because(*_differs(parting, named), parting)
+
+    def _part(self, submission: Submission, token: int, other: bytes | None) -> Parting:
+        try:
+            conversation = self._conversation()
+        except RametError:  # such as a document that was deleted meanwhile
+            conversation = None
+        return find_parting(self._tokenizer, submission.tokens, token, other, conversation)
+
+
+def _unknown(lookup: Lookup) -> str:
+    return f"no more of it has been there in the last {_seconds(lookup.known_s)} s, and nothing older is remembered"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"
+
+
+def _of_entries(reuse: dict[str, Any], cached: int) -> tuple[Reason, str]:
+    """The reason for a prompt whose KV is not reused by prefix; `reuse`: of its answer."""
+    for kind in ("modules", "documents"):
+        if missing := reuse.get(f"computed_{kind}"):
+            return "entries_missing", f"these {kind} were not in the cache, and were computed: {', '.join(missing)}"
+    if "encoded_tokens" not in reuse or cached:
+        return "hit", f"all that this way of reuse reads was in the cache: {cached} tokens; see `reuse`"
+    if length := reuse["encoded_tokens"]:
+        return "entries_missing", f"the shared prefix of {length} tokens was not in the cache, and was encoded"
+    return _UNSHARED[reuse["unshared"]]
+
+
+def _left(lookup: Lookup) -> tuple[Reason, str]:
+    reason, text = LEFT[str(lookup.why)]
+    return reason, f"what follows the first {lookup.found} tokens {text.format(_seconds(lookup.gone_s))}"
+
+
+def _differs(parting: Parting, other: str) -> tuple[Reason, str]:
+    verb = "differ" if parting.part.kind == "tools" else "differs"
+    place = f"at token {parting.token}, behind {parting.offset} characters of it"
+    same = ", where the same text has other tokens" if parting.same_text else ""
+    return DIFFER[parting.part.kind], f"{parting.part} {verb} from {other}: {place}{same}"

@@ -1,0 +1,1 @@
+"""Generation, as all APIs share it: submission, Outputs, measurements."""

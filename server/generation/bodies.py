@@ -1,0 +1,172 @@
+"""Fields of request bodies that all APIs share, and the submissions made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, ClassVar, get_args
+
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
+
+from radix import Namespace
+from runtime.denoising import DiffusionParams
+from runtime.errors import InvalidRequest
+from runtime.frontend.output import Prompt, Submission
+from runtime.params import DocumentMethod, ReasoningParams, ReuseParams, SamplingParams
+from server.auth.keys import CacheScope, Tenant
+from server.http import fields
+from server.http.context import Context
+from server.http.wire import Body, CacheSalt, Text
+
+MAX_BIASES = 1024
+# Branches of a union in locations of errors, which `errors.py` leaves out: they are no identifiers.
+_DOCUMENTS, _REASONING = "of documents", "of reasoning"
+_METHODS = (*get_args(DocumentMethod), "auto", "reasoncache")
+
+Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31, description="larger goes first among waiting requests")]
+Timeout = Annotated[float, Field(gt=0, le=86_400, description="seconds until the request fails with 408")]
+Explain = Annotated[bool, Field(description="report why the prompt was not read from the cache")]
+AnswerId = Annotated[
+    str, Field(min_length=1, max_length=256, description="an earlier answer of this key, whose prompt is compared")
+]
+
+
+def _with_int_keys(value: Any) -> Any:
+    """A dict with its decimal keys as integers, which JSON lacks; validation refuses the others."""
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"there may be {MAX_BIASES} biases, not {len(value)}")
+    return {int(k) if isinstance(k, str) and k.isascii() and k[:20].isdigit() else k: v for k, v in value.items()}
+
+
+LogitBias = Annotated[
+    dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES), BeforeValidator(_with_int_keys)
+]
+
+
+class Scoped(BaseModel):
+    """A request that computes KV: with whom it shares cached pages."""
+
+    cache_salt: CacheSalt | None = None
+    cache_scope: CacheScope = "private"
+
+    def namespace(self, tenant: Tenant, context: Context) -> Namespace:
+        """The cache namespace. Raises Forbidden for a scope that the key may not use."""
+        return tenant.namespace(self.cache_salt, self.cache_scope)
+
+    def parameters(self, tenant: Tenant) -> dict[str, Any]:
+        """Fields of the submission that the body gives. Raises Forbidden."""
+        return {}
+
+    def submission(
+        self,
+        prompt: Prompt | Callable[[], Prompt],
+        sampling: SamplingParams,
+        tenant: Tenant,
+        context: Context,
+        **more: Any,
+    ) -> Submission:
+        """A submission of a tenant; `more`: further fields of `Submission`. Raises Forbidden, NotFound."""
+        namespace, given = self.namespace(tenant, context), self.parameters(tenant) | more
+        return Submission(prompt, sampling, account=tenant.account, namespace=namespace, **given)
+
+
+class CacheUse(Body):
+    """The use of the prefix cache by one request."""
+
+    store: bool = Field(True, description="false: nothing that the request computes outlives it, in any tier")
+
+
+class GenerationBody(Body, Scoped):
+    """Fields of every route that generates."""
+
+    # The request's fields by the engine's parameters, where their names differ.
+    NAMES: ClassVar[Mapping[str, str]] = {}
+
+    model: Text | None = Field(None, description="default: the one that is served")
+    stream: bool = False
+    priority: Priority = 0
+    cache: CacheUse = Field(default_factory=CacheUse)
+    timeout_s: Timeout | None = None
+    explain: Explain = False
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        return self.NAMES
+
+    @property
+    def earlier(self) -> str | None:
+        """The id of the answer with whose prompt this one is compared."""
+        return None
+
+    def namespace(self, tenant: Tenant, context: Context) -> Namespace:
+        namespace, adapter = super().namespace(tenant, context), context.adapter(self.model)
+        return namespace if adapter is None else namespace._replace(adapter=adapter.digest)
+
+    def parameters(self, tenant: Tenant) -> dict[str, Any]:
+        return {"priority": tenant.priority(self.priority), "store": self.cache.store}
+
+
+class Sampling(Body, SamplingParams, strict=True):
+    """`SamplingParams` in a request."""
+
+    IGNORED = fields.OPERATION
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        **fields.SAMPLING_ALIASES,
+        **{"sampling_seed": "seed", "ebnf": "grammar"},
+    }
+    NEUTRAL: ClassVar[Mapping[str, fields.Values]] = fields.SAMPLING
+    NULL_COUNTS = frozenset({"max_new_tokens"})
+
+    logit_bias: LogitBias = Field(default_factory=dict)
+
+    def plain(self) -> SamplingParams:
+        """The parameters by the engine's names."""
+        return SamplingParams.model_construct(**{name: getattr(self, name) for name in SamplingParams.model_fields})
+
+
+class Diffusion(Body, DiffusionParams, strict=True):
+    """`DiffusionParams` in a request."""
+
+
+class DocumentReuse(Body, ReuseParams, strict=True):
+    """`ReuseParams` in a request."""
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _is_known(cls, method: Any) -> Any:
+        """An unknown method's error lists all methods, reasoncache too."""
+        if method not in _METHODS:
+            raise PydanticCustomError("literal_error", "Input should be {one}", {"one": " or ".join(_METHODS)})
+        return method
+
+
+class ReasoningReuse(Body, ReasoningParams, strict=True):
+    """`ReasoningParams` in a request."""
+
+
+def _method(value: Any) -> Any:
+    return value.get("method") if isinstance(value, dict) else getattr(value, "method", None)
+
+
+Reuse = Annotated[
+    Annotated[DocumentReuse, Tag(_DOCUMENTS)] | Annotated[ReasoningReuse, Tag(_REASONING)],
+    Discriminator(lambda value: _REASONING if _method(value) == "reasoncache" else _DOCUMENTS),
+    Field(description="of documents, or of reasoning steps; default: --document-reuse or --reasoning-cache"),
+]
+
+
+@contextmanager
+def naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors name a request's fields; `names`: these by the parameters that the errors would name."""
+    try:
+        yield
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = names.get(str(problem["loc"][0]), str(problem["loc"][0]))
+        raise InvalidRequest(f"{name}: {problem['msg'].removeprefix('Value error, ')}", param=name) from None
+    except InvalidRequest as error:
+        param = names.get(error.param, error.param) if error.param else None
+        raise InvalidRequest(error.message, param=param, code=error.code) from None

@@ -1,0 +1,236 @@
+"""Submission of requests to the engine, and their Outputs, which are measured and written as answers."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from fastapi import Request, Response
+
+from runtime.errors import RametError
+from runtime.frontend.output import Output, Submission
+from runtime.frontend.stream import OutputStream
+from server.auth.keys import Tenant
+from server.explain.answers import Answers
+from server.explain.reason import Explanation
+from server.explain.report import MakeConversation, MissReport, plain_text
+from server.generation.bodies import GenerationBody, naming
+from server.http.answers import JsonAnswer, write_logprobs
+from server.http.context import Context, provided
+from server.http.sse import Events, EventStream, while_there
+from server.telemetry.journal import Journal
+from server.telemetry.metrics import Metrics
+
+T = TypeVar("T")
+
+
+class Generation:
+    """The completions of one request, as they are generated.
+
+    Attributes:
+        outputs: of all completions.
+    """
+
+    def __init__(self, outputs: OutputStream, metrics: Metrics, journal: Journal, report: MissReport | None = None):
+        self.outputs = outputs
+        self._metrics = metrics
+        self._journal = journal
+        self._report = report
+
+    async def collect(self, write: Callable[[Output], None] | None = None) -> list[Output]:
+        """The last Output of every completion, by prompt, then by choice; `write` takes log-probabilities."""
+        done: dict[tuple[int, int], Output] = {}
+        with self.outputs, self._recorded() as record:
+            async for output in self.outputs:
+                record(output)
+                if write is not None:
+                    await write_logprobs(self.outputs, write, output)
+                done[output.index, output.choice] = output
+        return [done[key] for key in sorted(done)]
+
+    async def events(self, writer: Writer) -> Events:
+        """The events of a stream. A failure is an event if the writer makes one, else it is raised."""
+        try:
+            for event in writer.begin():
+                yield event
+            with self._recorded() as record:
+                async for output in self.outputs:
+                    record(output)
+                    if output.logprobs or output.prompt_logprobs:
+                        await write_logprobs(self.outputs, writer.add_logprobs, output)
+                    why = await self.explain(output) if self._report and writer.explains(output) else None
+                    for event in writer.write(output, why):
+                        yield event
+            for event in writer.end():
+                yield event
+        except RametError as error:
+            if (failure := writer.fail(error)) is None:
+                raise
+            yield failure
+
+    async def explain(self, output: Output) -> Explanation | None:
+        """The reason why the prompt missed the cache, if asked for; for its first completion only."""
+        if self._report is None or output.choice:
+            return None
+        return await self._report.explain(self.outputs, output)
+
+    async def respond(self, request: Request, writer: Writer, stream: bool) -> Response:
+        """The response: a stream of events, or the whole answer, which is aborted when the client disconnects."""
+        if stream:
+            return writer.STREAM(self.events(writer), self.outputs.close)
+        return JsonAnswer(await while_there(request, writer.answer(self)))
+
+    @contextmanager
+    def _recorded(self) -> Iterator[Callable[[Output], None]]:
+        """A function that records Outputs; completions that do not end within the context are noted as failed."""
+        outputs = self.outputs
+        last: dict[tuple[int, int], Output] = {}
+        unended = {(index, choice) for index, one in enumerate(outputs.submissions) for choice in range(one.sampling.n)}
+        failure: RametError | None = None
+        began = time.monotonic()
+
+        def record(output: Output) -> None:
+            key = (output.index, output.choice)
+            before = last.get(key)
+            self._metrics.observe(output, None if before is None else before.e2e_s)
+            if output.finish is not None:
+                unended.discard(key)
+                self._journal.add(outputs.submissions[output.index], output)
+            if output.new_token_ids:  # an Output without tokens reports the prompt or a canvas
+                last[key] = output
+
+        try:
+            yield record
+        except RametError as error:
+            failure = error
+            raise
+        finally:
+            for key in sorted(unended):
+                seconds = time.monotonic() - began
+                self._journal.add_failed(outputs.submissions[key[0]], last.get(key), seconds, failure)
+
+
+class Writer(ABC):
+    """Base of an API's form of answers; an instance writes one.
+
+    Attributes:
+        STREAM: the response with its events.
+    """
+
+    STREAM: ClassVar[type[EventStream]] = EventStream
+
+    def begin(self) -> Iterable[dict[str, Any]]:
+        """Events before the first Output."""
+        return ()
+
+    def add_logprobs(self, output: Output) -> None:  # noqa: B027 (some APIs have none)
+        """Take an Output's log-probabilities, for the next event or the answer; may run in a thread."""
+
+    def explains(self, output: Output) -> bool:
+        """Whether the events of an Output report why its prompt missed the cache."""
+        return output.finish is not None
+
+    @abstractmethod
+    def write(self, output: Output, why: Explanation | None) -> Iterable[dict[str, Any]]:
+        """The events of an Output; `why`: the reason for a miss, if it is due."""
+
+    def end(self) -> Iterable[dict[str, Any]]:
+        """Events behind the last Output."""
+        return ()
+
+    def fail(self, error: RametError) -> dict[str, Any] | None:
+        """The last event of a stream that fails; None: that of all errors."""
+        return None
+
+    @abstractmethod
+    async def answer(self, generation: Generation) -> dict[str, Any] | list[dict[str, Any]]:
+        """The whole answer."""
+
+
+class GenerationService:
+    """Submits requests to the engine, and records them in the metrics, the journal and the earlier answers."""
+
+    def __init__(self, context: Context, metrics: Metrics, journal: Journal, answers: Answers):
+        self.context = context
+        self._metrics = metrics
+        self._journal = journal
+        self._answers = answers
+
+    async def in_turn(self, request: Request, tenant: Tenant, characters: int, work: Callable[[], T]) -> T:
+        """The result of work on a text, done in a thread in the tenant's turn. Raises ClientGone."""
+        return await while_there(request, self.context.engine.in_turn(tenant.account, characters, work))
+
+    async def submit(
+        self,
+        request: Request,
+        body: GenerationBody,
+        submissions: list[Submission],
+        conversation: MakeConversation = plain_text,
+        answer: str | None = None,
+    ) -> Generation:
+        """Submit a request's prompts; errors name its fields.
+
+        Args:
+            conversation: the one that a single submission renders, for reports of misses.
+            answer: the answer's id for later comparisons, unless it ends with the submission's `rid`.
+
+        Raises:
+            RametError: see `run`.
+        """
+        report = None
+        if body.explain or body.earlier is not None:
+            tokenizer = self.context.engine.tokenizer
+            report = MissReport(tokenizer, self._answers, submissions, body.earlier, conversation)
+        limits = [body.timeout_s, self.context.config.scheduler.max_timeout]
+        timeout_s = min((limit for limit in limits if limit is not None), default=None)
+        outputs = await self._open(request, submissions, body.names, timeout_s)
+        for index, submission in enumerate(submissions):
+            self._answers.add(submission, None if index else answer)
+        return Generation(outputs, self._metrics, self._journal, report)
+
+    async def run(
+        self,
+        request: Request | None,
+        submission: Submission,
+        names: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Output:
+        """The last Output of a prompt, whose answer no client reads.
+
+        Args:
+            request: the client's, if there is one.
+            names: its fields by the engine's parameters, where their names differ.
+
+        Raises:
+            RametError: as `AsyncEngine.open`, Overloaded while the server stops, ClientGone.
+        """
+        outputs = await self._open(request, [submission], names or {}, timeout_s)
+        (done,) = await _while_there(request, Generation(outputs, self._metrics, self._journal).collect())
+        return done
+
+    async def _open(
+        self,
+        request: Request | None,
+        submissions: list[Submission],
+        names: Mapping[str, str],
+        timeout_s: float | None,
+    ) -> OutputStream:
+        self.context.shutdown.check()
+        began = time.monotonic()
+        try:
+            with naming(names):
+                return await _while_there(request, self.context.engine.open(submissions, timeout_s))
+        except RametError as error:
+            for submission in submissions:
+                self._journal.add_failed(submission, None, time.monotonic() - began, error)
+            raise
+
+
+async def _while_there(request: Request | None, work: Coroutine[Any, Any, T]) -> T:
+    return await (work if request is None else while_there(request, work))
+
+
+Service = Annotated[GenerationService, provided(GenerationService)]

@@ -1,0 +1,93 @@
+"""Dependencies of routes, by FastAPI's `Depends`: the engine and configuration, and the objects of each room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends, FastAPI, Request
+
+from runtime.config import Config
+from runtime.frontend.adapters import Adapter
+from runtime.frontend.async_engine import AsyncEngine
+from runtime.models.resolve import serves_any_name
+from server.auth.keys import PUBLIC, Tenant
+from server.errors import Forbidden, NotFound
+from server.http.shutdown import ShutdownFlag
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The engine of a server, its configuration, and its API keys."""
+
+    engine: AsyncEngine
+    config: Config
+    tenants: list[Tenant]
+    shutdown: ShutdownFlag
+
+    def adapter(self, name: str | None) -> Adapter | None:
+        """The adapter that a model's name means, `ADAPTER` or `MODEL:ADAPTER`; None: the model, as without a name.
+
+        Raises NotFound for any other name.
+        """
+        own, adapters = self.engine.info.name, self.engine.adapters
+        if not name or name in adapters.models(own):
+            return None
+        if (found := adapters.named(name, own)) is not None or serves_any_name(self.config.model):
+            return found
+        message = f"the model {name!r} does not exist; this server has {own!r}{adapters.nearest(name, own)}"
+        raise NotFound(message, param="model", code="model_not_found")
+
+    def check_model(self, name: str | None) -> str:
+        """The name of the asked model, as answers show it. Raises NotFound as `adapter`."""
+        return self.engine.info.name if (adapter := self.adapter(name)) is None else adapter.name
+
+    def tenant_name(self, account: str) -> str:
+        """The operator's name for a tenant of the cache; empty on an open server."""
+        if account == PUBLIC:
+            return account
+        return next((tenant.name for tenant in self.tenants if tenant.account == account), "")
+
+    def with_names(self, entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Entries with the tenant's name in place of its account."""
+        return [{**entry, "tenant": self.tenant_name(entry["tenant"])} for entry in entries]
+
+    def tenant(self, name: str) -> Tenant:
+        """The tenant of a key by its name. Raises NotFound."""
+        for tenant in self.tenants:
+            if tenant.name == name:
+                return tenant
+        raise NotFound(f"there is no API key named {name!r}", param="tenant", code="tenant_not_found")
+
+    def visible(self, asker: Tenant, name: str | None) -> Tenant | None:
+        """The tenant whose data a key asks to see, by its name; None: all tenants. Raises Forbidden, NotFound."""
+        if not asker.admin and name not in (None, asker.name):
+            raise Forbidden("this key may only see its own data", param="tenant")
+        if name is not None:
+            return self.tenant(name)
+        return None if asker.admin else asker
+
+
+def provide(app: FastAPI, *objects: object) -> None:
+    """Give the application objects that its routes depend on, one of each class."""
+    app.state.provided = {type(each): each for each in objects}
+
+
+def find(app: FastAPI, kind: type[T]) -> T:
+    """The application's object of a class."""
+    return app.state.provided[kind]
+
+
+def provided(kind: type[T]) -> Any:
+    """The dependency of a route on the application's object of a class."""
+
+    async def get(request: Request) -> T:  # not `def`, which FastAPI would call in a thread
+        return find(request.app, kind)
+
+    return Depends(get)
+
+
+Ctx = Annotated[Context, provided(Context)]

@@ -1,0 +1,26 @@
+"""The flag that is set when the server begins to stop."""
+
+from __future__ import annotations
+
+import asyncio
+
+from runtime.errors import Overloaded
+
+
+class ShutdownFlag:
+    """New requests are refused once it is set."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    async def wait(self) -> None:
+        """Wait until the flag is set."""
+        await self._event.wait()
+
+    def check(self) -> None:
+        """Raise Overloaded if the flag is set."""
+        if self._event.is_set():
+            raise Overloaded("the server is shutting down")

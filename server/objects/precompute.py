@@ -1,0 +1,124 @@
+"""KV of stored objects, computed before a prompt reads it, and pinned."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from fastapi import Request
+from pydantic import Field
+
+from runtime.calls import GetPins, RemovePin
+from runtime.errors import InvalidRequest
+from runtime.frontend.async_engine import AsyncEngine
+from runtime.frontend.output import PlacedPrompt, Submission
+from runtime.models.tokenizer import Tokenizer
+from runtime.params import SamplingParams
+from server.auth.keys import Tenant
+from server.errors import Conflict, Forbidden
+from server.generation.bodies import Scoped
+from server.generation.service import GenerationService
+from server.http.sse import while_there
+from server.http.wire import Body
+from server.objects.store import Store, Stored
+
+K = TypeVar("K", bound=Scoped)
+
+
+@dataclass(kw_only=True)
+class KvObject(Stored, ABC, Generic[K]):
+    """A stored object whose KV can be computed at once."""
+
+    @abstractmethod
+    def encoding(self, kv: K) -> PlacedPrompt:
+        """A prompt that only encodes the object."""
+
+    @abstractmethod
+    def details(self, prompt: PlacedPrompt, cached: dict[str, int]) -> dict[str, Any]:
+        """More fields of answers about this object alone; `cached`: tokens by entry of its encoding."""
+
+
+O = TypeVar("O", bound=KvObject[Any])  # noqa: E741
+
+
+class Precompute(Body, Scoped, ABC, Generic[O]):
+    """A request that stores an object."""
+
+    encode: bool = Field(False, description="compute the KV now; else at its first use")
+    pin: bool = Field(False, description="admin keys: keep this KV in the cache; 409 over the budget of pins")
+    ttl_s: float | None = Field(None, gt=0, le=1e9, description="seconds until the object expires; null: never")
+
+    @abstractmethod
+    def read(self, tokenizer: Tokenizer, context_length: int) -> O:
+        """The object, which is not stored yet. Raises InvalidRequest."""
+
+
+async def add_object(
+    body: Precompute[O], store: Store[O], request: Request, service: GenerationService, tenant: Tenant
+) -> O:
+    """Store an object, compute its KV and pin it, as the request asks; returns the stored one. Pins live as long.
+
+    Raises:
+        InvalidRequest: if the object cannot be served.
+        Conflict: over the bounds of the store, or if the computation is aborted; then a new object is forgotten.
+        Forbidden: if the key may not pin, or not use the scope.
+    """
+    engine = service.context.engine
+    if engine.info.diffusion is not None:
+        raise InvalidRequest(f"a diffusion model reuses no {store.noun}s", param=store.source)
+    if body.pin and not tenant.admin:
+        raise Forbidden("this key may not pin", param="pin")
+    tenant.namespace(body.cache_salt, body.cache_scope)  # before the object is stored
+    read = partial(body.read, engine.tokenizer, engine.info.context_length)
+    new = await while_there(request, engine.in_turn(tenant.account, len(getattr(body, store.source)), read))
+    stored, is_new = store.put(tenant.account, new, body.ttl_s)
+    make, characters = partial(stored.encoding, body), stored.num_tokens * 4
+    encoding = body.submission(
+        make, SamplingParams(max_new_tokens=0), tenant, service.context, num_characters=characters
+    )
+    pin = body.pin or bool(stored.pins)
+    try:
+        if body.encode or pin:
+            await _encode(encoding, request, service)
+        if pin:
+            await _pin(encoding, stored, store, body.ttl_s, request, engine)
+    except BaseException:
+        if is_new and not stored.pins:  # another request may have pinned it
+            store.drop(tenant.account, stored)
+        raise
+    return stored
+
+
+async def _encode(encoding: Submission, request: Request, service: GenerationService) -> None:
+    timeout_s = service.context.config.scheduler.max_timeout
+    done = await service.run(request, encoding, {"prompt": "encode"}, timeout_s)
+    if done.finish is not None and done.finish.type == "abort":
+        raise Conflict("the computation was aborted", param="encode", code="aborted")
+
+
+async def _pin(
+    encoding: Submission, stored: O, store: Store[O], ttl_s: float | None, request: Request, engine: AsyncEngine
+) -> None:
+    pins = await while_there(request, engine.pin_entries(encoding, stored.id, ttl_s))
+    before, stored.pins = stored.pins, pins
+    await unpin(before, engine)
+    if not store.holds(encoding.account, stored):
+        await unpin(pins, engine)
+        message = f"the {store.noun} was deleted meanwhile"
+        raise Conflict(message, param=store.source, code=f"{store.noun}_deleted")
+
+
+async def unpin(pins: Iterable[str], engine: AsyncEngine) -> None:
+    """Remove pins, if they are still there."""
+    for pin in pins:
+        await engine.call(RemovePin(pin))
+
+
+async def live_pins(several: Sequence[Stored], engine: AsyncEngine) -> set[str]:
+    """Ids of all pins, if an object has some: pins expire, yield to requests, and end with the engine."""
+    if not any(stored.pins for stored in several):
+        return set()
+    return {pin["id"] for pin in (await engine.call(GetPins()))["pins"]}

@@ -1,0 +1,108 @@
+"""Objects of accounts, in the server's process; their KV lives in the tree, found by content."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
+
+from server.errors import Conflict, NotFound
+
+
+@dataclass(kw_only=True)
+class Stored:
+    """An object of an account.
+
+    Attributes:
+        id: its name within the account.
+        digest: of its source.
+        size: its memory, in units of the store.
+        num_tokens: tokens of its KV.
+        expires_s: on the store's clock; None: never.
+        pins: ids of the pins of its KV.
+    """
+
+    id: str
+    digest: str
+    size: int
+    num_tokens: int = 0
+    expires_s: float | None = None
+    pins: list[str] = field(default_factory=list)
+
+    def describe(self, now_s: float, live: Container[str]) -> dict[str, Any]:
+        """The fields of answers; `live`: ids of the engine's pins."""
+        left = None if self.expires_s is None else max(round(self.expires_s - now_s, 1), 0.0)
+        return {"pins": [pin for pin in self.pins if pin in live], "expires_in_s": left}
+
+
+S = TypeVar("S", bound=Stored)
+
+
+class Store(Generic[S]):
+    """The objects of all accounts. An object that has expired, or belongs to another account, does not exist.
+
+    Attributes:
+        noun: the kind of object, in messages and paths.
+        source: the request's field that an object is made from.
+        most, most_size: bounds for one account.
+        bounds: the same in words.
+    """
+
+    noun: ClassVar[str]
+    source: ClassVar[str]
+    most: ClassVar[int]
+    most_size: ClassVar[int]
+    bounds: ClassVar[str]
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self.clock = clock
+        self._by_account: dict[str, dict[str, S]] = {}
+
+    def of(self, account: str) -> list[S]:
+        """The objects of an account, oldest first."""
+        return [stored for stored in self._by_account.get(account, {}).values() if self._is_alive(stored)]
+
+    def get(self, account: str, name: str) -> S:
+        """An object by its id; thread-safe. Raises NotFound."""
+        stored = self._by_account.get(account, {}).get(name)
+        if stored is None or not self._is_alive(stored):
+            raise NotFound(f"there is no {self.noun} {name!r}", param=self.noun, code=f"{self.noun}_not_found")
+        return stored
+
+    def put(self, account: str, new: S, ttl_s: float | None) -> tuple[S, bool]:
+        """Keep an object for `ttl_s` from now on; returns the kept object, and whether it is new.
+
+        Raises:
+            Conflict: if a different object has the id, or over the account's bounds.
+        """
+        kept = {stored.id: stored for stored in self.of(account)}
+        known = kept.get(new.id)
+        if known is not None and known.digest != new.digest:
+            message = f"there is another {self.noun} {new.id!r}; delete it first"
+            raise Conflict(message, param=self.source, code=f"{self.noun}_exists")
+        size = sum(stored.size for stored in kept.values()) + new.size
+        if known is None and (len(kept) == self.most or size > self.most_size):
+            raise Conflict(f"one client may keep {self.bounds}", param=self.source, code=f"too_many_{self.noun}s")
+        stored = kept[new.id] = known or new
+        stored.expires_s = None if ttl_s is None else self.clock() + ttl_s
+        self._by_account[account] = kept
+        return stored, known is None
+
+    def remove(self, account: str, name: str) -> S:
+        """Forget an object and return it; running requests keep it. Raises NotFound."""
+        stored = self.get(account, name)
+        del self._by_account[account][name]
+        return stored
+
+    def holds(self, account: str, stored: S) -> bool:
+        """Whether this very object is kept, and not another one of its id."""
+        return self._by_account.get(account, {}).get(stored.id) is stored
+
+    def drop(self, account: str, stored: S) -> None:
+        """Forget this very object, if it is still kept."""
+        if self.holds(account, stored):
+            del self._by_account[account][stored.id]
+
+    def _is_alive(self, stored: S) -> bool:
+        return stored.expires_s is None or self.clock() < stored.expires_s

@@ -1,0 +1,155 @@
+"""Messages of conversations in OpenAI's form, and their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from runtime.frontend.schemas.pml import Import
+from runtime.sampling.json_text import check_texts
+from server.documents.wire import GivenDocument
+from server.http.wire import Body, ByType, JsonObject, OneOr, Text
+from server.openai.caching import Breakpoint, Mark
+from server.openai.tools import MAX_TOOLS, ToolCall
+
+# Messages in a conversation, and parts in a message.
+MAX_MESSAGES = 4096
+
+
+class TextPart(Body, extra="ignore"):
+    """A text part of a message's content."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: Text
+    prompt_cache_breakpoint: Breakpoint | None = None
+
+
+class RefusalPart(Body, extra="ignore"):
+    """The assistant's refusal, a text."""
+
+    type: Literal["refusal"]
+    text: Text = Field(alias="refusal")
+
+
+class ThinkingPart(Body, extra="ignore"):
+    """The assistant's reasoning, which chat templates know as `reasoning_content`."""
+
+    type: Literal["thinking"]
+    thinking: Text
+
+
+def _arguments(given: dict[str, Any]) -> dict[str, str]:
+    for name, text in given.items():
+        if not isinstance(text, str):
+            raise ValueError(f"the argument of {name!r} is no text")
+    return given
+
+
+class ModuleImport(Body):
+    """A module of the request's schema."""
+
+    path: Text = Field(max_length=4096, description="names from the schema on, such as plan/miami")
+    args: Annotated[JsonObject, AfterValidator(_arguments)] = Field(
+        default_factory=dict, description="arguments of its parameters, as texts"
+    )
+
+
+class ModulePart(Body):
+    """An import, as a part of a message's content."""
+
+    type: Literal["module"]
+    module: ModuleImport
+
+
+class DocumentPart(Body):
+    """A document, as a part of a message's content."""
+
+    type: Literal["document"]
+    document: GivenDocument
+
+
+Part = Annotated[TextPart | RefusalPart | ThinkingPart | ModulePart | DocumentPart, ByType()]
+
+
+def _text_or_none(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+class Message(Body, extra="ignore"):
+    """A message of a conversation. Other fields are ignored, since clients send back servers' messages."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {"reasoning": "reasoning_content"}
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: OneOr[Text, Annotated[list[Part], Field(max_length=MAX_MESSAGES)]] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: Text | None = None
+    reasoning_content: Annotated[Text | None, BeforeValidator(_text_or_none)] = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and self.role not in ("assistant", "tool"):
+            raise ValueError(f"a message of role {self.role} needs content")
+        if self.documents and self.role not in ("system", "developer", "user"):
+            raise ValueError(f"a message of role {self.role} holds no documents")
+        return self
+
+    def plain(self, mark: Mark | None = None) -> dict[str, Any]:
+        """The chat template's dict: role, content, reasoning, tool calls or the id of the call it answers.
+
+        The content is one string, or a list of texts and documents, if there are any. `mark` writes behind each text.
+        """
+        content: Any = self.content or ""
+        thoughts = [self.reasoning_content] if self.reasoning_content else []
+        if isinstance(content, list):
+            thoughts += [part.thinking for part in content if isinstance(part, ThinkingPart)]
+            shown = [part for part in content if not isinstance(part, ModulePart | ThinkingPart)]
+            content = [
+                part.document
+                if isinstance(part, DocumentPart)
+                else part.text + (mark(part.prompt_cache_breakpoint) if mark and isinstance(part, TextPart) else "")
+                for part in shown
+            ]
+            content = content if self.documents else "\n".join(content)
+        turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        if thoughts:
+            turn["reasoning_content"] = "\n".join(thoughts)
+        if self.tool_calls:
+            turn["tool_calls"] = [call.plain() for call in self.tool_calls]
+        return turn | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
+
+    @property
+    def documents(self) -> list[GivenDocument]:
+        parts = self.content if isinstance(self.content, list) else []
+        return [part.document for part in parts if isinstance(part, DocumentPart)]
+
+    @property
+    def num_characters(self) -> int:
+        """Characters of the content, as far as the request holds them."""
+        thoughts = len(self.reasoning_content or "")
+        if not isinstance(self.content, list):
+            return thoughts + len(self.content or "")
+        thoughts += sum(len(part.thinking) for part in self.content if isinstance(part, ThinkingPart))
+        texts = sum(len(part.text) for part in self.content if isinstance(part, TextPart | RefusalPart))
+        return thoughts + texts + sum(document.num_characters for document in self.documents)
+
+    @property
+    def imports(self) -> list[Import]:
+        """The modules that the message imports."""
+        parts = self.content if isinstance(self.content, list) else []
+        modules = [part.module for part in parts if isinstance(part, ModulePart)]
+        return [Import(tuple(module.path.strip("/").split("/")), module.args) for module in modules]
+
+
+def _check_calls(messages: list[Message]) -> list[Message]:
+    calls = [call for message in messages for call in message.tool_calls or ()]
+    try:
+        check_texts(call.function.arguments for call in calls)
+    except ValueError as error:
+        raise ValueError(f"the arguments of tool calls have {error}") from None
+    return messages
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_check_calls)]

@@ -1,0 +1,112 @@
+"""Prompts of chats: rendered conversations, with documents, modules and breakpoints."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any
+
+from runtime.errors import InvalidRequest
+from runtime.frontend.documents.prompt import Document, Segments, in_messages
+from runtime.frontend.output import Prompt, Submission, new_rid
+from runtime.frontend.schemas.pml import Prompt as ModuleText
+from runtime.models.tokenizer import Tokenizer
+from server.auth.keys import Tenant
+from server.documents.store import DocumentStore
+from server.documents.wire import find_documents
+from server.explain.parts import Conversation
+from server.http.context import Context, provided
+from server.openai.caching import Mark, keep_places
+from server.openai.calls import lazy_calls, writes_tags
+from server.openai.tools import Function, Tool, continue_chat, render_chat, with_tools
+from server.openai.types import ChatRequest
+from server.schemas.store import SchemaStore
+
+
+class ChatPrompts:
+    """Makes the prompts of chats, which may name stored documents and schemas."""
+
+    def __init__(self, context: Context, documents: DocumentStore, schemas: SchemaStore):
+        self._context = context
+        self._documents = documents
+        self._schemas = schemas
+
+    def submission(self, body: ChatRequest, tenant: Tenant) -> Submission:
+        """The submission of a conversation, which is rendered later, in a thread. Raises InvalidRequest."""
+        engine = self._context.engine
+        sampling, otherwise = body.sampling(body.most_tokens, body.constraint()), None
+        if body.offered and not body.must_call and engine.info.diffusion is None:
+            sampling, otherwise = lazy_calls(sampling, body.callable_tools(), writes_tags(engine.tokenizer))
+        return body.submission(
+            *(partial(self._render, body, tenant), sampling, tenant, self._context),
+            num_characters=body.num_characters,
+            otherwise=otherwise,
+            rid=body.request_id or new_rid(),
+            logprobs=body.most_logprobs((body.top_logprobs or 0) if body.logprobs else None),
+            prompt_logprobs_from=None if body.prompt_logprobs is None else 0,
+            shared_text=partial(self._system_text, body),
+        )
+
+    def conversation(self, body: ChatRequest, tenant: Tenant) -> Conversation | None:
+        """The conversation that a prompt renders, documents as plain text. Raises InvalidRequest and NotFound."""
+        if body.schema_name is not None:
+            return None
+        turns = find_documents(body.turns(), tenant.account, self._documents)
+        return conversation_of(body, turns, self._context.engine.tokenizer)
+
+    def _render(self, body: ChatRequest, tenant: Tenant) -> Prompt:
+        """The prompt of a conversation; behind a schema, it imports modules. Raises InvalidRequest and NotFound."""
+        if body.schema_name is None:
+            write = partial(self._write, body, tenant)
+            if not body.asks_to_keep:
+                return write(None)
+            return keep_places(write, body.prompt_cache_options, body.prompt_cache_retention)
+        tokenizer, turns = self._context.engine.tokenizer, body.turns()
+        schema = self._schemas.get(tenant.account, body.schema_name).schema
+        if not schema.roles:
+            raise InvalidRequest("a schema without <system>, <user> and <assistant> is for /generate", param="schema")
+        # A message that only imports is no turn.
+        turns = [m for m, given in zip(turns, body.messages, strict=True) if m["content"] or not given.imports]
+        imports = [one for message in body.messages for one in message.imports]
+        modules = ModuleText(schema.name, imports, messages=with_tools(tokenizer, turns, body.offered))
+        return schema.compile(modules, body.add_generation_prompt)
+
+    def _write(self, body: ChatRequest, tenant: Tenant, mark: Mark | None) -> str | Segments:
+        """The prompt of a conversation, with marks behind the texts that have a breakpoint."""
+        turns = find_documents(body.turns(mark), tenant.account, self._documents)
+        tokenizer, tools, variables = self._context.engine.tokenizer, body.offered, body.template_variables()
+        if body.continue_final_message:
+            return continue_chat(turns, lambda plain: render_chat(tokenizer, plain, tools, False, variables))
+        ask = body.add_generation_prompt
+        return in_messages(turns, lambda plain: render_chat(tokenizer, plain, tools, ask, variables))
+
+    def _system_text(self, body: ChatRequest) -> str | None:
+        """The prompt's part that ends with the system message, which other conversations share; None without one.
+
+        Only diffusion models need it: what a causal model computes does not depend on where a prefix ends.
+        """
+        first, engine = body.messages[0], self._context.engine
+        if engine.info.diffusion is None or first.role != "system" or first.documents:
+            return None
+        try:
+            return engine.tokenizer.apply_chat_template([first.plain()], add_generation_prompt=False)
+        except InvalidRequest:  # a template may want a question
+            return None
+
+
+Chats = Annotated[ChatPrompts, provided(ChatPrompts)]
+
+
+def conversation_of(body: ChatRequest, turns: list[dict[str, Any]], tokenizer: Tokenizer) -> Conversation:
+    """The conversation of a request's messages, whose contents may be lists of texts and documents."""
+    variables = body.template_variables()
+
+    def plain(content: str | list[str | Document]) -> str:
+        parts = [content] if isinstance(content, str) else content
+        return "\n".join(part if isinstance(part, str) else part.content for part in parts)
+
+    def render(shown: list[dict[str, Any]], tools: list[Tool]) -> str:
+        return render_chat(tokenizer, shown, tools, body.add_generation_prompt, variables)
+
+    example = Tool(type="function", function=Function(name="example"))
+    plain_turns = [{**turn, "content": plain(turn["content"])} for turn in turns]
+    return Conversation(render, plain_turns, body.offered, example)

@@ -1,0 +1,258 @@
+"""SGLang's `/generate`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from fastapi import Request, Response
+from pydantic import Field
+
+from runtime.errors import InvalidRequest
+from runtime.frontend.output import Finish, Output, Prompt, Submission, new_rid, prompts_of
+from runtime.params import ReuseParams, SamplingParams
+from runtime.protocol import TokenLogprob
+from server.auth.keys import CurrentTenant, EveryKey, Tenant
+from server.documents.store import Documents, DocumentStore
+from server.documents.wire import SegmentPrompts, compile_segments, count_characters
+from server.explain.reason import Explanation
+from server.generation.bodies import AnswerId, Diffusion, GenerationBody, Reuse, Sampling
+from server.generation.service import Generation, Service, Writer
+from server.http import examples, fields
+from server.http.answers import JsonList
+from server.http.context import Context
+from server.http.wire import IdPrompts, OneOrMany, Rid, Text, example
+from server.schemas.store import Schemas, SchemaStore
+
+router = EveryKey(tags=["generate"])
+
+MAX_TOP_LOGPROBS = 128
+# Log-probabilities in an event; each event repeats the earlier ones, and large events delay all streams.
+MAX_REPEATED = 1 << 16
+
+
+class GenerateRequest(GenerationBody):
+    """One prompt or several; exactly one of `text`, `input_ids`, `segments` and `pml`."""
+
+    IGNORED = fields.OPERATION
+    NEUTRAL: ClassVar[Mapping[str, fields.Values]] = fields.MODEL
+    ALIASES: ClassVar[Mapping[str, str]] = {"extra_key": "cache_salt", "return_prompt_token_ids": "return_token_ids"}
+
+    model_config = example(text="The capital of France is", sampling_params={"max_new_tokens": 16, "temperature": 0})
+
+    text: OneOrMany[Text] | None = None
+    input_ids: IdPrompts | None = None
+    pml: OneOrMany[Text] | None = Field(
+        None, description="prompts that import modules of a schema: <prompt schema=...>"
+    )
+    segments: SegmentPrompts | None = Field(None, description="prompts of texts and documents, in order")
+    reuse: Reuse | None = None
+    sampling_params: OneOrMany[Sampling] = Field(default_factory=Sampling)
+    return_logprob: bool = False
+    logprob_start_len: int = Field(-1, ge=-1, description="position from which prompt tokens are reported; -1: none")
+    top_logprobs_num: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    return_text_in_logprobs: bool = False
+    return_token_ids: bool = Field(False, description="the prompt's tokens in meta_info")
+    rid: OneOrMany[Rid] | None = None
+    comparison_response_id: AnswerId | None = None
+    diffusion: Diffusion | None = None
+
+    @property
+    def names(self) -> dict[str, str]:
+        sampling = {name: f"sampling_params.{name}" for name in SamplingParams.model_fields}
+        return {**sampling, "prompt": self.given[0], "prompt_logprobs_from": "logprob_start_len"}
+
+    @property
+    def earlier(self) -> str | None:
+        return self.comparison_response_id
+
+    @property
+    def given(self) -> list[str]:
+        """The fields that hold prompts."""
+        return [name for name in ("text", "input_ids", "segments", "pml") if getattr(self, name) is not None]
+
+    def parameters(self, tenant: Tenant) -> dict[str, Any]:
+        scored = self.return_logprob and self.logprob_start_len >= 0
+        return super().parameters(tenant) | {
+            "logprobs": self.top_logprobs_num if self.return_logprob else None,
+            "prompt_logprobs_from": self.logprob_start_len if scored else None,
+            "diffusion": self.diffusion,
+            "reuse": self.reuse,
+            "show_tokens": self.return_token_ids,
+        }
+
+    def check_repeated(self, tokens: int) -> None:
+        """Raise InvalidRequest if an event would hold more than MAX_REPEATED log-probabilities."""
+        if self.return_logprob and tokens * (1 + self.top_logprobs_num) > MAX_REPEATED:
+            raise InvalidRequest(
+                f"{tokens} tokens with {self.top_logprobs_num} alternatives each exceed the {MAX_REPEATED} "
+                "log-probabilities of a stream's event, which repeats those of earlier events",
+                param="top_logprobs_num",
+            )
+
+
+def submissions_of(
+    body: GenerateRequest, tenant: Tenant, context: Context, documents: DocumentStore, schemas: SchemaStore
+) -> tuple[list[Submission], bool]:
+    """The submissions of a request, and whether it was a list. Raises InvalidRequest."""
+    if len(body.given) != 1:
+        raise InvalidRequest("exactly one of text, input_ids, segments and pml must be given", param="text")
+    prompts, characters, is_list = _prompts(body, tenant.account, documents, schemas)
+    if not prompts:
+        raise InvalidRequest("a batch has at least one prompt", param="text")
+    sampling = _for_each(body.sampling_params, len(prompts), "sampling_params")
+    if isinstance(body.rid, str) and is_list:
+        raise InvalidRequest("a batch needs a list of request ids", param="rid")
+    rids = _for_each(body.rid, len(prompts), "rid")
+    submissions = [
+        body.submission(prompt, params.plain(), tenant, context, num_characters=count, rid=rid or new_rid())
+        for prompt, count, params, rid in zip(prompts, characters, sampling, rids, strict=True)
+    ]
+    return submissions, is_list or any(s.sampling.n > 1 for s in submissions)
+
+
+def _prompts(
+    body: GenerateRequest, account: str, documents: DocumentStore, schemas: SchemaStore
+) -> tuple[Sequence[Prompt | Callable[[], Prompt]], list[int], bool]:
+    """The prompts, the characters of each (0: they are known), and whether it was a list. Raises InvalidRequest."""
+    if body.pml is not None and isinstance(body.reuse, ReuseParams):
+        raise InvalidRequest("reuse is for prompts with documents, and pml has none", param="reuse")
+    if body.segments is not None:
+        is_list = isinstance(body.segments[0], list) if body.segments else True
+        several: list[Any] = body.segments if is_list else [body.segments]
+        compiled = [partial(compile_segments, segments, account, documents) for segments in several]
+        return compiled, [count_characters(segments) for segments in several], is_list
+    given, is_list = prompts_of(getattr(body, body.given[0]))
+    characters = [len(text) if isinstance(text, str) else 0 for text in given]
+    if body.pml is None:
+        return given, characters, is_list
+    return [partial(schemas.compile, account, str(text)) for text in given], characters, is_list
+
+
+def _for_each(value: Any, count: int, param: str) -> list[Any]:
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequest(f"{count} prompts, but {len(value)} {param}", param=param)
+    return value
+
+
+@router.post("/generate", response_model=None, responses=examples.GENERATE)
+async def generate(
+    body: GenerateRequest,
+    request: Request,
+    service: Service,
+    documents: Documents,
+    schemas: Schemas,
+    tenant: CurrentTenant,
+) -> Response:
+    """Complete one prompt or several; with `stream`, as server-sent events that end with `[DONE]`."""
+    context = service.context
+    context.check_model(body.model)
+    submissions, is_list = submissions_of(body, tenant, context, documents, schemas)
+    if body.stream and not context.config.server.incremental_output:
+        for submission in submissions:
+            body.check_repeated(submission.sampling.max_new_tokens or 0)
+    generation = await service.submit(request, body, submissions)
+    writer = GenerateWriter(body, is_list, generation, context)
+    return await generation.respond(request, writer, body.stream)
+
+
+class GenerateWriter(Writer):
+    """The answer to one prompt or several; events repeat the earlier ones, unless they are incremental."""
+
+    def __init__(self, body: GenerateRequest, is_list: bool, generation: Generation, context: Context):
+        self._body = body
+        self._is_list = is_list
+        self._prompts = generation.outputs.prompts
+        self._tokenizer = context.engine.tokenizer
+        self._incremental = context.config.server.incremental_output
+        counts = [submission.sampling.n for submission in generation.outputs.submissions]
+        self._first = [sum(counts[:i]) for i in range(len(counts))]
+        self._logprobs: dict[tuple[int, int], dict[str, JsonList]] = defaultdict(self._empty)
+
+    def _empty(self) -> dict[str, JsonList]:
+        """SGLang's fields, lists of `[logprob, token id, text or null]`, as far as they are asked for."""
+        if not self._body.return_logprob:
+            return {}
+        kinds = ["token", *(["top"] if self._body.top_logprobs_num else [])]
+        parts = ["output", *(["input"] if self._body.logprob_start_len >= 0 else [])]
+        return {f"{part}_{kind}_logprobs": JsonList() for part in parts for kind in kinds}
+
+    def add_logprobs(self, output: Output) -> None:
+        lists = self._logprobs[output.index, output.choice]
+        self._add(lists, "output", output.logprobs or [])
+        self._add(lists, "input", output.prompt_logprobs or [])
+
+    def _add(self, lists: dict[str, JsonList], part: str, items: list[TokenLogprob]) -> None:
+        tokens, top = (lists.get(f"{part}_{kind}_logprobs") for kind in ("token", "top"))
+        text_of = self._tokenizer.token_text if self._body.return_text_in_logprobs else lambda token: None
+        for item in items:
+            if tokens is not None:
+                tokens.append([item.logprob, item.token, text_of(item.token)])
+            if top is not None:
+                top.append([[value, token, text_of(token)] for token, value in item.top] or None)
+
+    def write(self, output: Output, why: Explanation | None) -> Iterable[dict[str, Any]]:
+        key = (output.index, output.choice)
+        self._body.check_repeated(sum(len(lists) for name, lists in self._logprobs[key].items() if "token" in name))
+        if self._incremental:
+            event = self._result(output, output.delta, output.new_token_ids, why)
+            self._logprobs.pop(key)
+        else:
+            event = self._result(output, output.text, output.token_ids[: output.completion_tokens], why)
+        event["delta"] = output.delta
+        if output.canvas is not None:
+            event["canvas"] = output.canvas
+            event["canvas_text"] = self._tokenizer.decode(output.canvas, skip_special_tokens=False)
+        if self._is_list:
+            event["index"] = self._first[output.index] + output.choice
+        yield event
+
+    async def answer(self, generation: Generation) -> dict[str, Any] | list[dict[str, Any]]:
+        done = await generation.collect(self.add_logprobs)
+        results = [self._result(one, one.text, one.token_ids, await generation.explain(one)) for one in done]
+        return results if self._is_list else results[0]
+
+    def _result(self, output: Output, text: str, token_ids: list[int], why: Explanation | None) -> dict[str, Any]:
+        meta: dict[str, Any] = {
+            "id": output.rid,
+            "finish_reason": None if output.finish is None else _reason(output.finish, output.completion_tokens),
+            "prompt_tokens": output.prompt_tokens,
+            "completion_tokens": output.completion_tokens,
+            "cached_tokens": output.cached_tokens,
+            **by_tier(output),
+            "queue_time": output.queue_s,
+            "prefill_time": output.prefill_s,
+            "e2e_latency": output.e2e_s,
+        }
+        if output.finish is not None and output.index in self._prompts:
+            meta["prompt_token_ids"] = self._prompts[output.index]
+        if output.drafted:
+            meta |= {"spec_draft_token_num": output.drafted, "spec_accept_token_num": output.accepted}
+        if output.reuse is not None and "strategy" not in output.reuse:
+            meta |= output.reuse
+        elif output.reuse is not None and output.finish is not None:  # it names all modules or documents
+            meta["reuse"] = output.reuse
+        if why is not None:
+            meta["explain"] = why.describe()
+        meta |= self._logprobs[output.index, output.choice]
+        return {"text": text, "output_ids": list(token_ids), "meta_info": meta}
+
+
+def _reason(finish: Finish, tokens: int) -> dict[str, Any]:
+    reason: dict[str, Any] = {"type": str(finish.type)}
+    if finish.type == "length":
+        reason["length"] = tokens
+    given = {"matched": finish.matched, "message": finish.message}
+    return reason | {name: value for name, value in given.items() if value is not None}
+
+
+def by_tier(output: Output) -> dict[str, Any]:
+    """The field `cached_tokens_by_tier`, where a tier below the pool had some of them."""
+    if not output.loaded_tokens:
+        return {}
+    in_pool = output.cached_tokens - sum(output.loaded_tokens.values())
+    return {"cached_tokens_by_tier": {"pool": in_pool, **output.loaded_tokens}}

@@ -1,0 +1,81 @@
+"""Routes for health, the model and the version."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.responses import PlainTextResponse
+
+from runtime.errors import EngineDead, Overloaded
+from runtime.params import SamplingParams
+from server.auth.keys import CurrentTenant, EveryKey
+from server.generation.bodies import Scoped
+from server.generation.service import Service
+from server.http import examples
+from server.http.context import Ctx
+
+router = EveryKey(tags=["server"])
+
+# Timeout of `/health_generate`, seconds.
+_PROBE_S = 60.0
+_PROBE_PRIORITY = 1 << 30
+
+
+@router.get("/health", response_class=PlainTextResponse, responses=examples.OK)
+async def health(context: Ctx) -> Response:
+    """200 while the engine process runs, else 503."""
+    if not context.engine.alive:
+        raise EngineDead("the engine is not running")
+    return PlainTextResponse("ok")
+
+
+@router.get("/ready", response_class=PlainTextResponse, responses=examples.OK)
+async def ready(context: Ctx) -> Response:
+    """200 while new requests are served; 503 without an engine, while it is paused or hangs, and during a stop."""
+    if not context.engine.alive:
+        raise EngineDead("the engine is not running")
+    context.shutdown.check()
+    if context.engine.paused:
+        raise Overloaded("the engine is paused")
+    if context.engine.late:
+        raise Overloaded("the engine has not finished a step in time")
+    return PlainTextResponse("ok")
+
+
+@router.get("/health_generate", responses=examples.PROBED)
+async def health_generate(request: Request, service: Service, asker: CurrentTenant) -> dict[str, str]:
+    """200 once a token has been generated, at the highest priority that the key may ask for."""
+    priority = _PROBE_PRIORITY if asker.admin else asker.max_priority
+    sampling = SamplingParams(max_new_tokens=1, temperature=0)
+    probe = Scoped().submission([0], sampling, asker, service.context, priority=priority)
+    await service.run(request, probe, timeout_s=_PROBE_S)
+    return {"status": "ok"}
+
+
+@router.get("/model_info", responses=examples.MODEL_INFO)
+@router.get("/get_model_info", include_in_schema=False)
+async def model_info(context: Ctx, asker: CurrentTenant) -> dict[str, Any]:
+    """The loaded model; its directory only for admin keys."""
+    info = context.engine.info
+    path = info.path if asker.admin else info.name
+    return {
+        "model_path": path,
+        "tokenizer_path": path,
+        "served_model_name": info.name,
+        "architecture": info.architecture,
+        "is_generation": True,
+        "context_length": info.context_length,
+        "vocab_size": info.vocab_size,
+        "eos_token_ids": info.eos_token_ids,
+        "dtype": info.dtype,
+        "diffusion": msgspec.to_builtins(info.diffusion),
+    }
+
+
+@router.get("/version", responses=examples.VERSION)
+async def show_version() -> dict[str, str]:
+    """The version of Ramet."""
+    return {"version": version("ramet")}

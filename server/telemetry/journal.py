@@ -1,0 +1,119 @@
+"""The last ended requests, and the recorded trace: lengths, times and hashes, never text."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections import deque
+from hashlib import blake2b
+from pathlib import Path
+from secrets import token_bytes
+from typing import IO, Any
+
+from runtime.errors import RametError
+from runtime.frontend.output import Output, Submission
+from server.auth.keys import Tenant
+
+log = logging.getLogger("ramet.server")
+
+# Ended requests of a tenant that are remembered.
+_MOST = 100
+# Characters of an error's message.
+_CLIP = 300
+# Tokens of a trace's block, and bytes of a token.
+BLOCK_TOKENS, _TOKEN_BYTES = 16, 4
+
+
+class BadTrace(RametError):
+    """The file of a trace cannot be written."""
+
+
+class Journal:
+    """The last completions of every tenant; a trace, if there is one, gets each of them."""
+
+    def __init__(self, trace: Trace | None = None):
+        self._last: dict[str, deque[dict[str, Any]]] = {}
+        self._trace = trace
+
+    def add(self, submission: Submission, output: Output) -> None:
+        """Note the last Output of a completion."""
+        assert output.finish is not None
+        self._note(submission, output, output.e2e_s, finish=str(output.finish.type))
+        if self._trace is not None and not output.choice:
+            self._trace.add(submission, output)
+
+    def add_failed(
+        self, submission: Submission, output: Output | None, seconds: float, error: RametError | None
+    ) -> None:
+        """Note a completion that did not end: its latest Output, if any, and its error; None: its client left."""
+        end = {"finish": "client left"} if error is None else {"finish": error.type, "error": error.message[:_CLIP]}
+        self._note(submission, output, seconds, **end)
+
+    def _note(self, submission: Submission, output: Output | None, seconds: float, **end: str) -> None:
+        entry = {"rid": submission.rid, "at_s": round(time.time(), 3), "e2e_s": round(seconds, 4), **end}
+        if output is None:
+            prompt = len(submission.tokens) // _TOKEN_BYTES
+            entry |= {"prompt_tokens": prompt, "cached_tokens": 0, "output_tokens": 0, "queue_s": 0, "prefill_s": 0}
+        else:
+            entry |= {"prompt_tokens": output.prompt_tokens, "cached_tokens": output.cached_tokens}
+            entry |= {"output_tokens": output.completion_tokens}
+            entry |= {"queue_s": round(output.queue_s, 4), "prefill_s": round(output.prefill_s, 4)}
+        self._last.setdefault(submission.account, deque(maxlen=_MOST)).append(entry)
+
+    def last(self, account: str | None) -> list[dict[str, Any]]:
+        """The last completions of a tenant (None: of all), with its account, latest first."""
+        kept = ((name, entry) for name, entries in self._last.items() for entry in entries if account in (None, name))
+        found = [{"tenant": name, **entry} for name, entry in kept]
+        return sorted(found, key=lambda entry: entry["at_s"], reverse=True)[:_MOST]
+
+
+def open_trace(path: Path | None, tenants: list[Tenant]) -> Trace | None:
+    """The trace of `--record-trace`, if there is one. Raises BadTrace."""
+    return None if path is None else Trace(path, {tenant.account: tenant.name for tenant in tenants})
+
+
+class Trace:
+    """A file of JSON lines as Mooncake's: timestamp (ms), lengths, hash_ids of blocks of BLOCK_TOKENS tokens.
+
+    Hashes are keyed with a secret of this process and chained from the tenant and the salt on, so that they reveal only
+    which prompts begin alike. A line is written when its request ends.
+
+    Args:
+        path: lines are appended.
+        names: tenants' names by account.
+    """
+
+    def __init__(self, path: Path, names: dict[str, str]):
+        try:
+            self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise BadTrace(f"--record-trace {path} cannot be written: {error.strerror}") from None
+        self._names = names
+        self._secret = token_bytes(32)
+
+    def add(self, submission: Submission, output: Output) -> None:
+        """Write the line of an ended request."""
+        line = {
+            "timestamp": round(1000 * (time.time() - output.e2e_s)),
+            **{"input_length": output.prompt_tokens, "output_length": output.completion_tokens},
+            **{"block_tokens": BLOCK_TOKENS, "hash_ids": self._hashes(submission)},
+            "tenant": self._names.get(submission.account, ""),
+        }
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        except (OSError, ValueError) as error:
+            if not self._file.closed:
+                log.error("--record-trace: nothing more is recorded: %s", error)
+                with contextlib.suppress(OSError):
+                    self._file.close()
+
+    def _hashes(self, submission: Submission) -> list[int]:
+        digest, size = submission.namespace.to_bytes(), BLOCK_TOKENS * _TOKEN_BYTES
+        found = []
+        for start in range(0, len(submission.tokens), size):
+            block = digest + submission.tokens[start : start + size]
+            digest = blake2b(block, digest_size=6, key=self._secret).digest()
+            found.append(int.from_bytes(digest, "little"))
+        return found

@@ -1,0 +1,324 @@
+"""The contract of reuse strategies: each keeps every promise, whatever it reads and computes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from radix import Namespace
+from runtime.calls import EraseTenant, GetRequests
+from runtime.models.tokenizer import Tokenizer
+from tests.runtime.engine.driver import call
+from tests.runtime.reuse.contract.subject import NEW, TENANT, Subject, World
+from tests.runtime.reuse.contract.subjects import Prefix
+
+SMALL = {"page_size": 4, "step_tokens": 24}
+
+
+def some(subject: Subject, count: int, seed: int = 0) -> list:
+    draw = random.Random(seed)
+    return [subject.draw(draw) for _ in range(count)]
+
+
+# -- answers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"page_size": 16, "native_kernels": False},
+        {"page_size": 1, "step_tokens": 7, "overlap": "off"},
+        {"page_size": 4, "step_tokens": 64, "chunk_tokens": 16, "overlap": "on"},
+    ],
+    ids=["torch", "small steps", "chunks"],
+)
+def test_in_its_limit_a_strategy_is_exact(subject, options):
+    """Greedy, in float32: cold, warm, and behind a request that shares nothing."""
+    draw = random.Random(1)
+    (prompt, answer), other = subject.limit(draw), subject.draw(draw)
+    world = World(subject, **options)
+    assert world.one("cold", subject, prompt) == answer
+    world.ask("other", subject, other)
+    assert world.one("warm", subject, prompt) == answer
+    world.check()
+
+
+@pytest.mark.parametrize("options", [{}, {"page_size": 1, "chunk_tokens": 3, "step_tokens": 64}, SMALL])
+def test_cold_warm_and_batched_answers_are_right(subject, options):
+    """The second time fewer rows are computed; the report adds up."""
+    prompts, world, costs = some(subject, 3), World(subject, **options), []
+    for i in range(2):
+        before = world.row_layers
+        world.one(f"{i}", subject, prompts[0])
+        assert (world.cached(f"{i}") > 0) == (i > 0)
+        report = next((event.reuse for event in world.events[f"{i}"] if event.reuse), None)
+        if report and "computed_tokens" in report:
+            assert report["reused_tokens"] == world.cached(f"{i}")
+            assert report["reused_tokens"] + report["computed_tokens"] == subject.size(prompts[0])
+        costs.append(world.row_layers - before)
+    assert costs[1] < costs[0]
+    for i, prompt in enumerate([*prompts, prompts[1]]):
+        world.ask(f"batch {i}", subject, prompt)
+    world.run()
+    world.check()
+
+
+def test_penalties_count_all_tokens_of_the_prompt(subject):
+    draw = random.Random(3)
+    prompt, plain = subject.limit(draw)[0], Prefix(subject.path)
+    if subject.ordinary(prompt) is None:
+        pytest.skip("no ordinary request has such a text")
+    world, sampling = World(subject), {"repetition_penalty": 1.8}
+    found = [world.one("reused", subject, prompt, count=12, sampling=sampling)]
+    found.append(world.one("ordinary", plain, subject.ordinary(prompt), count=12, sampling=sampling))
+    assert found[0] == found[1] != world.one("without", subject, prompt, count=12)
+
+
+def test_an_answer_may_be_constrained(subject):
+    if not subject.is_causal:
+        pytest.skip("diffusion models take no grammar")
+    world = World(subject, page_size=4)
+    for i, prompt in enumerate(some(subject, 2) * 2):
+        world.ask(f"{i}", subject, prompt, sampling={"regex": "[0-9]{6,9}"})
+    world.run()
+    tokenizer = Tokenizer.load(subject.path)
+    assert all(tokenizer.decode(tokens).isdigit() for tokens in world.tokens.values())
+    assert world.tokens["0"] == world.tokens["2"]
+
+
+def test_what_several_requests_need_is_computed_once(subject):
+    (prompt,) = some(subject, 1)
+    world = World(subject, page_size=4)
+    world.one("alone", subject, prompt)
+    alone, world = world.row_layers, World(subject, page_size=4, step_tokens=32)
+    for i in range(3):
+        world.ask(f"{i}", subject, prompt)
+    world.run()
+    world.check()
+    assert world.row_layers < 2 * alone
+
+
+def test_without_a_cache_nothing_is_kept(subject):
+    prompts, world = some(subject, 2), World(subject, prefix_cache=False)
+    for i, prompt in enumerate([*prompts, *prompts]):
+        world.ask(f"{i}", subject, prompt)
+    world.run()
+    world.check()
+    assert {world.cached(rid) for rid in world.asked} == {0}
+    assert world.tree.num_pages == 0
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_retracted_at_any_step_ends_right(subject):
+    world, prompts = World(subject, **SMALL), some(subject, 12)
+    for steps, prompt in enumerate(prompts, 1):
+        world.ask(f"{steps}", subject, prompt)
+        for _ in range(steps):
+            if world.core.busy:
+                world.step()
+        if world.core.scheduler.running:
+            world.retract(f"{steps}")
+        world.run()
+    assert world.core.scheduler.num_retracted > 3
+    world.check()
+
+
+def test_a_request_aborted_at_any_step_leaves_nothing_behind(subject):
+    """Neither pages nor locks; requests that waited for it compute what it did not."""
+    world, prompts = World(subject, **SMALL), some(subject, 12)
+    for steps, prompt in enumerate(prompts, 1):
+        world.ask(f"gone {steps}", subject, prompt)
+        world.ask(f"{steps}", subject, prompt)
+        for _ in range(steps):
+            if world.core.busy:
+                world.step()
+        if f"gone {steps}" not in world.finish:
+            world.abort(f"gone {steps}")
+        world.run()
+    world.check(None)
+    assert all(len(world.tokens[f"{steps}"]) == NEW for steps in range(1, 13))
+    world.flush()
+    assert world.tree.num_pages == 0
+    assert world.core.cache.allocator.num_free == world.core.cache.pool.num_pages
+
+
+def test_a_pool_that_is_too_small_evicts_and_retracts(subject):
+    world = World(subject, page_size=4, pool_tokens=4 * subject.needs, max_running=16)
+    for i, prompt in enumerate(some(subject, 6) * 2):
+        world.ask(f"{i}", subject, prompt, 30)
+    world.run()
+    assert world.core.scheduler.num_retracted
+    assert world.core.state()["evicted_tokens_by_cause"]["room"]
+    world.check(30)
+
+
+def test_whatever_is_accepted_comes_to_its_end(subject):
+    if not subject.refuses:
+        pytest.skip("the frontend refuses its requests")
+    accepted, prompts = 0, some(subject, 2)
+    pools = range(6, subject.needs, subject.needs // 10)
+    for pages in pools:
+        world = World(subject, page_size=4, pool_tokens=4 * pages)
+        for i, prompt in enumerate(prompts):
+            world.ask(f"{i}", subject, prompt)
+        accepted += len(world.asked)
+        world.run()
+        world.check()
+        refused = world.finish.keys() - world.asked.keys()
+        assert all(world.finish[rid].code == "context_length_exceeded" for rid in refused)
+    assert 2 <= accepted < 2 * len(pools), "it depends on the size"
+
+
+def test_what_was_evicted_in_part_is_computed_again(subject):
+    (prompt,), world = some(subject, 1), World(subject, page_size=4)
+    world.one("cold", subject, prompt)
+    world.one("warm", subject, prompt)
+    for i in range(6):
+        assert world.evict()
+        world.one(f"{i}", subject, prompt)
+        assert world.cached(f"{i}") < world.cached("warm")
+    world.check()
+
+
+def test_a_step_that_is_too_large_for_the_memory_is_run_in_parts(subject, monkeypatch):
+    world, prompts = World(subject, page_size=4), some(subject, 3)
+    run = world.core.executor.run
+
+    def small(batch):
+        if len(batch.tokens) > 9:
+            raise torch.OutOfMemoryError("no memory")
+        return run(batch)
+
+    monkeypatch.setattr(world.core.executor, "run", small)
+    for i, prompt in enumerate(prompts):
+        world.ask(f"{i}", subject, prompt)
+    world.run()
+    world.check()
+    assert world.core.state()["failed_requests"] == 0
+    assert world.core.state()["failed_steps"] > 3
+
+
+def test_a_failing_step_leaves_nothing_behind(subject, monkeypatch):
+    """Whatever it computed: chunks, a look, own rows, or a token."""
+    world, (prompt,) = World(subject, **SMALL), some(subject, 1)
+    run = world.core.executor.run
+    for steps in range(12):
+        world.ask(f"{steps}", subject, prompt)
+        for _ in range(steps):
+            if world.core.busy:
+                world.step()
+        with monkeypatch.context() as patched:
+            patched.setattr(world.core.executor, "run", lambda batch: (_ for _ in ()).throw(RuntimeError("a secret")))
+            if world.core.busy:
+                world.step()
+        assert world.core.executor.run == run
+        world.run()
+        assert "secret" not in (world.finish[f"{steps}"].message or "")
+    assert [finish.type for finish in world.finish.values()].count("error") > 3
+    world.one("after", subject, prompt)
+    world.check(None)
+    assert len(world.tokens["after"]) == NEW
+
+
+# -- whose KV it is ----------------------------------------------------------------------------------------------
+
+
+def test_nothing_approximate_lies_under_exact_keys(subject):
+    """An ordinary request with the same text answers as the model does, and its KV is not read as the strategy's."""
+    prompts, plain = some(subject, 4), Prefix(subject.path)
+    if subject.ordinary(prompts[0]) is None:
+        pytest.skip("no ordinary request has such a text")
+    for page_size in (1, 4):
+        world = World(subject, page_size=page_size)
+        for i, prompt in enumerate(prompts):
+            text = subject.ordinary(prompt)
+            if i % 2:
+                world.one(f"before {i}", plain, text)
+            world.one(f"{i}", subject, prompt)
+            world.ask(f"text {i}", plain, text)
+            world.ask(f"turn {i}", plain, [*text, *world.tokens[f"{i}"], 77])
+            world.run()
+        world.check()
+
+
+def test_a_request_that_may_not_be_stored_leaves_nothing(subject):
+    """It reads what others have stored."""
+    world, (prompt, other) = World(subject, page_size=4), some(subject, 2)
+    for i in range(2):
+        world.one(f"private {i}", subject, prompt, store=False)
+        assert world.cached(f"private {i}") == 0
+        assert world.tree.num_pages == 0
+    world.one("stored", subject, other)
+    pages = world.tree.num_pages
+    world.one("reads", subject, other, store=False)
+    assert world.cached("reads") > 0
+    assert world.tree.num_pages == pages
+    world.check()
+
+
+def test_tenants_and_salts_never_meet(subject):
+    world, (prompt,) = World(subject, page_size=4), some(subject, 1)
+    spaces = [Namespace("a"), Namespace("b"), Namespace("a", "salt"), Namespace("a")]
+    costs = []
+    for i, namespace in enumerate(spaces):
+        before = world.row_layers
+        world.one(f"{i}", subject, prompt, namespace=namespace)
+        costs.append(world.row_layers - before)
+    world.check()
+    assert [world.cached(f"{i}") > 0 for i in range(4)] == [False, False, False, True]
+    assert costs[0] == costs[1] == costs[2] > costs[3]
+    assert world.tenants() == {"a", "b"}
+
+
+def test_an_erased_tenant_leaves_nothing(subject):
+    world, (prompt, other) = World(subject, page_size=4), some(subject, 2)
+    for tenant in ("a", "b"):
+        world.one(tenant, subject, prompt, namespace=Namespace(tenant))
+    assert call(world.core, EraseTenant("a"))["erased_tokens"] > 0
+    assert world.tenants() == {"b"}
+    world.one("again", subject, prompt, namespace=TENANT)
+    world.one("kept", subject, prompt, namespace=Namespace("b"))
+    assert (world.cached("again"), world.cached("kept") > 0) == (0, True)
+    world.one("other", subject, other, namespace=TENANT)
+    world.check()
+
+
+def test_a_tenant_over_its_quota_is_served(subject):
+    world = World(subject, tenant_quota=2, page_size=4)
+    for i, prompt in enumerate(some(subject, 3)):
+        world.one(f"{i}", subject, prompt, namespace=TENANT)
+        assert world.tree.num_pages <= 2
+    world.check()
+
+
+def test_bad_numbers_leave_the_cache(subject):
+    """The request that reads them ends with an error, and the next one computes them anew."""
+    world, (prompt,) = World(subject, page_size=4), some(subject, 1)
+    world.one("a", subject, prompt)
+    for node in world.tree.nodes():
+        for page in node.pages:
+            world.core.executor.pool.v[:, page * 4] = torch.nan
+    world.one("bad", subject, prompt)
+    assert "finite" in world.finish["bad"].message
+    del world.asked["bad"]
+    world.one("again", subject, prompt)
+    world.check()
+
+
+# -- what is told ------------------------------------------------------------------------------------------------
+
+
+def test_operators_see_requests_in_all_their_steps(subject):
+    world, (prompt,) = World(subject, **SMALL), some(subject, 1)
+    world.ask("a", subject, prompt)
+    while world.core.busy:
+        (shown,) = call(world.core, GetRequests(9))["requests"]
+        assert shown["prompt_tokens"] == subject.size(prompt)
+        assert shown["output_tokens"] == len(world.tokens["a"])
+        assert shown["computed_tokens"] >= 0
+        assert shown["max_tokens"] == NEW
+        world.step()

@@ -1,0 +1,139 @@
+"""The promises that all APIs share, over a live server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+LONG = "Something that two tenants ask in the very same words, long enough for two pages of sixteen tokens. " * 2
+
+
+@dataclass(frozen=True)
+class Api:
+    """How one API spells a request, its answer and its events; `cached`: cached tokens of an answer."""
+
+    path: str
+    prompt: Callable[[str], dict]
+    options: Callable[[int], dict]
+    limit: str
+    text: Callable[[dict], str]
+    delta: Callable[[dict], str]
+    cached: Callable[[dict], int]
+
+    def body(self, text: str, tokens: int = 8, **fields) -> dict:
+        return {"model": "smollm2", **self.prompt(text), **self.options(tokens), **fields}
+
+
+def said(text: str) -> dict:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+def greedy(name: str) -> Callable[[int], dict]:
+    return lambda tokens: {name: tokens, "temperature": 0}
+
+
+APIS = {
+    "generate": Api(
+        "/generate",
+        lambda text: {"text": text},
+        lambda tokens: {"sampling_params": greedy("max_new_tokens")(tokens)},
+        "sampling_params.max_new_tokens",
+        lambda answer: answer["text"],
+        lambda event: event["delta"],
+        lambda answer: answer["meta_info"]["cached_tokens"],
+    ),
+    "completions": Api(
+        "/v1/completions",
+        lambda text: {"prompt": text},
+        greedy("max_tokens"),
+        "max_tokens",
+        lambda answer: answer["choices"][0]["text"],
+        lambda event: event["choices"][0]["text"],
+        lambda answer: answer["usage"]["prompt_tokens_details"]["cached_tokens"],
+    ),
+    "chat": Api(
+        "/v1/chat/completions",
+        said,
+        greedy("max_tokens"),
+        "max_tokens",
+        lambda answer: answer["choices"][0]["message"]["content"],
+        lambda event: event["choices"][0]["delta"].get("content", ""),
+        lambda answer: answer["usage"]["prompt_tokens_details"]["cached_tokens"],
+    ),
+    "messages": Api(
+        "/v1/messages",
+        said,
+        greedy("max_tokens"),
+        "max_tokens",
+        lambda answer: answer["content"][0]["text"],
+        lambda event: event["delta"]["text"] if event["type"] == "content_block_delta" else "",
+        lambda answer: answer["usage"]["cache_read_input_tokens"],
+    ),
+    "responses": Api(
+        "/v1/responses",
+        lambda text: {"input": text},
+        greedy("max_output_tokens"),
+        "max_output_tokens",
+        lambda answer: answer["output"][0]["content"][0]["text"],
+        lambda event: event["delta"] if event["type"] == "response.output_text.delta" else "",
+        lambda answer: answer["usage"]["input_tokens_details"]["cached_tokens"],
+    ),
+}
+
+
+@pytest.fixture(params=APIS.values(), ids=APIS)
+def each(request) -> Api:
+    return request.param
+
+
+def ask(client, api: Api, text: str, tokens: int = 8, **fields) -> dict:
+    answer = client.post(api.path, json=api.body(text, tokens, **fields))
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_a_stream_says_what_the_whole_answer_says(client, each):
+    whole = each.text(ask(client, each, "Name a tree."))
+    answer = client.post(each.path, json=each.body("Name a tree.", stream=True))
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert whole
+    assert "".join(each.delta(json.loads(line)) for line in lines if line != "[DONE]") == whole
+
+
+def test_salts_do_not_share(client, each):
+    client.post("/flush_cache")
+    found = [each.cached(ask(client, each, LONG, 1, cache_salt=salt)) for salt in ("one", "two", "one")]
+    assert (found[0], found[1], found[2] > 0) == (0, 0, True)
+
+
+def test_a_miss_is_explained(client, each):
+    client.post("/flush_cache")
+    answer = ask(client, each, LONG, 1, explain=True)
+    answer = answer.get("meta_info") or (answer if "explain" in answer else answer["choices"][0])
+    assert answer["explain"]["reason"] in ("never_here", "evicted", "flushed")
+
+
+def test_a_bad_field_is_named(client, each):
+    for fields, status, param in (
+        ({"colour": 1}, 400, "colour"),
+        ({"model": "gpt-9"}, 404, "model"),
+        (each.options(9000), 400, each.limit),
+    ):
+        answer = client.post(each.path, json=each.body("x") | fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_aborts_its_request(client, server, each, stream):
+    before = server.state()["aborted_requests"]
+    client.post("/pause")  # so that no answer ends before its client leaves
+    try:
+        with server.leaving(each.path, each.body("Count: 1, 2, 3,", 6000, stream=stream)):
+            server.wait(lambda state: state["waiting"] == 1)
+        state = server.wait(lambda state: state["waiting"] == 0)
+    finally:
+        client.post("/resume")
+    assert state["aborted_requests"] - before == 1

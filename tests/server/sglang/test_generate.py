@@ -1,0 +1,192 @@
+"""`/generate` and the routes about the server, over a live server."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import pairwise
+
+from tests.server.conftest import PATIENCE_S
+
+GREEDY = {"temperature": 0, "max_new_tokens": 8}
+# Of a request that is under way when something happens to it; it has to be ended.
+ENDLESS = {"max_new_tokens": 6000, "ignore_eos": True}
+
+
+def ask(client, **body):
+    answer = client.post("/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events(client, path="/generate", **body):
+    """The events of a stream, framing checked."""
+    with client.stream("POST", path, json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        text = b"".join(answer.iter_raw()).decode()
+    assert text.endswith("data: [DONE]\n\n")
+    blocks = [block for block in text.split("\n\n") if block and not block.startswith(":")]
+    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
+    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-1]]
+
+
+def events_until(wanted, client, **body):
+    """The events of a stream, again until they are as wanted: a reader that stood still has several steps as one."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not wanted(parts := events(client, **body)):
+        assert time.monotonic() < deadline, parts
+    return parts
+
+
+def test_text_ids_and_meta(client):
+    one = ask(client, text="The capital of France is", sampling_params=GREEDY)
+    assert one["text"].startswith(" Paris")
+    meta = one["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 8}
+    assert (meta["prompt_tokens"], meta["completion_tokens"], len(one["output_ids"])) == (5, 8, 8)
+    assert meta["e2e_latency"] >= meta["queue_time"] >= 0
+    ids = client.post("/tokenize", json={"prompt": "The capital of France is"}).json()["tokens"]
+    assert ask(client, input_ids=ids, sampling_params=GREEDY)["output_ids"] == one["output_ids"]
+    assert client.post("/detokenize", json={"tokens": ids}).json()["text"] == "The capital of France is"
+
+
+def test_cached_tokens_grow(client):
+    client.post("/flush_cache")
+    prompt = "A prompt that is long enough to fill a page or two, about roots, stems and leaves of aspens. " * 2
+    cold = ask(client, text=prompt, sampling_params=GREEDY)["meta_info"]
+    warm = ask(client, text=prompt, sampling_params=GREEDY)["meta_info"]
+    assert cold["cached_tokens"] == 0
+    assert warm["cached_tokens"] == warm["prompt_tokens"] - 1
+    flushed = client.post("/flush_cache").json()
+    assert flushed["success"]
+    assert flushed["flushed_tokens"] > 0
+    assert ask(client, text=prompt, sampling_params=GREEDY)["meta_info"]["cached_tokens"] == 0
+
+
+def test_batches_and_n(client):
+    several = ask(client, text=["Once upon a time", "The capital of France is"], sampling_params=[GREEDY, GREEDY])
+    assert several[1]["text"].startswith(" Paris")
+    many = ask(client, text=["a", "b"], sampling_params={"n": 2, "max_new_tokens": 3, "seed": 1}, rid=["r1", "r2"])
+    assert [entry["meta_info"]["id"] for entry in many] == ["r1", "r1", "r2", "r2"]
+
+
+def test_stream_is_cumulative_with_deltas(client):
+    whole = ask(client, text="Once upon a time", sampling_params=GREEDY)
+    parts = events(client, text="Once upon a time", sampling_params=GREEDY)
+    assert parts[-1]["text"] == whole["text"] == "".join(part["delta"] for part in parts)
+    assert parts[-1]["output_ids"] == whole["output_ids"]
+    assert [part["meta_info"]["finish_reason"] is None for part in parts] == [True] * (len(parts) - 1) + [False]
+    for before, after in pairwise(parts):
+        assert after["text"].startswith(before["text"])
+        assert after["meta_info"]["completion_tokens"] == len(after["output_ids"])
+
+
+def test_stream_of_a_batch_tells_the_index(client):
+    parts = events(client, text=["Once upon", "The capital of France is"], sampling_params=GREEDY)
+    texts = {index: "".join(p["delta"] for p in parts if p["index"] == index) for index in (0, 1)}
+    assert texts[1].startswith(" Paris")
+    assert sum(p["meta_info"]["finish_reason"] is not None for p in parts) == 2
+
+
+def test_logprobs(client):
+    answer = ask(
+        client,
+        text="The capital of France is",
+        sampling_params=GREEDY,
+        return_logprob=True,
+        top_logprobs_num=3,
+        logprob_start_len=0,
+        return_text_in_logprobs=True,
+    )["meta_info"]
+    assert len(answer["output_token_logprobs"]) == len(answer["output_top_logprobs"]) == 8
+    value, token, text = answer["output_token_logprobs"][0]
+    assert answer["output_top_logprobs"][0][0] == [value, token, text]
+    assert text == " Paris"
+    assert answer["input_token_logprobs"][0][0] is None
+    assert len(answer["input_token_logprobs"]) == 5
+
+
+def test_stop_strings(client):
+    body = {"text": "1, 2, 3, 4,", "sampling_params": {"temperature": 0, "max_new_tokens": 20, "stop": "7"}}
+    answer = ask(client, **body)
+    assert answer["text"] == " 5, 6, "
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "7"}
+    assert events(client, **body)[-1]["text"] == answer["text"]
+    longer = {**body["sampling_params"], "stop": [", 6, 7", "never"]}
+    parts = events(client, text=body["text"], sampling_params=longer)
+    assert "".join(part["delta"] for part in parts) == parts[-1]["text"] == " 5"
+    assert all(" 5".startswith(part["text"]) for part in parts)
+    assert ask(client, text=body["text"], sampling_params={**longer, "no_stop_trim": True})["text"] == " 5, 6, 7"
+
+
+def test_a_seed_gives_the_same_text_again(client):
+    sampling = {"temperature": 1.5, "max_new_tokens": 12, "seed": 11, "n": 2}
+    first, second = (ask(client, text="Once upon a time", sampling_params=sampling) for _ in range(2))
+    assert [choice["output_ids"] for choice in first] == [choice["output_ids"] for choice in second]
+    assert first[0]["output_ids"] != first[1]["output_ids"]
+
+
+def test_fields_that_are_null_or_false_are_not_there(client):
+    """SGLang's clients and router send every field they know."""
+    body = {"lora_path": None, "image_data": None, "return_hidden_states": False, "log_metrics": True, "rid": None}
+    sampling = {**GREEDY, "regex": None, "top_p": None, "stop": None, "spaces_between_special_tokens": True}
+    answer = ask(client, text="The capital of France is", stream=None, sampling_params=sampling, **body)
+    assert answer["text"].startswith(" Paris")
+
+
+def test_abort_by_id(client, server):
+    with client.stream(
+        "POST",
+        "/generate",
+        json={"text": "Count:", "stream": True, "rid": "long", "sampling_params": ENDLESS},
+    ) as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith("data: "))
+        next(lines)
+        assert client.post("/abort_request", json={"rid": "long"}).json() == {"success": True}
+        *_, last, done = lines
+    assert done == "data: [DONE]"
+    assert json.loads(last[6:])["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_two_hundred_disconnects(client, server):
+    """Streams cut after a random number of bytes, several at a time."""
+    import random
+    from concurrent.futures import ThreadPoolExecutor
+
+    def cut(seed: int) -> None:
+        draw = random.Random(seed)
+        prompt = "root " * draw.randrange(1, 60)
+        body = {"text": prompt, "stream": True, "sampling_params": {"max_new_tokens": 200, "n": draw.choice([1, 1, 2])}}
+        with client.stream("POST", "/generate", json=body) as answer:
+            for i, _ in enumerate(answer.iter_bytes()):
+                if i >= draw.randrange(0, 4):
+                    return
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(cut, range(200)))
+    server.check_idle()
+    assert ask(client, text="The capital of France is", sampling_params=GREEDY)["text"].startswith(" Paris")
+
+
+def test_routes_about_the_server(client):
+    assert client.get("/health").status_code == 200
+    assert client.get("/health_generate").status_code == 200
+    # Load balancers send HEAD.
+    assert [client.head(path).status_code for path in ("/health", "/ready")] == [200, 200]
+    info = client.get("/model_info").json()
+    assert (info["served_model_name"], info["context_length"]) == ("smollm2", 8192)
+    assert client.get("/get_model_info").json() == info
+    assert client.get("/server_info").json()["config"]["server"]["host"] == "127.0.0.1"
+    ask(client, text="x", sampling_params=GREEDY)
+    metrics = client.get("/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain")
+    values = dict(line.rsplit(" ", 1) for line in metrics.text.splitlines() if not line.startswith("#"))
+    label = '{model_name="smollm2"}'
+    for name in (
+        "sglang:generation_tokens_total",
+        "vllm:prompt_tokens_total",
+        "sglang:time_to_first_token_seconds_count",
+    ):
+        assert float(values[name + label]) > 0
+    assert float(values["sglang:num_running_reqs" + label]) == 0
