@@ -32,6 +32,7 @@ Reuse = AnyReuse | dict[str, Any] | None
 T = TypeVar("T")
 
 _UNLIMITED = 1 << 62
+_END = "inproc://end"
 
 
 class EngineThread(Host):
@@ -61,13 +62,14 @@ class EngineThread(Host):
         for socket, address in zip(sockets, (inbox, outbox), strict=True):
             socket.set_hwm(0)
             socket.connect(address)
+        sockets[0].bind(_END)  # the other end of `inbox` is the client's, which receives nothing
         loop = self._loop = EngineLoop(*sockets)
 
         def end(error: EngineDead | None = None) -> None:
-            """Like a message of the client's, from any thread."""
+            """Send the loop a Shutdown, from any thread."""
             loop.error = loop.error or error
             with suppress(zmq.ZMQError), context.socket(zmq.PUSH) as socket:
-                socket.connect(inbox)
+                socket.connect(_END)
                 socket.send(encode(Shutdown()))
 
         def run() -> None:
