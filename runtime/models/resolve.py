@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import re
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
@@ -14,7 +12,7 @@ from runtime.errors import ModelError
 from runtime.models.adapters import ADAPTERS
 from runtime.models.default_model import fetch_default
 from runtime.models.implementation import own_spec
-from runtime.models.publishing import FORMAT, find_damage, provide, scratch, write_checksums
+from runtime.models.publishing import FORMAT, provide
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
 # Other formats of the same weights: subdirectories (onnx, original) and Mistral's own layout.
@@ -111,39 +109,9 @@ def _from_hub(name: str, config: ModelConfig) -> Path:
     try:
         # The configuration first, so that an unsupported model is refused before gigabytes are fetched.
         own_spec(config, Path(hf_hub_download(name, "config.json")).parent)
-        path = Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
     except HFValidationError as error:
         raise ModelError(f"--model {name}: {error}") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, HTTPError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(f"--model {name}: it could not be fetched from the hub: {reason}") from None
-    checksums = config.cache_dir / "models" / f"{name.replace('/', '--')}-{path.name}.json"
-    if (damage := _find_damage(path, checksums)) is not None:
-        raise ModelError(
-            f"--model {name}: {damage} is damaged, as its checksum differs; delete {damage.resolve()} to fetch it again"
-        )
-    return path
-
-
-def _find_damage(path: Path, checksums: Path) -> Path | None:
-    """The first damaged file of a snapshot, first by the hub's digests, later by fast ones in `checksums`."""
-    if checksums.exists():
-        return find_damage(path, checksums)
-    damage = next((file for file in sorted(path.iterdir()) if file.is_file() and not _as_published(file)), None)
-    if damage is None:
-        with contextlib.suppress(OSError):  # if they cannot be written, each start verifies the hub's digests
-            checksums.parent.mkdir(parents=True, exist_ok=True)
-            with scratch(checksums.parent, ".making-") as directory:
-                write_checksums(path, directory / "new")
-                (directory / "new").rename(checksums)
-    return damage
-
-
-def _as_published(file: Path) -> bool:
-    """Whether a file has the digest that names it in the hub's cache: SHA-256 for large files, otherwise git's."""
-    name, size = file.resolve().name, file.stat().st_size
-    if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", name):  # a copy with a plain name, on file systems without links
-        return True
-    digest = hashlib.sha256() if len(name) == 64 else hashlib.sha1(f"blob {size}\0".encode())
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, lambda: digest).hexdigest() == name

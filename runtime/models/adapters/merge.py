@@ -41,7 +41,7 @@ def build_adapted(name: str, cache_dir: Path) -> Path:
 
 
 def merge_adapter(base: Path, adapter: Path, models: Path, name: str) -> Path:
-    """The directory `models`/`name`-DIGEST-FORMAT, merged the first time, and if it is damaged.
+    """The directory `models`/`name`-DIGEST-FORMAT, merged the first time.
 
     Args:
         base: directory of the causal model that the adapter was trained on.
