@@ -83,10 +83,11 @@ class ModelConfig(Section):
     context_length: int | None = Field(None, ge=1, description="longest prompt plus output; default: the model's own")
     cache_dir: Path = Field(default_factory=default_cache_dir, description="directory of fetched and converted models")
     chat_template: Path | None = Field(None, description="a Jinja file that replaces the model's chat template")
-    attention_backend: Literal["auto", "cpu", "flashinfer"] = Field(
-        "auto", description="cpu: the torch reference, on any device; flashinfer: needs CUDA"
+    kernels: Literal["auto", "native", "torch", "flashinfer"] = Field(
+        "auto",
+        description="native: C++, for CPUs with AVX2 or AVX-512; flashinfer: for CUDA; torch: the reference, on any "
+        "device; auto: the fastest that can compute the model",
     )
-    native_kernels: bool = Field(True, description="compute in C++ on CPUs with AVX2 or AVX-512; off: in torch")
 
     @property
     def adapters(self) -> list[tuple[str, str]]:

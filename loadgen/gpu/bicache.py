@@ -43,7 +43,7 @@ def items(path: Path, device: str, sizes: Sizes) -> Iterator[Item]:
     if sizes is FULL:
         options["depth_table"] = table
     if device == "cpu":
-        options |= {"pool_tokens": 8192, "native_kernels": False}
+        options |= {"pool_tokens": 8192, "kernels": "torch"}
     with closing(OneAtATime(lambda: _Denoise(path, sizes, options))) as engine:
         for prefix in sizes.prefixes:
             for batch in sizes.batches:

@@ -179,7 +179,7 @@ def _prompts(path: Path) -> list[list[int]]:
 
 
 def _ours(path: Path, options: dict[str, Any], prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    options = {"native_kernels": False, "pool_tokens": 4096, **options}
+    options = {"kernels": "torch", "pool_tokens": 4096, **options}
     shared = options.pop("shared", None)
     drive = Drive(path, **options)
     if shared is not None:

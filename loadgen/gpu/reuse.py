@@ -104,6 +104,4 @@ def drafts(path: Path, device: str) -> Iterator[Item]:
 def _options(device: str) -> dict[str, Any]:
     # Two engines fit, each with its weights.
     options: dict[str, Any] = {"device": device, "random_weights": True, "dtype": "bfloat16", "pool_tokens": 65536}
-    return (
-        options if device == "cuda" else {**options, "pool_tokens": 8192, "native_kernels": False, "dtype": "float32"}
-    )
+    return options if device == "cuda" else {**options, "pool_tokens": 8192, "kernels": "torch", "dtype": "float32"}

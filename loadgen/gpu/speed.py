@@ -43,7 +43,7 @@ def items(path: Path, device: str, sizes: Sizes) -> Iterator[Item]:
     running = max(*sizes.batches, sizes.shared_batch)
     options = {"device": device, "random_weights": True, "max_running": running, "dtype": "bfloat16"}
     if device == "cpu":
-        options |= {"pool_tokens": 8192, "native_kernels": False}
+        options |= {"pool_tokens": 8192, "kernels": "torch"}
 
     def opening(**more: Any) -> Speed:
         return Speed(path, sizes, {**options, **more})

@@ -36,7 +36,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 CODE: dict[str, dict[str, Any]] = {
     "native": {},
     "int8": {"quantization": "int8"},
-    "torch": {"native_kernels": False},
+    "torch": {"kernels": "torch"},
     "transformers": {"model_impl": "transformers"},
 }
 

@@ -43,19 +43,19 @@ def choose_dtype(config: ModelConfig, device: torch.device, native: bool) -> tor
 
 
 def choose_attention(config: ModelConfig, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """The backend of `--attention-backend`; auto is FlashInfer if it is installed, on CUDA, where it can compute."""
+    """The backend of `--kernels`; auto is FlashInfer if it is installed, on CUDA, where it can compute."""
     installed = find_spec("flashinfer") is not None
-    if config.attention_backend == "flashinfer":
+    if config.kernels == "flashinfer":
         if device.type != "cuda":
-            raise ModelError(f"--attention-backend flashinfer needs CUDA; the device is {device}")
+            raise ModelError(f"--kernels flashinfer needs CUDA; the device is {device}")
         if not installed:
-            raise ModelError("--attention-backend flashinfer: FlashInfer is not installed; pip install ramet[cuda]")
+            raise ModelError("--kernels flashinfer: FlashInfer is not installed; pip install ramet[cuda]")
         if dtype == torch.float32:
-            raise ModelError("--attention-backend flashinfer has no float32; take --dtype bfloat16")
+            raise ModelError("--kernels flashinfer has no float32; take --dtype bfloat16")
         if head_dim not in _HEAD_DIMS:
-            raise ModelError(f"--attention-backend flashinfer has heads of 64, 128 or 256; the model's have {head_dim}")
+            raise ModelError(f"--kernels flashinfer has heads of 64, 128 or 256; the model's have {head_dim}")
         return "flashinfer"
-    automatic = config.attention_backend == "auto" and device.type == "cuda" and installed
+    automatic = config.kernels == "auto" and device.type == "cuda" and installed
     return "flashinfer" if automatic and dtype != torch.float32 and head_dim in _HEAD_DIMS else "cpu"
 
 

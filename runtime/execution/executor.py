@@ -88,12 +88,12 @@ class Executor:
             is_diffusion = spec.diffusion is not None
         if given := unusable(config, is_diffusion):
             raise ModelError(f"--{given}: {path.name} is {'a diffusion' if is_diffusion else 'a causal'} model")
-        if spec is not None and spec.needs_torch and config.model.attention_backend == "flashinfer":
-            raise ModelError(f"--attention-backend flashinfer is not served with {spec.architecture}")
+        if spec is not None and spec.needs_torch and config.model.kernels == "flashinfer":
+            raise ModelError(f"--kernels flashinfer is not served with {spec.architecture}")
         self.implementation: ModelCode = "transformers" if spec is None else "ramet"
         library = None if spec is None else self._choose_kernels(config, spec)
-        if library is None and config.model.quantization != "none":
-            raise ModelError(f"--quantization {config.model.quantization} needs the native kernels of a CPU")
+        if library is None and (config.model.quantization != "none" or config.model.kernels == "native"):
+            raise ModelError("--quantization int8 and --kernels native need the native kernels of a CPU")
         self.dtype = choose_dtype(config.model, self.device, library is not None)
         self.kv_dtype = torch.float8_e4m3fn if config.cache.kv_dtype == "fp8" else self.dtype
         if spec is None:
@@ -107,8 +107,8 @@ class Executor:
         # Imports transformers, which Ramet's own code does without.
         from runtime.execution.transformers.model import TransformersModel
 
-        if config.model.attention_backend == "flashinfer":
-            raise ModelError("--attention-backend flashinfer is not served with transformers' code")
+        if config.model.kernels == "flashinfer":
+            raise ModelError("--kernels flashinfer is not served with transformers' code")
         torch.set_num_threads(config.engine.threads or ALL_THREADS)
         self._decoder = model = TransformersModel(path, config.model, self.dtype, self.device)
         self.spec = model.spec
@@ -180,7 +180,7 @@ class Executor:
             ) from None
 
     def _choose_kernels(self, config: Config, spec: LlamaSpec) -> Library | None:
-        torch_only = not config.model.native_kernels or self._group is not None or config.cache.kv_dtype == "fp8"
+        torch_only = config.model.kernels == "torch" or self._group is not None or config.cache.kv_dtype == "fp8"
         shares = spec.experts is not None and spec.experts.shared
         if self.device.type != "cpu" or torch_only or shares:
             return None

@@ -183,8 +183,8 @@ def test_a_model_that_is_not_there_is_one_line_and_status_1(capsys):
 def test_options_that_the_model_cannot_use_are_refused(tiny_dir, option, value):
     with pytest.raises(ModelError, match=f"--{option.replace('_', '-')}: {tiny_dir.name} is a causal model"):
         Engine(model=str(tiny_dir), dtype="float32", pool_tokens=1024, **{option: value})
-    with pytest.raises(ModelError, match="--attention-backend flashinfer needs CUDA"):
-        Engine(model=str(tiny_dir), attention_backend="flashinfer", device="cpu", pool_tokens=1024)
+    with pytest.raises(ModelError, match="--kernels flashinfer needs CUDA"):
+        Engine(model=str(tiny_dir), kernels="flashinfer", device="cpu", pool_tokens=1024)
     config = make_config(reasoning_cache=True, depth_table="t.json")
     assert [unusable(config, is_diffusion) for is_diffusion in (True, False)] == ["reasoning-cache", "depth-table"]
     assert [unusable(Config(), is_diffusion) for is_diffusion in (True, False)] == [None, None]

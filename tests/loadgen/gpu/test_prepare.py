@@ -95,7 +95,7 @@ def test_kernels_are_compiled_once_and_found_by_flashinfer(tmp_path, monkeypatch
 
 def test_a_part_of_a_model_is_a_model(tiny_dir, tmp_path):
     cut_model(tiny_dir, tmp_path / "part", 1, 300)
-    drive = Drive(tmp_path / "part", device="cpu", dtype="float32", pool_tokens=256, native_kernels=False)
+    drive = Drive(tmp_path / "part", device="cpu", dtype="float32", pool_tokens=256, kernels="torch")
     try:
         assert drive.core.executor.spec.num_layers == 1
         (tokens,) = drive.tokens([[5, 299, 7]], 4)

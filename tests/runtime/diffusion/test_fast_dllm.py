@@ -19,10 +19,10 @@ def settings(cache):
     return {"gen_length": 32, "steps": 16, "block_length": 8, "algorithm": "low_confidence", "cache": cache}
 
 
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
-def test_true_fast_dllm(any_dir, any_plain, cache, native):
-    driver = DenoiseDriver(make_core(any_dir, native_kernels=native))
+def test_true_fast_dllm(any_dir, any_plain, cache, kernels):
+    driver = DenoiseDriver(make_core(any_dir, kernels=kernels))
     for prompt in PROMPTS:
         wanted = llada(PlainBiCache(any_plain, 0, 0, 1, cache), prompt, 32, 16, 8)
         assert driver.one(prompt, **settings(cache)) == wanted

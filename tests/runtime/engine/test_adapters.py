@@ -21,7 +21,7 @@ from tests.runtime.reuse.bicache.models import save_tiny as save_diffusion
 NEW = 6
 CODE = {
     "native": {},
-    "torch": {"native_kernels": False},
+    "torch": {"kernels": "torch"},
     "transformers": {"model_impl": "transformers"},
 }
 

@@ -194,7 +194,7 @@ def test_lives(tiny_dir, seed, overlap):
     page = draw.choice([1, 4, 16])
     options = {"overlap": overlap}
     if overlap == "on":
-        options["native_kernels"] = False
+        options["kernels"] = "torch"
     core = make_core(
         tiny_dir, page_size=page, chunk_tokens=draw.choice([5, 9, 16]), pool_tokens=320, pin_budget=0.5,
         tenant_quota=128, max_running=draw.choice([3, 16]),

@@ -34,7 +34,7 @@ class Overlapping(Driver):
     """
 
     def __init__(self, path, **options: Any):
-        super().__init__(make_core(path, **{"overlap": "on", "native_kernels": False, **options}))
+        super().__init__(make_core(path, **{"overlap": "on", "kernels": "torch", **options}))
         self.ahead: list[int] = []
         self.log: list[str] = []
         self.is_ahead = False
@@ -69,9 +69,9 @@ def free(tiny_dir, prompts):
     return [greedy(model, prompt, NEW) for prompt in prompts]
 
 
-@pytest.mark.parametrize("native_kernels", [False, True])
-def test_mixed_batches_give_transformers_tokens(tiny_dir, prompts, free, native_kernels):
-    driver = Overlapping(tiny_dir, native_kernels=native_kernels, step_tokens=24, page_size=4)
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_mixed_batches_give_transformers_tokens(tiny_dir, prompts, free, kernels):
+    driver = Overlapping(tiny_dir, kernels=kernels, step_tokens=24, page_size=4)
     for i, prompt in enumerate(prompts):
         driver.add(str(i), prompt, max_new_tokens=NEW)
         for _ in range(i % 4):
@@ -119,7 +119,7 @@ def test_random_lives_are_those_in_step(tiny_dir, prompts, free, seed, page_size
     """Arrivals, aborts, flushes and pauses at random, in large and tiny pools, with every kind of sampling."""
     driver = Overlapping(tiny_dir, page_size=page_size, pool_tokens=pool, chunk_tokens=16, max_running=6)
     plain, draw = (
-        Driver(make_core(tiny_dir, prefix_cache=False, overlap="off", native_kernels=False)),
+        Driver(make_core(tiny_dir, prefix_cache=False, overlap="off", kernels="torch")),
         random.Random(seed),
     )
     specs: dict[str, dict[str, Any]] = {}
@@ -219,7 +219,7 @@ def test_who_waits_for_memory_does_not_hold_up_those_who_run(tiny_dir):
 
 def test_a_step_that_cannot_be_launched_ahead_is_run_in_step(tiny_dir, prompts):
     specs = [{**variant, "seed": 3} for variant in VARIANTS[:7]]
-    driver, plain = Overlapping(tiny_dir), Driver(make_core(tiny_dir, native_kernels=False))
+    driver, plain = Overlapping(tiny_dir), Driver(make_core(tiny_dir, kernels="torch"))
     run, draw = driver.core.executor.run, random.Random(1)
 
     def fail(batch):
@@ -243,7 +243,7 @@ def test_a_step_that_cannot_be_launched_ahead_is_run_in_step(tiny_dir, prompts):
 def test_a_step_that_fails_in_flight_is_run_again_with_all_behind_it(tiny_dir, prompts, monkeypatch, bad):
     """Drawn tokens and penalties, too, are those of a step that did not fail. `bad`: which of those with one behind."""
     specs = [{**variant, "seed": 3} for variant in VARIANTS[:9]]
-    driver, plain = Overlapping(tiny_dir), Driver(make_core(tiny_dir, native_kernels=False))
+    driver, plain = Overlapping(tiny_dir), Driver(make_core(tiny_dir, kernels="torch"))
     read, reads = Sampled.read, []
 
     def fail(sampled):

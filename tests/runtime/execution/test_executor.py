@@ -19,7 +19,8 @@ CONTEXT = 512
 def executor(request, any_tiny_dir, monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", stand_in())
     monkeypatch.setattr("runtime.execution.executor.choose_attention", lambda *_: request.param)
-    options = {"dtype": "float32", "device": "cpu", "pool_tokens": 64, "native_kernels": request.param == "native"}
+    kernels = "auto" if request.param == "native" else "torch"
+    options = {"dtype": "float32", "device": "cpu", "pool_tokens": 64, "kernels": kernels}
     executor = Executor(make_config(model=str(any_tiny_dir), context_length=CONTEXT, **options), any_tiny_dir)
     if not executor.backend_name.startswith(request.param):
         pytest.skip("no native kernels")

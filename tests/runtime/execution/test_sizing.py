@@ -49,7 +49,7 @@ def test_fp8_halves_the_pool_and_serves(tiny_dir):
     options = {"model": str(tiny_dir), "device": "cpu", "dtype": "bfloat16", "pool_memory": 0.01}
     tokens = {}
     for kv_dtype in ("auto", "fp8"):
-        with Engine(config=make_config(**options, kv_dtype=kv_dtype, native_kernels=False)) as engine:
+        with Engine(config=make_config(**options, kv_dtype=kv_dtype, kernels="torch")) as engine:
             assert engine.core.executor.pool.k.dtype.itemsize == (2 if kv_dtype == "auto" else 1)
             tokens[kv_dtype] = engine.info.pool_tokens
             cold, warm = (
@@ -61,7 +61,7 @@ def test_fp8_halves_the_pool_and_serves(tiny_dir):
 
 def test_random_weights_need_no_checkpoint(tiny_dir, tmp_path):
     (tmp_path / "config.json").write_text((tiny_dir / "config.json").read_text())
-    options = {"random_weights": True, "native_kernels": False, "pool_tokens": 64, "device": "cpu", "dtype": "float32"}
+    options = {"random_weights": True, "kernels": "torch", "pool_tokens": 64, "device": "cpu", "dtype": "float32"}
     core = open_engine(make_config(model=str(tmp_path), **options), tmp_path)
     spec = core.executor.spec
     first, again = (random_weights(spec, torch.float32, torch.device("cpu")) for _ in range(2))
@@ -80,7 +80,7 @@ def test_options_that_cannot_be_are_refused_before_the_weights_are_read(tiny_dir
 
 
 def test_flashinfer_is_taken_where_it_can_compute(monkeypatch):
-    asked = ModelConfig(attention_backend="flashinfer")
+    asked = ModelConfig(kernels="flashinfer")
     with pytest.raises(ModelError, match="needs CUDA"):
         choose_attention(asked, torch.device("cpu"), torch.bfloat16, 64)
     monkeypatch.setattr("runtime.execution.device.find_spec", lambda name: None)

@@ -21,13 +21,13 @@ from tests.runtime.reuse.bicache.models import EOS, KINDS, MASK, save_tiny
 from tests.runtime.reuse.bicache.reference import PlainModel
 
 
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_and_kv_are_the_references(kind, native, tmp_path):
+def test_logits_and_kv_are_the_references(kind, kernels, tmp_path):
     path = save_tiny(kind, tmp_path / kind)
     plain = PlainModel(path)
     executor = Executor(
-        make_config(model=str(path), dtype="float32", device="cpu", pool_tokens=64, native_kernels=native), path
+        make_config(model=str(path), dtype="float32", device="cpu", pool_tokens=64, kernels=kernels), path
     )
     tokens = torch.randint(0, MASK, (29,), generator=torch.Generator().manual_seed(3)).tolist() + [MASK] * 8
     n = len(tokens)

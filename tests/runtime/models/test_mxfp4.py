@@ -52,11 +52,10 @@ def packed(tmp_path):
     return packed, plain
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_a_packed_checkpoint_says_what_the_unpacked_one_says(packed, native):
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_packed_checkpoint_says_what_the_unpacked_one_says(packed, kernels):
     one, other = (
-        Driver(make_core(path, native_kernels=native)).together([PROMPT, PROMPT[3:]], max_new_tokens=8)
-        for path in packed
+        Driver(make_core(path, kernels=kernels)).together([PROMPT, PROMPT[3:]], max_new_tokens=8) for path in packed
     )
     assert one == other
     assert one[0] != one[1]

@@ -31,8 +31,8 @@ def make_probe(path, length=64, **options):
     return Probe(Executor(config, path))
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_similarity_is_equation_3(any_dir, any_plain, native):
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_similarity_is_equation_3(any_dir, any_plain, kernels):
     tokens = SAMPLE.prefix + SAMPLE.prompt + [MASK] * SAMPLE.gen_length
     alone, full = any_plain.hidden(SAMPLE.prefix)[1], any_plain.hidden(tokens)[1]
     flat, per_token = [], []
@@ -41,7 +41,7 @@ def test_similarity_is_equation_3(any_dir, any_plain, native):
         b = torch.cat((k_full[:37].flatten(1), v_full[:37].flatten(1)), dim=1)
         flat.append(float(F.cosine_similarity(a.flatten(), b.flatten(), dim=0)))
         per_token.append(float(F.cosine_similarity(a, b, dim=1).mean()))
-    probe = make_probe(any_dir, native_kernels=native)
+    probe = make_probe(any_dir, kernels=kernels)
     assert probe.similarity(SAMPLE) == (pytest.approx(flat, abs=1e-4), pytest.approx(per_token, abs=1e-4))
     assert flat[0] == pytest.approx(1)
     assert min(flat) < 0.99

@@ -245,5 +245,5 @@ def options_of(backend: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         monkeypatch.setitem(sys.modules, "flashinfer", stand_in())
         monkeypatch.setattr("runtime.execution.attention.flashinfer._MERGE_BYTES", 1)
         monkeypatch.setattr("runtime.execution.executor.choose_attention", lambda *_: "flashinfer")
-        return {"native_kernels": False, "cuda_graph_batches": ""}
-    return {"native_kernels": backend == "native"}
+        return {"kernels": "torch", "cuda_graph_batches": ""}
+    return {"kernels": "auto" if backend == "native" else "torch"}

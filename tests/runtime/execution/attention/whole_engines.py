@@ -19,7 +19,7 @@ def check_whole_engines(path: Path, monkeypatch: pytest.MonkeyPatch, **options: 
     Both backends must give the same tokens. Returns the executor of FlashInfer's engine.
     """
     monkeypatch.setattr("runtime.execution.attention.flashinfer._MERGE_BYTES", 1)
-    options = {"dtype": "float32", "native_kernels": False, "pool_tokens": 2048, "device": "cpu", **options}
+    options = {"dtype": "float32", "kernels": "torch", "pool_tokens": 2048, "device": "cpu", **options}
     sampling = [{"temperature": 0, "max_new_tokens": 8 - i, "ignore_eos": True} for i in range(3)] * 2
     sampling[3] |= {"temperature": 0.8, "seed": 4, "top_k": 50}
     found = []

@@ -47,5 +47,5 @@ def test_distributions_stay_near(default_model_dir, cores, book):
 
 
 def test_without_the_kernels_it_is_refused(tiny_dir):
-    with pytest.raises(ModelError, match="--quantization int8 needs"):
-        make_core(tiny_dir, quantization="int8", native_kernels=False)
+    with pytest.raises(ModelError, match="--quantization int8 and --kernels native need"):
+        make_core(tiny_dir, quantization="int8", kernels="torch")

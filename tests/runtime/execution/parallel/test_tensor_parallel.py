@@ -28,7 +28,7 @@ from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
 from tests.runtime.reuse.bicache.models import save_tiny as save_tiny_diffusion
 from tests.tiny import save_tiny
 
-OPTIONS = {"dtype": "float32", "native_kernels": False, "pool_tokens": 1024, "device": "cpu", "threads": 1}
+OPTIONS = {"dtype": "float32", "kernels": "torch", "pool_tokens": 1024, "device": "cpu", "threads": 1}
 KILLED = "rank 1 of the model ended with code -9"
 PROMPTS = ["Once upon a time", "Once upon a time there was", "The capital of France is", "1, 2, 3,"]
 
@@ -117,7 +117,7 @@ def test_diffusion_with_reused_prefixes_gives_the_tokens_of_one_process(tmp_path
     wanted = {"prefix_tokens": 32, "gen_length": 16, "steps": 8, "depth": 3, "refresh_interval": 4}
     found = []
     for size in (1, 2):
-        driver = DenoiseDriver(make_core(path, tensor_parallel=size, native_kernels=False, threads=1))
+        driver = DenoiseDriver(make_core(path, tensor_parallel=size, kernels="torch", threads=1))
         try:
             driver.denoise("a", prompt, **wanted)
             driver.run()

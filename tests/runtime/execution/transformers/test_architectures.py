@@ -51,12 +51,12 @@ def test_greedy_tokens_are_those_of_transformers(architecture, prompts, tmp_path
         ("GptOss", {"swiglu_limit": 0.5, "swiglu_alpha": 3.0, "attention_bias": False}),
     ],
 )
-@pytest.mark.parametrize("native", [True, False])
-def test_experts_in_the_own_code(architecture, fields, native, prompts, tmp_path):
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_experts_in_the_own_code(architecture, fields, kernels, prompts, tmp_path):
     path = save_small(architecture, tmp_path, **fields)
-    core = check_greedy(path, prompts, model_impl="auto", native_kernels=native)
+    core = check_greedy(path, prompts, model_impl="auto", kernels=kernels)
     assert core.info.model_impl == "ramet"
-    assert (core.executor.backend_name == "cpu") == (not native or load_best() is None)
+    assert (core.executor.backend_name == "cpu") == (kernels == "torch" or load_best() is None)
 
 
 def check_greedy(path, prompts, **options) -> EngineCore:
@@ -81,13 +81,13 @@ def check_greedy(path, prompts, **options) -> EngineCore:
     return core
 
 
-@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("architecture", ["Mistral", "Qwen2", "Gemma3", "GptOss"])
-def test_windows_in_the_own_code(architecture, native, prompts, tmp_path):
+def test_windows_in_the_own_code(architecture, kernels, prompts, tmp_path):
     path = save_small(architecture, tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     for page_size in (1, 16):
-        core = make_core(path, page_size=page_size, chunk_tokens=7, native_kernels=native)
+        core = make_core(path, page_size=page_size, chunk_tokens=7, kernels=kernels)
         assert (core.info.model_impl, core.executor.has_windows) == ("ramet", True)
         driver = Driver(core)
         cold = driver.together(prompts, max_new_tokens=NEW)

@@ -23,7 +23,7 @@ WHOLE = [(len(prompt) - 1) // 64 * 64 for prompt in PROMPTS]
 
 @pytest.fixture(scope="module")
 def expected(tiny_dir):
-    driver = Driver(make_core(tiny_dir, prefix_cache=False, native_kernels=False))
+    driver = Driver(make_core(tiny_dir, prefix_cache=False, kernels="torch"))
     return driver.together(PROMPTS, max_new_tokens=NEW)
 
 
@@ -219,7 +219,7 @@ def test_lives(tiny_dir, tmp_path, tier, seed):
     core = open_core(tiny_dir, page_size=page, pool_tokens=320, chunk_tokens=17, max_running=4,
                      tenant_quota=240 // page, pin_budget=0.5, **options_of(tier, tmp_path))  # fmt: skip
     driver = Driver(core)
-    plain = Driver(make_core(tiny_dir, prefix_cache=False, native_kernels=False))
+    plain = Driver(make_core(tiny_dir, prefix_cache=False, kernels="torch"))
     roots = [draw(100 + i, 200) for i in range(3)]
     asked: dict[str, list[int]] = {}
     for i in range(40):

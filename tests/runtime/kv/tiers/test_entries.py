@@ -28,7 +28,7 @@ def module_prompt() -> Prompt:
 
 @pytest.mark.parametrize("tier", ["host", "disk", "store"])
 def test_modules(tiny_dir, tmp_path, tier):
-    options = {"page_size": 8, "pool_tokens": 1024, "native_kernels": False}
+    options = {"page_size": 8, "pool_tokens": 1024, "kernels": "torch"}
     driver = ModuleDriver(tiny_dir, **options, **options_of(tier, tmp_path))
     always(driver.core)
     prompt = module_prompt()
@@ -58,7 +58,7 @@ def test_documents(tiny_dir, tmp_path, method):
     luck = random.Random(2)
     ask = build(luck, [draw_tokens(luck, 70), draw_tokens(luck, 50)], 72, method=method)
     ask = replace(ask, chunk_tokens=512)
-    options = {"page_size": 8, "pool_tokens": 1024, "native_kernels": False}
+    options = {"page_size": 8, "pool_tokens": 1024, "kernels": "torch"}
     driver = FusionDriver(tiny_dir, **options, **options_of("disk", tmp_path))
     always(driver.core)
     driver.fuse("cold", ask)
@@ -82,9 +82,7 @@ SETTING = {"gen_length": 16, "steps": 8, "block_length": 8, "prefix_tokens": 88,
 
 
 def open_denoiser(path, tmp_path, tier, **options):
-    driver = DenoiseDriver(
-        make_denoiser(path, page_size=8, native_kernels=False, **options_of(tier, tmp_path), **options)
-    )
+    driver = DenoiseDriver(make_denoiser(path, page_size=8, kernels="torch", **options_of(tier, tmp_path), **options))
     always(driver.core)
     return driver
 
@@ -137,7 +135,7 @@ def test_an_encoding_of_which_a_block_is_lost_is_encoded_again(deep_dir, tmp_pat
 
 
 def test_entries_that_must_not_be_stored_outlive_nothing(tiny_dir, deep_dir, tmp_path):
-    options = {"page_size": 8, "pool_tokens": 1024, "native_kernels": False}
+    options = {"page_size": 8, "pool_tokens": 1024, "kernels": "torch"}
     driver = FusionDriver(tiny_dir, **options, **options_of("host", tmp_path))
     luck = random.Random(3)
     ask = build(luck, [draw_tokens(luck, 70), draw_tokens(luck, 50)], 72, method="a3")

@@ -9,7 +9,7 @@ PROMPTS = [draw(0, 150) + draw(i, 60) for i in range(2)]
 
 
 def test_blocks_of_two_ranks_come_back_to_two(tiny_dir, tmp_path):
-    plain = Driver(make_core(tiny_dir, prefix_cache=False, native_kernels=False))
+    plain = Driver(make_core(tiny_dir, prefix_cache=False, kernels="torch"))
     expected = plain.together(PROMPTS, max_new_tokens=NEW)
     core = open_core(tiny_dir, tensor_parallel=2, threads=1, **options_of("disk", tmp_path))
     driver = Driver(core)

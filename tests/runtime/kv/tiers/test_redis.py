@@ -70,7 +70,7 @@ def test_another_replica_finds_the_blocks(store, server):
 
 def test_an_engine_its_next_start_and_another_replica(tiny_dir, store, server):
     prompts = [draw(0, 150) + draw(i, 60) for i in range(3)]
-    expected = Driver(make_core(tiny_dir, prefix_cache=False, native_kernels=False)).together(prompts, max_new_tokens=4)
+    expected = Driver(make_core(tiny_dir, prefix_cache=False, kernels="torch")).together(prompts, max_new_tokens=4)
     first, second = (open_core(tiny_dir, kv_store=server.url) for _ in range(2))
     driver = Driver(first)
     assert driver.together(prompts, max_new_tokens=4) == expected

@@ -43,7 +43,7 @@ def options(plain):
 
 def test_depth_and_interval_are_the_papers(any_dir, any_plain):
     """Cold, then warm, each depth and interval; layers reused too many or too few give other tokens."""
-    drivers = [DenoiseDriver(make_core(any_dir, native_kernels=native)) for native in (False, True)]
+    drivers = [DenoiseDriver(make_core(any_dir, kernels=kernels)) for kernels in ("torch", "auto")]
     seen = {}
     for depth in range(any_plain.layers + 1):
         for interval in (1, 5):
@@ -90,8 +90,8 @@ def test_reuse_is_off_where_it_is_not_wanted(any_dir, any_plain):
     assert driver.core.state()["pages_tree"] == off.core.state()["pages_tree"] == 0
 
 
-@pytest.mark.parametrize(("native", "boundary_memory"), [(False, 0), (True, 0.25)])
-def test_a_mixed_batch_says_what_each_says_alone(any_dir, any_plain, native, boundary_memory):
+@pytest.mark.parametrize(("kernels", "boundary_memory"), [("torch", 0), ("auto", 0.25)])
+def test_a_mixed_batch_says_what_each_says_alone(any_dir, any_plain, kernels, boundary_memory):
     """Different prefixes, depths, intervals, lengths and caches share every step; they come and go."""
     other = [draw.randrange(EOS) for _ in range(32)]
     cases = [
@@ -106,7 +106,7 @@ def test_a_mixed_batch_says_what_each_says_alone(any_dir, any_plain, native, bou
         (PROMPTS[0], {"prefix_tokens": 48, "depth": 2, "sampling": {"temperature": 0.8, "seed": 4}}),
     ]
     cases = [(prompt, {"gen_length": 16, **case}) for prompt, case in cases]
-    memory = {"native_kernels": native, "boundary_memory": boundary_memory}
+    memory = {"kernels": kernels, "boundary_memory": boundary_memory}
     alone = [DenoiseDriver(make_core(any_dir, **memory)).one(prompt, **case) for prompt, case in cases]
     for stagger in (0, 1):
         driver = DenoiseDriver(make_core(any_dir, **memory))
@@ -121,9 +121,9 @@ def test_a_mixed_batch_says_what_each_says_alone(any_dir, any_plain, native, bou
         assert driver.core.counters["encoded_prefixes"] == 3
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_guidance_is_lladas_with_and_without_reuse(any_dir, any_plain, native):
-    driver = DenoiseDriver(make_core(any_dir, native_kernels=native))
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_guidance_is_lladas_with_and_without_reuse(any_dir, any_plain, kernels):
+    driver = DenoiseDriver(make_core(any_dir, kernels=kernels))
     same = {"gen_length": 16, "steps": 8, "block_length": 8, "algorithm": "low_confidence", "cfg_scale": 1.5}
     wanted = llada(any_plain, PROMPTS[1], 16, 8, 8, cfg_scale=1.5)
     assert driver.one(PROMPTS[1], **same) == wanted != llada(any_plain, PROMPTS[1], 16, 8, 8)

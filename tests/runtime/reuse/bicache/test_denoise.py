@@ -31,9 +31,9 @@ def expected(plain, setting, prompt):
     return dream(plain, prompt, setting["gen_length"], setting["steps"], setting["algorithm"], 1e-3)
 
 
-@pytest.mark.parametrize(("native", "page_size"), [(False, 1), (True, 16)])
-def test_tokens_are_the_references(any_dir, any_plain, native, page_size):
-    driver = DenoiseDriver(make_core(any_dir, native_kernels=native, page_size=page_size))
+@pytest.mark.parametrize(("kernels", "page_size"), [("torch", 1), ("auto", 16)])
+def test_tokens_are_the_references(any_dir, any_plain, kernels, page_size):
+    driver = DenoiseDriver(make_core(any_dir, kernels=kernels, page_size=page_size))
     wanted = []
     for i, (setting, prompt) in enumerate(
         zip(settings("llada" if any_plain.is_llada else "dream"), PROMPTS, strict=True)

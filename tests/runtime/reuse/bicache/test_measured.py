@@ -179,10 +179,10 @@ def run_at(driver, monkeypatch, steps, **more):
         return driver.one(PROMPTS[1], **SETTING, **more), seen
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_a_depth_is_measured_against_no_reuse(make, monkeypatch, native):
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_a_depth_is_measured_against_no_reuse(make, monkeypatch, kernels):
     """The request is served from the exact rows, and goes on with the depth that was chosen."""
-    driver, compared = make(native_kernels=native), []
+    driver, compared = make(kernels=kernels), []
     with monkeypatch.context() as patch:
         true = decoding.divergence
         patch.setattr(
@@ -191,7 +191,7 @@ def test_a_depth_is_measured_against_no_reuse(make, monkeypatch, native):
         driver.one(PROMPTS[1], **SETTING, refresh_interval=24, depth_bound=1e4)
     assert [(depth, tally.count) for depth, tally in measured(driver).tallies.items()] == [(4, 1)]
     ((without, reusing),) = compared
-    plain = make(native_kernels=native)
+    plain = make(kernels=kernels)
     exact_logits = run_at(plain, monkeypatch, (), reuse=False)[1][0]
     assert (without - exact_logits).abs().max() < 1e-3
     table = run_at(plain, monkeypatch, (0,), depth=4)[1][0]

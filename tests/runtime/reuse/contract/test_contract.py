@@ -28,7 +28,7 @@ def some(subject: Subject, count: int, seed: int = 0) -> list:
 @pytest.mark.parametrize(
     "options",
     [
-        {"page_size": 16, "native_kernels": False},
+        {"page_size": 16, "kernels": "torch"},
         {"page_size": 1, "step_tokens": 7, "overlap": "off"},
         {"page_size": 4, "step_tokens": 64, "chunk_tokens": 16, "overlap": "on"},
     ],

@@ -44,8 +44,10 @@ def around(draw: random.Random, **fields: Any) -> Ask:
 def test_every_method_answers_as_its_paper_has_it(rope_dirs, references, fields, granularity):
     """Several rotary embeddings, pages, chunks of prefill and backends, cold and warm, alone and in one batch."""
     draw = random.Random(f"{fields} {granularity}")
-    for kind, page_size, step_tokens, native in zip(KINDS, (16, 1, 4), (7, 256, 64), (True, False, True), strict=True):
-        driver = FusionDriver(rope_dirs[kind], page_size=page_size, step_tokens=step_tokens, native_kernels=native)
+    for kind, page_size, step_tokens, kernels in zip(
+        KINDS, (16, 1, 4), (7, 256, 64), ("auto", "torch", "auto"), strict=True
+    ):
+        driver = FusionDriver(rope_dirs[kind], page_size=page_size, step_tokens=step_tokens, kernels=kernels)
         one = around(draw, granularity=granularity, **fields)
         driver.fuse("cold", one, logprobs=0)
         driver.run()
@@ -101,7 +103,7 @@ def test_drawn_prompts_answer_as_the_papers_have_it(rope_dirs, references, seed,
         "step_tokens": data.draw(st.sampled_from([7, 64, 512])),
         "chunk_tokens": data.draw(st.sampled_from([None, 3, 16])),
         "overlap": data.draw(st.sampled_from(["on", "off"])),
-        "native_kernels": data.draw(st.booleans()),
+        "kernels": "auto" if data.draw(st.booleans()) else "torch",
     }
     draw = random.Random(seed)
     library, driver = Library(draw), FusionDriver(rope_dirs[kind], **options)

@@ -50,15 +50,15 @@ def row_layers(driver: ModuleDriver) -> int:
 # -- what it equals ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
 @pytest.mark.parametrize("length", [48, 53])
-def test_a_module_at_0_equals_prefix_caching(tiny_dir, native, length):
+def test_a_module_at_0_equals_prefix_caching(tiny_dir, kernels, length):
     """As many rows are computed, and the tokens are the same."""
     draw = random.Random(1)
     prompts = [behind(draw, [one], 9) for one in [module(draw, length)] for _ in range(3)]
     found = []
     for kind in ("modules", "prefix"):
-        driver = ModuleDriver(tiny_dir, native_kernels=native)
+        driver = ModuleDriver(tiny_dir, kernels=kernels)
         for i, prompt in enumerate(prompts):
             if kind == "modules":
                 driver.ask(f"{i}", prompt, NEW)
@@ -70,7 +70,7 @@ def test_a_module_at_0_equals_prefix_caching(tiny_dir, native, length):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("code", [{"native_kernels": False}, {"native_kernels": True}, {"model_impl": "transformers"}])
+@pytest.mark.parametrize("code", [{"kernels": "torch"}, {"kernels": "auto"}, {"model_impl": "transformers"}])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_many_short_modules_are_read_together(tiny_dir, reference, code, page_size):
     draw = random.Random(6)
@@ -89,13 +89,13 @@ def test_many_short_modules_are_read_together(tiny_dir, reference, code, page_si
     assert max(edges) <= 4 + 2 + 3, "own rows, those of all or all but five, and three alone"
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_everything_in_one_entry_equals_full_prefill(tiny_dir, native):
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_everything_in_one_entry_equals_full_prefill(tiny_dir, kernels):
     """All but the last token in a scaffold, or nothing in one."""
     draw = random.Random(2)
     tokens = draw_tokens(draw, 90)
     whole = Prompt([Module("/all", tokens[:-1], list(range(89)))], tokens[-1:], [89])
-    driver = ModuleDriver(tiny_dir, native_kernels=native, chunk_tokens=16)
+    driver = ModuleDriver(tiny_dir, kernels=kernels, chunk_tokens=16)
     driver.ask("modules", whole, 8)
     driver.ask("none", Prompt([], tokens, list(range(90))), 8)
     driver.add("prefill", tokens, max_new_tokens=8)
@@ -378,7 +378,7 @@ def test_an_adapter_has_modules_of_its_own(tiny_dir, tmp_path):
     adapter = save_lora(tmp_path / "adapter", model, seed=1)
     merged(model, adapter).save_pretrained(tmp_path / "merged")
     draw = random.Random(3)
-    one, driver = module(draw, 40), ModuleDriver(tiny_dir, native_kernels=False)
+    one, driver = module(draw, 40), ModuleDriver(tiny_dir, kernels="torch")
     digest = call(driver.core, LoadAdapter(str(adapter)))["digest"]
     prompts = [behind(draw, [one]) for _ in range(2)]
     for place in (Namespace(), Namespace(adapter=digest)):

@@ -99,7 +99,7 @@ def tokenizer(tiny_dir):
     ("kind", "page_size", "options"),
     [
         ("llama", 4, {"overlap": "on"}),
-        ("llama_yarn", 2, {"native_kernels": False, "step_tokens": 7}),
+        ("llama_yarn", 2, {"kernels": "torch", "step_tokens": 7}),
         ("qwen3", 4, {}),
     ],
 )

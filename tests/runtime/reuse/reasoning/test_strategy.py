@@ -163,11 +163,11 @@ def test_neither_the_prompt_nor_the_tail_is_shared(tiny_dir):
     assert driver.report("r")["substituted_pages"] > 5
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_a_shared_page_reads_as_a_copy(tiny_dir, native):
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_a_shared_page_reads_as_a_copy(tiny_dir, kernels):
     logprobs = []
     for is_shared in (True, False):
-        driver = ReasonDriver(tiny_dir, native_kernels=native)
+        driver = ReasonDriver(tiny_dir, kernels=kernels)
         driver.think("r", PROMPT, 60, {"percentile": 1, "tau_max": 1, "tau_min": 1}, logit_bias={}, temperature=0)
         request = driver.requests["r"]
         request.message.logprobs = 0
