@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from typing import ClassVar
 
 import pytest
 
 from radix import POLICIES, Match, Namespace, Quotas, RadixTree, make_policy, path
-from radix.eviction import LRU
 from radix.node import Node
 from radix.stats import Histogram
 
@@ -84,22 +82,6 @@ def test_an_insertion_of_nothing_and_of_more_tokens_than_pages():
 # -- locks -------------------------------------------------------------------------------------------------------
 
 
-def test_locks_of_branches_share_their_trunk():
-    tree, left, right, trunk = forked()
-    tree.lock(left)
-    assert (left.refs, right.refs, trunk.refs, tree.num_locked_pages) == (1, 0, 1, 5)
-    tree.lock(right)
-    assert (left.refs, right.refs, trunk.refs, tree.num_locked_pages) == (1, 1, 2, 9)
-    tree.lock(left)
-    assert (left.refs, trunk.refs, tree.num_locked_pages, tree.num_evictable_pages) == (2, 2, 9, 0)
-    tree.unlock(left)
-    tree.unlock(left)
-    assert (left.refs, trunk.refs, tree.num_locked_pages, tree.num_evictable_pages) == (0, 1, 7, 2)
-    tree.unlock(right)
-    assert (right.refs, trunk.refs, tree.num_locked_pages) == (0, 0, 0)
-    tree.check()
-
-
 def test_nothing_to_lock_or_to_unlock():
     tree = Tree()
     assert tree.locked(1) is None
@@ -116,60 +98,6 @@ def test_an_unlock_too_many_is_noticed():
         tree.unlock(left)
     with pytest.raises(AssertionError, match="unpin without pin"):
         tree.unpin(left)
-
-
-def test_three_locks_and_pins_take_three_to_undo():
-    tree = Tree()
-    node = tree.add(1, 2)
-    for _ in range(3):
-        tree.pin(node)
-    for left in (2, 1):
-        tree.unpin(node)
-        assert (node.pins, node.refs, tree.num_pinned_pages, tree.num_locked_pages) == (left, left, 2, 2)
-    tree.unpin(node)
-    assert (node.pins, node.refs, tree.num_pinned_pages, tree.num_locked_pages) == (0, 0, 0, 0)
-
-
-def test_a_run_that_is_cut_under_a_lock_stays_locked():
-    tree = Tree()
-    tree.add(1, 2, 3, 4)
-    whole = tree.locked(1, 2, 3, 4)
-    part = tree.locked(1, 2, 9)
-    assert (part.refs, whole.refs, tree.num_locked_pages, tree.num_nodes) == (2, 1, 4, 2)
-    assert (part.key, whole.key, whole.parent) == (key(1, 2), key(3, 4), part)
-    tree.unlock(whole)
-    assert sorted(tree.flush()) == [2, 3]
-    tree.unlock(part)
-    assert sorted(tree.flush()) == [0, 1]
-
-
-# -- pins --------------------------------------------------------------------------------------------------------
-
-
-def test_pins_are_counted_apart_from_locks():
-    tree, left, right, trunk = forked()
-    assert tree.num_new_pinned_pages(tree.find(1, 2, 3, 4, 5)) == 5
-    tree.pin(left)
-    assert (left.pins, trunk.pins, right.pins) == (1, 1, 0)
-    assert (tree.num_pinned_pages, tree.num_locked_pages) == (5, 5)
-    assert tree.num_new_pinned_pages(tree.find(1, 2, 3, 4, 5)) == 0
-    assert tree.num_new_pinned_pages(tree.find(1, 2, 3, 6, 7, 8, 9)) == 4
-    assert tree.num_new_pinned_pages(tree.find(1, 2, 3, 6, 7)) == 2, "as many of its pages as match"
-    assert tree.num_new_pinned_pages(tree.find(1, 2)) == 0
-    assert tree.num_new_pinned_pages(tree.find(9)) == 0
-    tree.lock(right)
-    assert (tree.num_pinned_pages, tree.num_locked_pages) == (5, 9)
-    tree.pin(right)
-    assert (trunk.pins, tree.num_pinned_pages, right.refs) == (2, 9, 2)
-    tree.pin(left)
-    tree.unpin(left)
-    assert (left.pins, tree.num_pinned_pages) == (1, 9)
-    tree.unpin(left)
-    assert (left.pins, trunk.pins, tree.num_pinned_pages, tree.num_locked_pages) == (0, 1, 7, 7)
-    tree.unpin(right)
-    assert (trunk.pins, tree.num_pinned_pages, tree.num_locked_pages) == (0, 0, 7)
-    tree.unlock(right)
-    tree.check()
 
 
 # -- records -----------------------------------------------------------------------------------------------------
@@ -213,33 +141,6 @@ def test_times_and_hits_of_a_path():
     assert [(node.hits, node.used_s) for node in path(lower)][-2:] == [(1, 26.0), (1, 26.0)], "a cut keeps both"
 
 
-def test_each_use_is_later_than_the_one_before():
-    tree = Tree()
-    nodes = [tree.add(i) for i in range(3)]
-    assert [node.last_use for node in nodes] == [1, 2, 3]
-    tree.touch(nodes[0])
-    tree.use(nodes[1])
-    assert [node.last_use for node in nodes] == [4, 5, 3]
-    tree.add(2)
-    assert [list(tree.evict(1)) for _ in range(3)] == [[0], [1], [2]], "an insertion of what is there is a use"
-
-
-def test_a_policy_is_told_of_a_use_when_it_is_booked():
-    class Told(LRU):
-        seen: ClassVar[list[tuple[float, ...]]] = []
-
-        def used(self, node: Node, tick: int) -> None:
-            self.seen.append((tick, node.last_use, node.hits, node.used_s))
-
-    tree = Tree(policy=Told())
-    tree.time = 5.0
-    node = tree.add(1, 2)
-    tree.time = 6.0
-    tree.use(node)
-    tree.touch(node)
-    assert Told.seen == [(1, 1, 0, 5.0), (2, 2, 1, 6.0)], "a renewal is no use"
-
-
 def test_a_parent_enters_with_the_recency_of_its_last_child():
     tree = Tree()
     tree.add(1, 2)
@@ -281,17 +182,6 @@ def test_evictions_are_booked_by_page():
     assert list(tree.flush()) == [0]
     assert (tree.num_pages, tree.num_nodes, tree.quotas.pages(A)) == (0, 0, 0)
     assert stats.evicted == {"room": 2, "quota": 0, "flush": 1}
-
-
-def test_as_much_is_evicted_as_is_wanted_and_no_more():
-    tree = Tree()
-    for i in range(4):
-        tree.add(i, i, i)
-    assert list(tree.evict(0)) == []
-    assert list(tree.evict(4)) == [0, 1, 2, 5]
-    assert list(tree.evict(1)) == [4], "what is left of a run goes on"
-    assert len(tree.evict(99)) == 7
-    assert list(tree.evict(1)) == []
 
 
 def test_a_trunk_goes_after_its_branches_and_then_its_namespace():

@@ -46,24 +46,6 @@ def blocks_of(tree: RadixTree, block_bytes: int) -> dict[int, tuple[int | None, 
     return found
 
 
-def test_every_event_of_a_short_life():
-    log = EventLog()
-    tree = RadixTree(1, watchers=[log])
-    tokens = array("i", [1, 2, 3, 4])
-    tree.insert(tokens[:2].tobytes(), array("i", [0, 1]))
-    tree.insert(tokens.tobytes(), array("i", [0, 1, 2, 3]))
-    first, second = log.take()
-    assert (first.parent, second.parent, second.tokens) == (None, first.hashes[-1], tokens[2:].tobytes())
-    assert len({*first.hashes, *second.hashes}) == 4
-    tree.lock_match(tree.match(tokens[:1].tobytes()))
-    assert log.take() == [], "a cut is none"
-    tree.evict(1)
-    assert log.take() == [Removed(second.hashes[1:], Namespace())]
-    tree.flush()
-    assert log.take() == [Removed(second.hashes[:1], Namespace()), Removed(first.hashes[1:], Namespace())]
-    assert log.take() == []
-
-
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_a_mirror_after_ten_thousand_random_operations(page_size):
     draw = random.Random(page_size)
@@ -91,14 +73,6 @@ def test_a_mirror_after_ten_thousand_random_operations(page_size):
             assert mirror.blocks == blocks_of(tree, 4 * page_size)
     assert mirror.blocks == blocks_of(tree, 4 * page_size)
     assert len(mirror.blocks) > 50
-
-
-def test_hashes_are_chained_and_differ_between_namespaces():
-    tokens = array("i", [1, 2, 1, 2]).tobytes()
-    first, second = block_hashes(tokens, 8, None, Namespace())
-    assert first != second
-    assert block_hashes(tokens[8:], 8, first, Namespace()) == (second,)
-    assert not set(block_hashes(tokens, 8, None, Namespace("tenant"))) & {first, second}
 
 
 def test_events_by_hand():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from array import array
 
+import numpy as np
 import pytest
 
-from radix import Namespace, Quotas, RadixTree, foresight, make_policy, returns
-from radix.eviction import Outlook, Policy
+from radix import Namespace, Policy, Quotas, RadixTree, foresight, returns
 from radix.foresight import Foresight
 from radix.node import Node
 from radix.returns import BUCKETS, EDGES, KINDS, Life, Returns, bucket, describe, gap_class, kind_of
@@ -99,18 +99,7 @@ def test_what_is_learned_equals_a_plain_count(seed, monkeypatch):
             learned.halve()
             model.halve()
         if step % 200 == 0:
-            assert learned.promises() == pytest.approx(array_of(model.promises()), rel=1e-9)
-
-    for _ in range(12):
-        learned.halve()
-        model.halve()
-    assert learned.promises() == pytest.approx(array_of(model.promises()), rel=1e-9), "of less than one observation"
-
-
-def array_of(rows):
-    import numpy as np
-
-    return np.array(rows)
+            assert learned.promises() == pytest.approx(np.array(model.promises()), rel=1e-9)
 
 
 # -- the policy --------------------------------------------------------------------------------------------------
@@ -235,7 +224,7 @@ def test_foresight_equals_its_plain_model(monkeypatch):
         assert both.victims > 200
         assert traffic.hits > 0
         assert both.model.share != 1.0
-        assert both.real._promises[: KINDS * BUCKETS] == pytest.approx(array_of(both.model.table).ravel(), rel=1e-9)
+        assert both.real._promises[: KINDS * BUCKETS] == pytest.approx(np.array(both.model.table).ravel(), rel=1e-9)
         assert len(both.real._ghosts) == len(both.model.ghosts) <= capacity
         places = {node: node.record.place for node in traffic.tree.nodes()}
         assert all(both.real._leaves._nodes[at] is node for node, at in places.items() if at >= 0)
@@ -265,59 +254,6 @@ class Tree(RadixTree):
         pages = array("i", range(self.count, self.count + len(tokens)))
         self.count += len(tokens)
         return self.insert(key(*tokens), pages)[0]
-
-
-def test_until_enough_is_known_the_least_recently_used_goes():
-    tree = Tree(Foresight(1000))
-    nodes = [tree.add(i) for i in range(50)]
-    draw = random.Random(3)
-    for _ in range(300):
-        tree.use(draw.choice(nodes))
-    order = sorted(nodes, key=lambda node: node.last_use)
-    assert list(tree.evict(50)) == [node.pages[0] for node in order]
-    assert tree.policy.pop() is None
-
-
-def test_whoever_leaves_is_remembered_by_a_hash_alone():
-    tree = Tree(Foresight(3))
-    for i in range(5):
-        tree.add(70_000 + i)
-    tree.evict(5)
-    ghosts = tree.policy._ghosts
-    assert len(ghosts) == 3
-    assert all(type(mark) is int for mark in ghosts)
-    again = tree.add(70_004)
-    assert (again.record.life.turn, len(ghosts)) == (2, 2)
-    assert tree.add(70_000).record.life.turn == 1, "forgotten"
-
-
-def test_namespaces_are_remembered_apart():
-    tree = Tree(Foresight(9))
-    tree.insert(key(1), array("i", [0]), Namespace("a"))
-    tree.evict(1)
-    other, _ = tree.insert(key(1), array("i", [1]), Namespace("b"))
-    assert other.record.life.turn == 1
-    same, _ = tree.insert(key(1), array("i", [2]), Namespace("a"))
-    assert same.record.life.turn == 2
-
-
-def test_a_last_page_that_nobody_asks_for_goes_first_and_alone():
-    policy = Foresight(1000)
-    tree = Tree(policy)
-    tree.add(9, 9, 9)
-    assert policy.pop()[1] == 3, "until more is known, all of it"
-    for i in range(200):
-        tree.add(1, i, 7, 1000)
-        tree.use(tree.lock_match(tree.match(key(1, i, 7))))
-        tree.unlock(tree.match(key(1, i, 7)).node)
-        tree.add(1, i, 7, 2000, 2001)
-    assert policy._used_last / policy._could_use_last < 0.1
-    ends = {node.pages[-1] for node in tree.nodes() if not node.children and len(node.pages) == 2}
-    assert (len(ends), policy.pop()[1]) == (200, 1)
-    assert set(tree.evict(100)) & ends
-    tips = [node for node in tree.nodes() if node.record.place >= 0 and node.record.is_settled]
-    assert tips
-    assert {len(node.pages) for node in tips} == {1}, "one page of each alone, so far"
 
 
 def test_more_leaves_than_a_sample_are_compared_at_an_even_stride():
@@ -351,44 +287,4 @@ def test_the_oldest_are_in_the_last_bucket_and_go_a_little_earlier(ages, promise
     for i, node in enumerate(nodes):
         node.record.place, node.last_use = -1, 10**6 - ages[i]
         leaves.put(node, i * BUCKETS)
-    assert leaves.least(array_of(table), 10**6) is nodes[first]
-
-
-def test_places_are_given_to_the_last_leaf():
-    policy = Foresight(100)
-    tree = Tree(policy)
-    nodes = [tree.add(i) for i in range(200)]
-    assert [node.record.place for node in nodes] == list(range(200))
-    tree.drop(nodes[3])
-    assert (nodes[199].record.place, nodes[3].record.place, len(policy._leaves._nodes)) == (3, -1, 199)
-    tree.add(5, 1)
-    assert (nodes[5].record.place, nodes[198].record.place) == (-1, 5), "it has a child, and may not go"
-    tree.drop(nodes[5])
-    assert nodes[5].record.place == -1
-    live = list(tree.nodes())
-    assert sorted(node.record.place for node in live) == list(range(len(live)))
-    assert all(policy._leaves._nodes[node.record.place] is node for node in live)
-    assert policy._leaves._ticks[3] == nodes[199].last_use
-
-
-def test_what_an_operator_sees():
-    policy = Foresight(100)
-    tree = Tree(policy)
-    node = tree.add(1)
-    for i in range(9):
-        tree.add(10 + i)
-    assert policy.outlook(node) == Outlook("first turn", 9, pytest.approx(0.3 / 9))
-    assert Outlook("a", 1, 0.5) == Outlook("a", 1, 0.5)
-    assert make_policy("lru", 5).outlook(node) is None
-
-
-def test_it_is_the_same_every_time():
-    def life(seed: int) -> list[int]:
-        traffic = Traffic(seed, Foresight(60))
-        freed: list[int] = []
-        for _ in range(300):
-            traffic.step()
-            freed += traffic.free
-        return freed
-
-    assert life(4) == life(4)
+    assert leaves.least(np.array(table), 10**6) is nodes[first]

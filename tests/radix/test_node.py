@@ -84,15 +84,3 @@ def test_sorted_children_follow_comings_and_goings():
         parent.attach(key(20, 20), make_node(20, 20))
         assert list(parent.order) == sorted(parent.children)
         assert len(parent.order) == 12
-
-
-def test_a_free_leaf():
-    root = make_node()
-    node = make_node(1, parent=root)
-    assert node.is_free_leaf
-    assert not root.is_free_leaf, "a root is not in the tree"
-    node.refs = 1
-    assert not node.is_free_leaf
-    node.refs = 0
-    node.attach(key(2), make_node(2, parent=node))
-    assert not node.is_free_leaf

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from array import array
+from typing import get_args
 
 import pytest
 
-from radix import Namespace, Policy, RadixTree, make_policy
+from radix import POLICIES, Namespace, Policy, RadixTree, make_policy
 from radix.eviction import GDSF, LRU, Order
 from radix.foresight import Foresight
 from radix.node import Node
+from runtime.config import CacheConfig
 
 
 def key(*tokens: int) -> bytes:
@@ -47,26 +49,6 @@ class Tree:
 
 def leaf() -> Node:
     return Node(key(1), array("i", [0]), Node(b"", array("i"), None, Namespace()), Namespace())
-
-
-def test_an_entry_holds_while_its_node_is_a_free_leaf():
-    order, nodes = Order(), [leaf() for _ in range(3)]
-    for node in nodes:
-        order.push(1.0, node)
-    nodes[0].refs = 1
-    nodes[1].attach(key(2), leaf())
-    assert [order.pop(), order.pop()] == [nodes[2], None]
-
-
-def test_orders_of_different_books_do_not_disturb_each_other():
-    node, tree, tenant = leaf(), Order(), Order("tenant_queued")
-    tree.push(1.0, node)
-    tenant.push(5.0, node)
-    assert (node.queued, node.tenant_queued > node.queued) == (tree._heap[0][1], True)
-    assert (tree.pop(), tenant.pop()) == (node, node)
-    tree.push(1.0, node)
-    Order().push(1.0, node)
-    assert tree.pop() is None, "the same book"
 
 
 def test_entries_that_do_not_hold_are_cleared_away_in_time():
@@ -106,18 +88,6 @@ def test_lru_goes_by_the_last_use():
     assert tree.gone(5) == [4, 2, 1, 3]
 
 
-def test_absorbed_recency_is_the_later_of_both():
-    tree = Tree(LRU())
-    tree.add(1, 5)
-    tree.add(1, 6)
-    parent, child = tree.nodes[6].parent, tree.nodes[6]
-    for times in ((3, 8), (8, 3)):
-        parent.last_use, child.last_use = times
-        parent.used_s, child.used_s = (10.0 * time for time in times)
-        LRU().absorb(parent, child)
-        assert (parent.last_use, parent.used_s) == (8, 80.0)
-
-
 # -- GDSF --------------------------------------------------------------------------------------------------------
 
 
@@ -128,17 +98,6 @@ def test_gdsf_weighs_cost_by_page():
     tree.add(3, 13, 23, 33, cost=12.0)  # 3
     assert [tree.nodes[name].heat for name in (1, 2, 3)] == [5.0, 6.0, 3.0]
     assert tree.gone(3) == [3, 1, 2]
-
-
-def test_gdsf_counts_uses():
-    tree = Tree(GDSF())
-    tree.add(1, cost=2.0)
-    tree.add(2, cost=5.0)
-    tree.use(1)
-    assert tree.nodes[1].heat == 4.0
-    tree.use(1)
-    assert tree.nodes[1].heat == 6.0
-    assert tree.gone(2) == [2, 1]
 
 
 def test_gdsf_s_clock_rises_with_its_victims():
@@ -183,3 +142,39 @@ def test_policies_by_name(name, kind):
     policy = make_policy(name, 70)
     assert type(policy) is kind
     assert kind is not Foresight or policy._capacity == 70
+
+
+# -- all of them -------------------------------------------------------------------------------------------------
+
+
+def test_the_option_offers_every_policy():
+    option = CacheConfig.model_fields["eviction_policy"].annotation
+    assert get_args(option) == POLICIES
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_hits_are_the_uses_that_ran_through_a_node(policy):
+    """Against a list of all uses, over random insertions, cuts, uses and evictions."""
+    draw, tree, pages = random.Random(7), RadixTree(1, make_policy(policy, 60)), iter(range(10**6))
+    uses: dict[tuple[int, ...], int] = {}  # by the prefix that a page ends
+    for _ in range(3_000):
+        tokens = [draw.randrange(3) for _ in range(draw.randrange(1, 9))]
+        match = tree.match(key(*tokens))
+        node = tree.lock_match(match)
+        if draw.random() < 0.7:
+            tree.use(node)
+            for end in range(1, len(match.pages) + 1):
+                uses[tuple(tokens[:end])] += 1
+            tree.insert(key(*tokens), array("i", [next(pages) for _ in tokens]))
+            for end in range(len(match.pages) + 1, len(tokens) + 1):
+                uses[tuple(tokens[:end])] = 0
+        tree.unlock(node)
+        if tree.num_pages > 60:
+            tree.evict(draw.randrange(1, 20))
+        for one in tree.nodes():
+            prefix, above = [], one
+            while above is not None:
+                prefix[:0] = array("i", above.key)
+                above = above.parent
+            assert one.hits == uses[tuple(prefix)]
+            assert one.hits == uses[tuple(prefix[: len(prefix) - len(one.pages) + 1])]

@@ -29,16 +29,6 @@ def test_partial_page_among_many_children_is_the_longest():
     assert (match.partial_page, match.partial_rows) == (38, 3)
 
 
-def test_a_lock_is_no_use():
-    tree = RadixTree(1)
-    insert(tree, [1, 2], [0, 1])
-    insert(tree, [3, 4], [2, 3])
-    for _ in range(60):
-        tree.unlock(tree.lock_match(tree.match(key(1, 2))))
-    assert tree.match(key(1, 2)).node.hits == tree.stats.reuse_gap_s.total == sum(tree.stats.reuse_gap_s.counts) == 0
-    assert list(tree.evict(1)) == [1], "still the least recently used"
-
-
 T = Namespace("t")
 NAMESPACES = [Namespace(), T, T.for_entry("kind", "1")]
 
@@ -213,4 +203,4 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 TestTreeMachine = TreeMachine.TestCase
-TestTreeMachine.settings = settings(max_examples=1000, stateful_step_count=25, deadline=None)
+TestTreeMachine.settings = settings(max_examples=400, stateful_step_count=25, deadline=None)

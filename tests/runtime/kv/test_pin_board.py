@@ -7,9 +7,9 @@ from array import array
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from radix import Namespace, Quotas, RadixTree
+from radix import Namespace, Quotas, RadixTree, path
 from runtime.kv.pins import PinBoard
 
 A, B, C = Namespace("a"), Namespace("b"), Namespace("c")
@@ -101,16 +101,6 @@ def test_no_pin_is_called_like_one_of_another_engine():
     assert not boards[1].pins.unpin(ids[0])
 
 
-def test_whole_pages_are_pinned_and_shared_ones_counted_once(three):
-    three.pin(1, 1, 2, 2, 9)
-    three.pin(1, 1, 3, 3)
-    three.pin(5, 5, 6)
-    assert three.tree.num_pinned_pages == three.tree.num_locked_pages == 4
-    assert sorted(three.tree.flush()) == [5]
-    three.pins.unpin_all()
-    assert (three.tree.num_pinned_pages, three.tree.num_locked_pages, three.pins.pins) == (0, 0, {})
-
-
 def test_a_prefix_shorter_than_a_page_is_refused(three):
     assert "shorter than a page of 2 tokens" in three.pin(1)["refused"]
     assert "pin" in three.pin(1, 1)
@@ -155,41 +145,6 @@ def test_a_node_is_pinned_within_the_budget():
     assert board.tree.num_pinned_pages == 2
 
 
-def test_a_pin_ends_when_its_time_is_over(three):
-    three.pin(1, 1, 2, 2, name="short", ttl_s=5.0)
-    three.pin(5, 5, name="long", ttl_s=5.5)
-    three.pin(5, 5, 6, 6, name="ever")
-    three.now = 104.9
-    three.pins.expire()
-    assert three.names == ["short", "long", "ever"]
-    three.now = 105.0
-    three.pins.expire()
-    assert three.names == ["long", "ever"]
-    three.now = 1e9
-    three.pins.expire()
-    assert three.names == ["ever"]
-    assert three.tree.num_pinned_pages == 2
-    assert three.pins.num_broken == 0
-
-
-def test_several_pins_end_at_once(three):
-    for name in ("a", "b", "c"):
-        three.pin(1, 1, 2, 2, name=name, ttl_s=5.0)
-    three.now += 5
-    three.pins.expire()
-    assert (three.names, three.tree.num_pinned_pages) == ([], 0)
-
-
-def test_what_has_expired_takes_nothing_of_the_budget():
-    board = Board(budget=2)
-    board.compute(1, 1, 2, 2)
-    board.compute(3, 3, 4, 4)
-    board.pin(1, 1, 2, 2, ttl_s=1.0)
-    assert "refused" in board.pin(3, 3, 4, 4)
-    board.now += 1
-    assert "pin" in board.pin(3, 3, 4, 4)
-
-
 def test_the_least_recently_used_pin_yields(three):
     for tokens, name in (((1, 1, 2, 2), "a"), ((1, 1, 3, 3), "b"), ((5, 5, 6, 6), "c")):
         three.pin(*tokens, name=name)
@@ -216,42 +171,6 @@ def test_to_pin_is_a_use_of_the_prefix(three):
 
 
 # -- prefixes kept by tenants --------------------------------------------------------------------------------
-
-
-def test_a_prefix_is_kept_in_whole_pages_until_its_time_is_over(board):
-    assert board.keep(1, 1, 2, 2, 9, keeper=A) is None
-    board.now += 9.9
-    assert board.kept == 2
-    board.now += 0.2
-    assert board.kept == 0
-    assert board.tree.num_pinned_pages == board.tree.num_locked_pages == 0
-
-
-def test_a_prefix_kept_twice_is_one_entry_with_the_longer_time(board):
-    assert board.keep(1, 1, 2, 2, keeper=A, ttl_s=10) is None
-    board.now += 5
-    assert board.keep(1, 1, 2, 2, keeper=A, ttl_s=20) is None
-    assert board.keep(1, 1, 2, 2, keeper=A, ttl_s=3) is None
-    assert len(board.pins.kept) == 1
-    board.now += 19
-    assert board.kept == 2
-    board.now += 1
-    assert board.kept == 0
-
-
-def test_each_use_renews_what_it_reads_whole_and_nothing_else(board):
-    board.keep(1, 1, keeper=A)
-    board.keep(1, 1, 2, 2, keeper=A)
-    board.keep(1, 1, 3, 3, keeper=A)
-    board.now += 8
-    board.use(1, 1, 2, 2, 5, 5, user=A)
-    board.now += 8
-    assert board.kept == 2, "the first two pages were used, the page 3, 3 was not"
-    board.use(1, 1, user=A)
-    board.now += 8
-    assert board.kept == 1
-    board.now += 3
-    assert board.kept == 0
 
 
 def test_nobody_renews_what_another_tenant_keeps(board):
@@ -311,15 +230,6 @@ def test_one_tenant_may_use_what_others_leave_and_yields_beyond_an_equal_share(b
     assert sorted(entry["prefixes"] for entry in board.pins.describe_kept()) == [2, 2, 2]
 
 
-def test_within_its_share_a_tenant_loses_nothing_to_floods_of_others(board):
-    assert board.keep(1, 1, 2, 2, 3, 3, keeper=A) is None
-    for i in range(10, 60):
-        board.keep(i, i, keeper=B)
-    assert len([keep for keep in board.pins.kept.values() if keep.owner == A]) == 1
-    board.now += 9
-    assert board.kept == 6
-
-
 def test_pins_of_operators_come_first(board):
     for i in range(5):
         board.keep(i, i, keeper=A)
@@ -369,8 +279,11 @@ def test_a_tenant_loses_its_pins_and_what_it_keeps_and_no_other_does(board):
     assert [pin.owner for pin in board.pins.pins.values()] == [keeper for keeper, _ in board.pins.kept] == [B]
 
 
-class Keeping(RuleBasedStateMachine):
-    """Tenants on a tree with pages of one token; the model: by tenant and prefix, its time and when that ends."""
+class Pinning(RuleBasedStateMachine):
+    """Operators pin and tenants keep, on a tree with pages of one token.
+
+    The model: by tenant and kept prefix, its time to live and when it ends; by id, a pin's pages and when it ends.
+    """
 
     BUDGET = 6
 
@@ -380,24 +293,33 @@ class Keeping(RuleBasedStateMachine):
         self.tree = RadixTree(1, clock=lambda: self.now)
         self.board = PinBoard(self.tree, self.BUDGET)
         self.kept: dict[tuple[Namespace, tuple[int, ...]], tuple[float, float]] = {}
+        self.pins: dict[str, tuple[set, float]] = {}
         self.next_page = 0
 
     tenants = st.sampled_from([A, B, C])
+    # Few, so that prefixes share pages, and more than fit together.
     tokens = st.sampled_from(["0", "00", "0000", "0001", "011", "1", "1000", "111"]).map(
         lambda text: tuple(map(int, text))
     )
 
-    def pages(self, tenant: Namespace | None = None) -> set[tuple[Namespace, tuple[int, ...]]]:
-        """Pages that are kept, of one tenant or all."""
-        return {
-            (keeper, prefix[: end + 1])
-            for keeper, prefix in self.kept
-            for end in range(len(prefix))
-            if tenant in (None, keeper)
-        }
+    def pages_of(self, tenant, tokens):
+        return {(tenant, tokens[: end + 1]) for end in range(len(tokens))}
+
+    def kept_pages(self, tenant=None):
+        """Pages that are kept, by one tenant or all."""
+        return set().union(*(self.pages_of(*key) for key in self.kept if tenant in (None, key[0])))
+
+    def pinned_pages(self):
+        return set().union(*(pages for pages, _ in self.pins.values()))
+
+    def used(self, key):
+        ttl_s, expires_s = self.kept[key]
+        return expires_s - ttl_s
 
     def expire(self):
+        self.board.expire()
         self.kept = {key: times for key, times in self.kept.items() if times[1] > self.now}
+        self.pins = {pin: entry for pin, entry in self.pins.items() if entry[1] > self.now}
 
     def compute(self, tenant, tokens):
         pages = array("i", range(self.next_page, self.next_page + len(tokens)))
@@ -405,36 +327,35 @@ class Keeping(RuleBasedStateMachine):
         self.tree.insert(array("i", tokens).tobytes(), pages, tenant)
 
     def real(self):
-        """The real keeps, in the model's form."""
+        """The board's kept prefixes, in the model's form."""
         found = {}
-        for keep in self.board.kept.values():
-            prefix, node = (), keep.node
-            while node.parent is not None:
-                prefix, node = (*array("i", node.key), *prefix), node.parent
-            found[keep.owner, prefix] = keep.ttl_s, keep.expires_s
+        for pin in self.board.kept.values():
+            prefix = [token for node in reversed(list(path(pin.node))) for token in array("i", node.key)]
+            found[pin.owner, tuple(prefix)] = pin.ttl_s, pin.expires_s
         return found
+
+    def displaced(self, fits):
+        """The last uses of what the board has displaced."""
+        gone = {key: self.used(key) for key in self.kept.keys() - self.real().keys()}
+        assert not (gone and fits), "what there is room for takes nothing away"
+        return gone
 
     @rule(tenant=tenants, tokens=tokens, ttl_s=st.sampled_from([2.0, 8.0]))
     def keep(self, tenant, tokens, ttl_s):
         self.compute(tenant, tokens)
-        self.board.expire()
         self.expire()
-        before = self.pages()
-        wanted = {(tenant, tokens[: end + 1]) for end in range(len(tokens))}
+        wanted, pinned = self.pages_of(tenant, tokens), self.pinned_pages()
         why = self.board.keep(array("i", tokens), tenant, tenant, ttl_s)
-        keepers = {keeper for keeper, _ in self.kept} | {tenant}
-        share = self.BUDGET // len(keepers)
-        fits = len(before | wanted) <= self.BUDGET
-        assert (why is None) == (fits or len(self.pages(tenant) | wanted) <= share)
-        real = self.real()
-        for key in self.kept.keys() - real.keys():
-            assert not fits, "what there is room for takes nothing away"
-            assert key[0] != tenant
-            assert len(self.pages(key[0])) > share, "within its share a tenant loses nothing"
-            # Each one is looked at with what its tenant still had then: the least recently used go first.
-            oldest = min((x for x in self.kept if x[0] == key[0]), key=lambda x: self.kept[x][1] - self.kept[x][0])
-            assert oldest not in real
-        self.kept = {key: times for key, times in self.kept.items() if key in real}
+        share = (self.BUDGET - len(pinned)) // len({keeper for keeper, _ in self.kept} | {tenant})
+        fits = len(pinned | self.kept_pages() | wanted) <= self.BUDGET
+        assert (why is None) == (fits or len(self.kept_pages(tenant) | wanted) <= share)
+        gone = self.displaced(fits)
+        for keeper, _ in gone:
+            assert keeper != tenant
+            assert len(self.kept_pages(keeper)) > share, "within its share a tenant loses nothing"
+            oldest = min((key for key in self.kept if key[0] == keeper), key=self.used)
+            assert oldest in gone, "the least recently used go first"
+        self.kept = {key: times for key, times in self.kept.items() if key not in gone}
         if why is None:
             self.renew(tenant, tokens)
             ttl_s = max(ttl_s, self.kept.get((tenant, tokens), (0.0, 0.0))[0])
@@ -447,7 +368,6 @@ class Keeping(RuleBasedStateMachine):
 
     @rule(tenant=tenants, tokens=tokens)
     def use(self, tenant, tokens):
-        self.board.expire()
         self.expire()
         match = self.tree.match(array("i", tokens).tobytes(), tenant)
         node = self.tree.lock_match(match)
@@ -455,23 +375,65 @@ class Keeping(RuleBasedStateMachine):
         self.tree.unlock(node)
         self.renew(tenant, tokens[: len(match.pages)])
 
-    @rule(seconds=st.sampled_from([1.0, 3.0]))
+    @rule(tenant=tenants, tokens=tokens, ttl_s=st.sampled_from([None, 1.0, 3.0]))
+    def pin(self, tenant, tokens, ttl_s):
+        self.expire()
+        wanted = self.pages_of(tenant, tokens)
+        missing = len(wanted) - len(self.tree.match(array("i", tokens).tobytes(), tenant).pages)
+        answer = self.board.pin(array("i", tokens), tenant, None, ttl_s)
+        all_pins = self.pinned_pages() | wanted
+        assert ("refused" in answer) == (len(all_pins) > self.BUDGET)
+        gone = self.displaced("refused" in answer or len(all_pins | self.kept_pages()) <= self.BUDGET)
+        left = [self.used(key) for key in self.kept if key not in gone]
+        assert all(used <= min(left, default=used) for used in gone.values()), "the least recently used go first"
+        self.kept = {key: times for key, times in self.kept.items() if key not in gone}
+        if missing and "refused" not in answer:
+            assert answer == {"missing_tokens": missing}
+            self.compute(tenant, tokens)
+            answer = self.board.pin(array("i", tokens), tenant, None, ttl_s)
+        if "pin" in answer:
+            self.pins[answer["pin"]["id"]] = wanted, self.now + (ttl_s or 1e9)
+
+    @precondition(lambda self: self.pins)
+    @rule(which=st.integers(0, 9))
+    def unpin(self, which):
+        self.expire()
+        if self.pins:
+            pin = list(self.pins)[which % len(self.pins)]  # by age: ids are random, and examples must repeat
+            del self.pins[pin]
+            assert self.board.unpin(pin)
+            assert not self.board.unpin(pin)
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 3.0]))
     def wait(self, seconds):
         self.now += seconds
 
     @rule()
+    def make_way(self):
+        """A live request needs room: kept prefixes go first, and one at a time."""
+        self.expire()
+        assert self.board.yield_one() == bool(self.kept or self.pins)
+        if self.kept:
+            (gone,) = self.displaced(False)
+            assert self.used(gone) == min(map(self.used, self.kept))
+            del self.kept[gone]
+        elif self.pins:
+            (gone,) = self.pins.keys() - self.board.pins.keys()
+            del self.pins[gone]
+
+    @rule()
     def flush(self):
-        self.board.expire()
         self.expire()
         self.tree.flush()
-        assert self.tree.num_pages == len(self.pages()), "all but what is kept"
+        assert self.tree.num_pages == self.tree.num_pinned_pages
 
     @invariant()
     def agrees(self):
         self.tree.check()
         assert self.real() == self.kept
-        assert self.tree.num_pinned_pages == len(self.pages()) <= self.BUDGET
+        assert self.board.pins.keys() == self.pins.keys()
+        assert self.tree.num_pinned_pages == len(self.kept_pages() | self.pinned_pages()) <= self.BUDGET
 
 
-TestKeeping = Keeping.TestCase
-TestKeeping.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
+TestPinning = Pinning.TestCase
+TestPinning.settings = settings(max_examples=150, stateful_step_count=20, deadline=None)

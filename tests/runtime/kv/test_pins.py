@@ -7,13 +7,9 @@ import time
 from array import array
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from radix import POLICIES, Namespace, RadixTree
+from radix import POLICIES, Namespace
 from runtime.calls import FlushCache, GetPins, OnNode, RemovePin
-from runtime.kv.pins import PinBoard
 from runtime.protocol import Forget
 from tests.runtime.engine.driver import Driver, call, make_core
 
@@ -157,93 +153,3 @@ def test_a_clock_that_jumps_ends_no_pin(tiny_dir, monkeypatch, jump_s):
         assert 0 <= driver.events[rid][0].admission.queue_s < 1000
     (kept,) = pinned(driver.core)["pins"]
     assert 0 < kept["expires_in_s"] <= 1000
-
-
-class Pins(RuleBasedStateMachine):
-    """Pins on an engine that runs nothing; the model: by id, the pinned prefixes of a page each, and when they end."""
-
-    BUDGET = 6
-
-    def __init__(self):
-        super().__init__()
-        self.now = 0.0
-        self.tree = RadixTree(1, clock=lambda: self.now)
-        self.board = PinBoard(self.tree, self.BUDGET)
-        self.held: dict[tuple, int] = {}
-        self.pins: dict[str, tuple[set, float]] = {}
-        self.pages = iter(range(10**6))
-
-    # Few, so that what is computed is pinned, and more than fit together.
-    tokens = st.sampled_from(["0000", "0001", "011", "1", "1000", "111"]).map(lambda text: list(map(int, text)))
-
-    def prefixes(self, tokens):
-        return [tuple(tokens[: n + 1]) for n in range(len(tokens))]
-
-    def pinned(self):
-        return set().union(*(prefixes for prefixes, _ in self.pins.values()))
-
-    def expire(self):
-        self.pins = {pin: entry for pin, entry in self.pins.items() if entry[1] > self.now}
-
-    @rule(tokens=tokens)
-    def compute(self, tokens):
-        pages = [next(self.pages) for _ in tokens]
-        self.tree.insert(array("i", tokens).tobytes(), array("i", pages))
-        for prefix, page in zip(self.prefixes(tokens), pages, strict=True):
-            self.held.setdefault(prefix, page)
-
-    @rule(tokens=tokens, ttl_s=st.sampled_from([None, 1.0, 3.0]), seconds=st.sampled_from([0.0, 2.0]))
-    def pin(self, tokens, ttl_s, seconds):
-        self.now += seconds
-        self.expire()  # an expired pin keeps no new one out, even if nothing has run since
-        answer = self.board.pin(array("i", tokens), Namespace(), None, ttl_s)
-        wanted = set(self.prefixes(tokens))
-        if len(self.pinned() | wanted) > self.BUDGET:
-            assert "refused" in answer
-        else:
-            if missing := wanted - self.held.keys():
-                assert answer == {"missing_tokens": len(missing)}
-                self.compute(tokens)
-                answer = self.board.pin(array("i", tokens), Namespace(), None, ttl_s)
-            self.pins[answer["pin"]["id"]] = wanted, self.now + (ttl_s or 1e9)
-
-    @rule(seconds=st.sampled_from([0.5, 2.0]))
-    def wait(self, seconds):
-        self.now += seconds
-
-    @precondition(lambda self: self.pins)
-    @rule(which=st.integers(0, 9))
-    def unpin(self, which):
-        pin = list(self.pins)[which % len(self.pins)]  # by age: ids are random, and examples must repeat
-        del self.pins[pin]
-        assert self.board.unpin(pin)
-        assert not self.board.unpin(pin)
-
-    @rule()
-    def make_way(self):
-        """A live request needs all the room that there is."""
-        self.board.expire()
-        self.expire()
-        while self.board.yield_one():
-            assert len(self.pins.keys() - self.board.pins.keys()) == 1, "one at a time"
-            self.pins = {pin: entry for pin, entry in self.pins.items() if pin in self.board.pins}
-        assert not self.pins
-
-    @rule()
-    def flush(self):
-        self.board.expire()
-        self.expire()
-        gone = set(self.tree.flush())
-        self.held = {prefix: page for prefix, page in self.held.items() if page not in gone}
-        assert set(self.held) == self.pinned(), "all but the pins, and no pin"
-
-    @invariant()
-    def agrees(self):
-        self.tree.check()
-        assert self.pins.keys() <= self.board.pins.keys()
-        assert self.pinned() <= set(self.held)
-        assert len(self.pinned()) <= self.tree.num_pinned_pages <= self.BUDGET
-
-
-TestPins = Pins.TestCase
-TestPins.settings = settings(max_examples=120, stateful_step_count=20, deadline=None)
