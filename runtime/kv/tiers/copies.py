@@ -11,15 +11,14 @@ from threading import Lock
 import torch
 
 from runtime.kv.pool import KVPool
-from runtime.kv.tiers.block import Block, BlockKey
+from runtime.kv.tiers.block import Block
 from runtime.kv.tiers.worker import TierWorker
 
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A block of pages; `lock` is held while they are copied, to the device (`data`: uint8) or here (`payload`)."""
+    """Pages of a block; `lock` is held while they are copied, to the device (`data`: uint8) or here (`payload`)."""
 
-    block: Block
     pages: array[int]
     lock: Lock = field(default_factory=Lock)
     data: torch.Tensor | None = None
@@ -38,7 +37,6 @@ class Copies:
     def __init__(self, pool: KVPool, worker: TierWorker):
         self._pool, self._worker = pool, worker
         self._lock = Lock()
-        self._waiting: set[BlockKey] = set()
         self._by_page: dict[int, list[Copy]] = {}
         self._at_once = pool.k.device.type != "cpu" or pool.ranks > 1
 
@@ -48,21 +46,17 @@ class Copies:
 
     def add(self, block: Block, pages: array[int]) -> bool:
         """Queue a block for the stores; False if the worker has no room for it."""
-        copy = Copy(block, pages)
-        with self._lock:
-            if block.key in self._waiting:
-                return True
-            self._waiting.add(block.key)
-            if self._at_once:
-                copy.data = self._pool.read_pages(pages)
-            else:
+        copy = Copy(pages)
+        if self._at_once:
+            copy.data = self._pool.read_pages(pages)
+        else:
+            with self._lock:
                 for page in pages:
                     self._by_page.setdefault(page, []).append(copy)
-        done = partial(self._done, copy)
-        if self._worker.write(block, partial(self._read, copy), len(pages) * self._pool.page_bytes, done):
-            return True
-        done()
-        return False
+        accepted = self._worker.write(block, partial(self._take, copy), len(pages) * self._pool.page_bytes)
+        if not accepted:
+            self._forget(copy)
+        return accepted
 
     def settle(self, pages: Iterable[int]) -> None:
         """Copy what is to be copied of these pages, so that they may be overwritten."""
@@ -72,6 +66,12 @@ class Copies:
             copies = {copy for page in pages for copy in self._by_page.get(page, ())}
         for copy in copies:
             self._read(copy)
+
+    def _take(self, copy: Copy) -> memoryview:
+        """The payload of a copy, which is held here no longer."""
+        payload = self._read(copy)
+        copy.data = copy.payload = None
+        return payload
 
     def _read(self, copy: Copy) -> memoryview:
         with copy.lock:
@@ -88,9 +88,3 @@ class Copies:
                 left = [other for other in self._by_page.pop(page, ()) if other is not copy]
                 if left:
                     self._by_page[page] = left
-
-    def _done(self, copy: Copy) -> None:
-        with self._lock:
-            self._waiting.discard(copy.block.key)
-        self._forget(copy)
-        copy.data = copy.payload = None

@@ -81,28 +81,26 @@ class Tiers(Watcher):
     def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
         """Store the blocks that end in evicted pages; flushed pages are not stored."""
         if cause != "flush":
-            self._write(node, kept_pages, evicted=True)
+            self._write(node, len(node.pages) - kept_pages, evicted=True)
         if self.keys:
             for page in node.pages[kept_pages:]:
                 self.keys.pop(page, None)
 
     def used(self, node: Node) -> None:
         """Store the blocks of a path that are used for the second time."""
-        for above in path(node):
-            if above.hits == 1:
-                self._write(above)
+        self._write(node, sum(len(above.pages) for above in path(node) if above.hits == 1))
 
     def save(self, node: Node) -> None:
         """Store the blocks that end in a node."""
-        self._write(node)
+        self._write(node, len(node.pages))
 
-    def _write(self, node: Node, first_page: int = 0, evicted: bool = False) -> None:
-        """Store the blocks that end in the pages of a node from `first_page` on."""
-        if not self.worker.names or node.namespace.entry.startswith(_APPROXIMATE):
+    def _write(self, node: Node, num_pages: int, evicted: bool = False) -> None:
+        """Store the blocks that end in the last pages of a path."""
+        if not num_pages or not self.worker.names or node.namespace.entry.startswith(_APPROXIMATE):
             return
         size, end = self.block_pages, sum(len(above.pages) for above in path(node))
         is_end = node.meta is not None and node.meta.tokens <= end * self._pool.page_size
-        first = (end - len(node.pages) + first_page) // size
+        first = (end - num_pages) // size
         last = -(-end // size) if is_end else end // size
         if first >= last:
             return
@@ -118,11 +116,6 @@ class Tiers(Watcher):
                     self._written[block.key] = None
             if not evicted:
                 self.keys.update(dict.fromkeys(own, block.key))
-
-    def _path_of(self, node: Node) -> tuple[bytes, Namespace, bool]:
-        """The tokens up to the end of a node, their namespace, and whether they are an entry."""
-        tokens = b"".join(above.key for above in reversed(list(path(node))))
-        return tokens, node.namespace, node.meta is not None
 
     def _blocks(self, tokens: bytes, namespace: Namespace, is_entry: bool) -> list[Block]:
         """The blocks of a run from its root on; those of an entry include the last, shorter one."""
@@ -298,11 +291,13 @@ class Tiers(Watcher):
         if not self.worker.names:
             return
         self._written.clear()
-        below = [node]
+        runs, below = [], [node]
         for above in below:
             below.extend(above.children.values())
-        paths = [self._path_of(leaf) for leaf in below if not leaf.children]
-        self.worker.delete(lambda: {block.key for one in paths for block in self._blocks(*one)})
+            if not above.children:
+                tokens = b"".join(part.key for part in reversed(list(path(above))))
+                runs.append((tokens, above.namespace, above.meta is not None))
+        self.worker.delete(lambda: {block.key for run in runs for block in self._blocks(*run)})
 
     def _end(self, load: Load, part: RunLoad) -> None:
         """Insert the loaded blocks in the tree, and release everything else."""

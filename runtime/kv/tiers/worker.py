@@ -95,27 +95,21 @@ class TierWorker:
 
     # -- writing ---------------------------------------------------------------------------------------------
 
-    def write(
-        self, block: Block, gather: Callable[[], Buffer], num_bytes: int, done: Callable[[], None] = lambda: None
-    ) -> bool:
+    def write(self, block: Block, gather: Callable[[], Buffer], num_bytes: int) -> bool:
         """Queue a block for all stores; False, and counted, if there is no room in the queue.
 
         Args:
             block: the block to write.
             gather: returns the payload, which never changes again; called in another thread.
             num_bytes: size of the payload.
-            done: called once, in another thread, when the payload's source is no longer needed; not after `close`.
         """
-        if self._tiers and self._gatherer.offer(num_bytes, partial(self._gather, block, gather, done)):
+        if self._tiers and self._gatherer.offer(num_bytes, partial(self._gather, block, gather)):
             return True
         self._num_dropped += 1
         return False
 
-    def _gather(self, block: Block, gather: Callable[[], Buffer], done: Callable[[], None]) -> None:
-        try:
-            payload = gather()
-        finally:
-            done()
+    def _gather(self, block: Block, gather: Callable[[], Buffer]) -> None:
+        payload = gather()
         plain = self.form.encode(block, payload, sealed=False)
         for tier in self._tiers.values():
             if not tier.lane.offer(memoryview(payload).nbytes, partial(self._store, tier, block, payload, plain)):

@@ -174,7 +174,7 @@ class BoundedDirectory(BoundedStore):
 TestHost = BoundedStore.TestCase
 TestDirectory = BoundedDirectory.TestCase
 TestHost.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
-TestDirectory.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+TestDirectory.settings = settings(max_examples=8, stateful_step_count=40, deadline=None)
 
 
 def test_a_block_that_was_read_stays_valid_after_its_eviction():
