@@ -44,16 +44,6 @@ def filled(shelf: Shelf, **options) -> RadixTree:
     return tree
 
 
-def test_a_part_of_a_node_leaves_then_the_rest():
-    shelf = Shelf()
-    tree = filled(shelf)
-    assert list(tree.evict(1)) == [3]
-    assert shelf.kept == {(key(1, 2, 3, 4), 3): "record"}
-    assert list(tree.evict(1)) == [2]
-    assert shelf.kept[key(1, 2, 3), 2] == "record"
-    assert shelf.causes == [(1, "room"), (1, "room")]
-
-
 def test_causes():
     shelf = Shelf()
     tree = filled(shelf, quotas=Quotas({"t": 4}))
@@ -96,12 +86,3 @@ def test_every_page_that_leaves_was_seen_with_its_tokens(page_size, policy):
     assert {(tokens_of[page], page) for page in freed} == set(shelf.kept)
     assert len(freed) == len(shelf.kept) == sum(pages for pages, _ in shelf.causes)
     assert {cause for _, cause in shelf.causes} == {"room", "quota", "flush"}
-
-
-def test_a_watcher_that_comes_later_is_told_from_then_on_beside_the_first():
-    first, second = Shelf(), Shelf()
-    tree = filled(first)
-    tree.evict(1)
-    tree.watch(second)
-    tree.evict(1)
-    assert (first.causes, second.causes) == ([(1, "room")] * 2, [(1, "room")])

@@ -33,7 +33,6 @@ _SUFFIX = ".kv"
 
 # Prefix of the names of files in which engines note their pins for the next start.
 NOTES = "pins-"
-_OLD = ("index.sqlite*", "resume-*")
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -110,20 +109,12 @@ class FileStore:
             if (mode := directory.stat().st_mode) & 0o077:
                 directory.chmod(mode & 0o700)
             self._unfinished.mkdir(mode=0o700, exist_ok=True)
-            self._sweep()
+            for path in self._unfinished.iterdir():  # of killed writers
+                with suppress(FileNotFoundError):
+                    if path.stat().st_mtime < time.time() - _ABANDONED_S:
+                        path.unlink()
         except OSError as error:  # what is there can be read
             logger.warning("%s: %s cannot be written to: %s", option, directory, error)
-
-    def _sweep(self) -> None:
-        """Delete the files of killed writers and of earlier versions."""
-        for path in self._unfinished.iterdir():
-            with suppress(FileNotFoundError):
-                if path.stat().st_mtime < time.time() - _ABANDONED_S:
-                    path.unlink()
-        if old := [path for pattern in _OLD for path in self.directory.glob(pattern)]:
-            logger.info("%s: the index of an earlier version is deleted; its blocks stay", self.directory)
-        for path in old:
-            path.unlink(missing_ok=True)
 
     # -- reading ---------------------------------------------------------------------------------------------
 

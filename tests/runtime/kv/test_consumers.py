@@ -30,36 +30,6 @@ EVENTS = [
 ]
 
 
-class _Event(msgspec.Struct, omit_defaults=True, tag=True):
-    """An event of vLLM 0.32."""
-
-
-class BlockStored(_Event):
-    block_hashes: list[bytes | int]
-    parent_block_hash: bytes | int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[tuple[Any, ...] | None] | None = None
-
-
-class BlockRemoved(_Event):
-    block_hashes: list[bytes | int]
-    medium: str | None
-
-
-class AllBlocksCleared(_Event):
-    pass
-
-
-class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-    ts: float
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
-    data_parallel_rank: int | None = None
-
-
 def of_wheel(package: str, monkeypatch) -> type:
     """The batch of a package's wheel: its structs alone are run, and nothing that they stand among."""
     found = sorted(Path(WHEELS or "").glob(f"{package}-*.whl")) if WHEELS else []
@@ -76,12 +46,9 @@ def of_wheel(package: str, monkeypatch) -> type:
     return module.KVEventBatch
 
 
-@pytest.fixture(params=["written", "vllm", "sglang"])
-def batch(request, monkeypatch) -> type:
-    return KVEventBatch if request.param == "written" else of_wheel(request.param, monkeypatch)
-
-
-def test_their_structs_decode_every_event(batch, tmp_path):
+@pytest.mark.parametrize("package", FILES)
+def test_their_structs_decode_every_event(package, monkeypatch, tmp_path):
+    batch = of_wheel(package, monkeypatch)
     publisher = EventPublisher(CacheConfig(kv_events=f"ipc://{tmp_path}/e", page_size=2, kv_events_of="all"))
     publisher.publish(EVENTS)
     publisher.close()
@@ -95,17 +62,3 @@ def test_their_structs_decode_every_event(batch, tmp_path):
     else:
         assert (everybodys.cache_salt, own.cache_salt) == (None, "acme/s#")
     assert (gone.block_hashes, gone.medium) == ([7], "GPU")
-
-
-def test_the_tiers_have_words_of_their_own(batch, tmp_path):
-    publisher = EventPublisher(CacheConfig(kv_events=f"ipc://{tmp_path}/e", page_size=2))
-    for tier in ("host", "disk", "store"):
-        publisher.publish([EVENTS[0], Removed((5,), Namespace()), *EVENTS[1:]], tier)
-    publisher.close()
-    found = [msgspec.msgpack.decode(payload, type=batch).events for _, payload in list(publisher._kept)[1:]]
-    assert [[event.medium for event in events] for events in found] == [
-        ["CPU_PINNED"] * 2,
-        ["DISK"] * 2,
-        ["EXTERNAL"] * 2,
-    ]
-    assert found[0][0].token_ids == [0, 1, 2, 3], "and nothing of a tenant"

@@ -91,20 +91,6 @@ def test_what_left_and_when():
     assert (lookup.found, lookup.why, lookup.gone_s, other(lookup)) == (2, "expired", 0.0, [])
 
 
-def test_what_a_tenant_kept_expires():
-    cache = make_cache(pages=4)
-    now = 0.0
-    cache.tree._clock = lambda: now
-    told(cache, 1)
-    keep(cache, 1, 2, 3, 4)
-    assert cache.pins.keep(array("i", [1, 2, 3, 4]), EVERYBODY, EVERYBODY, ttl_s=5.0) is None
-    now = 5.0
-    cache.pins.expire()
-    now = 6.0
-    cache.allocator.release(cache.tree.evict(2))
-    assert told(cache, 1, 2, 3, 4, 5).why == "expired"
-
-
 @pytest.mark.parametrize("prompt", [(1,), (1, 2), (1, 2, 3)])
 def test_a_prompt_may_end_within_a_page(prompt):
     cache = make_cache(page_size=4)

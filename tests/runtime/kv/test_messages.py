@@ -160,6 +160,15 @@ def test_hashes_alone_tell_neither_tokens_nor_salts_nor_tenants(tmp_path):
     wire.close()
 
 
+@pytest.mark.parametrize(("tier", "medium"), [("host", "CPU_PINNED"), ("disk", "DISK"), ("store", "EXTERNAL")])
+def test_the_tiers_have_words_of_their_own(wire, tier, medium):
+    listen(wire)
+    number = wire.publisher._next
+    wire.publisher.publish([CHILD, Removed((7,), Namespace())], tier)
+    events = [stored([7], 6, [8, 9], medium=medium), removed(7) | {"medium": medium}]
+    assert wire.receive(wire.heard) == (number, events)
+
+
 def test_a_message_tells_its_time(wire):
     before = time.time()
     wire.publisher.publish([STORED])

@@ -1,4 +1,4 @@
-"""GGUF: converted models equal their originals in transformers; broken files are one clear error."""
+"""GGUF: converted models equal their originals in transformers, and their tokenizers those of the library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def permute(tensor: np.ndarray, heads: int) -> np.ndarray:
     return tensor.reshape(heads, 2, rows // heads // 2, -1).swapaxes(1, 2).reshape(tensor.shape)
 
 
-def write_gguf(source, path, architecture, quantised=False, **metadata):
+def write_gguf(source, path, architecture, **metadata):
     """A GGUF file of a Hugging Face directory."""
     config = json.loads((source / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -65,11 +65,7 @@ def write_gguf(source, path, architecture, quantised=False, **metadata):
             data = permute(data, kv_heads)
         if architecture == "gemma3" and module.endswith("norm"):
             data = data + 1
-        if quantised and data.ndim == 2 and data.shape[1] % 32 == 0:
-            quantity = gguf.GGMLQuantizationType.Q8_0
-            writer.add_tensor(target, gguf.quants.quantize(data, quantity), raw_dtype=quantity)
-        else:
-            writer.add_tensor(target, np.ascontiguousarray(data))
+        writer.add_tensor(target, np.ascontiguousarray(data))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -115,15 +111,6 @@ def test_gemma_is_converted_by_transformers(tmp_path, default_model_dir):
         convert(path, tmp_path / "d")
 
 
-def test_quantised_tensors_mean_what_the_file_says(sources, tmp_path):
-    source = sources("llama")
-    target = convert(write_gguf(source, tmp_path / "m.gguf", "llama", quantised=True), tmp_path / "converted")
-    config = json.loads((source / "config.json").read_text())
-    assert config["hidden_size"] % 32  # so that only down_proj, with another width, could be quantised
-    wanted = logits(source)
-    assert (logits(target) - wanted).norm() / wanted.norm() < 0.05
-
-
 def test_linear_scaling_survives(sources, tmp_path):
     source = sources("llama_linear")
     path = write_gguf(source, tmp_path / "m.gguf", "llama", llama__rope__scaling__type="linear")
@@ -134,20 +121,6 @@ def test_linear_scaling_survives(sources, tmp_path):
     path = write_gguf(source, tmp_path / "n.gguf", "llama", llama__rope__scaling__type="longrope")
     with pytest.raises(ModelError, match="longrope"):
         convert(path, tmp_path / "d")
-
-
-def test_broken_files_are_one_clear_error(sources, tmp_path):
-    source = sources("llama")
-    whole = write_gguf(source, tmp_path / "m.gguf", "llama").read_bytes()
-    for name, content in (("empty", b""), ("text", b"hello" * 100), ("cut", whole[: len(whole) * 2 // 3])):
-        path = tmp_path / f"{name}.gguf"
-        path.write_bytes(content)
-        with pytest.raises(ModelError, match=f"{name}.gguf"):
-            convert(path, tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-    with pytest.raises(ModelError, match="gpt2"):
-        convert(write_gguf(source, tmp_path / "g.gguf", "gpt2"), tmp_path / "out")
-    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".out")], "nothing half-written stays"
 
 
 def test_llama3_factors_become_a_config(tmp_path):

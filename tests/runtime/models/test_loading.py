@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from runtime.config import ModelConfig
 from runtime.errors import ModelError
-from runtime.models.default_model import _verify
 from runtime.models.resolve import model_name, resolve_model
 from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
@@ -137,10 +136,3 @@ def test_served_names(tiny_dir):
     assert model_name(ModelConfig(model=str(tiny_dir)), tiny_dir) == tiny_dir.name
     assert model_name(ModelConfig(model=str(tiny_dir), served_model_name="mine"), tiny_dir) == "mine"
     assert model_name(ModelConfig(), tiny_dir) == "smollm2-135m-instruct"
-
-
-def test_a_wrong_checksum_is_refused(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"something else")
-    with pytest.raises(ModelError, match="SHA-256"):
-        _verify(path, "0" * 64)

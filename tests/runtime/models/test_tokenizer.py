@@ -70,20 +70,6 @@ def with_template(default_model_dir, tmp_path):
     return make
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ raise_exception('roles must alternate') }}",
-        "{{ messages[9].content }}",
-        "{{ messages.__class__.__mro__ }}",
-        "{{ 1 / 0 }}",
-    ],
-)
-def test_a_template_that_fails_is_a_client_error(with_template, template):
-    with pytest.raises(InvalidRequest, match="template"):
-        with_template(template).apply_chat_template([{"role": "user", "content": "x"}])
-
-
 def test_a_template_that_is_none_ends_the_start(with_template):
     with pytest.raises(ModelError, match=r"--chat-template .*: the model's chat template cannot be read"):
         with_template("{% for m in messages %}")
@@ -103,9 +89,12 @@ FOREVER = LOOP.replace("{", "{{").replace("}", "}}") + "{}{{% endfor %}}{{% endf
         ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "refuses"),
         ("{{ cycler.__init__.__globals__.os.system('true') }}", "refuses"),
         ("{% set _ = messages.append(1) %}", "refuses"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[9].content }}", "refuses"),
+        ("{{ 1 / 0 }}", "refuses"),
     ],
 )
-def test_a_template_reaches_nothing_and_ends(with_template, monkeypatch, template, words):
+def test_a_template_that_fails_is_a_client_error_reaches_nothing_and_ends(with_template, monkeypatch, template, words):
     monkeypatch.setattr(sandbox, "TEMPLATE_S", 0.2)
     with pytest.raises(InvalidRequest, match=words):
         with_template(template).apply_chat_template([{"role": "user", "content": "x"}])

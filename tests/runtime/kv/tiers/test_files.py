@@ -19,7 +19,7 @@ from radix import Namespace
 from runtime.errors import ModelError
 from runtime.kv.tiers.block import ROOT, Block, Mismatch
 from runtime.kv.tiers.files import FileStore
-from runtime.kv.tiers.store import StoredBlock, Usage
+from runtime.kv.tiers.store import Usage
 from tests.full_disk import little_room
 from tests.runtime.kv.tiers.conftest import FORM, MEMORY, blocks_of, payload_of, put_block, stored
 
@@ -80,17 +80,6 @@ def test_a_directory_of_other_things_stays_as_it_is(directory):
     assert sorted(os.listdir(directory)) == ["letter.txt", "lost+found"]
 
 
-def test_the_index_of_an_earlier_version_is_deleted_and_its_blocks_stay(directory, caplog):
-    caplog.set_level("INFO")
-    put_block(disk(directory), BLOCKS[0])
-    for name in ("index.sqlite", "index.sqlite-wal", "resume-0123"):
-        (directory / name).touch()
-    store = disk(directory)
-    assert FORM.decode(store.get(BLOCKS[0].key), BLOCKS[0])
-    assert sorted(path.name for path in directory.iterdir() if path.is_file()) == ["lock"]
-    assert caplog.text.count("earlier version") == 1
-
-
 # -- what the files say --------------------------------------------------------------------------------------
 
 
@@ -113,18 +102,6 @@ def test_a_file_that_is_not_a_block_is_deleted_from_a_bounded_directory(director
     again = disk(directory)
     assert again.usage() == Usage(usage.bytes - SMALL, 15, BOUND)
     assert [path.exists() for path in (rubbish, note, copy)] == [False, True, False]
-
-
-def test_a_use_is_the_time_of_a_file(directory):
-    now = 7.0
-    store = disk(directory, clock=lambda: now)
-    put_block(store, BLOCKS[0])
-    for use in (store.get, lambda key: store.touch([key])):
-        now += 1.0
-        use(BLOCKS[0].key)
-        assert list(store.entries()) == [StoredBlock(BLOCKS[0].key, "alice", SMALL, now)]
-    store.read(BLOCKS[0].key)
-    assert list(store.entries()) == [StoredBlock(BLOCKS[0].key, "alice", SMALL, 9.0)]
 
 
 def test_a_smaller_bound_holds_from_the_start(directory):
@@ -276,7 +253,8 @@ def without_rights(directory: Path):
 
 def test_a_read_only_directory_is_read(directory, caplog):
     put_block(disk(directory), BLOCKS[0])
-    (directory / "resume-0123").touch()
+    (directory / "unfinished" / "old").touch()
+    os.utime(directory / "unfinished" / "old", (0, 0))
     with without_rights(directory):
         store = disk(directory)
         assert "cannot be written to" in caplog.text

@@ -114,13 +114,6 @@ def test_the_oldest_of_too_many_counts_as_gone(start, monkeypatch, flaky):
     assert told.of("disk") == "a3 a4 a5"
 
 
-def test_blocks_without_an_event_are_told_of_to_nobody(start, flaky):
-    told = start(flaky)
-    write(told.worker, blocks_of("alice", 2))
-    assert load(told.worker, blocks_of("alice", 2)) == ["disk"] * 2
-    assert told.worker.ledger.take() == {}
-
-
 def test_an_engine_publishes_what_left_the_pool_for_a_tier(tiny_dir, tmp_path):
     core = open_core(tiny_dir, host_memory=0.1, kv_events=f"ipc://{tmp_path}/e", kv_events_of="all")
     driver, prompt = Driver(core), draw(0, 130)
