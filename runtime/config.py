@@ -22,9 +22,6 @@ _NAMES = r"^[^\s,]+(\s*,\s*[^\s,]+)*$"
 # Without a scheme or a port, with which none would ever match.
 _HOSTS = r"^[^\s,/:]+(\s*,\s*[^\s,/:]+)*$"
 
-# Options of the cache that only causal models can use.
-_CAUSAL = ("document_reuse", "reasoning_cache")
-
 ModelCode = Literal["ramet", "transformers"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -100,11 +97,10 @@ class CacheConfig(Section):
     """The KV pool and its prefix cache."""
 
     prefix_cache: bool = Field(True, description="reuse the KV of earlier requests' prefixes")
-    document_reuse: DocumentMethod = Field(
-        "none", description="method for documents of requests without `reuse`; all but none are approximate"
-    )
-    reasoning_cache: bool = Field(
-        False, description="requests without `reuse` share the pages of reasoning steps that repeat; approximate"
+    reuse: Literal["auto", DocumentMethod, "reasoncache"] = Field(
+        "auto",
+        description="method for requests without `reuse`: a method for documents, or reasoncache; all are approximate; "
+        "auto: none, and BiCache for diffusion models",
     )
     eviction_policy: PolicyName = Field(
         "foresight", description="which unreferenced pages go first when room is needed"
@@ -136,6 +132,11 @@ class CacheConfig(Section):
         "auto", description="auto: as --dtype; fp8: e4m3 without scales, half the memory (on CPUs computed by torch)"
     )
 
+    @property
+    def document_method(self) -> DocumentMethod:
+        """The method for documents of requests without `reuse`."""
+        return "none" if self.reuse == "auto" or self.reuse == "reasoncache" else self.reuse
+
 
 class TierConfig(Section):
     """Tiers: KV that outlives the pool."""
@@ -143,9 +144,6 @@ class TierConfig(Section):
     host_memory: float | None = Field(None, gt=0, description="GiB of memory for KV that the pool has no room for")
     disk_cache: Path | None = Field(None, description="directory for KV that outlives the server")
     disk_space: float = Field(10.0, gt=0, description="GiB that --disk-cache may take")
-    tier_quota: float = Field(
-        1.0, gt=0, le=1, description="share of --host-memory and of --disk-space that a tenant may fill"
-    )
     kv_store: str | None = Field(
         None,
         pattern=r"^(rediss?://|dir:).",
@@ -153,9 +151,6 @@ class TierConfig(Section):
     )
     kv_encryption_key_file: Path | None = Field(
         None, description="file with a secret; KV on disks and in stores is encrypted with a key for each tenant"
-    )
-    prewarm: Path | None = Field(
-        None, description="JSONL of prompts (`text`, `input_ids` or `messages`) to compute or load at the start"
     )
 
     @property
@@ -177,18 +172,13 @@ class SchedulerConfig(Section):
     )
     max_running: int = Field(64, ge=1, description="running requests")
     max_waiting: int = Field(4096, ge=1, description="waiting requests; more are refused with 503")
-    max_waiting_tokens: int = Field(
-        1 << 22, ge=1, description="prompt tokens of waiting requests; more are refused with 503"
+    key_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="share of open requests and of waiting prompt tokens that an API key may have; more are refused "
+        "with 429",
     )
-    key_requests: int | None = Field(
-        None, ge=1, description="open requests of an API key; more are refused with 429; default: half of the server's"
-    )
-    key_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="waiting prompt tokens of an API key; more are refused with 429; default: half of the server's",
-    )
-    max_prompt_tokens: int | None = Field(None, ge=1, description="most tokens of a prompt; default: the context")
     max_output_tokens: int | None = Field(None, ge=1, description="most tokens of an output; default: the context")
     max_timeout: float | None = Field(
         None, gt=0, description="timeout of a request in seconds, and the most for its timeout_s"
@@ -198,30 +188,24 @@ class SchedulerConfig(Section):
     def max_open(self) -> int:
         return self.max_running + self.max_waiting
 
+    @property
+    def max_waiting_tokens(self) -> int:
+        """Prompt tokens that may wait; more are refused with 503."""
+        return 1024 * max(self.max_waiting, 4096)
+
 
 class DiffusionConfig(Section):
     """Diffusion models."""
 
-    bicache: bool = Field(
-        True, description="reuse shared prefixes in shallow layers by default; a request's `reuse` overrides it"
-    )
     depth_table: Path | None = Field(
         None,
         description="JSON file of reuse depths by ratio; default: the model's own or published table, else depth 1",
-    )
-    refresh_interval: int | None = Field(
-        None,
-        ge=1,
-        description="steps between refreshes of the deep layers; default: the table's, else 16; without a table 1",
     )
     depth_bound: float | None = Field(
         None,
         ge=0,
         description="nats by which outputs may diverge, for depths measured prefix by prefix while serving; 0: exact; "
         "default: the table's depths",
-    )
-    boundary_memory: float = Field(
-        0.25, ge=0, description="GiB for cached boundary states of prefixes; 0: recompute them at each refresh"
     )
 
 
@@ -241,17 +225,11 @@ class EngineConfig(Section):
         "auto", description="verify tokens that followed in earlier texts, where measured times promise a gain"
     )
     debug_invariants: bool = Field(False, description="check page conservation after every step (slow)")
-    grammar_timeout: float = Field(
-        5.0, gt=0, description="seconds that compiling a JSON schema or a regular expression may take; waiting is free"
-    )
     step_timeout: float = Field(
         120.0,
         ge=0,
         description="seconds for a step, after which /ready answers 503; after five times that the engine is killed; "
         "0: never",
-    )
-    on_engine_death: Literal["exit", "restart"] = Field(
-        "exit", description="exit: the server exits with code 70; restart: it starts a new engine"
     )
 
 
@@ -268,12 +246,6 @@ class ServerConfig(Section):
         pattern=_HOSTS,
         description="names by which clients call a server without keys, separated by commas; * allows all; "
         "addresses, localhost and this machine's name are allowed anyway",
-    )
-    max_connections: int | None = Field(
-        None,
-        ge=4,
-        description="open connections, half of them from one address; default: 2 x (--max-running + --max-waiting), "
-        "or as many as descriptors allow",
     )
     max_body_bytes: int = Field(
         8 << 20, ge=1024, description="most bytes of a request's body; larger ones are refused with 413"
@@ -298,20 +270,11 @@ class ServerConfig(Section):
         pattern=_NAMES,
         description="addresses of proxies whose X-Forwarded-For and -Proto are trusted, separated by commas",
     )
-    incremental_output: bool = Field(
-        False,
-        description="/generate streams only new text and ids in `text` and `output_ids` (SGLang: --stream-output)",
-    )
     record_trace: Path | None = Field(
         None, description="append times, lengths, tenants and block hashes of requests to this file; never text"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least severe level that is logged"
-    )
-    otlp_endpoint: str | None = Field(
-        None,
-        pattern="^https?://.",
-        description="URL of an OpenTelemetry collector, e.g. http://127.0.0.1:4318/v1/traces; needs ramet[otel]",
     )
     log_format: LogFormat = Field("text", description="text, or one JSON object per line; prompts are never logged")
 
@@ -330,22 +293,17 @@ class Config(Section):
 
 def unusable(config: Config, is_diffusion: bool) -> str | None:
     """An option that is set and has no meaning for a model of a kind."""
-    sections = {"cache": _CAUSAL} if is_diffusion else {"diffusion": tuple(DiffusionConfig.model_fields)}
-    for name, fields in sections.items():
-        section = getattr(config, name)
-        for field in fields:
-            if getattr(section, field) != type(section).model_fields[field].get_default():
-                return field.replace("_", "-")
-    return None
+    if is_diffusion:
+        return None if config.cache.reuse in ("auto", "none") else f"reuse {config.cache.reuse}"
+    return next((name.replace("_", "-") for name, value in config.diffusion if value is not None), None)
 
 
 def refuse_approximations(cache: CacheConfig) -> None:
     """Raise ModelError for methods by default that only models of Ramet's own code are served with."""
-    models = "models that Ramet's own code computes, without a sliding window"
-    if cache.document_reuse != "none":
-        raise ModelError(f"--document-reuse {cache.document_reuse} is for {models}")
-    if cache.reasoning_cache:
-        raise ModelError(f"--reasoning-cache is for {models}")
+    if cache.reuse not in ("auto", "none"):
+        raise ModelError(
+            f"--reuse {cache.reuse} is for models that Ramet's own code computes, without a sliding window"
+        )
 
 
 def make_config(**options: object) -> Config:

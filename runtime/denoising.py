@@ -104,7 +104,7 @@ class BidirectionalParams(MaskParams):
         0.0, ge=0, le=100, description="scale of classifier-free guidance, which takes a second pass"
     )
     cache: Literal["none", "prefix", "dual"] = Field("none", description="Fast-dLLM's caches within the request")
-    reuse: bool | None = Field(None, description="share the prefix's shallow layers; default: --bicache")
+    reuse: bool | None = Field(None, description="share the prefix's shallow layers; default: unless --reuse is none")
     prefix_tokens: int | None = Field(None, ge=0, description="leading prompt tokens that requests share")
     depth: int | None = Field(None, ge=0, description="layers in which the shared prefix is reused; default: by table")
     refresh_interval: int | None = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pkgutil
 from importlib import import_module
 from importlib.metadata import version
@@ -83,8 +84,8 @@ def create_app(
     )
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    if options.otlp_endpoint:
-        add_traces(app, options.otlp_endpoint)
+    if os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
+        add_traces(app)
     app.add_middleware(AccessLog, count=metrics.count_request)
     return app
 

@@ -93,7 +93,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schema", metavar="FILE", help="a schema in PML; the prompt is PML too: <prompt schema=...>")
     parser.add_argument("--mode", choices=get_args(Mode), help="of the schema; default: independent")
     parser.add_argument(
-        "--document", metavar="FILE", action="append", help="a text before the prompt; see --document-reuse; repeatable"
+        "--document", metavar="FILE", action="append", help="a text before the prompt; see --reuse; repeatable"
     )
     parser.add_argument("--adapter", metavar="NAME", help="one of --lora")
     parser.add_argument("--chat", action="store_true", help="apply the chat template to the prompt as a user's message")

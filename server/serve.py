@@ -20,19 +20,15 @@ from runtime.config import Config
 from runtime.errors import RametError
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.logs import set_up_logs
-from server.admin.cache import Prefix
 from server.admin.dashboard import Feed
 from server.app import create_app
 from server.auth.keys import Tenant, read_keys
-from server.documents.store import DocumentStore
-from server.generation.service import GenerationService
 from server.http.connections import SEND_BUFFER_BYTES, Connection
 from server.http.context import find
 from server.http.listener import Listener
 from server.http.pages import Hosts
 from server.http.shutdown import ShutdownFlag
 from server.http.slots import Slot, most_connections
-from server.prewarm import prewarm, read_prewarm
 from server.signals import Signals
 from server.telemetry.journal import Trace, open_trace
 
@@ -74,12 +70,11 @@ def serve(config: Config) -> NoReturn:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _check_certificate(config)
     tenants = read_keys(config.server.api_keys)
-    config.server.max_connections = most_connections(config)
+    most_connections(config.scheduler)
     _warn(config, tenants)
-    prefixes = read_prewarm(config.tiers.prewarm)
     trace = open_trace(config.server.record_trace, tenants)
     with _bind(config) as listener:
-        asyncio.run(_serve(config, listener, tenants, prefixes, trace))
+        asyncio.run(_serve(config, listener, tenants, trace))
 
 
 def _check_certificate(config: Config) -> None:
@@ -129,6 +124,7 @@ class _Server(uvicorn.Server):
     ):
         super().__init__(settings)
         self.options = config.server
+        self.most_connections = most_connections(config.scheduler)
         self.engine = engine
         self.shutdown_flag = shutdown
         self.app = app
@@ -142,10 +138,9 @@ class _Server(uvicorn.Server):
         """Accept connections by `Listener`: asyncio's own server does not bound their number."""
         options = self.options
         assert sockets
-        assert options.max_connections  # `serve` has filled it in
         await super().startup(sockets=[])
         limits = (options.trusted_proxies, self.config.ssl, options.client_timeout)
-        listener = Listener(sockets[0], self._connect, options.max_connections, *limits)
+        listener = Listener(sockets[0], self._connect, self.most_connections, *limits)
         self._accepting = asyncio.create_task(listener.accept())
 
     def _connect(self, slot: Slot) -> Connection:
@@ -178,9 +173,7 @@ async def _wait_while(open_: Callable[[], object], seconds: float) -> None:
         await asyncio.sleep(_DRAIN_POLL_S)
 
 
-async def _serve(
-    config: Config, listener: socket.socket, tenants: list[Tenant], prefixes: list[Prefix], trace: Trace | None
-) -> NoReturn:
+async def _serve(config: Config, listener: socket.socket, tenants: list[Tenant], trace: Trace | None) -> NoReturn:
     shutdown = ShutdownFlag()
     signals = Signals(shutdown)
     log.info("loading %s", config.model.model)
@@ -189,9 +182,8 @@ async def _serve(
     try:
         server = _make_server(config, listener, tenants, engine, shutdown, trace)
         history = server.feed.keep_history()
-        warm = prewarm(prefixes, find(server.app, GenerationService), find(server.app, DocumentStore))
         watchers = (server.drain(), _stop_when_dead(engine, server), _stop_when_forced(signals, engine, server))
-        tasks = [asyncio.create_task(work) for work in (*watchers, warm, history)]
+        tasks = [asyncio.create_task(work) for work in (*watchers, history)]
         await server.serve(sockets=[listener])
         dead = tasks[1].done()
     finally:

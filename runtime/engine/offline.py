@@ -123,9 +123,8 @@ class Engine:
 
     async def _start(self) -> AsyncEngine:
         """A client without the limits that protect a server."""
-        limits = {"max_waiting": _UNLIMITED, "max_waiting_tokens": _UNLIMITED, "key_requests": None, "key_tokens": None}
-        scheduler = self.config.scheduler.model_copy(update=limits)
-        engine = self.config.engine.model_copy(update={"step_timeout": 0.0, "on_engine_death": "exit"})
+        scheduler = self.config.scheduler.model_copy(update={"max_waiting": _UNLIMITED})
+        engine = self.config.engine.model_copy(update={"step_timeout": 0.0})
         config = self.config.model_copy(update={"scheduler": scheduler, "engine": engine})
         client = AsyncEngine(config, host=self._host)
         try:
@@ -157,7 +156,7 @@ class Engine:
             prompts: text, token ids, `Segments` with documents or prompts of a `schema`, one or several.
             sampling: parameters for all prompts, or for each; `SamplingParams` or their fields as a dict.
             reuse: of the documents in the prompts, or of reasoning steps; `ReuseParams`, `ReasoningParams` or their
-                fields; default: `document_reuse` or `reasoning_cache`.
+                fields; default: the option `reuse`.
             adapter: of `lora` or `load_adapter`, as `ADAPTER` or `MODEL:ADAPTER`; None: the model itself.
 
         Raises:

@@ -67,8 +67,8 @@ def open_engine(config: Config, path: Path, quotas: Mapping[str, int] | None = N
 
 def _check(config: Config, path: Path) -> None:
     """Raise ModelError for options that exclude each other, and for unusable files of `--lora` and `--depth-table`."""
-    if config.cache.reasoning_cache and config.model.tensor_parallel > 1:
-        raise ModelError("--reasoning-cache is not served by several ranks")
+    if config.cache.reuse == "reasoncache" and config.model.tensor_parallel > 1:
+        raise ModelError("--reuse reasoncache is not served by several ranks")
     if config.tiers.any and not config.cache.prefix_cache:
         raise ModelError("--no-prefix-cache leaves nothing for --host-memory, --disk-cache and --kv-store")
     for name, directory in config.model.adapters:
@@ -121,6 +121,6 @@ def _open_model(
     if spec.diffusion.attended is not None:
         strategy = (CanvasPrefix if executor.soften else BlockPrefix)(cache, spec.num_layers, spec.diffusion)
     else:
-        strategy = BiCache.load(config.diffusion, path, spec, cache)
+        strategy = BiCache.load(config, path, spec, cache)
     info.diffusion = strategy.info
     return [strategy], CanvasDecoding(spec.diffusion, executor.device, spec.vocab_size, executor.soften)

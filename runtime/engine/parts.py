@@ -29,10 +29,7 @@ class Grammars(Part):
         self._core = core
         info = core.info
         self.compiler = GrammarCompiler(
-            lambda: Tokenizer.load(path).to_json(),
-            info.vocab_size,
-            list(info.eos_token_ids),
-            core.config.engine.grammar_timeout,
+            lambda: Tokenizer.load(path).to_json(), info.vocab_size, list(info.eos_token_ids)
         )
 
     def blocked_on(self, request: Request) -> str | None:

@@ -93,7 +93,7 @@ class Tiering(Part):
         return self.tiers.worker.erase(tenant).result()
 
     def _attach_tier(self, call: AttachTier) -> Waiting:
-        options = TierConfig(**{**call.options, "tier_quota": self._core.config.tiers.tier_quota})
+        options = TierConfig(**call.options)
         opening = self._aside.submit(lambda: (open_stores(options), self._fingerprint()))
         self._attach(*(yield from _wait(opening)))
         return {"tiers": self.tiers.worker.names}
@@ -256,17 +256,12 @@ def open_stores(config: TierConfig) -> list[BlockStore]:
     if config.host_memory is not None:
         if config.host_memory * _GIB > (has := main_memory()):
             raise ModelError(f"--host-memory is {config.host_memory:g} GiB; this machine has {has / _GIB:.1f}")
-        stores.append(HostStore(*_bounds(config.host_memory, config.tier_quota)))
+        stores.append(HostStore(int(config.host_memory * _GIB)))
     if config.disk_cache is not None:
-        stores.append(FileStore(config.disk_cache, "--disk-cache", *_bounds(config.disk_space, config.tier_quota)))
+        stores.append(FileStore(config.disk_cache, "--disk-cache", int(config.disk_space * _GIB)))
     if config.kv_store is not None:
         stores.append(open_shared(config.kv_store))
     return stores
-
-
-def _bounds(gib: float, share: float) -> tuple[int, int]:
-    """The capacity of a store and the quota of each tenant, in bytes."""
-    return int(gib * _GIB), int(gib * _GIB * share)
 
 
 def _fingerprint(config: Config, executor: Executor, model: Path) -> bytes:

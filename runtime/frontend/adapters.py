@@ -12,7 +12,7 @@ from typing import Any
 
 from runtime.calls import Call, LoadAdapter, UnloadAdapter
 from runtime.config import ModelConfig
-from runtime.errors import EngineDead, InvalidRequest, ModelError, RametError
+from runtime.errors import InvalidRequest, ModelError
 from runtime.models.resolve import known_names
 
 log = logging.getLogger("ramet.client")
@@ -107,15 +107,3 @@ class Adapters:
                 await self.load(name, path)
             except InvalidRequest as error:
                 raise ModelError(f"--lora {name}={path}: {error.message}") from None
-
-    async def restore(self) -> None:
-        """Load all again into an engine that was started anew; those that are damaged by now are left out."""
-        before, self._loaded = self._loaded, {}
-        for adapter in before.values():
-            try:
-                await self.load(adapter.name, adapter.path)
-            except EngineDead:
-                self._loaded = before | self._loaded
-                return
-            except RametError as error:
-                log.error("the adapter %s could not be loaded again: %s", adapter.name, error.message)

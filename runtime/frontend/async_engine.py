@@ -60,7 +60,7 @@ class AsyncEngine:
         self._dead = asyncio.Event()
         self._walking = asyncio.Lock()
         self._stopping = False
-        self._work = TextWork(config.engine.grammar_timeout)
+        self._work = TextWork()
         self._supervisor: asyncio.Task[None] | None = None
         self._watchdog = Watchdog(config.engine.step_timeout)
 
@@ -84,42 +84,29 @@ class AsyncEngine:
     async def _connect(self) -> Connection:
         """Start an engine. Raises ModelError."""
         path = await self._load()
-        self.paused, self._reason = False, None
         connection = self._connection = Connection(self._host, self._handle)
         self.info = await connection.open(path)
         cache, limits = self.config.cache, self.config.scheduler
-        planner = DocumentPlanner.load(cache.document_reuse, path)
+        planner = DocumentPlanner.load(cache.document_method, path)
         self._frontend = Frontend(
-            self.info, self.tokenizer, connection.send, limits, planner=planner, reasoning=cache.reasoning_cache
+            self.info, self.tokenizer, connection.send, limits, planner=planner, reasoning=cache.reuse == "reasoncache"
         )
         return connection
 
     async def _supervise(self, connection: Connection) -> None:
-        """Wait for the engine's death; then fail all open requests, and start a new engine if configured."""
-        while True:
-            assert connection.ended is not None
-            watch = asyncio.create_task(self._watchdog.watch(lambda: self.call(Ping()), connection.kill))
-            try:
-                code = await asyncio.shield(connection.ended)
-            finally:
-                watch.cancel()
-            if self._stopping:
-                return
-            log.error("the engine process ended with code %s", code)
-            self._reason = self._host.error or EngineDead("the engine process died; this request is lost")
-            self._fail(self._reason)
-            if self.config.engine.on_engine_death == "exit":
-                self._dead.set()
-                return
-            connection.close()
-            try:
-                connection = await self._connect()
-                await self.adapters.restore()
-            except RametError as error:
-                log.error("the engine could not be restarted: %s", error.message)
-                self._dead.set()
-                return
-            log.warning("the engine was restarted")
+        """Wait for the engine's death; then fail all open requests."""
+        assert connection.ended is not None
+        watch = asyncio.create_task(self._watchdog.watch(lambda: self.call(Ping()), connection.kill))
+        try:
+            code = await asyncio.shield(connection.ended)
+        finally:
+            watch.cancel()
+        if self._stopping:
+            return
+        log.error("the engine process ended with code %s", code)
+        self._reason = self._host.error or EngineDead("the engine process died; this request is lost")
+        self._fail(self._reason)
+        self._dead.set()
 
     def kill(self) -> None:
         """End the engine and all open requests at once, for good."""
@@ -169,7 +156,7 @@ class AsyncEngine:
         return self._watchdog.late
 
     async def wait_dead(self) -> None:
-        """Return when the engine has died by itself and is not restarted."""
+        """Return when the engine has died by itself."""
         await self._dead.wait()
 
     # -- use -------------------------------------------------------------------------------------------------

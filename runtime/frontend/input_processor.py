@@ -118,7 +118,7 @@ class InputProcessor:
         if last == -1:
             new = submission.sampling.max_new_tokens
             room = self._room - self._positions(1 if new is None else new)
-            last = max(min(room, self._config.max_prompt_tokens or room), 1)
+            last = max(room, 1)
         left_out = max(len(tokens) - last, 0)
         submission.breakpoints = [(max(place - left_out, 0), ttl_s) for place, ttl_s in submission.breakpoints]
         return tokens[left_out:]
@@ -222,12 +222,6 @@ class InputProcessor:
     def _check_length(self, prompt: int, new: int | None, positions: int | None = None) -> None:
         """`positions`: of the prompt, if there are others than tokens."""
         config = self._config
-        if config.max_prompt_tokens is not None and prompt > config.max_prompt_tokens:
-            raise InvalidRequest(
-                f"the prompt has {prompt} tokens; this server takes {config.max_prompt_tokens}",
-                param="prompt",
-                code="context_length_exceeded",
-            )
         if config.max_output_tokens is not None and (new or 0) > config.max_output_tokens:
             raise InvalidRequest(
                 f"{new} new tokens are asked for; this server gives {config.max_output_tokens}", param="max_new_tokens"

@@ -29,12 +29,17 @@ class RequestLimits:
         most = self.most_open(account)
         if (own := self.open[account]) + completions > most:
             raise RateLimited(f"this key has {own} open requests, and no more than {most} are allowed")
-        most = _bound(account, config.key_tokens, config.max_waiting_tokens)
+        most = self._share(account, config.max_waiting_tokens)
         if (own := self.waiting_tokens[account]) and own + tokens > most:
             raise RateLimited(f"{own} prompt tokens of this key wait, and no more than {most} may")
 
     def most_open(self, account: str) -> int:
-        return min(_bound(account, self._config.key_requests, self._config.max_open), self._config.max_open)
+        """Open requests that an account may have."""
+        return self._share(account, self._config.max_open)
+
+    def _share(self, account: str, total: int) -> int:
+        """The part of a limit for one account: the key's share, and all of it without keys."""
+        return max(int(total * self._config.key_share), 1) if account else total
 
     @contextmanager
     def held(self, account: str, completions: int, tokens: int) -> Iterator[None]:
@@ -66,10 +71,3 @@ class RequestLimits:
         counter[account] -= amount
         if not counter[account]:
             del counter[account]
-
-
-def _bound(account: str, configured: int | None, total: int) -> int:
-    """The limit of one account: as configured, else half of the total for a key, and all of it without keys."""
-    if configured is not None:
-        return configured
-    return total // 2 if account else total

@@ -12,6 +12,7 @@ from runtime.errors import InvalidRequest
 from runtime.frontend.grammar_process import GrammarProcesses
 from runtime.frontend.output import Submission
 from runtime.frontend.processor import Frontend
+from runtime.sampling.grammar import COMPILE_TIMEOUT_S
 from runtime.sampling.turns import Turns
 
 # Threads for texts; the tokenizer works outside of the interpreter lock.
@@ -34,7 +35,7 @@ class TextWork:
         grammar_timeout_s: limit for checking one grammar.
     """
 
-    def __init__(self, grammar_timeout_s: float):
+    def __init__(self, grammar_timeout_s: float = COMPILE_TIMEOUT_S):
         self._texts = Turns(_THREADS, "ramet-text")
         self._grammars = Turns(_GRAMMARS, "ramet-grammar")
         self._processes = GrammarProcesses(grammar_timeout_s)

@@ -20,6 +20,8 @@ from runtime.sampling.turns import Piece, Turns
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
+# Limit for compiling one grammar.
+COMPILE_TIMEOUT_S = 30.0
 # Far above the needs of real schemas; no grammar delays a step by more than milliseconds.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
@@ -183,7 +185,13 @@ class GrammarCompiler:
         timeout_s: limit for compiling one grammar; queueing does not count.
     """
 
-    def __init__(self, load_tokenizer: Callable[[], str], vocab_size: int, eos: list[int], timeout_s: float):
+    def __init__(
+        self,
+        load_tokenizer: Callable[[], str],
+        vocab_size: int,
+        eos: list[int],
+        timeout_s: float = COMPILE_TIMEOUT_S,
+    ):
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self._eos = eos

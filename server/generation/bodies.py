@@ -154,7 +154,7 @@ def _method(value: Any) -> Any:
 Reuse = Annotated[
     Annotated[DocumentReuse, Tag(_DOCUMENTS)] | Annotated[ReasoningReuse, Tag(_REASONING)],
     Discriminator(lambda value: _REASONING if _method(value) == "reasoncache" else _DOCUMENTS),
-    Field(description="of documents, or of reasoning steps; default: --document-reuse or --reasoning-cache"),
+    Field(description="of documents, or of reasoning steps; default: --reuse"),
 ]
 
 

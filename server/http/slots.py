@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable
 
-from runtime.config import Config
+from runtime.config import SchedulerConfig
 from runtime.errors import RametError
 
 # Descriptors for other uses: files, the engine's sockets and pipes.
@@ -22,19 +22,17 @@ class TooFewDescriptors(RametError):
     """The limit on open files leaves too few connections."""
 
 
-def most_connections(config: Config) -> int:
-    """`--max-connections`, by default two for each open request, as far as descriptors go; raises the soft limit.
+def most_connections(config: SchedulerConfig) -> int:
+    """Two connections for each open request, as far as descriptors go; raises the soft limit.
 
     Raises:
         TooFewDescriptors: if the hard limit is too low.
     """
-    asked = config.server.max_connections
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = (asked or max(2 * config.scheduler.max_open, _FEWEST)) + _OTHERS
+    wanted = max(2 * config.max_open, _FEWEST) + _OTHERS
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    least = (asked or _FEWEST) + _OTHERS
-    if limit < least:
-        raise TooFewDescriptors(f"{least - _OTHERS} connections need {least} descriptors, but `ulimit -Hn` is {hard}")
+    if limit < (least := _FEWEST + _OTHERS):
+        raise TooFewDescriptors(f"{_FEWEST} connections need {least} descriptors, but `ulimit -Hn` is {hard}")
     if soft != resource.RLIM_INFINITY and soft < limit:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     return limit - _OTHERS

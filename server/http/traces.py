@@ -15,14 +15,10 @@ class NoTraces(RametError):
     """The `otel` extra is not installed."""
 
 
-def add_traces(app: FastAPI, endpoint: str) -> None:
-    """Send a span for every request to an OTLP collector; a request's `traceparent` is its parent.
+def add_traces(app: FastAPI) -> None:
+    """Send a span for every request to the collector at $OTEL_EXPORTER_OTLP_ENDPOINT, e.g. http://127.0.0.1:4318.
 
-    Args:
-        endpoint: the collector's URL for traces over HTTP, e.g. http://127.0.0.1:4318/v1/traces.
-
-    Raises:
-        NoTraces: if the extra is not installed.
+    A request's `traceparent` is its parent. Raises NoTraces if the extra is not installed.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -31,9 +27,9 @@ def add_traces(app: FastAPI, endpoint: str) -> None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise NoTraces(f"--otlp-endpoint needs pip install ramet[otel]: {error.name} is missing") from None
+        raise NoTraces(f"$OTEL_EXPORTER_OTLP_ENDPOINT needs pip install ramet[otel]: {error.name} is missing") from None
     provider = TracerProvider(resource=Resource({"service.name": "ramet", "service.version": version("ramet")}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     # Without these spans, as every event of a stream would have one. The last batch is sent at exit.
     app.add_middleware(
         OpenTelemetryMiddleware,

@@ -36,7 +36,7 @@ class Replica:
         self.metadata = {name: f"tcp://{host}:{_free_port(host)}" for name in ("events", "replay")}
         events = {"kv_events": self.metadata["events"], "kv_events_replay": self.metadata["replay"]}
         # A dead engine ends its replica; Serve starts another one.
-        own = {**events, "kv_events_of": "hashes", "on_engine_death": "exit"}
+        own = {**events, "kv_events_of": "hashes"}
         config = make_config(**{**self._options, **own})
         set_up_logs(config.server.log_level, config.server.log_format)
         tenants = read_keys(config.server.api_keys)

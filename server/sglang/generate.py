@@ -152,7 +152,7 @@ async def generate(
     context = service.context
     context.check_model(body.model)
     submissions, is_list = submissions_of(body, tenant, context, documents, schemas)
-    if body.stream and not context.config.server.incremental_output:
+    if body.stream:
         for submission in submissions:
             body.check_repeated(submission.sampling.max_new_tokens or 0)
     generation = await service.submit(request, body, submissions)
@@ -161,14 +161,13 @@ async def generate(
 
 
 class GenerateWriter(Writer):
-    """The answer to one prompt or several; events repeat the earlier ones, unless they are incremental."""
+    """The answer to one prompt or several; events repeat the earlier ones."""
 
     def __init__(self, body: GenerateRequest, is_list: bool, generation: Generation, context: Context):
         self._body = body
         self._is_list = is_list
         self._prompts = generation.outputs.prompts
         self._tokenizer = context.engine.tokenizer
-        self._incremental = context.config.server.incremental_output
         counts = [submission.sampling.n for submission in generation.outputs.submissions]
         self._first = [sum(counts[:i]) for i in range(len(counts))]
         self._logprobs: dict[tuple[int, int], dict[str, JsonList]] = defaultdict(self._empty)
@@ -198,11 +197,7 @@ class GenerateWriter(Writer):
     def write(self, output: Output, why: Explanation | None) -> Iterable[dict[str, Any]]:
         key = (output.index, output.choice)
         self._body.check_repeated(sum(len(lists) for name, lists in self._logprobs[key].items() if "token" in name))
-        if self._incremental:
-            event = self._result(output, output.delta, output.new_token_ids, why)
-            self._logprobs.pop(key)
-        else:
-            event = self._result(output, output.text, output.token_ids[: output.completion_tokens], why)
+        event = self._result(output, output.text, output.token_ids[: output.completion_tokens], why)
         event["delta"] = output.delta
         if output.canvas is not None:
             event["canvas"] = output.canvas

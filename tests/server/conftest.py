@@ -125,10 +125,7 @@ def guarded(tiny_dir, tmp_path_factory) -> Iterator[LiveServer]:
     directory = tmp_path_factory.mktemp("guarded")
     keys = directory / "keys"
     keys.write_text("boss boss-secret-key admin\nalice alice-secret-key\n")
-    prompts = '{"text": "warm is the start", "tenant": "alice"}\n\n{"text": "x", "tenant": "eve"}\n'
-    (directory / "prompts").write_text(prompts)
     options = ["--pool-tokens", "4096", "--api-keys", str(keys), "--host-memory", "0.1"]
-    options += ["--prewarm", str(directory / "prompts")]
     server = start(directory / "log", "--model", str(tiny_dir), *options)
     yield server
     assert stop(server) == 0

@@ -46,7 +46,6 @@ def test_every_option_of_the_configuration_is_there_and_explained(capsys):
         (["generate", "x", "--max-new-tokens", "many"], "argument --max-new-tokens: "),
         (["serve", "--served-model-name", ", ,"], "argument --served-model-name: "),
         (["serve", "--threads", "100000"], "argument --threads: "),
-        (["serve", "--otlp-endpoint", "collector:4318"], "argument --otlp-endpoint: "),
         (["serve", "--cors-origins", "https://a.example, https://b.example/"], "argument --cors-origins: "),
         (["serve", "--kv-events", "nonsense"], "argument --kv-events: "),
         (["serve", "--kv-events-replay", "5557"], "argument --kv-events-replay: "),
@@ -132,7 +131,7 @@ def test_generate_reads_documents(tiny_dir, tmp_path, capsys):
     documents = ["--document", str(tmp_path / "one.txt")]
     assert main(["generate", "Why?", *documents, *options]) == 0
     assert capsys.readouterr().out == plain
-    assert main(["generate", "Why?", *documents, "--document-reuse", "pie", *options]) == 0
+    assert main(["generate", "Why?", *documents, "--reuse", "pie", *options]) == 0
     assert capsys.readouterr().out == plain  # it begins at 0
     assert main(["generate", "Why?", *documents, "--chat", *options]) == 0
     with pytest.raises(SystemExit):
@@ -179,14 +178,14 @@ def test_a_model_that_is_not_there_is_one_line_and_status_1(capsys):
     assert capsys.readouterr().err.endswith("; did you mean smollm2-135m-instruct?\n")
 
 
-@pytest.mark.parametrize(("option", "value"), [("depth_table", "t.json"), ("bicache", False)])
+@pytest.mark.parametrize(("option", "value"), [("depth_table", "t.json"), ("depth_bound", 0.5)])
 def test_options_that_the_model_cannot_use_are_refused(tiny_dir, option, value):
     with pytest.raises(ModelError, match=f"--{option.replace('_', '-')}: {tiny_dir.name} is a causal model"):
         Engine(model=str(tiny_dir), dtype="float32", pool_tokens=1024, **{option: value})
     with pytest.raises(ModelError, match="--kernels flashinfer needs CUDA"):
         Engine(model=str(tiny_dir), kernels="flashinfer", device="cpu", pool_tokens=1024)
-    config = make_config(reasoning_cache=True, depth_table="t.json")
-    assert [unusable(config, is_diffusion) for is_diffusion in (True, False)] == ["reasoning-cache", "depth-table"]
+    config = make_config(reuse="reasoncache", depth_table="t.json")
+    assert [unusable(config, is_diffusion) for is_diffusion in (True, False)] == ["reuse reasoncache", "depth-table"]
     assert [unusable(Config(), is_diffusion) for is_diffusion in (True, False)] == [None, None]
 
 

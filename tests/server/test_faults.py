@@ -9,13 +9,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import httpx
 import pytest
 
 from tests.processes import wait_for_end
-from tests.server.conftest import PATIENCE_S, start, stop
+from tests.server.conftest import PATIENCE_S, start
 
 LONG = {"text": "Count:", "stream": True, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
 
@@ -60,30 +59,6 @@ def test_a_dead_engine_ends_every_stream_and_the_server(tiny_dir, tmp_path):
         assert lines[-1] == "data: [DONE]"
         assert json.loads(lines[-2][6:])["error"]["type"] == "engine_dead"
     assert server.process.wait(PATIENCE_S) == 70
-
-
-def test_a_dead_engine_is_restarted_where_that_is_wanted(tiny_dir, tmp_path):
-    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "8192", "--on-engine-death", "restart")
-    schema = {"pml": "<schema name='brief'>A text.</schema>", "pin": True}
-    try:
-        assert len(httpx.post(f"{server.url}/v1/schemas", json=schema, timeout=60).json()["pins"]) == 1
-        threads, found = streams(server, 2)
-        os.kill(server.engine_pid(), signal.SIGKILL)
-        join(threads)
-        assert all(json.loads(lines[-2][6:])["error"]["type"] == "engine_dead" for lines in found)
-        deadline = time.monotonic() + PATIENCE_S
-        while (answer := httpx.get(f"{server.url}/health")).status_code != 200:
-            assert answer.json()["error"]["type"] == "engine_dead"
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        body = {"text": "x", "sampling_params": {"max_new_tokens": 3}}
-        assert httpx.post(f"{server.url}/generate", json=body, timeout=60).json()["meta_info"]["completion_tokens"] > 0
-        assert [one["pins"] for one in httpx.get(f"{server.url}/v1/schemas").json()["data"]] == [[]]
-        again = httpx.post(f"{server.url}/v1/schemas", json=schema, timeout=60).json()
-        assert [pin["id"] for pin in httpx.get(f"{server.url}/cache/pins").json()["pins"]] == again["pins"]
-        assert httpx.get(f"{server.url}/v1/schemas/brief").json()["pins"] == again["pins"] != []
-    finally:
-        assert stop(server) == 0
 
 
 def test_too_many_requests_are_told_when_to_come_back_and_nothing_outlives_a_killed_server(

@@ -25,7 +25,7 @@ def thinker(tiny_dir, tmp_path_factory) -> Iterator[LiveServer]:
         "4096",
         "--page-size",
         "4",
-        "--reasoning-cache",
+        *("--reuse", "reasoncache"),
         "--drafts",
         "off",
     )

@@ -138,7 +138,7 @@ def test_retracted_requests_are_answered_as_if_they_ran_alone(tiny_dir, tmp_path
             assert status == 200, answer
             return [choice["output_ids"] for choice in (answer if isinstance(answer, list) else [answer])]
 
-        async with target(tiny_dir, tmp_path / f"log{at_once}", "--grammar-timeout", "60", *options) as server:
+        async with target(tiny_dir, tmp_path / f"log{at_once}", *options) as server:
             found = await asyncio.gather(*(one(server, body) for body in bodies))
             retracted = (await server.get("/server_info"))["state"]["retracted_requests"]
             await server.check()

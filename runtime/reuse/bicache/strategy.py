@@ -12,7 +12,7 @@ import torch
 
 from radix import Namespace, path
 from runtime.batch import RowSet
-from runtime.config import DiffusionConfig
+from runtime.config import Config, DiffusionConfig
 from runtime.kv.cache import PagedCache
 from runtime.kv.segments import Run, Segment, slots_of
 from runtime.models.spec import ModelSpec
@@ -28,6 +28,8 @@ from runtime.reuse.bicache.shallow_meta import ShallowMeta
 
 # The paper's R.
 _INTERVAL = 16
+# Memory for cached boundary states of prefixes.
+_BOUNDARY_BYTES = 1 << 28
 
 
 class BiCache(Strategy):
@@ -42,16 +44,21 @@ class BiCache(Strategy):
     unchunkable = True
     counted = ("encoded_prefixes", "refreshes", "divergences", "divergences_exceeded")
 
-    def __init__(self, config: DiffusionConfig, table: DepthTable, spec: ModelSpec, cache: PagedCache):
+    def __init__(
+        self, config: DiffusionConfig, table: DepthTable, spec: ModelSpec, cache: PagedCache, by_default: bool = True
+    ):
+        """`by_default`: whether requests without `reuse` share prefixes."""
         super().__init__(cache, spec.num_layers)
+        self._by_default = by_default
         self.config, self.table, self.spec = config, table, spec
         self.encodings = Encodings(cache.tree)
-        self.boundaries = BoundaryStore(int(config.boundary_memory * 2**30))
+        self.boundaries = BoundaryStore(_BOUNDARY_BYTES)
 
     @classmethod
-    def load(cls, config: DiffusionConfig, directory: Path, spec: ModelSpec, cache: PagedCache) -> BiCache:
+    def load(cls, config: Config, directory: Path, spec: ModelSpec, cache: PagedCache) -> BiCache:
         """The strategy for a model, with its depth table. Raises ModelError if the table cannot be used."""
-        return cls(config, choose_table(config.depth_table, directory, spec), spec, cache)
+        table = choose_table(config.diffusion.depth_table, directory, spec)
+        return cls(config.diffusion, table, spec, cache, by_default=config.cache.reuse == "auto")
 
     @property
     def info(self) -> DiffusionInfo:
@@ -69,7 +76,7 @@ class BiCache(Strategy):
     def _default_interval(self, depth: int | None) -> int:
         """Without a table nothing is known that approximation could rest on: depth 1, always refreshed, is exact."""
         is_exact = self.table is NO_TABLE and depth is None
-        return self.config.refresh_interval or (1 if is_exact else self.table.interval or _INTERVAL)
+        return 1 if is_exact else self.table.interval or _INTERVAL
 
     def open(self, request: Request, asked: dict[str, Any]) -> None:
         """A request without a canvas encodes its whole prompt, whether it is encoded already or not."""
@@ -80,7 +87,7 @@ class BiCache(Strategy):
         bound = self.config.depth_bound if params.depth_bound is None else params.depth_bound
         default = 1 if bound == 0 else self._default_interval(params.depth)
         request.reuse = Share(
-            reuse=self.config.bicache if params.reuse is None else params.reuse,
+            reuse=self._by_default if params.reuse is None else params.reuse,
             declared=params.prefix_tokens,
             wanted_depth=params.depth,
             bound=bound,

@@ -301,8 +301,8 @@ def test_an_encoder_with_weights_of_its_own_is_refused(path, tmp_path):
 
 
 def test_options_that_have_no_meaning_are_refused(path):
-    with pytest.raises(ModelError, match="--document-reuse: gemma is a diffusion model"):
-        make_core(path, document_reuse="a3")
+    with pytest.raises(ModelError, match="--reuse a3: gemma is a diffusion model"):
+        make_core(path, reuse="a3")
     with pytest.raises(ModelError, match="architecture is DiffusionGemmaForBlockDiffusion; supported are"):
         make_core(path, model_impl="ramet")
 

@@ -75,7 +75,7 @@ def test_documents_are_read_from_the_cache(engine):
 
 def test_a_method_for_documents_can_be_the_default(tiny_dir):
     prompt = Segments([Document("Rome is old."), " Why?"])
-    with Engine(str(tiny_dir), dtype="float32", pool_tokens=1024, document_reuse="pie") as engine:
+    with Engine(str(tiny_dir), dtype="float32", pool_tokens=1024, reuse="pie") as engine:
         answers = [engine.generate(prompt, GREEDY, reuse)[0] for reuse in (None, {"method": "none"})]
         assert [answer.reuse["method"] for answer in answers] == ["pie", "none"]
         assert answers[0].token_ids == answers[1].token_ids

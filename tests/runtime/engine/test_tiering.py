@@ -150,20 +150,6 @@ def test_an_engine_without_tiers_takes_one(tiny_dir, tmp_path):
     second.close()
 
 
-def test_a_tenant_fills_no_more_than_its_share_of_a_tier(tiny_dir, tmp_path):
-    space = 10_000 / (1 << 30)
-    core = open_core(tiny_dir, host_memory=space, tier_quota=0.5)
-    call(core, AttachTier({"disk_cache": str(tmp_path / "disk"), "disk_space": space}))
-    for name in ("host", "disk"):
-        store = core.part(Tiering).tiers.worker._tiers[name]._store
-        done = [store.put(bytes([i]) * 16, [bytes(size)], tenant) for i, (tenant, size) in enumerate(
-            [("a", 5001), ("a", 3000), ("b", 3000), ("a", 2500)]
-        )]  # fmt: skip
-        assert done == [False, True, True, True]
-        assert store.contains_many([bytes([i]) * 16 for i in range(4)]) == [False, False, True, True], "its own goes"
-    core.close()
-
-
 def test_an_engine_without_a_prefix_cache_takes_none(tiny_dir):
     core = make_core(tiny_dir, prefix_cache=False)
     with pytest.raises(InvalidRequest, match="prefix cache is off"):

@@ -9,9 +9,19 @@ from runtime.errors import Overloaded, RateLimited
 from runtime.frontend.limits import RequestLimits
 
 
+class FewTokens(SchedulerConfig):
+    """Limits with another bound on waiting prompt tokens than the server's."""
+
+    tokens: int = 100
+
+    @property
+    def max_waiting_tokens(self) -> int:
+        return self.tokens
+
+
 def make_limits(**options) -> RequestLimits:
     """Ten places in all, and a hundred tokens."""
-    return RequestLimits(SchedulerConfig(max_running=4, max_waiting=6, max_waiting_tokens=100, **options))
+    return RequestLimits(FewTokens(max_running=4, max_waiting=6, **options))
 
 
 def fill(limits: RequestLimits, account: str, completions: int, tokens: int = 0) -> RequestLimits:
@@ -48,11 +58,10 @@ def test_places_of_a_key():
 
 
 def test_configured_places_of_a_key():
-    limits = make_limits(key_requests=7)
-    assert [limits.most_open(account) for account in ("a", "")] == [7, 7]
+    limits = make_limits(key_share=0.7)
+    assert [limits.most_open(account) for account in ("a", "")] == [7, 10]
     assert refusal(fill(limits, "a", 6), "a", 1, 0) == ""
     assert "no more than 7" in refusal(limits, "a", 2, 0)
-    assert make_limits(key_requests=99).most_open("a") == 10
     assert [make_limits().most_open(account) for account in ("a", "")] == [5, 10]
     single = RequestLimits(SchedulerConfig(max_running=1, max_waiting=1))
     assert single.most_open("a") == 1
@@ -71,8 +80,8 @@ def test_waiting_tokens_of_a_key():
     assert refusal(limits, "a", 1, 21) == "RateLimited: 30 prompt tokens of this key wait, and no more than 50 may"
     assert refusal(limits, "b", 1, 70) == "", "its first may be longer than its share"
     assert "Overloaded: 30" in refusal(limits, "b", 1, 71)
-    assert "no more than 40" in refusal(fill(make_limits(key_tokens=40), "a", 1, 30), "a", 1, 11)
-    assert refusal(fill(make_limits(key_tokens=40), "a", 1, 30), "a", 1, 10) == ""
+    assert "no more than 40" in refusal(fill(make_limits(key_share=0.4), "a", 1, 30), "a", 1, 11)
+    assert refusal(fill(make_limits(key_share=0.4), "a", 1, 30), "a", 1, 10) == ""
 
 
 def test_what_has_begun_no_longer_waits_and_what_has_ended_is_no_longer_open():

@@ -17,6 +17,7 @@ from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import Abort, AddRequest, Finish, ModelInfo, TokenEvent
+from tests.runtime.frontend.test_limits import FewTokens
 
 INFO = ModelInfo(
     **{"name": "m", "path": "", "architecture": "", "dtype": "", "device": "", "attention_backend": ""},
@@ -71,7 +72,7 @@ class Lives(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.sent = []
-        limits = SchedulerConfig(key_requests=4, key_tokens=12)
+        limits = FewTokens(max_running=4, max_waiting=30, key_share=0.12)
         self.frontend = Frontend(INFO, self.tokenizer, self.sent.append, limits)
         self.live: dict[tuple[str, str], tuple[OutputStream, list[str]]] = {}
         self.waiting: dict[str, tuple[str, int]] = {}  # by the engine's id: account and tokens

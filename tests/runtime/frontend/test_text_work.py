@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from radix import Namespace
-from runtime.config import SchedulerConfig, make_config
+from runtime.config import make_config
 from runtime.errors import InvalidRequest, RateLimited
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.output import Submission
@@ -18,6 +18,7 @@ from runtime.frontend.text_work import TextWork
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest
+from tests.runtime.frontend.test_limits import FewTokens
 from tests.runtime.frontend.test_request_ids import INFO
 
 # Each pattern more doubles the time that llguidance takes to find out whether a text fits them all.
@@ -52,7 +53,7 @@ def engine(slow):
     """An engine without a process; `sent`: what would be sent to it."""
     engine = AsyncEngine(make_config())
     engine.sent = []
-    limits = SchedulerConfig(key_requests=8, key_tokens=1000)
+    limits = FewTokens(max_running=4, max_waiting=12, tokens=2000)
     engine.tokenizer = slow
     engine._frontend = Frontend(INFO, slow, engine.sent.append, limits)
     yield engine

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-
 import httpx
 import pytest
 import torch
@@ -46,7 +42,7 @@ def server(tiny_dir, paths, tmp_path_factory):
     directory = tmp_path_factory.mktemp("served")
     (directory / "keys").write_text("boss boss-secret-key admin\nalice alice-secret-key\n")
     options = ["--model", str(tiny_dir), "--served-model-name", "tiny", "--pool-tokens", "4096"]
-    options += ["--api-keys", str(directory / "keys"), "--on-engine-death", "restart", "--document-reuse", "a3"]
+    options += ["--api-keys", str(directory / "keys"), "--reuse", "a3"]
     server = start(directory / "log", *options, "--lora", f"poems={paths[0]}")
     yield server
     assert stop(server) == 0
@@ -187,12 +183,3 @@ def test_the_metrics_count_its_requests(alice, boss):
     before = count()
     complete(alice, "poems", max_tokens=1)
     assert count() == before + 1
-
-
-def test_an_engine_that_died_has_it_again(server, boss, alice, texts):
-    os.kill(server.engine_pid(), signal.SIGKILL)
-    deadline = time.monotonic() + 120
-    while (answer := complete(alice, "poems")).status_code != 200:
-        assert time.monotonic() < deadline, answer.text
-        time.sleep(0.1)
-    assert answer.json()["choices"][0]["text"] == texts[1]

@@ -7,9 +7,7 @@ import time
 import httpx
 import pytest
 
-from server.admin.cache import Prefix
 from server.http import examples
-from server.prewarm import BadPrewarm, read_prewarm
 from tests.server.http.test_bad_input import shape
 
 BOSS = {"authorization": "Bearer boss-secret-key"}
@@ -114,35 +112,3 @@ def test_tiers_are_attached_and_detached(guarded, tmp_path):
 )
 def test_a_tier_that_cannot_be_meant_is_refused(guarded, name, body):
     assert act(guarded, "PUT", f"/cache/tiers/{name}", json=body).status_code == 400
-
-
-def test_prompts_are_computed_at_the_start(guarded):
-    """Before the first test has flushed them."""
-    until = time.monotonic() + 60
-    while "--prewarm: " not in (log := guarded.log.read_text()) or "are there" not in log:
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    assert "prompt 2 is left out: there is no API key named 'eve'" in log
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("{}", "line 1: exactly one of"),
-        ('{"text": "a"}\n{"txt": "a"}', "line 2: JSON: unknown field txt"),
-        ("[", "line 1: JSON: "),
-        ('{"text": "a", "input_ids": [1]}', "exactly one"),
-    ],
-)
-def test_a_file_of_prompts_with_a_mistake_names_its_line(tmp_path, text, reason):
-    (tmp_path / "prompts").write_text(text)
-    with pytest.raises(BadPrewarm, match=reason):
-        read_prewarm(tmp_path / "prompts")
-
-
-def test_a_file_of_prompts(tmp_path):
-    (tmp_path / "prompts").write_text('{"text": "a"}\n\n{"input_ids": [1, 2], "cache_salt": "s"}\n')
-    assert read_prewarm(tmp_path / "prompts") == [Prefix(text="a"), Prefix(input_ids=[1, 2], cache_salt="s")]
-    assert read_prewarm(None) == []
-    with pytest.raises(BadPrewarm, match="cannot be read"):
-        read_prewarm(tmp_path / "nowhere")

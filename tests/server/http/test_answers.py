@@ -102,8 +102,7 @@ def test_a_large_answer_leaves_the_event_loop_to_others(default_model_dir):
         top_logprobs_num=128,
         return_text_in_logprobs=True,
     )
-    config = SimpleNamespace(server=SimpleNamespace(incremental_output=False))
-    context = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), config=config)
+    context = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer))
     generation = Generation(Outputs(output(i, 128) for i in range(256)), Metrics("x"), Journal())
     writer = GenerateWriter(body, True, generation, context)
     turns = []

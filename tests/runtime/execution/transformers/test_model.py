@@ -108,8 +108,8 @@ def test_pickles_and_quantised_and_incomplete_weights_are_refused(copy):
     [
         ({"model_impl": "ramet"}, "architecture is Gemma2ForCausalLM; supported are"),
         ({"tensor_parallel": 2}, "--tensor-parallel is 2"),
-        ({"document_reuse": "cacheblend"}, "--document-reuse cacheblend"),
-        ({"reasoning_cache": True}, "--reasoning-cache"),
+        ({"reuse": "cacheblend"}, "--reuse cacheblend"),
+        ({"reuse": "reasoncache"}, "--reuse reasoncache"),
         ({"quantization": "int8"}, "--quantization int8"),
         ({"context_length": 300}, "at most 256"),
     ],

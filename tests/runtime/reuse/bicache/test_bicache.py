@@ -74,10 +74,6 @@ def test_without_a_table_reuse_is_exact(any_dir, any_plain):
     assert driver.report(driver.last())["cached_tokens"] == 48
     driver.one(PROMPTS[1], **options(any_plain), depth=2)
     assert driver.report(driver.last())["refreshes"] == 1
-    driver = DenoiseDriver(make_core(any_dir, refresh_interval=6))
-    for more in ({}, {"depth": 2}):
-        driver.one(PROMPTS[1], **options(any_plain), **more)
-        assert driver.report(driver.last())["refreshes"] == 2
 
 
 def test_reuse_is_off_where_it_is_not_wanted(any_dir, any_plain):
@@ -85,13 +81,13 @@ def test_reuse_is_off_where_it_is_not_wanted(any_dir, any_plain):
     wanted = plainly(any_plain, any_plain, PROMPTS[1])
     assert driver.one(PROMPTS[1], **options(any_plain), depth=4, reuse=False) == wanted
     assert driver.report(driver.last())["prefix_ratio"] == 0
-    off = DenoiseDriver(make_core(any_dir, bicache=False))
+    off = DenoiseDriver(make_core(any_dir, reuse="none"))
     assert off.one(PROMPTS[1], **options(any_plain), depth=4) == wanted
     assert driver.core.state()["pages_tree"] == off.core.state()["pages_tree"] == 0
 
 
-@pytest.mark.parametrize(("kernels", "boundary_memory"), [("torch", 0), ("auto", 0.25)])
-def test_a_mixed_batch_says_what_each_says_alone(any_dir, any_plain, kernels, boundary_memory):
+@pytest.mark.parametrize(("kernels", "boundary_bytes"), [("torch", 0), ("auto", 1 << 28)])
+def test_a_mixed_batch_says_what_each_says_alone(any_dir, any_plain, monkeypatch, kernels, boundary_bytes):
     """Different prefixes, depths, intervals, lengths and caches share every step; they come and go."""
     other = [draw.randrange(EOS) for _ in range(32)]
     cases = [
@@ -106,10 +102,10 @@ def test_a_mixed_batch_says_what_each_says_alone(any_dir, any_plain, kernels, bo
         (PROMPTS[0], {"prefix_tokens": 48, "depth": 2, "sampling": {"temperature": 0.8, "seed": 4}}),
     ]
     cases = [(prompt, {"gen_length": 16, **case}) for prompt, case in cases]
-    memory = {"kernels": kernels, "boundary_memory": boundary_memory}
-    alone = [DenoiseDriver(make_core(any_dir, **memory)).one(prompt, **case) for prompt, case in cases]
+    monkeypatch.setattr("runtime.reuse.bicache.strategy._BOUNDARY_BYTES", boundary_bytes)
+    alone = [DenoiseDriver(make_core(any_dir, kernels=kernels)).one(prompt, **case) for prompt, case in cases]
     for stagger in (0, 1):
-        driver = DenoiseDriver(make_core(any_dir, **memory))
+        driver = DenoiseDriver(make_core(any_dir, kernels=kernels))
         for again in range(2):
             for i, (prompt, case) in enumerate(cases):
                 driver.denoise(f"{again}-{i}", prompt, **case)

@@ -69,8 +69,8 @@ def test_tables_of_other_models_and_broken_ones(deep_dir, tmp_path, caplog):
 def test_a_table_may_have_an_interval_of_its_own(deep_dir, tmp_path):
     path = tmp_path / "table.json"
     model = {"model_type": "llada", "num_layers": 6, "hidden_size": 48, "vocab_size": 300}
-    for own, given, interval in ((None, None, 16), (4, None, 4), (4, 2, 2)):
+    for own, interval in ((None, 16), (4, 4)):
         path.write_text(json.dumps({"model": model, "depths": {"0": 1}, "refresh_interval": own}))
-        core = make_core(deep_dir, depth_table=path, refresh_interval=given)
+        core = make_core(deep_dir, depth_table=path)
         assert core.info.diffusion.refresh_interval == interval
     assert make_core(deep_dir).info.diffusion.refresh_interval == 1

@@ -198,8 +198,9 @@ def test_a_depth_is_measured_against_no_reuse(make, monkeypatch, kernels):
     assert (reusing - table).abs().max() < 1e-3 < (reusing - without).abs().max()
 
 
-def test_measuring_requests_share_steps_end_early_and_leak_nothing(make):
-    driver = make(depth_bound=0.02, pool_tokens=512, boundary_memory=0)
+def test_measuring_requests_share_steps_end_early_and_leak_nothing(make, monkeypatch):
+    monkeypatch.setattr("runtime.reuse.bicache.strategy._BOUNDARY_BYTES", 0)
+    driver = make(depth_bound=0.02, pool_tokens=512)
     for i in range(10):
         more = {"cache": "dual", "block_length": 8} if i % 3 == 2 else {}
         driver.denoise(str(i), PROMPTS[i % 3], **{**SETTING, **more})
