@@ -78,7 +78,6 @@ class ModelConfig(Section):
         1, ge=1, description="number of processes that share each layer, each on a GPU of its own if there are GPUs"
     )
     context_length: int | None = Field(None, ge=1, description="longest prompt plus output; default: the model's own")
-    cache_dir: Path = Field(default_factory=default_cache_dir, description="directory of fetched and converted models")
     chat_template: Path | None = Field(None, description="a Jinja file that replaces the model's chat template")
     kernels: Literal["auto", "native", "torch", "flashinfer"] = Field(
         "auto",

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from runtime.config import Config
+from runtime.config import Config, default_cache_dir
 
 _GIB = 1 << 30
 _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "neon", "asimd")
@@ -50,7 +50,7 @@ def _facts(config: Config) -> Iterator[tuple[str, str]]:
     yield "GPU", _gpu()
     yield "memory", f"{main_memory() / _GIB:.1f} GiB, {_free_memory() / _GIB:.1f} of it free"
     yield "pool", f"{config.cache.pool_memory:g} GiB (--pool-memory)"
-    where = config.model.cache_dir
+    where = default_cache_dir()
     yield "disk", f"{shutil.disk_usage(_existing(where)).free / _GIB:.1f} GiB free at {where}"
     yield "model", f"{config.model.model}: {_is_there(config)}"
     there = {re.sub(_VERSION, "", path.name) for path in where.glob("models/[!.]*") if path.is_dir()}
@@ -119,7 +119,7 @@ def _is_there(config: Config) -> str:
     name = config.model.model
     if Path(name).expanduser().exists():
         return "a file or directory of this machine"
-    return "there" if any(config.model.cache_dir.glob(f"models/{name}-*")) else "fetched at the first start"
+    return "there" if any(default_cache_dir().glob(f"models/{name}-*")) else "fetched at the first start"
 
 
 def _version(package: str) -> str | None:

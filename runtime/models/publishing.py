@@ -43,7 +43,7 @@ def provide(target: Path, make: Callable[[Path], None]) -> Path:
                     raise
     except OSError as error:
         reason = error.strerror or error
-        raise ModelError(f"cannot write {target}: {reason}; --cache-dir sets another directory") from None
+        raise ModelError(f"cannot write {target}: {reason}; $RAMET_CACHE sets another directory") from None
     return target
 
 

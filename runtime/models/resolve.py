@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 
-from runtime.config import DEFAULT_MODEL, ModelConfig
+from runtime.config import DEFAULT_MODEL, ModelConfig, default_cache_dir
 from runtime.errors import ModelError
 from runtime.models.adapters import ADAPTERS
 from runtime.models.default_model import fetch_default
@@ -30,14 +30,14 @@ def resolve_model(config: ModelConfig) -> Path:
     if path.is_dir():
         return path
     if path.is_file():
-        return _from_file(path, config.cache_dir)
+        return _from_file(path, default_cache_dir())
     if name == DEFAULT_MODEL:
-        return fetch_default(config.cache_dir)
+        return fetch_default(default_cache_dir())
     if name in ADAPTERS:
         # Imports torch, which the server process must not load.
         from runtime.models.adapters.merge import build_adapted
 
-        return build_adapted(name, config.cache_dir)
+        return build_adapted(name, default_cache_dir())
     if path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".gguf" or name.count("/") != 1:
         short = (DEFAULT_MODEL, *ADAPTERS)
         meant = get_close_matches(name, [*short, *_siblings(path)], 1)

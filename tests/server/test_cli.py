@@ -226,8 +226,9 @@ def test_a_file_that_cannot_be_opened_is_one_line(tmp_path, capsys, monkeypatch)
     assert capsys.readouterr().err == "ramet: some/file: Permission denied\n"
 
 
-def test_the_doctor_tells_what_there_is(capsys, tmp_path):
-    assert main(["doctor", "--cache-dir", str(tmp_path / "none"), "--pool-memory", "3"]) == 0
+def test_the_doctor_tells_what_there_is(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAMET_CACHE", str(tmp_path / "none"))
+    assert main(["doctor", "--pool-memory", "3"]) == 0
     told = capsys.readouterr().out
     rows = {line.split("  ")[0].strip(): line for line in told.splitlines()}
     assert {"processor", "cores", "kernels", "memory", "disk", "model", "Python", "packages"} <= rows.keys()

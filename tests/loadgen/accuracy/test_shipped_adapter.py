@@ -5,7 +5,7 @@ import pytest
 from loadgen.accuracy.measure import Runner, group_of
 from loadgen.accuracy.tasks import TASKS, Source
 from loadgen.accuracy.vocabulary import Vocabulary
-from runtime.config import ModelConfig, default_cache_dir
+from runtime.config import ModelConfig
 from runtime.engine.offline import Engine
 from runtime.models.adapters import ADAPTERS
 from runtime.models.resolve import resolve_model
@@ -16,7 +16,7 @@ ROOM = 16
 
 @pytest.fixture(scope="module")
 def runner(default_model_dir):
-    path = resolve_model(ModelConfig(model=NAME, cache_dir=default_cache_dir()))
+    path = resolve_model(ModelConfig(model=NAME))
     with Engine(model=str(path), dtype="float32", page_size=1, pool_tokens=4096) as engine:
         yield Runner(engine, Vocabulary(path).end), Source(Vocabulary(path), "shipped")
 

