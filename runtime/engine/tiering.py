@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from radix import Meta
 from runtime.batch import ForwardBatch
@@ -22,7 +22,7 @@ from runtime.errors import InvalidRequest, ModelError
 from runtime.execution.executor import Executor
 from runtime.execution.sizing import main_memory
 from runtime.kv.segments import Run
-from runtime.kv.tiers.block import Cipher, Fingerprint, Format
+from runtime.kv.tiers.block import Fingerprint, Format
 from runtime.kv.tiers.files import FileStore
 from runtime.kv.tiers.host import HostStore
 from runtime.kv.tiers.loads import Load
@@ -34,6 +34,9 @@ from runtime.models.diffusion import DiffusionSpec
 from runtime.models.weights import digest_weights
 from runtime.protocol import Finish, TokenEvent
 from runtime.request import Request, Work
+
+if TYPE_CHECKING:
+    from runtime.kv.tiers.crypt import KeyFile
 
 log = logging.getLogger("ramet.engine")
 
@@ -56,7 +59,7 @@ class Tiering(Part):
         tiers: the tiers themselves.
     """
 
-    def __init__(self, core: EngineCore, model: Path, cipher: Cipher | None, stores: list[BlockStore]):
+    def __init__(self, core: EngineCore, model: Path, cipher: KeyFile | None, stores: list[BlockStore]):
         """Put stores below the pool of the model directory `model`; more may come."""
         self._core, self._model = core, model
         self.active = False  # until there is a store
@@ -244,7 +247,7 @@ def _note_loaded(request: Request, load: Load) -> None:
             admission.loaded_tokens[tier] = admission.loaded_tokens.get(tier, 0) + tokens
 
 
-def open_tiers(config: TierConfig) -> tuple[Cipher | None, list[BlockStore]]:
+def open_tiers(config: TierConfig) -> tuple[KeyFile | None, list[BlockStore]]:
     """The cipher of a key file, if any, and the stores of some options. Raises ModelError if one cannot be used."""
     key = config.kv_encryption_key_file
     return None if key is None else open_cipher(key), open_stores(config)

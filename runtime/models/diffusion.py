@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from runtime.denoising import Algorithm, NoiseParams
 from runtime.errors import ModelError
+from runtime.models.config_json import positive_size
 
 # architecture -> decoder family
 FAMILIES = {
@@ -143,9 +144,7 @@ def diffusion_spec(config: dict[str, Any], architecture: str) -> DiffusionSpec |
 
 def canvas_spec(config: dict[str, Any], generation: dict[str, Any]) -> DiffusionSpec:
     """The spec of DiffusionGemma, whose rows are causal except on the canvas. Raises ModelError."""
-    length = config.get("canvas_length", 256)
-    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-        raise ModelError(f"config.json has canvas_length {length!r}; it must be a positive integer")
+    length = positive_size(config, "canvas_length", 256)
     context = config.get("text_config", {}).get("max_position_embeddings", length + 1)
     if length >= context:
         raise ModelError(f"config.json has canvas_length {length}; it leaves no room for a prompt in {context} tokens")
@@ -170,9 +169,8 @@ def canvas_spec(config: dict[str, Any], generation: dict[str, Any]) -> Diffusion
 
 def _by_config(published: DiffusionSpec, mask: int, config: dict[str, Any]) -> DiffusionSpec:
     """A block diffusion model with the block of its configuration. Raises ModelError."""
-    attended = next((config[name] for name in _BLOCK_NAMES if config.get(name) is not None), published.attended)
-    if not isinstance(attended, int) or isinstance(attended, bool) or attended < 1:
-        raise ModelError(f"config.json has a block of {attended!r} positions; it must be a positive integer")
+    name = next((name for name in _BLOCK_NAMES if config.get(name) is not None), _BLOCK_NAMES[0])
+    attended = positive_size(config, name, published.attended)
     block = attended if attended % published.block else published.block
     return replace(published, mask_token_id=mask, attended=attended, block=block)
 

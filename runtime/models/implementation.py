@@ -7,7 +7,7 @@ from typing import Any
 
 from runtime.config import ModelConfig
 from runtime.errors import ModelError
-from runtime.models.config_json import Unsupported, read_json
+from runtime.models.config_json import Unsupported, read_json, refuse_quantised
 from runtime.models.diffusion import DIFFUSION_GEMMA
 from runtime.models.spec import LlamaSpec, is_packed
 
@@ -56,11 +56,7 @@ def check_served(config: dict[str, Any]) -> None:
         raise ModelError(f"{architecture} is an encoder-decoder; supported are decoders")
     elif found := [kind for section, kind in _SENSES.items() if config.get(section)]:
         raise ModelError(f"{architecture} takes {found[0]}; supported is text alone")
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ModelError(
-            f"the checkpoint is quantised with {method!r}; supported are float32, bfloat16 and float16 weights"
-        )
+    refuse_quantised(config)
 
 
 def _check_diffusion_gemma(config: dict[str, Any]) -> None:

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import ModelError
-from runtime.models.config_json import Unsupported, positive_size, read_generation, read_json, token_ids
+from runtime.models.config_json import (
+    Unsupported,
+    positive_size,
+    read_generation,
+    read_json,
+    refuse_quantised,
+    token_ids,
+)
 from runtime.models.diffusion import (
     FAMILIES,
     DiffusionSpec,
@@ -241,13 +248,8 @@ def _refuse_unsupported(config: dict[str, Any], architecture: str) -> None:
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if architecture == "Gemma3ForCausalLM" and config.get(name):
             raise Unsupported(f"config.json has {name} {config[name]!r}; supported are models without it")
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        if is_packed(config):
-            return
-        raise ModelError(
-            f"the checkpoint is quantised with {method!r}; supported are float32, bfloat16 and float16 weights"
-        )
+    if not is_packed(config):
+        refuse_quantised(config)
 
 
 def is_packed(config: dict[str, Any]) -> bool:

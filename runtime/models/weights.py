@@ -11,7 +11,6 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from runtime.errors import ModelError
-from runtime.models.config_json import read_json
 from runtime.models.shards import Shard
 from runtime.models.spec import LlamaSpec, ModelSpec
 
@@ -60,8 +59,7 @@ def load_weights(
 
 def find_weights(directory: Path) -> list[Path]:
     """The files of all tensors, none of which is quantised. Raises ModelError."""
-    where = _read_index(directory) or _scan(_find(directory))
-    files = sorted(_files(where, list(where)))
+    files = _find(directory)
     for path in files:
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118 - no dict
@@ -102,16 +100,13 @@ def random_weights(
 
 
 def _read(file: safe_open, path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    try:
-        stored = file.get_slice(name)
-        if tuple(stored.get_shape()) != shape:
-            raise ModelError(f"{path}: {name} has shape {stored.get_shape()}; config.json requires {list(shape)}")
-        supported = ("U8",) if name.endswith(_BYTES) else _DTYPES
-        if stored.get_dtype() not in supported:
-            raise ModelError(f"{path}: {name} is stored as {stored.get_dtype()}; supported are {', '.join(supported)}")
-        tensor = file.get_tensor(name)
-    except SafetensorError as error:
-        raise ModelError(f"{path}: {name} cannot be read, although the checkpoint's index names it: {error}") from None
+    stored = file.get_slice(name)
+    if tuple(stored.get_shape()) != shape:
+        raise ModelError(f"{path}: {name} has shape {stored.get_shape()}; config.json requires {list(shape)}")
+    supported = ("U8",) if name.endswith(_BYTES) else _DTYPES
+    if stored.get_dtype() not in supported:
+        raise ModelError(f"{path}: {name} is stored as {stored.get_dtype()}; supported are {', '.join(supported)}")
+    tensor = file.get_tensor(name)
     if name.endswith(_BYTES):
         dtype = torch.uint8
     # The clone of an unconverted tensor releases the file's mapping.
@@ -120,40 +115,20 @@ def _read(file: safe_open, path: Path, name: str, shape: tuple[int, ...], dtype:
 
 def _locate(directory: Path, expected: list[str]) -> dict[Path, list[str]]:
     """The expected tensors' names by file. Raises ModelError if one is missing."""
-    where = _read_index(directory) or _scan(_find(directory))
-    missing = [name for name in expected if name not in where]
-    if missing:
+    where: dict[str, Path] = {}
+    for path in _find(directory):
+        with _open(path) as file:
+            where.update(dict.fromkeys(file.keys(), path))
+    if missing := [name for name in expected if name not in where]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(
             f"the checkpoint in {directory} has no tensor {missing[0]}{more}; "
             f"config.json requires {len(expected)} tensors, the files hold {len(where)}"
         )
-    return _files(where, expected)
-
-
-def _files(where: dict[str, Path], names: list[str]) -> dict[Path, list[str]]:
-    """The names by file. Raises ModelError if a file is missing."""
     files: dict[Path, list[str]] = {}
-    for name in names:
+    for name in expected:
         files.setdefault(where[name], []).append(name)
-    for path in files:
-        if not path.is_file():
-            raise ModelError(f"{path} is missing, although the checkpoint's index names it")
     return files
-
-
-def _read_index(directory: Path) -> dict[str, Path] | None:
-    path = directory / "model.safetensors.index.json"
-    if not path.exists():
-        return None
-    weight_map = read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ModelError(f"{path} has no weight_map")
-    for file in weight_map.values():
-        # Only plain names: an untrusted index must not point outside the directory.
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ModelError(f"{path} names the file {file!r}, which is not in the model's directory")
-    return {name: directory / file for name, file in weight_map.items()}
 
 
 def _find(directory: Path) -> list[Path]:
@@ -167,14 +142,6 @@ def _find(directory: Path) -> list[Path]:
         hint = f"; {pickles[0]} is a pickle, which Ramet never loads: convert it to safetensors" if pickles else ""
         raise ModelError(f"no safetensors file in {directory}{hint}")
     return files
-
-
-def _scan(files: list[Path]) -> dict[str, Path]:
-    found: dict[str, Path] = {}
-    for path in files:
-        with _open(path) as file:
-            found.update(dict.fromkeys(file.keys(), path))
-    return found
 
 
 def _open(path: Path) -> safe_open:

@@ -10,12 +10,15 @@ import struct
 from collections.abc import Iterator
 from enum import StrEnum
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from xxhash import xxh3_128
 
 from radix import Namespace
 from radix.events import Stored
+
+if TYPE_CHECKING:
+    from runtime.kv.tiers.crypt import KeyFile
 
 BlockKey = bytes
 Buffer = bytes | bytearray | memoryview
@@ -88,25 +91,6 @@ class Mismatch(StrEnum):
     CIPHER = "cipher"
 
 
-class Cipher(Protocol):
-    """Authenticated encryption with a key for each tenant.
-
-    Attributes:
-        name_secret: at most 32 bytes, mixed into the keys of blocks, so that these reveal nothing.
-    """
-
-    name_secret: bytes
-
-    def seal(self, tenant: str, data: bytes, bound: bytes) -> bytes:
-        """Nonce, encrypted data and tag, `SEAL_BYTES` longer; OSError without a key."""
-
-    def open(self, tenant: str, sealed: memoryview, bound: bytes) -> bytes | None:
-        """The data; None if it or the `bound` bytes were changed, or if the tenant was erased."""
-
-    def erase(self, tenant: str | None) -> int:
-        """Forget the key of a tenant, or of all (None); later blocks get a new one. Number of keys; OSError."""
-
-
 class Format:
     """Names, writes and reads blocks of one model with one layout.
 
@@ -115,7 +99,7 @@ class Format:
         cipher: None: no encryption.
     """
 
-    def __init__(self, fingerprint: bytes = b"", cipher: Cipher | None = None):
+    def __init__(self, fingerprint: bytes = b"", cipher: KeyFile | None = None):
         self.fingerprint = fingerprint
         self.cipher = cipher
 

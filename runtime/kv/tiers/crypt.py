@@ -36,6 +36,9 @@ class KeyFile:
     Args:
         path: a file of at least 32 bytes.
 
+    Attributes:
+        name_secret: 32 bytes, mixed into the keys of blocks, so that these reveal nothing.
+
     Raises:
         ModelError: if the file cannot be read or is too short, or salts cannot be written beside it.
     """
@@ -59,13 +62,14 @@ class KeyFile:
         self.name_secret = self._derive(_NAMES, salt)
 
     def seal(self, tenant: str, data: bytes, bound: bytes) -> bytes:
-        """Nonce, encrypted data and tag; OSError if there is no salt and none can be written."""
+        """Nonce, encrypted data and tag, `SEAL_BYTES` longer; OSError if there is no salt and none can be written."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         name = f"tenant:{tenant}"
         key = self._key(tenant) or AESGCM(self._derive(name, self._salt(name)))
         return nonce + key.encrypt(nonce, data, bound)
 
     def open(self, tenant: str, sealed: memoryview, bound: bytes) -> bytes | None:
+        """The data; None if it or the `bound` bytes were changed, or if the tenant was erased."""
         try:
             key = self._key(tenant)
             return key.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], bound) if key else None
@@ -73,7 +77,7 @@ class KeyFile:
             return None
 
     def erase(self, tenant: str | None) -> int:
-        """Forget the salt of a tenant, or of all (None); returns the number of salts. OSError if that fails."""
+        """Forget the salt of a tenant, or of all (None); later blocks get a new one. Number of salts; OSError."""
 
         def forget(salts: dict[str, str]) -> int:
             gone = [name for name in salts if name != _NAMES and tenant in (None, name.removeprefix("tenant:"))]

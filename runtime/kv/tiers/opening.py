@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from runtime.errors import ModelError
-from runtime.kv.tiers.block import Cipher
 from runtime.kv.tiers.files import FileStore
 from runtime.kv.tiers.store import BlockStore
+
+if TYPE_CHECKING:
+    from runtime.kv.tiers.crypt import KeyFile
 
 
 def open_shared(address: str, option: str = "--kv-store") -> BlockStore:
@@ -29,7 +32,7 @@ def open_shared(address: str, option: str = "--kv-store") -> BlockStore:
     return RedisStore(address, option=option)
 
 
-def open_cipher(path: Path, option: str = "--kv-encryption-key-file") -> Cipher:
+def open_cipher(path: Path, option: str = "--kv-encryption-key-file") -> KeyFile:
     """The keys of a key file.
 
     Raises:

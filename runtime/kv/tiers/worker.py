@@ -71,11 +71,6 @@ class TierWorker:
         """The tiers, in the order in which they are asked."""
         return list(self._tiers)
 
-    @property
-    def queued_bytes(self) -> int:
-        """Payloads in all queues."""
-        return self._gatherer.queued_bytes + sum(tier.lane.queued_bytes for tier in self._tiers.values())
-
     def attach(self, store: BlockStore) -> None:
         """Add a store; ValueError if there is one of its name."""
         if store.name in self._tiers:
