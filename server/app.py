@@ -25,7 +25,7 @@ from server.http.access import AccessLog
 from server.http.admission import AdmissionMiddleware, Check
 from server.http.context import Context, provide
 from server.http.limits import BodyLimit
-from server.http.openapi import describe_keys
+from server.http.openapi import describe
 from server.http.pages import Hosts, Origins
 from server.http.shutdown import ShutdownFlag
 from server.http.traces import add_traces
@@ -72,8 +72,7 @@ def create_app(
         app.include_router(router)
         _add_heads(app, router)
     errors.install(app)
-    if tenants:
-        describe_keys(app)
+    describe(app, bool(tenants))
     origins = _split(options.cors_origins)
     checks: list[Check] = [Origins(origins).check, Guard(tenants, routers).check]
     if not tenants and "*" not in origins:

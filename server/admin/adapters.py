@@ -9,7 +9,6 @@ from fastapi import APIRouter
 from pydantic import Field
 
 from server.errors import NotFound
-from server.http import examples
 from server.http.context import Ctx
 from server.http.wire import Body, Text, example
 
@@ -40,14 +39,14 @@ class UnloadRequest(Body):
     lora_name: Name
 
 
-@router.post("/load_lora_adapter", responses=examples.ADAPTER_LOADED)
+@router.post("/load_lora_adapter")
 async def load_adapter(context: Ctx, body: LoadRequest) -> dict[str, Any]:
     """Serve an adapter from now on."""
     adapter = await context.engine.adapters.load(body.lora_name, body.lora_path, body.load_inplace)
     return {"success": True, "lora_name": adapter.name, "rank": adapter.rank, "digest": adapter.digest}
 
 
-@router.post("/unload_lora_adapter", responses=examples.ADAPTER_UNLOADED)
+@router.post("/unload_lora_adapter")
 async def unload_adapter(context: Ctx, body: UnloadRequest) -> dict[str, Any]:
     """Refuse new requests for an adapter; `running` ones keep its weights until they have ended."""
     running = await context.engine.adapters.unload(body.lora_name)

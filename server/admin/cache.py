@@ -25,7 +25,6 @@ from server.documents.store import Documents, DocumentStore
 from server.documents.wire import find_documents
 from server.errors import Conflict, Forbidden, NotFound
 from server.generation.bodies import Scoped
-from server.http import examples
 from server.http.context import Context, Ctx
 from server.http.sse import while_there
 from server.http.wire import Body, Text, TokenIds, example
@@ -74,7 +73,7 @@ class PinRequest(Prefix):
     ttl_s: float | None = Field(None, gt=0, le=1e9, description="seconds until the pin expires; null: never")
 
 
-@router.post("/pin", responses=examples.PIN)
+@router.post("/pin")
 async def pin(
     context: Ctx, documents: Documents, body: PinRequest, request: Request, tenant: CurrentTenant
 ) -> dict[str, Any]:
@@ -89,7 +88,7 @@ def _render(messages: list[Message], account: str, documents: DocumentStore, tok
     return in_messages(turns, partial(tokenizer.apply_chat_template, add_generation_prompt=False))
 
 
-@router.get("/pins", responses=examples.PINS)
+@router.get("/pins")
 async def pins(context: Ctx) -> dict[str, Any]:
     """All pins, sums of what tenants keep, the tokens that both hold, and the budget."""
     return await pins_of(context)
@@ -101,7 +100,7 @@ async def pins_of(context: Context) -> dict[str, Any]:
     return {**found, **{kind: context.with_names(found[kind]) for kind in ("pins", "kept")}}
 
 
-@router.delete("/pins/{pin_id}", responses=examples.SUCCESS)
+@router.delete("/pins/{pin_id}")
 async def unpin(context: Ctx, pin_id: str) -> dict[str, Any]:
     """Remove a pin; its pages stay cached until they are evicted."""
     if not (await context.engine.call(RemovePin(pin_id)))["found"]:
@@ -115,27 +114,27 @@ Start = Annotated[
 ]
 
 
-@router.post("/nodes/{page}/pin", responses=examples.PIN)
+@router.post("/nodes/{page}/pin")
 async def pin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
     """Pin the prefix that ends with a node. 404 if the node is gone, 409 over the budget."""
     return context.with_names([(await _on_node(context, "pin", page, start))["pin"]])[0]
 
 
-@router.delete("/nodes/{page}/pin", responses=examples.UNPINNED)
+@router.delete("/nodes/{page}/pin")
 async def unpin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
     """Remove every pin that holds a node."""
     done = await _on_node(context, "unpin", page, start)
     return {"unpinned": done["pins"]}
 
 
-@router.delete("/nodes/{page}", responses=examples.EVICTED)
+@router.delete("/nodes/{page}")
 async def drop_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
     """Evict a node and its subtree, except for nodes that live requests or pins hold."""
     done = await _on_node(context, "drop", page, start)
     return {"evicted_tokens": done["tokens"]}
 
 
-@router.get("/nodes/{page}", responses=examples.NODE)
+@router.get("/nodes/{page}")
 async def read_node(
     context: Ctx,
     page: Page,
@@ -178,14 +177,14 @@ _TIER_OPTIONS: dict[str, dict[str, str]] = {
 }
 
 
-@router.get("/tiers", responses=examples.TIERS)
+@router.get("/tiers")
 async def tiers(context: Ctx) -> dict[str, Any]:
     """The tiers below the pool, in the order in which they are asked."""
     state = await context.engine.call(GetState())
     return {name: state.get(name, {}) for name in ("tiers", "loaded_tokens_by_tier")}
 
 
-@router.put("/tiers/{name}", responses=examples.ATTACHED)
+@router.put("/tiers/{name}")
 async def attach_tier(context: Ctx, name: TierName, body: TierRequest) -> dict[str, Any]:
     """Attach a tier while serving. 409 if there is one of its name, or it cannot be used."""
     names, given = _TIER_OPTIONS[name], body.model_dump(exclude_none=True)
@@ -203,7 +202,7 @@ async def attach_tier(context: Ctx, name: TierName, body: TierRequest) -> dict[s
         raise Conflict(error.message, code="tier_not_attached") from None
 
 
-@router.delete("/tiers/{name}", responses=examples.SUCCESS)
+@router.delete("/tiers/{name}")
 async def detach_tier(context: Ctx, name: TierName) -> dict[str, Any]:
     """Leave a tier, once all is written that is queued for it. Its blocks stay where they are."""
     if not (await context.engine.call(DetachTier(name)))["found"]:
@@ -211,7 +210,7 @@ async def detach_tier(context: Ctx, name: TierName) -> dict[str, Any]:
     return {"success": True}
 
 
-@router.delete("/tenants/{name}", responses=examples.ERASED)
+@router.delete("/tenants/{name}")
 async def erase_tenant(context: Ctx, name: str) -> dict[str, Any]:
     """Drop all that a key's tenant has in the cache and in every tier, pins too, but for live requests' pages.
 
@@ -220,13 +219,13 @@ async def erase_tenant(context: Ctx, name: str) -> dict[str, Any]:
     return await context.engine.call(EraseTenant(context.tenant(name).account))
 
 
-@router.get("/stats", responses=examples.STATS)
+@router.get("/stats")
 async def stats(context: Ctx) -> dict[str, Any]:
     """The engine's counters, histograms and gauges."""
     return await context.engine.call(GetState())
 
 
-@own.get("/quota", responses=examples.QUOTA)
+@own.get("/quota")
 async def quota(
     context: Ctx,
     asker: CurrentTenant,
@@ -244,7 +243,7 @@ async def quota_of(tenant: Tenant, context: Context) -> dict[str, Any]:
     return {"tenant": tenant.name, **found, **tokens}
 
 
-@own.get("/tree", responses=examples.TREE)
+@own.get("/tree")
 async def tree(
     context: Ctx,
     asker: CurrentTenant,

@@ -12,7 +12,6 @@ from fastapi.responses import PlainTextResponse
 
 from runtime.calls import FlushCache, GetState, Pause
 from runtime.errors import InvalidRequest
-from server.http import examples
 from server.http.context import Ctx, provided
 from server.http.slots import Slot
 from server.http.wire import Body, Rid, example
@@ -30,26 +29,26 @@ class AbortRequest(Body):
     abort_all: bool = False
 
 
-@router.post("/pause", responses=examples.PAUSED)
+@router.post("/pause")
 async def pause(context: Ctx) -> dict[str, Any]:
     """Stop computing until `/resume`: running requests stand still, new ones wait."""
     return await context.engine.call(Pause(True))
 
 
-@router.post("/resume", responses=examples.RESUMED)
+@router.post("/resume")
 async def resume(context: Ctx) -> dict[str, Any]:
     """Continue after `/pause`."""
     return await context.engine.call(Pause(False))
 
 
-@router.post("/shutdown", status_code=202, responses=examples.STOPPING)
+@router.post("/shutdown", status_code=202)
 async def shutdown(context: Ctx) -> dict[str, Any]:
     """Stop as on SIGTERM: new requests are refused, running ones may end within `--drain-time`."""
     context.shutdown.set()
     return {"success": True}
 
 
-@router.get("/server_info", responses=examples.SERVER_INFO)
+@router.get("/server_info")
 @router.get("/get_server_info", include_in_schema=False)
 async def server_info(context: Ctx) -> dict[str, Any]:
     """Version, configuration, model, and the engine's counters and gauges; SGLang's fields for routers."""
@@ -66,7 +65,7 @@ async def server_info(context: Ctx) -> dict[str, Any]:
     }
 
 
-@router.get("/v1/loads", responses=examples.LOADS)
+@router.get("/v1/loads")
 async def loads(context: Ctx, metrics: Measured) -> dict[str, Any]:
     """The load of the server, in SGLang's form for routers."""
     state, options = await context.engine.call(GetState()), context.config.scheduler
@@ -87,13 +86,13 @@ async def loads(context: Ctx, metrics: Measured) -> dict[str, Any]:
     }
 
 
-@router.post("/flush_cache", responses=examples.FLUSHED)
+@router.post("/flush_cache")
 async def flush_cache(context: Ctx, pins: bool = False, tiers: bool = False) -> dict[str, Any]:
     """Drop every cached page that no live request uses; pinned ones with `?pins=true`, tiers with `?tiers=true`."""
     return {"success": True, **await context.engine.call(FlushCache(pins, tiers))}
 
 
-@router.post("/abort_request", responses=examples.SUCCESS)
+@router.post("/abort_request")
 async def abort_request(context: Ctx, body: AbortRequest) -> dict[str, Any]:
     """Abort one request by its id, or all. An unknown id is no error."""
     if (body.rid is None) == (not body.abort_all):
@@ -102,7 +101,7 @@ async def abort_request(context: Ctx, body: AbortRequest) -> dict[str, Any]:
     return {"success": True}
 
 
-@router.get("/metrics", response_class=PlainTextResponse, responses=examples.METRICS)
+@router.get("/metrics", response_class=PlainTextResponse)
 async def show_metrics(context: Ctx, metrics: Measured, request: Request) -> Response:
     """Prometheus exposition text."""
     state = await context.engine.call(GetState())

@@ -13,7 +13,6 @@ from pydantic import Field
 from runtime.models.tokenizer import Tokenizer
 from server.admin.cache import preview_tokens
 from server.auth.keys import CurrentTenant, EveryKey
-from server.http import examples
 from server.http.context import Ctx
 from server.http.sse import unless_gone
 from server.http.wire import Body, CacheSalt, Text, example
@@ -41,7 +40,7 @@ class SearchRequest(Body):
     limit: int = Field(20, ge=1, le=100, description="most nodes in the answer")
 
 
-@router.post("/search", response_model=None, responses=examples.FOUND)
+@router.post("/search", response_model=None)
 async def search(context: Ctx, asker: CurrentTenant, body: SearchRequest, request: Request) -> Response:
     """Nodes of the tree that contain a text, or its end; keys without `admin` find their own."""
     whose = context.visible(asker, body.tenant)

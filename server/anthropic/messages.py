@@ -19,7 +19,6 @@ from server.auth.keys import CurrentTenant, EveryKey, Tenant
 from server.errors import Conflict, MessageError, message_error
 from server.explain.reason import Explanation
 from server.generation.service import Generation, Service, Writer
-from server.http import examples
 from server.http.context import Context, Ctx
 from server.http.sse import TypedEventStream, unless_gone
 from server.openai.calls import CallReader, lazy_calls, writes_tags
@@ -40,7 +39,7 @@ class MessageStream(TypedEventStream):
         return message_error(error)
 
 
-@router.post("", response_model=None, responses=examples.MESSAGE)
+@router.post("", response_model=None)
 async def messages(body: MessagesRequest, request: Request, service: Service, tenant: CurrentTenant) -> Response:
     """The assistant's next message in a conversation; blocks with `cache_control` are kept in the cache."""
     context = service.context
@@ -56,7 +55,7 @@ async def messages(body: MessagesRequest, request: Request, service: Service, te
     return await generation.respond(request, MessageWriter(body, submission, context), body.stream)
 
 
-@router.post("/count_tokens", response_model=None, responses=examples.COUNTED)
+@router.post("/count_tokens", response_model=None)
 async def count_tokens(body: MessagesPrompt, request: Request, context: Ctx, tenant: CurrentTenant) -> Response:
     """Tokens of a conversation's prompt."""
     context.check_model(body.model)

@@ -14,7 +14,6 @@ from runtime.frontend.documents.prompt import Document, Segments, TokenizedPromp
 from runtime.frontend.output import PlacedPrompt
 from runtime.models.tokenizer import Tokenizer
 from server.generation.bodies import Scoped
-from server.http import examples
 from server.http.context import provided
 from server.http.wire import Text, example
 from server.objects.precompute import KvObject, Precompute
@@ -94,4 +93,4 @@ class DocumentStore(Store[StoredDocument]):
 
 
 Documents = Annotated[DocumentStore, provided(DocumentStore)]
-router = object_router(DocumentStore, DocumentRequest, ChunkedKv, examples.DOCUMENT, examples.DOCUMENTS)
+router = object_router(DocumentStore, DocumentRequest, ChunkedKv)

@@ -11,7 +11,6 @@ from runtime.frontend.async_engine import AsyncEngine
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
 from server.generation.bodies import Scoped
 from server.generation.service import Service
-from server.http import examples
 from server.http.answers import JsonAnswer, JsonList
 from server.http.context import Ctx, provided
 from server.http.sse import while_there
@@ -19,20 +18,13 @@ from server.objects.precompute import KvObject, Precompute, add_object, live_pin
 from server.objects.store import Store
 
 
-def object_router(
-    kind: type[Store[Any]],
-    body_type: type[Precompute[Any]],
-    query_type: type[Scoped],
-    shown: dict[int | str, dict[str, Any]],
-    listed: dict[int | str, dict[str, Any]],
-) -> EveryKey:
+def object_router(kind: type[Store[Any]], body_type: type[Precompute[Any]], query_type: type[Scoped]) -> EveryKey:
     """The router of a store.
 
     Args:
         kind: the store.
         body_type: the request that adds an object.
         query_type: the query that says whose cached tokens are counted.
-        shown, listed: example answers.
     """
     noun = kind.noun
     router = EveryKey(prefix=f"/v1/{noun}s", tags=[f"{noun}s"])
@@ -43,7 +35,7 @@ def object_router(
 
     about = f"Store a {noun}; the same one again renews its time to live. 409 if another {noun} has its id."
 
-    @router.post("", name=f"add_{noun}", description=about, response_model=None, responses=shown)
+    @router.post("", name=f"add_{noun}", description=about, response_model=None)
     async def add(
         body: Given, request: Request, store: AllObjects, service: Service, tenant: CurrentTenant
     ) -> Response:
@@ -52,7 +44,7 @@ def object_router(
 
     about = f"The key's own {noun}s, oldest first."
 
-    @router.get("", name=f"list_{noun}s", description=about, response_model=None, responses=listed)
+    @router.get("", name=f"list_{noun}s", description=about, response_model=None)
     async def list_all(store: AllObjects, context: Ctx, tenant: CurrentTenant) -> Response:
         several = store.of(tenant.account)
         shown, now_s, live = JsonList(), store.clock(), await live_pins(several, context.engine)
@@ -62,7 +54,7 @@ def object_router(
 
     about = f"A {noun}, and how much of it is cached now for prompts with this salt and scope."
 
-    @router.get(f"/{{{noun}_id}}", name=f"get_{noun}", description=about, response_model=None, responses=shown)
+    @router.get(f"/{{{noun}_id}}", name=f"get_{noun}", description=about, response_model=None)
     async def get(
         name: Name, kv: KvQuery, request: Request, store: AllObjects, context: Ctx, tenant: CurrentTenant
     ) -> Response:
@@ -70,7 +62,7 @@ def object_router(
 
     about = f"Forget a {noun} and remove its pins; its KV stays cached until it is evicted."
 
-    @router.delete(f"/{{{noun}_id}}", name=f"delete_{noun}", description=about, responses=examples.SUCCESS)
+    @router.delete(f"/{{{noun}_id}}", name=f"delete_{noun}", description=about)
     async def delete(name: Name, store: AllObjects, context: Ctx, tenant: CurrentTenant) -> dict[str, Any]:
         await unpin(store.remove(tenant.account, name).pins, context.engine)
         return {"success": True}

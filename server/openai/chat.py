@@ -14,7 +14,6 @@ from runtime.models.tokenizer import Tokenizer
 from server.auth.keys import CurrentTenant, EveryKey
 from server.explain.reason import Explanation
 from server.generation.service import Generation, Service
-from server.http import examples
 from server.http.answers import JsonList
 from server.http.context import Context
 from server.openai.calls import CallReader, writes_tags
@@ -25,7 +24,7 @@ from server.openai.types import ChatRequest
 router = EveryKey(prefix="/v1", tags=["openai"])
 
 
-@router.post("/chat/completions", response_model=None, responses=examples.CHAT)
+@router.post("/chat/completions", response_model=None)
 async def chat_completions(
     body: ChatRequest, request: Request, service: Service, chats: Chats, tenant: CurrentTenant
 ) -> Response:

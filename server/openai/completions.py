@@ -14,7 +14,6 @@ from runtime.frontend.output import Output, Submission, new_rid, prompts_of
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
 from server.explain.reason import Explanation
 from server.generation.service import Generation, Service
-from server.http import examples
 from server.http.answers import JsonList
 from server.http.context import Context
 from server.openai.common import ChoicesWriter, add_prompt_logprobs, finish_reason
@@ -44,7 +43,7 @@ def submissions_of(body: CompletionRequest, tenant: Tenant, context: Context) ->
     ]
 
 
-@router.post("/completions", response_model=None, responses=examples.COMPLETIONS)
+@router.post("/completions", response_model=None)
 async def completions(body: CompletionRequest, request: Request, service: Service, tenant: CurrentTenant) -> Response:
     """Complete one prompt or several."""
     service.context.check_model(body.model)

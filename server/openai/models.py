@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 from runtime.models.resolve import served_names
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
 from server.errors import NotImplementedHere
-from server.http import examples
 from server.http.context import Context, Ctx
 
 router = EveryKey(prefix="/v1", tags=["openai"])
@@ -16,7 +15,7 @@ router = EveryKey(prefix="/v1", tags=["openai"])
 _STARTED_S = int(time.time())
 
 
-@router.get("/models", responses=examples.MODELS)
+@router.get("/models")
 async def models(context: Ctx, asker: CurrentTenant) -> dict[str, Any]:
     """The served model, once for each of its names, and its adapters."""
     names = served_names(context.config.model) or [context.engine.info.name]
@@ -24,7 +23,7 @@ async def models(context: Ctx, asker: CurrentTenant) -> dict[str, Any]:
     return {"object": "list", "data": [_model(name, context, asker) for name in names]}
 
 
-@router.get("/models/{name:path}", responses=examples.MODEL)
+@router.get("/models/{name:path}")
 async def model(name: str, context: Ctx, asker: CurrentTenant) -> dict[str, Any]:
     """The model, or an adapter, by any of its names."""
     return _model(name, context, asker)

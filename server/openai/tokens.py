@@ -12,7 +12,6 @@ from pydantic import Field
 from runtime.errors import InvalidRequest
 from runtime.models.tokenizer import Tokenizer
 from server.auth.keys import CurrentTenant, EveryKey
-from server.http import examples
 from server.http.context import Ctx
 from server.http.sse import unless_gone
 from server.http.wire import Body, IdPrompts, JsonObject, OneOrMany, Text, example
@@ -57,7 +56,7 @@ class DetokenizeRequest(Body):
     skip_special_tokens: bool = True
 
 
-@router.post("/tokenize", response_model=None, responses=examples.TOKENS)
+@router.post("/tokenize", response_model=None)
 async def tokenize(request: Request, context: Ctx, body: TokenizeRequest, asker: CurrentTenant) -> Response:
     """Token ids of one text or several, or of a conversation."""
     if (body.prompt is None) == (body.messages is None):
@@ -87,7 +86,7 @@ def _each(show: Callable[[list[int]], Any], several: list[list[int]], single: bo
     return show(several[0]) if single else [show(ids) for ids in several]
 
 
-@router.post("/detokenize", response_model=None, responses=examples.TEXT)
+@router.post("/detokenize", response_model=None)
 async def detokenize(request: Request, context: Ctx, body: DetokenizeRequest, asker: CurrentTenant) -> Response:
     """Text of one list of token ids or several, as SGLang (`text`) and vLLM (`prompt`) name it."""
     context.check_model(body.model)
@@ -102,7 +101,7 @@ async def detokenize(request: Request, context: Ctx, body: DetokenizeRequest, as
     return await unless_gone(request, work())
 
 
-@router.get("/tokenizer_info", responses=examples.TOKENIZER)
+@router.get("/tokenizer_info")
 async def tokenizer_info(context: Ctx) -> dict[str, Any]:
     """The tokenizer's configuration and chat template."""
     return context.engine.tokenizer.describe()

@@ -14,7 +14,6 @@ from runtime.params import EXACT
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
 from server.generation.bodies import naming
 from server.generation.service import Service
-from server.http import examples
 from server.http.context import Context, Ctx
 from server.http.sse import unless_gone, while_there
 from server.openai.messages import Message
@@ -28,7 +27,7 @@ from server.responses.writer import ResponseWriter
 router = EveryKey(prefix="/v1/responses", tags=["openai"])
 
 
-@router.post("", response_model=None, responses=examples.RESPONSES)
+@router.post("", response_model=None)
 async def create(
     body: ResponseRequest,
     request: Request,
@@ -51,7 +50,7 @@ async def create(
     return await generation.respond(request, writer, body.stream)
 
 
-@router.post("/input_tokens", response_model=None, responses=examples.INPUT_TOKENS)
+@router.post("/input_tokens", response_model=None)
 async def count_tokens(
     body: ResponseRequest, request: Request, context: Ctx, chats: Chats, responses: Responses, tenant: CurrentTenant
 ) -> Response:
@@ -69,13 +68,13 @@ async def count_tokens(
     return await unless_gone(request, work())
 
 
-@router.get("/{response_id}", responses=examples.RESPONSE)
+@router.get("/{response_id}")
 async def retrieve(response_id: str, responses: Responses, tenant: CurrentTenant) -> dict[str, Any]:
     """A stored response of this key."""
     return responses.get(tenant.account, response_id).body
 
 
-@router.get("/{response_id}/input_items", responses=examples.INPUT_ITEMS)
+@router.get("/{response_id}/input_items")
 async def input_items(
     response_id: str,
     responses: Responses,
@@ -91,7 +90,7 @@ async def input_items(
     return {"object": "list", "data": items, **ends, "has_more": False}
 
 
-@router.delete("/{response_id}", responses=examples.DELETED)
+@router.delete("/{response_id}")
 async def delete(response_id: str, responses: Responses, tenant: CurrentTenant) -> dict[str, Any]:
     """Forget a stored response; those that went on with it stay."""
     responses.remove(tenant.account, response_id)

@@ -17,7 +17,6 @@ from runtime.frontend.schemas.pml import read_prompt
 from runtime.frontend.schemas.schema import Mode, Schema
 from runtime.models.tokenizer import Tokenizer
 from server.generation.bodies import Scoped
-from server.http import examples
 from server.http.answers import JsonList
 from server.http.context import provided
 from server.http.wire import Text, example
@@ -100,4 +99,4 @@ class SchemaStore(Store[StoredSchema]):
 
 
 Schemas = Annotated[SchemaStore, provided(SchemaStore)]
-router = object_router(SchemaStore, SchemaRequest, Scoped, examples.SCHEMA, examples.SCHEMAS)
+router = object_router(SchemaStore, SchemaRequest, Scoped)

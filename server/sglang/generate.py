@@ -20,7 +20,7 @@ from server.documents.wire import SegmentPrompts, compile_segments, count_charac
 from server.explain.reason import Explanation
 from server.generation.bodies import AnswerId, Diffusion, GenerationBody, Reuse, Sampling
 from server.generation.service import Generation, Service, Writer
-from server.http import examples, fields
+from server.http import fields
 from server.http.answers import JsonList
 from server.http.context import Context
 from server.http.wire import IdPrompts, OneOrMany, Rid, Text, example
@@ -139,7 +139,7 @@ def _for_each(value: Any, count: int, param: str) -> list[Any]:
     return value
 
 
-@router.post("/generate", response_model=None, responses=examples.GENERATE)
+@router.post("/generate", response_model=None)
 async def generate(
     body: GenerateRequest,
     request: Request,

@@ -14,7 +14,6 @@ from runtime.params import SamplingParams
 from server.auth.keys import CurrentTenant, EveryKey
 from server.generation.bodies import Scoped
 from server.generation.service import Service
-from server.http import examples
 from server.http.context import Ctx
 
 router = EveryKey(tags=["server"])
@@ -24,7 +23,7 @@ _PROBE_S = 60.0
 _PROBE_PRIORITY = 1 << 30
 
 
-@router.get("/health", response_class=PlainTextResponse, responses=examples.OK)
+@router.get("/health", response_class=PlainTextResponse)
 async def health(context: Ctx) -> Response:
     """200 while the engine process runs, else 503."""
     if not context.engine.alive:
@@ -32,7 +31,7 @@ async def health(context: Ctx) -> Response:
     return PlainTextResponse("ok")
 
 
-@router.get("/ready", response_class=PlainTextResponse, responses=examples.OK)
+@router.get("/ready", response_class=PlainTextResponse)
 async def ready(context: Ctx) -> Response:
     """200 while new requests are served; 503 without an engine, while it is paused or hangs, and during a stop."""
     if not context.engine.alive:
@@ -45,7 +44,7 @@ async def ready(context: Ctx) -> Response:
     return PlainTextResponse("ok")
 
 
-@router.get("/health_generate", responses=examples.PROBED)
+@router.get("/health_generate")
 async def health_generate(request: Request, service: Service, asker: CurrentTenant) -> dict[str, str]:
     """200 once a token has been generated, at the highest priority that the key may ask for."""
     priority = _PROBE_PRIORITY if asker.admin else asker.max_priority
@@ -55,7 +54,7 @@ async def health_generate(request: Request, service: Service, asker: CurrentTena
     return {"status": "ok"}
 
 
-@router.get("/model_info", responses=examples.MODEL_INFO)
+@router.get("/model_info")
 @router.get("/get_model_info", include_in_schema=False)
 async def model_info(context: Ctx, asker: CurrentTenant) -> dict[str, Any]:
     """The loaded model; its directory only for admin keys."""
@@ -75,7 +74,7 @@ async def model_info(context: Ctx, asker: CurrentTenant) -> dict[str, Any]:
     }
 
 
-@router.get("/version", responses=examples.VERSION)
+@router.get("/version")
 async def show_version() -> dict[str, str]:
     """The version of Ramet."""
     return {"version": version("ramet")}
