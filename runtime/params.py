@@ -146,9 +146,6 @@ class ReuseParams(BaseModel):
     granularity: Literal["page", "token"] = Field("page", description="rows are selected one by one, or by whole pages")
     chunk_tokens: int = Field(512, ge=16, le=4096, description="documents are encoded in chunks of so many tokens")
     k: int | None = Field(None, ge=0, le=512, description="legolink: first rows of each chunk; default: 16")
-    keep_tokens: int | None = Field(
-        None, ge=64, le=1 << 20, description="rows of the documents that stay after the first token (SnapKV)"
-    )
     max_kl: float | None = Field(None, ge=0, le=100, description="auto: largest mean KL to full prefill, in nats")
 
     def check(self) -> None:
@@ -156,8 +153,6 @@ class ReuseParams(BaseModel):
         for name, methods in TAKEN_BY.items():
             if getattr(self, name) is not None and self.method not in methods:
                 raise InvalidRequest(f"{name} is an option of {', '.join(methods)}", param=f"reuse.{name}")
-        if self.method == "none" and self.keep_tokens is not None:
-            raise InvalidRequest("the method none keeps all tokens", param="reuse.keep_tokens")
         if self.method == "auto" and self.max_kl is None:
             raise InvalidRequest("the method auto needs max_kl", param="reuse.max_kl")
         if self.k is not None and self.ratio is not None:

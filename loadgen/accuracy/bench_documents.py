@@ -13,7 +13,7 @@ from loadgen.accuracy.documents import TASKS, tokenize
 from loadgen.accuracy.forced import Ask, Asker
 from loadgen.accuracy.quality import BATCH, FIGURES, Judge
 from loadgen.harness import Bench, BenchError, Cell, Figure
-from loadgen.micro.documents import FULL, METHODS, PREFIX, SNAPKV, Documents, Shape, fitted, ways
+from loadgen.micro.documents import FULL, METHODS, PREFIX, Documents, Shape, ways
 from loadgen.micro.drive import model_path
 from runtime.frontend.documents.plan import DocumentPlanner
 from runtime.models.tokenizer import Tokenizer
@@ -24,7 +24,7 @@ _RATIO = 0.15
 # Of the tasks' documents, which have about 200 tokens: a smaller share by page may be less than a page.
 _LEAST_BY_PAGE = 0.15
 # Methods whose throughput and pages are measured.
-_SERVED = ("a3", SNAPKV, "cacheblend", "legolink", "pie")
+_SERVED = ("a3", "cacheblend", "legolink", "pie")
 
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
@@ -46,7 +46,7 @@ class DocumentReuse(Bench):
     model: str | None = Field(None, description="default: the default model")
     dtype: str = Field("auto", description="of the weights")
     quality: bool = Field(False, description=f"compare answers instead of times; a repeat is {BATCH} questions a task")
-    methods: tuple[str, ...] = Field((*METHODS, SNAPKV), description="of reuse")
+    methods: tuple[str, ...] = Field(METHODS, description="of reuse")
     ratios: tuple[Ratio, ...] = Field((0.05, _RATIO, 0.3), description="rows that are computed again")
     granularities: tuple[Literal["page", "token"], ...] = Field(("page", "token"), description="of the choice of rows")
     counts: tuple[PositiveInt, ...] = Field((4, 8, 15), description="documents of a prompt")
@@ -70,7 +70,7 @@ class DocumentReuse(Bench):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        for given, known in ((self.methods, (*METHODS, SNAPKV)), (self.tasks, TASKS)):
+        for given, known in ((self.methods, METHODS), (self.tasks, TASKS)):
             if unknown := set(given) - set(known):
                 raise BenchError(f"{min(unknown)} is none of {', '.join(known)}")
         self._ways = {FULL: None, PREFIX: None, **ways(self.methods, self.ratios, self.granularities)}
@@ -132,5 +132,5 @@ class DocumentReuse(Bench):
         full, asked, planner = [Ask(one.tokens.tolist()) for one in prompts], self._ways[name], DocumentPlanner()
         if asked is None:
             return self._judge.judge(task, items, full, None)
-        mine = [Ask(one.tokens.tolist(), planner.plan(one, fitted(asked, one)).reuse) for one in prompts]
+        mine = [Ask(one.tokens.tolist(), planner.plan(one, asked).reuse) for one in prompts]
         return self._judge.judge(task, items, full, mine)

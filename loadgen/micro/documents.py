@@ -19,9 +19,6 @@ from runtime.params import DocumentMethod, ReuseParams
 
 METHODS = tuple(method for method in get_args(DocumentMethod) if method != "none")
 FULL, PREFIX = "full prefill", "prefix caching"
-# A3 with SnapKV behind it.
-SNAPKV = "snapkv"
-_LEAST_KEPT = 64
 # Methods that compute layer 0 of all rows behind the prefix before they choose.
 _DENSE = ("a3", "cacheblend")
 _RANKED = (*_DENSE, "prophetkv")
@@ -32,13 +29,10 @@ _K = 16
 def ways(methods: Sequence[str], ratios: Sequence[float], granularities: Sequence[str]) -> dict[str, ReuseParams]:
     """Methods with the options that they have, by a name for tables.
 
-    LegoLink has 16 leading rows, and no ratio. SnapKV leaves a quarter of A3's document rows behind the first token.
+    LegoLink has 16 leading rows, and no ratio.
     """
     found = {}
     for method in methods:
-        if method == SNAPKV:
-            found["a3 0.15, snapkv 1/4"] = ReuseParams(method="a3", ratio=0.15, keep_tokens=_LEAST_KEPT)
-            continue
         for ratio in ratios if method in _RANKED else (None,):
             for granularity in granularities if method in _RANKED else ("page",):
                 k = _K if method == "legolink" else None
@@ -46,14 +40,6 @@ def ways(methods: Sequence[str], ratios: Sequence[float], granularities: Sequenc
                 asked = ReuseParams.model_validate(fields)
                 found[name_of(asked)] = asked
     return found
-
-
-def fitted(asked: ReuseParams, prompt: TokenizedPrompt) -> ReuseParams:
-    """With the number of rows that SnapKV keeps of a prompt's documents, if it keeps any."""
-    if asked.keep_tokens is None:
-        return asked
-    kept = sum(stop - start for start, stop in prompt.documents) // 4
-    return asked.model_copy(update={"keep_tokens": max(kept, _LEAST_KEPT)})
 
 
 def name_of(asked: ReuseParams) -> str:
@@ -139,7 +125,7 @@ class Documents(Drive):
 
     def ask(self, prompt: TokenizedPrompt, asked: ReuseParams | None, output: int) -> None:
         """Add a request."""
-        reuse = None if asked is None else self._planner.plan(prompt, fitted(asked, prompt)).reuse
+        reuse = None if asked is None else self._planner.plan(prompt, asked).reuse
         self.add(prompt.tokens, output, reuse)
 
     def first(self, count: int, way: str, asked: ReuseParams | None, draw: random.Random) -> dict[str, float]:

@@ -86,8 +86,8 @@ class DocumentPlanner:
         if found is None:
             reason = "no table for this model" if self.table is None else f"no method within {asked.max_kl:g}"
             return ReuseParams(method="none"), {"auto": reason}
-        options = found.model_dump(include=ReuseParams.model_fields.keys() - {"keep_tokens"})
-        return ReuseParams(**options, keep_tokens=asked.keep_tokens), {"auto": f"measured KL {found.kl:g}"}
+        options = found.model_dump(include=set(ReuseParams.model_fields))
+        return ReuseParams(**options), {"auto": f"measured KL {found.kl:g}"}
 
 
 def refuse_reuse(asked: ReuseParams | None) -> None:
@@ -109,7 +109,6 @@ def _message(asked: ReuseParams, prompt: TokenizedPrompt) -> dict[str, Any]:
         "granularity": asked.granularity,
         "chunk_tokens": asked.chunk_tokens,
         **{name: _DEFAULTS[name] if value is None else value for name, value in options.items()},
-        **({} if asked.keep_tokens is None else {"keep_tokens": asked.keep_tokens}),
     }
 
 

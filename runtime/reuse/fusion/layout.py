@@ -30,7 +30,6 @@ class Asked(msgspec.Struct):
         granularity: whether single rows are chosen, or whole pages of them.
         chunk_tokens: longer documents are encoded in pieces of this many tokens.
         k: leading rows of each chunk (LegoLink).
-        keep_tokens: document rows that are read after the first token; None: all.
     """
 
     select: str
@@ -40,7 +39,6 @@ class Asked(msgspec.Struct):
     granularity: Literal["page", "token"] = "page"
     chunk_tokens: int = 512
     k: int = 16
-    keep_tokens: int | None = None
 
     @staticmethod
     def read(asked: dict[str, Any], num_tokens: int) -> Asked:
@@ -53,8 +51,8 @@ class Asked(msgspec.Struct):
             at = stop
         if not found.documents or len(found.names) not in (0, len(found.documents)):
             raise InvalidRequest("the prompt has no documents, or other names than documents", param="reuse")
-        if not 0 <= (found.ratio or 0) <= 1 or found.chunk_tokens < 1 or found.k < 0 or (found.keep_tokens or 1) < 1:
-            raise InvalidRequest("ratio, chunk_tokens, k or keep_tokens is outside of its range", param="reuse")
+        if not 0 <= (found.ratio or 0) <= 1 or found.chunk_tokens < 1 or found.k < 0:
+            raise InvalidRequest("ratio, chunk_tokens or k is outside of its range", param="reuse")
         return found
 
     def options(self) -> dict[str, Any]:

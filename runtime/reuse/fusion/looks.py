@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import ClassVar
 
@@ -25,7 +24,7 @@ _NO_ROWS = np.zeros(0, dtype=np.int64)
 
 # Number of evenly spread layers in which the attention of a question is measured, about.
 _PROBED = 8
-# Neighbours over which scores are smoothed, in A3 and SnapKV.
+# Neighbours over which A3 smooths its scores.
 _POOLING = 5
 # Attention weights, over all heads, that are computed at once: a long question has gigabytes of them.
 _MOST_WEIGHTS = 1 << 24
@@ -144,90 +143,60 @@ class QuestionLook(Look):
         reads = [Read(table, stop, visible=causal_visible(stop, stop - first))]
         reads += [read for place in layout.places for read in place.reads(positions, layout.page_size)]
         writes = sequence.slots(first, stop, layout.page_size)
-        num_layers = self.executor.spec.num_layers
+        asking = np.flatnonzero(positions >= layout.question)
+        cuts = [0, *(self._probed if len(asking) else ()), self.executor.spec.num_layers]
         return RowSet(
             tokens=np.array(sequence.tokens[first:stop], dtype=np.int64),
             positions=positions,
-            stages=save_before(
-                [Stage(range(num_layers), writes, reads)],
-                probed_layers(num_layers),
-                np.flatnonzero(positions >= layout.question),
-            ),
+            stages=[
+                Stage(range(*cut), writes, reads, save=asking if cut[1] in self._probed else None)
+                for cut in pairwise(cuts)
+            ],
             logits=_NO_ROWS,
         )
 
+    @property
+    def _probed(self) -> range:
+        """The layers whose attention is measured."""
+        num_layers = self.executor.spec.num_layers
+        return range(1, num_layers, max((num_layers - 1) // _PROBED, 1))
+
     def take(self, first: int, stop: int, saved: torch.Tensor | None) -> None:
-        if saved is not None:
-            positions = self.sequence.positions(first, stop)
-            self._queries.append(project_each(self.executor, saved, positions[positions >= self.layout.question]))
+        if saved is None:
+            return
+        positions = self.sequence.positions(first, stop)
+        asking = positions[positions >= self.layout.question]
+        states = zip(self._probed, saved.split(len(asking)), strict=True)
+        self._queries.append([self._project(layer, one, asking)[0] for layer, one in states])
 
     def scores(self) -> torch.Tensor:
         """Attention of the question to each candidate, float32 [candidates]: the mean over layers, heads and rows."""
-        own = self.sequence.positions(0, self.num_rows)
-        rows = attention(self.executor, self.layout, own, self.sequence.pages, self._queries)
-        return rows[torch.from_numpy(self.layout.candidates).to(rows.device)]
+        layers = [torch.cat(runs) for runs in zip(*self._queries, strict=True)]
+        mean = torch.stack([self._attention(*one) for one in zip(self._probed, layers, strict=True)]).mean(0)
+        return mean[torch.from_numpy(self.layout.candidates).to(mean.device)]
 
+    def _attention(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Attention in one layer to each row of the prompt that is read from an entry, float32 [prompt].
 
-def probed_layers(num_layers: int) -> range:
-    return range(1, num_layers, max((num_layers - 1) // _PROBED, 1))
-
-
-def save_before(stages: Sequence[Stage], layers: range, rows: np.ndarray) -> list[Stage]:
-    """The stages, cut before some layers, with the states saved with which some rows enter these."""
-    if not len(rows):
-        return list(stages)
-    cut = []
-    for stage in stages:
-        starts = [stage.layers.start, *(at for at in layers if stage.layers.start < at < stage.layers.stop)]
-        for start, stop in pairwise([*starts, stage.layers.stop]):
-            save = rows if stop in layers else None
-            cut.append(replace(stage, layers=range(start, stop), save=save))
-    return cut
-
-
-def project_each(executor: Executor, saved: torch.Tensor, positions: np.ndarray) -> list[torch.Tensor]:
-    """Queries float32 [n, heads, head_dim] of rows at each probed layer, of the states that were saved before these."""
-    layers = probed_layers(executor.spec.num_layers)
-    states = zip(layers, saved.split(len(positions)), strict=True)
-    heads = executor.spec.num_heads
-    return [executor.project(layer, one, torch.from_numpy(positions))[:, :heads] for layer, one in states]
-
-
-def attention(
-    executor: Executor, layout: Layout, own: np.ndarray, pages: array[int], queries: Sequence[Sequence[torch.Tensor]]
-) -> torch.Tensor:
-    """Attention to each row of the prompt that is read from an entry, float32 [prompt], its mean over all queries.
-
-    Args:
-        own: int64 [m], positions of the computed rows of the request's sequence.
-        pages: int32 page ids of these.
-        queries: of the last n of them, in runs: for each probed layer float32 [run, heads, head_dim].
-    """
-    layers = [torch.cat(runs) for runs in zip(*queries, strict=True)]
-    probed = probed_layers(executor.spec.num_layers)
-    each = [_attention(executor, layout, own, pages, *one) for one in zip(probed, layers, strict=True)]
-    return torch.stack(each).mean(0)
-
-
-def _attention(
-    executor: Executor, layout: Layout, own: np.ndarray, pages: array[int], layer: int, q: torch.Tensor
-) -> torch.Tensor:
-    pool, page_size = executor.pool.k[layer], layout.page_size
-    read = [np.flatnonzero(place.kept) for place in layout.places]
-    keys = [gather(pool, pages, np.arange(len(own)), page_size)]
-    keys += [gather(pool, place.pages, mine, page_size) for place, mine in zip(layout.places, read, strict=True)]
-    turns = [executor.rope.shift(torch.tensor([-place.start], device=q.device)) for place in layout.places]
-    later = torch.from_numpy(own[None] > own[-len(q) :, None]).to(q.device)
-    weights = torch.zeros(sum(map(len, keys)), device=q.device)
-    size = max(_MOST_WEIGHTS // (q.shape[1] * len(weights)), 1)
-    for some, hidden in zip(q.split(size), later.split(size), strict=True):
-        logits = [_logits(some, keys[0]).masked_fill_(hidden[:, None], -torch.inf)]
-        logits += [_logits(rotate(some, *turn), those) for turn, those in zip(turns, keys[1:], strict=True)]
-        weights += torch.cat(logits, dim=-1).softmax(dim=-1).sum((0, 1))
-    rows = np.concatenate([place.start + mine for place, mine in zip(layout.places, read, strict=True)])
-    by_row = torch.zeros(len(layout.prompt), device=q.device)
-    by_row[torch.from_numpy(rows).to(q.device)] = weights[len(own) :] / (len(q) * q.shape[1])
-    return by_row
+        `q`: float32 [n, heads, head_dim], queries of the last n own rows.
+        """
+        layout, page_size, places = self.layout, self.layout.page_size, self.layout.places
+        pool, own = self.executor.pool.k[layer], self.sequence.positions(0, self.num_rows)
+        read = [np.flatnonzero(place.kept) for place in places]
+        keys = [gather(pool, self.sequence.pages, np.arange(len(own)), page_size)]
+        keys += [gather(pool, place.pages, mine, page_size) for place, mine in zip(places, read, strict=True)]
+        turns = [self.executor.rope.shift(torch.tensor([-place.start], device=q.device)) for place in places]
+        later = torch.from_numpy(own[None] > own[-len(q) :, None]).to(q.device)
+        weights = torch.zeros(sum(map(len, keys)), device=q.device)
+        size = max(_MOST_WEIGHTS // (q.shape[1] * len(weights)), 1)
+        for some, hidden in zip(q.split(size), later.split(size), strict=True):
+            logits = [_logits(some, keys[0]).masked_fill_(hidden[:, None], -torch.inf)]
+            logits += [_logits(rotate(some, *turn), those) for turn, those in zip(turns, keys[1:], strict=True)]
+            weights += torch.cat(logits, dim=-1).softmax(dim=-1).sum((0, 1))
+        rows = np.concatenate([place.start + mine for place, mine in zip(places, read, strict=True)])
+        by_row = torch.zeros(len(layout.prompt), device=q.device)
+        by_row[torch.from_numpy(rows).to(q.device)] = weights[len(own) :] / (len(q) * q.shape[1])
+        return by_row
 
 
 def smooth(scores: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,6 @@ from runtime.reuse.entries.strategy import Imports
 from runtime.reuse.fusion.layout import Layout
 from runtime.reuse.fusion.looks import Look
 from runtime.reuse.fusion.methods import Method
-from runtime.reuse.fusion.snapkv import SnapKV
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
@@ -45,7 +44,6 @@ class Fused(Imports):
         num_fused: rows of the sequence up to there.
         look: the pass before rows are chosen; a `DenseLook` until they are fused.
         held: its pages, and pages for the rows to be chosen.
-        snap: the choice of rows that stay behind the first token; None: all do.
     """
 
     layout: Layout
@@ -57,7 +55,6 @@ class Fused(Imports):
     num_fused: int = 0
     look: Look | None = None
     held: list[Segment] = field(default_factory=list)
-    snap: SnapKV | None = None
 
     @property
     def chosen(self) -> np.ndarray:

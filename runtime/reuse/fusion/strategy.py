@@ -25,7 +25,6 @@ from runtime.reuse.fusion.choices import Choices
 from runtime.reuse.fusion.layout import Asked, EntryPlace, Layout
 from runtime.reuse.fusion.looks import DenseLook
 from runtime.reuse.fusion.methods import METHODS
-from runtime.reuse.fusion.snapkv import SnapKV
 from runtime.reuse.fusion.state import Fused, Phase
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
@@ -61,13 +60,10 @@ class Fusion(EntryStrategy):
         tokens = read_tokens(request.sequence.tokens.tobytes(), self._model.vocab_size, "the prompt")
         layout = self._layout(tokens, asked, request.namespace)
         method = METHODS[layout.asked.select](layout)
-        looks = method.look is not None or layout.asked.keep_tokens is not None
-        if looks and self._executor.spec.num_kv_heads != self.cache.pool.k.shape[2]:
+        if method.look is not None and self._executor.spec.num_kv_heads != self.cache.pool.k.shape[2]:
             raise InvalidRequest(f"method {method.name!r} is not served by several ranks", param="reuse.method")
         entries = {place.entry.namespace: place.entry for place in layout.places}
         request.reuse = Fused([*entries.values()], layout=layout, method=method, namespace=request.namespace)
-        if (layout.asked.keep_tokens or len(tokens)) < len(layout.candidates):
-            request.reuse.snap = SnapKV(layout, self._executor)
         if method.look is None:
             self._select(request, method.choose(None), len(tokens))
         elif not method.count():
@@ -76,8 +72,7 @@ class Fusion(EntryStrategy):
             self._arrange(request, _NO_ROWS)
             self._recall(request)
         pages = sum(self.cache.pages_for(entry.length) for entry in entries.values())
-        pages += self._look_pages(request.reuse) + (snap.num_pages if (snap := request.reuse.snap) else 0)
-        self._bound(request, pages, request.max_length)
+        self._bound(request, pages + self._look_pages(request.reuse), request.max_length)
 
     def _layout(self, tokens: array[int], asked: dict[str, Any], namespace: Namespace) -> Layout:
         found = Asked.read(asked, len(tokens))
@@ -180,13 +175,6 @@ class Fusion(EntryStrategy):
         is_there[computed[: own.tokens]] = True
         return int(is_there.sum()) + max(own.tokens - len(computed), 0)
 
-    def _most(self, request: Request) -> int:
-        """The rows that tell what stays are computed, if that is not known."""
-        fused, most = request.reuse, super()._most(request)
-        if fused.snap is None or fused.snap.kept is not None:
-            return most
-        return min(most, request.prompt_len - fused.snap.window)
-
     def _there(self, request: Request, entry: Entry, pages: array[int]) -> None:
         for place in request.reuse.layout.places:
             if place.entry.namespace == entry.namespace:
@@ -196,29 +184,20 @@ class Fusion(EntryStrategy):
         fused = request.reuse
         look = fused.method.look if self._must_look(fused, found.detail[0]) else None
         num_pages = self._look_pages(fused) if look else 0
-        num_kept = fused.snap.num_pages if fused.snap else 0
         fused.layout.keep(fused.layout.computed(fused.chosen))
-        if not super().admit(request, found, headroom + num_pages + num_kept):
+        if not super().admit(request, found, headroom + num_pages):
             return False
-        pages = self.cache.allocate(num_pages + num_kept, array("i"), request.owner, cached=0)
-        assert pages is not None, "the room was counted above"
-        if fused.snap is not None:
-            fused.snap.pages = Segment(pages[num_pages:], 0)
-            request.segments.append(fused.snap.pages)
         if look is not None:
+            pages = self.cache.allocate(num_pages, array("i"), request.owner, cached=0)
+            assert pages is not None, "the room was counted above"
             own = self.cache.pages_for(look.length(fused.layout)) if look.writes_pages else 0
-            fused.held = [Segment(pages[:own], 0), Segment(pages[own:num_pages], 0)]
+            fused.held = [Segment(pages[:own], 0), Segment(pages[own:], 0)]
             request.segments += fused.held
             fused.look = look(fused.layout, request.sequence, pages[:own], self._executor)
             request.sequence.pending += fused.look.num_rows
         fused.phase = Phase.ENCODE
         self._advance(request)
         return True
-
-    def grow(self, request: Request, ahead: int = 0) -> bool:
-        """No token is computed ahead before it is known what it reads."""
-        snap = request.reuse.snap
-        return (not ahead or snap is None or snap.is_done) and super().grow(request, ahead)
 
     def _must_look(self, fused: Fused, own: Found) -> bool:
         if fused.selected is None:
@@ -238,8 +217,6 @@ class Fusion(EntryStrategy):
         if fused.phase is Phase.FUSE and done >= fused.num_fused:
             self._end_look(request)
             fused.phase = Phase.DECODE
-        if fused.phase is Phase.DECODE and fused.snap is not None and done >= request.prompt_len:
-            self._leave_documents(request)
 
     def work(self, request: Request, limit: int) -> Work:
         """Rows behind the end of a phase, or of the prompt, read other KV and wait for the next step."""
@@ -273,9 +250,7 @@ class Fusion(EntryStrategy):
                 Stage(range(1, 2), writes, [*before, fused.look.read(positions)]),
                 Stage(range(2, self.num_layers), writes, [*reads, own]),
             ]
-        if fused.snap is None or fused.snap.kept is not None:
-            return stages
-        return fused.snap.save(stages, positions)
+        return stages
 
     def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
         request, fused = work.request, work.request.reuse
@@ -286,30 +261,9 @@ class Fusion(EntryStrategy):
             request.sequence.pending -= work.count
             has_logits = False
         else:
-            if fused.snap is not None and fused.phase is not Phase.ENCODE:
-                fused.snap.take(saved[0], request.sequence.positions(work.start, stop))
             has_logits = super().book(work, saved, seconds)
         self._advance(request)
         return has_logits
-
-    def _commit(self, request: Request) -> None:
-        """Rows behind a prompt of which only some document rows stayed are never shared."""
-        if request.reuse.snap is None or request.sequence.num_computed <= request.prompt_len:
-            super()._commit(request)
-
-    def _leave_documents(self, request: Request) -> None:
-        """Leave the documents, but for the rows that stay; once only."""
-        fused, sequence = request.reuse, request.sequence
-        if fused.snap.is_done:
-            return
-        pages = request.segments[0].pages + sequence.pages if sequence.start else sequence.pages
-        fused.snap.choose(sequence.positions(0, request.prompt_len), pages)
-        left = {id(place.pages) for place in fused.layout.places if place.is_document}
-        fused.snap.move(self.cache)
-        for segment in request.segments:
-            if id(segment.pages) in left:
-                self.cache.leave(segment)
-        request.segments = [segment for segment in request.segments if id(segment.pages) not in left]
 
     def _choose(self, request: Request) -> None:
         """Choose rows after a look; those that a retracted request has chosen before stay."""
@@ -336,8 +290,6 @@ class Fusion(EntryStrategy):
         super().release(request, keep)
         fused = request.reuse
         fused.look, fused.held = None, []
-        if fused.snap is not None:
-            fused.snap.leave()
 
     def flush(self) -> None:
         self._choices.clear()
@@ -355,7 +307,6 @@ class Fusion(EntryStrategy):
             "chosen_before": 0 < fused.selected_for < len(fused.layout.prompt),
             "recomputed_rows": len(fused.chosen),
             "row_layers": request.row_layers,
-            **({"kept_tokens": fused.snap.num_kept} if fused.snap is not None else {}),
         }
 
 

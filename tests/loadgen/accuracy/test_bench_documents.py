@@ -90,10 +90,10 @@ def test_shares_of_the_questions_documents_are_at_least_a_page(tokenizer):
 
 
 def test_times_and_answers_are_measured(measured, tiny_dir):
-    model = ["--model", tiny_dir, "--dtype", "float32", "--methods", "a3", "snapkv", "pie", "--ratios", 0.05, 0.15]
+    model = ["--model", tiny_dir, "--dtype", "float32", "--methods", "a3", "pie", "--ratios", 0.05, 0.15]
     small = ["--counts", 2, 3, "--at", 3, "--tokens", 40, "--system", 20, "--question", 9]
     found = measured("documents", *model, *small, "--clients", 2, "--requests", 2, "--output", 2, "--readers", 2)
-    few = ["full prefill", "prefix caching", "a3 0.15", "a3 0.15, snapkv 1/4", "pie"]
+    few = ["full prefill", "prefix caching", "a3 0.15", "pie"]
     ways_of = [[one["way"] for one in found if one["work"].startswith(f"{count} documents")] for count in (2, 3)]
     assert ways_of[0] == few
     assert set(ways_of[1]) == {*few, "a3 0.05", "a3 0.05, tokens", "a3 0.15, tokens"}

@@ -11,10 +11,8 @@ from loadgen.micro.documents import (
     FULL,
     METHODS,
     PREFIX,
-    SNAPKV,
     Documents,
     Shape,
-    fitted,
     name_of,
     row_layers,
     ways,
@@ -82,10 +80,3 @@ def test_orders_do_not_come_again_before_all_were_drawn(bench):
     assert len({tuple(one.tobytes() for one in bench.order(3, random.Random(seed))) for seed in range(6)}) == 6
     assert bench.order(3, random.Random(2)) == bench.order(3, random.Random(2)), "equal draws, equal orders"
     bench.order(3, random.Random(7))
-
-
-def test_snapkv_keeps_a_quarter_of_the_documents_rows(bench):
-    (asked,) = ways([SNAPKV], [0.3], ["token"]).values()
-    prompt = TokenizedPrompt(array("i", range(900)), [(0, 400), (400, 800)], ["a", "b"])
-    assert fitted(asked, prompt).keep_tokens == 200
-    assert fitted(asked, bench.prompt(bench.order(3, random.Random(0)))).keep_tokens == 64

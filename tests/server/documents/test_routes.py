@@ -185,14 +185,6 @@ def test_every_method_answers_and_says_so(client, method):
     assert len(reuse["documents"]) == 2
 
 
-def test_few_rows_stay_after_the_first_token(client):
-    document = {"text": " ".join(f"The house number {number} is red." for number in range(20))}
-    segments = [{"document": document}, {"text": QUESTION}]
-    for method in ("pie", "a3"):
-        meta = generate(client, segments=segments, reuse={"method": method, "keep_tokens": 64})["meta_info"]
-        assert 0 < meta["reuse"]["kept_tokens"] <= 64 < meta["prompt_tokens"]
-
-
 @pytest.mark.parametrize("method", ["a3", "legolink"])
 def test_a_ratio_of_one_is_full_prefill(client, method):
     assert generate(client, reuse={"method": method, "ratio": 1})["text"] == generate(client)["text"]

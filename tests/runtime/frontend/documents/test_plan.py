@@ -38,8 +38,7 @@ def plan(planner: DocumentPlanner | None = None, **asked):
     [
         ({"method": "a3"}, {"select": "a3", "ratio": 0.15}),
         ({"method": "cacheblend", "ratio": 0}, {"select": "cacheblend", "ratio": 0}),
-        ({"method": "prophetkv", "ratio": 0.3, "keep_tokens": 64},
-         {"select": "prophetkv", "ratio": 0.3, "keep_tokens": 64}),
+        ({"method": "prophetkv", "ratio": 0.3}, {"select": "prophetkv", "ratio": 0.3}),
         ({"method": "legolink"}, {"select": "legolink", "k": 16}),
         ({"method": "legolink", "k": 0}, {"select": "legolink", "k": 0}),
         ({"method": "legolink", "ratio": 0.1}, {"select": "legolink", "ratio": 0.1}),
@@ -91,7 +90,6 @@ def test_a_document_is_encoded_alone():
         ({"method": "legolink", "k": 16, "ratio": 0.1}, "k"),
         ({"method": "a3", "max_kl": 1}, "max_kl"),
         ({"method": "auto"}, "max_kl"),
-        ({"method": "none", "keep_tokens": 64}, "keep_tokens"),
     ],
 )
 def test_an_option_of_another_method_is_refused(asked, param):
@@ -102,7 +100,7 @@ def test_an_option_of_another_method_is_refused(asked, param):
 
 @pytest.mark.parametrize(
     ("name", "least", "most"),
-    [("ratio", 0, 1), ("chunk_tokens", 16, 4096), ("k", 0, 512), ("keep_tokens", 64, 1 << 20)],
+    [("ratio", 0, 1), ("chunk_tokens", 16, 4096), ("k", 0, 512)],
 )
 def test_options_have_ranges(name, least, most):
     for value in (least, most):
@@ -134,8 +132,8 @@ def test_the_cheapest_method_within_the_bound_is_chosen(max_kl, method):
 def test_the_choice_is_served_as_it_was_measured_and_explained(directory):
     write(directory, LlamaSpec.load(directory).identity)
     planner = DocumentPlanner.load("none", directory)
-    planned = plan(planner, method="auto", max_kl=0.05, keep_tokens=64)
-    given = {"select": "legolink", "k": 32, "chunk_tokens": 256, "keep_tokens": 64}
+    planned = plan(planner, method="auto", max_kl=0.05)
+    given = {"select": "legolink", "k": 32, "chunk_tokens": 256}
     assert planned.reuse.items() >= given.items()
     assert planned.report({"strategy": "fusion"}, 0) == {"strategy": "fusion", "auto": "measured KL 0.05"}
     assert plan(planner, method="auto", max_kl=0.1).reuse["granularity"] == "token"

@@ -172,26 +172,13 @@ class Reference:
 
     # -- what is answered ------------------------------------------------------------------------------------
 
-    def logits(
-        self, ask: Ask, rows: Iterable[int], output=(), until: int | None = None, left: Iterable[int] = ()
-    ) -> torch.Tensor:
+    def logits(self, ask: Ask, rows: Iterable[int], output=(), until: int | None = None) -> torch.Tensor:
         """float32 [1 + len(output), vocab]: after the prompt, and after each token of an output.
 
         `until`: the tokens of the prompt for which rows were chosen; those behind are an answer, and a later turn.
-        `left`: document rows that the output does not see (SnapKV).
         """
         output = list(output)
-        copies = Copies(ask, rows, output, until=until)
-        copies.left = set(left)
-        return self._run(copies, 1 + len(output)).logits[0]
-
-    def read(self, ask: Ask, rows: Iterable[int], window: int, layers: Iterable[int]) -> dict[int, float]:
-        """SnapKV: the attention of the prompt's last rows to each stored row, its mean over layers, heads and rows."""
-        copies = Copies(ask, rows)
-        found = self._run(copies, output_attentions=True).attentions
-        mean = torch.stack([found[layer][0].mean(0)[-window:].mean(0) for layer in layers]).mean(0)
-        pairs = enumerate(zip(copies.kinds, copies.places, strict=True))
-        return {place: float(mean[i]) for i, (kind, place) in pairs if kind == STORED}
+        return self._run(Copies(ask, rows, output, until=until), 1 + len(output)).logits[0]
 
     def answer(self, ask: Ask, page_size: int, max_new: int) -> list[int]:
         """The greedy answer."""
@@ -223,7 +210,6 @@ class Copies:
         computed, output = sorted({*ask.own, *rows}), list(output)
         until = len(ask.prompt) if until is None else until
         self.is_dense = ask.is_dense
-        self.left: set[int] = set()
         places = {
             STORED: [row for chunk in ask.stored for row in chunk],
             TRUE: list(range(len(ask.prompt))) if self.is_dense else [],
@@ -246,10 +232,8 @@ class Copies:
         stored, true, fused, output = (kind == one for one in range(4))
         alone = (stored[:, None] & stored) & (chunk[:, None] == chunk)
         mixture = (fused | output)[:, None] & (kept | fused | output)
-        stays = ~(kept & torch.tensor([p in self.left for p in self.places]))
-        mixture &= stays | ~output[:, None]
         if layer == 1 and self.is_dense:
-            mixture = (output[:, None] & (kept & stays | fused | output)) | (fused[:, None] & true)
+            mixture = (output[:, None] & (kept | fused | output)) | (fused[:, None] & true)
         return (alone | (true[:, None] & true) | mixture) & (place[:, None] >= place)
 
 

@@ -26,7 +26,6 @@ def test_the_end_of_a_long_question_chooses(tiny_dir, reference, monkeypatch, me
 
 
 def test_weights_of_all_rows_are_never_there_at_once(tiny_dir, reference, monkeypatch):
-    """Those of a look, and of the choice of rows that stay."""
     bound, sizes, plain = 4000, [], looks._logits
 
     def counted(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -39,7 +38,6 @@ def test_weights_of_all_rows_are_never_there_at_once(tiny_dir, reference, monkey
     one = build(draw, [draw_tokens(draw, 60), draw_tokens(draw, 45)], 20, 40, method="prophetkv", granularity="token")
     driver = FusionDriver(tiny_dir)
     driver.fuse("one", one)
-    driver.fuse("kept", one, 1, asked={"keep_tokens": 64})
     driver.run()
     check(driver, reference, None)
     assert sizes
