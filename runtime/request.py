@@ -214,7 +214,7 @@ class Found:
 class Strategy(ABC):
     """Decides what requests read, what they compute, and what is kept of it.
 
-    `runtime.reuse.in_order.InOrder` implements the rows of strategies that compute the sequence in order.
+    `runtime.reuse.prefix.PrefixStrategy` implements the rows of strategies that compute the sequence in order.
 
     Attributes:
         name: the `method` by which a request asks for it.
