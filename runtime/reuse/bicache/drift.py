@@ -1,4 +1,4 @@
-"""Distances of keys and values: drift, which says when to refresh (after Elastic-Cache), and the reach of a depth."""
+"""Distances of keys and values: when to refresh a prefix (after Elastic-Cache), and which depth to measure next."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import torch
 
 from runtime.kv.pool import KVPool
 
-# Of cached and fresh values, over the norm of these. It says where to measure, and nothing else.
+# Largest distance of cached from fresh values, over the norm of these. It only suggests the depth to measure next.
 _NEAR = 0.3
 
 
 class Drift:
-    """The drift of keys and values of the prompt's rows behind the prefix since the last refresh.
+    """How far keys and values of the prompt's rows behind the prefix have moved since the last refresh.
 
-    These rows are computed at every step, and their tokens stay. Their keys and values change as those of the
-    prefix's rows would, which nobody computes between refreshes.
+    Each step computes these rows, and their tokens stay. Their keys and values change as the prefix's would, which are
+    not computed between refreshes.
 
     Attributes:
-        threshold: a refresh is due above it.
-        value: distance to the keys and values at the refresh over the norm of these, in the layer where it is largest.
-        known: whether there are such rows.
+        threshold: drift above which a refresh is due.
+        value: distance to the keys and values at the refresh, over the norm of these, of the row where it is largest.
+        known: whether the prompt has such rows.
     """
 
     def __init__(self, threshold: float):
@@ -34,7 +34,7 @@ class Drift:
         return self.value > self.threshold
 
     def note(self, pool: KVPool, slots: np.ndarray, layers: range, refreshed: bool) -> None:
-        """Take the rows in `slots` after a step; `layers`: those in which the prefix is refreshed."""
+        """Compare the rows in `slots` after a step; `layers`: the layers in which the prefix is refreshed."""
         if not len(slots) or not layers:
             return
         rows = torch.from_numpy(slots).to(pool.k.device)
@@ -44,15 +44,15 @@ class Drift:
         if refreshed:
             self._at_refresh, self.value = now, 0.0
         else:
-            # A depth that was measured at the refresh may have moved the first of the layers.
+            # A measurement at the refresh may have changed the depth, and so the first of the layers.
             now, then = now[-len(self._at_refresh) :], self._at_refresh[-len(now) :]
             self.value = float(((now - then).norm(dim=1) / then.norm(dim=1)).max())
 
 
 def num_near_layers(pool: KVPool, fresh: np.ndarray, cached: np.ndarray) -> int:
-    """Leading layers in which the values in the slots `cached` lie near those in `fresh`, int64 [n] each.
+    """The number of leading layers in which values in slots `cached` are near values in slots `fresh`, int64 [n] each.
 
-    Keys have large constant parts, which hide how far they part.
+    Keys are not compared: their large constant parts hide differences.
     """
     at_fresh, at_cached = (torch.from_numpy(slots).to(pool.v.device) for slots in (fresh, cached))
     for number, layer in enumerate(pool.v):

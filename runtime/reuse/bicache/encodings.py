@@ -1,10 +1,13 @@
-"""The known encoded prefixes, and the search for the longest one with which a prompt begins."""
+"""The known encoded prefixes, the search for a prompt's longest one, and the states with which they are refreshed."""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
 from collections import Counter
+
+import torch
+from cachetools import LRUCache
 
 from radix import Match, Namespace, Node, RadixTree, Watcher
 from radix.node import TOKEN_BYTES
@@ -71,3 +74,25 @@ class Encodings(Watcher):
             del lengths[size]
         if not lengths:
             del self._lengths[namespace]
+
+
+class BoundaryStore(LRUCache[tuple[Namespace | None, int, int], torch.Tensor]):
+    """An LRU store of boundary states, float32 [rows, hidden], by encoding, number of rows and depth.
+
+    They depend on these alone, so no entry grows stale. A lost entry is computed again at the next refresh.
+    """
+
+    def __init__(self, max_bytes: int):
+        """`max_bytes`: bound on all entries together; 0 keeps none."""
+        super().__init__(max_bytes, getsizeof=lambda states: states.nbytes)
+
+    def put(self, encoding: Namespace | None, depth: int, states: torch.Tensor) -> None:
+        """Keep states, unless they alone exceed the bound."""
+        key = (encoding, len(states), depth)
+        if key not in self and states.nbytes <= self.maxsize:
+            self[key] = states
+
+    def discard(self, encoding: Namespace | None) -> None:
+        """Drop the states of an encoding for all depths."""
+        for key in [key for key in self if key[0] == encoding]:
+            del self[key]

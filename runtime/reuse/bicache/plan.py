@@ -1,15 +1,15 @@
-"""The rows of a BiCache step (section 5.2): a shared prefix exists in the first layers, the others are refreshed.
+"""The rows of a BiCache step (section 5.2): a shared prefix is reused in the first layers and refreshed in the others.
 
-With depth d, layers 1 to d read the KV that was computed for the prefix alone, and no other layer does. At a refresh
-the prefix's rows join before layer d, with the states they left layer d - 1 with when the prefix was encoded: layer d
-still reads the cached KV, but its output has seen the request, so layer d + 1 projects keys and values of this request.
-Joining after layer d would reuse layer d + 1 as well.
+With depth d, layers 1 to d read the KV that was computed for the prefix alone; no other layer reads it. At a refresh,
+the prefix's rows join before layer d, with the states in which they left layer d - 1 when the prefix was encoded. Layer
+d still reads the cached KV, but its output has seen the request, so layer d + 1 projects keys and values of this
+request. Joining after layer d would reuse layer d + 1 as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -21,16 +21,16 @@ from runtime.diffusion.canvas import BidirectionalCanvas
 from runtime.kv.segments import slots_of
 from runtime.request import Request, Work
 from runtime.reuse.bicache.drift import Drift
-from runtime.reuse.bicache.shallow_meta import ShallowMeta
+from runtime.reuse.bicache.measured import ShallowMeta
 
 
 @dataclass(slots=True)
 class Share:
-    """The prefix that a diffusion request shares; looked up anew while the request waits.
+    """The prefix that a diffusion request shares. It is looked up again each time the waiting request is tried.
 
     Attributes:
         reuse: whether prefixes are shared.
-        declared: leading prompt tokens that requests share, as the request says; None: it does not say.
+        declared: leading prompt tokens that the request declares as shared; None: it declares nothing.
         wanted_depth: layers in which the prefix is to be reused; None: as the table says.
         bound: most divergence in nats that measured depths may bring; None: nothing is measured.
         interval: denoising steps between two refreshes of the prefix.
@@ -38,8 +38,8 @@ class Share:
         length: shared leading positions, whole pages; 0: none.
         depth: layers in which they are reused.
         encoding: the prefix's namespace in the tree; None without reuse.
-        unshared: why there is none: reuse is `off`, `no_prefix` is known, it is `too_short` for a page, there is
-            `no_room` for it, or `no_layer` is to be reused.
+        unshared: why no prefix is shared: reuse is `off`, `no_prefix` is known, the prefix is `too_short` for a page,
+            the pool has `no_room` for it, or `no_layer` is to be reused.
         is_encoding: whether the next step encodes the prefix alone.
         boundary: states with which the prefix enters layer `depth`, float32 [length, hidden], once they are known.
         refreshed_at: the number of the last denoising step that refreshed; -1: none has.
@@ -139,10 +139,9 @@ def plan_rows(work: Work, num_layers: int, page_size: int) -> list[RowSet]:
         return [_encode(work.request, num_layers, page_size)]
     prefix = share.length if rows.refresh or rows.trial else 0
     if (trial := rows.trial) is not None:
-        served = _CanvasRows(work, page_size, prefix, 0, None, second=True)
-        tried = _CanvasRows(work, page_size, prefix, trial.depth, trial.boundary)
-        return [served.row_set(num_layers), tried.row_set(num_layers)]
-    sets = [_CanvasRows(work, page_size, prefix, share.depth, share.boundary).row_set(num_layers)]
+        served = _denoise(work, num_layers, page_size, prefix, 0, None, second=True)
+        return [served, _denoise(work, num_layers, page_size, prefix, trial.depth, trial.boundary)]
+    sets = [_denoise(work, num_layers, page_size, prefix, share.depth, share.boundary)]
     if rows.unprompted:
         sets.append(_guide(work, num_layers, page_size))
     return sets
@@ -179,80 +178,40 @@ def _guide(work: Work, num_layers: int, page_size: int) -> RowSet:
     return RowSet(tokens, positions, [stage], canvas.candidates() - spec.logits_shift - rows.start)
 
 
-class _CanvasRows:
-    """The rows of a canvas: first its active ones, then, at a refresh, the `num_prefix` of the prefix.
+def _denoise(
+    work: Work,
+    num_layers: int,
+    page_size: int,
+    num_prefix: int,
+    depth: int,
+    boundary: torch.Tensor | None,
+    second: bool = False,
+) -> RowSet:
+    """The active rows of a canvas, and at a refresh `num_prefix` rows of the prefix behind them.
 
     `second`: on the second half of the request's pages.
     """
-
-    def __init__(
-        self,
-        work: Work,
-        page_size: int,
-        num_prefix: int,
-        depth: int,
-        boundary: torch.Tensor | None,
-        second: bool = False,
-    ):
-        request = work.request
-        self.work, self.page_size = work, page_size
-        self.num_prefix, self.depth, self.boundary = num_prefix, depth, boundary
-        self.share: Share = request.reuse
-        self.tokens = request.canvas.tokens
-        num_own = -(-len(self.tokens) // page_size)
-        self.own = np.frombuffer(request.sequence.pages, dtype=np.int32)[num_own * second :][:num_own]
-        shared = request.segments[0].pages if request.segments else request.sequence.pages[:0]
-        self.shared = np.frombuffer(shared, dtype=np.int32)
-        self.num_active = work.count
-        active = np.arange(work.start, work.start + work.count)
-        self.positions = np.concatenate((active, np.arange(self.num_prefix)))
-        self.slots = slots_of(self.own, self.positions, page_size)
-        self.prefix_rows = np.arange(self.num_active, self.num_active + self.num_prefix)
-
-    def row_set(self, num_layers: int) -> RowSet:
-        depth, boundary = self.depth, self.boundary
-        if not self.share.length:
-            stages = [self._full(range(num_layers))]
-        elif not self.num_prefix:
-            stages = [self._without_prefix(range(depth)), self._full(range(depth, num_layers))]
+    request, share, tokens = work.request, work.request.reuse, work.request.canvas.tokens
+    num_own, active = -(-len(tokens) // page_size), work.count
+    own = np.frombuffer(request.sequence.pages, dtype=np.int32)[num_own * second :][:num_own]
+    positions = np.concatenate((np.arange(work.start, work.start + active), np.arange(num_prefix)))
+    slots, prefix_rows = slots_of(own, positions, page_size), np.arange(active, active + num_prefix)
+    # Behind the reused layers, all rows read and write the request's own pages alone.
+    stages = [Stage(range(depth, num_layers), slots, [Read(own, len(tokens))])]
+    if share.length:
+        (segment,) = request.segments
+        prefix = Read(np.frombuffer(segment.pages, dtype=np.int32), share.length)
+        rest = Read(own[share.length // page_size :], len(tokens) - share.length)
+        entry = entry_layer(depth) if num_prefix else depth
+        unwritten = np.concatenate((slots[:active], np.full(num_prefix, -1)))  # the tree has the prefix's KV
+        joined = Stage(range(entry, depth), unwritten, [prefix, rest])
+        if num_prefix and boundary is None:
+            # The prefix is computed as if it were alone.
+            before = Stage(range(entry), unwritten, [prefix, replace(rest, rows=slice(0, active))], save=prefix_rows)
         else:
-            entry = entry_layer(depth)
-            before = self._apart(range(entry)) if boundary is None else self._without_prefix(range(entry))
-            joined, deep = self._joined(range(entry, depth)), self._full(range(depth, num_layers))
-            if boundary is not None and entry:
-                joined.load = self.prefix_rows, boundary
-            elif entry:
-                before.save = self.prefix_rows
-            stages = [before, joined, deep]
-        wanted = self.work.request.decoding.wanted(self.work)
-        return RowSet(self.tokens[self.positions], self.positions, [s for s in stages if s.layers], wanted)
-
-    def _full(self, layers: range) -> Stage:
-        """All rows, which read and write the request's own pages alone."""
-        return Stage(layers, self.slots, [Read(self.own, len(self.tokens))])
-
-    def _without_prefix(self, layers: range) -> Stage:
-        """The active rows alone; they read the cached prefix."""
-        alive = np.arange(self.num_active) if self.num_prefix else None
-        return Stage(layers, self.slots[: self.num_active], [self._prefix(), self._rest()], alive)
-
-    def _apart(self, layers: range) -> Stage:
-        """The active rows, and those of the prefix as if it were alone; the tree has their KV."""
-        active = slice(0, self.num_active)
-        return Stage(layers, self._writes(), [self._prefix(), self._rest(active)])
-
-    def _joined(self, layers: range) -> Stage:
-        """All rows; they see the cached prefix and the rest of the canvas."""
-        return Stage(layers, self._writes(), [self._prefix(), self._rest()])
-
-    def _writes(self) -> np.ndarray:
-        slots = self.slots.copy()
-        slots[self.num_active :] = -1
-        return slots
-
-    def _prefix(self) -> Read:
-        return Read(self.shared, self.share.length)
-
-    def _rest(self, rows: slice | None = None) -> Read:
-        skipped = self.share.length
-        return Read(self.own[skipped // self.page_size :], len(self.tokens) - skipped, rows=rows)
+            alive = np.arange(active) if num_prefix else None
+            before = Stage(range(entry), slots[:active], [prefix, rest], alive)
+            joined.load = (prefix_rows, boundary) if entry and boundary is not None else None
+        stages = [before, joined, *stages]
+    wanted = request.decoding.wanted(work)
+    return RowSet(tokens[positions], positions, [stage for stage in stages if stage.layers], wanted)

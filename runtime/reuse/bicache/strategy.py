@@ -18,13 +18,11 @@ from runtime.kv.segments import Run, Segment, slots_of
 from runtime.models.spec import ModelSpec
 from runtime.protocol import DiffusionInfo
 from runtime.request import Found, Request, Strategy, Work
-from runtime.reuse.bicache.boundary_states import BoundaryStore
 from runtime.reuse.bicache.depth_table import NO_TABLE, DepthTable, choose_table
 from runtime.reuse.bicache.drift import Drift, num_near_layers
-from runtime.reuse.bicache.encodings import Encodings, encoding_of
-from runtime.reuse.bicache.measured import MeasuredDepths
+from runtime.reuse.bicache.encodings import BoundaryStore, Encodings, encoding_of
+from runtime.reuse.bicache.measured import MeasuredDepths, ShallowMeta
 from runtime.reuse.bicache.plan import Share, Trial, next_work, plan_rows
-from runtime.reuse.bicache.shallow_meta import ShallowMeta
 
 # The paper's R.
 _INTERVAL = 16
@@ -292,6 +290,11 @@ class BiCache(Strategy):
         share, canvas = request.reuse, request.canvas
         if canvas is None:
             return None
+        measured = {
+            "divergence_bound": share.bound,
+            "refresh_interval": share.interval,
+            "depth_divergence": share.divergence,
+        }
         return {
             "shallow_depth": share.depth if share.encoding else 0,
             "encoded_tokens": share.length if share.encoding else 0,
@@ -299,7 +302,7 @@ class BiCache(Strategy):
             "refreshes": share.refreshes,
             "prefix_ratio": round(share.length / request.max_length, 4),
             "denoise_steps": canvas.num_steps,
-            **({} if share.bound is None else self._report_measured(share)),
+            **({} if share.bound is None else measured),
         }
 
     # -- measuring -------------------------------------------------------------------------------------------
@@ -348,11 +351,3 @@ class BiCache(Strategy):
         rows = np.arange(share.length, request.prompt_len)
         slots = slots_of(request.sequence.pages, rows, self.cache.page_size)
         share.drift.note(self.cache.pool, slots, range(share.depth, self.num_layers), work.detail.refresh)
-
-    @staticmethod
-    def _report_measured(share: Share) -> dict[str, Any]:
-        return {
-            "divergence_bound": share.bound,
-            "refresh_interval": share.interval,
-            "depth_divergence": share.divergence,
-        }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from array import array
 
 import pytest
 
@@ -17,7 +16,6 @@ from loadgen.micro.documents import (
     row_layers,
     ways,
 )
-from runtime.frontend.documents.prompt import TokenizedPrompt
 from runtime.params import ReuseParams
 
 SHAPE = Shape(length=40, system=20, question=9)

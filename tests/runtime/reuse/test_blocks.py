@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 
 import pytest
-import torch
-from transformers import (
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 from runtime.denoising import DiffusionParams
 from runtime.engine.core import EngineCore
@@ -23,95 +13,7 @@ from runtime.errors import InvalidRequest, ModelError
 from runtime.params import SamplingParams
 from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
 from tests.runtime.reuse.bicache.models import CONTEXT, MASK, save_tiny
-from tests.runtime.reuse.plain_llada2 import PlainLLaDA2
-
-# Positions that attend to each other, positions that are denoised together, the shift, the threshold.
-KINDS = {
-    "sdar": (4, 4, 0, 0.85),
-    "sdar_moe": (4, 4, 0, 0.85),
-    "fast_dllm": (16, 8, 1, 0.9),
-    "llada2": (8, 8, 0, 0.95),
-}
-# Transformers' code of the same body.
-BODIES = {
-    "sdar": (Qwen3Config, Qwen3ForCausalLM),
-    "sdar_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "fast_dllm": (Qwen2Config, Qwen2ForCausalLM),
-}
-# Some steps decide several masks, and some but one.
-SURE = 0.8
-
-
-class Plain:
-    """The published loops, without a cache."""
-
-    def __init__(self, kind, path):
-        self.attended, self.block, self.shift, _ = KINDS[kind]
-        if kind == "llada2":
-            self.forward = PlainLLaDA2(path).logits
-            return
-        config_type, model_type = BODIES[kind]
-        config = json.loads((path / "config.json").read_text())
-        config = config_type(**{k: v for k, v in config.items() if k not in ("architectures", "model_type")})
-        model = model_type.from_pretrained(path, config=config, dtype=torch.float32, attn_implementation="eager")
-        hidden = lambda seen: torch.where(seen, 0.0, -math.inf)[None, None]  # noqa: E731
-        self.forward = lambda tokens, seen: model(torch.tensor([tokens]), attention_mask=hidden(seen)).logits[0]
-
-    @torch.inference_mode()
-    def probs(self, tokens):
-        """Float64 [n, vocab], row i for token i as far as it is read within these tokens, and that of the next one."""
-        block = torch.arange(len(tokens)) // self.attended
-        logits = self.forward(tokens, block[:, None] >= block)
-        logits[:, MASK] = -math.inf
-        return logits.double().softmax(-1)
-
-    def denoise(self, prompt, length, threshold=None, steps=None, block=None):
-        block = block or self.block
-        end = -(-(len(prompt) + length) // self.attended) * self.attended
-        tokens = prompt + [MASK] * (end - len(prompt))
-        undecided = [i >= len(prompt) for i in range(end)]
-        for first in range(len(prompt) // self.attended * self.attended, end, self.attended):
-            if self.shift and undecided[first]:
-                tokens[first], undecided[first] = int(self.probs(tokens[:first])[-1].argmax()), False
-            for start in range(first, first + self.attended, block):
-                step = 0
-                while any(undecided[start : start + block]):
-                    masks = [i for i in range(start, start + block) if undecided[i]]
-                    probs = self.probs(tokens[: first + self.attended])
-                    best = {i: probs[i - self.shift].max(0) for i in masks}
-                    masks.sort(key=lambda i: -best[i].values)
-                    if threshold is None:
-                        count = block // steps + (step < block % steps)
-                    else:
-                        count = max(sum(float(best[i].values) >= threshold for i in masks), 1)
-                    for i in masks[:count]:
-                        tokens[i], undecided[i] = int(best[i].indices), False
-                    step += 1
-        return tokens[len(prompt) : len(prompt) + length]
-
-    def denoise_jointly(self, prompt, length, threshold, edit_threshold, most):
-        """The tokens, and how often one was replaced."""
-        end = -(-(len(prompt) + length) // self.attended) * self.attended
-        tokens, num_edits = prompt + [MASK] * (end - len(prompt)), 0
-        for first in range(len(prompt) // self.attended * self.attended, end, self.attended):
-            block, post = range(max(first, len(prompt)), first + self.attended), 0
-            while True:
-                masks = [i for i in block if tokens[i] == MASK]
-                post += not masks
-                if post > most:
-                    break
-                found = self.probs(tokens[: block.stop]).max(-1)
-                changed = [i for i in masks if found.values[i] >= threshold]
-                if masks and not changed:
-                    changed = [max(masks, key=lambda i: float(found.values[i]))]
-                edits = [i for i in block if i not in masks and found.values[i] > edit_threshold]
-                edits = [i for i in edits if found.indices[i] != tokens[i]]
-                if not changed + edits:
-                    break
-                num_edits += len(edits)
-                for i in changed + edits:
-                    tokens[i] = int(found.indices[i])
-        return tokens[len(prompt) : len(prompt) + length], num_edits
+from tests.runtime.reuse.plain_blocks import KINDS, SURE, PlainBlocks
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -126,7 +28,7 @@ def path(kind, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(kind, path):
-    return Plain(kind, path)
+    return PlainBlocks(kind, path)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +40,7 @@ def driver(path):
 def editor(tmp_path_factory):
     """A driver of LLaDA2, and the plain loops."""
     path = save_tiny("llada2", tmp_path_factory.mktemp("editor") / "llada2")
-    return DenoiseDriver(make_core(path, page_size=16)), Plain("llada2", path)
+    return DenoiseDriver(make_core(path, page_size=16)), PlainBlocks("llada2", path)
 
 
 def text(length, seed=0):
@@ -188,11 +90,9 @@ def test_defaults_are_those_of_the_authors(driver, plain, kind):
     assert driver.one(prompt, gen_length=8) == plain.denoise(prompt, 8, threshold=threshold)
 
 
-@pytest.mark.parametrize("smallest", [False, True])
-def test_many_at_once_in_a_pool_that_is_too_small(path, plain, smallest):
+def test_many_at_once_in_a_pool_that_is_too_small(path, plain):
     """They share prefixes, are chunked, give way to each other, and evict what others left."""
-    page_size = plain.attended if smallest else 16
-    driver = DenoiseDriver(make_core(path, page_size=page_size, pool_tokens=160, step_tokens=32))
+    driver = DenoiseDriver(make_core(path, page_size=plain.attended, pool_tokens=160, step_tokens=32))
     prompts = [text(34, seed=5)[:shared] + text(40 - shared, seed=i) for i, shared in enumerate((0, 17, 34, 34, 25))]
     for i, prompt in enumerate(prompts):
         driver.denoise(f"r{i}", prompt, gen_length=30 + i, threshold=SURE)
@@ -251,17 +151,6 @@ def test_models_that_do_not_edit_refuse_to(driver, kind, plain):
         assert refused(algorithm="joint_threshold", **{field: value}) == f"diffusion.{field}"
     filled = DiffusionParams(algorithm="joint_threshold").filled(info, sampling)
     assert (filled.threshold, filled.edit_threshold, filled.max_post_edit_steps) == (0.7, 0.5, 16)
-
-
-def test_no_page_is_left_behind_by_an_abort(driver):
-    core = driver.core
-    before = core.cache.num_available
-    driver.denoise("gone", text(50, seed=6), gen_length=40)
-    for _ in range(5):
-        core.step()
-    core.abort("gone")
-    assert core.cache.num_available == before
-    core.cache.check([])
 
 
 def test_a_pin_computes_a_prompt_alone(driver, plain):

@@ -14,8 +14,8 @@ from runtime.reuse.bicache.encodings import encoding_of
 from runtime.reuse.build import build
 from tests.runtime.engine.driver import call
 from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
-from tests.runtime.reuse.bicache.models import EOS, save_tiny
-from tests.runtime.reuse.bicache.reference import PlainBiCache, PlainModel, dream, llada, naive
+from tests.runtime.reuse.bicache.models import EOS
+from tests.runtime.reuse.bicache.reference import PlainBiCache, dream, llada, naive
 
 draw = random.Random(9)
 PREFIX = [draw.randrange(EOS) for _ in range(48)]
@@ -164,16 +164,6 @@ def test_exactly_the_first_layers_read_the_trees_pages(deep_dir, depth):
     driver.run()
 
 
-def test_one_layer_too_many_is_seen(tmp_path):
-    """The off-by-one that the boundary is prone to: joining after layer d reuses layer d + 1."""
-    plain = PlainModel(save_tiny("llada", tmp_path / "m", layers=6))
-    driver = DenoiseDriver(make_core(tmp_path / "m"))
-    got = {d: tuple(driver.one(PROMPTS[1], **options(plain), depth=d, refresh_interval=1)) for d in range(7)}
-    wanted = {d: tuple(llada(PlainBiCache(plain, 48, d, 1), PROMPTS[1], GEN, 12, 8)) for d in range(7)}
-    assert got == wanted
-    assert all(wanted[d] != wanted[d + 1] for d in range(1, 6))
-
-
 # -- on the tree ---------------------------------------------------------------------------------------------
 
 
@@ -217,37 +207,6 @@ def test_the_longest_encoded_prefix_is_discovered(deep_dir):
     driver.flush()
     driver.one(PROMPTS[2], gen_length=8)
     assert driver.report(driver.last())["cached_tokens"] == 0
-
-
-def test_evicted_in_part_is_encoded_again(deep_dir):
-    core = make_core(deep_dir)
-    driver = DenoiseDriver(core)
-    first = driver.one(PROMPTS[1], gen_length=8, prefix_tokens=48, depth=4)
-    core.cache.allocator.release(core.cache.tree.evict(1))
-    assert core.cache.tree.num_pages == 2
-    assert driver.one(PROMPTS[1], gen_length=8, prefix_tokens=48, depth=4) == first
-    assert driver.report(driver.last())["cached_tokens"] == 0
-    assert core.cache.tree.num_pages == 3
-
-
-def test_a_full_pool_evicts_encodings_and_gives_the_same(deep_dir):
-    def run(pool):
-        core = make_core(deep_dir, pool_tokens=pool)
-        driver = DenoiseDriver(core)
-        order = random.Random(2)
-        for i in range(12):
-            shared = [(7 * i % 5 + j) % EOS for j in range(32)]
-            driver.denoise(str(i), [*shared, i], gen_length=8, prefix_tokens=32, depth=3)
-            for _ in range(order.randrange(4)):
-                driver.step()
-        driver.run()
-        return core, driver.tokens
-
-    small, tokens = run(160)
-    large, wanted = run(2048)
-    assert tokens == wanted
-    assert small.state()["evicted_tokens"] > 0
-    assert large.counters["encoded_prefixes"] == 5
 
 
 def test_too_large_to_share_is_served_without(deep_dir):
@@ -326,3 +285,36 @@ def test_what_was_forgotten_is_found_out(deep_dir):
     assert len(core.strategy.encodings) == 1
     driver.one([*range(5, 45)], gen_length=8)
     assert driver.report(driver.last())["cached_tokens"] == 32
+
+
+def test_a_pin_of_what_is_being_encoded_waits_for_it(deep_dir):
+    """For another pin, for a request, or for none, if that request is aborted and the cache flushed."""
+    core = make_core(deep_dir)
+    driver = DenoiseDriver(core)
+    for first in ("pin", "request", "aborted"):
+        driver.flush()
+        if first == "pin":
+            assert driver.pin(PREFIX, 2) is None
+        else:
+            driver.denoise(first, [*PREFIX, 1, 2], prefix_tokens=48, gen_length=8)
+        assert driver.pin(PREFIX) is None
+        if first == "aborted":
+            driver.step()
+            driver.abort(first)
+            driver.flush()
+        driver.run()
+        for number in [1] + [2] * (first == "pin"):
+            assert call(core, RemovePin(driver.answer(number)["pin"]["id"])) == {"found": True}
+
+
+def test_damaged_encodings_that_two_requests_read_leave_the_cache(deep_dir):
+    core = make_core(deep_dir)
+    driver = DenoiseDriver(core)
+    for rid, more in (("a", 1), ("b", 3)):
+        driver.denoise(rid, [*PREFIX, more], prefix_tokens=48, gen_length=8)
+    driver.step()
+    core.cache.pool.k[:, :64] = core.cache.pool.v[:, :64] = float("nan")
+    driver.run()
+    assert {finish.type for finish in driver.finish.values()} == {"error"}
+    driver.one([*PREFIX, 5], prefix_tokens=48, gen_length=8)
+    assert driver.finish[driver.last()].type == "length"

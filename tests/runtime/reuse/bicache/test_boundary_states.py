@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from radix import Namespace
-from runtime.reuse.bicache.boundary_states import BoundaryStore
+from runtime.reuse.bicache.encodings import BoundaryStore
 
 A, B = Namespace(entry="a"), Namespace(entry="b")
 ROW = 4 * 2  # bytes of float32 [1, 2]

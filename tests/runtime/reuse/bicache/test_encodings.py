@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from radix import Namespace, Quotas, RadixTree
 from runtime.reuse.bicache.depth_table import NO_TABLE
 from runtime.reuse.bicache.encodings import Encodings, encoding_of
-from runtime.reuse.bicache.shallow_meta import ShallowMeta
+from runtime.reuse.bicache.measured import ShallowMeta
 
 PAGE = 2
 SPACES = [Namespace("t"), Namespace("t", "s")]

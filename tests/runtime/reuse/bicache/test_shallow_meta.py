@@ -6,7 +6,7 @@ from array import array
 
 from radix import RadixTree
 from runtime.reuse.bicache.depth_table import DepthTable
-from runtime.reuse.bicache.shallow_meta import ShallowMeta
+from runtime.reuse.bicache.measured import ShallowMeta
 
 
 def key(*tokens: int) -> bytes:

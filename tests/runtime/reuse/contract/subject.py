@@ -25,11 +25,15 @@ class Subject(ABC):
     Attributes:
         is_causal: whether its requests can run beside those of the other causal strategies.
         refuses: whether it refuses requests that the pool can never hold; the frontend refuses ordinary ones.
+        grows: whether its running requests take further pages.
+        most_rows: a step of so many rows can always be cut to fit.
         needs: pages of 4 tokens that any of its drawn prompts and an answer of `NEW` tokens have.
     """
 
     is_causal: ClassVar[bool] = True
     refuses: ClassVar[bool] = True
+    grows: ClassVar[bool] = True
+    most_rows: ClassVar[int] = 9
     needs: ClassVar[int] = 64
 
     def __init__(self, path: Path):

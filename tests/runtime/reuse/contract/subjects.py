@@ -1,8 +1,9 @@
-"""The subjects: prefix caching, ReasonCache, prompt modules, and each method of fusion."""
+"""The subjects: prefix caching, ReasonCache, prompt modules, fusion by each way of choosing rows, and diffusion."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,17 +12,33 @@ from typing import Any, ClassVar
 import torch
 from transformers import AutoModelForCausalLM
 
+from runtime.denoising import DiffusionParams
+from runtime.engine.core import EngineCore
+from runtime.params import SamplingParams
 from tests.runtime.engine.driver import greedy
+from tests.runtime.reuse.bicache.models import save_tiny
+from tests.runtime.reuse.bicache.reference import PlainModel, llada
 from tests.runtime.reuse.contract.subject import NEW, Subject, World
 from tests.runtime.reuse.fusion import reference as fusion
 from tests.runtime.reuse.fusion.driver import CLOSE, Library, asked, build
 from tests.runtime.reuse.modules import plain as modules
 from tests.runtime.reuse.modules.plain import Module, Prompt, draw_tokens
+from tests.runtime.reuse.plain_blocks import SURE, PlainBlocks
+
+# Tokens, and fields of `DiffusionParams`.
+Drawn = tuple[tuple[int, ...], dict[str, Any]]
 
 
 @cache
 def load(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def best(path: Path, prompt: list[int], output: list[int]) -> list[int]:
+    """The greedy token at each place of an output: equal to the output if all of it is greedy."""
+    logits = load(path)(torch.tensor([[*prompt, *output]]), logits_to_keep=1 + len(output)).logits[0]
+    return logits[:-1].argmax(-1).tolist()
 
 
 @cache
@@ -51,7 +68,7 @@ class Prefix(Subject):
 
     def check(self, world: World, rid: str) -> None:
         _, prompt = world.asked[rid]
-        assert world.tokens[rid] == greedy(load(self.path), prompt, len(world.tokens[rid])), rid
+        assert world.tokens[rid] == best(self.path, prompt, world.tokens[rid]), rid
 
     def ordinary(self, prompt: list[int]) -> list[int]:
         return prompt
@@ -103,7 +120,7 @@ class Modules(Subject):
 
 
 class Fusion(Subject):
-    """A system prompt, two documents and a question; a subject for each method."""
+    """A system prompt, two documents and a question; a subject for each way of choosing rows."""
 
     method: ClassVar[str]
     needs = 100
@@ -118,10 +135,10 @@ class Fusion(Subject):
         return {"tokens": prompt.prompt, "reuse": asked(prompt)}
 
     def anything(self, seed: int) -> fusion.Ask:
-        """Documents of one of three libraries in any order, with any options."""
+        """Documents of one of three libraries in any order, with any method and options."""
         library = Library(random.Random(seed % 3), 50)
         library.rewind(seed)
-        return library.ask(method=self.method)
+        return library.ask()
 
     def limit(self, draw: random.Random) -> tuple[fusion.Ask, list[int]]:
         """All rows computed again; or, for methods that compute none, a document that begins the prompt."""
@@ -146,13 +163,113 @@ class Fusion(Subject):
         return list(prompt.prompt)
 
 
+class Diffusion(Subject):
+    """A prompt is its tokens, and other fields of `DiffusionParams`."""
+
+    is_causal = False
+    refuses = False
+    kind: ClassVar[str]
+    least_page: ClassVar[int] = 1
+
+    @classmethod
+    def make(cls, fixture: Callable[[str], Any]) -> Subject:
+        return cls(save_tiny(cls.kind, fixture("tmp_path_factory").mktemp(cls.kind) / cls.kind))
+
+    def core(self, **options: Any) -> EngineCore:
+        core = super().core(**{**options, "page_size": max(options.get("page_size", 16), self.least_page)})
+        self._info = core.info.diffusion
+        return core
+
+    def draw(self, draw: random.Random) -> Drawn:
+        return tuple(draw.choices(range(3, 290), k=draw.choice([40, 63, 64, 90]))), {}
+
+    def fields(self, prompt: Drawn, count: int) -> dict[str, Any]:
+        """Of `DiffusionParams`."""
+        raise NotImplementedError
+
+    def message(self, prompt: Drawn, count: int) -> dict[str, Any]:
+        params = DiffusionParams(gen_length=count, **self.fields(prompt, count))
+        filled = params.filled(self._info, SamplingParams(temperature=0))
+        return {"tokens": prompt[0], "diffusion": filled.model_dump()}
+
+    def answer(self, prompt: Drawn, count: int) -> list[int]:
+        """All tokens, computed without any cache."""
+        raise NotImplementedError
+
+    def limit(self, draw: random.Random) -> tuple[Drawn, list[int]]:
+        prompt = self.draw(draw)
+        return prompt, self.answer(prompt, NEW)
+
+    def check(self, world: World, rid: str) -> None:
+        (_, prompt), request = world.asked[rid], world.requests[rid]
+        expected = self.answer(prompt, request.max_length - request.prompt_len)
+        assert world.tokens[rid] == expected[: len(world.tokens[rid])], rid
+
+
+class BiCache(Diffusion):
+    """Reuse as by default, which is exact. A request has all its pages from the beginning, and cannot be cut."""
+
+    kind = "llada"
+    grows = False
+    most_rows = 200
+
+    def fields(self, prompt: Drawn, count: int) -> dict[str, Any]:
+        same = {"prefix_tokens": len(prompt[0]) - 5, "steps": count, "block_length": count}
+        return same | prompt[1]
+
+    def anything(self, seed: int) -> Drawn:
+        """One of three roots, some of it, and an end; declared or not, with and without guidance."""
+        draw, root = random.Random(seed), random.Random(seed % 3).choices(range(3, 290), k=64)
+        end = draw.choices(range(3, 290), k=draw.randrange(1, 9))
+        declared = draw.choice([None, 32, 48, 64])
+        more = {} if draw.random() < 0.7 else {"cfg_scale": 1.5}
+        return (*root[: declared or 64], *end), {"prefix_tokens": declared, **more}
+
+    def answer(self, prompt: Drawn, count: int) -> list[int]:
+        return _denoise(self.path, prompt[0], count, prompt[1].get("cfg_scale", 0))
+
+
+class Blocks(Diffusion):
+    kind = "sdar"
+    least_page = 4
+
+    def fields(self, prompt: Drawn, count: int) -> dict[str, Any]:
+        return {"threshold": SURE}
+
+    def anything(self, seed: int) -> Drawn:
+        """One of three roots, some of it, and an end."""
+        draw, root = random.Random(seed), random.Random(seed % 3).choices(range(3, 290), k=64)
+        return (*root[: draw.randrange(65)], *draw.choices(range(3, 290), k=draw.randrange(1, 30))), {}
+
+    def answer(self, prompt: Drawn, count: int) -> list[int]:
+        return _denoise_blocks(self.path, prompt[0], count)
+
+
+@cache
+def _denoise(path: Path, prompt: tuple[int, ...], count: int, guidance: float) -> list[int]:
+    return llada(PlainModel(path), list(prompt), count, count, count, cfg_scale=guidance)
+
+
+@cache
+def _load_blocks(path: Path) -> PlainBlocks:
+    return PlainBlocks("sdar", path)
+
+
+@cache
+def _denoise_blocks(path: Path, prompt: tuple[int, ...], count: int) -> list[int]:
+    return _load_blocks(path).denoise(list(prompt), count, threshold=SURE)
+
+
 def _fused(method: str) -> type[Fusion]:
     return type(f"Fusion_{method}", (Fusion,), {"method": method})
 
 
+# Fusion: a dense look, a look at the question, rows chosen without a look, and no rows at all.
 SUBJECTS: dict[str, type[Subject]] = {
     "prefix": Prefix,
     "reasoning": Reasoning,
     "modules": Modules,
-    **{f"fusion-{method}": _fused(method) for method in fusion.METHODS},
+    **{f"fusion-{method}": _fused(method) for method in ("a3", "prophetkv", "legolink", "full")},
+    "bicache": BiCache,
+    "blocks": Blocks,
 }

@@ -15,7 +15,8 @@ from tests.runtime.execution.attention.stand_in import options_of
 from tests.runtime.reuse.contract.subject import Subject, World
 from tests.runtime.reuse.contract.subjects import SUBJECTS
 
-CAUSAL = [name for name, subject in SUBJECTS.items() if subject.is_causal]
+# Any of fusion draws all its methods.
+CAUSAL = ("prefix", "reasoning", "modules", "fusion-a3")
 TENANTS = [Namespace(), Namespace("a"), Namespace("a", "salt")]
 
 
@@ -128,7 +129,12 @@ def live(subjects: list[Subject], examples: int, **options) -> None:
     run_state_machine_as_test(machine, settings=found)
 
 
-@pytest.mark.parametrize(("backend", "examples"), [("torch", 12), ("native", 20), ("flashinfer", 2)])
+@pytest.mark.parametrize("name", [name for name, subject in SUBJECTS.items() if not subject.is_causal])
+def test_diffusion_lives(request, name):
+    live([SUBJECTS[name].make(request.getfixturevalue)], 5)
+
+
+@pytest.mark.parametrize(("backend", "examples"), [("torch", 6), ("native", 12), ("flashinfer", 2)])
 def test_causal_strategies_live_beside_each_other(request, monkeypatch, backend, examples):
     live(
         [SUBJECTS[name].make(request.getfixturevalue) for name in CAUSAL], examples, **options_of(backend, monkeypatch)

@@ -180,13 +180,6 @@ class Reference:
         output = list(output)
         return self._run(Copies(ask, rows, output, until=until), 1 + len(output)).logits[0]
 
-    def answer(self, ask: Ask, page_size: int, max_new: int) -> list[int]:
-        """The greedy answer."""
-        rows, output = self.select(ask, page_size), []
-        for _ in range(max_new):
-            output.append(int(self.logits(ask, rows, output)[-1].argmax()))
-        return output
-
     def dense(self, prompt: Iterable[int], output: Iterable[int] = ()) -> torch.Tensor:
         """`logits` of full prefill."""
         output = list(output)

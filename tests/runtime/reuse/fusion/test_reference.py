@@ -34,17 +34,6 @@ def around(method: str, **fields) -> Ask:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("granularity", ["token", "page"])
-@pytest.mark.parametrize("method", ["a3", "cacheblend", "prophetkv", "legolink"])
-def test_everything_recomputed_is_full_prefill(references, kind, method, granularity):
-    reference, all_rows = references[kind], around(method, ratio=1.0, granularity=granularity)
-    rows = reference.select(all_rows, 16)
-    assert rows == all_rows.document_rows
-    dense = reference.dense(all_rows.prompt, OUTPUT)
-    torch.testing.assert_close(reference.logits(all_rows, rows, OUTPUT), dense, **CLOSE)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_one_document_at_the_beginning_is_a_prefix(references, kind):
     one = ask("pie", ((0, 60),), 71, chunk_tokens=60)
     dense = references[kind].dense(one.prompt, OUTPUT)
@@ -209,10 +198,3 @@ def test_a_wrong_row_is_not_accepted(references):
         best = max(rows, key=scores.__getitem__)
         assert not references["llama"].accepts(one, 1, sorted({*rows, other} - {best}))
         assert scores[worst] >= scores[other]
-
-
-def test_answers_are_greedy(references):
-    one = around("a3", ratio=0.2)
-    answer = references["llama"].answer(one, 16, 3)
-    rows = references["llama"].select(one, 16)
-    assert answer == references["llama"].logits(one, rows, answer).argmax(-1)[:-1].tolist()

@@ -117,20 +117,6 @@ def test_a_prompt_that_comes_again_costs_its_last_row(tiny_dir, reference, metho
 # -- computed once -----------------------------------------------------------------------------------------------
 
 
-def test_requests_that_bring_a_document_at_once_encode_it_once(tiny_dir, reference):
-    draw = random.Random(3)
-    shared, other = draw_tokens(draw, 96), draw_tokens(draw, 40)
-    driver = FusionDriver(tiny_dir, page_size=16, chunk_tokens=16)
-    asks = [build(draw, texts, 0, 5, method="legolink", k=2, ratio=None)
-            for texts in ([shared], [other, shared], [shared, other])]  # fmt: skip
-    for i, ask in enumerate(asks):
-        driver.fuse(f"{i}", ask)
-    driver.run()
-    check(driver, reference)
-    computed = sum(len(ask.own) + len(driver.selected(f"{i}")) + NEW - 1 for i, ask in enumerate(asks))
-    assert driver.row_layers == LAYERS * (96 + 40 + computed)
-
-
 def test_a_document_is_in_memory_once_for_all_who_read_it(tiny_dir):
     """At any place; and of the rows that fusion needs meanwhile, only the chosen ones stay."""
     draw = random.Random(5)
@@ -193,23 +179,6 @@ def test_a_system_prompt_is_an_exact_prefix(tiny_dir, reference):
     driver.run()
     check(driver, reference)
     assert driver.cached("fused") == 32
-
-
-def test_a_schedule_of_decoding_and_fusing_requests(tiny_dir, reference):
-    """Requests that decode go on while others are fused in small chunks."""
-    draw = random.Random(12)
-    driver = FusionDriver(tiny_dir, page_size=16, step_tokens=16, overlap="on")
-    driver.add("plain", draw_tokens(draw, 20), max_new_tokens=60)
-    driver.fuse("first", build(draw, [draw_tokens(draw, 32)], 3, method="a3"), 60)
-    for _ in range(10):
-        driver.step()
-    driver.fuse("second", build(draw, [draw_tokens(draw, 70), draw_tokens(draw, 70)], 7, method="cacheblend"), 60)
-    before = len(driver.tokens["plain"])
-    while not driver.tokens["second"]:
-        driver.step()
-    assert len(driver.tokens["plain"]) >= before + 9, "two documents, and their dense pass, in chunks of 16"
-    driver.run()
-    check(driver, reference, 60)
 
 
 # -- later -------------------------------------------------------------------------------------------------------

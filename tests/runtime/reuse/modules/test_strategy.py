@@ -50,26 +50,6 @@ def row_layers(driver: ModuleDriver) -> int:
 # -- what it equals ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernels", ["torch", "auto"])
-@pytest.mark.parametrize("length", [48, 53])
-def test_a_module_at_0_equals_prefix_caching(tiny_dir, kernels, length):
-    """As many rows are computed, and the tokens are the same."""
-    draw = random.Random(1)
-    prompts = [behind(draw, [one], 9) for one in [module(draw, length)] for _ in range(3)]
-    found = []
-    for kind in ("modules", "prefix"):
-        driver = ModuleDriver(tiny_dir, kernels=kernels)
-        for i, prompt in enumerate(prompts):
-            if kind == "modules":
-                driver.ask(f"{i}", prompt, NEW)
-            else:
-                driver.add(f"{i}", prompt.modules[0].tokens + prompt.tokens, max_new_tokens=NEW)
-            driver.run()
-        cached = [driver.cached(f"{i}") for i in range(3)]
-        found.append((list(driver.tokens.values()), cached, row_layers(driver)))
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize("code", [{"kernels": "torch"}, {"kernels": "auto"}, {"model_impl": "transformers"}])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_many_short_modules_are_read_together(tiny_dir, reference, code, page_size):
@@ -87,20 +67,6 @@ def test_many_short_modules_are_read_together(tiny_dir, reference, code, page_si
     driver.run()
     check(driver, reference)
     assert max(edges) <= 4 + 2 + 3, "own rows, those of all or all but five, and three alone"
-
-
-@pytest.mark.parametrize("kernels", ["torch", "auto"])
-def test_everything_in_one_entry_equals_full_prefill(tiny_dir, kernels):
-    """All but the last token in a scaffold, or nothing in one."""
-    draw = random.Random(2)
-    tokens = draw_tokens(draw, 90)
-    whole = Prompt([Module("/all", tokens[:-1], list(range(89)))], tokens[-1:], [89])
-    driver = ModuleDriver(tiny_dir, kernels=kernels, chunk_tokens=16)
-    driver.ask("modules", whole, 8)
-    driver.ask("none", Prompt([], tokens, list(range(90))), 8)
-    driver.add("prefill", tokens, max_new_tokens=8)
-    driver.run()
-    assert driver.tokens["modules"] == driver.tokens["none"] == driver.tokens["prefill"]
 
 
 # -- computed once -------------------------------------------------------------------------------------------
@@ -244,20 +210,6 @@ def test_entries_are_found_by_content_not_by_name(tiny_dir, reference):
     check(driver, reference)
     assert [driver.cached(f"{i}") for i in range(4)] == [0, 0, 0, 19]
     assert driver.core.counters["encoded_modules"] == 3
-
-
-def test_log_probabilities_are_those_of_what_the_model_saw(tiny_dir, reference):
-    draw = random.Random(19)
-    prompt = behind(draw, [module(draw, 20, 0, (3, 4)), module(draw, 9, 30)])
-    driver = ModuleDriver(tiny_dir)
-    driver.ask("a", prompt, NEW, logprobs=2)
-    driver.run()
-    expected = reference.logits(prompt, driver.tokens["a"]).log_softmax(-1)
-    found = [one for event in driver.events["a"] for one in event.logprobs or []]
-    assert len(found) == NEW
-    for row, one in zip(expected, found, strict=False):
-        assert one.logprob == pytest.approx(float(row[one.token]), abs=1e-3)
-        assert [token for token, _ in one.top] == row.topk(2).indices.tolist()
 
 
 # -- pins ------------------------------------------------------------------------------------------------------
