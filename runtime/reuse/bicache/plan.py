@@ -198,7 +198,7 @@ def _denoise(
     slots, prefix_rows = slots_of(own, positions, page_size), np.arange(active, active + num_prefix)
     # Behind the reused layers, all rows read and write the request's own pages alone.
     stages = [Stage(range(depth, num_layers), slots, [Read(own, len(tokens))])]
-    if share.length:
+    if depth:
         (segment,) = request.segments
         prefix = Read(np.frombuffer(segment.pages, dtype=np.int32), share.length)
         rest = Read(own[share.length // page_size :], len(tokens) - share.length)

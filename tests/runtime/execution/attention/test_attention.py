@@ -65,51 +65,6 @@ def test_long_extents_are_read_as_views(start, stop):
     world.check(plan)
 
 
-def test_mixed_batch_of_prefill_and_decode():
-    world = World(1)
-    plan = AttentionPlan(9)
-    world.causal(plan, slice(0, 1), 17, True)
-    world.causal(plan, slice(1, 6), 12, False)
-    world.causal(plan, slice(6, 9), 3, True)
-    world.check(plan)
-
-
-def test_shared_span_with_private_tails():
-    world = World(2)
-    plan = AttentionPlan(5)
-    plan.add(slice(0, 5), world.span(16, False))
-    world.causal(plan, slice(0, 1), 3, True)
-    world.causal(plan, slice(1, 2), 9, True)
-    world.causal(plan, slice(2, 5), 6, True)
-    world.check(plan)
-
-
-def test_shift_moves_keys_by_turning_queries():
-    world = World(3)
-    plan = AttentionPlan(4)
-    plan.add(slice(0, 4), world.span(11, True, shift=37))
-    plan.add(slice(0, 4), world.span(8, False, shift=-5))
-    world.causal(plan, slice(0, 4), 4, False)
-    world.check(plan)
-
-
-def test_keep_masks_rows_of_a_span():
-    world = World(4)
-    keep = torch.rand(14, generator=world.generator) < 0.5
-    plan = AttentionPlan(6)
-    plan.add(slice(0, 6), world.span(14, True, keep=keep, shift=3))
-    world.causal(plan, slice(0, 6), 10, False, keep=torch.arange(10) != 2)
-    world.check(plan)
-
-
-def test_scattered_rows_see_prefixes_of_a_span():
-    world = World(5)
-    plan = AttentionPlan(6)
-    plan.add(torch.tensor([5, 0, 2]), world.span(9, True), np.array([4, 9, 0], dtype=np.int32))
-    plan.add(slice(1, 5), world.span(7, False))
-    world.check(plan)
-
-
 def test_a_row_that_sees_nothing_gives_zeros():
     world = World(6)
     plan = AttentionPlan(2)

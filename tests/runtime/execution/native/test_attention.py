@@ -96,15 +96,6 @@ def test_decode_reads_keys_in_place(library, dtype, heads, kv_heads, length):
     world.check(plan)
 
 
-def test_mixed_batch_of_prefill_and_decode(library):
-    world = World(library)
-    plan = AttentionPlan(90)
-    world.causal(plan, slice(0, 1), 17)
-    world.causal(plan, slice(1, 89), 120, False)
-    world.causal(plan, slice(89, 90), 700)
-    world.check(plan)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sinks_count_once(library, dtype):
     """In rows of one part and of several, and in one that sees nothing."""
@@ -130,30 +121,12 @@ def test_shared_span_with_private_tails(library, dtype, threads, sharing):
     world.check(plan)
 
 
-def test_shift_moves_keys_by_turning_queries(library):
-    world = World(library)
-    plan = AttentionPlan(4)
-    plan.add(slice(0, 4), world.span(11, shift=37))
-    plan.add(slice(0, 4), world.span(300, shift=-5))
-    world.causal(plan, slice(0, 4), 4)
-    world.check(plan)
-
-
 @pytest.mark.parametrize("length", [14, 64, 500])
 def test_keep_masks_rows_of_a_span(library, length):
     world = World(library)
     plan = AttentionPlan(6)
     plan.add(slice(0, 6), world.span(length, keep=torch.from_numpy(world.random.random(length) < 0.5), shift=3))
     world.causal(plan, slice(0, 6), 10, keep=torch.arange(10) != 2)
-    world.check(plan)
-
-
-@pytest.mark.parametrize("length", [9, 64, 700])
-def test_scattered_rows_see_prefixes_of_a_span(library, length):
-    world = World(library)
-    plan = AttentionPlan(6)
-    plan.add(torch.tensor([5, 0, 2]), world.span(length), np.array([length // 2, length, 0], dtype=np.int32))
-    plan.add(slice(1, 5), world.span(7))
     world.check(plan)
 
 
