@@ -83,11 +83,6 @@ class Canvas(Generic[Params]):
         undecided = self._undecided[self.prompt_len :]
         return int(undecided.argmax()) if undecided.any() else len(undecided)
 
-    @property
-    def _has_masks(self) -> bool:
-        """Whether the current block has masks."""
-        return bool(self._undecided[self.block.start : self.block.stop].any())
-
     def candidates(self) -> np.ndarray:
         """Positions, int64 [n], whose logits the next step wants: the block's masks."""
         return self.block.start + np.flatnonzero(self._undecided[self.block.start : self.block.stop])
@@ -128,7 +123,7 @@ class Canvas(Generic[Params]):
 
     def _is_left(self, num_changed: int) -> bool:
         """Whether the block is done."""
-        return not self._has_masks
+        return not self._undecided[self.block.start : self.block.stop].any()
 
     def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A token for each row, int64 [n], and its confidence, float32 [n]."""

@@ -150,13 +150,17 @@ class Executor:
             torch.set_num_threads(1)
         else:
             torch.set_num_threads(config.engine.threads or ALL_THREADS)
-            attention = self._make_backend(backend, model, share.num_heads)
+            attention: AttentionBackend
+            if backend == "cpu":
+                attention = CPUAttention(self.pool, model.rope, [Scores(sinks=layer.sinks) for layer in model.layers])
+            else:
+                attention = FlashInferAttention(self.pool, model.rope, share.num_heads, self.dtype)
+                if graphs:
+                    self._graphs = DecodeGraphs(model, self.pool, attention, graphs, self.context_length)
             self.backend_name = attention.name
             self.least_saved_tokens = attention.least_saved_tokens
             self._forward = partial(model.forward, pool=self.pool, backend=attention)
             self.project = model.project
-            if isinstance(attention, FlashInferAttention) and graphs:
-                self._graphs = DecodeGraphs(model, self.pool, attention, graphs, self.context_length)
 
     def _pool_pages(self, config: Config, spec: ModelSpec) -> tuple[int, int]:
         """Pages of the pool, and bytes of a token in it."""
@@ -199,11 +203,6 @@ class Executor:
             return []
         sizes = sorted({int(size) for size in config.engine.cuda_graph_batches.split(",") if size})
         return [size for size in sizes if size]
-
-    def _make_backend(self, name: str, model: LlamaModel, num_heads: int) -> AttentionBackend:
-        if name == "cpu":
-            return CPUAttention(self.pool, model.rope, [Scores(sinks=layer.sinks) for layer in model.layers])
-        return FlashInferAttention(self.pool, model.rope, num_heads, self.dtype)
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
         """Load an adapter for later steps. Raises ModelError if it does not fit the model."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 import numpy as np
+from cachetools import LRUCache
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
@@ -197,7 +197,7 @@ class GrammarCompiler:
         self._eos = eos
         self._timeout_s = timeout_s
         self._tokenizer: LLTokenizer | None = None
-        self._kept: OrderedDict[tuple[Hashable, str], LLMatcher] = OrderedDict()
+        self._kept: LRUCache[tuple[Hashable, str], LLMatcher] = LRUCache(_KEPT)
         self._lock = threading.Lock()
         self._turns = Turns(2, "ramet-grammar")
         self.open: dict[str, Piece[Grammar]] = {}
@@ -249,8 +249,5 @@ class GrammarCompiler:
             raise InvalidRequest(f"the grammar cannot be followed: {_first_line(matcher.get_error())}")
         with self._lock:
             self._kept[key] = matcher
-            self._kept.move_to_end(key)
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
             copy = matcher.deep_copy()
         return Grammar(copy) if params.lazy is None else LazyGrammar(copy, self._tokenizer, params.lazy)

@@ -18,6 +18,7 @@ class Piece(Future[T]):
 
     Attributes:
         account: the account that submitted it.
+        work: the task itself.
         began_s: start time on the monotonic clock; None before.
     """
 
@@ -25,16 +26,7 @@ class Piece(Future[T]):
         super().__init__()
         self.account = account
         self.began_s: float | None = None
-        self._work = work
-
-    def do(self) -> None:
-        self.began_s = time.monotonic()
-        try:
-            result = self._work()
-        except BaseException as error:
-            self.set_exception(error)
-        else:
-            self.set_result(result)
+        self.work = work
 
 
 class Turns:
@@ -92,7 +84,11 @@ class Turns:
                 self._pool.submit(self._run, piece)
 
     def _run(self, piece: Piece[Any]) -> None:
-        piece.do()
+        piece.began_s = time.monotonic()
+        try:
+            piece.set_result(piece.work())
+        except BaseException as error:
+            piece.set_exception(error)
         with self._lock:
             self._running[piece.account] -= 1
             if not self._running[piece.account]:

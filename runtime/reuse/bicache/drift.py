@@ -29,10 +29,6 @@ class Drift:
         self.known = False
         self._at_refresh = torch.empty(0)
 
-    @property
-    def is_due(self) -> bool:
-        return self.value > self.threshold
-
     def note(self, pool: KVPool, slots: np.ndarray, layers: range, refreshed: bool) -> None:
         """Compare the rows in `slots` after a step; `layers`: the layers in which the prefix is refreshed."""
         if not len(slots) or not layers:

@@ -128,7 +128,7 @@ def _is_due(share: Share, canvas: BidirectionalCanvas) -> bool:
     if share.refreshed_at < 0:
         return True
     if share.drift is not None and share.drift.known:
-        return share.drift.is_due
+        return share.drift.value > share.drift.threshold
     return canvas.num_steps - share.refreshed_at >= share.interval
 
 

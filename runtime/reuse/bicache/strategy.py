@@ -124,7 +124,8 @@ class BiCache(Strategy):
         share.measures, share.unshared = False, None
         share.length = self._shared_length(request)
         if not share.length:
-            share.unshared = self._without_prefix(share)
+            is_off = not (share.reuse and self.cache.enabled)
+            share.unshared = "off" if is_off else "too_short" if share.declared else "no_prefix"
         elif self.cache.pages_for(share.length) + self._num_private(request) > self.cache.pool.num_pages:
             share.length, share.unshared = 0, "no_room"
         encoding = encoding_of(request.key(share.length), request.namespace) if share.length else None
@@ -153,11 +154,6 @@ class BiCache(Strategy):
             return self.encodings.discover(request.tokens, request.namespace, limit)
         length: int = min(share.declared, limit) // page_size * page_size
         return length
-
-    def _without_prefix(self, share: Share) -> str:
-        if not (share.reuse and self.cache.enabled):
-            return "off"
-        return "too_short" if share.declared else "no_prefix"
 
     def _num_private(self, request: Request) -> int:
         """Pages for the canvas, and with guidance or for a measurement for a second one."""

@@ -55,11 +55,6 @@ class Entry:
         """The run of the tree in which the kept rows lie."""
         return Run(array("i", self.key), self.namespace, self.name, meta)
 
-    @property
-    def before_holes(self) -> int:
-        """Rows before the first one that is not kept."""
-        return int(self.is_kept.argmin()) if self.num_holes else self.length
-
 
 @dataclass(frozen=True, slots=True)
 class EntryMeta:

@@ -203,7 +203,8 @@ class EntryStrategy(PrefixStrategy):
         if not request.message.store:
             return 0
         page_size = self.cache.page_size
-        return min(len(match.pages), entry.before_holes // page_size) * page_size
+        before_holes = int(entry.is_kept.argmin()) if entry.num_holes else entry.length
+        return min(len(match.pages), before_holes // page_size) * page_size
 
     def _begin(self, request: Request, entry: Entry, match: Match, node: Node | None, fresh: array[int]) -> array[int]:
         """Let a request encode an entry, in the first of some fresh pages; returns the others."""

@@ -24,11 +24,6 @@ class Choices:
         # By conversation its turns, the longest first: their length, a digest of their end, and the chosen rows.
         self._known: LRUCache[bytes, list[tuple[int, bytes, np.ndarray]]] = LRUCache(MOST_ROWS, getsizeof=_rows)
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of all choices, a choice counted as one more."""
-        return int(self._known.currsize)
-
     def recall(self, layout: Layout, namespace: Namespace) -> tuple[np.ndarray, int] | None:
         """The rows int64 that were chosen for the longest beginning of the prompt, and its length."""
         for length, end, chosen in self._known.get(_key(layout, namespace), ()):

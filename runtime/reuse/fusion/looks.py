@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable
 from itertools import pairwise
 from typing import ClassVar
 
@@ -18,7 +17,7 @@ from runtime.execution.executor import Executor
 from runtime.kv.segments import Sequence as Own
 from runtime.kv.segments import slots_of
 from runtime.models.rope import rotate
-from runtime.reuse.fusion.layout import EntryPlace, Layout
+from runtime.reuse.fusion.layout import Layout
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
@@ -111,22 +110,22 @@ class DenseLook(Look):
         """The question's, of layer 1: float32 [n, heads, head_dim], rotated."""
         return torch.cat([several[0] for several in self._queries])
 
-    def true_keys(self, rows: np.ndarray) -> torch.Tensor:
-        """Keys of layer 1 that full prefill gives, float32 [n, kv_heads, head_dim], rotated for the rows' positions."""
-        return gather(self.executor.pool.k[1], self.pages, rows - self.layout.num_prefix, self.layout.page_size)
+    def true(self, tensor: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+        """Rows of layer 1 as full prefill gives them, float32 [n, kv_heads, head_dim]; keys are rotated.
 
-    def true_values(self, rows: np.ndarray) -> torch.Tensor:
-        """Values of layer 1 that full prefill gives, float32 [n, kv_heads, head_dim]."""
-        return gather(self.executor.pool.v[1], self.pages, rows - self.layout.num_prefix, self.layout.page_size)
+        `tensor`: the pool's keys or values.
+        """
+        return gather(tensor[1], self.pages, rows - self.layout.num_prefix, self.layout.page_size)
 
     def stored_values(self, rows: np.ndarray) -> torch.Tensor:
         """Values of layer 1 in the chunks, float32 [n, kv_heads, head_dim]; `rows`: of documents, ascending."""
-        return torch.cat(
-            [
-                gather(self.executor.pool.v[1], place.pages, mine - place.start, self.layout.page_size)
-                for place, mine in _by_place(self.layout.places, rows)
-            ]
-        )
+        found = []
+        for place in self.layout.places:
+            first, last = np.searchsorted(rows, (place.start, place.start + place.entry.length))
+            if place.is_document and first < last:
+                mine = rows[first:last] - place.start
+                found.append(gather(self.executor.pool.v[1], place.pages, mine, self.layout.page_size))
+        return torch.cat(found)
 
 
 class QuestionLook(Look):
@@ -214,11 +213,3 @@ def _logits(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     heads, kv_heads = q.shape[1], k.shape[1]
     grouped = q.unflatten(1, (kv_heads, heads // kv_heads))
     return torch.einsum("nkgd,mkd->nkgm", grouped, k).flatten(1, 2) / math.sqrt(q.shape[-1])
-
-
-def _by_place(places: Iterable[EntryPlace], rows: np.ndarray) -> Iterable[tuple[EntryPlace, np.ndarray]]:
-    """The documents' places, and the ascending rows of the prompt that lie in each."""
-    for place in places:
-        first, last = np.searchsorted(rows, (place.start, place.start + place.entry.length))
-        if place.is_document and first < last:
-            yield place, rows[first:last]

@@ -74,7 +74,7 @@ class A3(Scored):
         assert isinstance(look, DenseLook)
         candidates, queries = self.layout.candidates, look.queries()
         question = np.arange(self.layout.question, len(self.layout.prompt))
-        keys = look.true_keys(np.concatenate((candidates, question)))
+        keys = look.true(look.executor.pool.k, np.concatenate((candidates, question)))
         grouped = queries.unflatten(1, (keys.shape[1], -1)).sum(2)  # as if each key stood beside its several queries
         logits = grouped.flatten(1) @ keys.flatten(1).T / math.sqrt(queries[0].numel())
         later = torch.ones(len(question), len(question), dtype=torch.bool, device=logits.device).triu(1)
@@ -92,7 +92,8 @@ class CacheBlend(Scored):
     def scores(self, look: Look | None) -> torch.Tensor:
         assert isinstance(look, DenseLook)
         candidates = self.layout.candidates
-        return (look.true_values(candidates) - look.stored_values(candidates)).square().sum((1, 2))
+        true = look.true(look.executor.pool.v, candidates)
+        return (true - look.stored_values(candidates)).square().sum((1, 2))
 
 
 class ProphetKV(Scored):

@@ -228,7 +228,9 @@ class Fusion(EntryStrategy):
 
     def admit(self, request: Request, found: Found, headroom: int) -> bool:
         fused = request.reuse
-        look = fused.method.look if self._must_look(fused, found.detail[0]) else None
+        # Fused rows read what a dense look computed, so that it comes again where not all of them are cached.
+        misses = self._is_dense(fused) and found.detail[0].tokens < fused.num_fused
+        look = fused.method.look if fused.selected is None or misses else None
         num_pages = self._look_pages(fused) if look else 0
         fused.layout.keep(fused.layout.computed(fused.chosen))
         if not super().admit(request, found, headroom + num_pages):
@@ -244,11 +246,6 @@ class Fusion(EntryStrategy):
         fused.phase = Phase.ENCODE
         self._advance(request)
         return True
-
-    def _must_look(self, fused: Fused, own: Found) -> bool:
-        if fused.selected is None:
-            return True
-        return self._is_dense(fused) and own.tokens < fused.num_fused
 
     # -- phases ----------------------------------------------------------------------------------------------
 

@@ -273,8 +273,7 @@ def test_choices_are_forgotten_when_they_have_too_many_rows(tiny_dir, reference,
     for i, ask in enumerate([*asks, asks[0], asks[3]]):
         driver.fuse(f"{i}", ask)
         driver.run()
-        assert choices.num_rows == sum(len(chosen) + 1 for turns in choices._known.values() for _, _, chosen in turns)
-        assert 0 < choices.num_rows <= 60
+        assert 0 < sum(len(chosen) + 1 for turns in choices._known.values() for _, _, chosen in turns) <= 60
     assert driver.selected("4") == driver.selected("0")
     check(driver, reference)
 
