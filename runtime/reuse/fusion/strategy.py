@@ -247,6 +247,10 @@ class Fusion(EntryStrategy):
         self._advance(request)
         return True
 
+    def grow(self, request: Request, ahead: int = 0) -> bool:
+        """No row is computed ahead of the last fused one, as the rows behind a dense look read other KV."""
+        return not (ahead and request.reuse.look is not None) and super().grow(request, ahead)
+
     # -- phases ----------------------------------------------------------------------------------------------
 
     def _advance(self, request: Request) -> None:

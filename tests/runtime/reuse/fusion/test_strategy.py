@@ -11,7 +11,7 @@ import pytest
 from runtime.calls import AddPin, GetPins, GetTree, RemovePin
 from tests.runtime.engine.driver import call
 from tests.runtime.reuse.fusion.driver import LAYERS, NEW, FusionDriver, build, check, row_layers
-from tests.runtime.reuse.fusion.reference import LOOKING, METHODS, Ask
+from tests.runtime.reuse.fusion.reference import DENSE, LOOKING, METHODS, Ask
 from tests.runtime.reuse.modules.plain import draw_tokens
 from tests.tiny import VOCAB
 
@@ -246,6 +246,16 @@ def test_turns_that_come_in_another_order(tiny_dir, reference, method):
     chosen_for = [len(driver.first_turn(rid).prompt) for rid in driver.asks]
     looks = method in ("a3", "cacheblend", "prophetkv")
     assert chosen_for == ([125, 101, 101, 125, 125] if looks else [125, 101, 113, 145, 125])
+
+
+@pytest.mark.parametrize("method", DENSE)
+def test_the_row_behind_the_fused_ones_is_not_computed_ahead(tiny_dir, reference, method):
+    """It reads the stored KV of layer 1; the last of 31 rows is a step of one row, as decoding is."""
+    draw = random.Random(36)
+    driver = FusionDriver(tiny_dir, overlap="on", step_tokens=6)
+    driver.fuse("a", build(draw, [draw_tokens(draw, 40), draw_tokens(draw, 24)], 5, 7, method=method), logprobs=0)
+    driver.run()
+    check(driver, reference)
 
 
 @pytest.mark.parametrize("method", METHODS)
