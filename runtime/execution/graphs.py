@@ -21,12 +21,6 @@ from runtime.kv.pool import KVPool
 # Page table entries that a call of a graph has room for: 16 MiB of them.
 _MAX_PAGES = 1 << 22
 
-# Combinations of layer groups for which graphs are captured: each takes memory, once for every size.
-_MAX_LAYOUTS = 8
-
-# The layers of each layer group.
-Layout = tuple[range, ...]
-
 
 class GraphCall:
     """A decode call of `size` rows with fixed buffers. Missing rows read one row of the spare page.
@@ -89,7 +83,6 @@ class DecodeGraph:
         pool: KVPool,
         backend: FlashInferAttention,
         size: int,
-        layout: Layout,
         max_pages: int,
         memory: Any,
     ):
@@ -98,26 +91,23 @@ class DecodeGraph:
         self._model, self._pool, self._backend = model, pool, backend
         device = pool.k.device
         self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
-        # Positions, and the slots of each group, in one transfer.
-        self._places = torch.zeros(1 + len(layout), size, dtype=torch.int64, device=device)
-        self._groups: list[tuple[range, GraphCall, Attend]] = []
-        for layers, slots in zip(layout, self._places[1:], strict=True):
-            call = GraphCall(backend, size, max_pages)
-            self._groups.append((layers, call, Attend(pool, backend, call.calls, slots, None)))
+        # Positions and slots, in one transfer.
+        self._places = torch.zeros(2, size, dtype=torch.int64, device=device)
+        self._call = GraphCall(backend, size, max_pages)
+        self._attend = Attend(pool, backend, self._call.calls, self._places[1], None)
         self._replay: Callable[[], torch.Tensor] | None = None
 
     @torch.inference_mode()
-    def run(self, batch: ForwardBatch, plans: Sequence[AttentionPlan]) -> torch.Tensor:
+    def run(self, batch: ForwardBatch, plan: AttentionPlan) -> torch.Tensor:
         """Run a step that fits; float32 logits [rows, vocab], overwritten by the next step."""
         with self._backend.planning():
-            for (_, call, _), plan in zip(self._groups, plans, strict=True):
-                call.plan(plan)
+            self._call.plan(plan)
         rows, spare = len(batch.tokens), self._pool.num_pages * self._pool.page_size
         places = torch.full(self._places.shape, spare)
         places[0] = 0
         places[0, :rows] = batch.positions
-        for slots, group in zip(places[1:], batch.groups, strict=True):
-            slots[:rows] = group.kv_write.where(group.kv_write >= 0, spare)
+        slots = batch.groups[0].kv_write
+        places[1, :rows] = slots.where(slots >= 0, spare)
         self._places.copy_(upload(places, self._places.device), non_blocking=True)
         # Already on the device if an earlier step chose them and the host has not read them.
         self._tokens[:rows].copy_(upload(batch.tokens, self._tokens.device), non_blocking=True)
@@ -127,20 +117,18 @@ class DecodeGraph:
 
     def _compute(self) -> torch.Tensor:
         hidden = F.embedding(self._tokens, self._model.embedding)
-        for layers, _, attend in self._groups:
-            hidden = self._model.run_layers(layers, hidden, self._places[0], attend)
-        return self._model.logits(hidden)
+        layers = range(self._model.spec.num_layers)
+        return self._model.logits(self._model.run_layers(layers, hidden, self._places[0], self._attend))
 
 
 class DecodeGraphs:
     """Decode graphs for a ladder of batch sizes, each captured when it is first used.
 
     A step runs without a graph if
-    - a layer group does not have all rows, or loads or saves hidden states;
+    - it has several layer groups, or loads or saves hidden states;
     - it does not want the logits of all rows in their order;
     - it has more rows than the largest size, or more page table entries than a graph;
-    - rows share pages or read several spans (`decode_plan`);
-    - graphs were captured for `_MAX_LAYOUTS` other combinations of layer groups.
+    - rows share pages or read several spans (`decode_plan`).
     """
 
     def __init__(
@@ -150,38 +138,26 @@ class DecodeGraphs:
         self.sizes = sorted(sizes)
         self._pages_of_one = -(-context_length // pool.page_size) + 1
         self._memory = torch.cuda.graph_pool_handle() if pool.k.is_cuda else None
-        self._layouts: set[Layout] = set()
-        self._graphs: dict[tuple[int, Layout], DecodeGraph] = {}
+        self._graphs: dict[int, DecodeGraph] = {}
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
         """`DecodeGraph.run` of the smallest graph that fits; None if the step has to run without one."""
         rows = len(batch.tokens)
         if rows > self.sizes[-1] or not torch.equal(batch.logits_rows, torch.arange(rows)):
             return None
-        if any(group.rows is not None or group.load or group.save for group in batch.groups):
+        group = batch.groups[0]
+        if len(batch.groups) > 1 or group.rows is not None or group.load or group.save:
             return None
-        plans: list[AttentionPlan] = []
-        for group in batch.groups:
-            plan = decode_plan(group.attention, self._pool.page_size)
-            if plan is None:
-                return None
-            plans.append(plan)
+        plan = decode_plan(group.attention, self._pool.page_size)
+        if plan is None:
+            return None
         size = self.sizes[bisect_left(self.sizes, rows)]
         max_pages = min(size * self._pages_of_one, _MAX_PAGES)
-        if any(sum(len(span.pages) for span in plan.spans) + size > max_pages for plan in plans):
+        if sum(len(span.pages) for span in plan.spans) + size > max_pages:
             return None
-        graph = self._graph(size, max_pages, tuple(group.layers for group in batch.groups))
-        return None if graph is None else graph.run(batch, plans)
-
-    def _graph(self, size: int, max_pages: int, layout: Layout) -> DecodeGraph | None:
-        if layout not in self._layouts and len(self._layouts) == _MAX_LAYOUTS:
-            return None
-        self._layouts.add(layout)
-        if (size, layout) not in self._graphs:
-            self._graphs[size, layout] = DecodeGraph(
-                self._model, self._pool, self._backend, size, layout, max_pages, self._memory
-            )
-        return self._graphs[size, layout]
+        if size not in self._graphs:
+            self._graphs[size] = DecodeGraph(self._model, self._pool, self._backend, size, max_pages, self._memory)
+        return self._graphs[size].run(batch, plan)
 
 
 def capture(compute: Callable[[], torch.Tensor], memory: Any, device: torch.device) -> Callable[[], torch.Tensor]:
