@@ -11,7 +11,7 @@ import ssl
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import uvicorn
 from fastapi import FastAPI
@@ -25,10 +25,9 @@ from server.app import create_app
 from server.auth.keys import Tenant, read_keys
 from server.http.connections import SEND_BUFFER_BYTES, Connection
 from server.http.context import find
-from server.http.listener import Listener
+from server.http.listener import Listener, most_connections
 from server.http.pages import Hosts
 from server.http.shutdown import ShutdownFlag
-from server.http.slots import Slot, most_connections
 from server.signals import Signals
 from server.telemetry.journal import Trace, open_trace
 
@@ -143,9 +142,10 @@ class _Server(uvicorn.Server):
         listener = Listener(sockets[0], self._connect, self.most_connections, *limits)
         self._accepting = asyncio.create_task(listener.accept())
 
-    def _connect(self, slot: Slot) -> Connection:
+    def _connect(self, on_end: Callable[[], None]) -> Connection:
         state = self.lifespan.state
-        return Connection(slot, self.options.client_timeout, state, config=self.config, server_state=self.server_state)
+        own: dict[str, Any] = {"config": self.config, "server_state": self.server_state}
+        return Connection(on_end, self.options.client_timeout, state, **own)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._accepting.cancel()

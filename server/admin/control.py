@@ -13,7 +13,6 @@ from fastapi.responses import PlainTextResponse
 from runtime.calls import FlushCache, GetState, Pause
 from runtime.errors import InvalidRequest
 from server.http.context import Ctx, provided
-from server.http.slots import Slot
 from server.http.wire import Body, Rid, example
 from server.telemetry.metrics import Metrics
 
@@ -105,7 +104,6 @@ async def abort_request(context: Ctx, body: AbortRequest) -> dict[str, Any]:
 async def show_metrics(context: Ctx, metrics: Measured, request: Request) -> Response:
     """Prometheus exposition text."""
     state = await context.engine.call(GetState())
-    slot: Slot | None = getattr(request.state, "slot", None)
-    state["connections"] = 0 if slot is None else slot.num_connections
+    state["connections"] = len(getattr(request.state, "connections", ()))
     text = metrics.render(state, {each.name: each.digest for each in context.engine.adapters})
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from runtime.errors import Overloaded, RametError
-from server.auth.keys import OPEN_PATHS
+from runtime.errors import RametError
 from server.errors import error_response
 from server.http.limits import JSON, BodyLimit
 
@@ -17,13 +16,6 @@ _DRAIN = 8
 
 Headers = dict[bytes, bytes]
 Check = Callable[[Scope, Headers], None]
-
-
-def check_slot(scope: Scope, headers: Headers) -> None:
-    """Raise Overloaded if requests hold all connections that they may; probes are answered all the same."""
-    slot = scope["state"].get("slot")
-    if slot is not None and not slot.take() and scope["path"] not in OPEN_PATHS:
-        raise Overloaded("too many connections are busy")
 
 
 class AdmissionMiddleware:
@@ -36,7 +28,7 @@ class AdmissionMiddleware:
 
     def __init__(self, app: ASGIApp, checks: Sequence[Check], limit: BodyLimit):
         self.app = app
-        self.checks = (check_slot, *checks, limit.check)
+        self.checks = (*checks, limit.check)
         self.limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

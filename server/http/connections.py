@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -16,7 +17,6 @@ from runtime.frontend.output import new_rid
 from runtime.logs import request_id
 from server.errors import error_response
 from server.http.access import ID_HEADER
-from server.http.slots import Slot
 
 # The kernel's buffer of a connection; by default it grows to megabytes for a client that does not read.
 SEND_BUFFER_BYTES = 128 << 10
@@ -64,14 +64,16 @@ class Connection(H11Protocol):
     """uvicorn's HTTP/1.1 protocol with a timeout for clients that do not send a head or do not read a response.
 
     Args:
-        slot: its share of the limits; requests find it, and `send_body`, in their scope's state.
+        on_end: called when the connection has ended.
         patience_s: seconds until the connection is cut, which aborts its request.
+        app_state: of requests' scopes, which have `send_body` and all `connections` as well.
         uvicorn: arguments of uvicorn's protocol.
     """
 
-    def __init__(self, slot: Slot, patience_s: float, app_state: dict[str, Any], **uvicorn: Any):
-        super().__init__(app_state={**app_state, "slot": slot, "send_body": self.send_body}, **uvicorn)
-        self.slot = slot
+    def __init__(self, on_end: Callable[[], None], patience_s: float, app_state: dict[str, Any], **uvicorn: Any):
+        super().__init__(app_state={**app_state, "send_body": self.send_body}, **uvicorn)
+        self.app_state["connections"] = self.connections
+        self.on_end = on_end
         self.patience_s = patience_s
         self.conn = _Parser(h11.SERVER)
         self._head_timer: asyncio.TimerHandle | None = None
@@ -86,7 +88,7 @@ class Connection(H11Protocol):
         for timer in (self._head_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
-        self.slot.leave()
+        self.on_end()
         super().connection_lost(exc)
 
     async def send_body(self, message: Message) -> None:
@@ -109,7 +111,6 @@ class Connection(H11Protocol):
             self._watch_head()
 
     def on_response_complete(self) -> None:
-        self.slot.rest()
         super().on_response_complete()
         self._watch_head()  # part of the next head may have arrived
 

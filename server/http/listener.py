@@ -5,28 +5,54 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import resource
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Callable
-from weakref import WeakValueDictionary
+from functools import partial
 
 from uvicorn.middleware.proxy_headers import _TrustedHosts
 
-from server.http.slots import Limit, Slot
+from runtime.config import SchedulerConfig
+from runtime.errors import RametError
 
 log = logging.getLogger("ramet.server")
 
 # Seconds without accepting when there is no descriptor for a connection, and between two lines about that.
 PAUSE_S = 1.0
 _QUIET_S = 60.0
+# Descriptors for other uses: files, the engine's sockets and pipes.
+_OTHERS = 128
+_FEWEST = 16
+
+
+class TooFewDescriptors(RametError):
+    """The limit on open files leaves too few connections."""
+
+
+def most_connections(config: SchedulerConfig) -> int:
+    """Two connections for each open request, as far as descriptors go; raises the soft limit.
+
+    Raises:
+        TooFewDescriptors: if the hard limit is too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max(2 * config.max_open, _FEWEST) + _OTHERS
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if limit < (least := _FEWEST + _OTHERS):
+        raise TooFewDescriptors(f"{_FEWEST} connections need {least} descriptors, but `ulimit -Hn` is {hard}")
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit - _OTHERS
 
 
 class Listener:
-    """Accepts connections; over a limit, the oldest silent one is closed.
+    """Accepts connections; over a limit, new ones are closed at once.
 
     Args:
         listening: the socket, non-blocking.
-        connect: makes the protocol of a connection.
+        connect: makes the protocol of a connection, which calls the given function when it ends.
         most: connections; one address may have half of them, unless it is a trusted proxy.
         proxies: `--trusted-proxies`.
         tls: for HTTPS.
@@ -36,7 +62,7 @@ class Listener:
     def __init__(
         self,
         listening: socket.socket,
-        connect: Callable[[Slot], asyncio.Protocol],
+        connect: Callable[[Callable[[], None]], asyncio.Protocol],
         most: int,
         proxies: str | None = None,
         tls: ssl.SSLContext | None = None,
@@ -44,8 +70,10 @@ class Listener:
     ):
         self._socket = listening
         self._connect = connect
-        self._all_clients = Limit(most)
-        self._addresses: WeakValueDictionary[str, Limit] = WeakValueDictionary()
+        self._most = most
+        self._most_of_address = max(most // 2, 2)
+        self._num_open = 0
+        self._num_of_address = Counter[str]()
         self._proxies = _TrustedHosts(proxies or "")
         self._tls = tls
         self._handshake_s = None if tls is None else patience_s
@@ -56,47 +84,47 @@ class Listener:
         """Accept until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            pause_s = 0.0  # in which a closed connection gives its descriptor back
+            pause_s = 0.0  # others go on between two connections
             try:
                 connection, address = await loop.sock_accept(self._socket)
-                self._take_slot(connection, address[0])
+                self._take(connection, address[0])
             except ConnectionAbortedError:
                 pass
             except Exception as error:  # such as EMFILE; the server must go on accepting
                 self._tell(f"a connection cannot be accepted: {error}")
-                pause_s = 0.0 if self._all_clients.shed() else PAUSE_S
+                pause_s = PAUSE_S
             await asyncio.sleep(pause_s)
 
-    def _take_slot(self, connection: socket.socket, address: str) -> None:
-        own = () if address in self._proxies else (self._limit_of(address),)
-        for limit in (*own, self._all_clients):
-            if limit.full:
-                whose = "all clients have" if limit is self._all_clients else f"{address} has"
-                self._tell(f"{whose} {limit.most} connections, the most: silent ones are closed for new ones")
-                limit.shed()
-        slot = Slot(*own, self._all_clients)
-        task = asyncio.get_running_loop().create_task(self._open(connection, slot))
-        slot.close = task.cancel
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
+    def _take(self, connection: socket.socket, address: str) -> None:
+        group = "" if address in self._proxies else _address_group(address)
+        if self._num_open >= self._most:
+            self._refuse(connection, f"all clients have {self._most} connections")
+        elif group and self._num_of_address[group] >= self._most_of_address:
+            self._refuse(connection, f"{address} has {self._most_of_address} connections")
+        else:
+            self._count(group, 1)
+            task = asyncio.get_running_loop().create_task(self._open(connection, group))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
 
-    def _limit_of(self, address: str) -> Limit:
-        name = _address_group(address)
-        if (limit := self._addresses.get(name)) is None:
-            limit = self._addresses[name] = Limit(max(self._all_clients.most // 2, 2))
-        return limit
+    def _refuse(self, connection: socket.socket, reason: str) -> None:
+        self._tell(f"{reason}, the most: new ones are closed")
+        connection.close()
 
-    async def _open(self, connection: socket.socket, slot: Slot) -> None:
-        loop = asyncio.get_running_loop()
+    def _count(self, group: str, change: int) -> None:
+        self._num_open += change
+        self._num_of_address[group] += change
+        if not self._num_of_address[group]:
+            del self._num_of_address[group]
+
+    async def _open(self, connection: socket.socket, group: str) -> None:
+        left = partial(self._count, group, -1)
         try:
-            transport, _ = await loop.connect_accepted_socket(
-                lambda: self._connect(slot), connection, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: self._connect(left), connection, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
             )
-            slot.close = transport.abort
-        except BaseException as error:
-            slot.leave()
-            if not isinstance(error, OSError):  # a handshake that fails
-                raise
+        except OSError:  # a handshake that fails
+            left()
 
     def _tell(self, trouble: str) -> None:
         now_s = asyncio.get_running_loop().time()

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import http.client
-import json
 import os
 import resource
 import socket
@@ -18,13 +17,14 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from runtime.config import SchedulerConfig
 from server.http import listener
 from server.http.admission import AdmissionMiddleware
 from server.http.connections import Connection
 from server.http.limits import BodyLimit
-from server.http.listener import Listener
+from server.http.listener import Listener, TooFewDescriptors, most_connections
 
-# An address may have 8 of them, 7 of which may be busy; of all, 14 may.
+# An address may have 8 of them.
 MOST = 16
 
 
@@ -33,7 +33,6 @@ class Served:
 
     def __init__(self):
         self.release = threading.Event()
-        self.waiting = 0
         self.opened: list[socket.socket] = []
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.socket.setblocking(False)
@@ -49,7 +48,6 @@ class Served:
         self.loop.close()
 
     async def app(self, scope, receive, send):
-        self.waiting += scope["path"] == "/wait"
         while scope["path"] == "/wait" and not self.release.is_set():
             await asyncio.sleep(0.01)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
@@ -60,8 +58,8 @@ class Served:
         config.load()
         state, loop = ServerState(), asyncio.get_running_loop()
 
-        def connect(slot):
-            return Connection(slot, 30.0, {}, config=config, server_state=state, _loop=loop)
+        def connect(on_end):
+            return Connection(on_end, 30.0, {}, config=config, server_state=state, _loop=loop)
 
         await Listener(self.socket, connect, MOST).accept()
 
@@ -71,13 +69,6 @@ class Served:
         if path:
             ask(self.opened[-1], path)
         return self.opened[-1]
-
-    def wait(self, count):
-        """Until so many requests wait, as the listener takes connections in a thread of its own."""
-        deadline = time.monotonic() + 30
-        while self.waiting < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
 
     def close(self):
         self.release.set()
@@ -124,44 +115,22 @@ def is_open(connection):
         connection.settimeout(30)
 
 
-def test_silent_connections_make_room_and_busy_ones_stay(served):
-    busy = served.open("/wait")
-    idle = served.open("/health")
-    assert status_of(idle) == 200
-    silent = [served.open() for _ in range(3 * MOST)]
-    assert status_of(served.open("/health")) == 200, "which is the eighth of this address"
-    assert [is_open(connection) for connection in (idle, *silent)] == [False] * (3 * MOST - 5) + [True] * 6
-    ask(silent[-1], "/health")
-    assert status_of(silent[-1]) == 200
+def test_over_a_limit_new_connections_are_closed(served):
+    """An address may have eight of sixteen; those that have ended make room."""
+    first, second, third = "127.0.0.1", "127.0.0.2", "127.0.0.3"
+    opened = [served.open("/wait", first), *(served.open(source=first) for _ in range(7))]
+    assert not is_open(served.open(source=first))
+    assert status_of(served.open("/health", second)) == 200
+    opened += [served.open(source=second) for _ in range(7)]
+    assert not is_open(served.open(source=third)), "all sixteen are open"
+    assert [is_open(connection) for connection in opened[1:]] == [True] * 14
+    opened[-1].close()
+    while not is_open(again := served.open(source=third)):
+        pass
+    ask(again, "/health")
+    assert status_of(again) == 200
     served.release.set()
-    assert status_of(busy) == 200
-
-
-def test_requests_leave_places_for_others_and_for_probes(served):
-    busy = [served.open("/wait") for _ in range(7)]
-    served.wait(7)
-    refused, body = read(served.open("/wait"))
-    assert (refused.status, refused.getheader("retry-after")) == (503, "1")
-    assert json.loads(body)["error"]["type"] == "overloaded_error"
-    assert status_of(served.open("/health")) == 200
-    busy += [served.open("/wait", "127.0.0.2") for _ in range(7)]
-    served.wait(14)
-    for source in ("127.0.0.1", "127.0.0.2", "127.0.0.3"):
-        assert status_of(served.open("/generate", source)) == 503, "14 of 16 are busy"
-        assert status_of(served.open("/health", source)) == 200
-    served.release.set()
-    assert [status_of(connection) for connection in busy] == [200] * 14
-    ask(busy[0], "/generate")
-    assert status_of(busy[0]) == 200, "their places are free again"
-
-
-def test_a_body_that_does_not_come_holds_no_place_beyond_the_bound(served):
-    """A refusal reads on for a while, and is silent meanwhile."""
-    slow = [served.open() for _ in range(MOST)]
-    for connection in slow:
-        connection.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n{")
-    time.sleep(0.1)
-    assert status_of(served.open("/health")) == 200
+    assert status_of(opened[0]) == 200
 
 
 @contextmanager
@@ -200,14 +169,34 @@ def test_without_descriptors_it_waits_in_silence(served, caplog, monkeypatch):
     assert "Too many open files" in line
 
 
-def test_without_descriptors_a_silent_connection_gives_its_own(served):
-    silent = [served.open() for _ in range(4)]
-    assert status_of(served.open("/health")) == 200
-    client = socket.socket()
-    served.opened.append(client)
-    with no_descriptors():
-        client.connect(served.address)
-        ask(client, "/health")
-        assert status_of(client) == 200
-    # The second one keeps a descriptor free: without one, to accept fails even where nobody waits.
-    assert [is_open(connection) for connection in silent] == [False, False, True, True]
+@pytest.fixture
+def limits(monkeypatch):
+    """Sets the limits that are seen, and returns the soft one that was set."""
+    set_to = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: set_to.append(pair))
+
+    def limits(soft, hard):
+        set_to.clear()
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+        return set_to
+
+    return limits
+
+
+def test_connections_follow_from_descriptors(limits):
+    plain = SchedulerConfig(max_running=10, max_waiting=90)
+    assert limits(1024, 4096) == []
+    assert most_connections(plain) == 200
+    raised = limits(256, 4096)
+    assert most_connections(plain) == 200
+    assert raised == [(328, 4096)]
+    raised = limits(256, resource.RLIM_INFINITY)
+    assert most_connections(SchedulerConfig(max_running=100, max_waiting=2400)) == 5000
+    assert raised == [(5128, resource.RLIM_INFINITY)]
+    few = SchedulerConfig(max_running=2, max_waiting=1)
+    assert most_connections(few) == 16, "health must be answered beside six requests"
+    limits(256, 300)
+    assert most_connections(plain) == 172
+    limits(64, 143)
+    with pytest.raises(TooFewDescriptors, match="`ulimit -Hn` is 143"):
+        most_connections(plain)
