@@ -113,6 +113,10 @@ class Request:
         """Tokens generated so far."""
         return len(self.sequence.tokens) - self.prompt_len
 
+    def stops_at(self, token: int, num_output: int) -> bool:
+        """Whether a token ends the request as the last of `num_output` generated ones."""
+        return token in self.sampler.stop_ids and num_output >= self.sampler.params.min_new_tokens
+
     @property
     def wants_tokens(self) -> bool:
         """Whether tokens are to be generated; else the prompt is only computed."""
@@ -161,6 +165,7 @@ class Work:
         draft: int32, tokens that may follow the last one; their rows are computed behind its own, and count if they
             turn out to be right.
         detail: the strategy's own, for planning and booking.
+        prefills: whether these rows are part of a prompt, or of what was retracted, rather than of decoding.
     """
 
     request: Request
@@ -170,6 +175,10 @@ class Work:
     ahead: int = 0
     draft: array[int] = field(default_factory=lambda: array("i"))
     detail: Any = None
+    prefills: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prefills = not self.ahead and (self.request.num_remaining > 1 or not self.request.num_output)
 
     @property
     def samples(self) -> bool:
@@ -189,13 +198,7 @@ class Work:
 
     @property
     def is_live(self) -> bool:
-        """Whether the request has not ended since."""
         return self.request.status is not Status.ENDED
-
-    @property
-    def prefills(self) -> bool:
-        """Whether these rows are part of a prompt, or of what was retracted, rather than of decoding."""
-        return self.request.num_remaining > 1 or not self.request.num_output
 
 
 @dataclass(slots=True)
@@ -371,18 +374,15 @@ class Decoding(ABC):
 
     def choose(
         self, work: abc.Sequence[Work], places: abc.Sequence[abc.Sequence[slice]], logits: torch.Tensor
-    ) -> tuple[list[Request], SampledTokens | None, list[int | None]]:
-        """Choose next tokens on the device of the logits, without a wait.
+    ) -> SampledTokens | None:
+        """Choose next tokens on the device of the logits, without a wait; None: no request gets one.
 
         Args:
             work: the rows of each request.
             places: rows of the logits, by piece of work and row set.
             logits: float32 [S, vocab].
-
-        Returns:
-            The requests that get a token, their tokens in that order, and `InFlight.expected`.
         """
-        return [], None, []
+        return None
 
     def cut(self, request: Request, tokens: list[int]) -> list[int]:
         """New tokens of a request up to the first one that ends it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -13,17 +13,21 @@ from runtime.errors import RametError
 from runtime.params import SamplingParams
 from runtime.protocol import TokenLogprob
 
+if TYPE_CHECKING:
+    from runtime.request import Request
+
 
 class SampledTokens(Protocol):
-    """Tokens chosen on the device, int64 [n], on their way to the host."""
+    """Tokens of requests, chosen on the device, on their way to the host."""
 
-    tokens: torch.Tensor
+    def on_device(self, requests: Sequence[Request]) -> torch.Tensor:
+        """Tokens int64 [n] of some of the requests, without a wait; 0 in place of a failure."""
 
-    def read(self) -> list[int | RametError]:
-        """Wait for the tokens; an error in place of the token of a request that failed."""
+    def chosen(self) -> dict[Request, list[int] | RametError]:
+        """Wait for the tokens; the next ones of each request, or its error."""
 
-    def logprobs(self) -> dict[int, TokenLogprob]:
-        """Wait for the log-probabilities that requests asked for, by index."""
+    def logprobs(self) -> dict[Request, list[TokenLogprob]]:
+        """Log-probabilities of the tokens, for requests that want them; for drafts more than `chosen` has tokens."""
 
 
 class OutputGrammar(Protocol):
@@ -60,10 +64,6 @@ class SamplerState:
     grammar: OutputGrammar | None = None
     counts: torch.Tensor | None = None
     prompt_ids: torch.Tensor | None = None
-
-    def stops_at(self, token: int, num_output: int) -> bool:
-        """Whether a token ends the request as the last of `num_output` generated ones."""
-        return token in self.stop_ids and num_output >= self.params.min_new_tokens
 
 
 class StepResult(NamedTuple):

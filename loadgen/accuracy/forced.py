@@ -50,7 +50,7 @@ class Forcing(Decoding):
 
     def choose(
         self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor
-    ) -> tuple[list[Request], SampledTokens | None, list[int | None]]:
+    ) -> SampledTokens | None:
         forced = logits.clone()
         for item, place in zip(work, places, strict=True):
             if item.samples and place[0].start < place[0].stop:

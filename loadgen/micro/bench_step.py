@@ -130,7 +130,7 @@ class _Steps(ClockedDrive):
         self.clock(core.executor, "run", "launch")
         self.clock(core.decoding, "choose", "sampling")
         self.clock(core, "_book", "booking")
-        if (drafts := core.parts.find(Drafts)) is not None:
+        for drafts in (part for part in core.parts if isinstance(part, Drafts)):
             self.clock(drafts.drafter, "extend", "drafts")
         if library is not None:
             for name in ("decoder_forward", "argmax"):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import torch
 
 from radix.stats import Histogram
 from runtime.config import Config
-from runtime.engine.in_flight import InFlight
 from runtime.engine.part import Calls, Part, Parts
 from runtime.engine.requests import open_request
 from runtime.engine.scheduler import Scheduler
@@ -21,7 +23,7 @@ from runtime.kv.lookup import count_miss
 from runtime.protocol import Abort, AddRequest, Ask, Finish, Forget, Inbound, ModelInfo, Reply, TokenEvent
 from runtime.request import Decoding, Request, Strategy, Work
 from runtime.reuse.planner import Planner
-from runtime.sampler_state import StepResult
+from runtime.sampler_state import SampledTokens, StepResult
 from runtime.sampling.sampler import BadLogits
 
 log = logging.getLogger("ramet.engine")
@@ -36,6 +38,29 @@ _COUNTED = (
 _ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 P = TypeVar("P", bound=Part)
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A step between its launch and its booking.
+
+    Attributes:
+        work: the rows of each request.
+        places: rows of the logits, by piece of work and row set.
+        saved: hidden states that row sets save, likewise.
+        logits: float32 [S, vocab], valid until the next step is launched.
+        num_rows: rows of the step.
+        started: time of the launch, seconds.
+        sampled: the chosen tokens, if any.
+    """
+
+    work: list[Work]
+    places: list[list[slice]]
+    saved: list[list[torch.Tensor | None]]
+    logits: torch.Tensor
+    num_rows: int
+    started: float
+    sampled: SampledTokens | None
 
 
 class EngineCore:
@@ -66,12 +91,12 @@ class EngineCore:
         self.config, self.executor, self.cache, self.info = config, executor, cache, info
         self.counters = dict.fromkeys(_COUNTED, 0)
         self.step_rows = Histogram(_ROWS)
-        self.strategies: dict[str, Strategy] = {}
-        for strategy in strategies:
-            self.add_strategy(strategy)
+        self.strategies = {strategy.name: strategy for strategy in strategies}
         self.decoding = decoding
-        self.counters |= decoding.counters
-        decoding.counters = self.counters
+        counting_parts: list[Strategy | Decoding] = [*strategies, decoding]
+        for counting in counting_parts:
+            self.counters |= counting.counters
+            counting.counters = self.counters
         self.scheduler = Scheduler(config.scheduler, cache, executor.step_tokens)
         spec = executor.spec
         self.planner = Planner(
@@ -85,12 +110,6 @@ class EngineCore:
         self._serial = 0
         self._step_s = 0.0
 
-    def add_strategy(self, strategy: Strategy) -> None:
-        """Serve requests that ask for a strategy by its name."""
-        self.counters |= strategy.counters
-        strategy.counters = self.counters
-        self.strategies[strategy.name] = strategy
-
     def install(self, parts: Sequence[Part]) -> None:
         """Set the parts."""
         self.parts = Parts(parts)
@@ -103,10 +122,8 @@ class EngineCore:
         self.scheduler.blocked_on = self.parts.blocked_on
 
     def part(self, kind: type[P]) -> P:
-        """The part of a class. Raises KeyError if the engine has none."""
-        if (found := self.parts.find(kind)) is None:
-            raise KeyError(kind)
-        return found
+        """The part of a class. Raises StopIteration if the engine has none."""
+        return next(part for part in self.parts if isinstance(part, kind))
 
     @property
     def strategy(self) -> Strategy:
@@ -128,7 +145,7 @@ class EngineCore:
     def busy(self) -> bool:
         """Whether there is anything to do."""
         runs = bool(self.requests) and not self.paused
-        return runs or self._in_flight is not None or bool(self.calls) or self.parts.busy
+        return runs or self._in_flight is not None or bool(self.calls.open) or self.parts.busy
 
     def close(self) -> None:
         """End the processes and close the sockets that belong to this engine."""
@@ -154,7 +171,7 @@ class EngineCore:
         """Do what is due after a message or a step; the answers to operators' calls."""
         for settle in self.parts.settle:
             settle()
-        return self.calls.replies()
+        return self.calls.replies() if self.calls.open else []
 
     def add(self, message: AddRequest) -> list[TokenEvent]:
         """Accept a request, whose id is new; the terminal event of one that is refused."""
@@ -184,13 +201,15 @@ class EngineCore:
     def step(self) -> list[TokenEvent]:
         """Run one step, or read the one that was launched before; returns its events."""
         events: list[TokenEvent] = []
-        if self.calls:
-            self.calls.advance()
-        for poll in self.parts.poll:
-            events += poll(self._step_s)
+        if self.scheduler.blocked or self.parts.waiting:
+            for poll in self.parts.poll:
+                events += poll(self._step_s)
         flight, self._in_flight = self._in_flight, None
-        if flight is not None and flight.catch_up():
-            events += self._compute(flight.work, flight)
+        work = [] if flight is None else flight.work
+        for item in work:
+            item.ahead = 0  # the step before has been read
+        if any([item.is_live for item in work]):
+            events += self._compute(work, flight)
         elif work := self._schedule():
             events += self._compute(work)
         if self.config.engine.debug_invariants:
@@ -221,7 +240,7 @@ class EngineCore:
         try:
             flight = flight or self._launch(work)
             self._in_flight = self._launch_next(flight)
-            tokens = flight.read()
+            tokens = {} if flight.sampled is None else flight.sampled.chosen()
         except EngineDead:
             raise
         except Exception as error:
@@ -238,13 +257,14 @@ class EngineCore:
         batch, places, saved, row_layers = self.planner.plan(work)
         self.counters["row_layers"] += row_layers
         if before is not None:
+            assert before.sampled is not None
             in_order = sorted(range(len(work)), key=lambda i: places[i][0].start)
-            batch.tokens = before.tokens_of([work[i].request for i in in_order])
+            batch.tokens = before.sampled.on_device([work[i].request for i in in_order])
         for launching in self.parts.launching:
             launching(batch)
         logits = self.executor.run(batch)
-        chosen = self.decoding.choose(work, places, logits)
-        return InFlight(work, places, saved, logits, len(batch.tokens), started, *chosen)
+        sampled = self.decoding.choose(work, places, logits)
+        return InFlight(work, places, saved, logits, len(batch.tokens), started, sampled)
 
     def _launch_next(self, flight: InFlight) -> InFlight | None:
         """Launch the step behind one that has not been read, if its work is known already."""
@@ -265,7 +285,7 @@ class EngineCore:
 
     def _book(self, flight: InFlight, tokens: Mapping[Request, list[int] | RametError]) -> list[TokenEvent]:
         """Book a step that was read, for the requests that are still live; returns its events."""
-        logprobs = flight.logprobs()
+        logprobs = {} if flight.sampled is None else flight.sampled.logprobs()
         self._step_s = time.monotonic() - flight.started
         row_s = self._step_s / flight.num_rows
         for booked in self.parts.booked:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from runtime.batch import ForwardBatch
 from runtime.calls import Call
@@ -46,7 +46,11 @@ class Part:
         """The event that must come before a request may wait for admission; `Scheduler.wake` is called then."""
 
     def poll(self, step_s: float) -> Sequence[TokenEvent]:
-        """Take what has come since the last step, of `step_s` seconds; events of requests that end by it."""
+        """Take what has come for blocked requests, or for the part, since the last step, of `step_s` seconds.
+
+        Returns:
+            The events of requests that end by it.
+        """
         return ()
 
     def scheduled(self, work: list[Work]) -> None:
@@ -78,11 +82,12 @@ class Part:
         """Release threads, sockets and files."""
 
 
-P = TypeVar("P", bound=Part)
-
-
 class Parts:
-    """The parts of an engine; for each hook, the methods of the parts that define it, in the order of the parts."""
+    """The parts of an engine; for each hook, the methods of the parts that define it, in the order of the parts.
+
+    Attributes:
+        waiting: parts that may wait for something that only a step can take.
+    """
 
     def __init__(self, parts: Sequence[Part] = ()):
         self._parts = list(parts)
@@ -96,7 +101,7 @@ class Parts:
         self.ended: list[Callable[[Request, Finish], None]] = self._defined("ended")
         self.flush: list[Callable[[], None]] = self._defined("flush")
         self.settle: list[Callable[[], None]] = self._defined("settle")
-        self._busy = [part for part in self._parts if type(part).busy is not Part.busy]
+        self.waiting = [part for part in self._parts if part.active and type(part).busy is not Part.busy]
         self.idle_s = min((part.idle_s for part in self._parts if part.idle_s is not None), default=None)
 
     def _defined(self, hook: str) -> list[Any]:
@@ -108,11 +113,7 @@ class Parts:
 
     @property
     def busy(self) -> bool:
-        return any([part.busy for part in self._busy])
-
-    def find(self, kind: type[P]) -> P | None:
-        """The part of a class, if the engine has one."""
-        return next((part for part in self._parts if isinstance(part, kind)), None)
+        return any(part.busy for part in self.waiting)
 
     def handlers(self) -> dict[type[Call], list[Handler]]:
         found: dict[type[Call], list[Handler]] = {}
@@ -123,40 +124,35 @@ class Parts:
 
 
 class Calls:
-    """Operators' calls that are being answered; those that are open are counted."""
+    """Operators' calls that are being answered.
+
+    Attributes:
+        open: their numbers and answers.
+    """
 
     def __init__(self, handlers: Mapping[type[Call], Sequence[Handler]]):
         self._handlers = handlers
-        self._open: list[tuple[int | None, Generator[None, None, Answer]]] = []
-        self._replies: list[Reply] = []
-
-    def __len__(self) -> int:
-        return len(self._open)
+        self.open: list[tuple[int | None, Generator[None, None, Answer]]] = []
 
     def ask(self, number: int | None, call: Call) -> None:
         """Begin a call; `replies` answers it, unless it has no number."""
-        self._open.append((number, self._answer(call)))
+        self.open.append((number, self._answer(call)))
 
     def forget(self, number: int) -> None:
         """Give up a call."""
-        for one in [one for one in self._open if one[0] == number]:
-            self._open.remove(one)
+        for one in [one for one in self.open if one[0] == number]:
+            self.open.remove(one)
             one[1].close()
-
-    def advance(self) -> None:
-        """Go on with all calls."""
-        for one in list(self._open):
-            number, answer = one
-            reply = _advance(number or 0, answer)
-            if reply is not None:
-                self._open.remove(one)
-                self._replies += [] if number is None else [reply]
 
     def replies(self) -> list[Reply]:
         """Go on with all calls; the answers of those that are done."""
-        if self._open:
-            self.advance()
-        replies, self._replies = self._replies, []
+        replies = []
+        for one in list(self.open):
+            number, answer = one
+            reply = _advance(number or 0, answer)
+            if reply is not None:
+                self.open.remove(one)
+                replies += [] if number is None else [reply]
         return replies
 
     def _answer(self, call: Call) -> Generator[None, None, Answer]:

@@ -40,8 +40,6 @@ class Grammars(Part):
         return request.rid
 
     def poll(self, step_s: float) -> Sequence[TokenEvent]:
-        if not self.compiler.open:
-            return ()
         failed = []
         for rid, grammar in self.compiler.take():
             request = self._core.requests[rid]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from itertools import count
 from typing import Any
 
@@ -15,7 +15,7 @@ from runtime.engine.core import EngineCore
 from runtime.engine.part import Answer, Handler, Part
 from runtime.errors import InvalidRequest, PinRefused
 from runtime.params import SamplingParams
-from runtime.protocol import AddRequest, Breakpoint, CacheUsage, Finish, TokenEvent
+from runtime.protocol import AddRequest, Breakpoint, CacheUsage, Finish
 from runtime.request import Request
 
 
@@ -35,10 +35,6 @@ class Pins(Part):
             RemovePin: lambda call: {"found": self._cache.pins.unpin(call.pin)},
             GetPins: lambda _: self._describe(),
         }
-
-    def poll(self, step_s: float) -> Sequence[TokenEvent]:
-        self._cache.pins.expire()
-        return ()
 
     def _describe(self) -> Answer:
         board, page_size = self._cache.pins, self._cache.page_size

@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import count, islice
 
 from runtime.config import SchedulerConfig
-from runtime.engine.blocked import Blocked
 from runtime.engine.queue import WaitingQueue
 from runtime.kv.cache import PagedCache
 from runtime.request import Request, Status, Work
@@ -34,6 +33,8 @@ class Scheduler:
 
     Attributes:
         blocked_on: functions that return the event for which such a request must wait, or None.
+        blocked: blocked requests by the event that wakes them, with the progress that each of them awaits. Events: a
+            request id while its grammar is compiled, a running request whose tokens are shared, a transfer.
     """
 
     def __init__(self, config: SchedulerConfig, cache: PagedCache, step_tokens: int):
@@ -44,7 +45,7 @@ class Scheduler:
         self._chunk_tokens = config.chunk_tokens or self.step_tokens
         self.cache = cache
         self.waiting = WaitingQueue(config.schedule_policy, OVERTAKE_SHARE, self.step_tokens, cache.page_size)
-        self.blocked = Blocked()
+        self.blocked: dict[Hashable, dict[Request, int]] = {}
         self.running: list[Request] = []
         self.num_retracted = 0
         self._turns = count(1)
@@ -53,12 +54,11 @@ class Scheduler:
         self._too_few: int | None = None
 
     def add(self, request: Request) -> None:
-        """Queue a request, or block it until an event, see `Blocked`."""
+        """Queue a request, or block it until an event."""
         self._too_few = None
         for blocked_on in self.blocked_on:
             if (event := blocked_on(request)) is not None:
-                request.status = Status.BLOCKED
-                self.blocked.add(request, event)
+                self._block(request, event)
                 return
         request.status = Status.WAITING
         self.waiting.add(request)
@@ -73,15 +73,33 @@ class Scheduler:
             request.strategy.release(request, keep)
             self.wake(request)
         elif request.status is Status.BLOCKED:
-            self.blocked.remove(request)
+            self._unblock(next(event for event, waits in self.blocked.items() if request in waits), request)
         else:
             self.waiting.remove(request)
         request.status = Status.ENDED
 
-    def wake(self, key: Hashable, reached: int | None = None) -> None:
-        """Queue the requests that an event wakes, see `Blocked.wake`."""
-        for request in self.blocked.wake(key, reached):
+    @property
+    def num_blocked(self) -> int:
+        return sum(map(len, self.blocked.values()))
+
+    def _block(self, request: Request, event: Hashable, at: int = 0) -> None:
+        """Block a request until `wake` is called for an event with `at` or more."""
+        request.status = Status.BLOCKED
+        self.blocked.setdefault(event, {})[request] = at
+
+    def _unblock(self, event: Hashable, request: Request) -> None:
+        del self.blocked[event][request]
+        if not self.blocked[event]:
+            del self.blocked[event]
+
+    def wake(self, event: Hashable, reached: int | None = None) -> list[Request]:
+        """Queue the requests that an event wakes; `reached`: its progress, None: complete."""
+        ready = [r for r, at in self.blocked.get(event, {}).items() if reached is None or at <= reached]
+        for request in ready:
+            self._unblock(event, request)
+        for request in ready:
             self.add(request)
+        return ready
 
     def computed(self, request: Request) -> None:
         """Note that KV of a running request is new in the tree."""
@@ -126,6 +144,7 @@ class Scheduler:
     def _none_to_admit(self) -> bool:
         if not self.waiting or len(self.running) >= self.config.max_running:
             return True
+        self.cache.pins.expire()
         return self._too_few is not None and self.cache.num_available <= self._too_few
 
     def _decode(self) -> list[Work]:
@@ -195,6 +214,7 @@ class Scheduler:
         """
         if not self.waiting:
             return True
+        self.cache.pins.expire()
         computing = [request for request in self.running if request.strategy.unchunkable or _prefills(request)]
         self.waiting.refresh()
         for request in islice(self.waiting.candidates(self._scarce), 2 * self.config.max_running):
@@ -210,6 +230,7 @@ class Scheduler:
                 continue
             alike = [other for other in computing if other.strategy is request.strategy and other.message.store]
             if (peer := request.strategy.peer(request, found, alike)) is not None:
+                self.waiting.remove(request)
                 self._block(request, *peer)
                 continue
             if not request.strategy.admit(request, found, headroom=len(self.running)):
@@ -223,12 +244,6 @@ class Scheduler:
             if not in_turns:
                 budget -= self._take(work, request, budget)
         return True
-
-    def _block(self, request: Request, peer: Request, at: int) -> None:
-        """Block a request until a running one has computed the pages that both share."""
-        self.waiting.remove(request)
-        request.status = Status.BLOCKED
-        self.blocked.add(request, peer, at)
 
     def _scarce(self) -> bool:
         """Whether the next admission takes the last place."""

@@ -161,9 +161,8 @@ class Tiering(Part):
             for part in load.parts:
                 for strategy in core.strategies.values():
                     strategy.restored(part.run.tokens, part.run.namespace)
-            for request in core.scheduler.blocked.waiting_for(load):
+            for request in core.scheduler.wake(load):
                 _note_loaded(request, load)
-            core.scheduler.wake(load)
             mine = [pin for other, pin in self._returning if other is load]
             self._returning = [(other, pin) for other, pin in self._returning if other is not load]
             for pin in mine:

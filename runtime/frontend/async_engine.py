@@ -18,6 +18,7 @@ from runtime.errors import DeadlineExceeded, EngineDead, RametError
 from runtime.frontend.adapters import Adapters
 from runtime.frontend.connection import Connection, EngineProcess, Host
 from runtime.frontend.documents.plan import DocumentPlanner
+from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import PlacedPrompt, Submission, expected_tokens
 from runtime.frontend.processor import Frontend
 from runtime.frontend.stream import OutputStream
@@ -25,7 +26,7 @@ from runtime.frontend.text_work import TextWork
 from runtime.frontend.watchdog import Watchdog
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
-from runtime.protocol import ModelInfo, Shutdown, TokenEvent
+from runtime.protocol import ModelInfo, Shutdown
 
 log = logging.getLogger("ramet.client")
 _STOP_SECONDS = 10
@@ -84,13 +85,13 @@ class AsyncEngine:
     async def _connect(self) -> Connection:
         """Start an engine. Raises ModelError."""
         path = await self._load()
-        connection = self._connection = Connection(self._host, self._handle)
+        connection = self._connection = Connection(self._host)
         self.info = await connection.open(path)
         cache, limits = self.config.cache, self.config.scheduler
         planner = DocumentPlanner.load(cache.document_method, path)
-        self._frontend = Frontend(
-            self.info, self.tokenizer, connection.send, limits, planner=planner, reasoning=cache.reuse == "reasoncache"
-        )
+        inputs = InputProcessor(self.info, self.tokenizer, limits, planner, cache.reuse == "reasoncache")
+        self._frontend = Frontend(inputs, connection.send)
+        connection.on_events = self._frontend.take
         return connection
 
     async def _supervise(self, connection: Connection) -> None:
@@ -180,7 +181,7 @@ class AsyncEngine:
         try:
             with frontend.admit(account, wanted, expected):
                 async with asyncio.timeout_at(deadline_s):
-                    encoded = [await self._work.encode(frontend, submission) for submission in submissions]
+                    encoded = [await self._work.encode(frontend.inputs, submission) for submission in submissions]
         except TimeoutError:
             raise _too_late(timeout_s) from None
         stream = OutputStream(self._running(), partial(self._work.run, account))
@@ -201,7 +202,7 @@ class AsyncEngine:
     async def tokenize(self, account: str, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of texts. Raises InvalidRequest if they cannot fit in the context, Overloaded or RateLimited."""
         frontend = self._running()
-        frontend.check_text(sum(map(len, texts)), "prompt")
+        frontend.inputs.check_text(sum(map(len, texts)), "prompt")
         encode = self.tokenizer.encode
         with frontend.admit(account, 1, expected_tokens(sum(map(len, texts)))):
             return await self._work.each(account, lambda text: encode(text, add_special_tokens), texts)
@@ -216,7 +217,7 @@ class AsyncEngine:
         frontend, decode = self._running(), self.tokenizer.decode
 
         def text(ids: list[int]) -> str:
-            frontend.check_ids(ids, "tokens")
+            frontend.inputs.check_ids(ids, "tokens")
             return decode(ids, skip_special_tokens)
 
         with frontend.admit(account, 1, sum(map(len, several))):
@@ -247,7 +248,7 @@ class AsyncEngine:
         """
         frontend, space, account = self._running(), prefix.namespace, prefix.account
         with frontend.admit(account, 1, prefix.expected_tokens):
-            key = array("i", await self._work.encode(frontend, prefix)).tobytes()
+            key = array("i", await self._work.encode(frontend.inputs, prefix)).tobytes()
             return (await self.call(AddPin(key, space, account, name, ttl_s)))["pin"]
 
     async def pin_entries(self, encoded: Submission, name: str, ttl_s: float | None) -> list[str]:
@@ -280,18 +281,6 @@ class AsyncEngine:
         if self._frontend is None:
             raise self._reason or EngineDead("the engine is not running")
         return self._frontend
-
-    def _handle(self, events: list[TokenEvent]) -> None:
-        for event in events:
-            if self._frontend is None:
-                return
-            try:
-                self._frontend.handle(event)
-            except Exception as error:
-                # This serves all requests and must go on.
-                log.exception("the output of request %s could not be processed", event.rid)
-                known = error if isinstance(error, RametError) else RametError("the output could not be made into text")
-                self._frontend.fail(event.rid, known)
 
 
 def _too_late(timeout_s: float | None) -> DeadlineExceeded:

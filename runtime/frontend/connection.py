@@ -111,13 +111,14 @@ class EngineProcess(Host):
 class Connection:
     """One engine, from its start to its end. Used from one event loop.
 
-    Args:
-        host: runs the engine.
+    Attributes:
         on_events: called with the events of each step.
+        ended: the engine's exit code; None before the start.
     """
 
-    def __init__(self, host: Host, on_events: Callable[[list[TokenEvent]], None]):
-        self._host, self._on_events = host, on_events
+    def __init__(self, host: Host):
+        self._host = host
+        self.on_events: Callable[[list[TokenEvent]], None] = lambda events: None
         self._context = zmq.Context()
         self._inbox, self._outbox = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -203,7 +204,7 @@ class Connection:
             except zmq.Again:
                 return
             if isinstance(message, StepEvents):
-                self._on_events(message.events)
+                self.on_events(message.events)
             elif isinstance(message, Reply):
                 self._answer(message)
             elif isinstance(message, Ready):

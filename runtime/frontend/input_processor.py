@@ -25,7 +25,7 @@ class InputProcessor:
     Args:
         info: the loaded model.
         tokenizer: its tokenizer.
-        config: limits on lengths.
+        config: limits on lengths and on open requests.
         planner: chooses how documents are reused.
         reasoning: whether requests that ask for no reuse share reasoning steps, where possible.
     """
@@ -39,7 +39,7 @@ class InputProcessor:
         reasoning: bool = False,
     ):
         self.info, self.tokenizer = info, tokenizer
-        self._config, self._planner, self._reasoning = config, planner, reasoning
+        self.config, self._planner, self._reasoning = config, planner, reasoning
 
     def encode(self, submission: Submission) -> list[int]:
         """The checked prompt as token ids, with `submission.diffusion` filled for a diffusion model; thread-safe.
@@ -221,7 +221,7 @@ class InputProcessor:
 
     def _check_length(self, prompt: int, new: int | None, positions: int | None = None) -> None:
         """`positions`: of the prompt, if there are others than tokens."""
-        config = self._config
+        config = self.config
         if config.max_output_tokens is not None and (new or 0) > config.max_output_tokens:
             raise InvalidRequest(
                 f"{new} new tokens are asked for; this server gives {config.max_output_tokens}", param="max_new_tokens"
@@ -255,7 +255,7 @@ class InputProcessor:
     def _unasked(self, prompt: int) -> int:
         """Length of a diffusion model's answer to a request that sets no limit, at least 1."""
         room = (self._room - prompt) // self._canvas * self._canvas
-        return max(min(max(DEFAULT_LENGTH, self._canvas), room, self._config.max_output_tokens or room), 1)
+        return max(min(max(DEFAULT_LENGTH, self._canvas), room, self.config.max_output_tokens or room), 1)
 
     def _check_canvas(self, prompt: int, params: DenoisingParams) -> None:
         """Raise InvalidRequest if the canvases need more positions than there are, or guidance more pages."""
@@ -279,6 +279,6 @@ class InputProcessor:
 
     def most_output(self, prompt: int, positions: int) -> int | None:
         """Most output tokens of a request that sets no limit; None: as many as the context holds."""
-        if self._config.max_output_tokens is None:
+        if self.config.max_output_tokens is None:
             return None
-        return min(self._config.max_output_tokens, self.info.context_length - positions, self.info.pool_tokens - prompt)
+        return min(self.config.max_output_tokens, self.info.context_length - positions, self.info.pool_tokens - prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from array import array
 from collections.abc import Callable
@@ -10,17 +11,72 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.config import SchedulerConfig
 from runtime.errors import InvalidRequest, RametError
-from runtime.frontend.detokenizer import TextStream
-from runtime.frontend.documents.plan import DocumentPlanner, DocumentPrompt
-from runtime.frontend.input_processor import NO_REUSE, InputProcessor
+from runtime.frontend.documents.plan import DocumentPrompt
+from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.limits import RequestLimits
 from runtime.frontend.output import Output, PlacedPrompt, Submission
-from runtime.models.tokenizer import Tokenizer
-from runtime.protocol import Abort, AddRequest, Finish, Inbound, ModelInfo, TokenEvent
+from runtime.models.tokenizer import Detokenizer, Tokenizer
+from runtime.params import SamplingParams
+from runtime.protocol import Abort, AddRequest, Finish, Inbound, TokenEvent
+
+log = logging.getLogger("ramet.client")
 
 OnOutput = Callable[[Output | RametError], None]
+
+
+class TextStream:
+    """The text of one completion, in whole characters, up to a stop string.
+
+    Attributes:
+        text: the text to show so far.
+        stopped: the stop string that was found; the text ends there.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams):
+        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
+        self._stop = params.stop
+        self._trim = not params.no_stop_trim
+        self._held = ""
+        self.text = ""
+        self.stopped: str | None = None
+
+    def push(self, tokens: list[int], may_stop: bool = True, last: bool = False) -> str:
+        """Add tokens; returns the text to show now.
+
+        Args:
+            tokens: new output tokens.
+            may_stop: whether stop strings count (not before `min_new_tokens`).
+            last: whether these are the last tokens, so that no text is held back.
+        """
+        if self.stopped is not None:
+            return ""
+        self._held += self._detokenizer.push(tokens)
+        if last:
+            self._held += self._detokenizer.flush()
+        if may_stop and (found := self._find_stop()) is not None:
+            at, self.stopped = found
+            keep = at if self._trim else at + len(self.stopped)
+        else:
+            keep = len(self._held) if last else len(self._held) - self._suspect()
+        delta, self._held = self._held[:keep], self._held[keep:]
+        self.text += delta
+        return delta
+
+    def _find_stop(self) -> tuple[int, str] | None:
+        """Position and text of the first stop string."""
+        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        return min(found, key=lambda pair: pair[0]) if found else None
+
+    def _suspect(self) -> int:
+        """Length of the held text's longest suffix that is a prefix of a stop string."""
+        longest = 0
+        for stop in self._stop:
+            for size in range(min(len(stop) - 1, len(self._held)), longest, -1):
+                if self._held.endswith(stop[:size]):
+                    longest = size
+                    break
+        return longest
 
 
 @dataclass(slots=True)
@@ -35,29 +91,17 @@ class Choice:
     output: Output
 
 
-class Frontend(InputProcessor):
+class Frontend:
     """Tracks every open completion by its engine request id. Not thread-safe: one thread calls it.
 
     Args:
-        info: the loaded model.
-        tokenizer: its tokenizer.
+        inputs: checks and tokenizes submissions.
         send: sends a message to the engine.
-        config: limits on lengths and on open requests.
-        planner: chooses how documents are reused.
-        reasoning: whether requests that ask for no reuse share reasoning steps, where that can be.
     """
 
-    def __init__(
-        self,
-        info: ModelInfo,
-        tokenizer: Tokenizer,
-        send: Callable[[Inbound], None],
-        config: SchedulerConfig,
-        planner: DocumentPlanner = NO_REUSE,
-        reasoning: bool = False,
-    ):
-        super().__init__(info, tokenizer, config, planner, reasoning)
-        self._admission = RequestLimits(config)
+    def __init__(self, inputs: InputProcessor, send: Callable[[Inbound], None]):
+        self.inputs = inputs
+        self._admission = RequestLimits(inputs.config)
         self._send = send
         self._open: dict[str, Choice] = {}
         self._by_submission: dict[tuple[str, str], set[str]] = {}
@@ -80,7 +124,7 @@ class Frontend(InputProcessor):
 
         Args:
             submission: the prompt and its parameters.
-            tokens: the prompt as `encode` returned it.
+            tokens: the prompt as `InputProcessor.encode` returned it.
             index: the submission's place in its call.
             on_output: called with every Output, the last of a completion with `finish` set, or once per completion
                 with an error.
@@ -99,15 +143,15 @@ class Frontend(InputProcessor):
         now = time.monotonic()
         fields = sampling.model_dump(exclude={"stop"})  # stop strings are found here, in the text
         if sampling.max_new_tokens is None:
-            fields["max_new_tokens"] = self.most_output(length, length if placed is None else placed.stop)
-        reuse = self.reuse_of(submission)
+            fields["max_new_tokens"] = self.inputs.most_output(length, length if placed is None else placed.stop)
+        reuse = self.inputs.reuse_of(submission)
         self._by_submission[submission.key] = rids = set()
         self._serial += 1
         for choice in range(sampling.n):
             # The serial keeps late events of an ended request from one that reuses its id.
             rid = f"{submission.rid}/{choice}#{self._serial}"
             seed = None if sampling.seed is None else (sampling.seed + choice) % (1 << 63)
-            text = TextStream(self.tokenizer, sampling)
+            text = TextStream(self.inputs.tokenizer, sampling)
             waiting = 0 if choice else length
             output = Output(index, choice, submission.rid, prompt_tokens=length)
             self._open[rid] = Choice(submission, text, on_output, now, waiting, output)
@@ -144,24 +188,29 @@ class Frontend(InputProcessor):
                 self._send(Abort(choice))
                 self._close(choice)
 
-    def fail(self, rid: str, error: RametError) -> None:
-        if (choice := self._open.get(rid)) is not None:
-            self._send(Abort(rid))
-            self._close(rid)
-            choice.on_output(error)
-
     def fail_all(self, error: RametError) -> None:
         """End every open completion with `error`: the engine is gone."""
         for rid in list(self._open):
-            choice = self._open[rid]
-            self._close(rid)
-            choice.on_output(error)
+            self._close(rid).on_output(error)
 
-    def handle(self, event: TokenEvent) -> None:
-        """Pass a step's event on to its completion; events of forgotten requests are ignored."""
-        choice = self._open.get(event.rid)
-        if choice is None:
-            return
+    def take(self, events: list[TokenEvent]) -> None:
+        """Pass a step's events on to their completions; events of forgotten requests are ignored."""
+        for event in events:
+            if (choice := self._open.get(event.rid)) is None:
+                continue
+            try:
+                self._take(choice, event)
+            except Exception as error:
+                # This serves all requests and must go on.
+                log.exception("the output of request %s could not be processed", event.rid)
+                if event.rid in self._open:
+                    self._send(Abort(event.rid))
+                    self._close(event.rid)
+                    if not isinstance(error, RametError):
+                        error = RametError("the output could not be made into text")
+                    choice.on_output(error)
+
+    def _take(self, choice: Choice, event: TokenEvent) -> None:
         output = choice.output
         if event.prompt_logprobs is not None:
             output.prompt_logprobs = (output.prompt_logprobs or []) + event.prompt_logprobs
@@ -208,7 +257,7 @@ class Frontend(InputProcessor):
             self._admission.begin(choice.submission.account, choice.waiting_tokens)
             choice.waiting_tokens = 0
 
-    def _close(self, rid: str) -> None:
+    def _close(self, rid: str) -> Choice:
         choice = self._open.pop(rid)
         self._begin(choice)
         self._admission.leave(choice.submission.account)
@@ -216,6 +265,7 @@ class Frontend(InputProcessor):
         rids.discard(rid)
         if not rids:
             del self._by_submission[choice.submission.key]
+        return choice
 
 
 def _note_admission(output: Output, event: TokenEvent) -> None:

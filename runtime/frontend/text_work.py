@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.grammar_process import GrammarProcesses
+from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Submission
-from runtime.frontend.processor import Frontend
 from runtime.sampling.grammar import COMPILE_TIMEOUT_S
 from runtime.sampling.turns import Turns
 
@@ -41,9 +41,9 @@ class TextWork:
         self._processes = GrammarProcesses(grammar_timeout_s)
         self._checked: OrderedDict[tuple[str, str | None, str], bool] = OrderedDict()
 
-    async def encode(self, frontend: Frontend, submission: Submission) -> list[int]:
-        """As `Frontend.encode`; a grammar is checked, too."""
-        tokens = await self.run(submission.account, partial(frontend.encode, submission))
+    async def encode(self, inputs: InputProcessor, submission: Submission) -> list[int]:
+        """As `InputProcessor.encode`; a grammar is checked, too."""
+        tokens = await self.run(submission.account, partial(inputs.encode, submission))
         if submission.sampling.constrained:
             await self._check_grammar(submission)
         return tokens

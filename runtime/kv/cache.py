@@ -161,7 +161,9 @@ class PagedCache:
             cached: number of them that the tree will hold; default: all.
         """
         if count > self.num_available:
-            return None
+            self.pins.expire()
+            if count > self.num_available:
+                return None
         self.allocator.release(self.tree.make_room(owner, count if cached is None else cached))
         if (short := count - self.allocator.num_free) > 0:
             self.allocator.release(self.tree.evict(short))

@@ -11,7 +11,8 @@ import torch
 from runtime.execution.flashinfer_package import load_flashinfer
 from runtime.execution.transfers import upload
 from runtime.params import SamplingParams
-from runtime.sampling.sampler import Sampler, highest, keep_typical
+from runtime.sampling.filters import keep_typical
+from runtime.sampling.sampler import Sampler, highest
 
 
 def make_sampler(

@@ -17,7 +17,7 @@ from runtime.sampling.sampler import Sampled, Sampler
 _NO_ROWS, _ONE_ROW = np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
 
 
-# Rows of the logits, None for all of them in order; their requests; `InFlight.expected`.
+# Rows of the logits, None for all of them in order; their requests; what drafts expect, see `Sampler.sample`.
 _Asking = tuple[list[int] | None, list[Request], list[int | None]]
 
 
@@ -42,21 +42,19 @@ class NextToken(Decoding):
             return np.arange(work.count)
         return _ONE_ROW if work.count == 1 else np.array((work.count - 1,))
 
-    def choose(
-        self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor
-    ) -> tuple[list[Request], Sampled | None, list[int | None]]:
+    def choose(self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor) -> Sampled | None:
         if places is not self._places:  # else the requests are those of the step before, one row each
             self._places, self._asking = places, _asking(work, places, len(logits))
         index, requests, expected = self._asking
         if not requests:
-            return [], None, []
+            return None
         if index is not None:
             logits = logits[upload(torch.tensor(index), logits.device)]
-        return requests, self._sampler.sample(logits, requests, work[0].ahead, expected), expected
+        return self._sampler.sample(logits, requests, work[0].ahead, expected)
 
     def cut(self, request: Request, tokens: list[int]) -> list[int]:
         for i, token in enumerate(tokens):
-            if request.sampler.stops_at(token, request.num_output + i + 1):
+            if request.stops_at(token, request.num_output + i + 1):
                 return tokens[: i + 1]
         return tokens
 
@@ -94,7 +92,7 @@ class NextToken(Decoding):
         return found
 
     def _finish(self, request: Request, token: int) -> Finish | None:
-        if request.sampler.stops_at(token, request.num_output):
+        if request.stops_at(token, request.num_output):
             return Finish("stop", matched=token)
         if request.sampler.grammar is not None and request.sampler.grammar.complete:
             return Finish("stop")

@@ -14,6 +14,7 @@ from runtime.execution.transfers import Download, upload
 from runtime.params import SamplingParams
 from runtime.protocol import TokenLogprob
 from runtime.request import Request
+from runtime.sampling.filters import filter_probs, has_filters
 from runtime.sampling.logprobs import Measured, list_logprobs, measure_logprobs
 
 log = logging.getLogger("ramet.engine")
@@ -33,10 +34,6 @@ _LEAST_NOISE = 1e-30
 # Most rows that a CPU samples at once: larger buffers are allocated anew each time, which costs more than the work.
 _TOGETHER = 64
 
-# From this many tokens on, top-p counts them by classes of probability before it sorts.
-_MANY = 2048
-_ONE = 2.0**52
-
 
 class BadLogits(RametError):
     """A row of logits that is not finite."""
@@ -46,41 +43,73 @@ class BadLogits(RametError):
 
 
 class Sampled:
-    """One token for each of n requests, with its transfer to the host.
-
-    Attributes:
-        tokens: int64 [n], on the device; `NO_TOKEN` for a request that failed.
-    """
+    """One token for each row of logits, with its transfer to the host."""
 
     def __init__(
-        self, tokens: torch.Tensor, failures: Mapping[int, RametError], tops: Mapping[int, int], measured: Measured
+        self,
+        tokens: torch.Tensor,
+        failures: Mapping[int, RametError],
+        tops: Mapping[int, int],
+        measured: Measured,
+        requests: Sequence[Request],
+        expected: Sequence[int | None] | None,
     ):
         """Start the transfer.
 
         Args:
-            tokens: int64 [n].
-            failures: errors of requests without a token, except for bad logits.
-            tops: number of alternatives, for requests that want log-probabilities.
-            measured: log-probabilities of the requests in `tops`.
+            tokens: int64 [n]; `NO_TOKEN` for a row that failed.
+            failures: errors of rows without a token, except for bad logits.
+            tops: number of alternatives, for rows whose requests want log-probabilities.
+            measured: log-probabilities of the rows in `tops`.
+            requests, expected: as for `Sampler.sample`.
         """
-        self.tokens = tokens
-        self._failures, self._tops = failures, tops
+        self._tokens, self._failures, self._tops = tokens, failures, tops
+        self._requests, self._expected = requests, expected
         self._download = Download([tokens, *measured], tokens.device)
 
+    def on_device(self, requests: Sequence[Request]) -> torch.Tensor:
+        """Tokens int64 [n] of some of the requests, without a wait; 0 in place of a failure."""
+        tokens = self._tokens.clamp_min(0)
+        if requests == self._requests:
+            return tokens
+        rows = {request: row for row, request in enumerate(self._requests)}
+        index = torch.tensor([rows[request] for request in requests], dtype=torch.int64)
+        return tokens[upload(index, tokens.device)]
+
     def read(self) -> list[int | RametError]:
-        """Wait for the tokens; an error in place of the token of a request that failed."""
+        """Wait for the tokens; an error in place of the token of a row that failed."""
         tokens = self._download.wait()[0].tolist()
         return [self._failures.get(i) or BadLogits() if t == NO_TOKEN else t for i, t in enumerate(tokens)]
 
-    def logprobs(self) -> dict[int, TokenLogprob]:
-        """Wait for the log-probabilities of the requests in `tops`, by index."""
+    def chosen(self) -> dict[Request, list[int] | RametError]:
+        """Wait for the tokens; the next ones of each request, or its error.
+
+        There are several where a draft was right. Behind right ones an error is left to the next step.
+        """
+        found: dict[Request, list[int] | RametError] = {}
+        following: list[int] = []  # tokens of the request whose rows come now; none once one of them is wrong
+        expected = self._expected or [None] * len(self._requests)
+        for request, before, token in zip(self._requests, expected, self.read(), strict=True):
+            if before is None:
+                following = [] if isinstance(token, RametError) else [token]
+                found[request] = token if isinstance(token, RametError) else following
+            elif not following or following[-1] != before or isinstance(token, RametError):
+                following = []
+            else:
+                following.append(token)
+        return found
+
+    def logprobs(self) -> dict[Request, list[TokenLogprob]]:
+        """Log-probabilities of the tokens, for requests that want them; for drafts more than `chosen` has tokens."""
+        found: dict[Request, list[TokenLogprob]] = {}
         if not self._tops:
-            return {}
+            return found
         tokens, *measured = self._download.wait()
-        found = list_logprobs(tokens[list(self._tops)].tolist(), measured)
-        for logprob, top in zip(found, self._tops.values(), strict=True):
+        listed = list_logprobs(tokens[list(self._tops)].tolist(), measured)
+        for logprob, (row, top) in zip(listed, self._tops.items(), strict=True):
             del logprob.top[top:]
-        return dict(zip(self._tops, found, strict=True))
+            found.setdefault(self._requests[row], []).append(logprob)
+        return found
 
 
 def highest(logits: torch.Tensor) -> torch.Tensor:
@@ -123,11 +152,11 @@ class Sampler:
             logits: float32 [n, vocab]; neither changed nor read after the return.
             requests: n requests; one with a draft appears once per row.
             ahead: number of tokens of each request that the host has not read yet.
-            expected: for the rows of drafts, see `InFlight`.
+            expected: by row, the draft's token that the row before it has to choose; None: the row follows no draft.
         """
         tokens = best = self._argmax(logits)
         if all([request.sampler.params.takes_best for request in requests]):
-            return Sampled(best, {}, *self._measure(logits, best, requests))
+            return Sampled(best, {}, *self._measure(logits, best, requests), requests, expected)
         aheads = _aheads(len(requests), ahead, expected)
         adjusts = [_adjusts(request, at) for request, at in zip(requests, aheads, strict=True)]
         alone = [i for i, adjusted in enumerate(adjusts) if adjusted]
@@ -156,7 +185,7 @@ class Sampler:
             tokens.index_fill_(0, self._index(list(failures)), NO_TOKEN)
         if tokens is not best:
             tokens = tokens.where(best != NO_TOKEN, NO_TOKEN)
-        return Sampled(tokens, failures, *self._measure(logits, tokens, requests))
+        return Sampled(tokens, failures, *self._measure(logits, tokens, requests), requests, expected)
 
     def _measure(
         self, logits: torch.Tensor, tokens: torch.Tensor, requests: Sequence[Request]
@@ -194,7 +223,7 @@ class Sampler:
         """The distributions [n, vocab] of n requests after temperature and filters; dropped tokens have 0."""
         probs = (logits / self._column([p.divisor for p in params])).softmax(-1)
         for row, p in zip(probs, params, strict=True):
-            if _filters(p):
+            if has_filters(p):
                 row.copy_(filter_probs(row, p, self._may_wait))
         return probs
 
@@ -282,77 +311,6 @@ def draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     return (block * _BLOCK + token).where(inside.sum(-1).isfinite(), NO_TOKEN)
 
 
-def filter_probs(probs: torch.Tensor, params: SamplingParams, may_wait: bool = True) -> torch.Tensor:
-    """A distribution [vocab] after top-k, then top-p, typical-p and min-p; dropped tokens have 0.
-
-    `may_wait`: whether top-p may wait for the device, which makes it faster.
-    """
-    if 0 < params.top_k < len(probs):
-        values, tokens = probs.topk(params.top_k)
-        probs = torch.zeros_like(probs).scatter_(0, tokens, values)
-        probs /= probs.sum()
-    if params.top_p < 1:
-        probs = keep_top(probs, params.top_p, may_wait)
-    if params.typical_p < 1:
-        probs = keep_typical(probs, params.typical_p)
-    if params.min_p > 0:
-        probs = probs.masked_fill(probs < params.min_p * probs.max(), 0)
-    return probs
-
-
-def _filters(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1 or params.typical_p < 1 or params.min_p > 0
-
-
-def keep_top(probs: torch.Tensor, mass: float, may_wait: bool) -> torch.Tensor:
-    """Keep the fewest likeliest tokens of a distribution [vocab] that reach `mass`; of equal ones, the first.
-
-    `may_wait`: see `filter_probs`.
-    """
-    kept, rest = torch.zeros_like(probs), mass * _ONE
-    if not may_wait:
-        tokens = torch.arange(len(probs), device=probs.device)
-    else:
-        # Dropping tokens below half of the mean dropped probability leaves few tokens to sort.
-        tokens = (probs > (1 - mass) / 2 / len(probs)).nonzero()[:, 0]
-        if len(tokens) > _MANY:
-            kept, tokens, rest = _split_top(probs, tokens, rest)
-    values, order = probs[tokens].sort(descending=True, stable=True)
-    parts = _whole(values)
-    return kept.scatter_(0, tokens[order], values.masked_fill(parts.cumsum(0) - parts >= rest, 0))
-
-
-def _split_top(probs: torch.Tensor, tokens: torch.Tensor, rest: float) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Tokens kept for sure, the tokens of nearly equal probability among which `rest` is reached, and theirs of it."""
-    bits = probs.view(torch.int32)
-    classes = bits[tokens] >> 16  # exponent and 7 bits of the fraction, in the order of the numbers
-    sums = torch.bincount(classes, _whole(probs[tokens]))
-    above = sums.flip(0).cumsum(0).flip(0)
-    edge = max(int((above >= rest).sum()) - 1, 0)
-    kept = probs.where(bits >= (edge + 1) << 16, 0)
-    return kept, tokens[(classes == edge).nonzero()[:, 0]], rest - float(above[edge] - sums[edge])
-
-
-def _whole(probs: torch.Tensor) -> torch.Tensor:
-    """Probabilities as multiples of 1 / `_ONE`, float64: sums of these are exact, in any order."""
-    return (probs.double() * _ONE).floor_()
-
-
-def keep_typical(probs: torch.Tensor, mass: float) -> torch.Tensor:
-    """Locally typical sampling (Meister et al., 2023): only tokens whose surprise is nearest to the entropy.
-
-    Args:
-        probs: [vocab]; dropped tokens have 0.
-        mass: share of the sum of `probs` that the kept tokens reach.
-    """
-    probs = probs / probs.sum()
-    surprise = -probs.log()  # infinite for dropped tokens, which come last
-    entropy = (probs * surprise).nansum()
-    tokens = (surprise - entropy).abs().argsort(stable=True)
-    values = probs[tokens]
-    return torch.zeros_like(probs).scatter_(0, tokens, values.masked_fill(values.cumsum(0) - values >= mass, 0))
-
-
 def _mix(seed: int, place: int) -> int:
     """63 bits that all depend on seed and place (SplitMix64's finalizer)."""
     z = (seed + (place + 1) * 0x9E3779B97F4A7C15) & _WORD
@@ -373,7 +331,7 @@ def _aheads(rows: int, ahead: int, expected: Sequence[int | None] | None) -> lis
 def _ended(request: Request, token: int, num_drafted: int) -> bool:
     """Whether a request ends with a token, `num_drafted` of a draft included."""
     done = request.sampler.grammar is not None and request.sampler.grammar.complete
-    return done or request.sampler.stops_at(token, request.num_output + num_drafted)
+    return done or request.stops_at(token, request.num_output + num_drafted)
 
 
 def _adjusts(request: Request, ahead: int) -> bool:

@@ -13,6 +13,7 @@ from radix.node import TOKEN_BYTES
 from runtime.config import Config
 from runtime.errors import RametError
 from runtime.frontend.async_engine import AsyncEngine
+from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import MarkedText, Submission
 from runtime.frontend.processor import Frontend
 from runtime.frontend.stream import OutputStream
@@ -40,12 +41,12 @@ class _NoEngine(AsyncEngine):
 
     async def start(self) -> None:
         await self._load()
-        self._frontend = Frontend(self.info, self.tokenizer, lambda _: None, self.config.scheduler)
+        self._frontend = Frontend(InputProcessor(self.info, self.tokenizer, self.config.scheduler), lambda _: None)
 
     async def open(self, submissions: list[Submission], timeout_s: float | None = None) -> OutputStream:
         """Raise `_Found` for the first prompt."""
         first = submissions[0]
-        tokens = await self._work.run(first.account, partial(self._running().encode, first))
+        tokens = await self._work.run(first.account, partial(self._running().inputs.encode, first))
         key = array("i", tokens).tobytes() if isinstance(first.prompt, str | MarkedText | list) else b""
         found = block_hashes(key, self.info.page_size * TOKEN_BYTES, None, first.namespace)
         raise _Found(array("Q", found).tobytes())

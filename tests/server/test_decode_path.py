@@ -17,8 +17,8 @@ from server.app import create_app
 ROOT = Path(radix.__file__).parents[1]
 PACKAGES = ("radix", "runtime", "server")
 # Rooms around the model's step; and modules and calls of functions in all packages.
-AROUND, MOST_AROUND = ("runtime/engine", "runtime/frontend", "server"), 20
-MOST_MODULES, MOST_CALLS = 34, 130
+AROUND, MOST_AROUND = ("runtime/engine", "runtime/frontend", "server"), 13
+MOST_MODULES, MOST_CALLS = 24, 120
 # Steady decode: the tokens of the stream between these two, without a new page among them.
 FIRST, LAST = 20, 28
 

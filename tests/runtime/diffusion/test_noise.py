@@ -17,8 +17,8 @@ from runtime.denoising import DiffusionParams
 from runtime.diffusion.noise import NoiseCanvas
 from runtime.engine.core import EngineCore
 from runtime.errors import InvalidRequest, ModelError
+from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Submission
-from runtime.frontend.processor import Frontend
 from runtime.models.implementation import context_of
 from runtime.params import SamplingParams
 from runtime.sampling.sampler import BadLogits
@@ -212,20 +212,20 @@ def test_a_canvas_that_cannot_be_a_whole_one_is_refused(path):
     core = make_core(path, page_size=16, pool_tokens=64)
     driver = DenoiseDriver(core)
     assert len(driver.one(text(64 - CANVAS), gen_length=3)) == 3
-    frontend, sampling = Frontend(core.info, None, lambda message: None, core.config.scheduler), SamplingParams()
+    inputs, sampling = InputProcessor(core.info, None, core.config.scheduler), SamplingParams()
     sampling.max_new_tokens = 3
-    assert frontend.encode(Submission(text(64 - CANVAS), sampling)) == text(64 - CANVAS)
+    assert inputs.encode(Submission(text(64 - CANVAS), sampling)) == text(64 - CANVAS)
     with pytest.raises(InvalidRequest, match=f"canvases of {CANVAS} take {CANVAS} more"):
-        frontend.encode(Submission(text(65 - CANVAS), sampling))
-    assert frontend.encode(Submission(text(90), sampling, last_tokens=-1)) == text(90)[-(64 - CANVAS) :]
+        inputs.encode(Submission(text(65 - CANVAS), sampling))
+    assert inputs.encode(Submission(text(90), sampling, last_tokens=-1)) == text(90)[-(64 - CANVAS) :]
     sampling.max_new_tokens = None
     for most, prompt, length in ((None, 4, 5 * CANVAS), (None, 30, 2 * CANVAS), (7, 4, 7), (None, 52, CANVAS)):
         core.config.scheduler.max_output_tokens = most
         submission = Submission(text(prompt), sampling)
-        frontend.encode(submission)
+        inputs.encode(submission)
         assert submission.diffusion.gen_length == length, "no limit is set: what there is room for"
     with pytest.raises(InvalidRequest, match=f"canvases of {CANVAS} take {CANVAS} more"):
-        frontend.encode(Submission(text(53), sampling))
+        inputs.encode(Submission(text(53), sampling))
 
 
 def test_logits_that_are_no_numbers_end_the_request(driver, path):

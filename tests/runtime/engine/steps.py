@@ -100,7 +100,7 @@ class Engine:
 
     @property
     def blocked(self) -> str:
-        return "".join(request.rid for request in self.scheduler.blocked)
+        return "".join(request.rid for waits in self.scheduler.blocked.values() for request in waits)
 
 
 def prompt(number: int, length: int) -> list[int]:

@@ -273,7 +273,7 @@ def test_every_blocked_request_wakes_once(tiny_dir, event):
     for i in range(8):
         driver.add(str(i), [*root, i], max_new_tokens=2)
     driver.step()
-    assert len(core.scheduler.blocked) == 7
+    assert core.scheduler.num_blocked == 7
     woken, add = [], core.scheduler.add
 
     def watched(request, **options):

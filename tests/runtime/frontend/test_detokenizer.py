@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.frontend.detokenizer import TextStream
+from runtime.frontend.processor import TextStream
 from runtime.models.tokenizer import Detokenizer, Tokenizer
 from runtime.params import SamplingParams
 

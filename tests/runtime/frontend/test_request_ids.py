@@ -11,6 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, 
 
 from runtime.config import SchedulerConfig
 from runtime.errors import InvalidRequest, RateLimited
+from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Submission
 from runtime.frontend.processor import Frontend
 from runtime.frontend.stream import OutputStream
@@ -38,7 +39,7 @@ def tokenizer(tiny_dir):
 
 @pytest.fixture
 def frontend(tokenizer, sent):
-    return Frontend(INFO, tokenizer, sent.append, SchedulerConfig())
+    return Frontend(InputProcessor(INFO, tokenizer, SchedulerConfig()), sent.append)
 
 
 def submit(stream: OutputStream, *rids: str) -> None:
@@ -52,7 +53,7 @@ def test_a_stream_that_is_closed_leaves_the_successor_of_a_finished_id_alone(fro
     with pytest.raises(InvalidRequest, match="in use"):
         submit(second, "one")
     one, two = (message.rid for message in sent if isinstance(message, AddRequest))
-    frontend.handle(TokenEvent(one, [5], Finish("stop")))
+    frontend.take([TokenEvent(one, [5], Finish("stop"))])
     submit(second, "one")
     successor = sent[-1].rid
     first.close()
@@ -73,7 +74,7 @@ class Lives(RuleBasedStateMachine):
         super().__init__()
         self.sent = []
         limits = FewTokens(max_running=4, max_waiting=30, key_share=0.12)
-        self.frontend = Frontend(INFO, self.tokenizer, self.sent.append, limits)
+        self.frontend = Frontend(InputProcessor(INFO, self.tokenizer, limits), self.sent.append)
         self.live: dict[tuple[str, str], tuple[OutputStream, list[str]]] = {}
         self.waiting: dict[str, tuple[str, int]] = {}  # by the engine's id: account and tokens
 
@@ -111,7 +112,7 @@ class Lives(RuleBasedStateMachine):
         if not rids or data.draw(st.booleans()):
             rids = [message.rid for message in self.sent if isinstance(message, AddRequest)]
         rid = data.draw(st.sampled_from(rids)) if rids else "never"
-        self.frontend.handle(TokenEvent(rid, [5], Finish("stop") if ends else None))
+        self.frontend.take([TokenEvent(rid, [5], Finish("stop") if ends else None)])
         self.waiting.pop(rid, None)
         if ends:
             self.forget(rid)

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from runtime.config import SchedulerConfig
+from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Output, Submission
 from runtime.frontend.processor import Frontend
 from runtime.frontend.stream import OutputStream
@@ -21,13 +22,13 @@ TEXT = "One, two, three END four, five END six."
 def outputs_of(tokenizer, pieces, **params):
     """The Outputs of tokens that come in pieces, and whether the engine was told to stop."""
     found, sent = [], []
-    frontend = Frontend(INFO, tokenizer, sent.append, SchedulerConfig())
+    frontend = Frontend(InputProcessor(INFO, tokenizer, SchedulerConfig()), sent.append)
     frontend.submit(Submission([1], SamplingParams(**params)), [1], 0, found.append)
     rid = next(message.rid for message in sent if isinstance(message, AddRequest))
     for i, piece in enumerate(pieces):
         last = Finish("length") if i == len(pieces) - 1 else None
         logprobs = [TokenLogprob(token, -1.0, []) for token in piece]
-        frontend.handle(TokenEvent(rid, piece, last, logprobs=logprobs))
+        frontend.take([TokenEvent(rid, piece, last, logprobs=logprobs)])
     return found, any(isinstance(message, Abort) for message in sent)
 
 
@@ -52,17 +53,17 @@ def test_a_stop_string_ends_the_output_at_its_last_token(tiny_dir, params, size)
 def test_a_slow_reader_gets_what_has_arrived_of_a_completion_as_one(tiny_dir):
     tokenizer, sent = Tokenizer.load(tiny_dir), []
     tokens = tokenizer.encode(TEXT)
-    stream = OutputStream(Frontend(INFO, tokenizer, sent.append, SchedulerConfig()))
+    stream = OutputStream(Frontend(InputProcessor(INFO, tokenizer, SchedulerConfig()), sent.append))
     stream.submit(Submission([1], SamplingParams(n=2)), [1])
     first, second = (message.rid for message in sent)
 
     async def read() -> list[Output]:
         for token in tokens[:3]:
-            stream._frontend.handle(TokenEvent(first, [token]))
-        stream._frontend.handle(TokenEvent(second, tokens[:1], Finish("length")))
+            stream._frontend.take([TokenEvent(first, [token])])
+        stream._frontend.take([TokenEvent(second, tokens[:1], Finish("length"))])
         found = [await anext(stream)]
         for i, token in enumerate(tokens[3:], start=4):
-            stream._frontend.handle(TokenEvent(first, [token], Finish("length") if i == len(tokens) else None))
+            stream._frontend.take([TokenEvent(first, [token], Finish("length") if i == len(tokens) else None)])
         return found + [output async for output in stream]
 
     outputs = asyncio.run(read())

@@ -12,6 +12,7 @@ from radix import Namespace
 from runtime.config import make_config
 from runtime.errors import InvalidRequest, RateLimited
 from runtime.frontend.async_engine import AsyncEngine
+from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Submission
 from runtime.frontend.processor import Frontend
 from runtime.frontend.text_work import TextWork
@@ -55,7 +56,7 @@ def engine(slow):
     engine.sent = []
     limits = FewTokens(max_running=4, max_waiting=12, tokens=2000)
     engine.tokenizer = slow
-    engine._frontend = Frontend(INFO, slow, engine.sent.append, limits)
+    engine._frontend = Frontend(InputProcessor(INFO, slow, limits), engine.sent.append)
     yield engine
     engine._work.close()
 
@@ -139,7 +140,7 @@ def test_where_a_grammar_cannot_be_followed_another_one_may_do(engine, monkeypat
 
     async def ask(sampling, otherwise):
         submission = Submission("x", sampling, otherwise=otherwise)
-        await engine._work.encode(engine._frontend, submission)
+        await engine._work.encode(engine._frontend.inputs, submission)
         return submission.sampling
 
     async def run():
@@ -162,13 +163,13 @@ def test_a_grammar_without_end_is_its_keys_alone(engine):
     async def main() -> None:
         work = TextWork(1.5)
         ask = [Submission("x", SamplingParams(json_schema=ENDLESS), account="flood") for _ in range(2)]
-        flood = [asyncio.create_task(work.encode(engine._frontend, submission)) for submission in ask]
+        flood = [asyncio.create_task(work.encode(engine._frontend.inputs, submission)) for submission in ask]
         good = Submission("x", SamplingParams(regex="[a-z]+"), account="flood")
-        last = asyncio.create_task(work.encode(engine._frontend, good))
+        last = asyncio.create_task(work.encode(engine._frontend.inputs, good))
         other = [Submission("x", SamplingParams(regex=regex), account="other") for regex in ("[a-z]+", "(")]
-        assert await work.encode(engine._frontend, other[0]) == engine.tokenizer.encode("x")
+        assert await work.encode(engine._frontend.inputs, other[0]) == engine.tokenizer.encode("x")
         with pytest.raises(InvalidRequest, match="regex cannot be followed"):
-            await work.encode(engine._frontend, other[1])
+            await work.encode(engine._frontend.inputs, other[1])
         assert not last.done()
         for task in flood:
             with pytest.raises(InvalidRequest, match=r"json_schema takes longer than 1\.5 s"):

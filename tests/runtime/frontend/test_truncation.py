@@ -6,8 +6,8 @@ import pytest
 
 from runtime.config import SchedulerConfig
 from runtime.errors import InvalidRequest
+from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Submission
-from runtime.frontend.processor import Frontend
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import ModelInfo
@@ -18,11 +18,11 @@ from runtime.protocol import ModelInfo
 )
 def test_the_last_tokens_that_fit(tiny_dir, last, new, kept):
     info = ModelInfo("tiny", "", "", 10_000, 64, [2], "", "", "", 16, 4096)
-    frontend = Frontend(info, Tokenizer.load(tiny_dir), lambda message: None, SchedulerConfig())
+    inputs = InputProcessor(info, Tokenizer.load(tiny_dir), SchedulerConfig())
     ids = list(range(5, 205))
     submission = Submission(ids, SamplingParams(max_new_tokens=new), last_tokens=last)
     if kept is None:
         with pytest.raises(InvalidRequest, match="64 tokens"):
-            frontend.encode(submission)
+            inputs.encode(submission)
     else:
-        assert frontend.encode(submission) == ids[-kept:]
+        assert inputs.encode(submission) == ids[-kept:]

@@ -8,7 +8,8 @@ import torch
 from runtime.params import SamplingParams
 from runtime.request import Request
 from runtime.sampling.batched import BatchedSampler
-from runtime.sampling.sampler import BadLogits, Sampler, filter_probs
+from runtime.sampling.filters import filter_probs
+from runtime.sampling.sampler import BadLogits, Sampler
 from tests.runtime.execution.attention.stand_in import stand_in
 from tests.runtime.requests import make_request
 

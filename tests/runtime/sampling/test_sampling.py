@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from runtime.errors import InvalidRequest
 from runtime.params import SamplingParams
 from runtime.request import Request
-from runtime.sampling.sampler import NO_TOKEN, Sampler, draw, filter_probs, keep_top
+from runtime.sampling.filters import filter_probs, keep_top
+from runtime.sampling.sampler import NO_TOKEN, Sampler, draw
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.requests import make_request
 

@@ -116,7 +116,7 @@ def test_a_request_that_leaves_while_its_kv_is_loaded_leaves_no_page(tiny_dir, t
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     evict(core)
     driver.add("gone", PROMPTS[0], max_new_tokens=NEW)
-    assert len(core.scheduler.blocked) == 1
+    assert core.scheduler.num_blocked == 1
     driver.abort("gone")
     driver.run()
     assert driver.together(PROMPTS[:1], max_new_tokens=NEW) == expected[:1]

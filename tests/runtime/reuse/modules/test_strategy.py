@@ -80,7 +80,7 @@ def test_two_requests_that_import_a_module_at_once_compute_it_once(tiny_dir, ref
     for i, prompt in enumerate(prompts):
         driver.ask(f"{i}", prompt, NEW)
     blocked, run = [], driver.core.executor.run
-    driver.core.executor.run = lambda batch: blocked.append(len(driver.core.scheduler.blocked)) or run(batch)
+    driver.core.executor.run = lambda batch: blocked.append(driver.core.scheduler.num_blocked) or run(batch)
     driver.run()
     check(driver, reference)
     assert blocked[:4] == [2] * 4, "while the shared module is encoded, in four chunks"
