@@ -14,7 +14,7 @@ from runtime.sampler_state import SamplerState
 
 
 def open_request(message: AddRequest, info: ModelInfo, strategy: Strategy, decoding: Decoding, serial: int) -> Request:
-    """The request of a message. Raises InvalidRequest where its strategy or its decoding cannot serve it."""
+    """The request of a message. Raises InvalidRequest if it can never be served."""
     tokens = array("i")
     tokens.frombytes(message.tokens)
     sampling = SamplingParams.model_construct(**message.sampling)
@@ -29,19 +29,13 @@ def open_request(message: AddRequest, info: ModelInfo, strategy: Strategy, decod
     request.arrival_s = time.monotonic()
     decoding.open(request, message.diffusion or {})
     strategy.open(request, message.reuse or {})
-    _check_positions(request, info.context_length)
+    # Segments are found later: a strategy that lets requests place them checks their positions in `open`.
+    last = request.sequence.position(request.max_length - 1)
+    for used, limit, what in (
+        (last + 1, info.context_length, "positions; the model's context is"),
+        (request.max_length + len(request.entry_tokens), info.pool_tokens, "tokens of KV; the pool holds"),
+    ):
+        if used > limit:
+            refused = f"the request takes up to {used} {what} {limit} tokens"
+            raise InvalidRequest(refused, param="prompt", code="context_length_exceeded")
     return request
-
-
-def _check_positions(request: Request, context_length: int) -> None:
-    """Raise InvalidRequest where the sequence's last position, which need not be an index, is beyond the context.
-
-    Segments are found later: a strategy that lets requests place them checks their positions in `open`.
-    """
-    last = request.sequence.position(request.max_length - 1) + 1
-    if last > context_length:
-        raise InvalidRequest(
-            f"the request's positions go up to {last}; the model's context is {context_length} tokens",
-            param="prompt",
-            code="context_length_exceeded",
-        )

@@ -55,7 +55,6 @@ class AsyncEngine:
         self.paused = False
         self.adapters = Adapters(self.call, config.model)
         self._host = host or EngineProcess(config, quotas or {})
-        self._reason: EngineDead | None = None
         self._connection: Connection | None = None
         self._frontend: Frontend | None = None
         self._dead = asyncio.Event()
@@ -70,7 +69,15 @@ class AsyncEngine:
     async def start(self) -> None:
         """Start the engine and wait until it is ready. Raises ModelError if it cannot load."""
         try:
-            self._supervisor = asyncio.create_task(self._supervise(await self._connect()))
+            path = await self._load()
+            connection = self._connection = Connection(self._host)
+            self.info = await connection.open(path)
+            planner = DocumentPlanner.load(self.config.cache.document_method, path)
+            shares_steps = self.config.cache.reuse == "reasoncache"
+            inputs = InputProcessor(self.info, self.tokenizer, self.config.scheduler, planner, shares_steps)
+            self._frontend = Frontend(inputs, connection.send)
+            connection.on_events = self._frontend.take
+            self._supervisor = asyncio.create_task(self._supervise(connection))
             await self.adapters.open()
         except BaseException:
             await self.stop()
@@ -81,18 +88,6 @@ class AsyncEngine:
         path = await asyncio.to_thread(resolve_model, self.config.model)
         self.tokenizer = await asyncio.to_thread(Tokenizer.load, path, self.config.model.chat_template)
         return path
-
-    async def _connect(self) -> Connection:
-        """Start an engine. Raises ModelError."""
-        path = await self._load()
-        connection = self._connection = Connection(self._host)
-        self.info = await connection.open(path)
-        cache, limits = self.config.cache, self.config.scheduler
-        planner = DocumentPlanner.load(cache.document_method, path)
-        inputs = InputProcessor(self.info, self.tokenizer, limits, planner, cache.reuse == "reasoncache")
-        self._frontend = Frontend(inputs, connection.send)
-        connection.on_events = self._frontend.take
-        return connection
 
     async def _supervise(self, connection: Connection) -> None:
         """Wait for the engine's death; then fail all open requests."""
@@ -105,8 +100,7 @@ class AsyncEngine:
         if self._stopping:
             return
         log.error("the engine process ended with code %s", code)
-        self._reason = self._host.error or EngineDead("the engine process died; this request is lost")
-        self._fail(self._reason)
+        self._fail(self._host.error or EngineDead("the engine process died; this request is lost"))
         self._dead.set()
 
     def kill(self) -> None:
@@ -279,7 +273,8 @@ class AsyncEngine:
 
     def _running(self) -> Frontend:
         if self._frontend is None:
-            raise self._reason or EngineDead("the engine is not running")
+            dead = None if self._connection is None else self._connection.dead
+            raise dead or EngineDead("the engine is not running")
         return self._frontend
 
 

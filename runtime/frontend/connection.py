@@ -113,6 +113,7 @@ class Connection:
 
     Attributes:
         on_events: called with the events of each step.
+        dead: why calls are refused; None: they are not.
         ended: the engine's exit code; None before the start.
     """
 
@@ -123,7 +124,7 @@ class Connection:
         self._inbox, self._outbox = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._num_calls = 0
-        self._dead: EngineDead | None = None
+        self.dead: EngineDead | None = None
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[ModelInfo] = self._loop.create_future()
         self.ended: asyncio.Task[int] | None = None
@@ -165,8 +166,8 @@ class Connection:
 
     async def call(self, call: Call) -> dict[str, Any]:
         """The answer to an operator's call. Raises RametError if it fails; cancelling gives it up."""
-        if self._dead is not None:
-            raise self._dead
+        if self.dead is not None:
+            raise self.dead
         self._num_calls += 1
         number, future = self._num_calls, self._loop.create_future()
         self._calls[number] = future
@@ -182,7 +183,7 @@ class Connection:
 
     def fail(self, error: EngineDead) -> None:
         """End all calls, and refuse new ones."""
-        self._dead = error
+        self.dead = self.dead or error
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(error)

@@ -60,10 +60,11 @@ class InputProcessor:
             refuse_reuse(submission.reuse)
         if isinstance(submission.reuse, ReasoningParams) and (reason := self._no_reasoning(submission)):
             raise InvalidRequest(f"reasoning steps are not shared {reason}", param="reuse")
+        if isinstance(prompt, DocumentPrompt) and prompt.reuse is not None and (reason := self._exact(submission)):
+            raise InvalidRequest(f"documents are not reused {reason}", param="reuse")
         if isinstance(prompt, ModulePrompt):
             return self._check_modules(submission, prompt)
         if isinstance(prompt, DocumentPrompt):
-            self._check_documents(submission, prompt)
             prompt = prompt.tokens
         tokens = self._tokenize(submission, prompt) if isinstance(prompt, str | MarkedText) else prompt
         if submission.last_tokens is not None:
@@ -137,20 +138,23 @@ class InputProcessor:
         """The tokens of a prompt with documents, and how these are reused. Raises InvalidRequest."""
         self.check_text(prompt.num_characters, "prompt")
         asked = None if isinstance(submission.reuse, ReasoningParams) else submission.reuse
-        special = self.info.diffusion is not None or submission.prompt_logprobs_from is not None
-        if asked is None and (special or submission.namespace.adapter):
+        if asked is None and self._exact(submission):
             asked = _NONE  # the default is for those that it can serve
         return self._planner.plan(prompt.tokenize(self.tokenizer, submission.add_special_tokens), asked)
 
-    def _no_reasoning(self, submission: Submission) -> str | None:
-        """The reason for which a submission's reasoning steps cannot be shared; None: they can."""
-        prompt = submission.prompt
+    def _exact(self, submission: Submission) -> str | None:
+        """The reason why no approximate reuse can serve a submission; None: there is none."""
         if self.info.diffusion is not None:
             return "by a diffusion model"
         if submission.prompt_logprobs_from is not None:
             return "where log-probabilities of the prompt are wanted"
-        if submission.namespace.adapter:
-            return "with an adapter"
+        return "with an adapter" if submission.namespace.adapter else None
+
+    def _no_reasoning(self, submission: Submission) -> str | None:
+        """The reason why a submission's reasoning steps cannot be shared; None: they can."""
+        prompt = submission.prompt
+        if (reason := self._exact(submission)) is not None:
+            return reason
         if isinstance(prompt, ModulePrompt) or (isinstance(prompt, DocumentPrompt) and prompt.names):
             return "behind modules or documents"
         return None
@@ -163,17 +167,6 @@ class InputProcessor:
         if isinstance(asked, ReasoningParams):
             return asked.model_dump()
         return submission.prompt.reuse if isinstance(submission.prompt, PlacedPrompt) else None
-
-    def _check_documents(self, submission: Submission, prompt: DocumentPrompt) -> None:
-        """Raise InvalidRequest if the documents' reuse can never be served."""
-        if prompt.reuse is None:
-            return
-        if self.info.diffusion is not None:
-            raise InvalidRequest("a diffusion model reuses no documents", param="reuse")
-        if submission.namespace.adapter:
-            raise InvalidRequest("documents are not reused with an adapter", param="reuse")
-        if submission.prompt_logprobs_from is not None:
-            raise InvalidRequest("prompts whose documents are reused have no log-probabilities", param="reuse")
 
     def check_ids(self, tokens: list[int], param: str) -> None:
         """Raise InvalidRequest for ids that the model does not have."""

@@ -59,7 +59,7 @@ class Driver:
         message = {name: options.pop(name) for name in fields & options.keys()}
         sampling = SamplingParams(**{"temperature": 0, "ignore_eos": True, **options}).model_dump()
         self.tokens[rid], self.events[rid] = [], []
-        self.core.handle(AddRequest(rid, array("i", prompt).tobytes(), sampling, **message))
+        self.take(self.core.handle(AddRequest(rid, array("i", prompt).tobytes(), sampling, **message)))
 
     def take(self, events: list[TokenEvent]) -> None:
         for event in (event for event in events if not event.rid.startswith("(")):  # a pin's own request

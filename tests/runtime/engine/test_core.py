@@ -74,46 +74,6 @@ def test_namespaces_share_nothing(tiny_dir):
     assert [driver.cached(rid) for rid in "abcd"] == [0, 0, 112, 0]
 
 
-def test_priority_goes_first_among_waiting(tiny_dir):
-    driver = Driver(make_core(tiny_dir, max_running=1))
-    order: list[str] = []
-    for rid, priority in (("low", 0), ("high", 5), ("middle", 2)):
-        driver.add(rid, [len(rid), 7, 8], priority=priority, max_new_tokens=2)
-    driver.run(lambda _: order.extend(set(driver.finish) - set(order)))
-    order.extend(set(driver.finish) - set(order))
-    assert order == ["high", "middle", "low"]
-
-
-def test_a_retracted_request_loses_only_what_was_evicted(tiny_dir):
-    """Two requests that cannot both grow: the later one gives way, comes back, and its prompt is still cached."""
-    driver = Driver(make_core(tiny_dir, page_size=1, pool_tokens=64))
-    plain = Driver(make_core(tiny_dir, prefix_cache=False))
-    prompts = [[i, *range(200, 219)] for i in (1, 2)]
-    for i, prompt in enumerate(prompts):
-        driver.add(str(i), prompt, max_new_tokens=30)
-    driver.run()
-    assert driver.core.state()["retracted_requests"] > 0
-    assert [driver.tokens[str(i)] for i in range(2)] == plain.together(prompts, max_new_tokens=30)
-
-
-def test_a_failing_step_ends_its_requests_and_no_other(tiny_dir, monkeypatch):
-    core = make_core(tiny_dir)
-    driver = Driver(core)
-    driver.add("bad", [1, 2, 3], max_new_tokens=4)
-    run = core.executor.run
-
-    def fail(batch):
-        raise RuntimeError("out of something")
-
-    monkeypatch.setattr(core.executor, "run", fail)
-    driver.step()
-    monkeypatch.setattr(core.executor, "run", run)
-    assert driver.finish["bad"].type == "error"
-    assert "out of something" not in (driver.finish["bad"].message or "")
-    driver.together([[1, 2, 3]], max_new_tokens=2)
-    assert core.state()["failed_requests"] == 1
-
-
 @pytest.mark.parametrize("out_of_memory", [False, True])
 def test_one_poisoned_request_fails_alone(tiny_dir, monkeypatch, out_of_memory):
     core = make_core(tiny_dir, prefix_cache=False)
@@ -199,14 +159,6 @@ def test_pages_of_a_request_whose_logits_were_no_numbers_are_not_used_again(tiny
     assert driver.together([prompt], max_new_tokens=4) == plain.together([prompt], max_new_tokens=4)
 
 
-def test_generated_pages_cost_what_computing_them_took(tiny_dir):
-    driver = Driver(make_core(tiny_dir, page_size=4))
-    driver.together([list(range(100, 104))], max_new_tokens=40)
-    costs = [node.cost for node in driver.core.cache.tree.nodes()]
-    assert len(costs) > 1
-    assert all(cost > 0 for cost in costs)
-
-
 def test_a_step_s_time_is_divided_among_its_rows(tiny_dir):
     """12 rows and 4: their pages cost three parts and one of what the step took, and no more than that."""
     driver = Driver(make_core(tiny_dir, page_size=4))
@@ -261,6 +213,15 @@ def test_a_paused_engine_accepts_but_computes_nothing(tiny_dir):
     driver.run()
     assert driver.tokens["held"] == plain
     assert driver.finish["left"].type == "abort"
+
+
+def test_what_can_never_fit_into_the_pool_is_refused_at_once(tiny_dir):
+    driver = Driver(make_core(tiny_dir, page_size=4, pool_tokens=64))
+    driver.add("whole pool", range(100, 160), max_new_tokens=4)
+    driver.add("one more", range(100, 160), max_new_tokens=5)
+    assert (driver.finish["one more"].refused, driver.finish["one more"].code) == (True, "context_length_exceeded")
+    driver.run()
+    assert driver.finish["whole pool"].type == "length"
 
 
 def test_stop_token_minimum_and_ignore_eos(tiny_dir):
