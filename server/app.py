@@ -14,9 +14,10 @@ from fastapi.routing import APIRoute
 
 from runtime.config import Config
 from runtime.frontend.async_engine import AsyncEngine
+from runtime.logs import set_up_logs
 from server import admin, anthropic, documents, errors, openai, responses, schemas, sglang
 from server.admin.dashboard import Feed
-from server.auth.keys import Guard, Tenant
+from server.auth.keys import Guard, Tenant, read_keys
 from server.documents.store import DocumentStore
 from server.errors import ErrorBody
 from server.explain.answers import Answers
@@ -40,6 +41,20 @@ def find_routers(package: ModuleType) -> list[APIRouter]:
     """The routers of the modules of a package: a new route needs no other file than its own."""
     names = (module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."))
     return [found for name in names for found in vars(import_module(name)).values() if isinstance(found, APIRouter)]
+
+
+def prepare(config: Config) -> tuple[AsyncEngine, list[Tenant]]:
+    """Set up the logs of this process, and read the keys; an engine, not started, with the quotas of its tenants.
+
+    Raises:
+        RametError: if the file of keys cannot be used.
+    """
+    set_up_logs(config.server.log_level, config.server.log_format)
+    # Texts are tokenized one by one, and the library warns about each new process once it has threads of its own.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    tenants = read_keys(config.server.api_keys)
+    quotas = {tenant.account: tenant.quota for tenant in tenants if tenant.quota is not None}
+    return AsyncEngine(config, quotas), tenants
 
 
 def create_app(

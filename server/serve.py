@@ -19,10 +19,9 @@ from fastapi import FastAPI
 from runtime.config import Config
 from runtime.errors import RametError
 from runtime.frontend.async_engine import AsyncEngine
-from runtime.logs import set_up_logs
 from server.admin.dashboard import Feed
-from server.app import create_app
-from server.auth.keys import Tenant, read_keys
+from server.app import create_app, prepare
+from server.auth.keys import Tenant
 from server.http.connections import SEND_BUFFER_BYTES, Connection
 from server.http.context import find
 from server.http.listener import Listener, most_connections
@@ -64,16 +63,13 @@ def serve(config: Config) -> NoReturn:
     Raises:
         RametError: if it cannot start.
     """
-    set_up_logs(config.server.log_level, config.server.log_format)
-    # Texts are tokenized one by one, and the library warns about each new process once it has threads of its own.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    engine, tenants = prepare(config)
     _check_certificate(config)
-    tenants = read_keys(config.server.api_keys)
     most_connections(config.scheduler)
     _warn(config, tenants)
     trace = open_trace(config.server.record_trace, tenants)
     with _bind(config) as listener:
-        asyncio.run(_serve(config, listener, tenants, trace))
+        asyncio.run(_serve(config, listener, engine, tenants, trace))
 
 
 def _check_certificate(config: Config) -> None:
@@ -152,6 +148,17 @@ class _Server(uvicorn.Server):
         await asyncio.wait((self._accepting,))
         await super().shutdown(sockets)
 
+    async def stop_when_dead(self) -> None:
+        """Stop the server once its engine has died."""
+        await self.engine.wait_dead()
+        self.should_exit = True
+
+    async def stop_when_forced(self, forced: asyncio.Event) -> None:
+        """Stop the server at once when asked to."""
+        await forced.wait()
+        self.engine.kill()
+        self.force_exit = self.should_exit = True
+
     async def drain(self) -> None:
         """Once shutdown is requested, wait for open requests to end or `drain_s` to pass; then stop the server."""
         await self.shutdown_flag.wait()
@@ -173,22 +180,22 @@ async def _wait_while(open_: Callable[[], object], seconds: float) -> None:
         await asyncio.sleep(_DRAIN_POLL_S)
 
 
-async def _serve(config: Config, listener: socket.socket, tenants: list[Tenant], trace: Trace | None) -> NoReturn:
+async def _serve(
+    config: Config, listener: socket.socket, engine: AsyncEngine, tenants: list[Tenant], trace: Trace | None
+) -> NoReturn:
     shutdown = ShutdownFlag()
     signals = Signals(shutdown)
     log.info("loading %s", config.model.model)
-    engine = AsyncEngine(config, {tenant.account: tenant.quota for tenant in tenants if tenant.quota is not None})
     await _start(engine, shutdown, signals)
     try:
-        server = _make_server(config, listener, tenants, engine, shutdown, trace)
-        history = server.feed.keep_history()
-        watchers = (server.drain(), _stop_when_dead(engine, server), _stop_when_forced(signals, engine, server))
-        tasks = [asyncio.create_task(work) for work in (*watchers, history)]
+        app = create_app(engine, config, tenants, shutdown, trace)
+        server = _make_server(config, listener, engine, app, shutdown)
+        watchers = (server.stop_when_dead(), server.drain(), server.stop_when_forced(signals.forced))
+        tasks = [asyncio.create_task(work) for work in (*watchers, server.feed.keep_history())]
         await server.serve(sockets=[listener])
-        dead = tasks[1].done()
     finally:
         await engine.stop()
-    _leave(EXIT_FORCED if signals.forced.is_set() else EXIT_ENGINE_DIED if dead else 0)
+    _leave(EXIT_FORCED if signals.forced.is_set() else EXIT_ENGINE_DIED if tasks[0].done() else 0)
 
 
 async def _start(engine: AsyncEngine, shutdown: ShutdownFlag, signals: Signals) -> None:
@@ -213,12 +220,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def _make_server(
-    config: Config,
-    listener: socket.socket,
-    tenants: list[Tenant],
-    engine: AsyncEngine,
-    shutdown: ShutdownFlag,
-    trace: Trace | None,
+    config: Config, listener: socket.socket, engine: AsyncEngine, app: FastAPI, shutdown: ShutdownFlag
 ) -> _Server:
     """The HTTP server on the listener, of a started engine. Raises CannotListen."""
     options, info = config.server, engine.info
@@ -232,7 +234,6 @@ def _make_server(
     except OSError as error:  # another server took the port
         raise CannotListen(config, error) from None
     host, port = listener.getsockname()[:2]
-    app = create_app(engine, config, tenants, shutdown, trace)
     settings = uvicorn.Config(
         app,
         ws="none",
@@ -251,14 +252,3 @@ def _make_server(
     scheme = "https" if options.ssl_certfile else "http"
     log.info("serving on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
     return _Server(settings, app, engine, shutdown, config)
-
-
-async def _stop_when_dead(engine: AsyncEngine, server: uvicorn.Server) -> None:
-    await engine.wait_dead()
-    server.should_exit = True
-
-
-async def _stop_when_forced(signals: Signals, engine: AsyncEngine, server: uvicorn.Server) -> None:
-    await signals.forced.wait()
-    engine.kill()
-    server.force_exit = server.should_exit = True

@@ -15,11 +15,7 @@ from starlette.types import Message, Scope
 
 from runtime.calls import Ping
 from runtime.config import make_config
-from runtime.frontend.async_engine import AsyncEngine
-from runtime.logs import set_up_logs
-from server.app import create_app
-from server.auth.keys import read_keys
-from server.http.shutdown import ShutdownFlag
+from server.app import create_app, prepare
 from server.serve import EXIT_ENGINE_DIED
 
 
@@ -35,16 +31,10 @@ class Replica:
         host = ray.util.get_node_ip_address()
         self.metadata = {name: f"tcp://{host}:{_free_port(host)}" for name in ("events", "replay")}
         events = {"kv_events": self.metadata["events"], "kv_events_replay": self.metadata["replay"]}
-        # A dead engine ends its replica; Serve starts another one.
-        own = {**events, "kv_events_of": "hashes"}
-        config = make_config(**{**self._options, **own})
-        set_up_logs(config.server.log_level, config.server.log_format)
-        tenants = read_keys(config.server.api_keys)
-        quotas = {tenant.account: tenant.quota for tenant in tenants if tenant.quota is not None}
-        self._shutdown = ShutdownFlag()
-        self._engine = AsyncEngine(config, quotas)
+        config = make_config(**{**self._options, **events, "kv_events_of": "hashes"})
+        self._engine, tenants = prepare(config)
         await self._engine.start()
-        self._app = create_app(self._engine, config, tenants, self._shutdown)
+        self._app = create_app(self._engine, config, tenants)
         self._watch = asyncio.create_task(self._end_with_engine())
 
     async def _end_with_engine(self) -> None:
