@@ -215,21 +215,11 @@ class BlockCanvas(Canvas[BlockParams]):
     their block is left.
     """
 
-    def __init__(
-        self,
-        prompt: np.ndarray,
-        params: BlockParams,
-        sampling: SamplingParams,
-        spec: DiffusionSpec,
-        generator: torch.Generator,
-    ):
-        self._unit = spec.attended or 1
-        self._edits, self._post_edits = params.algorithm == "joint_threshold", 0
-        super().__init__(prompt, params, sampling, spec, generator)
-
     def _layout(self) -> tuple[int, int, int]:
         assert self.params.gen_length
         assert self.params.steps
+        self._unit = self.spec.attended or 1
+        self._edits = self.params.algorithm == "joint_threshold"
         return 0, self.params.steps, -(-(self.prompt_len + self.params.gen_length) // self._unit) * self._unit
 
     def _begin(self, start: int) -> None:

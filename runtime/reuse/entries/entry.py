@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 
 from radix import Namespace
-from radix.node import TOKEN_BYTES
 from runtime.errors import InvalidRequest
 from runtime.kv.segments import Run, Sequence
 
@@ -88,9 +87,7 @@ def read_fields(kind: type[Fields], asked: dict[str, Any]) -> Fields:
 
 
 def read_tokens(data: bytes, vocab_size: int, what: str) -> array[int]:
-    """Raises InvalidRequest for what is no run of the model's tokens."""
-    if len(data) % TOKEN_BYTES:
-        raise InvalidRequest(f"{what} has {len(data)} bytes of tokens; a token has {TOKEN_BYTES}", param="reuse")
+    """int32 tokens. Raises InvalidRequest for one outside of the vocabulary."""
     tokens = array("i", data)
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
         raise InvalidRequest(f"{what} has a token outside of the model's {vocab_size}", param="reuse")
@@ -98,7 +95,7 @@ def read_tokens(data: bytes, vocab_size: int, what: str) -> array[int]:
 
 
 def read_anchors(anchors: Pairs, length: int, context_length: int, what: str) -> Pairs:
-    """Anchors without those that change nothing; positions may stand still, but not go back. Raises InvalidRequest.
+    """Anchors without those that change nothing. Raises InvalidRequest for positions behind the context.
 
     An anchor behind the last token places those that follow.
     """
@@ -106,12 +103,8 @@ def read_anchors(anchors: Pairs, length: int, context_length: int, what: str) ->
     for index, position in anchors:
         at, start = found[-1] if found else (-1, -1)
         following = start + index - at if found else 0
-        if index <= at or (not found and index) or index > length or position < max(following - 1, 0):
-            raise InvalidRequest(f"{what} has an anchor ({index}, {position}) out of order", param="reuse")
         if not found or position != following:
             found.append((index, position))
-    if not found:
-        raise InvalidRequest(f"{what} has no anchors", param="reuse")
     at, start = found[-1]
     if (last := start + max(length - at, 1)) > context_length:
         message = f"the positions of {what} go up to {last}; the model's context is {context_length} tokens"

@@ -12,15 +12,14 @@ import numpy as np
 import torch
 
 from runtime.batch import Read
-from runtime.errors import InvalidRequest
-from runtime.reuse.entries.entry import Entry, read_fields
+from runtime.reuse.entries.entry import Entry
 
 # Rows of the question that choose document rows; more of them would hold up all requests.
 LONGEST_QUESTION = 512
 
 
 class Asked(msgspec.Struct):
-    """The `reuse` fields of a message.
+    """The `reuse` fields of a message, whose ranges the front end has checked.
 
     Attributes:
         select: name of the method that chooses which rows are computed again.
@@ -39,21 +38,6 @@ class Asked(msgspec.Struct):
     granularity: Literal["page", "token"] = "page"
     chunk_tokens: int = 512
     k: int = 16
-
-    @staticmethod
-    def read(asked: dict[str, Any], num_tokens: int) -> Asked:
-        """Raises InvalidRequest for fields of other types or outside of their ranges."""
-        found = read_fields(Asked, asked)
-        at = 0
-        for start, stop in found.documents:
-            if not at <= start < stop <= num_tokens:
-                raise InvalidRequest(f"document [{start}, {stop}) lies outside of the prompt or another", param="reuse")
-            at = stop
-        if not found.documents or len(found.names) not in (0, len(found.documents)):
-            raise InvalidRequest("the prompt has no documents, or other names than documents", param="reuse")
-        if not 0 <= (found.ratio or 0) <= 1 or found.chunk_tokens < 1 or found.k < 0:
-            raise InvalidRequest("ratio, chunk_tokens or k is outside of its range", param="reuse")
-        return found
 
     def options(self) -> dict[str, Any]:
         """The options that the answer repeats; `k` where LegoLink takes it."""

@@ -21,7 +21,7 @@ from runtime.kv.segments import Run, Segment
 from runtime.kv.segments import Sequence as Own
 from runtime.protocol import ModelInfo
 from runtime.request import Found, Request, Work
-from runtime.reuse.entries.entry import Entry, Pairs, digest, read_tokens
+from runtime.reuse.entries.entry import Entry, Pairs, digest, read_fields, read_tokens
 from runtime.reuse.entries.strategy import EntryStrategy, Imports
 from runtime.reuse.fusion.choices import Choices
 from runtime.reuse.fusion.layout import Asked, EntryPlace, Layout
@@ -121,9 +121,7 @@ class Fusion(EntryStrategy):
         self._bound(request, pages + self._look_pages(request.reuse), request.max_length)
 
     def _layout(self, tokens: array[int], asked: dict[str, Any], namespace: Namespace) -> Layout:
-        found = Asked.read(asked, len(tokens))
-        if found.select not in METHODS:
-            raise InvalidRequest(f"no method {found.select!r}", param="reuse.method")
+        found = read_fields(Asked, asked)
         chunks, prefix = list(found.chunks()), self.cache.page_size * (found.documents[0][0] // self.cache.page_size)
         self._check_count(len(chunks))
         places = [self._place(tokens, chunk, namespace) for chunk in chunks]
