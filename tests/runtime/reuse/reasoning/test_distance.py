@@ -45,18 +45,6 @@ def test_all_layers_and_heads_count(monkeypatch, dtype, at_once):
             assert measure.between(pages[a], pages[b]) == expected
 
 
-def test_norms_are_measured_once():
-    pool = make_pool()
-    measure, a, b = Distances(pool), MeasuredPage(0), MeasuredPage(1)
-    measure.between(a, b)
-    kept = a.squares
-    assert kept is not None
-    measure.between(a, MeasuredPage(2))
-    assert a.squares is kept
-    assert kept[0].tolist() == pytest.approx(rows(pool.k, 0).square().sum((1, 2, 3)).tolist(), rel=1e-5)
-    assert kept[1].tolist() == pytest.approx(rows(pool.v, 0).square().sum((1, 2, 3)).tolist(), rel=1e-5)
-
-
 def test_rounding_makes_no_root_of_a_negative_number():
     pool = make_pool()
     pool.k.mul_(1e3)

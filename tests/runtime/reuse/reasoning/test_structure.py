@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from runtime.reuse.reasoning.steps import Splitter
 from runtime.reuse.reasoning.structure import equivalent, open_fence
 
 EQUAL = [
@@ -86,3 +87,10 @@ def test_a_fence_that_stays_open_is_known():
     assert open_fence("Look:\n```python\nx = 1\n") == "```python"
     assert open_fence("```\nx\n```\nand\n~~~c\n```\n") == "~~~c"
     assert open_fence("```\nx\n```") == ""
+
+
+def test_code_behind_a_blank_line_is_known_as_code():
+    splitter, texts = Splitter(), ("See:\n", "```py\n", "x = 1\n\n", "y = 2\n", "```\n\n", "So.\n\n")
+    first, second, third = filter(None, (splitter.push(token, text) for token, text in enumerate(texts)))
+    assert (first.fence, second.fence, third.fence) == ("", "```py", "")
+    assert second.formal_text == "```py\ny = 2\n```\n\n"
