@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
 
 from runtime.denoising import DiffusionParams
 from runtime.diffusion.canvas import BidirectionalCanvas, restrict
-from runtime.diffusion.fast_dllm import active_rows, by_factor, by_threshold
+from runtime.diffusion.fast_dllm import by_factor, by_threshold
 from runtime.errors import InvalidRequest
 from runtime.models.diffusion import DiffusionSpec
 from runtime.params import SamplingParams
@@ -133,25 +131,6 @@ def test_parallel_decoding_by_threshold_and_by_factor():
     assert by_factor(confidence, 0.4).tolist() == [1, 3], "0.9 >= 0.87, 0.5 < 0.9"
     assert by_factor(confidence, 0.1).tolist() == [1]
     assert by_factor(confidence, 3.5).tolist() == [1, 3, 2], "0.5 >= 0.125, 0.2 < 0.3"
-
-
-def test_threshold_takes_fewer_steps_and_each_decides(plain):
-    slow = run(denoiser(gen_length=16), plain["llada"].logits)
-    fast = run(denoiser(gen_length=16, threshold=0.2), plain["llada"].logits)
-    assert len(slow) == 16
-    assert len(fast) < 16
-    for before, after in pairwise(fast):
-        assert before.count(MASK) > after.count(MASK)
-
-
-def test_rows_of_fast_dllm():
-    rows, block = range(16, 64), range(32, 48)
-    assert active_rows("none", False, block, 0, rows) == rows
-    assert active_rows("dual", True, block, 0, rows) == rows
-    assert active_rows("prefix", False, block, 0, rows) == range(32, 64)
-    assert active_rows("dual", False, block, 0, rows) == range(32, 48)
-    assert active_rows("dual", False, block, 1, rows) == range(31, 48), "the row before the block gives its first token"
-    assert active_rows("dual", False, range(16, 32), 1, rows) == range(16, 32)
 
 
 @pytest.mark.parametrize(
