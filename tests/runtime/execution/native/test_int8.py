@@ -34,9 +34,8 @@ def cores(default_model_dir):
     return make_core(default_model_dir), make_core(default_model_dir, quantization="int8")
 
 
-@pytest.mark.parametrize("book", ["darwin", "carroll"])
-def test_distributions_stay_near(default_model_dir, cores, book):
-    text = (files("loadgen.http.corpus") / f"{book}.txt").read_text("utf-8")[:8000]
+def test_distributions_stay_near(default_model_dir, cores):
+    text = (files("loadgen.http.corpus") / "darwin.txt").read_text("utf-8")[:8000]
     ids = Tokenizer.load(default_model_dir).encode(text)[-ROWS:]
     p, q = (log_probabilities(core, ids) for core in cores)
     divergence = (p.exp() * (p - q)).sum(-1)

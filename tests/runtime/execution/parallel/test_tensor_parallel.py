@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,6 +168,17 @@ def test_shards_add_up(tiny_dir, size):
         assert split_spec(LlamaSpec.load(tiny_dir), size).num_heads == 3
 
 
+def plain(value: Any) -> Any:
+    """An order whose arrays are their types and values, to be compared."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return str(value.dtype), value.tolist()
+    if isinstance(value, list):
+        return [plain(one) for one in value]
+    if is_dataclass(value):
+        return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
+    return value
+
+
 def test_orders_survive_the_way():
     plan = AttentionPlan(3)
     pages = torch.arange(4, dtype=torch.int32).numpy()
@@ -175,21 +188,5 @@ def test_orders_survive_the_way():
     load, save = HiddenRows(rows, torch.randn(2, 5)), HiddenRows(rows, torch.empty(2, 5))
     group = LayerGroup(range(1, 3), rows, torch.tensor([7, -1]), plan, [load], [save])
     batch = ForwardBatch(torch.tensor([5, 6, 7]), torch.arange(3), [group], torch.tensor([2]))
-    got = decode_order(encode_order(batch))
-    assert isinstance(got, ForwardBatch)
-    assert got.tokens.tolist() == [5, 6, 7]
-    assert got.logits_rows.dtype == torch.int64
-    (back,) = got.groups
-    assert (back.layers, back.rows.tolist(), back.kv_write.tolist(), back.save) == (range(1, 3), [0, 2], [7, -1], [])
-    assert torch.equal(back.load[0].states, load.states)
-    for ours, theirs in zip(plan.spans, back.attention.spans, strict=True):
-        assert (ours.pages == theirs.pages).all()
-        assert (ours.length, ours.shift) == (theirs.length, theirs.shift)
-        assert (ours.keep is None) == (theirs.keep is None)
-        assert ours.keep is None or torch.equal(ours.keep, theirs.keep)
-    assert back.attention.edges[0].rows == slice(0, 3)
-    assert back.attention.edges[1].rows.tolist() == [2, 0]
-    assert back.attention.edges[0].visible is None
-    assert back.attention.edges[1].visible.dtype == np.int32
-    assert back.attention.edges[1].visible.tolist() == [1, 2]
+    assert plain(decode_order(encode_order(batch))) == plain(replace(batch, groups=[replace(group, save=[])]))
     assert decode_order(encode_order(CopyRows(3, 4, 5))) == CopyRows(3, 4, 5)

@@ -68,9 +68,9 @@ def gain_of(requests, cost, rate, delay, steps=1000):
     return tokens / requests / steps * plain / seconds, best
 
 
-@pytest.mark.parametrize("requests", [1, 8, 32])
-@pytest.mark.parametrize("cost", [0.002, 0.01, 0.05, 0.2])
-@pytest.mark.parametrize("rate", [0.05, 0.3, 0.6, 0.95])
+@pytest.mark.parametrize("requests", [1, 32])
+@pytest.mark.parametrize("cost", [0.002, 0.05, 0.2])
+@pytest.mark.parametrize("rate", [0.05, 0.6, 0.95])
 def test_drafts_pay_or_are_left_out_though_steps_are_delayed(requests, cost, rate):
     """The decisions of 1,000 steps whose rows cost a share of a step, where any step may take three times as long."""
     gain, best = gain_of(
