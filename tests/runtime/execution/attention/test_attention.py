@@ -1,14 +1,12 @@
 """The attention interface against plain softmax attention over explicitly moved keys."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
 from runtime.batch import AttentionPlan, Span, causal_visible
-from runtime.execution.attention.cpu import CPUAttention, attend, merge
-from runtime.execution.attention.paged_index import by_call, merge_table, paged_index, rows_of, visible_pairs
+from runtime.execution.attention.cpu import CPUAttention
+from runtime.execution.attention.paged_index import by_call
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.rope_spec import RopeSpec
@@ -92,53 +90,6 @@ def test_random_plans(seed, page_size):
     world.check(random_plan(world.pages, int(world.random.integers(1, 12)), 60))
 
 
-def test_partial_results_merge_exactly():
-    q, k, v = (torch.randn(1, 2, n, DIM) for n in (3, 20, 20))
-    whole, whole_lse = attend(q, k, v, False, None)
-    parts = [attend(q, k[:, :, s], v[:, :, s], False, None) for s in (slice(0, 7), slice(7, 20))]
-    flat = [(o[0].transpose(0, 1), s[0].transpose(0, 1)) for o, s in parts]
-    out, lse = merge(*flat[0], *flat[1])
-    torch.testing.assert_close(out, whole[0].transpose(0, 1), atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(lse, whole_lse[0].transpose(0, 1), atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_merge_tables_name_every_partial_result_once(seed):
-    random = np.random.default_rng(seed)
-    rows = random.integers(0, 6, size=20)
-    table = merge_table(rows, 7)
-    for row in range(7):
-        wanted = np.flatnonzero(rows == row).tolist()
-        assert table[row].tolist() == wanted + [20] * (table.shape[1] - len(wanted))
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_index_arrays_against_a_brute_force_reading(page_size):
-    """Read qo_indptr, kv_indptr, kv_indices and last_page_len as FlashInfer does, slot by slot."""
-    random = np.random.default_rng(page_size)
-    plan, free = AttentionPlan(10), list(random.permutation(200))
-    wanted = []
-    for rows, length in ((slice(0, 1), 33), (slice(1, 8), 16), (torch.tensor([9, 3]), 5)):
-        count = -(-length // page_size)
-        pages, free = free[:count], free[count:]
-        shift = int(random.integers(0, 9))
-        plan.add(rows, Span(np.array(pages, dtype=np.int32), length, shift))
-        slots = [int(pages[i // page_size]) * page_size + i % page_size for i in range(length)]
-        wanted.append((rows_of(plan.edges[-1], 10).tolist(), slots, shift))
-    index = paged_index(plan, page_size)
-    for i, (rows, slots, shift) in enumerate(wanted):
-        queries = slice(index.qo_indptr[i], index.qo_indptr[i + 1])
-        assert index.rows[queries].tolist() == rows
-        assert (index.shift[queries] == shift).all()
-        pages = index.kv_indices[index.kv_indptr[i] : index.kv_indptr[i + 1]]
-        read = [int(p) * page_size + r for p in pages for r in range(page_size)]
-        used = (len(pages) - 1) * page_size + int(index.last_page_len[i])
-        assert read[:used] == slots
-    assert index.qo_indptr.dtype == index.kv_indptr.dtype == index.kv_indices.dtype == np.int32
-    assert not index.decode_only
-    assert paged_index(replace(plan, edges=plan.edges[:1]), page_size).decode_only
-
-
 def test_edges_are_cut_into_as_little_under_a_mask_as_whole_pages_allow():
     plan = AttentionPlan(4)
     span = Span(np.arange(10, 20, dtype=np.int32), 38)
@@ -156,14 +107,3 @@ def test_edges_are_cut_into_as_little_under_a_mask_as_whole_pages_allow():
         "masked": [(5, 13, 18)],
     }
     assert calls["masked"].edges[0].visible.tolist() == [5, 18, 3, 5]
-
-
-def test_pairs_that_are_visible_are_kept_rows_of_a_prefix():
-    plan = AttentionPlan(3)
-    span = Span(np.array([0], dtype=np.int32), 4, keep=torch.tensor([True, False, True, True]))
-    plan.add(slice(0, 3), span, np.array([3, 4, 0], dtype=np.int32))
-    assert visible_pairs(plan.edges[0], plan).tolist() == [
-        [True, False, True, False],
-        [True, False, True, True],
-        [False] * 4,
-    ]

@@ -121,15 +121,6 @@ def test_shared_span_with_private_tails(library, dtype, threads, sharing):
     world.check(plan)
 
 
-@pytest.mark.parametrize("length", [14, 64, 500])
-def test_keep_masks_rows_of_a_span(library, length):
-    world = World(library)
-    plan = AttentionPlan(6)
-    plan.add(slice(0, 6), world.span(length, keep=torch.from_numpy(world.random.random(length) < 0.5), shift=3))
-    world.causal(plan, slice(0, 6), 10, keep=torch.arange(10) != 2)
-    world.check(plan)
-
-
 @pytest.mark.parametrize("length", [5, 600])
 def test_a_row_that_sees_nothing_gives_zeros(library, length):
     world = World(library)

@@ -275,18 +275,6 @@ def test_pins_and_quotas_see_encodings(deep_dir):
     assert [node["meta"] for node in shown] == [meta, meta]
 
 
-def test_what_was_forgotten_is_found_out(deep_dir):
-    core = make_core(deep_dir)
-    driver = DenoiseDriver(core)
-    for i in range(6):
-        driver.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4)
-        if i < 5:
-            driver.flush()
-    assert len(core.strategy.encodings) == 1
-    driver.one([*range(5, 45)], gen_length=8)
-    assert driver.report(driver.last())["cached_tokens"] == 32
-
-
 def test_a_pin_of_what_is_being_encoded_waits_for_it(deep_dir):
     """For another pin, for a request, or for none, if that request is aborted and the cache flushed."""
     core = make_core(deep_dir)

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import rotate_half
 
-from tests.runtime.reuse.fusion.reference import DENSE, Ask, Reference, best_units, fill
+from tests.runtime.reuse.fusion.reference import DENSE, Ask, Reference
 from tests.runtime.reuse.modules.plain import draw_tokens
 
 KINDS = ("llama", "llama_llama3", "llama_yarn")
@@ -101,26 +101,6 @@ def test_full_reuse_reads_the_question_as_well(references, kind):
 
 
 # -- which rows --------------------------------------------------------------------------------------------------
-
-
-def test_units_that_do_not_fit_are_passed_over():
-    units = [range(0, 4), range(4, 6), range(10, 14), range(14, 15)]
-    assert fill(units, [0, 2, 1, 3], 7) == [0, 1, 2, 3, 4, 5, 14]
-    assert fill(units, [0, 2, 1, 3], 3) == [4, 5, 14]
-    assert fill(units, [0, 2, 1, 3], 0) == []
-
-
-def test_the_best_sums_come_first_and_of_equal_ones_the_earlier():
-    units = [range(0, 2), range(2, 4), range(4, 6)]
-    scores = dict(enumerate([1.0, 1.0, 2.0, 0.0, 0.5, 2.5]))
-    assert best_units(units, scores, 4) == [0, 1, 4, 5]
-    assert best_units([range(i, i + 1) for i in range(6)], scores, 2) == [2, 5]
-
-
-def test_runs_of_pages_begin_with_their_chunks():
-    one = around("a3", granularity="page")
-    assert one.units(16)[:4] == [range(7, 23), range(23, 27), range(27, 43), range(43, 47)]
-    assert replace(one, granularity="token").units(16)[:2] == [range(7, 8), range(8, 9)]
 
 
 @pytest.mark.parametrize(
