@@ -29,8 +29,7 @@ class Encoding:
     """An entry that a request encodes.
 
     Attributes:
-        start: the row at which the request begins: those before lie in the tree.
-        at: rows of other entries that the request encodes before.
+        at: the next row to encode. Rows before it lie in the tree, or in `pages` and `scratch`.
         pages: int32 page ids of the rows that are kept, those in the tree first.
         scratch: of the placeholder rows; freed when the entry is complete.
         held: what keeps these pages for the request meanwhile.
@@ -38,7 +37,6 @@ class Encoding:
     """
 
     entry: Entry
-    start: int
     at: int
     pages: array[int]
     scratch: array[int]
@@ -48,24 +46,27 @@ class Encoding:
 
 @dataclass(slots=True)
 class Imports:
-    """A request's entries, and those that it encodes itself: `to_encode` rows, of which the first `done` are encoded.
+    """A request's entries, and those that it encodes itself, one after the other.
 
     `computed`: the entries that were missing when the request was first admitted.
     """
 
     entries: list[Entry]
     encodings: list[Encoding] = field(default_factory=list)
-    to_encode: int = 0
-    done: int = 0
     computed: list[Entry] = field(default_factory=list)
 
-    def parts(self, work: Work) -> Iterator[tuple[Encoding, int, int]]:
-        """The rows of entries, as ranges, that a piece of work encodes."""
+    @property
+    def left(self) -> int:
+        """Rows that are still to be encoded."""
+        return sum(len(one.entry.is_kept) - one.at for one in self.encodings)
+
+    def parts(self, count: int) -> Iterator[tuple[Encoding, int, int]]:
+        """The next `count` rows, as ranges of entries."""
         for one in self.encodings:
-            shift, length = one.start - one.at, len(one.entry.is_kept)
-            first, stop = max(work.start + shift, one.start), min(work.start + work.count + shift, length)
+            first, stop = one.at, min(one.at + count, len(one.entry.is_kept))
             if first < stop:
                 yield one, first, stop
+            count -= stop - first
 
 
 class EntryStrategy(PrefixStrategy):
@@ -217,10 +218,8 @@ class EntryStrategy(PrefixStrategy):
             held.append(Segment(before, 0, node=node))
         request.segments += held
         pages, scratch = before + fresh[:kept], fresh[kept:size]
-        imports, owed = request.reuse, len(entry.is_kept) - start
-        imports.encodings.append(Encoding(entry, start, imports.to_encode, pages, scratch, held))
-        imports.to_encode += owed
-        request.sequence.pending += owed
+        request.reuse.encodings.append(Encoding(entry, start, pages, scratch, held))
+        request.sequence.pending += len(entry.is_kept) - start
         return fresh[size:]
 
     def work(self, request: Request, limit: int) -> Work:
@@ -228,13 +227,13 @@ class EntryStrategy(PrefixStrategy):
         imports = request.reuse
         if not imports.encodings:
             return super().work(request, limit)
-        count = min(imports.to_encode - imports.done, limit)
-        return Work(request, imports.done, count, count)
+        count = min(imports.left, limit)
+        return Work(request, 0, count, count)
 
     def rows(self, work: Work) -> list[RowSet]:
         if not work.request.reuse.encodings:
             return super().rows(work)
-        return [self._encode(*part) for part in work.request.reuse.parts(work)]
+        return [self._encode(*part) for part in work.request.reuse.parts(work.count)]
 
     def _encode(self, one: Encoding, first: int, stop: int) -> RowSet:
         """Rows of an entry: each sees those before it, kept ones and placeholders."""
@@ -258,12 +257,12 @@ class EntryStrategy(PrefixStrategy):
         if not imports.encodings:
             return super().book(work, saved, seconds)
         complete = []
-        for one, first, stop in imports.parts(work):
+        for one, first, stop in imports.parts(work.count):
             one.seconds += seconds * (stop - first) / work.count
+            one.at = stop
             if stop == len(one.entry.is_kept):
                 complete.append(one)
         self._keep(request, complete)
-        imports.done += work.count
         request.sequence.pending -= work.count
         return False
 
@@ -292,8 +291,7 @@ class EntryStrategy(PrefixStrategy):
 
     def release(self, request: Request, keep: bool) -> None:
         super().release(request, keep)
-        imports = request.reuse
-        imports.encodings, imports.to_encode, imports.done = [], 0, 0
+        request.reuse.encodings = []
 
     @abstractmethod
     def _describe(self, request: Request) -> dict[str, Any]:
