@@ -63,7 +63,7 @@ def check_greedy(path, prompts, **options) -> EngineCore:
     cold = driver.together(prompts, max_new_tokens=NEW)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     assert [is_greedy(model, *pair) for pair in zip(prompts, cold, strict=True)] == [True] * len(prompts)
-    assert len({*map(tuple, cold)}) > 2, "the model says the same to everything"
+    assert len({*map(tuple, cold)}) > 1, "the model says the same to everything"
     assert driver.together(prompts, max_new_tokens=NEW) == cold
     assert driver.cached("r4") == len(prompts[0]) - 1
     core = make_core(path, page_size=16, pool_tokens=80, **options)
