@@ -139,8 +139,8 @@ class GetQuota(msgspec.Struct, tag="quota"):
 class OnNode(msgspec.Struct, tag="node"):
     """Pin, unpin, evict or read one node of the tree, named by its first page and the number of tokens before it.
 
-    The name no longer fits once the page belongs to another node. Answer: `found`; then `pin`, the ids of removed
-    `pins`, the number of evicted `tokens`, or all `tokens` up to the node's end, int32.
+    The node is found as long as it begins with that page. Answer: `found`, and by verb: `pin`; `pins`, the removed ids;
+    `tokens`, the number of evicted ones; `tokens`, int32, all tokens from the root to the node's end.
     """
 
     verb: Literal["pin", "unpin", "drop", "read"]

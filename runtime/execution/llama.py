@@ -26,8 +26,8 @@ from runtime.models.spec import LlamaSpec
 class Layer:
     """Weights of one decoder layer; q, k, v and gate, up are fused, as they read the same input.
 
-    In layers with `experts`, gate, up and down belong to the shared expert and have no columns without one. `o_norm`
-    and `down_norm` follow the products of o and down, before the residual is added; `post_norm` precedes the MLP.
+    `o_norm` and `down_norm` normalise the outputs of o and down, before the residual is added; `post_norm` normalises
+    the input of the MLP. With `experts`, gate, up and down are the shared expert's; without one they have no columns.
     """
 
     input_norm: torch.Tensor

@@ -152,7 +152,7 @@ class MessageWriter(Writer):
         return message if why is None else {**message, "explain": why.describe(), "diagnostics": why.anthropic()}
 
     def _stop(self, output: Output, pieces: list[Piece]) -> dict[str, Any]:
-        """The reason for the end. Raises Conflict for an answer that was aborted."""
+        """Why the answer ended, as Anthropic's stop fields. Raises Conflict if it was aborted."""
         finish = output.finish
         assert finish is not None
         if finish.type == "abort":

@@ -22,8 +22,8 @@ class Origins:
     """Refuses requests that a browser sends for a page of another origin (403).
 
     A plain POST, and any GET, is sent without a preflight; the browser only withholds the response from the page. On a
-    server without keys that is enough to stop it, or to make it compute. Navigation to the server is not refused.
-    Browsers send `Sec-Fetch-Site` only to this machine and over HTTPS, and `Origin` with every POST.
+    server without keys, such a request alone can stop the server, or make it compute. Navigation to the server is not
+    refused. Browsers send `Sec-Fetch-Site` only to this machine and over HTTPS, and `Origin` with every POST.
 
     Args:
         allowed: the origins of `--cors-origins`; `*` allows all.

@@ -246,7 +246,7 @@ def _reason(finish: Finish, tokens: int) -> dict[str, Any]:
 
 
 def by_tier(output: Output) -> dict[str, Any]:
-    """The field `cached_tokens_by_tier`, where a tier below the pool had some of them."""
+    """`{"cached_tokens_by_tier": ...}` if a tier below the pool supplied some of the cached tokens, else {}."""
     if not output.loaded_tokens:
         return {}
     in_pool = output.cached_tokens - sum(output.loaded_tokens.values())

@@ -198,7 +198,10 @@ class TierWorker:
         return blocks[:number]
 
     def _read(self, tier: Tier, block: Block, num_erasures: int) -> memoryview | None:
-        """A block's payload; from a slower tier, it is kept in main memory unless something was erased meanwhile."""
+        """A block's payload; None if it is missing or damaged.
+
+        A block of a tier that outlives the process is also kept in main memory, unless an erasure came between.
+        """
         if (data := tier.get(block)) is None:
             return None
         payload = self.form.decode(data, block, sealed=tier.outlives)

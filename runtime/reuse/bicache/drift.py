@@ -12,14 +12,13 @@ _NEAR = 0.3
 
 
 class Drift:
-    """How far keys and values of the prompt's rows behind the prefix have moved since the last refresh.
+    """How far keys and values have moved since the last refresh, measured on the prompt's rows behind the prefix.
 
-    Each step computes these rows, and their tokens stay. Their keys and values change as the prefix's would, which are
-    not computed between refreshes.
+    Each step computes these rows again, but not the prefix's, for which they stand in.
 
     Attributes:
         threshold: drift above which a refresh is due.
-        value: distance to the keys and values at the refresh, over the norm of these, of the row where it is largest.
+        value: the largest relative distance of a row, |now - at the refresh| / |at the refresh|.
         known: whether the prompt has such rows.
     """
 
