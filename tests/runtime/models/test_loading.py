@@ -16,15 +16,23 @@ from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
 from tests.tiny import save_tiny
 
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 1}
+QWEN3_MOE = {
+    **{"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 8},
+    **{"num_experts": 2, "num_experts_per_tok": 1},
+}
+
 
 @pytest.fixture
 def copy(tiny_dir, tmp_path):
     return shutil.copytree(tiny_dir, tmp_path / "model")
 
 
-def edit(directory, **fields):
+def edit(directory, drop=(), **fields):
     path = directory / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    config = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps({name: value for name, value in config.items() if name not in drop}))
+    return directory
 
 
 def load(directory):
@@ -38,25 +46,6 @@ def test_every_expected_tensor_comes_from_one_file_or_from_shards(tmp_path, defa
     one, many = load(whole), load(shards)
     assert set(one) == set(many) == set(LlamaSpec.load(whole).expected_tensors())
     assert all(torch.equal(one[name], many[name]) for name in one)
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM"]),
-        ({"hidden_act": "gelu"}, ["gelu", "silu"]),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["dynamic", "yarn"]),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["0.5"]),
-        ({"hidden_size": 96}, ["shape", "96"]),
-        ({"num_hidden_layers": 5}, ["model.layers.3", "no tensor"]),
-        ({"attention_bias": True}, ["q_proj.bias"]),
-    ],
-)
-def test_a_config_that_does_not_fit_is_named(copy, fields, words):
-    edit(copy, **fields)
-    with pytest.raises(ModelError) as error:
-        load(copy)
-    assert all(word in error.value.message for word in words)
 
 
 def test_missing_fields_and_files(copy):
@@ -125,3 +114,83 @@ def test_served_names(tiny_dir):
     assert model_name(ModelConfig(model=str(tiny_dir)), tiny_dir) == tiny_dir.name
     assert model_name(ModelConfig(model=str(tiny_dir), served_model_name="mine"), tiny_dir) == "mine"
     assert model_name(ModelConfig(), tiny_dir) == "smollm2-135m-instruct"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM"]),
+        ({"hidden_act": "gelu"}, ["gelu", "silu"]),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["dynamic", "yarn"]),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["0.5"]),
+        ({"hidden_size": 96}, ["shape", "96"]),
+        ({"num_hidden_layers": 5}, ["model.layers.3", "no tensor"]),
+        ({"attention_bias": True}, ["q_proj.bias"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["gptq", "bfloat16"]),
+        ({"hidden_size": "48"}, ["hidden_size", "'48'"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers", "positive"]),
+        ({"num_attention_heads": None}, ["num_attention_heads", "None"]),
+        ({"num_key_value_heads": 4}, ["6 query heads", "4"]),
+        ({"head_dim": 7}, ["head_dim", "7"]),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["full_attention"]),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, ["longrope", "llama3"]),
+        ({"rope_parameters": {"rope_type": "linear"}}, ["factor"]),
+        ({"rms_norm_eps": []}, ["wrong kind"]),
+        (GPT_OSS | {"layer_types": ["sliding_attention"]}, ["layer_types"]),
+        (GPT_OSS | {"layer_types": ["linear_attention"] * 3}, ["linear_attention"]),
+        (GPT_OSS | {"swiglu_limit": -1}, ["swiglu_limit -1"]),
+        (GPT_OSS | {"swiglu_limit": float("nan")}, ["swiglu_limit nan"]),
+        (QWEN3_MOE | {"decoder_sparse_step": 0}, ["decoder_sparse_step 0"]),
+    ],
+)
+def test_what_cannot_be_computed_is_named(copy, fields, words):
+    with pytest.raises(ModelError) as error:
+        load(edit(copy, **fields))
+    assert all(word in error.value.message for word in words)
+
+
+def test_both_spellings_of_rope(copy):
+    scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    new = edit(copy, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
+    spec = LlamaSpec.load(new)
+    old = edit(copy, drop=["rope_parameters"], rope_theta=5e5, rope_scaling={"type": "llama3", **scaling})
+    assert LlamaSpec.load(old) == spec
+    assert (spec.rope.kind, spec.rope.theta, spec.rope.original_context) == ("llama3", 5e5, 64)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "windows"),
+    [
+        ("MistralForCausalLM", {}, (4096,) * 3),
+        ("MistralForCausalLM", {"sliding_window": None}, ()),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True}, ()),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True, "max_window_layers": 1}, (None, 4096, 4096)),
+        ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 128, "max_window_layers": 0}, ()),
+        (
+            "Qwen2ForCausalLM",
+            {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+            (4096, None, 4096),
+        ),
+        ("LlamaForCausalLM", {"sliding_window": 128}, ()),
+    ],
+)
+def test_sliding_windows(copy, architecture, fields, windows):
+    edit(copy, architectures=[architecture], max_position_embeddings=9000, **fields)
+    spec = LlamaSpec.load(copy)
+    assert (spec.windows, spec.context_length) == (windows, 9000)
+    # Keys behind a window are others: stored ones are not exchanged between two configurations of the same weights.
+    edit(copy, drop=["sliding_window", "use_sliding_window", "layer_types"], architectures=["Qwen3ForCausalLM"])
+    assert (LlamaSpec.load(copy).fingerprint == spec.fingerprint) == (not windows)
+
+
+def test_quantised_tensors_without_their_scales_are_refused(copy):
+    name, path = "model.layers.0.mlp.up_proj.weight", copy / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, path)
+    with pytest.raises(ModelError, match=r"up_proj\.weight is stored as F8_E4M3"):
+        load_weights(copy, LlamaSpec.load(copy), torch.float32)
+
+
+def test_the_head_of_a_tied_model_stays_in_the_file(copy):
+    edit(copy, tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_weights(copy, LlamaSpec.load(copy), torch.bfloat16)
