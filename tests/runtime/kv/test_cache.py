@@ -103,17 +103,6 @@ def test_a_request_that_leaves_has_nothing_and_what_it_read_is_used_last():
     assert [cached(cache, i, i) for i in range(3)] == [1, 0, 1]
 
 
-def test_a_tenant_over_its_quota_gives_way_when_its_request_leaves():
-    cache = make_cache(quotas={"t": 2})
-    keep(cache, 1, 2, 3, 4, namespace=T)
-    request = reader(cache, 1, 2, 3, 4, namespace=T)
-    keep(cache, 5, 6, namespace=T)
-    assert cache.tree.quotas.pages(T) == 3, "nothing of it could go"
-    cache.release(request)
-    assert cache.tree.quotas.pages(T) == 2
-    cache.check([])
-
-
 def test_who_computed_shared_pages_gives_way_when_its_request_leaves():
     cache, shared = make_cache(quotas={"t": 2}), Namespace("public")
     cache.insert(key(1, 2, 3, 4, 5, 6), cache.allocate(3, array("i"), EVERYBODY), shared, owner=T)

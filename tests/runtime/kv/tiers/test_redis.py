@@ -61,13 +61,6 @@ def test_an_erasure_passes_through_more_than_one_batch(store):
     assert store.usage().blocks == 2
 
 
-def test_another_replica_finds_the_blocks(store, server):
-    put_block(store, ALICE[0])
-    other = open_shared(server.url)
-    assert FORM.decode(other.get(ALICE[0].key), ALICE[0]) == payload_of(ALICE[0])
-    other.close()
-
-
 def test_an_engine_its_next_start_and_another_replica(tiny_dir, store, server):
     prompts = [draw(0, 150) + draw(i, 60) for i in range(3)]
     expected = Driver(make_core(tiny_dir, prefix_cache=False, kernels="torch")).together(prompts, max_new_tokens=4)
