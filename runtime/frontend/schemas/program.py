@@ -91,26 +91,38 @@ class Program:
 
 
 @dataclass(slots=True)
-class _Text:
-    text: str
+class _Leaf:
+    """Text, or a parameter: its markup in the schema, and the parameter's name."""
+
+    markup: str
+    parameter: str = ""
 
     def schema(self) -> str:
-        return escape(self.text)
+        return self.markup
 
     def imports(self, values: Values) -> str:
         return ""
 
 
 @dataclass(slots=True)
-class _Argument:
-    name: str
-    length: int
+class _Role:
+    """A message."""
+
+    tag: str
+    body: list[_Node]
 
     def schema(self) -> str:
-        return f'<parameter name="{self.name}" length="{self.length}"/>'
+        return f"<{self.tag}>{''.join(node.schema() for node in self.body)}</{self.tag}>"
 
     def imports(self, values: Values) -> str:
-        return ""
+        return "".join(node.imports(values) for node in self.body)
+
+
+class _Union(_Role):
+    """Modules of which the first that values import counts."""
+
+    def imports(self, values: Values) -> str:
+        return next(filter(None, (member.imports(values) for member in self.body)), "")
 
 
 @dataclass(slots=True)
@@ -129,38 +141,13 @@ class _Module:
         if not self.when(values):
             return ""
         values = self.bind(values)
-        names = [node.name for node in self.body if isinstance(node, _Argument)]
+        names = [node.parameter for node in self.body if isinstance(node, _Leaf) and node.parameter]
         given = "".join(f" {n}={quoteattr(str(values[n]))}" for n in names if values[n] is not None)
         inner = "".join(node.imports(values) for node in self.body)
         return f"<{self.name}{given}>{inner}</{self.name}>" if inner else f"<{self.name}{given}/>"
 
 
-@dataclass(slots=True)
-class _Union:
-    """Modules of which the first that values import counts."""
-
-    members: list[_Module]
-
-    def schema(self) -> str:
-        return f"<union>{''.join(member.schema() for member in self.members)}</union>"
-
-    def imports(self, values: Values) -> str:
-        return next(filter(None, (member.imports(values) for member in self.members)), "")
-
-
-@dataclass(slots=True)
-class _Role:
-    role: str
-    body: list[_Node]
-
-    def schema(self) -> str:
-        return f"<{self.role}>{''.join(node.schema() for node in self.body)}</{self.role}>"
-
-    def imports(self, values: Values) -> str:
-        return "".join(node.imports(values) for node in self.body)
-
-
-_Node = _Text | _Argument | _Module | _Union | _Role
+_Node = _Leaf | _Role | _Module
 
 
 class _Reader:
@@ -202,18 +189,18 @@ class _Reader:
     def _text(self, value: ast.expr, in_module: bool) -> list[_Node]:
         parts = value.values if isinstance(value, ast.JoinedStr) else [value]
         nodes = [self._part(part.value if isinstance(part, ast.FormattedValue) else part) for part in parts]
-        named = [node.name for node in nodes if isinstance(node, _Argument)]
+        named = [node.parameter for node in nodes if node.parameter]
         # Parameters stand in modules alone: text that needs one is a module of its own.
-        return [_Module(self._unique(named[0]), nodes, _always, _same)] if named and not in_module else nodes
+        return [_Module(self._unique(named[0]), [*nodes], _always, _same)] if named and not in_module else [*nodes]
 
-    def _part(self, part: ast.expr) -> _Node:
+    def _part(self, part: ast.expr) -> _Leaf:
         lengths = self._program.lengths
         if isinstance(part, ast.Name) and part.id in lengths:
-            return _Argument(part.id, lengths[part.id])
+            return _Leaf(f'<parameter name="{part.id}" length="{lengths[part.id]}"/>', part.id)
         names = {node.id for node in ast.walk(part) if isinstance(node, ast.Name)}
         if names & self._program.signature.parameters.keys():
             raise self._wrong(part)
-        return _Text(str(self._value(part)({})))
+        return _Leaf(escape(str(self._value(part)({}))))
 
     def _value(self, expression: ast.expr) -> Callable[[Values], Any]:
         code: CodeType = compile(ast.Expression(expression), self._program.name, "eval")
@@ -235,7 +222,7 @@ class _Reader:
         return _Module(self._unique(callee.name), callee._read(self._callers), _always, bind)
 
     def _if(self, statement: ast.If) -> _Node:
-        members = []
+        members: list[_Node] = []
         while True:
             members.append(self._module(ast.unparse(statement.test), statement.body, self._value(statement.test)))
             match statement.orelse:
@@ -244,11 +231,11 @@ class _Reader:
                     continue
                 case [_, *_]:
                     members.append(self._module("otherwise", statement.orelse, _always))
-            return _Union(members) if len(members) > 1 else members[0]
+            return _Union("union", members) if len(members) > 1 else members[0]
 
     def _match(self, statement: ast.Match) -> _Union:
         subject = self._value(statement.subject)
-        members = []
+        members: list[_Node] = []
         for case in statement.cases:
             match case:
                 case ast.match_case(ast.MatchValue(ast.Constant(value)), None):
@@ -257,7 +244,7 @@ class _Reader:
                     members.append(self._module("otherwise", case.body, _always))
                 case _:
                     raise self._wrong(case.pattern)
-        return _Union(members)
+        return _Union("union", members)
 
     def _module(self, name: str, statements: list[ast.stmt], when: Callable[[Values], Any]) -> _Module:
         return _Module(self._unique(name), self.body(statements, True), when, _same)

@@ -1,4 +1,4 @@
-"""The engine core under random life: aborts, retraction, priorities, shared prompts, failing steps."""
+"""The engine core: shared prompts, failing steps, pauses, ends, log-probabilities."""
 
 from __future__ import annotations
 
@@ -11,48 +11,6 @@ import torch
 from radix import Namespace
 from runtime.calls import Pause
 from tests.runtime.engine.driver import Driver, call, make_core
-
-
-@pytest.fixture(scope="module")
-def draw_prompt():
-    draw = random.Random(3)
-    roots = [[draw.randrange(49152) for _ in range(60)] for _ in range(3)]
-
-    def prompt(random_source: random.Random) -> list[int]:
-        root = random_source.choice(roots)
-        return root[: random_source.randrange(0, 61)] + [
-            random_source.randrange(49152) for _ in range(random_source.randrange(1, 20))
-        ]
-
-    return prompt
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_two_hundred_random_aborts(tiny_dir, draw_prompt, page_size):
-    """Aborts while waiting, prefilling, decoding, in a small pool: no page is lost, the others' output is right."""
-    core = make_core(tiny_dir, page_size=page_size, pool_tokens=240, chunk_tokens=16)
-    plain = Driver(make_core(tiny_dir, prefix_cache=False))
-    driver, draw = Driver(core), random.Random(page_size)
-    prompts: dict[str, list[int]] = {}
-    aborted = 0
-    while aborted < 200:
-        if draw.random() < 0.6:
-            rid = str(len(prompts))
-            prompts[rid] = draw_prompt(draw)
-            driver.add(rid, prompts[rid], max_new_tokens=draw.randrange(1, 20))
-        if core.requests and draw.random() < 0.6:
-            driver.abort(draw.choice(list(core.requests)))
-            aborted += 1
-        if draw.random() < 0.02:
-            driver.flush()
-        driver.step()
-    driver.run()
-    assert set(driver.finish) == set(prompts), "every request ends with exactly one terminal event"
-    finished = [rid for rid, finish in driver.finish.items() if finish.type == "length"]
-    assert len(finished) > 10
-    for rid in finished[:20]:
-        (expected,) = plain.together([prompts[rid]], max_new_tokens=len(driver.tokens[rid]))
-        assert driver.tokens[rid] == expected
 
 
 def test_the_same_prefix_is_computed_once_within_a_batch(tiny_dir):
@@ -113,29 +71,6 @@ def test_a_step_that_is_too_large_for_the_memory_is_run_in_parts(tiny_dir, monke
     monkeypatch.setattr(core.executor, "run", small)
     assert driver.together(prompts, max_new_tokens=5) == plain
     assert core.state()["failed_requests"] == 0
-
-
-def test_logits_that_are_no_numbers_end_their_request_alone(tiny_dir, monkeypatch):
-    core = make_core(tiny_dir)
-    driver = Driver(core)
-    (plain,) = Driver(make_core(tiny_dir)).together([[4, 5, 6]], max_new_tokens=4)
-    run = core.executor.run
-
-    def bad(batch):
-        logits = run(batch).clone()
-        rows = batch.tokens[batch.logits_rows] == 9
-        logits[rows] = torch.nan
-        return logits
-
-    monkeypatch.setattr(core.executor, "run", bad)
-    driver.add("greedy", [1, 9], max_new_tokens=4)
-    driver.add("drawn", [2, 9], max_new_tokens=4, temperature=1.0)
-    driver.add("sound", [4, 5, 6], max_new_tokens=4)
-    driver.run()
-    assert driver.finish["greedy"].type == driver.finish["drawn"].type == "error"
-    assert driver.tokens["sound"] == plain
-    state = core.state()
-    assert (state["bad_logits"], state["failed_requests"], state["pages_private"]) == (2, 2, 0)
 
 
 def test_pages_of_a_request_whose_logits_were_no_numbers_are_not_used_again(tiny_dir, monkeypatch):

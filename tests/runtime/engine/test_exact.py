@@ -73,12 +73,6 @@ def test_cold_warm_and_flushed(default_model_dir, prompts, expected, page_size, 
     assert driver.together(prompts[:3], max_new_tokens=NEW) == expected[:3]
 
 
-def test_chunks_of_one_token(default_model_dir, prompts, expected):
-    short = [i for i, prompt in enumerate(prompts) if len(prompt) < 40]
-    driver = Driver(make_core(default_model_dir, chunk_tokens=1))
-    assert driver.together([prompts[i] for i in short], max_new_tokens=NEW) == [expected[i] for i in short]
-
-
 def test_evicting_retracting_and_flushed_midway(default_model_dir, prompts, expected):
     """A pool that holds the longest prompt and little else, staggered arrivals, a flush in between.
 

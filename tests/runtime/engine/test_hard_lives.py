@@ -262,37 +262,3 @@ def test_the_last_position_of_the_context(tiny_dir):
         driver.add(str(i), prompt_of(20, size), max_new_tokens=512 - size)
     driver.run()
     assert [len(driver.tokens[str(i)]) for i in range(3)] == [1, 0, 2]
-
-
-@pytest.mark.parametrize("event", ["fail", "abort", "retract", "abort a blocked one"])
-def test_every_blocked_request_wakes_once(tiny_dir, event):
-    """The awaited peer fails or is aborted, and so are some of those that wait."""
-    core = make_core(tiny_dir, page_size=16, chunk_tokens=5)
-    driver = Driver(core)
-    root = prompt_of(31, 80)
-    for i in range(8):
-        driver.add(str(i), [*root, i], max_new_tokens=2)
-    driver.step()
-    assert core.scheduler.num_blocked == 7
-    woken, add = [], core.scheduler.add
-
-    def watched(request, **options):
-        woken.append(request.rid)
-        add(request, **options)
-
-    core.scheduler.add = watched
-    if event == "fail":
-        run = core.executor.run
-        core.executor.run = lambda batch: 1 / 0
-        driver.step()
-        core.executor.run = run
-    elif event == "abort":
-        driver.abort("0")
-    elif event == "retract":
-        core.scheduler._retract(core.scheduler.running[0])
-        woken.remove("0")
-    else:
-        driver.abort("1")
-    assert woken == ([] if "blocked" in event else [str(i) for i in range(1, 8)])
-    driver.run()
-    assert set(driver.finish) == {str(i) for i in range(8)}

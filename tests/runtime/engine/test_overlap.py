@@ -263,25 +263,6 @@ def test_a_step_that_fails_in_flight_is_run_again_with_all_behind_it(tiny_dir, p
     assert (state["failed_steps"], state["failed_requests"]) == (1, 0)
 
 
-def test_whoever_makes_every_step_fail_ends_alone(tiny_dir, prompts, free):
-    driver = Overlapping(tiny_dir)
-    run = driver.core.executor.run
-
-    def poisoned(batch):
-        if (batch.positions == 104).any():
-            raise RuntimeError("a secret")
-        return run(batch)
-
-    driver.core.executor.run = poisoned
-    driver.add("bad", list(range(100, 200)), max_new_tokens=NEW)
-    for i in range(3):
-        driver.add(str(i), prompts[i], max_new_tokens=NEW)
-    driver.run()
-    assert driver.finish["bad"].type == "error"
-    assert len(driver.tokens["bad"]) == 5
-    assert [driver.tokens[str(i)] for i in range(3)] == free[:3]
-
-
 def test_logits_that_are_no_numbers_end_their_request_alone(tiny_dir, prompts, free):
     driver = Overlapping(tiny_dir)
     run = driver.core.executor.run
@@ -319,21 +300,6 @@ def test_aborted_with_a_step_in_flight_and_back_under_the_same_name(tiny_dir, pr
     driver.add("a", prompts[1], max_new_tokens=NEW)
     driver.run()
     assert driver.tokens["a"] == free[1]
-
-
-def test_a_paused_engine_ends_what_is_in_flight_and_launches_nothing(tiny_dir, prompts, free):
-    driver = Overlapping(tiny_dir)
-    driver.add("a", prompts[0], max_new_tokens=NEW)
-    while driver.core._in_flight is None:
-        driver.step()
-    call(driver.core, Pause(True))
-    launched = driver.log.count("run")
-    while driver.core.busy:
-        driver.step()
-    assert driver.log.count("run") == launched == driver.log.count("read")
-    call(driver.core, Pause(False))
-    driver.run()
-    assert driver.tokens["a"] == free[0]
 
 
 def test_choosing_waits_for_nothing():

@@ -80,20 +80,6 @@ def test_one_that_gave_way_before_its_first_row_has_none():
     assert engine.waiting == "b"
 
 
-def test_those_behind_one_that_gives_way_go_on():
-    engine = Engine(pages=15, prefix_cache=False)
-    engine.add("a", prompt(1, 3), priority=3)
-    engine.add("b", prompt(2, 4), priority=1)
-    engine.add("c", prompt(3, 3), priority=2)
-    engine.scheduler.waiting = type(engine.scheduler.waiting)("fcfs", 0.1, 32, 1)
-    for rid in "abc":
-        engine.scheduler.waiting.add(engine.requests[rid])
-    assert engine.steps(2) == [{"a": 3, "b": 4, "c": 3}, {"a": 1, "b": 1, "c": 1}]
-    engine.cache.allocate(1, array("i"), Namespace())
-    assert [item.request.rid for item in engine.scheduler.schedule()] == ["a", "c"]
-    assert (engine.running, engine.waiting) == ("ac", "b")
-
-
 def test_a_retracted_request_is_ranked_by_what_it_leaves():
     engine = Engine(schedule_policy="lpm")
     engine.add("a", prompt(1, 4))

@@ -37,19 +37,6 @@ def test_deltas_are_whole_characters_and_add_up(tokenizer, text):
     assert all("\N{REPLACEMENT CHARACTER}" not in delta for delta in deltas)
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_any_tokens_add_up_to_their_whole_text(tokenizer, data):
-    ids = data.draw(st.lists(st.integers(0, 49151), max_size=30))
-    skip = data.draw(st.booleans())
-    detokenizer, text, rest = Detokenizer(tokenizer, skip), "", ids
-    while rest:
-        count = data.draw(st.integers(1, 4))
-        text += detokenizer.push(rest[:count])
-        rest = rest[count:]
-    assert text + detokenizer.flush() == tokenizer.decode(ids, skip)
-
-
 @settings(max_examples=200, deadline=None)
 @given(
     st.text(alphabet="abcX🌱", max_size=40),

@@ -27,11 +27,16 @@ def byte_ids(tokenizer):
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_bytes_in_any_order_add_up(tokenizer, byte_ids, data):
-    ids = data.draw(st.lists(st.sampled_from([*byte_ids, 0, 1, 2, 28120]), max_size=40))
+def test_any_tokens_add_up_to_their_whole_text(tokenizer, byte_ids, data):
+    """Bytes above all, in pieces of any size."""
+    ids = data.draw(st.lists(st.sampled_from([*byte_ids, 0, 1, 2, 28120]) | st.integers(0, 49151), max_size=40))
     skip = data.draw(st.booleans())
-    detokenizer = Detokenizer(tokenizer, skip)
-    assert "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush() == tokenizer.decode(ids, skip)
+    detokenizer, text, rest = Detokenizer(tokenizer, skip), "", ids
+    while rest:
+        count = data.draw(st.integers(1, 4))
+        text += detokenizer.push(rest[:count])
+        rest = rest[count:]
+    assert text + detokenizer.flush() == tokenizer.decode(ids, skip)
 
 
 class Counting:
