@@ -26,20 +26,20 @@ _Family = tuple[Namespace, bytes]
 
 
 class WaitingQueue:
-    """A queue whose order follows a policy; every operation takes O(log n) in the number of waiting requests.
+    """A queue in the order of a policy. Every operation takes O(log n) for n waiting requests.
 
     - `fcfs`: by arrival.
-    - `priority`: by priority, then arrival. In the policies below, too, a higher priority goes first.
+    - `priority`: by priority, then arrival. The policies below respect priorities as well.
     - `lpm`: longest match first.
     - `balanced`: by arrival, but a share of the work goes to the longest match. A request's cost is its uncached rows
-      and the mean output of recent requests. An admission in order earns credit in proportion to its cost; a request
-      that overtakes spends its cost. So requests that are nearly all cached are admitted before eviction, and no
-      request waits longer than 1 / (1 - share) times its wait by arrival, and 4 full steps. Places are earned and
-      spent in the same way while they are scarce. A prompt that fills whole steps may wait longer: half of them is
-      left to shorter prompts.
+      plus the mean output of recent requests. Admissions in order earn credit in proportion to their cost, and a
+      request that overtakes spends its cost. So nearly cached requests are admitted before their pages are evicted,
+      and no request waits longer than 1 / (1 - share) times its wait by arrival plus 4 full steps. While places are
+      scarce, they are earned and spent in the same way. A prompt that fills whole steps may wait longer, as it leaves
+      half of them to shorter prompts.
 
-    A request's cached tokens are looked up on arrival, before admission, and, for a bounded number of requests per
-    pass, after another request with the same first page was computed.
+    The queue looks up a request's cached tokens on arrival, before admission, and after another request with the same
+    first page was computed; the last for a bounded number of requests per pass.
 
     Args:
         policy: see above.
@@ -48,11 +48,11 @@ class WaitingQueue:
         page_size: tokens in a page.
 
     Attributes:
-        matched: cached tokens of each waiting request when it was last looked up; only `lpm` and `balanced` look.
+        matched: cached tokens of each waiting request at its last look-up; only `lpm` and `balanced` look up.
     """
 
     def __init__(self, policy: SchedulePolicy, overtake_share: float, step_tokens: int, page_size: int) -> None:
-        # The family of each request on arrival: what the request reads may become clear later.
+        # Each request's family on arrival; its namespace may change while it waits.
         self._placed: dict[Request, _Family] = {}
         self.matched: dict[Request, int] = {}
         self._order: SortedKeyList = SortedKeyList(key=_by_arrival if policy == "fcfs" else _by_priority)
@@ -75,7 +75,7 @@ class WaitingQueue:
         return iter(self._order)
 
     def candidates(self, scarce: Callable[[], bool]) -> Iterator[Request]:
-        """The requests in the order of admission, each once; `scarce`: whether only one place is left."""
+        """The requests in the order of admission; `scarce`: whether only one place is left."""
         passed: set[Request] = set()
         while (request := self._next(passed, scarce)) is not None:
             passed.add(request)
@@ -113,7 +113,7 @@ class WaitingQueue:
                 self._stale.pop(family, None)
 
     def admit(self, request: Request, scarce: bool) -> None:
-        """Remove a request that is admitted, and book the credit that it earns or spends; only `balanced` reads it."""
+        """Remove an admitted request, and book the credit that it earns or spends for `balanced`."""
         in_order, cost = request is self._order[0], self._cost(request)
         self._tokens = min(self._tokens + (self._earned * cost if in_order else -cost), self._most_tokens)
         if scarce:
@@ -121,7 +121,7 @@ class WaitingQueue:
         self.remove(request)
 
     def rank_again(self, request: Request, matched_tokens: int) -> bool:
-        """Book the cached tokens of a waiting request; returns whether it loses its turn."""
+        """Set the cached tokens of a waiting request; returns whether it loses its turn."""
         if self._matches is None or matched_tokens == self.matched[request]:
             return False
         self._matches.remove(request)
@@ -134,13 +134,13 @@ class WaitingQueue:
         self._generated += _LATEST * (request.num_output - self._generated)
 
     def computed(self, request: Request) -> None:
-        """Note that KV of a running request is new in the tree: requests with the same first page may match more."""
+        """Note that the tree has new KV of a running request, which requests with the same first page may match."""
         family = self._family(request)
         if family in self._families:
             self._stale[family] = len(self._families[family])
 
     def refresh(self) -> None:
-        """Match some of the noted requests again; the others follow in later passes."""
+        """Look up some of the requests noted by `computed`; later passes look up the others."""
         budget = _REFRESHED
         for family, count in list(self._stale.items()):
             members = self._families[family]

@@ -1,4 +1,4 @@
-"""The scheduler: requests and rows of the next step, within the budget of rows and pages."""
+"""The scheduler chooses the requests and rows of the next step, within its budget of rows and pages."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from runtime.engine.queue import WaitingQueue
 from runtime.kv.cache import PagedCache
 from runtime.request import Request, Status, Work
 
-# Share of the work that the policy `balanced` orders by longest match instead of arrival.
+# Share of the work for which the policy `balanced` prefers the longest match to arrival.
 OVERTAKE_SHARE = 0.1
 
 
 class Scheduler:
     """Continuous batching: decode rows first, then chunked prefill of running requests, then admission.
 
-    Waiting requests are served in the order of the policy (see `WaitingQueue`). When memory runs out, the request that
-    is cheapest to compute again is retracted: it releases its pages (the tree keeps the full ones), keeps its tokens
-    and waits again. The request admitted first is retracted only if it is alone, and every accepted request fits into
-    the pool alone, so all of them end.
+    The policy orders waiting requests (see `WaitingQueue`). When memory runs out, the scheduler retracts the request
+    that is cheapest to compute again: the request releases its pages (the tree keeps the full ones), keeps its tokens
+    and waits again. The request admitted first is retracted only if it runs alone. Every accepted request fits into the
+    pool alone, so all of them end.
 
-    A prompt that fills a step leaves half of it to shorter ones of no lower priority, the shortest first, that run, or
-    wait while places and memory suffice: a short prompt does not wait for all of a long one. The prompt admitted first
-    has the other half, so none takes more than twice as long.
+    A prompt that fills a step leaves half of it to shorter prompts of the same or a higher priority, the shortest
+    first, so that a short prompt does not wait for a whole long one. These prompts run already, or are admitted while
+    places and memory suffice. The prompt admitted first has the other half, so no prompt takes more than twice as long.
 
-    Requests whose rows cannot be cut into chunks take turns: each step has those that have waited longest for one,
-    while their rows fit into the budget, and one at least.
+    Requests whose rows cannot be cut into chunks take turns. Each step serves the ones that have waited longest, as
+    many as fit into the budget, and at least one.
 
-    A request that is about to wait is blocked first on a grammar that is compiled, or on KV that is loaded.
+    Before a request waits for admission, it is blocked while its grammar is compiled or its KV is loaded.
 
     Attributes:
-        blocked_on: functions that return the event for which such a request must wait, or None.
-        blocked: blocked requests by the event that wakes them, with the progress that each of them awaits. Events: a
-            request id while its grammar is compiled, a running request whose tokens are shared, a transfer.
+        blocked_on: functions that return the event that blocks a new request, or None.
+        blocked: blocked requests by the event that wakes them, with the progress that each request awaits. An event is
+            a request id (its grammar is compiled), a running request (its tokens are shared) or a transfer.
     """
 
     def __init__(self, config: SchedulerConfig, cache: PagedCache, step_tokens: int):
-        """`step_tokens`: rows of a step, unless configured."""
+        """`step_tokens`: default for the rows of a step."""
         self.config = config
         self.blocked_on: Sequence[Callable[[Request], Hashable | None]] = ()
         self.step_tokens = config.step_tokens or step_tokens
@@ -102,7 +102,7 @@ class Scheduler:
         return ready
 
     def computed(self, request: Request) -> None:
-        """Note that KV of a running request is new in the tree."""
+        """Note that the tree has new KV of a running request."""
         self.wake(request, request.sequence.num_computed)
         self.waiting.computed(request)
 
@@ -116,16 +116,16 @@ class Scheduler:
             has_room = self._admit(work, budget)
             if len(work) < len(self.running):
                 self._take_turns(work)
-            # Where nothing runs and nothing is loaded, only pins can stand in the way of a live request.
+            # If nothing runs and nothing is loaded, only pins can keep a live request waiting.
             if work or has_room or self.cache.held or not self.cache.pins.yield_one():
                 return work
 
     def follow(self, work: Sequence[Work]) -> list[Work]:
-        """The decode step behind one whose tokens are not read yet; empty: they have to be read first.
+        """The decode step behind one whose tokens have not been read; empty: they have to be read first.
 
-        It is the step that `schedule` would make if none of the tokens ends a request. There is one only if all
-        running requests decode, none can be admitted, none needs the host between its tokens, and memory suffices
-        without retraction. A request that reaches its limit with the unread token is left out.
+        It is the step that `schedule` would return if no unread token ended its request. It requires that all running
+        requests decode, no request can be admitted, no request needs the host between two tokens, and memory suffices
+        without retraction. It leaves out a request that reaches its limit with the unread token.
         """
         if not self._all_decode(work) or not self._none_to_admit():
             return []
@@ -155,7 +155,7 @@ class Scheduler:
         return work
 
     def _grow(self, request: Request, work: list[Work]) -> bool:
-        """Make room for the request's next rows, where others, whose work is dropped, or itself may give way."""
+        """Make room for a request's next rows. If needed, retract requests, this one included, and drop their work."""
         while not request.strategy.grow(request):
             victim = self._cheapest()
             self._retract(victim)
@@ -165,7 +165,7 @@ class Scheduler:
         return True
 
     def _cheapest(self) -> Request:
-        """The request to retract: lowest priority, then fewest own tokens. The first one only if it is alone."""
+        """The request to retract: lowest priority, then fewest own tokens. The first one only if it runs alone."""
         candidates = self.running[:0:-1] or self.running
         return min(candidates, key=lambda request: (request.message.priority, self.cache.num_own_tokens(request)))
 
@@ -187,7 +187,7 @@ class Scheduler:
         return budget
 
     def _prefill_shorter(self, work: list[Work], prompts: Sequence[Request], most: int) -> int:
-        """Take rows of prompts that are shorter than the first one, newcomers included; returns how many."""
+        """Take at most `most` rows of prompts shorter than the first one, new requests included; returns the number."""
         first, budget, priority = prompts[0], most, prompts[0].message.priority
         if self._too_few is None:
             others = len(work)
@@ -208,9 +208,9 @@ class Scheduler:
         return item.num_rows
 
     def _admit(self, work: list[Work], budget: int, beside: Request | None = None) -> bool:
-        """Admit waiting requests while there is budget; False if memory does not suffice for the next one.
+        """Admit waiting requests while the budget lasts; False if memory does not suffice for the next one.
 
-        `beside`: only those that are shorter than what this request has left, and none that takes the last place.
+        `beside`: admit only requests with fewer rows than this one has left, and leave the last place free.
         """
         if not self.waiting:
             return True
