@@ -83,7 +83,7 @@ class InputProcessor:
         if self.info.diffusion is not None:
             submission.diffusion = self._denoising(submission, tokens)
             self._check_length(len(tokens), submission.diffusion.gen_length)
-            self._check_canvas(len(tokens), submission.diffusion)
+            self._check_guidance(len(tokens), submission.diffusion)
             return tokens
         if submission.diffusion is not None:
             raise InvalidRequest("this model is no diffusion model", param="diffusion")
@@ -223,7 +223,7 @@ class InputProcessor:
             (prompt if positions is None else positions, self.info.context_length, "the model's context is"),
             (prompt, self.info.pool_tokens, "the KV pool holds"),
         ):
-            if used + (wanted := 1 if new is None else new) > limit:
+            if used + (wanted := 1 if new is None else self._positions(new)) > limit:
                 raise InvalidRequest(
                     f"the prompt has {used} tokens and {wanted} new ones may follow, but {what} {limit} tokens",
                     param="prompt" if used >= limit else "max_new_tokens",
@@ -250,16 +250,8 @@ class InputProcessor:
         room = (self._room - prompt) // self._canvas * self._canvas
         return max(min(max(DEFAULT_LENGTH, self._canvas), room, self.config.max_output_tokens or room), 1)
 
-    def _check_canvas(self, prompt: int, params: DenoisingParams) -> None:
-        """Raise InvalidRequest if the canvases need more positions than there are, or guidance more pages."""
-        wanted, room = self._positions(params.gen_length or 0), self._room
-        if prompt + wanted > room:
-            raise InvalidRequest(
-                f"the prompt has {prompt} tokens and canvases of {params.block_length} take {wanted} more, but there "
-                f"is room for {room} tokens",
-                param="max_new_tokens",
-                code="context_length_exceeded",
-            )
+    def _check_guidance(self, prompt: int, params: DenoisingParams) -> None:
+        """Raise InvalidRequest if classifier-free guidance needs more pages than there are."""
         page_size = self.info.page_size
         pages = -(-(prompt + (params.gen_length or 0)) // page_size)
         is_guided = isinstance(params, BidirectionalParams) and params.cfg_scale

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from typing import TypeVar
+
+from cachetools import LRUCache
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.grammar_process import GrammarProcesses
@@ -39,7 +40,7 @@ class TextWork:
         self._texts = Turns(_THREADS, "ramet-text")
         self._grammars = Turns(_GRAMMARS, "ramet-grammar")
         self._processes = GrammarProcesses(grammar_timeout_s)
-        self._checked: OrderedDict[tuple[str, str | None, str], bool] = OrderedDict()
+        self._checked: LRUCache[tuple[str, str | None, str], bool] = LRUCache(_CHECKED)
 
     async def encode(self, inputs: InputProcessor, submission: Submission) -> list[int]:
         """As `InputProcessor.encode`; a grammar is checked, too."""
@@ -61,9 +62,6 @@ class TextWork:
                 if submission.otherwise is None:
                     raise
             self._checked[key] = follows
-            if len(self._checked) > _CHECKED:
-                self._checked.popitem(last=False)
-        self._checked.move_to_end(key)
         if not follows and submission.otherwise is not None:
             submission.sampling = submission.otherwise
 

@@ -215,7 +215,7 @@ def test_a_canvas_that_cannot_be_a_whole_one_is_refused(path):
     inputs, sampling = InputProcessor(core.info, None, core.config.scheduler), SamplingParams()
     sampling.max_new_tokens = 3
     assert inputs.encode(Submission(text(64 - CANVAS), sampling)) == text(64 - CANVAS)
-    with pytest.raises(InvalidRequest, match=f"canvases of {CANVAS} take {CANVAS} more"):
+    with pytest.raises(InvalidRequest, match=f"{CANVAS} new ones may follow"):
         inputs.encode(Submission(text(65 - CANVAS), sampling))
     assert inputs.encode(Submission(text(90), sampling, last_tokens=-1)) == text(90)[-(64 - CANVAS) :]
     sampling.max_new_tokens = None
@@ -224,7 +224,7 @@ def test_a_canvas_that_cannot_be_a_whole_one_is_refused(path):
         submission = Submission(text(prompt), sampling)
         inputs.encode(submission)
         assert submission.diffusion.gen_length == length, "no limit is set: what there is room for"
-    with pytest.raises(InvalidRequest, match=f"canvases of {CANVAS} take {CANVAS} more"):
+    with pytest.raises(InvalidRequest, match=f"{CANVAS} new ones may follow"):
         inputs.encode(Submission(text(53), sampling))
 
 

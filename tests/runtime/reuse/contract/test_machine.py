@@ -100,8 +100,8 @@ class Lives(RuleBasedStateMachine):
             self.world.flush()
         else:
             Driver.ask(self.world, 1, EraseTenant("a"))
-            while self.world.answer() is None:
-                self.world.step()
+            while self.world.answer() is None:  # no steps: their number would depend on a thread
+                self.world.settle()
 
     def teardown(self):
         if not hasattr(self, "world"):
