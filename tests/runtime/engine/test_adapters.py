@@ -124,8 +124,8 @@ def test_unloaded_while_requests_run(tiny_dir, adapters, prompts, expected):
     driver.run()
     assert driver.tokens["runs"] == expected[1][0]
     assert list(decoder.adapters) == [second]
-    (event,) = core.handle(_add(driver, "late", prompts[0], first))
-    assert (event.finish.refused, event.finish.code) == (True, "model_not_found")
+    driver.add("late", prompts[0], namespace=Namespace(adapter=first))
+    assert (driver.finish["late"].refused, driver.finish["late"].code) == (True, "model_not_found")
     assert call(core, GetState())["requests_by_adapter"] == {second: 0}
     assert call(core, UnloadAdapter("unknown")) == {"running": 0}
 
@@ -160,14 +160,6 @@ def test_without_a_server(tiny_dir, adapters, prompts, expected):
             engine.stream(prompts[0], sampling, adapter="poem")
     with pytest.raises(ModelError, match=r"--lora gone=.*has no adapter_model\.safetensors"):
         Engine(str(tiny_dir), lora=f"gone={adapters[0].parent}", **options)
-
-
-def _add(driver, rid, prompt, digest):
-    taken = []
-    handle, driver.core.handle = driver.core.handle, taken.append
-    driver.add(rid, prompt, namespace=Namespace(adapter=digest))
-    driver.core.handle = handle
-    return taken[0]
 
 
 def test_loaded_again_while_it_leaves(tiny_dir, adapters, prompts, expected):

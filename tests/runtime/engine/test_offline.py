@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from msgspec.structs import replace
 
 from runtime import Document, Engine, ReuseParams, SamplingParams, Segments, Submission
-from runtime.engine.loop import _NOTHING_TO_RUN_MS
-from runtime.engine.parts import Grammars
 from runtime.errors import EngineDead, InvalidRequest, ModelError
 from runtime.frontend.output import merge_outputs
 
@@ -218,22 +213,3 @@ def test_a_cancelled_batch_leaves_no_request(engine):
         asyncio.run(cancel(after_s))
         assert engine.state()["running"] == engine.state()["waiting"] == 0
         assert not engine.core.requests
-
-
-def test_a_request_that_waits_for_a_grammar_does_not_make_the_loop_spin(engine, monkeypatch):
-    core, go_on, steps = engine.core, threading.Event(), []
-    compiler = core.part(Grammars).compiler
-    build, step = compiler._compile, core.step
-    monkeypatch.setattr(compiler, "_compile", lambda *args: go_on.wait(60) and build(*args))
-    monkeypatch.setattr(core, "step", lambda: steps.append(1) or step())
-    with ThreadPoolExecutor(1) as caller:
-        answer = caller.submit(engine.generate, "A digit:", {"regex": "[0-9]", **GREEDY})
-        while not compiler.open:
-            time.sleep(0.001)
-        steps.clear()
-        began = time.monotonic()
-        time.sleep(0.3)
-        waited_s, count = time.monotonic() - began, len(steps)
-        go_on.set()
-        assert answer.result()[0].text.isdigit()
-    assert count < 2 + waited_s * 1000 / _NOTHING_TO_RUN_MS

@@ -5,23 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import zmq
 
 from runtime.calls import Ping
-from runtime.engine.loop import EngineLoop
+from runtime.engine.loop import _NOTHING_TO_RUN_MS, EngineLoop
 from runtime.engine.part import Parts
 from runtime.protocol import Ask, encode
 
 
-class _Stepped(Exception):
+class _Ended(Exception):
     pass
 
 
 class _Busy:
-    """A core with something to compute, which ends the loop when it does."""
+    """A core with requests, whose steps run or do not, as given; the step behind them ends the loop."""
 
     parts, busy = Parts(), True
 
-    def __init__(self) -> None:
+    def __init__(self, *runs: bool) -> None:
+        self.runs = list(runs)
         self.counters = {"steps": 0}
         self.handled = 0
 
@@ -34,7 +36,10 @@ class _Busy:
         return []
 
     def step(self) -> list[Any]:
-        raise _Stepped
+        if not self.runs:
+            raise _Ended
+        self.counters["steps"] += self.runs.pop(0)
+        return []
 
 
 class _Flood:
@@ -49,9 +54,31 @@ class _Flood:
         return self.message
 
 
+class _Silent:
+    """A socket without messages; `waits`: the times in milliseconds for which it was polled."""
+
+    def __init__(self) -> None:
+        self.waits: list[int] = []
+
+    def poll(self, wait_ms: int) -> None:
+        self.waits.append(wait_ms)
+
+    def recv(self, flags: int) -> bytes:
+        raise zmq.Again
+
+
+def test_the_loop_waits_only_behind_steps_in_which_nothing_ran():
+    """Requests may all wait for a grammar or a tier."""
+    core: Any = _Busy(False, False, True, True, False)
+    silent: Any = _Silent()
+    with pytest.raises(_Ended):
+        EngineLoop(silent, silent)._serve(core)
+    assert silent.waits == [_NOTHING_TO_RUN_MS] * 3
+
+
 def test_messages_without_end_let_steps_run():
     core: Any = _Busy()
     flood: Any = _Flood()
-    with pytest.raises(_Stepped):
+    with pytest.raises(_Ended):
         EngineLoop(flood, flood)._serve(core)
     assert core.handled
