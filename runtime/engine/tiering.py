@@ -71,7 +71,7 @@ class Tiering(Part):
         self._noted_s = time.monotonic()
         # Opens stores and writes notes, in order.
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="kv-aside")
-        self._returning: list[tuple[Load, NotedPin]] = []
+        self._returning: dict[Load, list[NotedPin]] = {}
         self._num_loads: Counter[Request] = Counter()
 
     # -- operators -------------------------------------------------------------------------------------------
@@ -163,9 +163,7 @@ class Tiering(Part):
                     strategy.restored(part.run.tokens, part.run.namespace)
             for request in core.scheduler.wake(load):
                 _note_loaded(request, load)
-            mine = [pin for other, pin in self._returning if other is load]
-            self._returning = [(other, pin) for other, pin in self._returning if other is not load]
-            for pin in mine:
+            for pin in self._returning.pop(load, ()):
                 self._pin_again(pin)
         return ()
 
@@ -207,7 +205,7 @@ class Tiering(Part):
             return
         load = self.tiers.ask([run], pin.namespace.owner)
         if load is not None:
-            self._returning.append((load, pin))
+            self._returning.setdefault(load, []).append(pin)
         elif pin.namespace.entry:
             self._core.cache.pins.pin(run.tokens, pin.namespace, pin.name, left_s)
         else:  # the missing part of a prefix is computed

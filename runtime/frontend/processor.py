@@ -54,7 +54,9 @@ class TextStream:
         self._held += self._detokenizer.push(tokens)
         if last:
             self._held += self._detokenizer.flush()
-        if may_stop and (found := self._find_stop()) is not None:
+        if not self._stop:
+            keep = len(self._held)
+        elif may_stop and (found := self._find_stop()) is not None:
             at, self.stopped = found
             keep = at if self._trim else at + len(self.stopped)
         else:
