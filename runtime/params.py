@@ -39,7 +39,23 @@ class Lazy(BaseModel):
     )
 
 
-class SamplingParams(BaseModel):
+class CommonSampling(BaseModel):
+    """Sampling parameters that have the same name in most APIs."""
+
+    temperature: float = Field(1.0, ge=0, le=100, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1, le=1 << 20, description="-1 or 0: all tokens")
+    min_p: float = Field(0.0, ge=0, le=1)
+    typical_p: float = Field(1.0, gt=0, le=1, description="share of the tokens whose surprise is nearest to the mean")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="counts output tokens")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="counts output tokens")
+    repetition_penalty: float = Field(1.0, ge=0.01, le=2, description="applies to prompt and output tokens")
+    ignore_eos: bool = False
+    skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
+    no_stop_trim: bool = Field(False, description="keep the stop string in the text")
+
+
+class SamplingParams(CommonSampling):
     """Sampling parameters, with SGLang's names and defaults."""
 
     model_config = ConfigDict(extra="forbid", strict=False)
@@ -50,18 +66,9 @@ class SamplingParams(BaseModel):
     min_new_tokens: int = Field(
         0, ge=0, le=1 << 20, description="least tokens before an end of sequence or a stop string"
     )
-    temperature: float = Field(1.0, ge=0, le=100, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1, le=1 << 20, description="-1 or 0: all tokens")
-    min_p: float = Field(0.0, ge=0, le=1)
-    typical_p: float = Field(1.0, gt=0, le=1, description="share of the tokens whose surprise is nearest to the mean")
-    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="counts output tokens")
-    presence_penalty: float = Field(0.0, ge=-2, le=2, description="counts output tokens")
-    repetition_penalty: float = Field(1.0, ge=0.01, le=2, description="applies to prompt and output tokens")
     seed: int | None = Field(None, ge=0, lt=1 << 63, description="the same seed and request give the same tokens")
     stop: list[StopString] = Field(default_factory=list, max_length=16, description="strings that end the generation")
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list, max_length=64)
-    ignore_eos: bool = False
     n: int = Field(1, ge=1, le=64, description="completions of the prompt")
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict, max_length=1024)
     json_schema: str | None = Field(
@@ -74,8 +81,6 @@ class SamplingParams(BaseModel):
         None, min_length=1, max_length=1 << 16, description="EBNF (GBNF) or Lark grammar for the whole output"
     )
     lazy: Lazy | None = Field(None, description="the grammar, schema or expression holds for parts of the output alone")
-    skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
-    no_stop_trim: bool = Field(False, description="keep the stop string in the text")
 
     @field_validator("stop", "stop_token_ids", mode="before")
     @classmethod

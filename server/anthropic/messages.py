@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
 
 from runtime.errors import RametError
 from runtime.frontend.output import MarkedText, Output, Submission
-from runtime.params import EXACT
 from runtime.protocol import CacheUsage
 from server.anthropic.content import ContentReader, Piece
-from server.anthropic.prompt import conversation_of, render
+from server.anthropic.prompt import chat_of, numbers_of
 from server.anthropic.types import MessagesPrompt, MessagesRequest
-from server.auth.keys import CurrentTenant, EveryKey, Tenant
+from server.auth.keys import CurrentTenant, EveryKey
 from server.errors import Conflict, MessageError, message_error
 from server.explain.reason import Explanation
+from server.generation.bodies import naming
 from server.generation.service import Generation, Service, Writer
 from server.http.context import Context, Ctx
 from server.http.sse import TypedEventStream, unless_gone
-from server.openai.calls import CallReader, lazy_calls, writes_tags
+from server.openai.chat import reader_of
+from server.openai.prompt import Chats
+from server.openai.types import ChatRequest
 
 router = EveryKey(
     prefix="/v1/messages",
@@ -40,60 +41,36 @@ class MessageStream(TypedEventStream):
 
 
 @router.post("", response_model=None)
-async def messages(body: MessagesRequest, request: Request, service: Service, tenant: CurrentTenant) -> Response:
+async def messages(
+    body: MessagesRequest, request: Request, service: Service, chats: Chats, tenant: CurrentTenant
+) -> Response:
     """The assistant's next message in a conversation; blocks with `cache_control` are kept in the cache."""
-    context = service.context
-    context.check_model(body.model)
-    body.check()
-    work = partial(submission_of, body, tenant, context)
-    if body.is_constrained or body.offered:  # a schema may be as long as the body
-        submission = await service.in_turn(request, tenant, body.num_characters, work)
-    else:
-        submission = work()
-    conversation = partial(conversation_of, body, context.engine.tokenizer)
-    generation = await service.submit(request, body, [submission], conversation)
-    return await generation.respond(request, MessageWriter(body, submission, context), body.stream)
+    service.context.check_model(body.model)
+    with naming(body.NAMES):
+        chat = chat_of(body)
+        submission = await chats.in_turn(request, chat, tenant)
+    generation = await service.submit(
+        request, body, [submission], lambda: chats.conversation(chat, tenant, numbers_of(body))
+    )
+    return await generation.respond(request, MessageWriter(body, chat, submission, service.context), body.stream)
 
 
 @router.post("/count_tokens", response_model=None)
-async def count_tokens(body: MessagesPrompt, request: Request, context: Ctx, tenant: CurrentTenant) -> Response:
+async def count_tokens(
+    body: MessagesPrompt, request: Request, context: Ctx, chats: Chats, tenant: CurrentTenant
+) -> Response:
     """Tokens of a conversation's prompt."""
     context.check_model(body.model)
-    body.check()
-    engine = context.engine
 
     async def work() -> dict[str, Any]:
-        rendered = await engine.in_turn(tenant.account, body.num_characters, partial(render, body, engine.tokenizer))
-        text = rendered.text if isinstance(rendered, MarkedText) else rendered
-        (tokens,) = await engine.tokenize(tenant.account, [text], add_special_tokens=False)
-        return {"input_tokens": len(tokens)}
+        return {"input_tokens": await chats.count(chat_of(body), tenant)}
 
     return await unless_gone(request, work())
 
 
-def submission_of(body: MessagesRequest, tenant: Tenant, context: Context) -> Submission:
-    """The submission of a conversation, which is rendered later: long ones take their time. Raises InvalidRequest."""
-    sampling, otherwise = body.sampling(), None
-    if body.offered and not body.is_constrained and context.engine.info.diffusion is None:
-        tools = [tool.described() for tool in body.offered]
-        sampling, otherwise = lazy_calls(sampling, tools, writes_tags(context.engine.tokenizer))
-    return body.submission(
-        *(partial(render, body, context.engine.tokenizer), sampling, tenant, context),
-        num_characters=body.num_characters,
-        otherwise=otherwise,
-        add_special_tokens=False,
-        reuse=EXACT,
-    )
-
-
-def _reader(body: MessagesRequest, submission: Submission, context: Context) -> ContentReader:
-    calls = CallReader(
-        frozenset(tool.name for tool in body.offered),
-        forced=body.must_call,
-        single=body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use,
-        tagged=writes_tags(context.engine.tokenizer),
-    )
-    if body.is_constrained:
+def _reader(chat: ChatRequest, submission: Submission, context: Context) -> ContentReader:
+    calls = reader_of(chat, context.engine.tokenizer)
+    if submission.sampling.constrained and submission.sampling.lazy is None:
         return ContentReader(calls, "text")
     prompt = submission.prompt
     text = prompt.text if isinstance(prompt, MarkedText) else prompt if isinstance(prompt, str) else ""
@@ -105,8 +82,8 @@ class MessageWriter(Writer):
 
     STREAM = MessageStream
 
-    def __init__(self, body: MessagesRequest, submission: Submission, context: Context):
-        self._reader = _reader(body, submission, context)
+    def __init__(self, body: MessagesRequest, chat: ChatRequest, submission: Submission, context: Context):
+        self._reader = _reader(chat, submission, context)
         self._model, self._context_length = context.check_model(body.model), context.engine.info.context_length
         self._id = f"msg_{submission.rid}"
         self._begun = False

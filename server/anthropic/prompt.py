@@ -1,129 +1,101 @@
-"""Conversations of Anthropic's routes as prompts, and the places up to which they are kept."""
+"""Anthropic's requests as chats."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+import json
 from typing import Any
 
-from runtime.frontend.output import MarkedText
-from runtime.models.tokenizer import Tokenizer
-from server.anthropic.types import (
-    AnthropicMessage,
-    CacheControl,
-    MessagesPrompt,
-    RedactedBlock,
-    TextBlock,
-    ThinkingBlock,
-    ToolResultBlock,
-    ToolUseBlock,
-)
-from server.explain import parts
-from server.generation.breakpoints import find_breakpoints
-from server.openai.tools import Function, Tool, continue_chat, render_chat
-
-# Writes a mark at the end of a block, if it has a breakpoint.
-_Mark = Callable[[CacheControl | None], str]
-_Turn = dict[str, Any]
+from runtime.errors import InvalidRequest
+from runtime.frontend.output import MAX_BREAKPOINTS
+from server.anthropic import types
+from server.generation.bodies import naming
+from server.openai.caching import Breakpoint
+from server.openai.messages import Message, Part, TextPart, ThinkingPart
+from server.openai.tools import CalledFunction, Function, Tool, ToolCall
+from server.openai.types import ChatRequest
 
 
-def render(body: MessagesPrompt, tokenizer: Tokenizer) -> str | MarkedText:
-    """The prompt of a conversation. Raises InvalidRequest."""
-    text, found = find_breakpoints(partial(_render, body, tokenizer))
-    return MarkedText(text, [(end, control.seconds) for end, control in found]) if found else text
+def chat_of(body: types.MessagesPrompt) -> ChatRequest:
+    """The same request as a chat. Raises InvalidRequest."""
+    for block in body.messages[-1].content[-1:]:
+        block.cache_control = block.cache_control or body.cache_control
+    tools = [_tool(tool) for tool in body.tools or ()]
+    turns = [Message(role="system", content=_texts(body.system))] if body.system else []
+    turns += [turn for message in body.messages for turn in turns_of(message)]
+    parts = [part for turn in turns for part in (*(turn.content or ()), *(turn.tool_calls or ()))]
+    points = [getattr(part, "prompt_cache_breakpoint", None) for part in (*tools, *parts)]
+    if (count := len(points) - points.count(None)) > MAX_BREAKPOINTS:
+        raise InvalidRequest(f"{MAX_BREAKPOINTS} blocks may have cache_control, not {count}", param="cache_control")
+    output = body.output_config or types.OutputConfig()
+    same = ChatRequest.model_fields.keys() & type(body).model_fields.keys() & body.model_fields_set
+    fields = {name: getattr(body, name) for name in same} | {
+        "messages": turns,
+        "tools": tools or None,
+        "tool_choice": None if body.tool_choice is None else _choice(body.tool_choice),
+        "parallel_tool_calls": body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
+        "response_format": output.format and {"type": "json_schema", "schema": output.format.schema_},
+        "reasoning_effort": output.effort,
+        "enable_thinking": body.thinking and body.thinking.type != "disabled",
+        "stop": getattr(body, "stop_sequences", None),
+        "continue_final_message": turns[-1].role == "assistant" and not turns[-1].tool_calls,
+        "prompt_cache_options": {"mode": "explicit"},
+        "reuse": {"method": "none"},
+    }
+    with naming(body.NAMES):
+        chat = ChatRequest.model_validate(fields)
+        if chat.must_call:
+            chat.refuse_unsupported()
+        return chat
 
 
-def conversation_of(body: MessagesPrompt, tokenizer: Tokenizer) -> parts.Conversation:
-    """The conversation that a prompt renders."""
-    turns: list[_Turn] = [{"role": "system", "content": _joined(body.system, _unmarked)}] if body.system else []
-    numbers = [-1] * len(turns)
-    for number, message in enumerate(body.messages):
-        made = list(_answer(message, _unmarked) if message.role == "assistant" else _question(message, _unmarked))
-        turns += made
-        numbers += [number] * len(made)
-    variables, example = body.template_variables(), Tool(type="function", function=Function(name="example"))
-
-    def write(shown: list[_Turn], tools: list[Tool]) -> str:
-        return render_chat(tokenizer, shown, tools, True, variables)
-
-    return parts.Conversation(write, turns, list(_tools(body, _unmarked)), example, numbers)
+def numbers_of(body: types.MessagesPrompt) -> list[int]:
+    """The index of the message that each turn of the chat belongs to; -1: the system message."""
+    numbers = [i for i, message in enumerate(body.messages) for _ in turns_of(message)]
+    return [-1, *numbers] if body.system else numbers
 
 
-def _unmarked(control: CacheControl | None) -> str:
-    return ""
+def turns_of(message: types.AnthropicMessage) -> list[Message]:
+    """The messages of a chat: results of tools are messages of their own."""
+    turns: list[Message] = []
+    parts: list[Part] = []
+    calls: list[ToolCall] = []
+    for block in message.content:
+        if isinstance(block, types.ToolResultBlock):
+            if parts:
+                turns.append(Message(role=message.role, content=parts))
+                parts = []
+            texts = _texts(block.content or [types.TextBlock(type="text", text="")])
+            texts[-1].prompt_cache_breakpoint = texts[-1].prompt_cache_breakpoint or _point(block)
+            turns.append(Message(role="tool", tool_call_id=block.tool_use_id, content=texts))
+        elif isinstance(block, types.ToolUseBlock):
+            function = CalledFunction(name=block.name, arguments=json.dumps(block.input, ensure_ascii=False))
+            calls.append(ToolCall(id=block.id, function=function, prompt_cache_breakpoint=_point(block)))
+        elif isinstance(block, types.ThinkingBlock):
+            parts.append(ThinkingPart(type="thinking", thinking=block.thinking))
+        elif not isinstance(block, types.RedactedBlock):
+            parts += _texts([block])
+    if parts or calls or not turns:
+        turns.append(Message(role=message.role, content=parts, tool_calls=calls or None))
+    return turns
 
 
-def _render(body: MessagesPrompt, tokenizer: Tokenizer, mark: _Mark) -> str:
-    tools, variables = list(_tools(body, mark)), body.template_variables()
-    turns = list(_turns(body, mark))
-    last = body.messages[-1]
-    if last.role == "assistant" and not turns[-1].get("tool_calls"):
-        return continue_chat(turns, lambda plain: render_chat(tokenizer, plain, tools, False, variables))
-    return render_chat(tokenizer, turns, tools, True, variables)
+def _texts(blocks: list[Any]) -> list[Any]:
+    return [TextPart(type="text", text=block.text, prompt_cache_breakpoint=_point(block)) for block in blocks]
 
 
-def _tools(body: MessagesPrompt, mark: _Mark) -> Iterator[Tool]:
-    """The tools; a tool more, whose name is a mark, follows one with a breakpoint."""
-    for tool in body.offered:
-        yield tool.described()
-        if name := mark(tool.cache_control):
-            function = Function.model_construct(name=name, description=None, parameters=None)
-            yield Tool.model_construct(type="function", function=function)
+def _point(block: types.Block | types.AnthropicTool) -> Breakpoint | None:
+    if block.cache_control is None:
+        return None
+    ttl: Any = block.cache_control.ttl  # OpenAI has others
+    return Breakpoint.model_construct(mode="explicit", ttl=ttl)
 
 
-def _turns(body: MessagesPrompt, mark: _Mark) -> Iterator[_Turn]:
-    """The chat template's dicts of all messages."""
-    if body.system:
-        yield {"role": "system", "content": _joined(body.system, mark)}
-    *earlier, last = body.messages
-    if body.cache_control is not None and last.blocks:
-        *before, block = last.blocks
-        block = block.model_copy(update={"cache_control": block.cache_control or body.cache_control})
-        last = last.model_copy(update={"content": [*before, block]})
-    for message in (*earlier, last):
-        yield from _answer(message, mark) if message.role == "assistant" else _question(message, mark)
+def _tool(tool: types.AnthropicTool) -> Tool:
+    function = Function(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    return Tool(type="function", function=function, prompt_cache_breakpoint=_point(tool))
 
 
-def _joined(content: str | list[TextBlock], mark: _Mark) -> str:
-    """Texts, each on lines of its own."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(block.text + mark(block.cache_control) for block in content)
-
-
-def _question(message: AnthropicMessage, mark: _Mark) -> Iterator[_Turn]:
-    """A user's turns: results of tools are turns of their own."""
-    texts: list[str] = []
-    for block in message.blocks:
-        if isinstance(block, ToolResultBlock):
-            if texts:
-                yield {"role": message.role, "content": "\n".join(texts)}
-                texts = []
-            text = _joined(block.content or "", mark) + mark(block.cache_control)
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
-        elif not isinstance(block, ThinkingBlock | RedactedBlock | ToolUseBlock):
-            texts.append(block.text + mark(block.cache_control))
-    if texts or not message.blocks:
-        yield {"role": message.role, "content": "\n".join(texts)}
-
-
-def _answer(message: AnthropicMessage, mark: _Mark) -> Iterator[_Turn]:
-    """An assistant's turn: text, reasoning and calls. A call more, whose name is a mark, follows one to be kept."""
-    texts: list[str] = []
-    thoughts: list[str] = []
-    calls: list[dict[str, Any]] = []
-    for block in message.blocks:
-        if isinstance(block, ThinkingBlock):
-            thoughts.append(block.thinking)
-        elif isinstance(block, ToolUseBlock):
-            calls.append(block.plain())
-            if name := mark(block.cache_control):
-                calls.append(ToolUseBlock(type="tool_use", id=name, name=name, input={}).plain())
-        elif not isinstance(block, RedactedBlock):
-            texts.append(block.text + mark(block.cache_control))
-    turn: _Turn = {"role": "assistant", "content": "\n".join(texts)}
-    yield (
-        turn
-        | ({"reasoning_content": "\n".join(thoughts)} if thoughts else {})
-        | ({"tool_calls": calls} if calls else {})
-    )
+def _choice(choice: types.ToolChoice) -> str | dict[str, Any]:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type

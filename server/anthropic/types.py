@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from runtime.errors import InvalidRequest
-from runtime.frontend.output import MAX_BREAKPOINTS
-from runtime.params import SamplingParams, StopString
-from server.generation.bodies import AnswerId, GenerationBody, naming
+from runtime.params import StopString
+from server.generation.bodies import AnswerId, GenerationBody
 from server.http import fields
-from server.http.wire import Body, ByType, JsonObject, OneOr, Text, example
-from server.openai.calls import schema_of_call
-from server.openai.tools import MAX_TOOLS, Function, Tool
+from server.http.wire import Body, ByType, JsonObject, Text, example
+from server.openai.tools import MAX_TOOLS, Name
 
 # Messages in a conversation, and blocks in a message.
 MAX_BLOCKS = 4096
 
-_SECONDS = {"5m": 300.0, "1h": 3600.0}
+
+def _as_blocks(content: Any) -> Any:
+    """A text as one block."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 class CacheControl(Body):
@@ -30,10 +29,6 @@ class CacheControl(Body):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
-
-    @property
-    def seconds(self) -> float:
-        return _SECONDS[self.ttl]
 
 
 class Block(Body, extra="ignore"):
@@ -68,12 +63,9 @@ class ToolUseBlock(Block):
     name: Text
     input: JsonObject
 
-    def plain(self) -> dict[str, Any]:
-        """The chat template's dict."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.input}}
 
-
-TextBlocks = OneOr[Text, Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS)]]
+_TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS)]
+TextBlocks = Annotated[_TextBlocks, BeforeValidator(_as_blocks, json_schema_input_type=str | _TextBlocks)]
 
 
 class ToolResultBlock(Block):
@@ -82,11 +74,6 @@ class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: Text
     content: TextBlocks | None = None
-
-    @property
-    def text(self) -> str:
-        """The result as one text."""
-        return self.content if isinstance(self.content, str) else "\n".join(block.text for block in self.content or ())
 
 
 class PlainSource(Body):
@@ -114,17 +101,14 @@ ContentBlock = Annotated[
     TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock | DocumentBlock, ByType()
 ]
 
+_Blocks = Annotated[list[ContentBlock], Field(max_length=MAX_BLOCKS)]
+
 
 class AnthropicMessage(Body, extra="ignore"):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: OneOr[Text, Annotated[list[ContentBlock], Field(max_length=MAX_BLOCKS)]]
-
-    @property
-    def blocks(self) -> list[Any]:
-        """The content's blocks; a text is one."""
-        return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+    content: Annotated[_Blocks, BeforeValidator(_as_blocks, json_schema_input_type=str | _Blocks)]
 
 
 class AnthropicTool(Body):
@@ -133,15 +117,10 @@ class AnthropicTool(Body):
     IGNORED = frozenset({"allowed_callers", "eager_input_streaming", "input_examples", "strict", "defer_loading"})
 
     type: Literal["custom"] = "custom"
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    name: Name
     description: Text | None = None
     input_schema: JsonObject
     cache_control: CacheControl | None = None
-
-    def described(self) -> Tool:
-        """The tool as chat templates and parsers of calls know it."""
-        function = Function.model_construct(name=self.name, description=self.description, parameters=self.input_schema)
-        return Tool.model_construct(type="function", function=function)
 
 
 class ToolChoice(Body):
@@ -200,7 +179,8 @@ class MessagesPrompt(Body):
             "stop": "stop_sequences",
             "breakpoints": "cache_control",
         },
-        **{"json_schema": "output_config.format.schema", "continue_final_message": "messages"},
+        **{"json_schema": "output_config.format.schema", "response_format": "output_config.format.schema"},
+        **{"continue_final_message": "messages"},
     }
 
     model_config = example(
@@ -216,42 +196,6 @@ class MessagesPrompt(Body):
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
     cache_control: CacheControl | None = Field(None, description="a breakpoint at the end of the last block")
-
-    @property
-    def num_characters(self) -> int:
-        """Characters of the texts that make the prompt, about."""
-        texts = [self.system] if isinstance(self.system, str) else [block.text for block in self.system or ()]
-        blocks = [block for message in self.messages for block in message.blocks]
-        texts += [getattr(block, "text", "") or getattr(block, "thinking", "") for block in blocks]
-        return sum(map(len, texts))
-
-    @property
-    def offered(self) -> list[AnthropicTool]:
-        """The tools in the prompt."""
-        return [] if self.tool_choice is not None and self.tool_choice.type == "none" else self.tools or []
-
-    def check(self) -> None:
-        """Raise InvalidRequest for fields that do not fit each other."""
-        if (count := sum(1 for _ in self.breakpoints())) > MAX_BREAKPOINTS:
-            raise InvalidRequest(f"{MAX_BREAKPOINTS} blocks may have cache_control, not {count}", param="cache_control")
-
-    def breakpoints(self) -> Iterator[CacheControl]:
-        """The breakpoints of all blocks, and the automatic one."""
-        blocks = [block for message in self.messages for block in message.blocks]
-        within = [block.content for block in blocks if isinstance(block, ToolResultBlock)]
-        texts = [text for content in (self.system, *within) if isinstance(content, list) for text in content]
-        for part in (*self.offered, *texts, *blocks, self):
-            if part.cache_control is not None:
-                yield part.cache_control
-
-    def template_variables(self) -> dict[str, Any]:
-        """Variables of the chat template."""
-        variables: dict[str, Any] = {}
-        if self.thinking is not None:
-            variables["enable_thinking"] = self.thinking.type != "disabled"
-        if self.output_config is not None and self.output_config.effort is not None:
-            variables["reasoning_effort"] = self.output_config.effort
-        return variables
 
 
 class Diagnostics(Body):
@@ -273,44 +217,3 @@ class MessagesRequest(MessagesPrompt, GenerationBody):
     @property
     def earlier(self) -> str | None:
         return None if self.diagnostics is None else self.diagnostics.previous_message_id
-
-    @property
-    def must_call(self) -> bool:
-        """Whether the answer must be a call."""
-        return self.tool_choice is not None and self.tool_choice.type in ("any", "tool")
-
-    @property
-    def is_constrained(self) -> bool:
-        return self.must_call or (self.output_config is not None and self.output_config.format is not None)
-
-    def check(self) -> None:
-        super().check()
-        if self.must_call and not self.tools:
-            raise InvalidRequest("this tool_choice needs tools", param="tool_choice")
-        if self.must_call and self.output_config is not None and self.output_config.format is not None:
-            raise InvalidRequest("a call and a format of the answer exclude each other", param="output_config.format")
-
-    def _schema(self) -> str | None:
-        """Text of the JSON schema that the answer follows; None for any text. Raises InvalidRequest."""
-        if self.must_call:
-            assert self.tool_choice is not None
-            wanted = self.tool_choice.name if self.tool_choice.type == "tool" else None
-            tools = [tool for tool in self.offered if wanted in (None, tool.name)]
-            if not tools:
-                raise InvalidRequest(f"tool_choice names {wanted!r}, which is none of the tools", param="tool_choice")
-            return schema_of_call([tool.described() for tool in tools])
-        if self.output_config is None or self.output_config.format is None:
-            return None
-        return json.dumps(self.output_config.format.schema_)
-
-    def sampling(self) -> SamplingParams:
-        """The sampling parameters. Raises InvalidRequest."""
-        with naming(self.NAMES):
-            return SamplingParams(
-                max_new_tokens=self.max_tokens,
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                stop=self.stop_sequences,
-                json_schema=self._schema(),
-            )

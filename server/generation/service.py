@@ -13,7 +13,6 @@ from fastapi import Request, Response
 from runtime.errors import RametError
 from runtime.frontend.output import Output, Submission
 from runtime.frontend.stream import OutputStream
-from server.auth.keys import Tenant
 from server.explain.answers import Answers
 from server.explain.reason import Explanation
 from server.explain.report import MakeConversation, MissReport, plain_text
@@ -158,10 +157,6 @@ class GenerationService:
         self._metrics = metrics
         self._journal = journal
         self._answers = answers
-
-    async def in_turn(self, request: Request, tenant: Tenant, characters: int, work: Callable[[], T]) -> T:
-        """The result of work on a text, done in a thread in the tenant's turn. Raises ClientGone."""
-        return await while_there(request, self.context.engine.in_turn(tenant.account, characters, work))
 
     async def submit(
         self,

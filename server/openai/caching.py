@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any, Literal
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import MAX_BREAKPOINTS, MarkedText, Output, Prompt
+from runtime.models.marks import find_place, new_place
 from server.generation.bodies import AnswerId
-from server.generation.breakpoints import find_breakpoints
 from server.http.wire import Body
 
-_SECONDS = {"30m": 1800.0, "12h": 43_200.0, "24h": 86_400.0}
+# The first two are Anthropic's.
+_SECONDS = {"5m": 300.0, "1h": 3600.0, "30m": 1800.0, "12h": 43_200.0, "24h": 86_400.0}
 
 Ttl = Literal["30m", "12h"]
 Retention = Literal["in_memory", "24h"]
@@ -33,27 +35,52 @@ class CacheOptions(Body):
     comparison_response_id: AnswerId | None = None
 
 
-# Writes behind a text that may have a breakpoint.
+# Writes behind what may have a breakpoint.
 Mark = Callable[[Breakpoint | None], str]
+
+
+def unmarked(point: Breakpoint | None) -> str:
+    """The `Mark` that writes nothing."""
+    return ""
 
 
 def keep_places(write: Callable[[Mark], Prompt], options: CacheOptions | None, retention: Retention | None) -> Prompt:
     """A prompt with the places up to which a request wants it to be kept.
+
+    Breakpoints never change a prompt: each is found in another rendering, which has a mark there.
 
     Args:
         write: renders the prompt.
         options, retention: of the request.
 
     Raises:
-        InvalidRequest: for a prompt with documents.
+        InvalidRequest: for a prompt with documents that is to be kept.
     """
-    default = "24h" if options is None and retention == "24h" else (options or CacheOptions()).ttl
-    is_implicit = options is None or options.mode == "implicit"
-    prompt, found = find_breakpoints(write, MAX_BREAKPOINTS - is_implicit)
+    points: list[Breakpoint] = []
+
+    def collect(point: Breakpoint | None) -> str:
+        points.extend([] if point is None else [point])
+        return ""
+
+    def mark(wanted: int, place: str) -> Mark:
+        left = count(-wanted)
+        return lambda point: "" if point is None or next(left) else place
+
+    prompt = write(collect)
+    given = set() if options is None else options.model_fields_set - {"comparison_response_id"}
+    if not (points or given or retention == "24h"):
+        return prompt
     if not isinstance(prompt, str):
         raise InvalidRequest("a prompt with documents is not kept by breakpoints", param="prompt_cache_options")
-    explicit = [(end, _SECONDS[point.ttl or default]) for end, point in found]
-    return MarkedText(prompt, explicit + ([(len(prompt), _SECONDS[default])] if is_implicit else []))
+    default = "24h" if options is None and retention == "24h" else (options or CacheOptions()).ttl
+    is_implicit = options is None or options.mode == "implicit"
+    kept = []
+    for i in range(len(points))[is_implicit - MAX_BREAKPOINTS :]:
+        place = new_place()
+        kept.append((find_place(prompt, str(write(mark(i, place))), place), _SECONDS[points[i].ttl or default]))
+    if is_implicit:
+        kept.append((len(prompt), _SECONDS[default]))
+    return MarkedText(prompt, kept) if kept else prompt
 
 
 def cache_usage(outputs: Iterable[Output]) -> dict[str, Any]:

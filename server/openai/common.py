@@ -37,6 +37,10 @@ class ChoicesWriter(Writer):
             "system_fingerprint": f"ramet-{info.dtype}-{info.attention_backend}",
         }
 
+    def begins(self, output: Output) -> bool:
+        """Whether no chunk of the Output's choice has been written yet."""
+        return (output.index, output.choice) not in self._last
+
     def chunk(self, output: Output, choice: dict[str, Any], **more: Any) -> dict[str, Any]:
         """A chunk with one choice and further fields."""
         self._last[output.index, output.choice] = output
@@ -80,21 +84,6 @@ def add_logprobs(written: JsonList, output: Output, most: int, text_of: TextOf) 
     for item in output.logprobs or ():
         top = [entry(token, value) for token, value in item.top[:most]]
         written.append({**entry(item.token, item.logprob), "top_logprobs": top})
-
-
-def add_prompt_logprobs(written: JsonList, output: Output, most: int | None, text_of: TextOf) -> None:
-    """Add vLLM's log-probabilities of prompt tokens: dicts by token id, with those of `most` alternatives."""
-    for item in (output.prompt_logprobs or ()) if most is not None else ():
-        if item.logprob is None:  # of the first token
-            written.append(None)
-            continue
-        ranks = {token: rank for rank, (token, _) in enumerate(item.top, start=1)}
-        values = {token: value for token, value in item.top[:most]} | {item.token: item.logprob}
-        entries = {
-            str(token): {"logprob": value, "rank": ranks.get(token), "decoded_token": text_of(token)}
-            for token, value in values.items()
-        }
-        written.append(entries)
 
 
 def reuse_of(output: Output) -> dict[str, Any]:

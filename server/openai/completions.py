@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request, Response
@@ -16,7 +15,7 @@ from server.explain.reason import Explanation
 from server.generation.service import Generation, Service
 from server.http.answers import JsonList
 from server.http.context import Context
-from server.openai.common import ChoicesWriter, add_prompt_logprobs, finish_reason
+from server.openai.common import ChoicesWriter, finish_reason
 from server.openai.formats import only
 from server.openai.types import CompletionRequest
 
@@ -27,18 +26,18 @@ def submissions_of(body: CompletionRequest, tenant: Tenant, context: Context) ->
     """One submission for each prompt. Raises InvalidRequest, NotFound."""
     if body.best_of is not None and body.best_of != body.n:
         raise InvalidRequest("best_of is not supported; use n", param="best_of")
-    scored = (body.echo and body.logprobs is not None) or body.prompt_logprobs is not None
+    scored = body.echo and body.logprobs is not None
     if scored and body.n > 1:
         raise InvalidRequest("log-probabilities of a prompt need n = 1", param="n")
     prompts, is_list = prompts_of(body.prompt)
     if not prompts:
         raise InvalidRequest("prompt holds no prompts", param="prompt")
     sampling = body.sampling(body.max_tokens, only(body.constraints()))
-    rid, most = body.request_id or new_rid(), body.most_logprobs(body.logprobs)
+    rid = body.request_id or new_rid()
     rids = [f"{rid}-{i}" if is_list else rid for i in range(len(prompts))]
     first = 0 if scored else None
     return [
-        body.submission(prompt, sampling, tenant, context, rid=own, logprobs=most, prompt_logprobs_from=first)
+        body.submission(prompt, sampling, tenant, context, rid=own, logprobs=body.logprobs, prompt_logprobs_from=first)
         for prompt, own in zip(prompts, rids, strict=True)
     ]
 
@@ -54,21 +53,6 @@ async def completions(body: CompletionRequest, request: Request, service: Servic
     return await generation.respond(request, writer, body.stream)
 
 
-@dataclass(slots=True)
-class _Choice:
-    """A choice, as it grows.
-
-    Attributes:
-        offset: characters of the tokens whose log-probabilities were added.
-        logprobs: lists that are written next; None: not asked for.
-    """
-
-    logprobs: dict[str, JsonList | None] | None
-    prompt_logprobs: JsonList = field(default_factory=JsonList)
-    offset: int = 0
-    begun: bool = False
-
-
 class CompletionWriter(ChoicesWriter):
     """The answer to completions."""
 
@@ -77,26 +61,25 @@ class CompletionWriter(ChoicesWriter):
         self._body = body
         self._submissions = generation.outputs.submissions
         self._tokenizer = context.engine.tokenizer
-        self._choices: dict[tuple[int, int], _Choice] = defaultdict(lambda: _Choice(self._empty()))
+        self._logprobs: dict[tuple[int, int], dict[str, JsonList | None]] = defaultdict(self._empty)
+        # Characters of the tokens whose log-probabilities were added.
+        self._offsets: dict[tuple[int, int], int] = defaultdict(int)
 
-    def _empty(self) -> dict[str, JsonList | None] | None:
-        if self._body.logprobs is None:
-            return None
+    def _empty(self) -> dict[str, JsonList | None]:
         top = JsonList() if self._body.logprobs else None
         return {"tokens": JsonList(), "token_logprobs": JsonList(), "top_logprobs": top, "text_offset": JsonList()}
 
     def add_logprobs(self, output: Output) -> None:
-        choice, text_of = self._choices[output.index, output.choice], self.text_of
-        add_prompt_logprobs(choice.prompt_logprobs, output, self._body.prompt_logprobs, text_of)
+        key, text_of = (output.index, output.choice), self.text_of
         echoed = (output.prompt_logprobs or ()) if self._body.echo else ()
         for item in [*echoed, *(output.logprobs or ())]:
             text = text_of(item.token)
-            entry = {"tokens": text, "token_logprobs": item.logprob, "text_offset": choice.offset}
+            entry = {"tokens": text, "token_logprobs": item.logprob, "text_offset": self._offsets[key]}
             entry["top_logprobs"] = {text_of(token): value for token, value in item.top[: self._body.logprobs]} or None
-            for name, values in (choice.logprobs or {}).items():
+            for name, values in self._logprobs[key].items():
                 if values is not None:
                     values.append(entry[name])
-            choice.offset += len(text)
+            self._offsets[key] += len(text)
 
     def write(self, output: Output, why: Explanation | None) -> Iterable[dict[str, Any]]:
         yield self.chunk(output, self._choice(output, output.delta, output.new_token_ids, why))
@@ -108,20 +91,18 @@ class CompletionWriter(ChoicesWriter):
 
     def _choice(self, output: Output, text: str, tokens: list[int], why: Explanation | None) -> dict[str, Any]:
         """The fields of a choice, with new text and tokens or with all."""
-        body, choice = self._body, self._choices[output.index, output.choice]
-        logprobs, choice.logprobs = choice.logprobs, self._empty()
+        body, key = self._body, (output.index, output.choice)
+        logprobs = self._logprobs.pop(key, self._empty())
         ids: dict[str, Any] = {"token_ids": tokens} if body.return_token_ids else {}
-        if not choice.begun:
-            choice.begun = True
+        if self.begins(output):
             text = self._prompt(output.index) + text if body.echo else text
             ids |= {"prompt_token_ids": self.prompts[output.index]} if body.return_token_ids else {}
         return {
             "index": output.index * body.n + output.choice,
             "text": text,
-            "logprobs": logprobs,
+            "logprobs": None if body.logprobs is None else logprobs,
             "finish_reason": finish_reason(output),
             **ids,
-            **({} if body.prompt_logprobs is None else {"prompt_logprobs": choice.prompt_logprobs}),
             **({} if why is None else {"explain": why.describe()}),
         }
 

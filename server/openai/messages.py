@@ -11,7 +11,7 @@ from runtime.frontend.schemas.pml import Import
 from runtime.sampling.json_text import check_texts
 from server.documents.wire import GivenDocument
 from server.http.wire import Body, ByType, JsonObject, OneOr, Text
-from server.openai.caching import Breakpoint, Mark
+from server.openai.caching import Breakpoint, Mark, unmarked
 from server.openai.tools import MAX_TOOLS, ToolCall
 
 # Messages in a conversation, and parts in a message.
@@ -96,10 +96,11 @@ class Message(Body, extra="ignore"):
             raise ValueError(f"a message of role {self.role} holds no documents")
         return self
 
-    def plain(self, mark: Mark | None = None) -> dict[str, Any]:
+    def plain(self, mark: Mark = unmarked) -> dict[str, Any]:
         """The chat template's dict: role, content, reasoning, tool calls or the id of the call it answers.
 
-        The content is one string, or a list of texts and documents, if there are any. `mark` writes behind each text.
+        The content is one string, or a list of texts and documents, if there are any. `mark` writes behind each text
+        and each call.
         """
         content: Any = self.content or ""
         thoughts = [self.reasoning_content] if self.reasoning_content else []
@@ -109,7 +110,7 @@ class Message(Body, extra="ignore"):
             content = [
                 part.document
                 if isinstance(part, DocumentPart)
-                else part.text + (mark(part.prompt_cache_breakpoint) if mark and isinstance(part, TextPart) else "")
+                else part.text + (mark(part.prompt_cache_breakpoint) if isinstance(part, TextPart) else "")
                 for part in shown
             ]
             content = content if self.documents else "\n".join(content)
@@ -117,7 +118,7 @@ class Message(Body, extra="ignore"):
         if thoughts:
             turn["reasoning_content"] = "\n".join(thoughts)
         if self.tool_calls:
-            turn["tool_calls"] = [call.plain() for call in self.tool_calls]
+            turn["tool_calls"] = [one for call in self.tool_calls for one in call.plain(mark)]
         return turn | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
 
     @property

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
+
+from fastapi import Request
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.documents.prompt import Document, Segments, in_messages
@@ -15,7 +18,8 @@ from server.documents.store import DocumentStore
 from server.documents.wire import find_documents
 from server.explain.parts import Conversation
 from server.http.context import Context, provided
-from server.openai.caching import Mark, keep_places
+from server.http.sse import while_there
+from server.openai.caching import Mark, keep_places, unmarked
 from server.openai.calls import lazy_calls, writes_tags
 from server.openai.tools import Function, Tool, continue_chat, render_chat, with_tools
 from server.openai.types import ChatRequest
@@ -30,35 +34,51 @@ class ChatPrompts:
         self._documents = documents
         self._schemas = schemas
 
+    async def in_turn(self, request: Request, body: ChatRequest, tenant: Tenant) -> Submission:
+        """As `submission`; a long schema is read in a thread, in the tenant's turn. Raises ClientGone, too."""
+        work = partial(self.submission, body, tenant)
+        if body.offered or body.response_format or body.structured_outputs:  # a schema may be as long as the body
+            return await while_there(request, self._context.engine.in_turn(tenant.account, body.num_characters, work))
+        return work()
+
     def submission(self, body: ChatRequest, tenant: Tenant) -> Submission:
         """The submission of a conversation, which is rendered later, in a thread. Raises InvalidRequest."""
         engine = self._context.engine
         sampling, otherwise = body.sampling(body.most_tokens, body.constraint()), None
-        if body.offered and not body.must_call and engine.info.diffusion is None:
+        if body.offered and not sampling.constrained and engine.info.diffusion is None:
             sampling, otherwise = lazy_calls(sampling, body.callable_tools(), writes_tags(engine.tokenizer))
         return body.submission(
             *(partial(self._render, body, tenant), sampling, tenant, self._context),
             num_characters=body.num_characters,
             otherwise=otherwise,
             rid=body.request_id or new_rid(),
-            logprobs=body.most_logprobs((body.top_logprobs or 0) if body.logprobs else None),
-            prompt_logprobs_from=None if body.prompt_logprobs is None else 0,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             shared_text=partial(self._system_text, body),
         )
 
-    def conversation(self, body: ChatRequest, tenant: Tenant) -> Conversation | None:
+    async def count(self, body: ChatRequest, tenant: Tenant) -> int:
+        """Tokens of a conversation's prompt. Raises InvalidRequest for one with documents."""
+        engine = self._context.engine
+        work = partial(self._write, body, tenant, unmarked)
+        prompt = await engine.in_turn(tenant.account, body.num_characters, work)
+        if not isinstance(prompt, str):
+            raise InvalidRequest("a prompt with documents is not counted", param="messages")
+        (tokens,) = await engine.tokenize(tenant.account, [prompt], add_special_tokens=False)
+        return len(tokens)
+
+    def conversation(
+        self, body: ChatRequest, tenant: Tenant, numbers: Sequence[int] | None = None
+    ) -> Conversation | None:
         """The conversation that a prompt renders, documents as plain text. Raises InvalidRequest and NotFound."""
         if body.schema_name is not None:
             return None
         turns = find_documents(body.turns(), tenant.account, self._documents)
-        return conversation_of(body, turns, self._context.engine.tokenizer)
+        return conversation_of(body, turns, self._context.engine.tokenizer, numbers)
 
     def _render(self, body: ChatRequest, tenant: Tenant) -> Prompt:
         """The prompt of a conversation; behind a schema, it imports modules. Raises InvalidRequest and NotFound."""
         if body.schema_name is None:
             write = partial(self._write, body, tenant)
-            if not body.asks_to_keep:
-                return write(None)
             return keep_places(write, body.prompt_cache_options, body.prompt_cache_retention)
         tokenizer, turns = self._context.engine.tokenizer, body.turns()
         schema = self._schemas.get(tenant.account, body.schema_name).schema
@@ -70,10 +90,11 @@ class ChatPrompts:
         modules = ModuleText(schema.name, imports, messages=with_tools(tokenizer, turns, body.offered))
         return schema.compile(modules, body.add_generation_prompt)
 
-    def _write(self, body: ChatRequest, tenant: Tenant, mark: Mark | None) -> str | Segments:
-        """The prompt of a conversation, with marks behind the texts that have a breakpoint."""
+    def _write(self, body: ChatRequest, tenant: Tenant, mark: Mark) -> str | Segments:
+        """The prompt of a conversation, with marks behind what has a breakpoint."""
+        tools = [one for tool in body.offered for one in tool.marked(mark)]
         turns = find_documents(body.turns(mark), tenant.account, self._documents)
-        tokenizer, tools, variables = self._context.engine.tokenizer, body.offered, body.template_variables()
+        tokenizer, variables = self._context.engine.tokenizer, body.template_variables()
         if body.continue_final_message:
             return continue_chat(turns, lambda plain: render_chat(tokenizer, plain, tools, False, variables))
         ask = body.add_generation_prompt
@@ -96,7 +117,9 @@ class ChatPrompts:
 Chats = Annotated[ChatPrompts, provided(ChatPrompts)]
 
 
-def conversation_of(body: ChatRequest, turns: list[dict[str, Any]], tokenizer: Tokenizer) -> Conversation:
+def conversation_of(
+    body: ChatRequest, turns: list[dict[str, Any]], tokenizer: Tokenizer, numbers: Sequence[int] | None = None
+) -> Conversation:
     """The conversation of a request's messages, whose contents may be lists of texts and documents."""
     variables = body.template_variables()
 
@@ -109,4 +132,4 @@ def conversation_of(body: ChatRequest, turns: list[dict[str, Any]], tokenizer: T
 
     example = Tool(type="function", function=Function(name="example"))
     plain_turns = [{**turn, "content": plain(turn["content"])} for turn in turns]
-    return Conversation(render, plain_turns, body.offered, example)
+    return Conversation(render, plain_turns, body.offered, example, numbers)

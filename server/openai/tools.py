@@ -16,6 +16,7 @@ from runtime.models.marks import cut, new_mark
 from runtime.models.tokenizer import Tokenizer
 from runtime.sampling.json_text import parse_json
 from server.http.wire import Body, ByType, JsonObject, JsonText, Text
+from server.openai.caching import Breakpoint, Mark, unmarked
 
 MAX_TOOLS = 128
 
@@ -39,6 +40,16 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
+    prompt_cache_breakpoint: Breakpoint | None = None
+
+    def marked(self, mark: Mark) -> list[Tool]:
+        """The tool, followed by one whose name is what `mark` writes, if it writes."""
+        name = mark(self.prompt_cache_breakpoint)
+        return (
+            [self, Tool.model_construct(type="function", function=Function.model_construct(name=name))]
+            if name
+            else [self]
+        )
 
     def plain(self) -> dict[str, Any]:
         """The chat template's dict."""
@@ -100,14 +111,20 @@ class ToolCall(Body, extra="ignore"):
     id: Text | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
+    prompt_cache_breakpoint: Breakpoint | None = None
 
-    def plain(self) -> dict[str, Any]:
-        """The chat template's dict, with the arguments as an object if they are one."""
+    def plain(self, mark: Mark = unmarked) -> list[dict[str, Any]]:
+        """The chat template's dict, with the arguments as an object if they are one.
+
+        A call whose name is what `mark` writes follows, if it writes.
+        """
         try:
             arguments = parse_json(self.function.arguments or "{}")
         except ValueError:
             arguments = self.function.arguments
-        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+        name, given = mark(self.prompt_cache_breakpoint), {"name": self.function.name, "arguments": arguments}
+        functions = [given, {"name": name, "arguments": {}}] if name else [given]
+        return [{"id": self.id, "type": "function", "function": function} for function in functions]
 
 
 def render_chat(

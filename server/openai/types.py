@@ -8,19 +8,18 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, Field, model_validator
 
 from runtime.errors import InvalidRequest
-from runtime.params import CONSTRAINTS, ReuseParams, SamplingParams
+from runtime.params import CONSTRAINTS, CommonSampling, ReuseParams, SamplingParams
 from server.auth.keys import Tenant
 from server.documents.wire import GivenDocuments
 from server.generation.bodies import AnswerId, Diffusion, GenerationBody, LogitBias, Reuse, naming
 from server.http import fields
 from server.http.wire import Body, JsonObject, OneOrMany, Prompts, Rid, Text, TokenIds, example
-from server.openai.caching import CacheOptions, Mark, Retention
+from server.openai.caching import CacheOptions, Mark, Retention, unmarked
 from server.openai.calls import schema_of_call
 from server.openai.formats import Constrained, Constraint, ResponseFormat, StructuredOutputs, only
-from server.openai.messages import Messages, TextPart
+from server.openai.messages import Messages
 from server.openai.tools import MAX_TOOLS, AllowedTools, NamedTool, Tool, ToolChoice
 
-Penalty = Annotated[float, Field(ge=-2, le=2)]
 NewTokens = Annotated[int, Field(ge=-1, le=1 << 20, description="-1: as many as fit; 0: none, the prompt is computed")]
 
 
@@ -32,28 +31,17 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class SampledRequest(GenerationBody):
+class SampledRequest(GenerationBody, CommonSampling):
     """Fields of OpenAI's three routes: sampling, and the request's id."""
 
     IGNORED = fields.OPERATION | fields.OPENAI
     ALIASES: ClassVar[Mapping[str, str]] = fields.SAMPLING_ALIASES | fields.REQUEST_ALIASES
 
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, gt=0, le=1)
     stop: Annotated[OneOrMany[str] | None, AfterValidator(lambda stop: stop or None)] = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
     logit_bias: LogitBias = Field(default_factory=dict)
-    top_k: int = Field(-1, ge=-1, le=1 << 20)
-    min_p: float = Field(0.0, ge=0, le=1)
-    typical_p: float = Field(1.0, gt=0, le=1)
-    repetition_penalty: float = Field(1.0, ge=0.01, le=2)
     min_tokens: int = Field(0, ge=0, le=1 << 20)
-    ignore_eos: bool = False
     stop_token_ids: TokenIds = Field(default_factory=list)
-    skip_special_tokens: bool = True
-    no_stop_trim: bool = False
     request_id: Rid | None = None
     comparison_response_id: AnswerId | None = None
     diffusion: Diffusion | None = None
@@ -81,7 +69,6 @@ class CommonRequest(SampledRequest, Constrained):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    prompt_logprobs: int | None = Field(None, ge=0, le=20, description="alternatives to each token of the prompt")
     return_token_ids: bool = False
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, le=1 << 20, description="at most this many last tokens of the prompt; -1: as many as fit"
@@ -93,8 +80,6 @@ class CommonRequest(SampledRequest, Constrained):
     def _stream_options_need_stream(self) -> CommonRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed with stream: true")
-        if self.stream and self.prompt_logprobs is not None:
-            raise InvalidRequest("prompt_logprobs are not streamed", param="prompt_logprobs")
         return self
 
     @property
@@ -125,10 +110,6 @@ class CommonRequest(SampledRequest, Constrained):
             "last_tokens": self.truncate_prompt_tokens,
             "show_tokens": self.return_token_ids,
         }
-
-    def most_logprobs(self, of_answer: int | None) -> int | None:
-        """Alternatives that the engine reports for every token of the prompt and the answer."""
-        return max((count for count in (of_answer, self.prompt_logprobs) if count is not None), default=None)
 
 
 class CompletionRequest(CommonRequest):
@@ -192,7 +173,7 @@ class ChatRequest(CommonRequest):
     def has_documents(self) -> bool:
         return bool(self.documents) or any(message.documents for message in self.messages)
 
-    def turns(self, mark: Mark | None = None) -> list[dict[str, Any]]:
+    def turns(self, mark: Mark = unmarked) -> list[dict[str, Any]]:
         """The chat template's dicts of all messages, see `Message.plain`. Raises InvalidRequest."""
         turns = [message.plain(mark) for message in self.messages]
         if self.documents:
@@ -209,16 +190,6 @@ class ChatRequest(CommonRequest):
         if self.prompt_cache_options is not None and self.prompt_cache_options.prewarm:
             return 0
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
-    def asks_to_keep(self) -> bool:
-        """Whether the prompt, or a beginning of it, is to be kept in the cache for some time."""
-        options = self.prompt_cache_options
-        given = set() if options is None else options.model_fields_set - {"comparison_response_id"}
-        if given or self.prompt_cache_retention == "24h":
-            return True
-        parts = (part for message in self.messages if isinstance(message.content, list) for part in message.content)
-        return any(isinstance(part, TextPart) and part.prompt_cache_breakpoint is not None for part in parts)
 
     def template_variables(self) -> dict[str, Any]:
         """Variables of the chat template. Raises InvalidRequest."""

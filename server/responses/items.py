@@ -11,7 +11,7 @@ from runtime.errors import InvalidRequest
 from server.errors import NotFound
 from server.generation.bodies import naming
 from server.openai.messages import Message, Part, TextPart, ThinkingPart
-from server.openai.tools import CalledFunction, Function, Tool, ToolCall
+from server.openai.tools import Function, Tool
 from server.openai.types import ChatRequest
 from server.responses import types
 
@@ -57,13 +57,10 @@ def _turn(item: types.Item, last: Message | None) -> Message:
         return item
     if isinstance(item, types.ItemResult):
         return Message(role="tool", tool_call_id=item.call_id, content=item.output)  # type: ignore[arg-type]
-    assert isinstance(item, types.ItemCall | types.ItemCustomCall)
-    name = item.name if item.namespace is None else f"{item.namespace}.{item.name}"
-    call = ToolCall(id=item.call_id, function=CalledFunction(name=name, arguments=item.arguments))
+    assert isinstance(item, types.ItemCall)
     if last is None or last.role != "assistant":
-        return Message(role="assistant", tool_calls=[call])
-    last.tool_calls = last.tool_calls or []
-    last.tool_calls.append(call)
+        return Message(role="assistant", tool_calls=[item.plain()])
+    last.tool_calls = [*(last.tool_calls or ()), item.plain()]
     return last
 
 
@@ -112,11 +109,14 @@ def chat_of(body: types.ResponseRequest, turns: list[Message]) -> ChatRequest:
         "tool_choice": _choice(body.tool_choice) if body.offered or body.tool_choice not in ("auto", "none") else None,
         "response_format": {"type": form.type, "schema": form.schema_},
         "reasoning_effort": body.reasoning.effort,
+        "reuse": {"method": "none"},
         "logprobs": body.with_logprobs,
         "top_logprobs": (body.top_logprobs or 0) if body.with_logprobs else None,
     }
     with naming(body.NAMES):  # such as too many messages together with those before
-        return ChatRequest.model_validate(fields)
+        chat = ChatRequest.model_validate(fields)
+        chat.refuse_unsupported()
+        return chat
 
 
 def _with_one_system_message(turns: list[Message]) -> list[Message]:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import Query, Request, Response
 
-from runtime.errors import InvalidRequest
-from runtime.frontend.output import Submission, new_rid
-from runtime.params import EXACT
+from runtime.frontend.output import new_rid
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
 from server.generation.bodies import naming
 from server.generation.service import Service
 from server.http.context import Context, Ctx
 from server.http.sse import unless_gone, while_there
 from server.openai.messages import Message
-from server.openai.prompt import ChatPrompts, Chats
+from server.openai.prompt import Chats
 from server.openai.types import ChatRequest
 from server.responses.items import chat_of, items_of, turns_of
 from server.responses.store import Responses, ResponseStore, StoredResponse
@@ -38,8 +35,9 @@ async def create(
 ) -> Response:
     """The model's answer to items, which may go on with a stored response."""
     service.context.check_model(body.model)
-    work = _Reader(service.context, chats, responses, tenant).read(body)
-    turns, chat, submission = await while_there(request, work)
+    with naming(body.NAMES):
+        turns, chat = await while_there(request, _read(body, service.context, responses, tenant))
+        submission = await chats.in_turn(request, chat, tenant)
 
     def keep(writer: ResponseWriter) -> None:
         responses.add(tenant.account, StoredResponse(writer.response, [*turns, *writer.turns()], len(turns)))
@@ -56,14 +54,12 @@ async def count_tokens(
 ) -> Response:
     """Tokens of the prompt of a request, which is not served."""
 
+    context.check_model(body.model)
+
     async def work() -> dict[str, Any]:
-        _, chat, submission = await _Reader(context, chats, responses, tenant).read(body)
-        assert callable(submission.prompt)
-        prompt = await context.engine.in_turn(tenant.account, chat.num_characters, submission.prompt)
-        if not isinstance(prompt, str):
-            raise InvalidRequest("a prompt with documents is not counted", param="input")
-        (tokens,) = await context.engine.tokenize(tenant.account, [prompt], add_special_tokens=False)
-        return {"object": "response.input_tokens", "input_tokens": len(tokens)}
+        with naming(body.NAMES):
+            _, chat = await _read(body, context, responses, tenant)
+            return {"object": "response.input_tokens", "input_tokens": await chats.count(chat, tenant)}
 
     return await unless_gone(request, work())
 
@@ -97,27 +93,16 @@ async def delete(response_id: str, responses: Responses, tenant: CurrentTenant) 
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Turns the requests of a key into chats."""
+async def _read(
+    body: ResponseRequest, context: Context, responses: ResponseStore, tenant: Tenant
+) -> tuple[list[Message], ChatRequest]:
+    """The whole conversation without instructions, and the same as a chat. Raises InvalidRequest and NotFound."""
+    name, account = body.previous_response_id, tenant.account
+    before = [] if name is None else responses.get(account, name).turns
+    answered = responses.items(account) if body.has_references else {}
 
-    context: Context
-    chats: ChatPrompts
-    responses: ResponseStore
-    tenant: Tenant
+    def work() -> tuple[list[Message], ChatRequest]:
+        turns = [*before, *turns_of(body.input, answered)]
+        return turns, chat_of(body, turns)
 
-    async def read(self, body: ResponseRequest) -> tuple[list[Message], ChatRequest, Submission]:
-        """The whole conversation without instructions, and the same as a chat. Raises InvalidRequest and NotFound."""
-        self.context.check_model(body.model)
-        store, account = self.responses, self.tenant.account
-        before = store.get(account, body.previous_response_id).turns if body.previous_response_id is not None else []
-        answered = store.items(account) if body.has_references else {}
-
-        def work() -> tuple[list[Message], ChatRequest, Submission]:
-            turns = [*before, *turns_of(body.input, answered)]
-            chat = chat_of(body, turns)
-            with naming(body.NAMES):
-                chat.refuse_unsupported()
-                return turns, chat, replace(self.chats.submission(chat, self.tenant), reuse=EXACT)
-
-        return await self.context.engine.in_turn(account, 0, work)
+    return await context.engine.in_turn(account, 0, work)

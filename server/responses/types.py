@@ -12,35 +12,28 @@ from server.http import fields
 from server.http.wire import Body, ByType, JsonObject, JsonText, OneOr, Text, example, type_of
 from server.openai.caching import CacheOptions, Retention
 from server.openai.messages import MAX_MESSAGES, Message, TextPart
-from server.openai.tools import MAX_TOOLS, Name
+from server.openai.tools import MAX_TOOLS, CalledFunction, Function, Name, NamedFunction, ToolCall
 from server.openai.types import NewTokens, SampledRequest, StreamOptions
 
 Id = Annotated[Text, Field(min_length=1, max_length=256)]
 
 
 class ItemCall(Body, extra="ignore"):
-    """An earlier call of a function."""
+    """An earlier call of a function, or of a custom tool, whose `input` is the one argument."""
 
-    type: Literal["function_call"]
+    type: Literal["function_call", "custom_tool_call"]
     call_id: Id
     name: Text
     namespace: Text | None = None
     arguments: JsonText = ""
-
-
-class ItemCustomCall(Body, extra="ignore"):
-    """An earlier call of a custom tool."""
-
-    type: Literal["custom_tool_call"]
-    call_id: Id
-    name: Text
-    namespace: Text | None = None
     input: Text = ""
 
-    @property
-    def arguments(self) -> str:
-        """As the function with one text has them."""
-        return json.dumps({"input": self.input}, ensure_ascii=False)
+    def plain(self) -> ToolCall:
+        """The call in a chat."""
+        name = self.name if self.namespace is None else f"{self.namespace}.{self.name}"
+        custom = self.type == "custom_tool_call"
+        arguments = json.dumps({"input": self.input}, ensure_ascii=False) if custom else self.arguments
+        return ToolCall(id=self.call_id, function=CalledFunction(name=name, arguments=arguments))
 
 
 class ItemResult(Body, extra="ignore"):
@@ -82,19 +75,16 @@ def _type_of(item: Any) -> Any:
     return "item_reference" if isinstance(item, dict) and item.keys() == {"id"} else type_of(item)
 
 
-Item = Annotated[ItemMessage | ItemCall | ItemCustomCall | ItemResult | ItemReasoning | ItemReference, ByType(_type_of)]
+Item = Annotated[ItemMessage | ItemCall | ItemResult | ItemReasoning | ItemReference, ByType(_type_of)]
 
 
-class ItemTool(Body):
-    """A function that the model may call; `parameters` is a JSON schema of its arguments."""
+class ItemTool(Function):
+    """A function that the model may call."""
 
-    IGNORED = frozenset({"strict", "output_schema"})
+    IGNORED = Function.IGNORED | {"output_schema"}
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = {"defer_loading": (False,), "allowed_callers": (["direct"], [])}
 
     type: Literal["function"]
-    name: Name
-    description: Text | None = None
-    parameters: JsonObject | None = None
 
 
 class CustomFormat(Body):
@@ -176,11 +166,10 @@ class Offered(NamedTuple):
     namespace: str | None = None
 
 
-class ItemNamed(Body):
+class ItemNamed(NamedFunction):
     """A tool that a choice of tools names."""
 
     type: Literal["function", "custom"]
-    name: Name
 
 
 class ItemAllowed(Body):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,8 +11,10 @@ from runtime.errors import InvalidRequest
 from runtime.frontend.output import MarkedText
 from runtime.models.marks import find_place
 from runtime.models.tokenizer import Tokenizer
-from server.anthropic.prompt import render
+from server.anthropic.prompt import chat_of
 from server.anthropic.types import MessagesPrompt
+from server.auth.keys import Tenant
+from server.openai.prompt import ChatPrompts
 
 FIVE, HOUR = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
 # Tools in the system message as JSON lines; contents are trimmed.
@@ -53,9 +56,16 @@ def conversation(**fields) -> MessagesPrompt:
     return MessagesPrompt.model_validate({"model": "m", "messages": [{"role": "user", "content": "Hello."}], **fields})
 
 
+def render(tokenizer: Tokenizer, **fields) -> str | MarkedText:
+    engine = SimpleNamespace(tokenizer=tokenizer)
+    return ChatPrompts(SimpleNamespace(engine=engine), None, None)._render(
+        chat_of(conversation(**fields)), Tenant("a", b"")
+    )
+
+
 def kept(tokenizer: Tokenizer, **fields) -> tuple[str, list[str]]:
     """The prompt, and its parts that end at the breakpoints."""
-    prompt = render(conversation(**fields), tokenizer)
+    prompt = render(tokenizer, **fields)
     assert isinstance(prompt, MarkedText)
     return prompt.text, [prompt.text[:place] for place, _ in prompt.breakpoints]
 
@@ -100,14 +110,14 @@ def test_breakpoints_never_change_the_prompt(tokenizer):
     plain = json.loads(json.dumps(controlled).replace(f', "cache_control": {json.dumps(FIVE)}', "").replace(
         f', "cache_control": {json.dumps(HOUR)}', ""))  # fmt: skip
     assert "cache_control" not in json.dumps(plain)
-    assert render(conversation(**plain), tokenizer) == kept(tokenizer, **controlled)[0]
+    assert render(tokenizer, **plain) == kept(tokenizer, **controlled)[0]
 
 
 def test_the_automatic_breakpoint_is_at_the_end_of_the_last_block(tokenizer):
     _, (place,) = kept(tokenizer, cache_control=FIVE)
     assert place.endswith("Hello.")
     messages = [*TURNS[:1], {"role": "assistant", "content": "Yes."}, {"role": "user", "content": [text("Now.", HOUR)]}]
-    prompt = render(conversation(cache_control=FIVE, messages=messages), tokenizer)
+    prompt = render(tokenizer, cache_control=FIVE, messages=messages)
     assert [seconds for _, seconds in prompt.breakpoints] == [300.0, 3600.0], "its own comes first"
     assert prompt.text[: prompt.breakpoints[-1][0]].endswith("Now.")
 
@@ -116,7 +126,7 @@ def test_an_answer_that_has_begun_is_continued(tokenizer):
     messages = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": [text("1, 2,", FIVE)]}]
     if "m.content | tojson" in (tokenizer.chat_template or ""):  # it closes the text, whatever follows
         with pytest.raises(InvalidRequest, match="changes the last message"):
-            render(conversation(messages=messages), tokenizer)
+            render(tokenizer, messages=messages)
         return
     whole, (place,) = kept(tokenizer, messages=messages)
     assert whole == place
@@ -133,11 +143,11 @@ def test_results_are_turns_and_hidden_thoughts_are_left_out(tokenizer):
             "content": [{**RESULT, "content": "Done."}, {**RESULT, "tool_use_id": "toolu_2"}, text("So?")],
         },
     ]
-    prompt = render(conversation(messages=messages), tokenizer)
+    prompt = render(tokenizer, messages=messages)
     assert prompt.index("Plant.") < prompt.index("Done.") < prompt.index("So?")
     assert "Hm." not in prompt, "these templates repeat no reasoning"
     document = {"type": "document", "title": "Oaks", "source": {"type": "text", "data": "An oak is a tree."}}
-    prompt = render(conversation(messages=[{"role": "user", "content": [document, text("So?")]}]), tokenizer)
+    prompt = render(tokenizer, messages=[{"role": "user", "content": [document, text("So?")]}])
     assert prompt.index("Oaks") < prompt.index("An oak is a tree.") < prompt.index("So?")
 
 
@@ -146,7 +156,7 @@ def test_thinking_is_a_variable_of_the_template(default_model_dir, tmp_path):
     path.write_text(LINES)
     tokenizer = Tokenizer.load(default_model_dir, path)
     shown = {
-        kind: "<think></think>" in render(conversation(thinking={"type": kind, "budget_tokens": 1024}), tokenizer)
+        kind: "<think></think>" in render(tokenizer, thinking={"type": kind, "budget_tokens": 1024})
         for kind in ("enabled", "adaptive", "disabled")
     }
     assert shown == {"enabled": False, "adaptive": False, "disabled": True}
@@ -155,8 +165,8 @@ def test_thinking_is_a_variable_of_the_template(default_model_dir, tmp_path):
 def test_more_than_four_breakpoints_are_refused():
     body = conversation(system=[text("x", FIVE)] * 3, messages=[{"role": "user", "content": [text("x", FIVE)] * 2}])
     with pytest.raises(InvalidRequest, match="4 blocks may have cache_control, not 5"):
-        body.check()
-    conversation(system=[text("x", FIVE)] * 3, cache_control=FIVE).check()
+        chat_of(body)
+    chat_of(conversation(system=[text("x", FIVE)] * 3, cache_control=FIVE))
 
 
 def test_a_place_is_found_where_both_texts_still_agree():
