@@ -137,9 +137,6 @@ def test_ends_of_answers(client):
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "6")
     warmed = send(client, body(max_tokens=0))
     assert (warmed["content"], warmed["usage"]["output_tokens"]) == ([], 0)
-    shape = {"type": "json_schema", "schema": {"type": "object", "properties": {"n": {"type": "integer"}}}}
-    shaped = send(client, body(max_tokens=60, output_config={"format": shape}))
-    assert isinstance(json.loads(shaped["content"][0]["text"]), dict)
 
 
 def test_a_call_and_its_stream(client):

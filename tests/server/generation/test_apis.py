@@ -13,12 +13,18 @@ LONG = "Something that two tenants ask in the very same words, long enough for t
 
 @dataclass(frozen=True)
 class Api:
-    """How one API spells a request, its answer and its events; `cached`: cached tokens of an answer."""
+    """How one API spells a request, its answer and its events.
+
+    Attributes:
+        shape: of the answer, by a JSON schema; `cached`: cached tokens of an answer.
+    """
 
     path: str
     prompt: Callable[[str], dict]
     options: Callable[[int], dict]
     limit: str
+    stop: Callable[[str], dict]
+    shape: Callable[[dict], dict]
     text: Callable[[dict], str]
     delta: Callable[[dict], str]
     cached: Callable[[dict], int]
@@ -35,12 +41,23 @@ def greedy(name: str) -> Callable[[int], dict]:
     return lambda tokens: {name: tokens, "temperature": 0}
 
 
+def sampling(**more) -> dict:
+    return {"sampling_params": {"max_new_tokens": 60, "temperature": 0, **more}}
+
+
+def response_format(schema: dict) -> dict:
+    """OpenAI's form, and that of others."""
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "one", "schema": schema}}}
+
+
 APIS = {
     "generate": Api(
         "/generate",
         lambda text: {"text": text},
-        lambda tokens: {"sampling_params": greedy("max_new_tokens")(tokens)},
+        lambda tokens: sampling(max_new_tokens=tokens),
         "sampling_params.max_new_tokens",
+        lambda text: sampling(stop=text),
+        lambda schema: sampling(json_schema=json.dumps(schema)),
         lambda answer: answer["text"],
         lambda event: event["delta"],
         lambda answer: answer["meta_info"]["cached_tokens"],
@@ -50,6 +67,8 @@ APIS = {
         lambda text: {"prompt": text},
         greedy("max_tokens"),
         "max_tokens",
+        lambda text: {"stop": [text]},
+        response_format,
         lambda answer: answer["choices"][0]["text"],
         lambda event: event["choices"][0]["text"],
         lambda answer: answer["usage"]["prompt_tokens_details"]["cached_tokens"],
@@ -59,6 +78,8 @@ APIS = {
         said,
         greedy("max_tokens"),
         "max_tokens",
+        lambda text: {"stop": text},
+        response_format,
         lambda answer: answer["choices"][0]["message"]["content"],
         lambda event: event["choices"][0]["delta"].get("content", ""),
         lambda answer: answer["usage"]["prompt_tokens_details"]["cached_tokens"],
@@ -68,6 +89,8 @@ APIS = {
         said,
         greedy("max_tokens"),
         "max_tokens",
+        lambda text: {"stop_sequences": ["never", text]},
+        lambda schema: {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
         lambda answer: answer["content"][0]["text"],
         lambda event: event["delta"]["text"] if event["type"] == "content_block_delta" else "",
         lambda answer: answer["usage"]["cache_read_input_tokens"],
@@ -77,6 +100,8 @@ APIS = {
         lambda text: {"input": text},
         greedy("max_output_tokens"),
         "max_output_tokens",
+        lambda text: {"stop": text},
+        lambda schema: {"text": {"format": {"type": "json_schema", "name": "one", "schema": schema}}},
         lambda answer: answer["output"][0]["content"][0]["text"],
         lambda event: event["delta"] if event["type"] == "response.output_text.delta" else "",
         lambda answer: answer["usage"]["input_tokens_details"]["cached_tokens"],
@@ -101,6 +126,18 @@ def test_a_stream_says_what_the_whole_answer_says(client, each):
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
     assert whole
     assert "".join(each.delta(json.loads(line)) for line in lines if line != "[DONE]") == whole
+
+
+def test_a_stop_string_ends_the_answer(client, each):
+    whole = each.text(ask(client, each, "Name a tree.", 60))
+    stop = whole[8:11]
+    assert each.text(ask(client, each, "Name a tree.", 60, **each.stop(stop))) == whole[: whole.index(stop)]
+
+
+def test_an_answer_follows_a_schema(client, each):
+    digit = {"type": "integer", "minimum": 0, "maximum": 9}
+    schema = {"type": "object", "properties": {"n": digit}, "required": ["n"], "additionalProperties": False}
+    assert json.loads(each.text(ask(client, each, "A number:", 60, **each.shape(schema)))).keys() == {"n"}
 
 
 def test_salts_do_not_share(client, each):

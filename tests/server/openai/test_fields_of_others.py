@@ -20,6 +20,7 @@ GREEDY = {"model": MODEL, "temperature": 0}
         ({"structured_outputs": {"regex": "[0-9]{3}"}}, "[0-9]{3}"),
         ({"ebnf": 'root ::= ("a" | "b") "!" "!"'}, "[ab]!!"),
         ({"response_format": {"type": "json_schema", "schema": {"enum": [1, 22]}}}, "1|22"),
+        ({"response_format": {"type": "json_object", "schema": {"enum": [1, 22]}}}, "1|22"),
     ],
 )
 def test_formats_of_answers(client, fields, shape):
@@ -78,6 +79,8 @@ def test_the_last_message_is_continued(api):
 def test_no_tokens_and_all_that_fit(api):
     none = api.chat.completions.create(**GREEDY, messages=CHAT, max_tokens=0)
     assert (none.choices[0].message.content, none.choices[0].finish_reason) == ("", "length")
+    until_its_end = api.chat.completions.create(**GREEDY, messages=CHAT, stop=["."])
+    assert until_its_end.choices[0].finish_reason == "stop"
     all_that_fit = api.completions.create(**GREEDY, prompt="1, 2,", max_tokens=-1, stop=[" 9"])
     assert all_that_fit.usage.completion_tokens > 16
 

@@ -47,11 +47,6 @@ def test_a_conversation_reuses_its_earlier_turns(api):
     assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
 
 
-def test_as_many_tokens_as_fit_when_no_limit_is_given(api):
-    answer = api.chat.completions.create(model=MODEL, messages=CHAT, temperature=0, stop=["."])
-    assert answer.choices[0].finish_reason == "stop"
-
-
 def test_content_parts_n_seed_logprobs(api):
     messages = [{"role": "user", "content": [{"type": "text", "text": "Name a tree."}]}]
     options = {"model": MODEL, "messages": messages, "n": 2, "seed": 7, "max_tokens": 6}
@@ -78,18 +73,29 @@ def test_completions(api):
     assert ids.choices[0].text == answer.choices[0].text.removeprefix("The capital of France is")
 
 
-def test_extensions(api):
+def test_seed_stop_bias_and_the_names_of_limits(api):
+    options = {"model": MODEL, "messages": CHAT, "seed": 3, "temperature": 1.2}
+    first = api.chat.completions.create(**options, max_completion_tokens=10)
+    second = api.chat.completions.create(**options, max_tokens=10)
+    assert first.choices[0].message.content == second.choices[0].message.content
+    assert first.system_fingerprint == second.system_fingerprint
+    assert first.system_fingerprint.startswith("ramet-")
+    greedy = {"model": MODEL, "prompt": "1, 2, 3, 4,", "temperature": 0, "max_tokens": 12}
+    assert api.completions.create(**greedy, stop=[" 6"]).choices[0].text == " 5,"
+    answer = api.completions.create(**greedy, logit_bias={"216": -100}, logprobs=0,
+                                    extra_body={"top_k": 1, "min_p": 0.1, "ignore_eos": True})  # fmt: skip
+    assert " " not in answer.choices[0].logprobs.tokens
+
+
+def test_a_prompt_is_scored_without_an_answer(api):
     answer = api.completions.create(
-        model=MODEL,
-        prompt="x",
-        max_tokens=3,
-        extra_body={"top_k": 1, "min_p": 0.1, "ignore_eos": True, "cache_salt": "s"},
+        model=MODEL, prompt="The capital of France is", max_tokens=0, echo=True, logprobs=0, temperature=0
     )
-    assert answer.usage.completion_tokens == 3
-
-
-def test_fields_that_change_nothing_are_ignored(api):
-    api.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=1, user="me", store=False, metadata={"a": "b"})
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason) == ("The capital of France is", "length")
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(value < 0 for value in choice.logprobs.token_logprobs[1:])
+    assert answer.usage.completion_tokens == 0
 
 
 def test_what_sglangs_router_makes_of_a_chat_is_served(client):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 from tests.server.conftest import PATIENCE_S
@@ -49,19 +51,6 @@ def test_text_ids_and_meta(client):
     ids = client.post("/tokenize", json={"prompt": "The capital of France is"}).json()["tokens"]
     assert ask(client, input_ids=ids, sampling_params=GREEDY)["output_ids"] == one["output_ids"]
     assert client.post("/detokenize", json={"tokens": ids}).json()["text"] == "The capital of France is"
-
-
-def test_cached_tokens_grow(client):
-    client.post("/flush_cache")
-    prompt = "A prompt that is long enough to fill a page or two, about roots, stems and leaves of aspens. " * 2
-    cold = ask(client, text=prompt, sampling_params=GREEDY)["meta_info"]
-    warm = ask(client, text=prompt, sampling_params=GREEDY)["meta_info"]
-    assert cold["cached_tokens"] == 0
-    assert warm["cached_tokens"] == warm["prompt_tokens"] - 1
-    flushed = client.post("/flush_cache").json()
-    assert flushed["success"]
-    assert flushed["flushed_tokens"] > 0
-    assert ask(client, text=prompt, sampling_params=GREEDY)["meta_info"]["cached_tokens"] == 0
 
 
 def test_batches_and_n(client):
@@ -149,10 +138,8 @@ def test_abort_by_id(client, server):
     assert json.loads(last[6:])["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-def test_two_hundred_disconnects(client, server):
-    """Streams cut after a random number of bytes, several at a time."""
-    import random
-    from concurrent.futures import ThreadPoolExecutor
+def test_disconnects_leave_nothing(client, server):
+    """Streams cut after a random number of pieces, several at a time."""
 
     def cut(seed: int) -> None:
         draw = random.Random(seed)
@@ -164,7 +151,7 @@ def test_two_hundred_disconnects(client, server):
                     return
 
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(cut, range(200)))
+        list(pool.map(cut, range(40)))
     server.check_idle()
     assert ask(client, text="The capital of France is", sampling_params=GREEDY)["text"].startswith(" Paris")
 
