@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar
 
 from fastapi import Request, Response
 
@@ -22,8 +22,6 @@ from server.http.context import Context, provided
 from server.http.sse import Events, EventStream, while_there
 from server.telemetry.journal import Journal
 from server.telemetry.metrics import Metrics
-
-T = TypeVar("T")
 
 
 class Generation:
@@ -188,7 +186,7 @@ class GenerationService:
 
     async def run(
         self,
-        request: Request | None,
+        request: Request,
         submission: Submission,
         names: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
@@ -196,19 +194,18 @@ class GenerationService:
         """The last Output of a prompt, whose answer no client reads.
 
         Args:
-            request: the client's, if there is one.
-            names: its fields by the engine's parameters, where their names differ.
+            names: the request's fields by the engine's parameters, where their names differ.
 
         Raises:
             RametError: as `AsyncEngine.open`, Overloaded while the server stops, ClientGone.
         """
         outputs = await self._open(request, [submission], names or {}, timeout_s)
-        (done,) = await _while_there(request, Generation(outputs, self._metrics, self._journal).collect())
+        (done,) = await while_there(request, Generation(outputs, self._metrics, self._journal).collect())
         return done
 
     async def _open(
         self,
-        request: Request | None,
+        request: Request,
         submissions: list[Submission],
         names: Mapping[str, str],
         timeout_s: float | None,
@@ -217,15 +214,11 @@ class GenerationService:
         began = time.monotonic()
         try:
             with naming(names):
-                return await _while_there(request, self.context.engine.open(submissions, timeout_s))
+                return await while_there(request, self.context.engine.open(submissions, timeout_s))
         except RametError as error:
             for submission in submissions:
                 self._journal.add_failed(submission, None, time.monotonic() - began, error)
             raise
-
-
-async def _while_there(request: Request | None, work: Coroutine[Any, Any, T]) -> T:
-    return await (work if request is None else while_there(request, work))
 
 
 Service = Annotated[GenerationService, provided(GenerationService)]

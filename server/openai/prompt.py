@@ -56,14 +56,18 @@ class ChatPrompts:
             shared_text=partial(self._system_text, body),
         )
 
+    async def text(self, body: ChatRequest, tenant: Tenant) -> str:
+        """The prompt of a conversation. Raises InvalidRequest for one with documents."""
+        work = partial(self._write, body, tenant, unmarked)
+        prompt = await self._context.engine.in_turn(tenant.account, body.num_characters, work)
+        if not isinstance(prompt, str):
+            raise InvalidRequest("a prompt with documents has no one text", param="messages")
+        return prompt
+
     async def count(self, body: ChatRequest, tenant: Tenant) -> int:
         """Tokens of a conversation's prompt. Raises InvalidRequest for one with documents."""
-        engine = self._context.engine
-        work = partial(self._write, body, tenant, unmarked)
-        prompt = await engine.in_turn(tenant.account, body.num_characters, work)
-        if not isinstance(prompt, str):
-            raise InvalidRequest("a prompt with documents is not counted", param="messages")
-        (tokens,) = await engine.tokenize(tenant.account, [prompt], add_special_tokens=False)
+        text = await self.text(body, tenant)
+        (tokens,) = await self._context.engine.tokenize(tenant.account, [text], add_special_tokens=False)
         return len(tokens)
 
     def conversation(

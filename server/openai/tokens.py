@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from fastapi import Request, Response
 from pydantic import Field
 
 from runtime.errors import InvalidRequest
-from runtime.models.tokenizer import Tokenizer
 from server.auth.keys import CurrentTenant, EveryKey
 from server.http.context import Ctx
 from server.http.sse import unless_gone
 from server.http.wire import Body, IdPrompts, JsonObject, OneOrMany, Text, example
 from server.openai.messages import Messages
-from server.openai.tools import MAX_TOOLS, Tool, continue_chat, render_chat
+from server.openai.prompt import Chats
+from server.openai.tools import MAX_TOOLS, Tool
+from server.openai.types import ChatRequest
 
 router = EveryKey(tags=["server"])
 
@@ -36,15 +36,10 @@ class TokenizeRequest(Body):
     add_special_tokens: bool | None = Field(None, description="default: for texts only; a chat template has them")
     return_token_strs: bool = False
 
-    def conversation(self, tokenizer: Tokenizer) -> str:
-        """The prompt of the messages. Raises InvalidRequest."""
-        turns = [message.plain() for message in self.messages or ()]
-        if any(not isinstance(turn["content"], str) for turn in turns):
-            raise InvalidRequest("messages with documents have no one text", param="messages")
-        variables, tools = self.chat_template_kwargs or {}, self.tools or []
-        if self.continue_final_message:
-            return continue_chat(turns, lambda plain: render_chat(tokenizer, plain, tools, False, variables))
-        return render_chat(tokenizer, turns, tools, self.add_generation_prompt, variables)
+    def chat(self) -> ChatRequest:
+        """The conversation as a chat."""
+        names = self.model_fields_set & ChatRequest.model_fields.keys() - {"add_special_tokens"}
+        return ChatRequest.model_validate({name: getattr(self, name) for name in names})
 
 
 class DetokenizeRequest(Body):
@@ -57,7 +52,9 @@ class DetokenizeRequest(Body):
 
 
 @router.post("/tokenize", response_model=None)
-async def tokenize(request: Request, context: Ctx, body: TokenizeRequest, asker: CurrentTenant) -> Response:
+async def tokenize(
+    request: Request, context: Ctx, chats: Chats, body: TokenizeRequest, asker: CurrentTenant
+) -> Response:
     """Token ids of one text or several, or of a conversation."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("either prompt or messages must be given", param="prompt")
@@ -69,9 +66,8 @@ async def tokenize(request: Request, context: Ctx, body: TokenizeRequest, asker:
 
     async def work() -> dict[str, Any]:
         texts: list[Any] = [body.prompt] if single else body.prompt  # type: ignore[assignment]
-        if body.messages is not None:
-            characters = sum(message.num_characters for message in body.messages)
-            texts = [await engine.in_turn(asker.account, characters, partial(body.conversation, engine.tokenizer))]
+        if chat:
+            texts = [await chats.text(body.chat(), asker)]
         tokens = await engine.tokenize(asker.account, texts, special)
         shown = _each(len, tokens, single)
         answer = {"tokens": tokens[0] if single else tokens, "count": shown}

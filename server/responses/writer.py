@@ -21,7 +21,7 @@ from server.openai.common import add_logprobs
 from server.openai.messages import Message
 from server.openai.tools import ToolCall
 from server.openai.types import ChatRequest
-from server.responses.types import ItemCustom, ItemHosted, ItemNamespace, ItemTool, ResponseRequest
+from server.responses.types import ItemCustom, ItemHosted, ItemNamespace, ItemTool, ResponseRequest, TextFormat
 
 Event = dict[str, Any]
 
@@ -192,30 +192,27 @@ def _input_of(arguments: str) -> str:
 
 
 def _described(tool: ItemTool | ItemCustom | ItemNamespace) -> dict[str, Any]:
-    if not isinstance(tool, ItemTool):
-        return tool.model_dump(exclude_none=True)
-    described = {"type": "function", "name": tool.name, "description": tool.description, "strict": None}
-    return {**described, "parameters": tool.parameters}
+    described = tool.model_dump(exclude_none=True)
+    return described | ({"parameters": tool.parameters, "strict": None} if isinstance(tool, ItemTool) else {})
+
+
+# Fields of a response that are those of its request.
+_SAME = {"instructions", "max_output_tokens", "parallel_tool_calls", "previous_response_id", "prompt_cache_key"}
+_SAME |= {"prompt_cache_retention", "store", "temperature", "tool_choice", "top_p", "truncation", "user"}
 
 
 def _beginning(body: ResponseRequest, rid: str, model: str) -> dict[str, Any]:
     """A response of which nothing is known but its request."""
-    form, options = body.text.format, body.prompt_cache_options
-    shown: dict[str, Any] = {"type": "text" if form is None else form.type}
-    if form is not None and form.schema_ is not None:
+    form, options = body.text.format or TextFormat(), body.prompt_cache_options
+    shown: dict[str, Any] = {"type": form.type}
+    if form.schema_ is not None:
         shown |= {"name": "answer", "schema": form.schema_, "strict": True}
     tools = [_described(tool) for tool in body.tools if not isinstance(tool, ItemHosted)]
-    choice = body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump()
-    return {
-        **{"id": rid, "object": "response", "created_at": int(time.time()), "status": "in_progress"},
-        **{"background": False, "error": None, "incomplete_details": None, "completed_at": None},
-        **{"instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "model": model},
-        **{"output": [], "parallel_tool_calls": body.parallel_tool_calls, "metadata": body.metadata or {}},
-        **{"previous_response_id": body.previous_response_id, "store": body.store, "temperature": body.temperature},
+    return body.model_dump(include=_SAME) | {
+        **{"id": rid, "object": "response", "created_at": int(time.time()), "status": "in_progress", "model": model},
+        **{"background": False, "error": None, "incomplete_details": None, "completed_at": None, "usage": None},
+        **{"output": [], "tools": tools, "metadata": body.metadata or {}, "top_logprobs": body.top_logprobs or 0},
         **{"reasoning": {"effort": body.reasoning.effort, "summary": None}, "text": {"format": shown}},
-        **{"tool_choice": choice, "tools": tools, "top_p": body.top_p, "top_logprobs": body.top_logprobs or 0},
-        **{"truncation": body.truncation, "usage": None, "user": body.user, "prompt_cache_key": body.prompt_cache_key},
         "prompt_cache_options": None if options is None else options.model_dump(exclude={"prewarm"}),
-        "prompt_cache_retention": body.prompt_cache_retention,
         **({"tools_not_offered": body.not_offered} if body.not_offered else {}),
     }
