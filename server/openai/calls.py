@@ -1,7 +1,7 @@
-"""Calls of tools: the grammars that they follow, and their parser.
+"""Tool calls: their grammars and their parser.
 
-Three formats are parsed: a JSON object between `<tool_call>` tags (Qwen, Hermes, SmolLM2), a list after `[TOOL_CALLS]`
-(Mistral), and a text that is one JSON object (Llama).
+The parser reads three formats: a JSON object between `<tool_call>` tags (Qwen, Hermes, SmolLM2), a list after
+`[TOOL_CALLS]` (Mistral), and a text that is one JSON object (Llama).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from server.openai.tools import CLOSE, OPEN, Tool
 
 _MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")
 
-# White space between the parts of a call: what is read before the grammar holds may have more of it.
+# White space between the parts of a call. Text that precedes the grammar may contain more.
 _SPACE, _MORE_SPACE = r"[ \n]?", r"[ \n\t]{0,8}"
 _TAGGED = 'start: "<tool_call>" SPACE call SPACE "</tool_call>"'
 _WHOLE = (
@@ -31,16 +31,16 @@ _WHOLE = (
 
 
 def lazy_calls(sampling: SamplingParams, tools: list[Tool], tagged: bool) -> tuple[SamplingParams, SamplingParams]:
-    """Parameters with which a call of one of some tools, once begun, is well-formed; all else is as it was.
+    """Sampling parameters with a grammar that begins where the model begins a call.
 
     Args:
         sampling: without a grammar.
-        tools: that may be called.
+        tools: the callable tools.
         tagged: as in `CallReader`.
 
     Returns:
-        Parameters whose calls follow the tools' schemas, and others whose calls have any arguments, for schemas that no
-        grammar can follow.
+        Parameters whose calls follow the tools' schemas, and parameters that allow any arguments, for schemas that no
+        grammar can express.
     """
     names = [tool.function.name for tool in tools]
     starts = [f'{bracket}{{"name":"{name}"' for name in names for bracket in ("", "[")]
@@ -56,20 +56,20 @@ def lazy_calls(sampling: SamplingParams, tools: list[Tool], tagged: bool) -> tup
     try:
         schema = json.loads(schema_of_call([_bare(tool) for tool in tools], keys))
         strict = SamplingParams.model_validate({**loose.model_dump(), "grammar": _lazy_grammar(schema, tagged)})
-    except ValidationError:  # it is too long
+    except ValidationError:  # the grammar is too long
         return loose, loose
     return strict, loose
 
 
 def _lazy_grammar(schema: dict[str, Any], tagged: bool) -> str:
     space = _SPACE if tagged else _MORE_SPACE
-    # Lenient: what a schema asks beyond what grammars can say is left out.
+    # Lenient: keywords that no grammar can express are ignored.
     call = json.dumps({"x-guidance": {"whitespace_pattern": space, "lenient": True}, **schema})
     return f"{_TAGGED if tagged else _WHOLE}\ncall: %json {call}\nSPACE: /{space}/\n"
 
 
 def _bare(tool: Tool) -> Tool:
-    """A tool whose schema has no descriptions."""
+    """The tool without descriptions in its schema."""
     function = tool.function.model_copy(update={"parameters": _without_words(tool.schema_of_arguments())})
     return tool.model_copy(update={"function": function})
 
@@ -87,10 +87,10 @@ def _without_words(schema: Any) -> Any:
 
 
 def schema_of_call(tools: list[Tool], keys: Sequence[str] = ("arguments",)) -> str:
-    """The JSON schema of a call of one of some tools, as text; `keys`: names that its arguments may have."""
+    """The JSON schema of a call of any of the tools, as text; `keys`: allowed names of the arguments' field."""
     definitions, forms = {}, []
     for i, tool in enumerate(tools):
-        # Unless its schema allows more, a function takes only the parameters that it names, if it names any.
+        # A schema that names properties and does not mention others allows no others.
         schema = tool.schema_of_arguments()
         closed = {"additionalProperties": False} | schema if "properties" in schema else schema
         definitions[f"tool{i}"] = _moved(closed, f"#/$defs/tool{i}/")
@@ -102,7 +102,7 @@ def schema_of_call(tools: list[Tool], keys: Sequence[str] = ("arguments",)) -> s
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """A schema whose references to itself start at its new place, `root`."""
+    """The schema with its internal references rewritten for its new location, `root`."""
     if isinstance(schema, list):
         return [_moved(item, root) for item in schema]
     if not isinstance(schema, dict):
@@ -119,10 +119,10 @@ class CallReader:
     """Incremental parser of tool calls.
 
     Attributes:
-        names: the tools that may be called; calls of others stay text.
-        forced: whether the whole text is one call.
-        single: whether calls after the first are dropped.
-        tagged: whether the model writes calls between tags; else its whole text is one or several calls.
+        names: the callable tools; calls of other tools remain text.
+        forced: the whole text is one call.
+        single: drop all calls but the first.
+        tagged: the model writes calls between tags; otherwise its whole text is one or several calls.
     """
 
     names: frozenset[str]
@@ -134,7 +134,7 @@ class CallReader:
     _plain: bool = field(default=False, init=False)
 
     def push(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Add text; returns the text to show now, and the complete calls as OpenAI's `tool_calls`."""
+        """Add text; returns the text that is final, and the complete calls in OpenAI's form."""
         if not self.names:
             return text, []
         self._held += text
@@ -164,7 +164,7 @@ class CallReader:
         return shown, found
 
     def _settled(self, start: int) -> int:
-        """Characters of the held text before a tag at `start` (-1: none yet), or before the beginning of a tag."""
+        """Length of the held text before the tag at `start`; -1: before a possible beginning of a tag."""
         start = before_tag(self._held, OPEN) if start < 0 else start
         return len(self._held[:start].rstrip("\n"))
 
@@ -181,7 +181,7 @@ class CallReader:
         return ("", calls) if calls else (shown, [])
 
     def _read(self, text: str) -> list[tuple[str, str]]:
-        """The calls in a JSON text, which is one call or a list of calls; none for other text."""
+        """The calls in a JSON text, which is one call or a list of calls; otherwise none."""
         try:
             value = parse_json(text)
         except ValueError:
@@ -203,7 +203,7 @@ class CallReader:
 
 
 def before_tag(text: str, tag: str) -> int:
-    """Characters of a text before what may be the beginning of a tag."""
+    """Length of the text before its end, if that is a beginning of the tag."""
     return len(text) - next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
 
 
@@ -213,6 +213,6 @@ def _arguments(entry: dict[str, Any]) -> str:
 
 
 def writes_tags(tokenizer: Tokenizer) -> bool:
-    """Whether the model's chat template puts calls between tags, or has no tools."""
+    """Whether the model's chat template writes calls between tags, or does not support tools."""
     template = tokenizer.chat_template or ""
     return OPEN in template or "tools" not in template

@@ -12,7 +12,7 @@ from server.http import fields
 from server.http.wire import Body, ByType, JsonObject, JsonText, OneOr, Text, example, type_of
 from server.openai.caching import CacheOptions, Retention
 from server.openai.messages import MAX_MESSAGES, Message, TextPart
-from server.openai.tools import MAX_TOOLS, CalledFunction, Function, Name, NamedFunction, ToolCall
+from server.openai.tools import MAX_TOOLS, CalledFunction, Function, Name, ToolCall
 from server.openai.types import NewTokens, SampledRequest, StreamOptions
 
 Id = Annotated[Text, Field(min_length=1, max_length=256)]
@@ -166,10 +166,11 @@ class Offered(NamedTuple):
     namespace: str | None = None
 
 
-class ItemNamed(NamedFunction):
+class ItemNamed(Body):
     """A tool that a choice of tools names."""
 
     type: Literal["function", "custom"]
+    name: Name
 
 
 class ItemAllowed(Body):

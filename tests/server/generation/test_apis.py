@@ -29,7 +29,7 @@ class Api:
     delta: Callable[[dict], str]
     cached: Callable[[dict], int]
 
-    def body(self, text: str, tokens: int = 8, **fields) -> dict:
+    def body(self, text: str, tokens: int = 8, /, **fields) -> dict:
         return {"model": "smollm2", **self.prompt(text), **self.options(tokens), **fields}
 
 
@@ -114,7 +114,7 @@ def each(request) -> Api:
     return request.param
 
 
-def ask(client, api: Api, text: str, tokens: int = 8, **fields) -> dict:
+def ask(client, api: Api, text: str, tokens: int = 8, /, **fields) -> dict:
     answer = client.post(api.path, json=api.body(text, tokens, **fields))
     assert answer.status_code == 200, answer.text
     return answer.json()

@@ -116,14 +116,6 @@ def test_a_seed_gives_the_same_text_again(client):
     assert first[0]["output_ids"] != first[1]["output_ids"]
 
 
-def test_fields_that_are_null_or_false_are_not_there(client):
-    """SGLang's clients and router send every field they know."""
-    body = {"lora_path": None, "image_data": None, "return_hidden_states": False, "log_metrics": True, "rid": None}
-    sampling = {**GREEDY, "regex": None, "top_p": None, "stop": None, "spaces_between_special_tokens": True}
-    answer = ask(client, text="The capital of France is", stream=None, sampling_params=sampling, **body)
-    assert answer["text"].startswith(" Paris")
-
-
 def test_abort_by_id(client, server):
     with client.stream(
         "POST",
