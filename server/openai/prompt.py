@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -98,11 +98,9 @@ class ChatPrompts:
         """The prompt of a conversation, with marks behind what has a breakpoint."""
         tools = [one for tool in body.offered for one in tool.marked(mark)]
         turns = find_documents(body.turns(mark), tenant.account, self._documents)
-        tokenizer, variables = self._context.engine.tokenizer, body.template_variables()
-        if body.continue_final_message:
-            return continue_chat(turns, lambda plain: render_chat(tokenizer, plain, tools, False, variables))
-        ask = body.add_generation_prompt
-        return in_messages(turns, lambda plain: render_chat(tokenizer, plain, tools, ask, variables))
+        render = _renderer(body, self._context.engine.tokenizer)
+        write = continue_chat if body.continue_final_message else in_messages
+        return write(turns, lambda plain: render(plain, tools))
 
     def _system_text(self, body: ChatRequest) -> str | None:
         """The prompt's part that ends with the system message, which other conversations share; None without one.
@@ -125,15 +123,17 @@ def conversation_of(
     body: ChatRequest, turns: list[dict[str, Any]], tokenizer: Tokenizer, numbers: Sequence[int] | None = None
 ) -> Conversation:
     """The conversation of a request's messages, whose contents may be lists of texts and documents."""
-    variables = body.template_variables()
 
     def plain(content: str | list[str | Document]) -> str:
         parts = [content] if isinstance(content, str) else content
         return "\n".join(part if isinstance(part, str) else part.content for part in parts)
 
-    def render(shown: list[dict[str, Any]], tools: list[Tool]) -> str:
-        return render_chat(tokenizer, shown, tools, body.add_generation_prompt, variables)
-
     example = Tool(type="function", function=Function(name="example"))
     plain_turns = [{**turn, "content": plain(turn["content"])} for turn in turns]
-    return Conversation(render, plain_turns, body.offered, example, numbers)
+    return Conversation(_renderer(body, tokenizer), plain_turns, body.offered, example, numbers)
+
+
+def _renderer(body: ChatRequest, tokenizer: Tokenizer) -> Callable[[list[dict[str, Any]], list[Tool]], str]:
+    """Applies the chat template to turns and tools, as the request says."""
+    ask, variables = body.add_generation_prompt and not body.continue_final_message, body.template_variables()
+    return lambda turns, tools: render_chat(tokenizer, turns, tools, ask, variables)

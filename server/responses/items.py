@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from runtime.errors import InvalidRequest
 from server.errors import NotFound
 from server.generation.bodies import naming
-from server.openai.messages import Message, Part, TextPart, ThinkingPart
+from server.openai.messages import Message, Part, TextPart
 from server.openai.tools import Function, Tool
 from server.openai.types import ChatRequest
 from server.responses import types
@@ -22,13 +22,42 @@ _OWN = frozenset(
 )
 
 
-def turns_of(items: str | list[types.Item], answered: Mapping[str, dict[str, Any]]) -> list[Message]:
-    """Messages of a chat; `answered`: items of stored responses. Raises NotFound for a reference to none of them."""
-    if isinstance(items, str):
-        return [Message(role="user", content=items)]
+def read_output(output: list[dict[str, Any]]) -> list[types.Item]:
+    """The items of an answer."""
+    return [_items.validate_python(item) for item in output]
+
+
+def read_input(given: str | list[types.Item], answered: Mapping[str, dict[str, Any]]) -> list[types.Item]:
+    """The items of a request; `answered`: items of stored responses. Raises NotFound for an unknown reference."""
+    if isinstance(given, str):
+        return [types.ItemMessage(role="user", content=given)]
+    items = []
+    for item in given:
+        if isinstance(item, types.ItemReference):
+            if item.id not in answered:
+                raise NotFound(f"there is no item {item.id!r} in a stored response", param="input")
+            item = _items.validate_python(answered[item.id])
+        items.append(item)
+    return items
+
+
+def show(items: list[types.Item], response_id: str) -> list[dict[str, Any]]:
+    """Items in the form of answers."""
+    shown = []
+    for i, item in enumerate(items):
+        plain = {"id": f"item_{i}_{response_id}", "status": "completed", **item.model_dump(exclude_none=True)}
+        if isinstance(plain.get("content"), str):
+            kind = "output_text" if plain["role"] == "assistant" else "input_text"
+            plain["content"] = [{"type": kind, "text": plain["content"]}]
+        shown.append(plain)
+    return shown
+
+
+def turns_of(items: list[types.Item]) -> list[Message]:
+    """The messages of a chat: reasoning and calls belong to the assistant's message beside them."""
     turns: list[Message] = []
     thoughts: list[str] = []
-    for item in _resolved(items, answered):
+    for item in items:
         if isinstance(item, types.ItemReasoning):
             thoughts += [part.text for part in item.content]
             continue
@@ -41,20 +70,10 @@ def turns_of(items: str | list[types.Item], answered: Mapping[str, dict[str, Any
     return turns
 
 
-def _resolved(items: list[types.Item], answered: Mapping[str, dict[str, Any]]) -> Iterable[types.Item]:
-    for item in items:
-        if isinstance(item, types.ItemReference):
-            if item.id not in answered:
-                raise NotFound(f"there is no item {item.id!r} in a stored response", param="input")
-            yield _items.validate_python(answered[item.id])
-        else:
-            yield item
-
-
 def _turn(item: types.Item, last: Message | None) -> Message:
     """The message of an item; a call belongs to the assistant's message before it."""
     if isinstance(item, types.ItemMessage):
-        return item
+        return item.model_copy()  # it may get reasoning and calls
     if isinstance(item, types.ItemResult):
         return Message(role="tool", tool_call_id=item.call_id, content=item.output)  # type: ignore[arg-type]
     assert isinstance(item, types.ItemCall)
@@ -64,37 +83,9 @@ def _turn(item: types.Item, last: Message | None) -> Message:
     return last
 
 
-def items_of(turns: list[Message], response_id: str) -> list[dict[str, Any]]:
-    """The items that turns stand for, in their order; calls are those of functions, as the model knows them."""
-    items = [item for turn in turns for item in _items_of(turn)]
-    return [{"id": f"item_{i}_{response_id}", "status": "completed", **item} for i, item in enumerate(items)]
-
-
-def _items_of(turn: Message) -> Iterable[dict[str, Any]]:
-    plain = turn.plain()
-    if thoughts := plain.get("reasoning_content"):
-        yield {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thoughts}]}
-    if turn.role == "tool":
-        yield {"type": "function_call_output", "call_id": turn.tool_call_id, "output": plain["content"]}
-    elif plain["content"]:
-        yield {"type": "message", "role": turn.role, "content": list(_parts_of(turn))}
-    for call in turn.tool_calls or ():
-        given = {"name": call.function.name, "arguments": call.function.arguments}
-        yield {"type": "function_call", "call_id": call.id, **given}
-
-
-def _parts_of(turn: Message) -> Iterable[dict[str, Any]]:
-    for part in [turn.content] if isinstance(turn.content, str) else turn.content or ():
-        if isinstance(part, str | TextPart):
-            text = part if isinstance(part, str) else part.text
-            own = {"type": "output_text", "annotations": [], "logprobs": []}
-            yield {**(own if turn.role == "assistant" else {"type": "input_text"}), "text": text}
-        elif not isinstance(part, ThinkingPart):
-            yield part.model_dump(by_alias=True, exclude_none=True)
-
-
-def chat_of(body: types.ResponseRequest, turns: list[Message]) -> ChatRequest:
-    """The same request as a chat; `turns`: the whole conversation without instructions. Raises InvalidRequest."""
+def chat_of(body: types.ResponseRequest, items: list[types.Item]) -> ChatRequest:
+    """The same request as a chat; `items`: the whole conversation without instructions. Raises InvalidRequest."""
+    turns = turns_of(items)
     if body.instructions is not None:
         turns = [Message(role="system", content=body.instructions), *turns]
     if not turns:

@@ -13,12 +13,11 @@ from server.generation.bodies import naming
 from server.generation.service import Service
 from server.http.context import Context, Ctx
 from server.http.sse import unless_gone, while_there
-from server.openai.messages import Message
 from server.openai.prompt import Chats
 from server.openai.types import ChatRequest
-from server.responses.items import chat_of, items_of, turns_of
+from server.responses.items import chat_of, read_input, read_output, show
 from server.responses.store import Responses, ResponseStore, StoredResponse
-from server.responses.types import ResponseRequest
+from server.responses.types import Item, ResponseRequest
 from server.responses.writer import ResponseWriter
 
 router = EveryKey(prefix="/v1/responses", tags=["openai"])
@@ -36,11 +35,11 @@ async def create(
     """The model's answer to items, which may go on with a stored response."""
     service.context.check_model(body.model)
     with naming(body.NAMES):
-        turns, chat = await while_there(request, _read(body, service.context, responses, tenant))
+        items, chat = await while_there(request, _read(body, service.context, responses, tenant))
         submission = await chats.in_turn(request, chat, tenant)
 
-    def keep(writer: ResponseWriter) -> None:
-        responses.add(tenant.account, StoredResponse(writer.response, [*turns, *writer.turns()], len(turns)))
+    def keep(response: dict[str, Any]) -> None:
+        responses.add(tenant.account, StoredResponse(response, items, chat.num_characters))
 
     rid, conversation = f"resp_{new_rid()}", partial(chats.conversation, chat, tenant)
     generation = await service.submit(request, body, [submission], conversation, rid)
@@ -79,7 +78,7 @@ async def input_items(
 ) -> dict[str, Any]:
     """The items before the answer of a stored response, including those of earlier responses it continues."""
     stored = responses.get(tenant.account, response_id)
-    items = items_of(stored.turns[: stored.num_asked], stored.body["id"])
+    items = show(stored.items, stored.body["id"])
     if order == "desc":
         items.reverse()
     ends = {"first_id": items[0]["id"] if items else None, "last_id": items[-1]["id"] if items else None}
@@ -95,14 +94,15 @@ async def delete(response_id: str, responses: Responses, tenant: CurrentTenant) 
 
 async def _read(
     body: ResponseRequest, context: Context, responses: ResponseStore, tenant: Tenant
-) -> tuple[list[Message], ChatRequest]:
+) -> tuple[list[Item], ChatRequest]:
     """The whole conversation without instructions, and the same as a chat. Raises InvalidRequest and NotFound."""
     name, account = body.previous_response_id, tenant.account
-    before = [] if name is None else responses.get(account, name).turns
+    before = None if name is None else responses.get(account, name)
     answered = responses.items(account) if body.has_references else {}
 
-    def work() -> tuple[list[Message], ChatRequest]:
-        turns = [*before, *turns_of(body.input, answered)]
-        return turns, chat_of(body, turns)
+    def work() -> tuple[list[Item], ChatRequest]:
+        earlier = [] if before is None else [*before.items, *read_output(before.body["output"])]
+        items = [*earlier, *read_input(body.input, answered)]
+        return items, chat_of(body, items)
 
     return await context.engine.in_turn(account, 0, work)

@@ -12,13 +12,13 @@ from cachetools import TTLCache
 
 from server.errors import NotFound
 from server.http.context import provided
-from server.openai.messages import Message
+from server.responses.types import Item
 
 TTL_S = 86_400.0
 # Bounds for one account: responses, and characters of their conversations.
 MOST, MOST_CHARACTERS = 1000, 1 << 24
-# Memory of a turn beside its text.
-_CHARACTERS_OF_TURN = 256
+# Memory of an item beside its text.
+_CHARACTERS_OF_ITEM = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +26,19 @@ class StoredResponse:
     """A response of an account.
 
     Attributes:
-        body: as clients saw it.
-        turns: the conversation with its answer, without instructions.
-        num_asked: turns before the answer.
+        body: the response in the client's form.
+        items: the conversation before the answer, without instructions.
+        characters: of the conversation.
     """
 
     body: dict[str, Any]
-    turns: list[Message]
-    num_asked: int
+    items: list[Item]
+    characters: int
 
     @property
     def size(self) -> int:
-        """Its share of MOST_CHARACTERS, at least that of one of MOST responses."""
-        characters = sum(turn.num_characters + _CHARACTERS_OF_TURN for turn in self.turns)
-        return max(characters, MOST_CHARACTERS // MOST)
+        """Its share of MOST_CHARACTERS, at least MOST_CHARACTERS // MOST."""
+        return max(self.characters + len(self.items) * _CHARACTERS_OF_ITEM, MOST_CHARACTERS // MOST)
 
 
 class ResponseStore:

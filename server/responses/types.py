@@ -25,14 +25,14 @@ class ItemCall(Body, extra="ignore"):
     call_id: Id
     name: Text
     namespace: Text | None = None
-    arguments: JsonText = ""
-    input: Text = ""
+    arguments: JsonText | None = None
+    input: Text | None = None
 
     def plain(self) -> ToolCall:
         """The call in a chat."""
         name = self.name if self.namespace is None else f"{self.namespace}.{self.name}"
         custom = self.type == "custom_tool_call"
-        arguments = json.dumps({"input": self.input}, ensure_ascii=False) if custom else self.arguments
+        arguments = json.dumps({"input": self.input or ""}, ensure_ascii=False) if custom else self.arguments or ""
         return ToolCall(id=self.call_id, function=CalledFunction(name=name, arguments=arguments))
 
 
@@ -47,6 +47,7 @@ class ItemResult(Body, extra="ignore"):
 class ReasoningText(Body, extra="ignore"):
     """A part of the assistant's reasoning."""
 
+    type: Text = "reasoning_text"
     text: Text
 
 
@@ -54,6 +55,7 @@ class ItemReasoning(Body, extra="ignore"):
     """Earlier reasoning, which belongs to the assistant's item behind it; summaries are ignored."""
 
     type: Literal["reasoning"]
+    summary: Annotated[list[JsonObject], Field(max_length=MAX_MESSAGES)] = Field(default_factory=list)
     content: Annotated[list[ReasoningText], Field(max_length=MAX_MESSAGES)] = Field(default_factory=list)
 
 

@@ -18,8 +18,6 @@ from server.http.sse import TypedEventStream
 from server.openai.caching import cache_usage
 from server.openai.chat import reader_of
 from server.openai.common import add_logprobs
-from server.openai.messages import Message
-from server.openai.tools import ToolCall
 from server.openai.types import ChatRequest
 from server.responses.types import ItemCustom, ItemHosted, ItemNamespace, ItemTool, ResponseRequest, TextFormat
 
@@ -43,7 +41,7 @@ class ResponseWriter(Writer):
         chat: ChatRequest,
         rid: str,
         context: Context,
-        keep: Callable[[ResponseWriter], None] | None = None,
+        keep: Callable[[dict[str, Any]], None] | None = None,
     ):
         tokenizer = context.engine.tokenizer
         self._body = body
@@ -54,7 +52,6 @@ class ResponseWriter(Writer):
         self._message: dict[str, Any] | None = None
         self._number = -1
         self._offered = {offered.name: offered for offered in body.offered}
-        self._calls: list[ToolCall] = []
         self.response = _beginning(body, rid, context.check_model(body.model))
 
     @property
@@ -74,7 +71,7 @@ class ResponseWriter(Writer):
             self.response |= {"explain": why.describe(), "prompt_cache_diagnostics": why.openai()}
         events = list(self._events(output))
         if output.finish is not None and self._keep is not None:
-            self._keep(self)
+            self._keep(self.response)
         return events
 
     async def answer(self, generation: Generation) -> dict[str, Any]:
@@ -126,7 +123,6 @@ class ResponseWriter(Writer):
 
     def _call(self, call: dict[str, Any]) -> Iterator[Event]:
         arguments = call["function"]["arguments"]
-        self._calls.append(ToolCall.model_validate({key: call[key] for key in ("id", "function")}))
         _, tool, _, namespace = self._offered[call["function"]["name"]]
         item = {"call_id": call["id"], "name": tool.name} | ({"namespace": namespace} if namespace else {})
         if isinstance(tool, ItemCustom):
@@ -165,12 +161,6 @@ class ResponseWriter(Writer):
     def fail(self, error: RametError) -> Event:
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
         return self._event("response.failed", response=self.response)
-
-    def turns(self) -> list[Message]:
-        """The answer as a message of a chat."""
-        texts = [item["content"][0]["text"] for item in self.output if item["type"] == "message"]
-        turn = Message(role="assistant", content="\n".join(texts) or None, tool_calls=self._calls or None)
-        return [turn] if self.output else []
 
     def _of_item(self, kind: str, **more: Any) -> Event:
         return self._event(kind, output_index=len(self.output) - 1, **more)
