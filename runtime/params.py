@@ -183,5 +183,3 @@ class ReasoningParams(BaseModel):
 
 
 AnyReuse = ReuseParams | ReasoningParams
-# For answers that have no place to say what was approximate.
-EXACT = ReuseParams(method="none")

@@ -20,8 +20,7 @@ def chat_of(body: types.MessagesPrompt) -> ChatRequest:
     for block in body.messages[-1].content[-1:]:
         block.cache_control = block.cache_control or body.cache_control
     tools = [_tool(tool) for tool in body.tools or ()]
-    turns = [Message(role="system", content=_texts(body.system))] if body.system else []
-    turns += [turn for message in body.messages for turn in turns_of(message)]
+    turns = _system(body) + [turn for message in body.messages for turn in turns_of(message)]
     parts = [part for turn in turns for part in (*(turn.content or ()), *(turn.tool_calls or ()))]
     points = [getattr(part, "prompt_cache_breakpoint", None) for part in (*tools, *parts)]
     if (count := len(points) - points.count(None)) > MAX_BREAKPOINTS:
@@ -39,7 +38,7 @@ def chat_of(body: types.MessagesPrompt) -> ChatRequest:
         "stop": getattr(body, "stop_sequences", None),
         "continue_final_message": turns[-1].role == "assistant" and not turns[-1].tool_calls,
         "prompt_cache_options": {"mode": "explicit"},
-        "reuse": {"method": "none"},
+        "reuse": {"method": "none"},  # answers have no place to report approximate reuse
     }
     with naming(body.NAMES):
         chat = ChatRequest.model_validate(fields)
@@ -51,7 +50,12 @@ def chat_of(body: types.MessagesPrompt) -> ChatRequest:
 def numbers_of(body: types.MessagesPrompt) -> list[int]:
     """The index of the message that each turn of the chat belongs to; -1: the system message."""
     numbers = [i for i, message in enumerate(body.messages) for _ in turns_of(message)]
-    return [-1, *numbers] if body.system else numbers
+    return [-1] * len(_system(body)) + numbers
+
+
+def _system(body: types.MessagesPrompt) -> list[Message]:
+    blocks = body.system or []
+    return [Message(role="system", content=_texts(blocks))] if any(block.text for block in blocks) else []
 
 
 def turns_of(message: types.AnthropicMessage) -> list[Message]:

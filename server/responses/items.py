@@ -100,7 +100,7 @@ def chat_of(body: types.ResponseRequest, items: list[types.Item]) -> ChatRequest
         "tool_choice": _choice(body.tool_choice) if body.offered or body.tool_choice not in ("auto", "none") else None,
         "response_format": {"type": form.type, "schema": form.schema_},
         "reasoning_effort": body.reasoning.effort,
-        "reuse": {"method": "none"},
+        "reuse": {"method": "none"},  # answers have no place to report approximate reuse
         "logprobs": body.with_logprobs,
         "top_logprobs": (body.top_logprobs or 0) if body.with_logprobs else None,
     }

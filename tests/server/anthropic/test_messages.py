@@ -156,7 +156,6 @@ def test_a_call_and_its_stream(client):
 
 BAD = [
     ({"max_tokens": -1}, 400, "max_tokens"),
-    ({"max_tokens": None}, 400, "max_tokens"),
     ({"model": "another"}, 404, "model"),
     ({"messages": []}, 400, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "messages.0.content.0.type"),
@@ -171,7 +170,6 @@ BAD = [
     ({"container": "c"}, 400, "container"),
     ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, 400, None),
     ({"messages": [{"role": "user", "content": "word " * 9000}]}, 400, "messages"),
-    ({"colour": 1}, 400, "colour"),
 ]
 
 

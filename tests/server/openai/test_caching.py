@@ -93,10 +93,3 @@ def test_a_prompt_is_warmed_without_an_answer(api, client):
     assert written == warm.usage.input_tokens // PAGE * PAGE
     after = api.responses.create(**asked, max_output_tokens=2, store=False)
     assert after.usage.input_tokens_details.cached_tokens >= written - PAGE
-
-
-def test_what_is_no_option_is_refused(api):
-    for options in ({"ttl": "5m"}, {"mode": "none"}, {"comparison_response_id": ""}):
-        with pytest.raises(openai.BadRequestError) as error:
-            chat(api, [part("x")], extra_body={"prompt_cache_options": options})
-        assert "prompt_cache_options" in error.value.body["param"]

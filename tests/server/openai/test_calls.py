@@ -10,7 +10,7 @@ import pytest
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.sampling.grammar import Grammar, GrammarCompiler
-from server.openai.calls import CallReader, _moved, lazy_calls
+from server.openai.calls import CallReader, lazy_calls
 from server.openai.tools import Tool
 from tests.server.openai.test_tools import STOP, WEATHER
 
@@ -77,11 +77,6 @@ def test_one_call_at_most_where_that_is_wanted():
 
 def test_without_tools_nothing_is_held_back():
     assert CallReader(frozenset()).push("<tool_call>", last=False) == ("<tool_call>", [])
-
-
-def test_references_are_moved_with_their_schema():
-    moved = _moved({"$ref": "#/$defs/A", "items": [{"$ref": "#"}, {"$ref": "#/$defs/B/x"}]}, "#/$defs/t/")
-    assert moved == {"$ref": "#/$defs/t/$defs/A", "items": [{"$ref": "#"}, {"$ref": "#/$defs/t/$defs/B/x"}]}
 
 
 @pytest.fixture(scope="module")
