@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from radix import Namespace
 from runtime.denoising import DiffusionParams
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import Prompt, Submission
-from runtime.params import ReasoningParams, ReuseParams, SamplingParams
+from runtime.params import DocumentMethod, ReasoningParams, ReuseParams, SamplingParams
 from server.auth.keys import CacheScope, Tenant
 from server.http import fields
 from server.http.context import Context
@@ -21,6 +22,7 @@ from server.http.wire import Body, CacheSalt, Text
 MAX_BIASES = 1024
 # Branches of a union in locations of errors, which `errors.py` leaves out: they are no identifiers.
 _DOCUMENTS, _REASONING = "of documents", "of reasoning"
+_METHODS = (*get_args(DocumentMethod), "auto", "reasoncache")
 
 Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31, description="larger goes first among waiting requests")]
 Timeout = Annotated[float, Field(gt=0, le=86_400, description="seconds until the request fails with 408")]
@@ -131,6 +133,14 @@ class Diffusion(Body, DiffusionParams, strict=True):
 
 class DocumentReuse(Body, ReuseParams, strict=True):
     """`ReuseParams` in a request."""
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _is_known(cls, method: Any) -> Any:
+        """An unknown method's error lists all methods, reasoncache too."""
+        if method not in _METHODS:
+            raise PydanticCustomError("literal_error", "Input should be {one}", {"one": " or ".join(_METHODS)})
+        return method
 
 
 class ReasoningReuse(Body, ReasoningParams, strict=True):

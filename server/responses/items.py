@@ -45,11 +45,11 @@ def show(items: list[types.Item], response_id: str) -> list[dict[str, Any]]:
     """Items in the form of answers."""
     shown = []
     for i, item in enumerate(items):
-        plain = {"id": f"item_{i}_{response_id}", "status": "completed", **item.model_dump(exclude_none=True)}
+        plain = item.model_dump(by_alias=True, exclude_none=True)
         if isinstance(plain.get("content"), str):
             kind = "output_text" if plain["role"] == "assistant" else "input_text"
             plain["content"] = [{"type": kind, "text": plain["content"]}]
-        shown.append(plain)
+        shown.append({"id": f"item_{i}_{response_id}", "status": "completed", **plain})
     return shown
 
 

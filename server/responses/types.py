@@ -55,7 +55,7 @@ class ItemReasoning(Body, extra="ignore"):
     """Earlier reasoning, which belongs to the assistant's item behind it; summaries are ignored."""
 
     type: Literal["reasoning"]
-    summary: Annotated[list[JsonObject], Field(max_length=MAX_MESSAGES)] = Field(default_factory=list)
+    summary: Annotated[list[ReasoningText], Field(max_length=MAX_MESSAGES)] = Field(default_factory=list)
     content: Annotated[list[ReasoningText], Field(max_length=MAX_MESSAGES)] = Field(default_factory=list)
 
 
