@@ -25,11 +25,7 @@ class _BenchParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self.bench is not None:
-            kind = find_bench(self.bench)
-            if kind is None:  # a bench that does not use the harness yet
-                _module(self.bench).add_arguments(self)
-            else:
-                add_bench_options(self, kind)
+            add_bench_options(self, find_bench(self.bench))
             self.bench = None
         return super().parse_known_args(args, namespace)
 
@@ -52,25 +48,16 @@ def run_bench(arguments: argparse.Namespace) -> int:
     """Run the chosen benchmark; returns the exit code."""
     if arguments.bench == "report":
         return harness.run_report(find_bench, arguments)
-    kind = find_bench(arguments.bench)
-    if kind is None:
-        return _module(arguments.bench).run(arguments)
-    return harness.run_bench(arguments.bench, kind, arguments)
+    return harness.run_bench(arguments.bench, find_bench(arguments.bench), arguments)
 
 
-def find_bench(name: str) -> type[Bench] | None:
+def find_bench(name: str) -> type[Bench]:
     """The bench that a module defines last. Raises ValueError if there is no such module."""
     if name not in BENCHES:
         raise ValueError(f"there is no bench {name!r}")
-    module = _module(name)
+    module = import_module(f"loadgen.{BENCHES[name].parent.name}.{BENCHES[name].stem}")
     kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Bench)]
-    own = [kind for kind in kinds if kind.__module__ == module.__name__]
-    return own[-1] if own else None
-
-
-def _module(name: str) -> Any:
-    path = BENCHES[name]
-    return import_module(f"loadgen.{path.parent.name}.{path.stem}")
+    return next(kind for kind in reversed(kinds) if kind.__module__ == module.__name__)
 
 
 def _summary(path: Path) -> str:

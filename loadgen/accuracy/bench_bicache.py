@@ -11,10 +11,11 @@ from typing import Any
 from pydantic import Field, NonNegativeInt, PositiveInt, PrivateAttr
 
 from loadgen.accuracy.measure import GREEDY, Runner, group_of
-from loadgen.accuracy.tasks import TASKS, Source
+from loadgen.accuracy.tasks import TASKS, Examples
 from loadgen.accuracy.vocabulary import Vocabulary
-from loadgen.harness import Bench, BenchError, Cell, Figure
+from loadgen.harness import BenchError, Cell, Figure
 from loadgen.micro.cost_model import modelled_passes
+from loadgen.micro.model_bench import ModelBench
 from runtime.denoising import DiffusionParams
 from runtime.engine.offline import Engine
 from runtime.frontend.output import Submission
@@ -22,10 +23,9 @@ from runtime.models.resolve import resolve_model
 
 NO_CACHE, WITHIN, BICACHE, NAIVE = "no cache", "refreshed within the request (d = 0)", "BiCache", "reuse of all layers"
 MEASURED, DRIFT, BOTH = "depth measured", "refreshed on drift", "depth measured, refreshed on drift"
-_ONE_REQUEST = "one request"
 
 
-class BiCacheBench(Bench):
+class BiCacheBench(ModelBench):
     """Reuse of a shared prefix in a diffusion model: answers, time and forward rows.
 
     A repeat is a list of each task with its questions, one request at a time. The prefix is encoded before the clock
@@ -47,8 +47,6 @@ class BiCacheBench(Bench):
     )
 
     model: str = Field("smollm2-135m-diffusion", description="a diffusion model adapted to the tasks")
-    dtype: str = Field("auto", description="of the weights")
-    threads: PositiveInt | None = Field(None, description="CPU threads (default: all cores)")
     tasks: tuple[str, ...] = Field(("keep",), description=f"of {', '.join(TASKS)}")
     ratios: tuple[float, ...] = Field((0.5, 0.75, 0.9), description="shared part of a request")
     room: PositiveInt = Field(32, description="tokens of the canvas")
@@ -62,13 +60,14 @@ class BiCacheBench(Bench):
     measured: bool = Field(False, description="compare depths measured in serving and refresh on drift with the table")
     bound: float = Field(0.05, description="nats, of a measured depth")
     drift: float = Field(0.1, description="threshold of refreshes on drift")
-    cost: bool = Field(False, description="time one request of random tokens, without tasks")
+    cost: bool = Field(False, description="time a request of random tokens, without tasks")
     prefix: PositiveInt = Field(512, description="shared tokens of that request")
     prompt: PositiveInt = Field(16, description="tokens behind them")
+    batch: PositiveInt = Field(1, description="such requests at a time")
 
     _engine: Engine = PrivateAttr()
     _runner: Runner = PrivateAttr()
-    _source: Source = PrivateAttr()
+    _source: Examples = PrivateAttr()
     _layers: int = PrivateAttr()
 
     def baseline(self) -> tuple[str, str]:
@@ -78,18 +77,17 @@ class BiCacheBench(Bench):
     def session(self) -> Iterator[None]:
         if unknown := set(self.tasks) - set(TASKS):
             raise BenchError(f"--tasks: {min(unknown)} is none of {', '.join(TASKS)}")
-        threads: dict[str, Any] = {} if self.threads is None else {"threads": self.threads}
-        with Engine(model=self.model, dtype=self.dtype, page_size=1, **threads) as engine:
+        with Engine(self.model, **self.options(page_size=1)) as engine:
             if (info := engine.info.diffusion) is None:
                 raise BenchError(f"{self.model} is no diffusion model")
             vocabulary = Vocabulary(resolve_model(engine.config.model))
             self._engine, self._layers = engine, info.num_layers
-            self._runner, self._source = Runner(engine, vocabulary.end), Source(vocabulary, ("bench", self.seed))
+            self._runner, self._source = Runner(engine, vocabulary.end), Examples(vocabulary, ("bench", self.seed))
             yield
 
     def cells(self) -> Iterator[Cell]:
         if self.cost:
-            yield from ({"work": _ONE_REQUEST, "case": case} for case in (NO_CACHE, WITHIN, BICACHE, NAIVE))
+            yield from ({"work": "cost", "case": case} for case in self._cases())
             return
         for task in self.tasks:
             for ratio in self.ratios:
@@ -120,7 +118,9 @@ class BiCacheBench(Bench):
             WITHIN: {**whole, "depth": 0},
             BICACHE: bicache,
         }
-        blocks = {"block_length": self.block, "threshold": self.threshold}
+        blocks: dict[str, Any] = {"block_length": self.block}
+        if not self.cost:
+            blocks["threshold"] = self.threshold
         for cache in ("prefix", "dual"):
             cases[f"Fast-dLLM, {cache} cache"] = {**whole, **blocks, "reuse": False, "cache": cache}
             cases[f"BiCache + Fast-dLLM, {cache} cache"] = {**bicache, **blocks, "cache": cache}
@@ -135,24 +135,26 @@ class BiCacheBench(Bench):
         return self._runner.run(fields, group, self.measured)
 
     def _request(self, case: str, fields: dict[str, Any], draw: random.Random) -> dict[str, Any]:
-        """Seconds of a request whose prefix is encoded, and to the first step with a new prefix and with the same."""
+        """Seconds of `batch` requests whose prefix is encoded, and to the first step with a new and the same prefix."""
         params = DiffusionParams.model_validate({**fields, "prefix_tokens": self.prefix})
         shown = params.model_copy(update={"stream_canvas": True, "steps": 2})
         prefix = self._tokens(draw, self.prefix)
         first, second = (self._first_step(prefix + self._tokens(draw, self.prompt), shown) for _ in "12")
         before, started = self._engine.state()["row_layers"], time.perf_counter()
-        submission = Submission(prefix + self._tokens(draw, self.prompt), GREEDY, diffusion=params)
-        *_, last = self._engine.stream_all([submission])
+        prompts = [prefix + self._tokens(draw, self.prompt) for _ in range(self.batch)]
+        *_, last = self._engine.stream_all([Submission(prompt, GREEDY, diffusion=params) for prompt in prompts])
         seconds = time.perf_counter() - started
         depth = (last.reuse or {}).get("shallow_depth", 0)
-        rows = (self._engine.state()["row_layers"] - before) / self._layers
+        rows = (self._engine.state()["row_layers"] - before) / self._layers / self.batch
         found = {"seconds": seconds, "first": first, "second": second, "rows": rows, "depth": depth}
         return {**found, "model": self.modelled(case, depth)}
 
-    def modelled(self, case: str, depth: int) -> float:
-        """The cost model's share of the steps' whole passes."""
+    def modelled(self, case: str, depth: int) -> float | None:
+        """The cost model's share of the steps' whole passes; None for what it does not cover."""
         if case == NO_CACHE:
             return 1.0
+        if case not in (WITHIN, BICACHE, NAIVE):
+            return None
         refreshes = -(-self.steps // self.refresh_interval)
         ratio = self.prefix / (self.prefix + self.prompt + self.room)
         return modelled_passes(refreshes, self.steps - refreshes, ratio, depth / self._layers) / self.steps

@@ -12,9 +12,9 @@ from pydantic import Field, PositiveInt, PrivateAttr
 from loadgen.accuracy.documents import TASKS, tokenize
 from loadgen.accuracy.forced import Ask, Asker
 from loadgen.accuracy.quality import BATCH, FIGURES, Judge
-from loadgen.harness import Bench, BenchError, Cell, Figure
+from loadgen.harness import BenchError, Cell, Figure
 from loadgen.micro.documents import FULL, METHODS, PREFIX, Documents, Shape, ways
-from loadgen.micro.drive import model_path
+from loadgen.micro.model_bench import ModelBench
 from runtime.frontend.documents.plan import DocumentPlanner
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import ReuseParams
@@ -29,7 +29,7 @@ _SERVED = ("a3", "cacheblend", "legolink", "pie")
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
 
-class DocumentReuse(Bench):
+class DocumentReuse(ModelBench):
     """Documents that are all cached, in another order in each prompt, behind a cached system prompt."""
 
     sections = "work"
@@ -43,8 +43,6 @@ class DocumentReuse(Bench):
         *FIGURES,
     )
 
-    model: str | None = Field(None, description="default: the default model")
-    dtype: str = Field("auto", description="of the weights")
     quality: bool = Field(False, description=f"compare answers instead of times; a repeat is {BATCH} questions a task")
     methods: tuple[str, ...] = Field(METHODS, description="of reuse")
     ratios: tuple[Ratio, ...] = Field((0.05, _RATIO, 0.3), description="rows that are computed again")
@@ -74,10 +72,10 @@ class DocumentReuse(Bench):
             if unknown := set(given) - set(known):
                 raise BenchError(f"{min(unknown)} is none of {', '.join(known)}")
         self._ways = {FULL: None, PREFIX: None, **ways(self.methods, self.ratios, self.granularities)}
-        path = model_path(self.model)
+        path = self.path()
         if self.quality:
             self._tokenizer = Tokenizer.load(path)
-            drive: Any = Asker(path, max_running=64, dtype=self.dtype)
+            drive: Any = Asker(path, **self.options(max_running=64))
             self._judge = Judge(drive, self._tokenizer)
         else:
             most, served = (self.system + count * self.tokens + self.question for count in (max(self.counts), self.at))
@@ -85,9 +83,8 @@ class DocumentReuse(Bench):
             # Room for the clients' prompts, each with the temporary pages of a dense look, and for what is cached.
             pool = 4 * most + 3 * running * served
             shape = Shape(self.tokens, self.system, self.question)
-            drive = self._drive = Documents(
-                path, max(*self.counts, self.at), shape, max_running=running, pool_tokens=pool, dtype=self.dtype
-            )
+            options = self.options(max_running=running, pool_tokens=pool)
+            drive = self._drive = Documents(path, max(*self.counts, self.at), shape, **options)
         try:
             yield
         finally:

@@ -13,8 +13,8 @@ from pydantic import Field, PositiveInt, PrivateAttr
 from loadgen.accuracy.forced import Ask, Asker
 from loadgen.accuracy.parts import TASKS, Item
 from loadgen.accuracy.quality import BATCH, FIGURES, FULL, Judge
-from loadgen.harness import Bench, BenchError, Cell, Figure
-from loadgen.micro.drive import model_path
+from loadgen.harness import BenchError, Cell, Figure
+from loadgen.micro.model_bench import ModelBench
 from loadgen.micro.modules import OTHER, SAME, Modules, imports
 from runtime.frontend.schemas.schema import Mode, Schema
 from runtime.models.tokenizer import Tokenizer
@@ -22,7 +22,7 @@ from runtime.models.tokenizer import Tokenizer
 _PAIRS = "a scaffold of each pair"
 
 
-class PromptModules(Bench):
+class PromptModules(ModelBench):
     """Prompts of modules in any order, all cached, with new text behind them."""
 
     sections = "work"
@@ -35,8 +35,6 @@ class PromptModules(Bench):
         *FIGURES,
     )
 
-    model: str | None = Field(None, description="default: the default model")
-    dtype: str = Field("auto", description="of the weights")
     quality: bool = Field(False, description=f"compare answers instead of times; a repeat is {BATCH} questions a task")
     lengths: tuple[PositiveInt, ...] = Field((1024, 2048, 4096, 7168), description="tokens of modules with arguments")
     modules: PositiveInt = Field(8, description="of a prompt")
@@ -59,13 +57,13 @@ class PromptModules(Bench):
     def session(self) -> Iterator[None]:
         if unknown := set(self.tasks) - set(TASKS):
             raise BenchError(f"--tasks: {min(unknown)} is none of {', '.join(TASKS)}")
-        path = model_path(self.model)
+        path = self.path()
         if self.quality:
             self._tokenizer = Tokenizer.load(path)
-            drive: Any = Asker(path, dtype=self.dtype, max_running=64)
+            drive: Any = Asker(path, **self.options(max_running=64))
             self._judge, self._context = Judge(drive, self._tokenizer), drive.core.info.context_length
         else:
-            options: dict[str, Any] = {"dtype": self.dtype, "max_running": self.together, "pool_memory": 2.0}
+            options = self.options(max_running=self.together, pool_memory=2.0)
             drive = self._drive = Modules(path, self.modules, self.new, self.steps, **options)
         try:
             yield

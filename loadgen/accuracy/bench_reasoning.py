@@ -13,8 +13,8 @@ from pydantic import Field, PositiveInt, PrivateAttr
 
 from loadgen.accuracy.chains import WRITTEN, read_chains
 from loadgen.accuracy.reasoning import Comparison, Task, Thinker
-from loadgen.harness import Bench, BenchError, Cell, Figure
-from loadgen.micro.drive import model_path
+from loadgen.harness import BenchError, Cell, Figure
+from loadgen.micro.model_bench import ModelBench
 from runtime.models.tokenizer import Tokenizer
 
 EXACT = "exact"
@@ -22,7 +22,7 @@ EXACT = "exact"
 _BATCH = 4
 
 
-class Reasoning(Bench):
+class Reasoning(ModelBench):
     """Chains of thought with shared pages beside exact decoding; their texts are forced token by token.
 
     Throughput: all requests come at once, in a pool that holds `room` of them, and in one that holds all.
@@ -45,8 +45,6 @@ class Reasoning(Bench):
         Figure("right", "right, %", factor=100, statistic="mean", versus="difference"),
     )
 
-    model: str | None = Field(None, description="default: the default model")
-    dtype: str = Field("auto", description="of the weights")
     page_size: PositiveInt = Field(8, description="tokens of a page")
     quality: bool = Field(
         False, description=f"compare predictions instead of times; a repeat is {_BATCH} chains a text"
@@ -70,15 +68,16 @@ class Reasoning(Bench):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        path = model_path(self.model)
+        path = self.path()
         self._tokenizer = Tokenizer.load(path)
         for text in self.texts:
             if text not in WRITTEN and not Path(text).is_file():
                 raise BenchError(f"--texts: {text} is no file, and none of {', '.join(WRITTEN)}")
         with ExitStack() as stack:
             for name, tokens in self._pools().items():
-                options: dict[str, Any] = {"dtype": self.dtype, "page_size": self.page_size, "pool_tokens": tokens}
-                thinker = Thinker(path, self.quality, max_running=max(self.requests, _BATCH), **options)
+                running = max(self.requests, _BATCH)
+                options = self.options(page_size=self.page_size, pool_tokens=tokens, max_running=running)
+                thinker = Thinker(path, self.quality, **options)
                 stack.callback(thinker.close)
                 thinker.warm_up(self._tasks(self.texts[0], random.Random("warm-up")), _fields(100), self.fill)
                 self._thinkers[name] = thinker

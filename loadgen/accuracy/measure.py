@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from loadgen.accuracy.tasks import Example, Source
+from loadgen.accuracy.tasks import Example, Examples
 from runtime.denoising import DiffusionParams
 from runtime.frontend.output import Submission
 from runtime.params import SamplingParams
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 
-def group_of(source: Source, task: str, number: int, room: int, ratio: float, questions: int) -> list[Example]:
+def group_of(source: Examples, task: str, number: int, room: int, ratio: float, questions: int) -> list[Example]:
     """Requests whose shared prefix is `ratio` of a request with its canvas, or more where the task needs it."""
     probe = source.group(task, number, room, questions)[0]
     rest = len(probe.suffix) + room

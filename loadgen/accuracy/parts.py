@@ -76,26 +76,31 @@ def _table(rng: random.Random, size: int) -> dict[str, str]:
     return {key: "".join(rng.choices("0123456789", k=4)) for key in rng.sample(word_list(), size)}
 
 
-def needle(rng: random.Random) -> Item:
-    """A number in one of four documents."""
+def needle(rng: random.Random, tokens: tuple[int, int] = (24, 8), form: str = "\n\nDocument {number}: {text}") -> Item:
+    """A number in one of four documents, with `tokens` of prose before and behind it."""
+    before, behind = tokens
     key, number = rng.choice(word_list()), "".join(rng.choices("0123456789", k=7))
-    texts = [f"\n\nDocument {i}: {filler(rng, 24)}" for i in range(1, 5)]
-    texts[rng.randrange(4)] += f" One of the special magic numbers for {key} is: {number}. {filler(rng, 8)}"
+    texts = [filler(rng, before) for _ in range(4)]
+    texts[rng.randrange(4)] += f" One of the special magic numbers for {key} is: {number}. {filler(rng, behind)}"
     return Item(
         "A special magic number is hidden within the following documents. Make sure to memorize it.",
-        [[text] for text in texts],
+        [[form.format(number=i, text=text)] for i, text in enumerate(texts, 1)],
         f"What is the special magic number for {key} mentioned in the documents?",
         f"The special magic number for {key} mentioned in the documents is",
         f" {number}",
     )
 
 
-def table(rng: random.Random) -> Item:
-    """A table of keys and values, three lines in each part."""
-    values = _table(rng, 12)
-    lines = [f"\n{key}: {value}" for key, value in values.items()]
-    parts = [["".join(lines[i : i + 3])] for i in range(0, 12, 3)]
+def table(rng: random.Random, lines: int = 3, form: str = "\n{key}: {value}") -> Item:
+    """A table of keys and values in four parts of some lines."""
+    values = _table(rng, 4 * lines)
+    parts = _parts([form.format(key=key, value=value) for key, value in values.items()], lines)
     return _look_up(rng.choice(list(values)), values, parts)
+
+
+def _parts(lines: list[str], count: int) -> list[list[str]]:
+    """Parts of `count` lines each."""
+    return [["".join(lines[i : i + count])] for i in range(0, len(lines), count)]
 
 
 def _look_up(key: str, values: dict[str, str], parts: list[list[str]], pairs: tuple[tuple[int, int], ...] = ()) -> Item:
@@ -150,7 +155,7 @@ def cut(rng: random.Random) -> Item:
 
 
 # Words of four kinds.
-KINDS = (
+_KINDS = (
     ("lion", "tiger", "horse", "wolf", "bear", "rabbit", "goat", "fox"),
     ("bread", "cheese", "butter", "rice", "soup", "cake", "honey", "egg"),
     ("shirt", "coat", "hat", "shoe", "sock", "belt", "glove", "scarf"),
@@ -158,15 +163,20 @@ KINDS = (
 )
 
 
-def labels(rng: random.Random) -> Item:
-    """Words of four kinds with colours as labels, three words in each part, and a new word."""
+def labels(
+    rng: random.Random,
+    lines: int = 3,
+    form: str = "\n{word}: {colour}",
+    lead: str = "\n{word}:",
+    head: str = "Words and their labels.",
+) -> Item:
+    """Words of four kinds with colours as labels, `lines` words in each part, and a new word."""
     colours = rng.sample(("red", "blue", "green", "white"), 4)
-    drawn = [(rng.sample(kind, 7), colour) for kind, colour in zip(KINDS, colours, strict=True)]
-    lines = [f"\n{word}: {colour}" for words, colour in drawn for word in words[1:]]
-    rng.shuffle(lines)
+    drawn = [(rng.sample(kind, 7), colour) for kind, colour in zip(_KINDS, colours, strict=True)]
+    shots = [form.format(word=word, colour=colour) for words, colour in drawn for word in words[1:]]
+    rng.shuffle(shots)
     words, colour = rng.choice(drawn)
-    parts = [["".join(lines[i : i + 3])] for i in range(0, len(lines), 3)]
-    return Item("Words and their labels.", parts, None, f"\n{words[0]}:", f" {colour}")
+    return Item(head, _parts(shots, lines), None, lead.format(word=words[0]), f" {colour}")
 
 
 TASKS: dict[str, Callable[[random.Random], Item]] = {

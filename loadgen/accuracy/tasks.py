@@ -6,7 +6,7 @@ Every example is a chat of one system message (the prefix, which requests share)
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from loadgen.accuracy.vocabulary import Vocabulary
@@ -129,7 +129,7 @@ def _listed(pairs: dict[str, str]) -> str:
 TASKS: dict[str, Task] = {"keep": keep, "lookup": lookup, "arithmetic": arithmetic, "choice": choice}
 
 
-class Source:
+class Examples:
     """Examples of the tasks. The same seed gives the same examples, and different seeds share none but by chance."""
 
     def __init__(self, vocabulary: Vocabulary, seed: object):
@@ -154,14 +154,6 @@ class Source:
         shared = start + fill + own
         turns = ((vocabulary.encode(asked) + vocabulary.encode(_ASSISTANT), answer) for asked, answer in body.turns)
         return [Example(shared, suffix, self._canvas(answer, room)) for suffix, answer in turns]
-
-    def batch(self, task: str, number: int, room: int, size: int, length: int = 0) -> Iterator[Example]:
-        """Requests with prefixes of their own, all of one length in tokens: `length`, or what the longest needs."""
-        drawn = [(i, self.group(task, number * 4096 + i, room)[0]) for i in range(size)]
-        total = max(length, *(len(example.ids) for _, example in drawn))
-        for i, example in drawn:
-            want = total - len(example.suffix) - room
-            yield self.group(task, number * 4096 + i, room, prefix=want)[0]
 
     def _canvas(self, answer: str, room: int) -> list[int]:
         ids = self._vocabulary.encode(answer)

@@ -4,61 +4,44 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from loadgen.gpu.figures import Figures, Item
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
 from loadgen.micro.drive import Drive
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
-    from runtime.batch import AttentionPlan, Span
+from runtime.batch import AttentionPlan, Span, causal_visible
+from runtime.execution.attention.cpu import CPUAttention
+from runtime.kv.pool import KVPool
+from runtime.models.rope import RotaryEmbedding
+from runtime.models.rope_spec import RopeSpec
 
 _LENGTHS = (5, 40, 131, 300)
 _NEW = 32
 # Heads, key-value heads and their size, as of Llama-3.1-8B and of SmolLM2.
-HEADS = ((32, 8, 128), (9, 3, 64))
-_KINDS = ("decode", "prefill", "cascade", "not causal", "shifted", "masked", "thinned", "fp8 cascade", "fp8 decode")
+HEADS = {"32/8 of 128": (32, 8, 128), "9/3 of 64": (9, 3, 64)}
+KINDS = ("decode", "prefill", "cascade", "not causal", "shifted", "masked", "thinned", "fp8 cascade", "fp8 decode")
+ENGINES: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16, without graphs": {"dtype": "bfloat16", "cuda_graph_batches": "0"},
+    "bfloat16, fp8 KV": {"dtype": "bfloat16", "kv_dtype": "fp8"},
+}
 # Options of two engines whose tokens should be the same. `shared`: `Executor.least_saved_tokens`.
-_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "one step ahead as in step": ({"overlap": "on"}, {"overlap": "off"}),
-    "shared pages read once as by each": ({"shared": 1}, {"shared": 1 << 60}),
-    "with graphs as without": ({}, {"cuda_graph_batches": "0"}),
-    "pages of 1 as of 16": ({"page_size": 1}, {"page_size": 16}),
+PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one step ahead, single steps": ({"overlap": "on"}, {"overlap": "off"}),
+    "shared pages read once, by each": ({"shared": 1}, {"shared": 1 << 60}),
+    "with and without graphs": ({}, {"cuda_graph_batches": "0"}),
+    "pages of 1 and of 16": ({"page_size": 1}, {"page_size": 16}),
 }
 
 
-def items(model: Path | None, device: str, directory: Path) -> Iterator[Item]:
-    """Attention (on a GPU), then the greedy tokens of `model`, or else of one at random."""
-    if device == "cuda":
-        for heads in HEADS:
-            for page_size in (1, 16):
-                for kind in _KINDS:
-                    name = f"attention, {kind}, pages of {page_size}, {heads[0]}/{heads[1]} heads of {heads[2]}"
-                    yield name, partial(attention, kind, page_size, heads)
-    settings: dict[str, dict[str, Any]] = {"float32": {}, "bfloat16": {}}
-    if device == "cuda":
-        settings |= {"bfloat16, without graphs": {"cuda_graph_batches": "0"}, "bfloat16, fp8 KV": {"kv_dtype": "fp8"}}
-    for name, more in settings.items():
-        yield f"greedy tokens in {name}", partial(greedy, model, device, directory, name.split(",")[0], more)
-    for name, (one, other) in _PAIRS.items():
-        if device == "cuda" or "graphs" not in name:
-            yield f"greedy tokens {name}", partial(pair, model, device, directory, one, other)
-
-
-def attention(kind: str, page_size: int, heads: tuple[int, int, int]) -> Figures:
+def attention(kind: str, page_size: int, heads: tuple[int, int, int]) -> dict[str, float]:
     """Relative error of FlashInfer on bfloat16 against the reference, computed in float32 on the same numbers."""
-    import torch
-
-    from runtime.execution.attention.cpu import CPUAttention
+    # Not at the top: FlashInfer is there on a GPU alone.
     from runtime.execution.attention.flashinfer import FlashInferAttention
-    from runtime.kv.pool import KVPool
-    from runtime.models.rope import RotaryEmbedding
-    from runtime.models.rope_spec import RopeSpec
 
     device = torch.device("cuda")
     num_heads, kv_heads, dim = heads
@@ -76,7 +59,7 @@ def attention(kind: str, page_size: int, heads: tuple[int, int, int]) -> Figures
     (prepared,) = ours.prepare_step([plan])
     got = ours.run(prepared, q, 0).float()
     wanted = reference.run(reference.prepare(plan), q.float(), 0)
-    return {"relative error": float((got - wanted).norm() / wanted.norm()), "bound": 1e-2}
+    return {"error": float((got - wanted).norm() / wanted.norm())}
 
 
 class _Pages:
@@ -87,20 +70,11 @@ class _Pages:
         random.shuffle(self._free)
 
     def span(self, length: int) -> Span:
-        import numpy as np
-
-        from runtime.batch import Span
-
         pages = [self._free.pop() for _ in range(-(-length // self._page_size))]
         return Span(np.array(pages, dtype=np.int32), length)
 
 
 def _plan(kind: str, pages: _Pages) -> AttentionPlan:
-    import numpy as np
-    import torch
-
-    from runtime.batch import AttentionPlan, causal_visible
-
     draw = random.randrange
     plan = AttentionPlan(0)
 
@@ -142,32 +116,22 @@ def _plan(kind: str, pages: _Pages) -> AttentionPlan:
     return plan
 
 
-def greedy(model: Path | None, device: str, directory: Path, dtype: str, more: dict[str, Any]) -> Figures:
-    """Share of greedy tokens that are those of transformers on this device; and cached ones those of uncached ones."""
-    import torch
-
-    path = model or _random_model(directory)
+def greedy(path: Path, device: str, options: dict[str, Any]) -> dict[str, float]:
+    """Share of greedy tokens that transformers computes as well, and of cached prompts' that equal uncached ones'."""
     prompts = _prompts(path)
-    cold, warm = _ours(path, {"device": device, "dtype": dtype, **more}, prompts)
-    theirs, gap = _transformers(path, device, getattr(torch, dtype), prompts, cold)
+    cold, warm = _ours(path, {"device": device, **options}, prompts)
+    theirs, gap = _transformers(path, device, getattr(torch, options["dtype"]), prompts, cold)
     torch.cuda.empty_cache()
-    return {
-        "as transformers": _agreement(cold, theirs), "logits apart where they part": gap,
-        "cached as uncached": _agreement(warm, cold), "tokens": len(prompts) * _NEW,
-        "model": "at random" if model is None else model.name,
-    }  # fmt: skip
+    return {"theirs": _agreement(cold, theirs), "gap": gap, "warm": _agreement(warm, cold)}
 
 
-def pair(model: Path | None, device: str, directory: Path, one: dict[str, Any], other: dict[str, Any]) -> Figures:
-    """Share of greedy tokens of two engines that are the same, up to the first difference."""
-    path = model or _random_model(directory)
+def compare_engines(path: Path, device: str, one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    """Share of greedy tokens of two engines up to the first difference, of uncached and cached prompts."""
     prompts = _prompts(path)
     options = {"device": device, "dtype": "bfloat16" if device == "cuda" else "float32"}
-    found = [_ours(path, {**options, **more}, prompts) for more in (one, other)]
-    return {
-        "cold": _agreement(found[0][0], found[1][0]), "warm": _agreement(found[0][1], found[1][1]),
-        "tokens": len(prompts) * _NEW,
-    }  # fmt: skip
+    found = (_ours(path, options | more, prompts) for more in (one, other))
+    mine, theirs = ([*cold, *warm] for cold, warm in found)
+    return {"same": _agreement(mine, theirs)}
 
 
 def _prompts(path: Path) -> list[list[int]]:
@@ -194,9 +158,6 @@ def _transformers(
     path: Path, device: str, dtype: torch.dtype, prompts: list[list[int]], ours: list[list[int]]
 ) -> tuple[list[list[int]], float]:
     """Greedy tokens; and where `ours` part from them, by how much the logit of ours is lower there, the largest."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     model = model.to(device).eval()
     found, gap = [], 0.0
@@ -226,22 +187,17 @@ def _agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
     return sum(_common(a, b) for a, b in zip(ours, theirs, strict=True)) / sum(map(len, theirs))
 
 
-def _random_model(directory: Path) -> Path:
+def random_model(directory: Path) -> Path:
     """A checkpoint of a small Llama with weights at random."""
-    path = directory / "llama-random"
-    if not path.exists():
-        import torch
-        from transformers import AutoModelForCausalLM, LlamaConfig
-
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=4096, hidden_size=576, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=9,
-            num_key_value_heads=3, max_position_embeddings=2048, eos_token_id=2, bos_token_id=1,
-        )  # fmt: skip
-        model = AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                # Wide enough that greedy continuations differ from prompt to prompt.
-                parameter.mul_(3 if parameter.ndim > 1 else 1)
-        model.save_pretrained(path)
-    return path
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=576, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=2048, eos_token_id=2, bos_token_id=1,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Wide enough that greedy continuations differ from prompt to prompt.
+            parameter.mul_(3 if parameter.ndim > 1 else 1)
+    model.save_pretrained(directory / "llama-random")
+    return directory / "llama-random"

@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterable
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from loadgen.gpu.figures import Figures
 
-
-def profile_gaps(work: Callable[[], object], device: str) -> Figures:
+def profile_gaps(work: Callable[[], object], device: str) -> dict[str, float]:
     """Busy share of the time between the device's first and last operation, and its longest rest.
 
     On a CPU, for a trial, torch's operations stand for the device's.
@@ -25,10 +23,7 @@ def profile_gaps(work: Callable[[], object], device: str) -> Figures:
         if event.device_type == kind and not event.is_user_annotation
     ]
     busy_us, rests_us = busy_and_rests(spans)
-    return {
-        "device busy, %": 100 * busy_us / (busy_us + sum(rests_us)),
-        "longest rest, ms": max(rests_us, default=0.0) / 1e3,
-    }
+    return {"busy": busy_us / (busy_us + sum(rests_us)), "rest": max(rests_us, default=0.0) / 1e6}
 
 
 def busy_and_rests(spans: Iterable[tuple[float, float]]) -> tuple[float, list[float]]:

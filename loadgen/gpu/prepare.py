@@ -1,8 +1,8 @@
 """`python -m loadgen.gpu.prepare DIRECTORY`: all that a machine with a GPU and without internet needs to measure.
 
-Wheels of the packages that it lacks, FlashInfer's kernels compiled for it, a part of the default model and the
-tokenizer, and `measure`, which installs them there and runs `ramet bench gpu`. What is there already is kept, so that
-the same command goes on where it was ended. No GPU is needed here.
+Wheels of the packages that it lacks, FlashInfer's kernels compiled for it, a part of the default model, configurations
+of two models of 8 billion weights, and `measure`, which installs them there and runs a bench. The same command
+continues an interrupted run. No GPU is needed here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
 from loadgen.gpu.cut import cut_model
-from loadgen.gpu.serving import with_tokenizer
+from loadgen.gpu.shapes import write_shapes
 from runtime.config import make_config
 from runtime.errors import RametError
 from runtime.models.resolve import resolve_model
@@ -38,7 +38,7 @@ _CURAND = "nvidia-curand>=10.4,<11"
 
 _MEASURE = """#!/bin/sh
 # In a checkout of Ramet, on the machine with the GPU: installs what lies beside this file for $PYTHON (python3), apart
-# from its own packages, and runs `ramet bench gpu`. measure correctness --limit 400
+# from its own packages, and runs a bench: measure gpu --limit 400
 set -e
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3}
@@ -51,9 +51,7 @@ fi
 export PYTHONPATH="$site:$here/kernels:$PWD"
 # Kernels that are missing in kernels/ are compiled where there is a compiler; else FlashInfer says which one it lacks.
 command -v nvcc > /dev/null || export FLASHINFER_DISABLE_JIT=1
-[ -e "$here/model/config.json" ] && set -- "$@" --model "$here/model"
-[ -e "$here/tokenizer/tokenizer.json" ] && set -- "$@" --tokenizer "$here/tokenizer"
-exec "$python" -m loadgen gpu "$@"
+exec "$python" -m loadgen "$@"
 """
 
 
@@ -208,14 +206,12 @@ def write_script(out: Path) -> None:
 
 
 def carry_model(arguments: argparse.Namespace, out: Path) -> None:
-    """Write a part of the default model to `model`, and its tokenizer to `tokenizer`."""
+    """Write a part of the default model to `model`, and the shapes of larger models to `shapes`."""
     if not arguments.layers:
         return
-    source = resolve_model(make_config().model)
     if not (out / "model" / "config.json").exists():
-        cut_model(source, out / "model", arguments.layers, arguments.vocabulary)
-    (out / "tokenizer").mkdir(exist_ok=True)
-    with_tokenizer(out / "tokenizer", source)
+        cut_model(resolve_model(make_config().model), out / "model", arguments.layers, arguments.vocabulary)
+    write_shapes(out / "shapes")
 
 
 def compile_kernels(arguments: argparse.Namespace, out: Path) -> int:
@@ -272,13 +268,13 @@ def toolkit(version: str, build: Path) -> dict[str, str]:
 def print_sizes(out: Path) -> None:
     """Print what has to be carried, and the line that measures there."""
     total = 0.0
-    for part in ("wheels", "kernels", "model", "tokenizer"):
+    for part in ("wheels", "kernels", "model", "shapes"):
         files = [path for path in (out / part).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
         size = sum(path.stat().st_size for path in files) / (1 << 20)
         total += size
         print(f"{part}: {len(files)} files, {size:.1f} MiB")
     print(f"together {total:.1f} MiB, without build/, which stays. There, in a checkout of Ramet:")
-    print("    DIRECTORY/measure correctness")
+    print("    DIRECTORY/measure gpu --model DIRECTORY/model --json gpu.jsonl --resume --limit 480")
 
 
 if __name__ == "__main__":

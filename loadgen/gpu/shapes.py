@@ -1,10 +1,18 @@
-"""Models of known shapes with random weights: a configuration is all that is written down of them."""
+"""`python -m loadgen.gpu.shapes DIRECTORY`: models of known shapes, for `--engine random_weights=true`.
+
+A configuration is all that is written of them, with the default model's tokenizer.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
+
+from runtime.config import make_config
+from runtime.models.resolve import resolve_model
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "eos_token_id": 2}
 _LLADA = {
@@ -40,3 +48,16 @@ def write_shape(name: str, directory: Path) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(SHAPES[name]), encoding="utf-8")
     return path
+
+
+def write_shapes(directory: Path) -> None:
+    """Write `llama-8b` and `llada-8b` with the default model's tokenizer. Raises ModelError."""
+    source = resolve_model(make_config().model)
+    for name in ("llama-8b", "llada-8b"):
+        path = write_shape(name, directory)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(source / file, path / file)
+
+
+if __name__ == "__main__":
+    write_shapes(Path(sys.argv[1]))

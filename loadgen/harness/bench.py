@@ -47,6 +47,7 @@ class Bench(BaseModel, ABC):
     seed: int | None = Field(None, ge=0, description="of all random inputs (default: another one every time)")
     json_: NewFile | None = Field(None, description="write every measurement as it is made (JSON lines)")
     resume: bool = Field(False, description="go on with the file of --json, measuring only what it lacks")
+    limit: float | None = Field(None, ge=0, description="seconds after which no measurement begins")
     markdown: NewFile | None = Field(None, description="write a result page")
     plot: NewFile | None = Field(None, description="write the plot (PNG or SVG)")
 

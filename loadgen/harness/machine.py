@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
-_PACKAGES = ("ramet", "torch", "transformers")
+_PACKAGES = ("ramet", "torch", "transformers", "flashinfer-python")
+_SHOWN = ("python", "torch", "flashinfer-python")
 
 
 def machine() -> dict[str, Any]:
@@ -36,7 +38,7 @@ def machine_text(facts: dict[str, Any]) -> str:
     parts = [f"{facts['cores']} cores of {facts['cpu']}", *([facts["gpu"]] if facts["gpu"] else [])]
     if facts["flags"]:
         parts.append(" ".join(facts["flags"]))
-    parts += [f"{name} {number}" for name, number in facts["versions"].items() if name in ("python", "torch")]
+    parts += [f"{name} {number}" for name, number in facts["versions"].items() if name in _SHOWN]
     return ", ".join(parts)
 
 
@@ -50,10 +52,10 @@ def _cpu_info() -> dict[str, str]:
 
 
 def _gpu() -> str | None:
-    """The model of the first NVIDIA GPU."""
-    for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
-        with suppress(OSError):
-            for line in path.read_text("utf-8").splitlines():
-                if line.startswith("Model:"):
-                    return line.removeprefix("Model:").strip()
+    """The first NVIDIA GPU and its driver's version."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    with suppress(OSError):
+        found = subprocess.run(query, capture_output=True, text=True, check=False)
+        if found.returncode == 0:
+            return ", driver ".join(found.stdout.splitlines()[0].split(", "))
     return None

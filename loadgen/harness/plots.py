@@ -24,8 +24,13 @@ def drawing(path: Path, size: tuple[float, float], rows: int = 1, columns: int =
 
 
 def default_plot(results: Results, path: Path) -> None:
-    """A panel for each section and plotted figure: lines over the first coordinate of numbers, or else bars."""
-    chosen = [figure for figure in results.figures if figure.plotted] or list(results.figures[:1])
+    """A panel for each section and plotted figure: lines over the first coordinate of numbers, or else bars.
+
+    If none of the plotted figures was measured, the first measured one is shown.
+    """
+    every = results.cells.values()
+    known = [figure for figure in results.figures if any(results.estimate(cell, figure) for cell in every)]
+    chosen = [figure for figure in known if figure.plotted] or known[:1]
     panels = [
         (title, cells, figure)
         for title, cells in results.by_section()

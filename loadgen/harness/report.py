@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
@@ -59,10 +60,11 @@ def markdown_tables(results: Results) -> str:
 def page(bench: Bench, results: Results) -> str:
     """A result page: date, machine, command, tables, plot. The reader's findings go below it."""
     facts = results.facts
-    title = (bench.__class__.__doc__ or facts["bench"]).partition("\n")[0].rstrip(".")
+    title, _, more = (inspect.getdoc(bench.__class__) or facts["bench"]).partition("\n")
     parts = [
         f"# `ramet bench {facts['bench']}`\n",
-        f"{title}. {facts['started'][:10]}; {machine_text(facts['machine'])}.\n",
+        f"{title.rstrip('.')}. {facts['started'][:10]}; {machine_text(facts['machine'])}.\n",
+        *([f"{more.strip()}\n"] if more else []),
         f"```sh\n{command(facts['bench'], bench)}\n```\n",
         f"Median of {max(map(len, results.measured.values()))} [95 % bootstrap interval]:\n",
         markdown_tables(results),

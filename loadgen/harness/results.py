@@ -77,8 +77,8 @@ class Results:
         if not resume:
             raise BenchError(f"{path} exists; --resume goes on with it")
         other = read_facts(path)
-        if any(other[name] != self.facts[name] for name in ("bench", "options")):
-            raise BenchError(f"{path} was measured with other options: {other['bench']} {other['options']}")
+        if different := [name for name in ("options", "machine", "bench") if other[name] != self.facts[name]]:
+            raise BenchError(f"{path} was measured with other {different[0]}: {other[different[0]]}")
         self.facts = other
         _drop_torn_line(path)
         self.read(path)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import secrets
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +23,7 @@ from loadgen.harness.report import page, terminal_tables, wide_console
 from loadgen.harness.results import BenchError, Cell, Results, read_facts
 
 # Options that do not change what is measured.
-_FREE = {"repeats", "seed", "json_", "resume", "markdown", "plot"}
+_FREE = {"repeats", "seed", "json_", "resume", "limit", "markdown", "plot"}
 
 
 def add_bench_options(parser: argparse.ArgumentParser, bench: type[Bench]) -> None:
@@ -37,7 +39,10 @@ def add_bench_options(parser: argparse.ArgumentParser, bench: type[Bench]) -> No
 
 
 def run_bench(name: str, kind: type[Bench], arguments: argparse.Namespace) -> int:
-    """Run a bench from parsed options; returns the exit code: 2 if it cannot run, 130 after Ctrl-C."""
+    """Run a bench from parsed options; returns the exit code.
+
+    It is 2 if the bench cannot run, 3 if `--limit` ended it early, and 130 after Ctrl-C.
+    """
     try:
         bench = make(kind, arguments)
     except ValueError as error:
@@ -64,7 +69,8 @@ def execute(name: str, bench: Bench) -> int:
     try:
         with bench.session():
             cells = list(bench.cells())
-            _measure_all(bench, cells, results)
+            if not _measure_all(bench, cells, results):
+                code = 3
             results.in_order(cells)
     except KeyboardInterrupt:
         code = 130
@@ -82,15 +88,19 @@ def _write(bench: Bench, results: Results) -> None:
         bench.markdown.write_text(page(bench, results), encoding="utf-8")
 
 
-def _measure_all(bench: Bench, cells: list[Cell], results: Results) -> None:
+def _measure_all(bench: Bench, cells: list[Cell], results: Results) -> bool:
+    """Measure what `results` lacks; False if the time limit was reached before the end."""
     plan = [(cell, repeat) for cell, repeat in _order(bench, cells) if not results.has(cell, repeat)]
     missing = {id(cell) for cell, repeat in plan if repeat >= 0}
     plan = [(cell, repeat) for cell, repeat in plan if id(cell) in missing]
-    seed = results.facts["seed"]
+    seed, deadline = results.facts["seed"], time.monotonic() + (math.inf if bench.limit is None else bench.limit)
     for cell, repeat in tqdm(plan, desc=results.facts["bench"], unit="cell", disable=None):
+        if time.monotonic() >= deadline:
+            return False
         figures = dict(bench.measure(cell, random.Random(f"{seed} {repeat}")))
         if repeat >= 0:
             results.add(cell, repeat, figures)
+    return True
 
 
 def _order(bench: Bench, cells: list[Cell]) -> Iterator[tuple[Cell, int]]:
@@ -107,7 +117,7 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot (PNG or SVG)")
 
 
-def run_report(find_bench: Callable[[str], type[Bench] | None], arguments: argparse.Namespace) -> int:
+def run_report(find_bench: Callable[[str], type[Bench]], arguments: argparse.Namespace) -> int:
     """Show the results of earlier runs; several of them side by side, compared with the first one."""
     try:
         return _report(find_bench, arguments)
@@ -115,12 +125,12 @@ def run_report(find_bench: Callable[[str], type[Bench] | None], arguments: argpa
         return _refused("report", error)
 
 
-def _report(find_bench: Callable[[str], type[Bench] | None], arguments: argparse.Namespace) -> int:
+def _report(find_bench: Callable[[str], type[Bench]], arguments: argparse.Namespace) -> int:
     paths = arguments.files
     facts = [read_facts(path) for path in paths]
-    kind = find_bench(facts[0]["bench"])
-    if kind is None or len({one["bench"] for one in facts}) > 1:
+    if len({one["bench"] for one in facts}) > 1:
         raise BenchError("the files must be results of one bench")
+    kind = find_bench(facts[0]["bench"])
     bench = kind(**facts[0]["options"], markdown=arguments.markdown, plot=arguments.plot)
     results = Results(facts[0], bench.figures, bench.sections, bench.baseline())
     if len(paths) > 1:

@@ -29,10 +29,9 @@ def estimate(values: Sequence[float] | np.ndarray, statistic: StatisticName = "m
     middle = float(function(array))
     if len(array) < 2 or np.ptp(array) == 0:
         return middle, middle, middle
-    from scipy.stats import bootstrap
-
-    found = bootstrap((array,), function, n_resamples=_RESAMPLES, method="percentile", rng=np.random.default_rng(0))
-    return middle, float(found.confidence_interval.low), float(found.confidence_interval.high)
+    resampled = array[np.random.default_rng(0).integers(len(array), size=(_RESAMPLES, len(array)))]
+    low, high = np.percentile(function(resampled, axis=1), (2.5, 97.5))
+    return middle, float(low), float(high)
 
 
 def over_repeats(repeats: Sequence[Sequence[float]], statistic: StatisticName) -> Estimate | None:

@@ -181,7 +181,7 @@ class Completions(Api):
         return {"prompt": conversation.as_text(), **_openai(tokens, fields)}
 
 
-class Chat(Api):
+class ChatCompletions(Api):
     """OpenAI's `/v1/chat/completions`."""
 
     path, answer = "/v1/chat/completions", ChatAnswer
@@ -205,4 +205,4 @@ def _fixed(fields: RequestFields, least: str, tokens: int) -> dict[str, Any]:
     return {least: tokens} if fields.fixed_output == "min_tokens" else {}
 
 
-APIS: dict[str, type[Api]] = {"generate": Generate, "chat": Chat, "completions": Completions}
+APIS: dict[str, type[Api]] = {"generate": Generate, "chat": ChatCompletions, "completions": Completions}

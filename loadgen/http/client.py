@@ -1,4 +1,4 @@
-"""An HTTP client that sends a request and reads its stream; failures have a kind each."""
+"""An HTTP client that sends a request, reads its stream, and names the kind of a failure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CONNECT_S = 10.0
 
 
 class Failed(Exception):
-    """A failed request; `kind` goes into the report."""
+    """A failed request. The report counts failures by `kind`."""
 
     def __init__(self, kind: str, message: str = ""):
         super().__init__(message)
@@ -30,8 +30,8 @@ class Timeouts:
     """Timeouts of a request.
 
     Attributes:
-        total_s: from sending to the end.
-        stall_s: between two bytes, and up to the first.
+        total_s: most seconds from sending to the end.
+        stall_s: most seconds without a byte.
     """
 
     total_s: float = 600.0
@@ -39,7 +39,7 @@ class Timeouts:
 
 
 class Client:
-    """A client of one server and one API. To be entered before use."""
+    """A client of one server and one API. Enter it before use."""
 
     def __init__(self, url: str, api: Api, fields: RequestFields, timeouts: Timeouts, key: str | None = None):
         self._url = url.rstrip("/") + api.path
@@ -49,7 +49,7 @@ class Client:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def __aenter__(self) -> Client:
-        # The load bounds the open requests, not the connector.
+        # `Load` limits the open requests, so the connector does not.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._timeouts.stall_s)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
@@ -59,7 +59,7 @@ class Client:
         await self._session.close()
 
     async def send(self, conversation: Conversation, record: Record, now_s: Callable[[], float]) -> str:
-        """Send the conversation; fills the record, failures included, and returns the answer's text."""
+        """Send the conversation, fill the record, also after a failure, and return the answer's text."""
         body = self._api.body(conversation, record.wanted_tokens, self._fields)
         record.prompt_chars = sum(len(part) for message in conversation.messages for part in message.parts)
         answer = self._api.answer(record)
@@ -97,10 +97,10 @@ def _take(events: list[bytes], answer: Answer, now_s: float) -> bool:
             done = True
         else:
             answer.take(event, now_s)
-    # An endless stream is bounded by the wanted length, not by the timeouts alone.
+    # The wanted length ends an endless stream before the timeouts do.
     wanted = answer.record.wanted_tokens
     if wanted is not None and len(answer.record.arrivals_s) > 4 * wanted + 1000:
-        raise Failed("overrun", f"{len(answer.record.arrivals_s)} pieces, {wanted} tokens were asked for")
+        raise Failed("overrun", f"{len(answer.record.arrivals_s)} pieces for {wanted} requested tokens")
     return done
 
 
@@ -116,10 +116,9 @@ def _check(answer: Answer, done: bool) -> None:
 
 
 def _kind(error: BaseException) -> str | None:
-    """The report's kind of a failure, None for a cancellation.
+    """The kind of a failure in the report; None for a cancellation.
 
-    A lost connection is a "reset" before the answer's head and a "cut" after it: an answer that is delimited by the end
-    of its connection looks alike in both cases.
+    A lost connection is a "reset" before the head of the answer, and a "cut" after it.
     """
     match error:
         case asyncio.CancelledError():
@@ -141,6 +140,6 @@ def _kind(error: BaseException) -> str | None:
         case BadEvent() | aiohttp.ClientError() | ValueError():
             return "rubbish"
         case Exception():
-            # A defect of the load generator, most likely; a run of hours must not be lost to it.
+            # Most likely a defect of the load generator, which must not end a run of hours.
             return f"defect: {type(error).__name__}"
     raise error

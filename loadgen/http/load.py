@@ -1,4 +1,4 @@
-"""The load: sends sessions at the times of the arrival process, within bounds, and records every request."""
+"""Sends sessions when the arrival process says so, within bounds, and records every request."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Bounds:
     """Limits of a load.
 
     Attributes:
-        requests: most requests in all; None: no limit.
-        duration_s: time after which no request is sent; None: no limit.
-        grace_s: time for running requests after the duration.
-        outstanding: most running requests; others wait, and their waiting counts as latency.
-        failures: failures in a row after which the run ends.
+        requests: most requests of the run; None: no limit.
+        duration_s: seconds after which no request is sent; None: no limit.
+        grace_s: seconds for running requests after the duration.
+        outstanding: most running requests. Others wait, and the waiting counts as latency.
+        failures: consecutive failures that end the run.
     """
 
     requests: int | None = None
@@ -40,11 +40,12 @@ class Load:
     """One run of requests.
 
     Attributes:
-        records: of the requests sent so far.
-        ended_by: the reason for the end, in words.
-        running: requests in flight.
+        records: the records of the requests sent so far.
+        ended_by: what ended the run, in words.
 
     Args:
+        scripted: later turns build on the workload's answers instead of the server's.
+        counter: counts the tokens that the server does not report.
         ended: called at the end of each request.
     """
 
@@ -67,20 +68,19 @@ class Load:
         self._scripted = scripted
         self._counter = counter
         self._ended = ended
-        self._untold: list[tuple[Record, str, str]] = []
+        self._uncounted: list[tuple[Record, str, str]] = []
         self._taken = 0
         self._begun = 0
         self._failures = 0
         self.records: list[Record] = []
         self.ended_by = "the workload's end"
-        self.running = 0
 
     def now_s(self) -> float:
         """Seconds since the run began."""
         return time.perf_counter() - self._begin
 
     async def run(self) -> None:
-        """Run to the end; on cancellation, running requests are recorded as interrupted."""
+        """Run to the end. Cancellation records the running requests as interrupted."""
         self._begin = time.perf_counter()
         work = asyncio.create_task(self._closed() if isinstance(self._arrivals, Closed) else self._open())
         limit = self._bounds.duration_s
@@ -90,7 +90,7 @@ class Load:
             if not work.done():
                 work.cancel()
                 await asyncio.wait((work,))
-            self._count_untold()
+            self._count_tokens()
         if not work.cancelled():
             work.result()
 
@@ -106,7 +106,7 @@ class Load:
             if await self._session(session, None):
                 pause_s = _FIRST_PAUSE_S
             else:
-                # A server that refuses at once is not asked as fast as the client can.
+                # Do not flood a server that refuses requests at once.
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -138,7 +138,7 @@ class Load:
         return False
 
     async def _wait_until(self, at_s: float) -> bool:
-        """Sleep until then; False if the run ends before."""
+        """Sleep until a time of the run; False if the run ends before it."""
         limit = self._bounds.duration_s
         if limit is not None and at_s >= limit:
             self.ended_by = "the duration"
@@ -147,7 +147,7 @@ class Load:
         return self._may_send()
 
     async def _session(self, session: Session, scheduled_s: float | None) -> bool:
-        """Send every turn until one fails; whether all succeeded."""
+        """Send the turns until one fails or the run ends; False after a failure."""
         conversation = Conversation(session.dialogue)
         number, self._begun = self._begun, self._begun + 1
         for i, turn in enumerate(session.turns):
@@ -170,24 +170,21 @@ class Load:
         return True
 
     async def _send(self, conversation: Conversation, record: Record) -> str:
-        self.running += 1
         try:
             text = await self._client.send(conversation, record, self.now_s)
             if self._counter is not None and record.ok and record.counted_by != "server":
-                self._untold.append((record, conversation.as_text(), text))
+                self._uncounted.append((record, conversation.as_text(), text))
             return text
         finally:
-            self.running -= 1
             self._failures = 0 if record.ok else self._failures + 1
             self._ended(record)
 
-    def _count_untold(self) -> None:
-        """Count the tokens that the server did not report. At the end: counting during the run would falsify times."""
-        if self._counter is None or not self._untold:
+    def _count_tokens(self) -> None:
+        """Count the tokens that the server did not report. Counting during the run would distort its times."""
+        if self._counter is None or not self._uncounted:
             return
-        prompts = self._counter.count([prompt for _, prompt, _ in self._untold])
-        outputs = self._counter.count([text for _, _, text in self._untold])
-        for (record, _, _), prompt, output in zip(self._untold, prompts, outputs, strict=True):
+        prompts = self._counter.count([prompt for _, prompt, _ in self._uncounted])
+        outputs = self._counter.count([text for _, _, text in self._uncounted])
+        for (record, _, _), prompt, output in zip(self._uncounted, prompts, outputs, strict=True):
             record.prompt_tokens = prompt if record.prompt_tokens is None else record.prompt_tokens
             record.output_tokens, record.counted_by = output, "tokenizer"
-        self._untold.clear()

@@ -1,4 +1,4 @@
-"""Text of a wanted length in tokens: real sentences, and random ones from pairs of words."""
+"""Text of a given length in tokens: sentences of books, and random ones made of their pairs of words."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from itertools import pairwise
 
 Cost = Callable[[str], float]
 
-# Of English prose with a byte-level BPE vocabulary; assumed until a server has been asked.
+# The mean of English prose with a byte-level BPE vocabulary, if the server does not say.
 CHARS_PER_TOKEN = 4.2
 _MOST_WORDS = 40
 
 
 @cache
 def corpus_sentences() -> tuple[tuple[str, ...], ...]:
-    """The sentences of the package's texts, as words."""
+    """The sentences of the books in `corpus/`, as words."""
     texts = sorted(
         (f.name, f.read_text("utf-8")) for f in files("loadgen.http.corpus").iterdir() if f.name.endswith(".txt")
     )
@@ -29,19 +29,19 @@ def corpus_sentences() -> tuple[tuple[str, ...], ...]:
 
 
 def vocabulary() -> list[str]:
-    """All words of the texts, sorted."""
+    """All words of the books, sorted."""
     return sorted({word for sentence in corpus_sentences() for word in sentence})
 
 
 class Prose:
     """A source of text. The same seed gives the same text.
 
-    Half of the sentences are real, half come from a Markov chain over their pairs of words, so that word frequencies
-    are those of the language. Every text begins with a sentence of the chain, so that no two texts share a prefix.
+    Half of the sentences are those of books; a Markov chain over their pairs of words makes the others, which keeps the
+    word frequencies of the language. Every text begins with a sentence of the chain, so no two texts share a prefix.
 
     Args:
-        rng: the random numbers.
-        cost: tokens of a word with the space before it.
+        rng: random numbers.
+        cost: the tokens of a word and the space before it.
     """
 
     def __init__(self, rng: random.Random, cost: Cost | None = None):
@@ -55,19 +55,19 @@ class Prose:
                 self._following[word].append(following)
 
     def reseeded(self, *key: object) -> Prose:
-        """This source with a seed made of `key` alone: the same key always gives the same text."""
+        """This source with a seed made of `key` alone: equal keys give equal texts."""
         twin = object.__new__(Prose)
         twin.__dict__.update(self.__dict__)
         twin._rng = random.Random(repr(key))
         return twin
 
     def text(self, tokens: float) -> str:
-        """Text of about `tokens` tokens, or of exactly as many where the cost of words is exact."""
+        """Text of about `tokens` tokens, or of exactly `tokens` if the costs of words are exact."""
         words: list[str] = []
         left = tokens
         while left > 0:
             for word in self._sentence(fresh=not words):
-                # The word that crosses the end is taken if that comes nearer to it.
+                # Take the word that crosses the end if this comes nearer to the wanted length.
                 if (cost := self._cost(word)) > 2 * left and words:
                     return " ".join(words)
                 words.append(word)

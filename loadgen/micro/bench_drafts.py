@@ -15,10 +15,10 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, PositiveInt, PrivateAttr
 
-from loadgen.harness import Bench, Cell, Figure
+from loadgen.harness import Cell, Figure
 from loadgen.http.prose import Prose
+from loadgen.micro.model_bench import ModelBench
 from radix import Namespace
-from runtime.config import DEFAULT_MODEL
 from runtime.engine import parts as engine_parts
 from runtime.engine.offline import Engine, make_submissions
 from runtime.engine.part import Part
@@ -27,7 +27,7 @@ _NAMES = ("price", "total", "count", "order", "stock", "weight", "height", "scor
 TaskName = Literal["quote", "edit", "call", "chat", "again", "unique"]
 
 
-class Drafts(Bench):
+class Drafts(ModelBench):
     """Output tokens per second with drafts and without, on texts that repeat something."""
 
     figures = (
@@ -37,8 +37,6 @@ class Drafts(Bench):
         Figure("drafted", "drafted of output, %", ".0f", 100, interval=False),
     )
 
-    model: str = Field(DEFAULT_MODEL, description="a chat model")
-    dtype: str = Field("auto", description="of the weights")
     tasks: tuple[TaskName, ...] = Field(("quote", "edit", "call", "chat", "again", "unique"), description="texts")
     clients: tuple[PositiveInt, ...] = Field((1, 8, 32), description="clients at a time")
     questions: PositiveInt = Field(4, description="that each client asks one after the other")
@@ -53,17 +51,10 @@ class Drafts(Bench):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        with Engine(self.model, dtype=self.dtype, drafts="auto") as engine, self.on(engine):
+        self._prose = Prose(random.Random(0))
+        with Engine(self.model, **self.options(drafts="auto")) as self._engine:
+            self._parts = list(self._engine.core.parts)
             yield
-
-    @contextmanager
-    def on(self, engine: Engine) -> Iterator[None]:
-        """Measure on an engine that has drafts."""
-        self._prose, self._engine, self._parts = Prose(random.Random(0)), engine, list(engine.core.parts)
-        try:
-            yield
-        finally:
-            engine.core.install(self._parts)
 
     def cells(self) -> Iterator[Cell]:
         for task in self.tasks:

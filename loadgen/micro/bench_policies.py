@@ -16,8 +16,9 @@ from pathlib import Path
 from pydantic import Field, PositiveInt, PrivateAttr
 
 from loadgen.harness import Bench, BenchError, Cell, Figure, Results, repeats_of, warmup_of
+from loadgen.http.workloads.trace import MOONCAKE
 from loadgen.micro.stress import STRESS, stress_trace
-from loadgen.micro.traffic import MOONCAKE, Trace, Traffic, read_traffic, reuse_gaps
+from loadgen.micro.traffic import Trace, Traffic, read_traffic, reuse_gaps
 from radix import POLICIES, PolicyName, RadixTree, make_policy
 
 QUARTERS = 4

@@ -16,8 +16,9 @@ import torch
 from pydantic import Field, PositiveInt, PrivateAttr
 from safetensors.torch import save_file
 
-from loadgen.harness import Bench, BenchError, Cell, Figure
-from loadgen.micro.drive import ClockedDrive, answer, model_path
+from loadgen.harness import BenchError, Cell, Figure
+from loadgen.micro.drive import ClockedDrive, answer
+from loadgen.micro.model_bench import ModelBench
 from radix import Namespace
 from runtime.calls import LoadAdapter
 from runtime.engine.parts import Drafts
@@ -41,7 +42,7 @@ CODE: dict[str, dict[str, Any]] = {
 }
 
 
-class Step(Bench):
+class Step(ModelBench):
     """Decode steps and prompts on an engine core."""
 
     sections = "work"
@@ -55,11 +56,6 @@ class Step(Bench):
         *(Figure(part, part, ".2f", 1e3, interval=False) for part in PARTS),
     )
 
-    model: str | None = Field(None, description="default: the default model")
-    random_weights: bool = Field(False, description="of a model without weights")
-    dtype: str = Field("auto", description="of the weights")
-    threads: PositiveInt = Field(2, description="of the kernels")
-    drafts: Literal["off", "auto"] = Field("off", description="as of `ramet serve`")
     code: tuple[str, ...] = Field(
         ("native",), description=f"{', '.join(CODE)}, or NAME=FILE: CPU kernels of another build"
     )
@@ -80,13 +76,11 @@ class Step(Bench):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        path, most = model_path(self.model), max(self.adapters, default=0)
+        path, most = self.path(), max(self.adapters, default=0)
         batch = max(self.batches, default=1)
         tokens = 2 * self.shared * (1 + most) + batch * (3 * _OWN + self.steps + batch)
-        options = {
-            "dtype": self.dtype, "threads": self.threads, "drafts": self.drafts, "random_weights": self.random_weights,
-            "max_running": batch, "pool_tokens": tokens + 2 * max(self.prompts, default=0) + 4096,
-        }  # fmt: skip
+        pool = tokens + 2 * max(self.prompts, default=0) + 4096
+        options = self.options(threads=2, max_running=batch, pool_tokens=pool)
         with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
             adapters = [_save_adapter(Path(directory) / f"{i}", path, self.rank, i) for i in range(most)]
             for code in self.code:
@@ -95,7 +89,7 @@ class Step(Bench):
                     raise BenchError(f"--code: {name} is none of {', '.join(CODE)}")
                 library = _open(name, Path(file)) if file else load_best()
                 with _kernels(library):
-                    drive = _Steps(path, library, adapters, **options, **CODE.get(name, {}))
+                    drive = _Steps(path, library, adapters, **options | CODE.get(name, {}))
                 stack.callback(drive.close)
                 self._drives[name] = drive
             yield

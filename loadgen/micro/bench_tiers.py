@@ -18,8 +18,9 @@ from typing import Any
 
 from pydantic import Field, PositiveInt, PrivateAttr
 
-from loadgen.harness import Bench, BenchError, Cell, Figure, repeats_of
-from loadgen.micro.drive import Drive, model_path
+from loadgen.harness import BenchError, Cell, Figure, repeats_of
+from loadgen.micro.drive import Drive
+from loadgen.micro.model_bench import ModelBench
 from runtime.engine.tiering import Tiering
 
 _BASE, _ALL = "computed", "all tiers"
@@ -28,7 +29,7 @@ _FIRST, _EVICTING, _WRITING = "first token", "prefixes that do not fit", "prefix
 _PREFIXES = 16
 
 
-class Tiers(Bench):
+class Tiers(ModelBench):
     """KV from the tiers below the pool.
 
     `first token`: a prefix and a question; the prefix is computed, or comes from the pool or a tier. `prefixes that do
@@ -46,7 +47,6 @@ class Tiers(Bench):
     )
 
     repeats: int = repeats_of(7)
-    model: str | None = Field(None, description="default: the default model")
     prefix: PositiveInt = Field(4096, description="tokens of the prefix")
     question: PositiveInt = Field(128, description="tokens behind it")
     requests: PositiveInt = Field(64, description="of each measurement of throughput")
@@ -62,7 +62,7 @@ class Tiers(Bench):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        path = model_path(self.model)
+        path = self.path()
         with ExitStack() as stack:
             directory = Path(
                 stack.enter_context(tempfile.TemporaryDirectory(dir=self.directory, prefix="ramet-tiers-"))
@@ -86,7 +86,7 @@ class Tiers(Bench):
                 }
             for name, options in wanted.items():
                 # Texts are new each time: a store may still have those of the last run.
-                self._drives[name] = drive = Drive(path, random.randrange(1 << 32), **options)
+                self._drives[name] = drive = Drive(path, random.randrange(1 << 32), **self.options(**options))
                 stack.callback(drive.close)
             yield
 

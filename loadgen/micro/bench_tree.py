@@ -66,7 +66,7 @@ class Tree(Bench):
 
 
 def _tokens(draw: random.Random, count: int) -> list[int]:
-    return [draw.randrange(1 << 17) for _ in range(count)]
+    return draw.choices(range(1 << 17), k=count)
 
 
 def _pages(first: int, page_size: int, tokens: int) -> array[int]:

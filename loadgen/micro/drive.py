@@ -19,15 +19,9 @@ from runtime.config import make_config
 from runtime.denoising import DiffusionParams
 from runtime.engine.core import EngineCore
 from runtime.engine.opening import open_engine
-from runtime.models.resolve import resolve_model
 from runtime.models.spec import LlamaSpec, ModelSpec
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest, Ask
-
-
-def model_path(name: str | None) -> Path:
-    """The directory of a bench's `--model`; None: the default model."""
-    return resolve_model(make_config(**({} if name is None else {"model": name})).model)
 
 
 def answer(core: EngineCore, call: Call) -> dict[str, Any]:

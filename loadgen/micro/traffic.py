@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from array import array
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from loadgen.http.workloads.file import read_entries
+from loadgen.http.workloads.trace import read_trace
+
 Trace = list[tuple[float, array]]  # seconds since the start and int32 block ids, for every request
 
-# Tokens of a block of Mooncake's traces, and of prompts that are tokenized here.
-MOONCAKE, _OWN = 512, 16
+_OWN = 16  # tokens of a block of prompts that are tokenized here
 
 
 @dataclass(frozen=True)
@@ -28,56 +30,46 @@ class Traffic:
 
 
 def read_traffic(path: Path, tokenizer: Path | None = None) -> Traffic:
-    """A JSONL with `timestamp` (ms) and `hash_ids` a line; or, with a tokenizer, with `text`, `prompt` or `messages`.
+    """A trace with block hashes or, with a tokenizer, a JSONL with `text`, `prompt` or `messages` a line.
 
-    Prompts without a timestamp come a second after each other. Raises ValueError, which names the line, OSError.
+    Prompts without a `timestamp` (ms) come a second after each other. Raises OSError, and ValueError, which names the
+    line.
     """
-    cut = None if tokenizer is None else _cutter(tokenizer)
+    found: list[tuple[float, tuple[Any, ...]]]
+    if tokenizer is None:
+        rows = read_trace(path)
+        found = [(row.at_s, row.blocks) for row in rows]
+        sizes = {row.block_tokens for row in rows}
+        if len(sizes) > 1:
+            raise ValueError(f"{path} has blocks of different sizes: {sorted(sizes)}")
+        if not all(row.blocks for row in rows):
+            raise ValueError(f"{path} has requests without hash_ids; prompts need --tokenizer")
+    else:
+        found, sizes = sorted(_read_prompts(path, tokenizer), key=itemgetter(0)), {_OWN}
     numbers: dict[Any, int] = {}
-    trace, sizes = [], {_OWN} if cut else set()
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            if cut is None:
-                blocks, at_s = record["hash_ids"], record["timestamp"] / 1000
-                sizes.add(int(record.get("block_tokens", MOONCAKE)))
-                if not isinstance(blocks, list) or min(sizes) < 1:
-                    raise ValueError("hash_ids is a list, block_tokens at least 1")
-            else:
-                blocks, at_s = cut(record), record.get("timestamp", 1000 * number) / 1000
-            trace.append((at_s, array("i", [numbers.setdefault(block, len(numbers)) for block in blocks])))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            wanted = "timestamp and hash_ids (prompts need --tokenizer)" if cut is None else "text, prompt or messages"
-            raise ValueError(f"{path}, line {number}: not a request with {wanted}: {error!r}") from None
-    if not trace:
-        raise ValueError(f"{path} has no requests")
-    if len(sizes) > 1:
-        raise ValueError(f"{path} has blocks of different sizes: {sorted(sizes)}")
-    return Traffic(sorted(trace, key=lambda request: request[0]), sizes.pop())
+    trace = [
+        (at_s, array("i", [numbers.setdefault(block, len(numbers)) for block in blocks])) for at_s, blocks in found
+    ]
+    return Traffic(trace, sizes.pop())
 
 
-def _cutter(path: Path) -> Callable[[dict[str, Any]], list[bytes]]:
-    """A function from a line's prompt to its blocks, each with all before it."""
+def _read_prompts(path: Path, tokenizer_path: Path) -> Iterator[tuple[float, tuple[bytes, ...]]]:
+    """Seconds and blocks of every prompt; a block is the tokens from the start of the prompt to its end."""
     from runtime.models.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(path if path.is_dir() else path.parent)
-
-    def cut(record: dict[str, Any]) -> list[bytes]:
-        record = record.get("body", record)  # the form of OpenAI's batch files
-        if "messages" in record:
-            text = tokenizer.apply_chat_template(record["messages"], add_generation_prompt=True)
-        else:
-            text = str(record["text"] if "text" in record else record["prompt"])
-        tokens = array("i", tokenizer.encode(text, "messages" not in record))
-        return [tokens[:stop].tobytes() for stop in range(_OWN, len(tokens) + _OWN, _OWN)]
-
-    return cut
+    tokenizer = Tokenizer.load(tokenizer_path if tokenizer_path.is_dir() else tokenizer_path.parent)
+    for number, (where, entry) in enumerate(read_entries(path)):
+        try:
+            record = entry.get("body", entry)  # the form of OpenAI's batch files
+            if "messages" in record:
+                text = tokenizer.apply_chat_template(record["messages"], add_generation_prompt=True)
+            else:
+                text = str(record["text"] if "text" in record else record["prompt"])
+            tokens = array("i", tokenizer.encode(text, "messages" not in record))
+            blocks = tuple(tokens[:stop].tobytes() for stop in range(_OWN, len(tokens) + _OWN, _OWN))
+            yield entry.get("timestamp", 1000 * number) / 1000, blocks
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{where} is no request with text, prompt or messages: {error!r}") from None
 
 
 def reuse_gaps(trace: Trace) -> list[float]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
 
-from loadgen.commands import add_benches, run_bench
+from loadgen.__main__ import main
 from tests.server.conftest import LiveServer, start, stop
 
 
@@ -27,19 +27,33 @@ def ramet(tiny_dir, tmp_path_factory) -> Iterator[LiveServer]:
 
 
 @pytest.fixture
-def measured(tmp_path, monkeypatch) -> Callable[..., list[dict[str, Any]]]:
-    """Runs a bench once without a warm-up, with all its files; returns cells and figures of each measurement."""
+def bench(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
+    """Runs `python -m loadgen` in this process; returns the exit code, the output and the errors."""
     monkeypatch.setenv("COLUMNS", "250")
 
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["loadgen", *map(str, arguments)])
+        try:
+            code = main()
+        except SystemExit as exit_:
+            code = exit_.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def measured(bench, tmp_path) -> Callable[..., list[dict[str, Any]]]:
+    """Runs a bench once without a warm-up, with all its files; returns cells and figures of each measurement."""
+
     def run(name: str, *options: object, repeats: int = 1) -> list[dict[str, Any]]:
-        parser = argparse.ArgumentParser()
-        add_benches(parser)
         path, plot = tmp_path / f"{name}.jsonl", tmp_path / f"{name}.png"
         path.unlink(missing_ok=True)
         files = ["--json", path, "--plot", plot, "--markdown", tmp_path / f"{name}.md"]
-        given = [name, *options, "--repeats", repeats, "--warmup", 0, "--seed", 1, *files]
-        assert run_bench(parser.parse_args([str(part) for part in given])) == 0
+        code, _, errors = bench(name, *options, "--repeats", repeats, "--warmup", 0, "--seed", 1, *files)
+        assert code == 0, errors
         assert plot.stat().st_size > 5_000
+        assert bench("report", path)[0] == 0
         lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
         return [line["cell"] | line["figures"] for line in lines]
 
@@ -50,11 +64,10 @@ Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable
 
 
 class BadServer:
-    """Speaks just enough HTTP on 127.0.0.1 to do it wrong; `script` has the connection after each POST, or always."""
+    """Speaks just enough HTTP on 127.0.0.1 to do it wrong; `script` has the connection after each POST."""
 
-    def __init__(self, script: Script, always: bool):
+    def __init__(self, script: Script):
         self._script = script
-        self._always = always
         self._loop = asyncio.new_event_loop()
         self.requests = 0
         self._started = threading.Event()
@@ -84,7 +97,6 @@ class BadServer:
                 await reader.readexactly(int(lengths[0]) if lengths else 0)
                 if head.startswith(b"POST"):
                     self.requests += 1
-                if head.startswith(b"POST") or self._always:
                     await self._script(reader, writer, head)
                 else:
                     writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
@@ -104,8 +116,8 @@ def bad_server() -> Iterator[Callable[[Script], BadServer]]:
     """Makes such servers, and closes them."""
     made: list[BadServer] = []
 
-    def make(script: Script, always: bool = False) -> BadServer:
-        made.append(BadServer(script, always))
+    def make(script: Script) -> BadServer:
+        made.append(BadServer(script))
         return made[-1]
 
     yield make

@@ -20,15 +20,8 @@ from loadgen.http.workloads.prompts import Unique
 SHORT = Unique(prompt_tokens=length("12"), output_tokens=length("4"))
 
 
-def prepared(url: str, api: str = "completions", model: str = "tiny") -> Prepared:
-    """A server that need not answer any question first."""
-    return Prepared(
-        Target("it", url, api, model), RequestFields(model), lambda word: (len(word) + 1) / CHARS_PER_TOKEN, "", 3
-    )
-
-
-def run(url: str, api: str = "completions", model: str = "tiny", **changes: Any) -> Result:
-    """A run of short unique prompts, unless something else is wanted."""
+def run(url: str, api: str = "completions", **changes: Any) -> Result:
+    """A run of short unique prompts, unless `changes` of the plan say otherwise, on a server that is not probed."""
     plan: dict[str, Any] = {
         "workload": SHORT,
         "arrivals": Closed(2),
@@ -36,7 +29,9 @@ def run(url: str, api: str = "completions", model: str = "tiny", **changes: Any)
         "seed": 5,
         "timeouts": Timeouts(total_s=60, stall_s=60),
     }
-    return execute(prepared(url, api, model), Plan(**(plan | changes)))
+    target, fields = Target("it", url, api, "tiny"), RequestFields("tiny")
+    server = Prepared(target, fields, lambda word: (len(word) + 1) / CHARS_PER_TOKEN, "", 3)
+    return execute(server, Plan(**(plan | changes)))
 
 
 def source(seed: int = 1) -> Source:

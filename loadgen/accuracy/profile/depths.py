@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import numpy as np
 from tqdm import tqdm
 
 from loadgen.accuracy.profile.probe import Probe
-from loadgen.accuracy.profile.samples import Samples, SampleSource
+from loadgen.accuracy.profile.samples import Sample, Samples
 from loadgen.accuracy.profile.settings import DepthSettings, ProfileFiles
+from loadgen.harness import BenchError, Cell, Results
+from loadgen.harness.machine import machine
 from loadgen.harness.plots import drawing
-from loadgen.micro.records import Records
 from runtime.config import Config
 from runtime.errors import ModelError
 from runtime.execution.executor import Executor
@@ -37,17 +39,14 @@ class Profiler:
     def __init__(
         self,
         probe: Probe,
-        samples: SampleSource,
+        samples: Samples,
         settings: DepthSettings,
-        records: Records,
-        before: Callable[[], None] = lambda: None,
+        results: Results,
     ):
-        """`before` is called before each measurement; its exception ends the profile, which can be resumed."""
-        self.probe, self.samples, self.settings, self.records = probe, samples, settings, records
-        self._before = before
+        self.probe, self.samples, self.settings, self.results = probe, samples, settings, results
 
     def run(self) -> dict[str, Any]:
-        """Take the measurements that `records` lack; returns the table as a JSON object."""
+        """Take the measurements that `results` lack; returns the table as a JSON object."""
         settings = self.settings
         with tqdm(total=len(settings.ratios) * settings.samples, desc="similarity", unit="request") as bar:
             raw = {ratio: self._similarities(ratio, bar) for ratio in settings.ratios}
@@ -64,15 +63,16 @@ class Profiler:
         """For each sample both cosines by layer, see `Probe.similarity`."""
         found = []
         for number in range(self.settings.samples):
-            key = ["similarity", ratio, number]
-            value = self.records.get(key)
-            if value is None:
-                self._before()
-                value = [*self.probe.similarity(self.samples.sample(ratio, number))]
-                self.records.put(key, value)
-            found.append(value)
+            found.append(self._measured({"ratio": ratio}, number, lambda sample: [*self.probe.similarity(sample)]))
             bar.update()
         return found
+
+    def _measured(self, cell: Cell, number: int, measure: Callable[[Sample], Any]) -> Any:
+        """A measurement of a sample, taken now or earlier."""
+        if not self.results.has(cell, number):
+            value = measure(self.samples.sample(cell["ratio"], number))
+            self.results.add(cell, number, {"value": value})
+        return self.results.of(cell)[number]["value"]
 
     def _depths(self, both: dict[int, list[list[list[float]]]], bar: tqdm) -> dict[str, Any]:
         """Depths and measurements by ratio; `both`: of each sample both cosines by layer."""
@@ -117,17 +117,13 @@ class Profiler:
 
     def _divergence(self, ratio: int, depth: int) -> float:
         """The mean divergence over samples."""
-        settings, found = self.settings, []
-        for number in range(min(settings.kl_samples, settings.samples)):
-            key = ["divergence", ratio, depth, number]
-            value = self.records.get(key)
-            if value is None:
-                self._before()
-                sample = self.samples.sample(ratio, number)
-                value = self.probe.divergence(sample, depth, settings.kl_steps)
-                self.records.put(key, value)
-            found.append(value)
-        return float(np.mean(found))
+        settings, cell = self.settings, {"ratio": ratio, "depth": depth}
+
+        def measure(sample: Sample) -> float:
+            return self.probe.divergence(sample, depth, settings.kl_steps)
+
+        numbers = range(min(settings.kl_samples, settings.samples))
+        return float(np.mean([self._measured(cell, number, measure) for number in numbers]))
 
 
 def _mean(rows: list[list[float]]) -> list[float]:
@@ -142,8 +138,7 @@ def paper_depth(similarities: list[list[float]], threshold: float) -> int:
 
 def profile_depths(config: Config, settings: DepthSettings, files: ProfileFiles) -> None:
     """Measure a diffusion model, write table and heat map, print the table. Raises ModelError."""
-    draws = find_spec("matplotlib") is not None
-    if files.plot and not draws:
+    if files.plot and find_spec("matplotlib") is None:
         raise ModelError("--plot needs matplotlib: pip install 'ramet[bench]'")
     path = resolve_model(config.model)
     spec = LlamaSpec.load(path)
@@ -156,15 +151,28 @@ def profile_depths(config: Config, settings: DepthSettings, files: ProfileFiles)
     samples = Samples(
         tokenizer.encode, _read(files.prefix), prompts, settings.length, settings.gen_length, settings.seed
     )
-    records = Records(files.out.with_name(files.out.name + ".partial"), _header(spec, settings, files))
+    partial = files.out.with_name(files.out.name + ".partial")
+    results = open_results(partial, _header(spec, settings, files), settings.seed)
     cache = config.cache.model_copy(update={"page_size": 1, "pool_tokens": 3 * settings.length})
     probe = Probe(Executor(config.model_copy(update={"cache": cache}), path))
-    table = Profiler(probe, samples, settings, records).run()
+    table = Profiler(probe, samples, settings, results).run()
     files.out.write_text(json.dumps(table) + "\n", encoding="utf-8")
-    if draws:
-        _draw_heat_map(table, files.plot or files.out.with_suffix(".png"))
-    records.remove()
+    if files.plot:
+        _draw_heat_map(table, files.plot)
+    partial.unlink()
     _print(table)
+
+
+def open_results(path: Path, options: dict[str, Any], seed: int) -> Results:
+    """The measurements in a file, which is begun if there is none. Raises ModelError if it has other options."""
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    facts = {"bench": "profile", "options": options, "seed": seed, "machine": machine(), "started": started}
+    results = Results(facts, (), path=path)
+    try:
+        results.begin_file(resume=True)
+    except BenchError as error:
+        raise ModelError(f"{error}; remove it to begin anew") from None
+    return results
 
 
 def _header(spec: ModelSpec, settings: DepthSettings, files: ProfileFiles) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from runtime.params import ReuseParams
 _BATCH = 2
 
 
-class Source:
+class Quotations:
     """Prompts with documents of the texts that come with Ramet, and a quotation from one, which the answer goes on."""
 
     def __init__(self, tokenizer: Tokenizer, settings: FusionSettings):
@@ -72,7 +72,7 @@ def profile_fusion(config: Config, settings: FusionSettings, out: Path) -> None:
         raise ModelError(f"--length is {settings.length}; prompts of 128 more do not fit into {context_length}")
     grid = ways(METHODS, [ratio / 100 for ratio in settings.ratios], ["page"])
     asker = Asker(path, **config.model.model_dump(exclude={"model"}))
-    found = _measure(asker, Source(Tokenizer.load(path), settings), settings, grid)
+    found = _measure(asker, Quotations(Tokenizer.load(path), settings), settings, grid)
     asker.close()
     rows = [_row(asked, *found[name]) for name, asked in grid.items()]
     table = {"model": spec.identity, "settings": settings.model_dump(), "measured": rows}
@@ -84,7 +84,7 @@ def profile_fusion(config: Config, settings: FusionSettings, out: Path) -> None:
 
 
 def _measure(
-    asker: Asker, source: Source, settings: FusionSettings, grid: dict[str, ReuseParams]
+    asker: Asker, source: Quotations, settings: FusionSettings, grid: dict[str, ReuseParams]
 ) -> dict[str, tuple[list[float], list[float]]]:
     """By way: mean KL of each answer, and rows x layers of its prompt as a share of full prefill's."""
     found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in grid}

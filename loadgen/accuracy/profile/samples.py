@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 _RULES = (
     "Answer in {n} sentences or fewer when the question is about {topic}.",
@@ -41,13 +40,6 @@ class Sample:
         return len(self.prefix) + len(self.prompt) + self.gen_length
 
 
-class SampleSource(Protocol):
-    """Samples by ratio and number, the same for the same arguments."""
-
-    def sample(self, ratio: int, number: int) -> Sample:
-        """Sample `number`, with `ratio` percent of the canvas shared."""
-
-
 class Samples:
     """Samples by ratio and number, the same for the same arguments.
 
@@ -77,7 +69,7 @@ class Samples:
             self._prefix += encode(_fill(draw, _RULES) + "\n")
 
     def sample(self, ratio: int, number: int) -> Sample:
-        """See `SampleSource.sample`. At least one position is not shared."""
+        """Sample `number`, with `ratio` percent of the canvas shared, but at least two positions not shared."""
         shared = min(max(round(self._length * ratio / 100), 1), self._length - 2)
         gen_length = max(min(self._gen_length, (self._length - shared) // 2), 1)
         wanted = self._length - shared - gen_length

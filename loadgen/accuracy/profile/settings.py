@@ -18,7 +18,7 @@ class ProfileFiles(BaseModel):
     """Files that a profile reads and writes."""
 
     out: NewFile = Field(description="where the table goes, as JSON")
-    plot: NewFile | None = Field(None, description="where a heat map goes, as PNG; default: beside the table")
+    plot: NewFile | None = Field(None, description="where a heat map goes, as PNG")
     prefix: Path | None = Field(None, description="text file: the shared prefix; default: made-up rules")
     prompts: Path | None = Field(None, description="text file: a prompt a line; default: made-up questions")
 

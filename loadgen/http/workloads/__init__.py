@@ -26,7 +26,7 @@ def _find() -> dict[str, type[Workload]]:
 
 
 WORKLOADS = _find()
-_DISTRIBUTION = Annotated[Distribution | None, BeforeValidator(Distribution.of), PlainSerializer(str)]
+_DISTRIBUTION = Annotated[Distribution, BeforeValidator(Distribution.of), PlainSerializer(str)]
 
 
 def fields_of(*names: str) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def fields_of(*names: str) -> dict[str, Any]:
         hints = get_type_hints(WORKLOADS[name])
         for field in fields(WORKLOADS[name]):  # type: ignore[arg-type]
             kind = hints[field.name]
-            types[field.name] = _DISTRIBUTION if kind is Distribution else kind | None
+            types[field.name] = (_DISTRIBUTION if kind is Distribution else kind) | None
             texts.setdefault(field.name, []).append(name if field.default is MISSING else f"{name} {field.default}")
     extra: Any = {"group": f"workload, with defaults by name; {NOTATION}"}
     return {

@@ -36,7 +36,7 @@ class File(Workload):
 
     def sessions(self, source: Source) -> Iterator[Session]:
         """One session for each entry. Raises ValueError, which names the line, for an entry in none of the formats."""
-        entries = list(_entries(self.file))
+        entries = list(read_entries(self.file))
         if self.shuffle:
             source.rng.shuffle(entries)
         made = []
@@ -82,8 +82,8 @@ class File(Workload):
 _OUTPUT_FIELDS = ("output_len", "output_tokens", "max_tokens", "max_completion_tokens")
 
 
-def _entries(path: Path) -> Iterator[tuple[str, Any]]:
-    """Place and JSON of every entry of a JSON list or of JSON lines."""
+def read_entries(path: Path) -> Iterator[tuple[str, Any]]:
+    """Place and JSON of every entry of a JSON list or of JSON lines. Raises ValueError, which names the line."""
     text = path.read_text("utf-8")
     if text.lstrip().startswith("["):
         yield from ((f"{path}, entry {i}", entry) for i, entry in enumerate(json.loads(text), 1))

@@ -16,20 +16,26 @@ from loadgen.http.prose import Prose
 from loadgen.http.session import Message, Session, Turn
 from loadgen.http.workloads.base import Source, Workload, need_file
 
-_BLOCK_TOKENS = 512  # of Mooncake's hashes; other traces say how many
+MOONCAKE = 512  # tokens of a block in Mooncake's traces; others say how many
 
 
 class Row(NamedTuple):
-    """One recorded request: seconds since the first of the trace, prompt and output tokens, hashes of prompt blocks.
+    """One recorded request.
 
-    `tenant`: whose it was, where the trace says so; `block_tokens`: of each hash.
+    Attributes:
+        at_s: seconds since the first request.
+        input_tokens: tokens of the prompt.
+        output_tokens: tokens of the answer.
+        blocks: hashes of the prompt's blocks.
+        block_tokens: tokens of a block.
+        tenant: the sender, if the trace names it.
     """
 
     at_s: float
     input_tokens: int
     output_tokens: int
     blocks: tuple[int, ...] = ()
-    block_tokens: int = _BLOCK_TOKENS
+    block_tokens: int = MOONCAKE
     tenant: str = ""
 
 
@@ -100,7 +106,7 @@ def read_trace(path: Path) -> list[Row]:
     with path.open(encoding="utf-8-sig", newline="") as lines:
         first = lines.readline()
         lines.seek(0)
-        rows = list(_mooncake(lines) if first.lstrip().startswith("{") else _azure(lines))
+        rows = list((_mooncake if first.lstrip().startswith("{") else _azure)(path, lines))
     if not rows:
         raise ValueError(f"{path} has no requests")
     rows.sort(key=lambda row: row.at_s)
@@ -108,26 +114,26 @@ def read_trace(path: Path) -> list[Row]:
     return [row._replace(at_s=row.at_s - begin) for row in rows]
 
 
-def _mooncake(lines: Iterator[str]) -> Iterator[Row]:
+def _mooncake(path: Path, lines: Iterator[str]) -> Iterator[Row]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             entry = json.loads(line)
             blocks = tuple(entry.get("hash_ids") or ())
-            size, tenant = int(entry.get("block_tokens", _BLOCK_TOKENS)), str(entry.get("tenant", ""))
+            size, tenant = int(entry.get("block_tokens", MOONCAKE)), str(entry.get("tenant", ""))
             lengths = int(entry["input_length"]), int(entry["output_length"])
             yield Row(entry["timestamp"] / 1000, *lengths, blocks, size, tenant)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"line {number} is not a request of a Mooncake trace: {error!r}") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number} is no request with times, lengths and hashes: {error!r}") from None
 
 
-def _azure(lines: Iterator[str]) -> Iterator[Row]:
+def _azure(path: Path, lines: Iterator[str]) -> Iterator[Row]:
     for number, entry in enumerate(csv.DictReader(lines), 2):
         try:
             yield Row(_seconds(entry["TIMESTAMP"]), int(entry["ContextTokens"]), int(entry["GeneratedTokens"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"line {number} is not a request of an Azure trace: {error!r}") from None
+            raise ValueError(f"{path}, line {number} is no request of an Azure trace: {error!r}") from None
 
 
 def _seconds(text: str) -> float:

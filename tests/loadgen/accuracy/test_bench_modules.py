@@ -7,22 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from loadgen.accuracy.bench_modules import ways_of
-from loadgen.accuracy.forced import Ask, Asker
+from loadgen.accuracy.forced import Ask
 from loadgen.accuracy.parts import TASKS, Item
 from loadgen.accuracy.quality import FULL, Judge
-from runtime.models.tokenizer import Tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_dir):
-    return Tokenizer.load(tiny_dir)
-
-
-@pytest.fixture(scope="module")
-def asker(tiny_dir):
-    asker = Asker(tiny_dir, dtype="float32", pool_tokens=4096, chunk_tokens=16, debug_invariants=True)
-    yield asker
-    asker.close()
 
 
 def test_forced_answers_have_the_probabilities_of_transformers(asker, tiny_dir):
@@ -33,14 +20,6 @@ def test_forced_answers_have_the_probabilities_of_transformers(asker, tiny_dir):
         with torch.inference_mode():
             wanted = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
         torch.testing.assert_close(logprobs, wanted[len(prompt) - 1 : -1], rtol=0, atol=1e-5)
-
-
-def test_greedy_answers_are_the_most_likely_forced_ones(asker):
-    ask = Ask(list(range(60, 100)))
-    (said,) = asker.greedy([ask], 6)
-    assert len(said) == 6
-    (logprobs,) = asker.forced([ask], [said])
-    assert logprobs.argmax(-1).tolist() == said
 
 
 def test_one_module_that_begins_the_prompt_is_full_prefill(asker, tokenizer):
@@ -73,7 +52,8 @@ def test_ways_ask_for_the_same_tokens(tokenizer):
 
 
 def test_answers_are_compared_on_every_task(measured, tiny_dir):
-    found = measured("modules", "--model", tiny_dir, "--dtype", "float32", "--quality", "--tasks", "persona", "cut")
+    model = ["--model", tiny_dir, "--engine", "dtype=float32"]
+    found = measured("modules", *model, "--quality", "--tasks", "persona", "cut")
     assert {one["work"] for one in found} == {"persona", "cut"} < TASKS.keys()
     for one in found:
         assert len(one["nll"]) == len(one["right"]) == 8
@@ -84,8 +64,9 @@ def test_answers_are_compared_on_every_task(measured, tiny_dir):
 
 
 def test_each_way_finds_its_tokens_in_the_cache(measured, tiny_dir):
-    small = ["--dtype", "float32", "--lengths", 200, "--modules", 4, "--new", 16, "--arguments", 0, 10, "--steps", 3]
-    found = measured("modules", "--model", tiny_dir, *small, "--together", 3, "--shared", 200, repeats=2)
+    model = ["--model", tiny_dir, "--engine", "dtype=float32"]
+    small = ["--lengths", 200, "--modules", 4, "--new", 16, "--arguments", 0, 10, "--steps", 3]
+    found = measured("modules", *model, *small, "--together", 3, "--shared", 200, repeats=2)
     cached = {one["way"]: one["cached"] for one in found if "cached" in one}  # the last of each way
     assert cached["full prefill"] == 0
     assert max(one["cached"] for one in found if one["way"] == "prefix caching, the same order") == 200

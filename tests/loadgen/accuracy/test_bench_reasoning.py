@@ -9,14 +9,8 @@ import pytest
 
 from loadgen.accuracy.chains import WRITTEN, Chain, read_chains
 from loadgen.accuracy.reasoning import Comparison, Task, Thinker
-from runtime.models.tokenizer import Tokenizer
 
 ANY = {"method": "reasoncache", "percentile": 100}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_dir):
-    return Tokenizer.load(tiny_dir)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -86,7 +80,7 @@ def test_throughput_and_predictions_are_measured(measured, tiny_dir, tmp_path):
     texts = tmp_path / "recorded.jsonl"
     chains = [WRITTEN["alike"](random.Random(number), 60) for number in range(4)]
     texts.write_text("".join(json.dumps({"question": one.question, "thought": one.thought}) + "\n" for one in chains))
-    small = ["--model", tiny_dir, "--dtype", "float32", "--page-size", 4, "--length", 40, "--fill", 1]
+    small = ["--model", tiny_dir, "--engine", "dtype=float32", "--page-size", 4, "--length", 40, "--fill", 1]
     found = measured("reasoning", *small, "--texts", "alike", "--requests", 2, "--room", 1)
     assert [(one["work"], one["way"]) for one in found] == [
         (f"{pool} pool", way) for pool in ("small", "large") for way in ("exact", "percentile 80")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loadgen.accuracy.measure import group_of
-from loadgen.accuracy.tasks import TASKS, Source
+from loadgen.accuracy.tasks import TASKS, Examples
 from loadgen.accuracy.vocabulary import Vocabulary
 
 
@@ -60,7 +60,9 @@ SOLVERS = {"keep": solve_keep, "lookup": solve_lookup, "arithmetic": solve_arith
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_answers_are_right_and_prefixes_shared(vocabulary, task, room):
     for number in range(5):
-        group = Source(vocabulary, 1).group(task, number, room, questions=3)
+        group = Examples(vocabulary, 1).group(task, number, room, questions=3)
+        assert group == Examples(vocabulary, 1).group(task, number, room, questions=3)
+        assert group != Examples(vocabulary, 2).group(task, number, room, questions=3)
         assert len({tuple(example.prefix) for example in group}) == 1
         assert len({tuple(example.suffix) for example in group}) == 3
         for example in group:
@@ -73,25 +75,8 @@ def test_answers_are_right_and_prefixes_shared(vocabulary, task, room):
             assert vocabulary.encode(chat.format(system, user)) == example.prefix + example.suffix
 
 
-@pytest.mark.parametrize("task", sorted(TASKS))
-def test_batches_are_of_one_length(vocabulary, task):
-    source = Source(vocabulary, 1)
-    lengths = {len(example.ids) for example in source.batch(task, 0, 16, 6)}
-    assert len(lengths) == 1
-    assert {len(example.ids) for example in source.batch(task, 0, 16, 3, 300)} == {300}
-
-
 @pytest.mark.parametrize("ratio", [0.75, 0.9])
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_prefixes_are_filled_to_the_ratio(vocabulary, task, ratio):
-    example = group_of(Source(vocabulary, 1), task, 0, 32, ratio, 2)[0]
+    example = group_of(Examples(vocabulary, 1), task, 0, 32, ratio, 2)[0]
     assert len(example.prefix) / len(example.ids) == pytest.approx(ratio, abs=0.01)
-
-
-def test_a_seed_is_one_set_of_examples(vocabulary):
-    drawn = [
-        [Source(vocabulary, seed).group("keep", number, 32, 2) for number in range(20)]
-        for seed in (("train", 0), ("train", 0), ("bench", 1000))
-    ]
-    assert drawn[0] == drawn[1]
-    assert not {tuple(e.prefix) for g in drawn[0] for e in g} & {tuple(e.prefix) for g in drawn[2] for e in g}

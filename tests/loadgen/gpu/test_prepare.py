@@ -109,10 +109,8 @@ def test_a_part_of_a_model_is_a_model(tiny_dir, tmp_path):
 def test_measure_installs_once_and_finds_what_lies_beside_it(tmp_path):
     out, checkout = tmp_path / "out", tmp_path / "checkout"
     (out / "wheels").mkdir(parents=True)
-    (out / "model").mkdir()
     checkout.mkdir()
     wheel(out / "wheels", "small", "1.0")
-    (out / "model" / "config.json").write_text("{}")
     prepare.write_script(out)
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$PYTHONPATH|$*" >> "$LOG"\n')
@@ -121,11 +119,11 @@ def test_measure_installs_once_and_finds_what_lies_beside_it(tmp_path):
     variables["RAMET_SITE"] = str(tmp_path / "site")
     (tmp_path / "site").mkdir()
     for _ in range(2):
-        subprocess.run([str(out / "measure"), "speed", "--limit", "9"], cwd=checkout, env=variables, check=True)
+        subprocess.run([str(out / "measure"), "gpu", "--limit", "9"], cwd=checkout, env=variables, check=True)
     install, first, second = (tmp_path / "log").read_text().splitlines()
     assert install.endswith(f"--target {tmp_path / 'site'} {out}/wheels/small-1.0-py3-none-any.whl")
     path = f"{tmp_path / 'site'}:{out}/kernels:{checkout}"
-    assert first == second == f"{path}|-m loadgen gpu speed --limit 9 --model {out}/model"
+    assert first == second == f"{path}|-m loadgen gpu --limit 9"
 
 
 def test_a_list_of_another_machines_packages(tmp_path, monkeypatch):
@@ -147,17 +145,15 @@ def test_a_list_of_another_machines_packages(tmp_path, monkeypatch):
     assert "--platform=manylinux_2_29_x86_64" not in seen["target"]
 
 
-def test_what_cannot_be_prepared_is_said_in_a_line(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [("file", "File exists"), ("new --has nowhere", "No such file"), ("new --torch rubbish", "Invalid version")],
+)
+def test_what_cannot_be_prepared_is_said_in_a_line(tmp_path, monkeypatch, capsys, options, words):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("no directory")
-    refused = {
-        "file": "File exists",
-        "new --has nowhere": "No such file",
-        "new --torch rubbish": "Invalid version",
-    }
-    for line, words in refused.items():
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["prepare", *line.split(), "--kernels"])
-        assert prepare.main() == 1
-        said = capsys.readouterr().err
-        assert words in said
-        assert said.count("\n") == 1
+    monkeypatch.setattr(sys, "argv", ["prepare", *options.split(), "--kernels"])
+    assert prepare.main() == 1
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1

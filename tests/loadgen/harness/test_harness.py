@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from typing import ClassVar, Literal
 
 import pytest
 from pydantic import Field
 
 from loadgen import commands
-from loadgen.__main__ import main
 from loadgen.harness import Bench, BenchError, Figure, repeats_of
 from loadgen.harness.run import execute
 from loadgen.harness.statistics import compared, estimate, over_repeats
@@ -111,24 +109,16 @@ def test_intervals():
     assert compared([[1.0]], [[0.0]], "median", "ratio") is None
 
 
-def test_options_come_from_the_fields_and_reports_from_files(monkeypatch, capsys, tmp_path):
+def test_options_come_from_the_fields_and_reports_from_files(bench, monkeypatch, tmp_path):
     monkeypatch.setattr(commands, "find_bench", {"tree": Toy}.get)
     monkeypatch.setattr(commands, "BENCHES", {"tree": commands.BENCHES["tree"]})
 
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["loadgen", *map(str, arguments)])
-        try:
-            code = main()
-        except SystemExit as exit_:
-            code = exit_.code
-        return code, *capsys.readouterr()
-
     files = [tmp_path / f"{name}.jsonl" for name in ("before", "after")]
     for path, sizes in zip(files, ((1, 2), (1, 2, 3)), strict=True):
-        assert call("tree", "--sizes", *sizes, "--repeats", 2, "--json", path)[0] == 0
-    code, out, _ = call("report", *files)
+        assert bench("tree", "--sizes", *sizes, "--repeats", 2, "--json", path)[0] == 0
+    code, out, _ = bench("report", *files)
     assert (code, "after" in out, "times before" in out) == (0, True, True)
-    assert call("report", files[0])[0] == 0
+    assert bench("report", files[0])[0] == 0
     for wrong, reason in (
         (("tree", "--sizes", "x"), "--sizes: Input should be a valid integer"),
         (("tree", "--repeats", "0"), "--repeats"),
@@ -136,6 +126,6 @@ def test_options_come_from_the_fields_and_reports_from_files(monkeypatch, capsys
         (("tree", "--json", tmp_path / "no" / "file"), "--json: there is no directory"),
         (("report", tmp_path / "none"), "not the result of a bench"),
     ):
-        code, _, err = call(*wrong)
+        code, _, err = bench(*wrong)
         assert code == 2
         assert reason in err

@@ -15,27 +15,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from loadgen.__main__ import main
 from loadgen.http.local_server import free_port, wait_ready
 from tests.loadgen.http.test_load import slow
 
 SMALL = ("--prompt-tokens", 10, "--output-tokens", 5)
-
-
-@pytest.fixture
-def bench(monkeypatch, capsys):
-    """Runs `python -m loadgen` in this process; the exit code, what it wrote, and its errors."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["loadgen", *map(str, arguments)])
-        try:
-            code = main()
-        except SystemExit as exit_:
-            code = exit_.code
-        written = capsys.readouterr()
-        return code, written.out, written.err
-
-    return call
 
 
 def lines_of(path: Path) -> list[dict]:
@@ -72,6 +55,7 @@ def test_serve_compares_servers_over_workloads_and_loads(bench, ramet, tmp_path)
                          "--repeats", 2, "--json", path, "--plot", plot)  # fmt: skip
     assert code == 0
     assert "times one" in out
+    assert bench("report", path, path)[0] == 0
     assert plot.stat().st_size > 10000
     lines = lines_of(path)
     assert len(lines) == 2 * 2 * 2 * 2
@@ -83,32 +67,6 @@ def test_serve_compares_servers_over_workloads_and_loads(bench, ramet, tmp_path)
     # Both servers get the same prompts, and every workload, load and repeat has prompts of its own.
     assert {len(found) for found in seeds.values()} == {1}
     assert len(set.union(*seeds.values())) == 8
-
-
-def test_goodput_falls_where_the_server_is_full(bench, bad_server, tmp_path):
-    """A server of three places, which sends a fourth request away."""
-    path = tmp_path / "s.jsonl"
-    code, out, _ = bench("serve", "--url", bad_server(with_places(3)).url, "--model", "m", "--workload", "unique",
-                         *SMALL, "--requests", 8, "--goodput", "ttft:1e9", "--concurrency", 1, 3, 6,
-                         "--json", path)  # fmt: skip
-    assert code == 0
-    first, second, third = (line["figures"]["goodput"] for line in lines_of(path))
-    assert first == second == 1.0 > third
-    assert "goodput, %" in out
-    assert "http 503" in out
-
-
-def with_places(places):
-    """A script of a server that answers so many requests at once."""
-    answer = slow(0.2)
-
-    async def script(reader, writer, head):
-        if answer.running < places:
-            await answer(reader, writer, head)
-        else:
-            writer.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\n\r\nfull")
-
-    return script
 
 
 def test_prefix_measures_cold_and_warm(bench, ramet, tmp_path):
@@ -221,3 +179,11 @@ def test_an_independent_server(bench, transformers_server, tiny_dir, tmp_path, a
     assert figures["hit_ratio"] is None
     assert figures["input_tokens"] > 4 * 20
     assert 4 <= figures["output_tokens"] <= 4 * 6
+
+
+def test_a_bench_over_http_is_chosen_without_torch_and_matplotlib():
+    code = "import sys\nfrom loadgen.__main__ import main\nmain()\nprint({'torch', 'matplotlib'} & {*sys.modules})"
+    command = [sys.executable, "-c", code, "serve", "--requests", "1", "--url", "http://127.0.0.1:9"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "cannot be reached" in done.stderr
+    assert done.stdout.splitlines()[-1] == "set()"

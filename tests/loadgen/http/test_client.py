@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import socket
 import struct
 
 import pytest
 
+from loadgen.http.apis import APIS, BadEvent, ServerError
 from loadgen.http.client import Timeouts
 from loadgen.http.load import Bounds
+from loadgen.http.record import Record
 from loadgen.http.sse import MAX_EVENT_BYTES, EventSplitter
+from loadgen.http.summary import summarise
 from tests.loadgen.helpers import run
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
@@ -166,3 +170,55 @@ def test_an_endless_event_is_refused():
         splitter.feed(b"x" * (1 << 20))
     with pytest.raises(ValueError, match="bytes"):
         splitter.feed(b"x")
+
+
+EVENTS = {
+    "generate": {
+        "text": "a b",
+        "output_ids": [1, 2],
+        "meta_info": {"prompt_tokens": 5, "completion_tokens": 2, "cached_tokens": 3, "queue_time": 0.5,
+                      "prefill_time": 0.1, "finish_reason": {"type": "length", "length": 2}},
+    },
+    "completions": {
+        "choices": [{"index": 0, "text": " a", "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}},
+        "timings": {"predicted_n": 2, "cache_n": 1},
+    },
+    "chat": {
+        "choices": [{"index": 0, "delta": {"content": " a", "reasoning_content": "b"}, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}},
+    },
+}  # fmt: skip
+VALUES = [None, True, -1, 0, 1.5, 1e308, 10**400, "", "x", "\u0000\U0001f600", [], {}, [[]], {"type": None}, [None] * 3]
+
+
+def spoilt(event, rng):
+    """The event with one value, at any depth, put in another's place, dropped, or doubled in a list."""
+    if not isinstance(event, dict | list) or not event or rng.random() < 0.25:
+        return rng.choice(VALUES)
+    copy = event.copy()
+    key = rng.choice(list(copy)) if isinstance(copy, dict) else rng.randrange(len(copy))
+    if rng.random() < 0.15:
+        del copy[key]
+    else:
+        copy[key] = spoilt(copy[key], rng)
+    return copy
+
+
+@pytest.mark.parametrize("api", list(APIS))
+def test_spoilt_events_are_rubbish_or_leave_sound_figures(api):
+    rng = random.Random(api)
+    refused, taken = 0, []
+    for number in range(3000):
+        answer = APIS[api].answer(Record(number, wanted_tokens=2, sent_s=0.5, end_s=2.0))
+        try:
+            answer.take(json.dumps(EVENTS[api]).encode(), 1.0)
+            answer.take(json.dumps(spoilt(EVENTS[api], rng)).encode(), 1.5)
+        except (BadEvent, ServerError):
+            refused += 1
+        answer.end()
+        taken.append(answer.record)
+    assert 300 < refused < 2900
+    summary = summarise(taken)
+    assert summary["completed"] == 3000
+    json.dumps(summary, allow_nan=False)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import threading
-import time
 from itertools import pairwise
 
 import pytest
@@ -80,30 +76,3 @@ def test_turns_follow_each_other_with_time_to_think(bad_server):
             assert after.scheduled_s == pytest.approx(before.end_s + 0.1)
             assert after.sent_s >= after.scheduled_s
             assert after.prompt_chars > before.prompt_chars
-
-
-def test_the_warm_up_is_not_counted(bad_server):
-    script = slow(0.1)
-    server = bad_server(script)
-    result = run(server.url, warmup=3, bounds=Bounds(requests=4))
-    assert (server.requests, script.most) == (7, 2)
-    assert result.figures["count"] == 4
-
-
-def test_ctrl_c_leaves_what_there_is(bad_server):
-    script = slow(0.1)
-
-    def interrupt():
-        while server.requests < 6:
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    server = bad_server(script)
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    result = run(server.url, bounds=Bounds(requests=1000))
-    thread.join()
-    assert result.interrupted
-    assert result.facts["ended_by"] == "the user"
-    assert 2 <= result.figures["completed"] < 100
-    assert result.figures["errors"].get("interrupted", 0) <= 2

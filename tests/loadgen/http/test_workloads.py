@@ -11,7 +11,7 @@ import pytest
 
 from loadgen.http.prose import CHARS_PER_TOKEN, Prose, corpus_sentences, vocabulary
 from loadgen.http.session import Conversation, Message
-from loadgen.http.workloads import WORKLOADS, make_workloads
+from loadgen.http.workloads import WORKLOADS
 from loadgen.http.workloads.base import length
 from loadgen.http.workloads.dialogues import Agents, Chat
 from loadgen.http.workloads.file import File
@@ -49,12 +49,6 @@ def test_text_is_as_long_as_wanted():
     prose = Prose(random.Random(1))
     for n in (10, 100, 3000):
         assert len(prose.text(n)) / CHARS_PER_TOKEN == pytest.approx(n, abs=3)
-
-
-def test_texts_do_not_share_their_beginnings():
-    prose = Prose(random.Random(1))
-    starts = {" ".join(prose.text(60).split()[:14]) for _ in range(500)}
-    assert len(starts) > 490
 
 
 def test_a_key_gives_the_same_text_whatever_came_before():
@@ -210,17 +204,6 @@ def test_what_is_no_trace_is_refused(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ValueError, match=r"no requests|line"):
         sessions(Trace(path))
-
-
-def test_options_of_a_workload_that_are_foreign_or_missing_are_refused(tmp_path):
-    made = make_workloads(("rag", "unique"), {"documents": 3, "prompt_tokens": length("7")})
-    assert made["rag"].documents == 3
-    assert made["unique"].prompt_tokens == made["rag"].prompt_tokens == length("7")
-    assert [made["rag"].requests(users) for users in (1, 100)] == [32, 400]
-    with pytest.raises(ValueError, match="--block-tokens: not an option of rag, unique"):
-        make_workloads(("rag", "unique"), {"block_tokens": 3})
-    with pytest.raises(ValueError, match="trace needs --trace"):
-        make_workloads(("trace",), {})
 
 
 def test_a_recorded_trace_says_its_blocks_and_tenants(tmp_path):

@@ -12,7 +12,6 @@ from loadgen.micro.documents import (
     PREFIX,
     Documents,
     Shape,
-    name_of,
     row_layers,
     ways,
 )
@@ -43,12 +42,6 @@ def test_every_way_computes_as_many_rows_as_the_formula_has(bench):
     assert bench.first(3, PREFIX, None, random.Random(0))["row_layers"] <= full["formula"]
 
 
-def test_names_say_what_is_asked():
-    asked = [ReuseParams(method="a3", ratio=0.15), ReuseParams(method="a3", ratio=1, granularity="token")]
-    assert [name_of(one) for one in asked] == ["a3 0.15", "a3 1, tokens"]
-    assert list(ways(["pie", "legolink"], [0.1, 0.2], ["page", "token"])) == ["pie", "legolink 16"]
-
-
 def test_a_first_document_has_no_rows_that_legolink_computes_again(bench):
     prompt = bench.prompt(bench.order(3, random.Random(0)))
     prompt.documents[0] = (0, prompt.documents[0][1])
@@ -63,14 +56,6 @@ def test_a_document_that_many_read_lies_in_the_pool_once(bench, method):
     assert one >= 3 + 1 + 1
     alone = one - 3 - 1  # besides the document's pages and the prefix
     assert 3 * alone <= four - one <= 3 * (alone + 1), "each has its own rows alone, and what it decoded meanwhile"
-
-
-def test_a_closed_loop_serves_all_its_requests(bench):
-    before = bench.core.counters["requests"]
-    draw = random.Random(1)
-    assert bench.closed_loop(2, ReuseParams(method="pie"), clients=2, requests=5, output=2, draw=draw) > 0
-    assert bench.core.counters["requests"] - before == 5
-    assert not bench.core.requests
 
 
 def test_orders_do_not_come_again_before_all_were_drawn(bench):

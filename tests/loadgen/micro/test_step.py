@@ -6,17 +6,18 @@ import pytest
 
 from loadgen.harness import BenchError
 from loadgen.micro.bench_step import PARTS, Step
-from loadgen.micro.drive import Drive, matrix_weights
+from loadgen.micro.drive import matrix_weights
 from runtime.execution.native.library import load_best
 from runtime.models.spec import LlamaSpec
 
-SMALL = ["--dtype", "float32", "--threads", "1", "--shared", "64", "--steps", "2", "--prompts", "40", "--rank", "2"]
+SMALL = ["--shared", "64", "--steps", "2", "--prompts", "40", "--rank", "2"]
+ENGINE = ["--engine", "dtype=float32", "threads=1"]
 
 
 @pytest.mark.parametrize("drafts", ["off", "auto"])
 def test_every_part_is_measured(measured, tiny_dir, drafts):
     before = vars(load_best())["decoder_forward"] if load_best() else None
-    found = measured("step", "--model", tiny_dir, *SMALL, "--batches", 1, 3, "--drafts", drafts)
+    found = measured("step", "--model", tiny_dir, *SMALL, "--batches", 1, 3, *ENGINE, f"drafts={drafts}")
     *steps, prompt = found
     assert [(one["choice"], one["requests"]) for one in steps] == [
         (choice, batch) for choice in ("greedy", "drawn", "top-p") for batch in (1, 3)
@@ -35,7 +36,7 @@ def test_code_builds_and_adapters_take_turns(measured, tiny_dir):
     if (library := load_best()) is None:
         pytest.skip("the native kernels were not built")
     options = ["--batches", 1, 2, "--choices", "greedy", "--adapters", 0, 1, 2, "--code", "native", "torch"]
-    found = measured("step", "--model", tiny_dir, *SMALL, *options, f"other={library.path}")
+    found = measured("step", "--model", tiny_dir, *SMALL, *options, f"other={library.path}", *ENGINE)
     assert [one["code"] for one in found] == ["native"] * 5 + ["torch"] * 5 + ["other"] * 5 + [
         code for code in ("native", "torch", "other") for _ in "12"
     ]
@@ -45,31 +46,14 @@ def test_code_builds_and_adapters_take_turns(measured, tiny_dir):
     ]
 
 
-@pytest.mark.parametrize("code", ["other=/nowhere.so", "none"])
-def test_a_build_that_is_not_there_is_refused(tiny_dir, code):
-    with pytest.raises(BenchError, match=code.rpartition("=")[2]), Step(model=str(tiny_dir), code=(code,)).session():
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [("code=other=/nowhere.so", "/nowhere.so"), ("code=none", "none is none of"), ("engine=fast=1", "no such option")],
+)
+def test_builds_and_options_that_do_not_exist_are_refused(tiny_dir, option, reason):
+    name, _, value = option.partition("=")
+    with pytest.raises(BenchError, match=reason), Step(model=str(tiny_dir), **{name: (value,)}).session():
         pass
-
-
-def test_a_drive_adds_requests_and_decodes_to_the_end(tiny_dir):
-    drive = Drive(tiny_dir, dtype="float32", pool_tokens=2048)
-    try:
-        prompt = drive.text(64)
-        drive.add(prompt, 1)
-        assert drive.first_tokens() > 0
-        for _ in range(2):
-            drive.add(prompt + drive.text(32), 6)
-        drive.first_tokens()
-        assert [request.cached_tokens for request in drive.core.requests.values()] == [64, 64]
-        assert 4 <= len(drive.finish()) <= 5
-        first, second = drive.tokens([prompt, prompt], 3)
-        assert len(first) == 3
-        assert first == second
-        drive.add(prompt, 100)
-        drive.end()
-        assert not drive.core.requests
-    finally:
-        drive.close()
 
 
 def test_matrix_weights_are_those_of_the_checkpoint(tiny_dir):

@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from loadgen.accuracy.profile.depths import Profiler, paper_depth
+from loadgen.accuracy.profile.depths import Profiler, open_results, paper_depth
 from loadgen.accuracy.profile.probe import Probe
 from loadgen.accuracy.profile.samples import Sample, Samples
 from loadgen.accuracy.profile.settings import DepthSettings
-from loadgen.micro.records import Records
 from runtime.config import make_config
 from runtime.errors import ModelError
 from runtime.execution.executor import Executor
@@ -107,26 +106,26 @@ def test_an_interrupted_profile_goes_on(deep_dir, tmp_path):
             return similarity(probe, sample)
 
         probe.similarity = counted
-        return Profiler(probe, samples, settings, Records(path, {"settings": 1})).run(), count
+        return Profiler(probe, samples, settings, open_results(path, {"settings": 1}, 0)).run(), count
 
     whole, count = run(tmp_path / "whole")
     assert count == 6
     with pytest.raises(Interrupted):
         run(tmp_path / "parts", fail_after=5)
     with (tmp_path / "parts").open("a") as file:
-        file.write('{"of": ["similarity", 50, 2], "outcome": [0.0')  # cut off in the middle of a write
+        file.write('{"cell": {"ratio": 50}, "repeat": 2, "fig')  # cut off in the middle of a write
     again, count = run(tmp_path / "parts")
     assert count == 2
     assert again == whole
-    with pytest.raises(ModelError, match="other settings"):
-        Records(tmp_path / "parts", {"settings": 2})
+    with pytest.raises(ModelError, match=r"other options.*remove it"):
+        open_results(tmp_path / "parts", {"settings": 2}, 0)
     assert all(whole["depths"][r] <= whole["depths_cosine"][r] for r in (0, 50, 90))
     assert whole["by_cosine"]["all tokens"] == {
         "depths": {r: whole["depths_cosine"][r] for r in (50, 90)},
         "similarity": whole["similarity"],
     }
     other = settings.model_copy(update={"per_token": True})
-    by_token = Profiler(probe, samples, other, Records(tmp_path / "parts", {"settings": 1})).run()
+    by_token = Profiler(probe, samples, other, open_results(tmp_path / "parts", {"settings": 1}, 0)).run()
     assert by_token["by_cosine"] == whole["by_cosine"]
     assert by_token["similarity"] == whole["by_cosine"]["token by token"]["similarity"] != whole["similarity"]
     for ratio, by_depth in whole["divergence"].items():
@@ -137,6 +136,7 @@ def test_an_interrupted_profile_goes_on(deep_dir, tmp_path):
 def test_the_command_writes_a_table_that_the_engine_takes(default_model_dir, tmp_path, capsys):
     path = save_tiny("llada", tmp_path / "tiny", tokenizer_from=default_model_dir)
     command = ["profile", "--model", str(path), "--out", str(tmp_path / "t.json"), "--ratios", "40,80"]
+    command += ["--plot", str(tmp_path / "t.png")]
     assert main([*command, "--length", "80", "--samples", "2", "--rule", "cosine", "--threshold", "0.5"]) == 0
     assert "cosine of all tokens  token by token  table" in capsys.readouterr().out
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
@@ -158,18 +158,7 @@ def test_the_command_writes_a_table_that_the_engine_takes(default_model_dir, tmp
     assert make_core(path).strategy.table.name == "profiled, cosine", "a table in the model's directory is its own"
 
 
-def test_without_matplotlib_there_is_no_heat_map(default_model_dir, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("loadgen.accuracy.profile.depths.find_spec", lambda name: None)
-    path = save_tiny("llada", tmp_path / "tiny", tokenizer_from=default_model_dir)
-    command = ["profile", "--model", str(path), "--out", str(tmp_path / "t.json"), "--ratios", "40", "--length", "80"]
-    command += ["--samples", "1", "--rule", "cosine"]
-    assert main([*command, "--plot", str(tmp_path / "p.png")]) == 1, "before anything is measured"
-    assert "pip install 'ramet[bench]'" in capsys.readouterr().err
-    assert main(command) == 0
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["t.json", "tiny"]
-
-
-def test_what_cannot_be_profiled(default_model_dir, tmp_path, capsys):
+def test_what_cannot_be_profiled(default_model_dir, tmp_path, capsys, monkeypatch):
     out = ["--out", str(tmp_path / "t.json")]
     assert main(["profile", "--model", str(default_model_dir), *out]) == 1
     assert "no diffusion model" in capsys.readouterr().err
@@ -179,3 +168,6 @@ def test_what_cannot_be_profiled(default_model_dir, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["profile", "--model", str(path), *out, "--ratios", "5,200"])
     assert "argument --ratios" in capsys.readouterr().err
+    monkeypatch.setattr("loadgen.accuracy.profile.depths.find_spec", lambda name: None)
+    assert main(["profile", "--model", str(path), *out, "--plot", str(tmp_path / "p.png")]) == 1
+    assert "pip install 'ramet[bench]'" in capsys.readouterr().err

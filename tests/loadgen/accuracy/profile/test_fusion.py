@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from loadgen.accuracy.profile.fusion import Source
+from loadgen.accuracy.profile.fusion import Quotations
 from loadgen.accuracy.profile.settings import FusionSettings
 from runtime.frontend.documents.table import choose, read_table
 from runtime.models.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ def test_auto_reads_what_was_measured(tiny_dir, tmp_path, capsys):
 
 
 def test_the_answer_stands_in_a_document_behind_what_is_quoted(tiny_dir):
-    source = Source(Tokenizer.load(tiny_dir), FusionSettings(length=200))
+    source = Quotations(Tokenizer.load(tiny_dir), FusionSettings(length=200))
     drawn = [source.sample(number) for number in range(8)]
     assert drawn == [source.sample(number) for number in range(8)]
     for prompt, answer in drawn:

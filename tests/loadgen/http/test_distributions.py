@@ -1,13 +1,15 @@
-"""Distributions as they are written, and the numbers they give."""
+"""Distributions as they are written, the numbers they give, and arrival processes."""
 
 from __future__ import annotations
 
 import random
 import re
+from itertools import islice
 
 import numpy as np
 import pytest
 
+from loadgen.http.arrivals import Gamma
 from loadgen.http.lengths import Distribution
 
 
@@ -47,3 +49,20 @@ def test_what_is_no_distribution_is_refused(text):
 @pytest.mark.parametrize("text", ["64", "uniform:10:30", "lognormal:64:32:8:512"])
 def test_it_is_written_as_it_was_read(text):
     assert str(Distribution.parse(text)) == text
+
+
+def instants(process, count, seed=3):
+    return np.array(list(islice(process.times(random.Random(seed)), count)))
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_gamma_has_the_rate_and_the_variation_that_its_shape_says(burstiness):
+    gaps = np.diff(instants(Gamma(20.0, burstiness), 20001))
+    assert gaps.min() >= 0
+    assert gaps.mean() == pytest.approx(1 / 20, rel=0.05)
+    assert (gaps.std() / gaps.mean()) ** 2 == pytest.approx(1 / burstiness, rel=0.1)
+
+
+def test_the_same_seed_gives_the_same_instants():
+    assert (instants(Gamma(3.0, 0.5), 50, seed=9) == instants(Gamma(3.0, 0.5), 50, seed=9)).all()
+    assert (instants(Gamma(3.0, 0.5), 50, seed=9) != instants(Gamma(3.0, 0.5), 50, seed=10)).any()

@@ -1,0 +1,20 @@
+"""The tokenizer of the small model, and an engine core that forces answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadgen.accuracy.forced import Asker
+from runtime.models.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_dir):
+    return Tokenizer.load(tiny_dir)
+
+
+@pytest.fixture(scope="module")
+def asker(tiny_dir):
+    asker = Asker(tiny_dir, dtype="float32", pool_tokens=8192, chunk_tokens=16, debug_invariants=True)
+    yield asker
+    asker.close()
