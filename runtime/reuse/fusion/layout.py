@@ -78,7 +78,7 @@ class EntryPlace:
     def keep(self, kept: np.ndarray) -> None:
         self.kept, self._thinned = kept, None
 
-    def found(self, pages: array[int]) -> None:
+    def set_pages(self, pages: array[int]) -> None:
         self.pages, self._thinned = pages, None
 
     def reads(self, positions: np.ndarray, page_size: int) -> Iterator[Read]:

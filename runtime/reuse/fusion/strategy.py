@@ -222,7 +222,7 @@ class Fusion(EntryStrategy):
     def _there(self, request: Request, entry: Entry, pages: array[int]) -> None:
         for place in request.reuse.layout.places:
             if place.entry.namespace == entry.namespace:
-                place.found(pages)
+                place.set_pages(pages)
 
     def admit(self, request: Request, found: Found, headroom: int) -> bool:
         fused = request.reuse
