@@ -94,7 +94,7 @@ def test_the_order_of_hits_and_misses_changes_nothing(tiny_dir, references, fiel
         assert told == pytest.approx(answers[0][2], abs=CLOSE)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=45, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), data=st.data())
 def test_drawn_prompts_answer_as_the_papers_have_it(rope_dirs, references, seed, data):
     kind = data.draw(st.sampled_from(KINDS))
