@@ -75,22 +75,24 @@ class Front:
         hashes = await (await asyncio.shield(self._hasher)).hashes(call, body)
         for _ in range(_TRIES):
             head: Message | None = None  # sent with the first piece of the body
-            begun = False
+            is_begun = is_whole = False
             try:
                 async for message in self._streaming.forward.remote(call, body, hashes=hashes):
                     if message["type"] == "http.response.start":
                         head = message
                         continue
-                    if not begun and head is not None:
+                    if head is not None and not is_begun:
                         await send(head)
-                        begun = True
+                        is_begun = True
                     await send(message)
-                return
+                    is_whole = not message.get("more_body", False)
             except RayActorError as error:
                 log.warning("a replica died while it answered %s: %s", scope["path"], type(error).__name__)
-                if begun and head is not None:
-                    await _break_off(head, scope["path"], send)
-                    return
+            if is_whole:  # even if the replica died right after
+                return
+            if head is not None and is_begun:
+                await _break_off(head, scope["path"], send)
+                return
         await error_response(EngineDead("every replica that was asked died"), scope["path"])(scope, receive, send)
 
 

@@ -1,26 +1,47 @@
-"""The ingress over replicas that are not there yet."""
+"""The ingress over replicas that start late or die."""
 
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
+import importlib
+import sys
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
 
 import msgspec
 import pytest
 
-pytest.importorskip("ray", reason="needs ray: pip install 'ramet[ray]'")
-
+from runtime.errors import EngineDead
 from runtime.protocol import ModelInfo
-from server.ray.front import Front
+
+START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
+STREAM = START | {"headers": [(b"content-type", b"text/event-stream; charset=utf-8")]}
+WHOLE = {"type": "http.response.body", "body": b"of a replica"}
+PART = WHOLE | {"more_body": True}
+
+
+@pytest.fixture
+def front(monkeypatch) -> ModuleType:
+    """`server.ray.front`; without Ray, over stand-ins for what it imports from there."""
+    if find_spec("ray") is None:
+        names = {"ray": {}, "ray.serve": {}, "ray.serve.handle": {"DeploymentHandle": object}}
+        names["ray.exceptions"] = {"RayActorError": type("RayActorError", (Exception,), {})}
+        for name, members in names.items():
+            monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
+        monkeypatch.delitem(sys.modules, "server.ray.front", raising=False)
+    return importlib.import_module("server.ray.front")
 
 
 class Handle:
-    """As much of a deployment's handle as the ingress asks of it; nobody answers before `there`."""
+    """The part of a deployment's handle that the ingress uses; each call to `forward` gets the next answer.
 
-    def __init__(self, model: str):
+    An answer is a list of messages; an exception among them is raised.
+    """
+
+    def __init__(self, model: str, *answers: list):
         self.there = asyncio.Event()
         self.info, self.forward = SimpleNamespace(remote=self._info), SimpleNamespace(remote=self._forward)
-        self._model = model
+        self._model, self._answers = model, iter(answers)
 
     def options(self, stream: bool) -> Handle:
         return self
@@ -32,30 +53,90 @@ class Handle:
         return msgspec.to_builtins(ModelInfo(**fixed, **sizes, eos_token_ids=[2], attention_backend="cpu"))
 
     async def _forward(self, *call, hashes):
-        yield {"type": "http.response.start", "status": 200, "headers": []}
-        yield {"type": "http.response.body", "body": b"of a replica"}
+        for message in next(self._answers):
+            if isinstance(message, Exception):
+                raise message
+            yield message
 
 
-def test_a_client_that_leaves_while_replicas_start_takes_nobody_along(tiny_dir):
-    sent: list[dict] = []
+class Client:
+    """A request whose body is empty, and what the ingress sends."""
 
-    async def receive():
+    scope = {"type": "http", "method": "GET", "path": "/health", "headers": []}
+
+    def __init__(self):
+        self.sent: list[dict] = []
+
+    async def receive(self) -> dict:
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    async def send(message):
-        sent.append(message)
+    async def send(self, message: dict) -> None:
+        self.sent.append(message)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+def test_a_client_that_leaves_while_replicas_start_takes_nobody_along(front, tiny_dir):
+    client = Client()
 
     async def leave_and_ask():
-        handle = Handle(str(tiny_dir))
-        front = Front({"model": str(tiny_dir)}, handle)
-        scope = {"type": "http", "method": "GET", "path": "/health", "headers": []}
-        impatient = asyncio.create_task(front.pass_on(scope, receive, send))
+        handle = Handle(str(tiny_dir), [START, WHOLE])
+        ingress = front.Front({"model": str(tiny_dir)}, handle)
+        impatient = asyncio.create_task(ingress.pass_on(client.scope, client.receive, client.send))
         await asyncio.sleep(0.05)  # it waits for the replicas
         impatient.cancel()
         await asyncio.wait([impatient])
         handle.there.set()
-        await front.pass_on(scope, receive, send)
-        await front.check_health()
+        await ingress.pass_on(client.scope, client.receive, client.send)
+        await ingress.check_health()
 
     asyncio.run(leave_and_ask())
-    assert [message.get("body") for message in sent] == [None, b"of a replica"]
+    assert client.sent == [START, WHOLE]
+
+
+@pytest.mark.parametrize(
+    ("answers", "status", "body"),
+    [
+        ([["dies"], ["dies"], ["dies"], [START, WHOLE]], 200, b"of a replica"),
+        ([[START, "dies"], [START, WHOLE]], 200, b"of a replica"),
+        ([[START], [START, WHOLE]], 200, b"of a replica"),
+        ([[START, PART, WHOLE, "dies"]], 200, b"of a replica" * 2),
+        ([["dies"]] * 4, 503, None),
+        ([[STREAM, PART, "dies"]], 200, b"[DONE]"),
+        ([[STREAM, PART]], 200, b"[DONE]"),
+    ],
+)
+def test_an_answer_that_has_not_begun_comes_from_another_replica(front, tiny_dir, answers, status, body):
+    client = Client()
+
+    async def ask():
+        told = [[front.RayActorError() if one == "dies" else one for one in answer] for answer in answers]
+        handle = Handle(str(tiny_dir), *told)
+        handle.there.set()
+        await front.Front({"model": str(tiny_dir)}, handle).pass_on(client.scope, client.receive, client.send)
+
+    asyncio.run(ask())
+    assert client.sent[0]["status"] == status
+    assert [message["type"] for message in client.sent].count("http.response.start") == 1
+    assert not client.sent[-1].get("more_body", False)
+    if body == b"[DONE]":
+        assert client.body.startswith(PART["body"])
+        assert EngineDead.type.encode() in client.body
+        assert client.body.endswith(b"data: [DONE]\n\n")
+    elif body is not None:
+        assert client.body == body
+
+
+def test_an_answer_that_breaks_off_and_is_no_stream_is_cut(front, tiny_dir):
+    client = Client()
+
+    async def ask():
+        handle = Handle(str(tiny_dir), [START, PART, front.RayActorError()])
+        handle.there.set()
+        await front.Front({"model": str(tiny_dir)}, handle).pass_on(client.scope, client.receive, client.send)
+
+    with pytest.raises(EngineDead, match="this request is lost"):
+        asyncio.run(ask())
+    assert client.sent == [START, PART]

@@ -6,7 +6,7 @@ import socket
 import time
 from contextlib import ExitStack
 
-from server.telemetry.rates import Rate
+from server.telemetry.rates import Recent
 from tests.server.conftest import PATIENCE_S
 
 LABELS = '{model_name="smollm2"}'
@@ -102,7 +102,7 @@ def test_evictions_by_cause_and_how_long_pages_were_idle(client):
 
 def test_a_rate_forgets():
     now = 100.0
-    rate = Rate(window_s=10, clock=lambda: now)
+    rate = Recent(window_s=10, clock=lambda: now)
     rate.add(30)
     assert rate.per_second() == 30
     now = 105.0
