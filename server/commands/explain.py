@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from radix.node import TOKEN_BYTES
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import prompts_of
 from runtime.logs import one_line
@@ -20,59 +20,12 @@ from server.documents.store import DocumentStore
 from server.documents.wire import find_documents
 from server.explain.compare import Parting, compare
 from server.explain.parts import Conversation
-from server.http.wire import Body
 from server.openai.prompt import conversation_of
 from server.openai.types import ChatRequest, CompletionRequest
 from server.sglang.generate import GenerateRequest
 
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """A request's prompt: int32 tokens, and the conversation of which it is made, if it is one."""
-
-    tokens: bytes
-    conversation: Conversation | None
-    salt: tuple[Any, ...]
-
-
-def read_request(text: str, name: str, tokenizer: Tokenizer) -> Rendered:
-    """The prompt of a request to /v1/chat/completions, /v1/completions or /generate, as JSON; its first one.
-
-    Fields that do not shape the prompt are not looked at. Raises InvalidRequest.
-    """
-    try:
-        body = parse_json(text)
-        if not isinstance(body, dict):
-            raise ValueError("it is no object")
-        kind = ChatRequest if "messages" in body else CompletionRequest if "prompt" in body else GenerateRequest
-        asked = kind.model_validate(_shaping(body, kind))
-    except ValidationError as error:
-        problem = error.errors()[0]
-        place = ".".join(str(part) for part in problem["loc"])
-        raise InvalidRequest(f"{name} is no request: {place}: {problem['msg']}") from None
-    except ValueError as error:
-        raise InvalidRequest(f"{name} is no request: {error}") from None
-    salt = (body.get("cache_salt"), body.get("cache_scope", "private"))
-    if isinstance(asked, ChatRequest):
-        turns = find_documents(asked.turns(), "", DocumentStore())
-        conversation = conversation_of(asked, turns, tokenizer)
-        ids = tokenizer.encode(conversation.render(conversation.turns, conversation.tools), add_special_tokens=False)
-        return Rendered(array("i", ids).tobytes(), conversation, salt)
-    given = asked.prompt if isinstance(asked, CompletionRequest) else asked.text or asked.input_ids
-    if not given:
-        raise InvalidRequest(f"{name} has neither messages nor a prompt, text or input_ids")
-    first: Any = prompts_of(given)[0][0]
-    ids = tokenizer.encode(first) if isinstance(first, str) else first
-    if (highest := max(ids)) >= tokenizer.vocab_size:
-        raise InvalidRequest(f"{name}: token id {highest} is out of range: there are {tokenizer.vocab_size} tokens")
-    return Rendered(array("i", ids).tobytes(), None, salt)
-
-
+# Fields that shape a prompt.
 _SHAPING = ("messages", "tools", "tool_choice", "documents", "add_generation_prompt", "prompt", "text", "input_ids")
-
-
-def _shaping(body: dict[str, Any], kind: type[Body]) -> dict[str, Any]:
-    return {name: body[name] for name in _SHAPING if name in body} | ({"model": ""} if "model" in kind.KNOWN else {})
 
 
 def explain_files(texts: tuple[str, str], names: tuple[str, str], tokenizer: Tokenizer) -> None:
@@ -80,20 +33,62 @@ def explain_files(texts: tuple[str, str], names: tuple[str, str], tokenizer: Tok
 
     Raises InvalidRequest if one of them is no request.
     """
-    first, second = (read_request(text, name, tokenizer) for text, name in zip(texts, names, strict=True))
-    parting = compare(tokenizer, second.tokens, first.tokens, second.conversation)
-    lengths = [len(one.tokens) // 4 for one in (first, second)]
+    bodies = [_read_json(text, name) for text, name in zip(texts, names, strict=True)]
+    (first, _), (second, conversation) = (
+        _render(body, name, tokenizer) for body, name in zip(bodies, names, strict=True)
+    )
+    parting = compare(tokenizer, second, first, conversation)
+    lengths = [len(tokens) // TOKEN_BYTES for tokens in (first, second)]
     console = Console()
     table = Table(title=_title(parting, lengths), show_lines=True)
     table.add_column("")
     for name, length in zip(names, lengths, strict=True):
         table.add_column(f"{name} ({length:,} tokens)", overflow="fold", ratio=1)
-    table.add_row("both", *2 * [_quoted(parting.before, "")])
+    table.add_row("both", *2 * [Text(one_line(parting.before))])
     if parting.here or parting.there:
-        table.add_row("then", _quoted(parting.there or "", "bold red"), _quoted(parting.here, "bold green"))
+        sides = (parting.there or "", "bold red"), (parting.here, "bold green")
+        table.add_row("then", *(Text(one_line(text), style) for text, style in sides))
     console.print(table)
-    if first.salt != second.salt:
+    if len({(body.get("cache_salt"), body.get("cache_scope", "private")) for body in bodies}) > 1:
         console.print("Their cache_salt or cache_scope differ: they never share cached pages.")
+
+
+def _read_json(text: str, name: str) -> dict[str, Any]:
+    try:
+        body = parse_json(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{name} is no request: {error}") from None
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"{name} is no request: it is no object")
+    return body
+
+
+def _render(body: dict[str, Any], name: str, tokenizer: Tokenizer) -> tuple[bytes, Conversation | None]:
+    """The first prompt of a request to /v1/chat/completions, /v1/completions or /generate.
+
+    Returns its int32 tokens, and the conversation that it renders, if it is one. Raises InvalidRequest.
+    """
+    kind = ChatRequest if "messages" in body else CompletionRequest if "prompt" in body else GenerateRequest
+    shaping = {field: body[field] for field in _SHAPING if field in body}
+    try:
+        asked = kind.model_validate(shaping | ({"model": ""} if "model" in kind.KNOWN else {}))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(str(part) for part in problem["loc"])
+        raise InvalidRequest(f"{name} is no request: {place}: {problem['msg']}") from None
+    if isinstance(asked, ChatRequest):
+        turns = find_documents(asked.turns(), "", DocumentStore())
+        conversation = conversation_of(asked, turns, tokenizer)
+        ids = tokenizer.encode(conversation.render(conversation.turns, conversation.tools), add_special_tokens=False)
+        return array("i", ids).tobytes(), conversation
+    given = asked.prompt if isinstance(asked, CompletionRequest) else asked.text or asked.input_ids
+    if not given:
+        raise InvalidRequest(f"{name} has neither messages nor a prompt, text or input_ids")
+    first: Any = prompts_of(given)[0][0]
+    ids = tokenizer.encode(first) if isinstance(first, str) else first
+    if (highest := max(ids)) >= tokenizer.vocab_size:
+        raise InvalidRequest(f"{name}: token id {highest} is out of range: there are {tokenizer.vocab_size} tokens")
+    return array("i", ids).tobytes(), None
 
 
 def _title(parting: Parting, lengths: list[int]) -> str:
@@ -104,8 +99,3 @@ def _title(parting: Parting, lengths: list[int]) -> str:
         return f"The {shorter} prompt begins the other one"
     place = f"token {parting.token:,}, behind {parting.offset:,} characters of {parting.part}"
     return f"They part at {place}; {lengths[1] - parting.token:,} of {lengths[1]:,} tokens are not reused"
-
-
-def _quoted(text: str, style: str) -> Text:
-    """A text on one line."""
-    return Text(one_line(text), style)

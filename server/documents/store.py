@@ -16,9 +16,9 @@ from runtime.models.tokenizer import Tokenizer
 from server.generation.bodies import Scoped
 from server.http.context import provided
 from server.http.wire import Text, example
-from server.objects.precompute import KvObject, Precompute
+from server.objects.precompute import Precompute
 from server.objects.routes import object_router
-from server.objects.store import Store
+from server.objects.store import Store, Stored
 
 # Memory of a document beside its text and tokens, in bytes.
 _BYTES = 1024
@@ -33,7 +33,7 @@ class ChunkedKv(Scoped):
 
 
 @dataclass(kw_only=True)
-class StoredDocument(KvObject[ChunkedKv]):
+class StoredDocument(Stored):
     """A document of an account.
 
     Attributes:
@@ -56,7 +56,7 @@ class StoredDocument(KvObject[ChunkedKv]):
         return {"chunks": -(-self.num_tokens // prompt.reuse["chunk_tokens"]), "cached": sum(cached.values())}
 
 
-class DocumentRequest(Precompute[StoredDocument], ChunkedKv):
+class DocumentRequest(Precompute, ChunkedKv):
     """A document. `encode` and `pin` compute its KV now, for requests with the same salt and `chunk_tokens`."""
 
     model_config = example(title="Rome", text="Rome is old.")

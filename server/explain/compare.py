@@ -31,11 +31,6 @@ class Parting:
     here: str
     there: str | None
 
-    @property
-    def same_text(self) -> bool:
-        """Whether both continue with the same text, as far as shown, in other tokens."""
-        return self.there is not None and not (self.here and self.there)
-
     def describe(self) -> dict[str, Any]:
         part = {"part": self.part.kind} | ({} if self.part.index is None else {"index": self.part.index})
         text = {"before": self.before, "here": self.here, "there": self.there}

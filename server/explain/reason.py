@@ -40,7 +40,6 @@ class Explanation:
         prompt, cached: tokens.
         compared_with: an earlier answer's id, or `nearest`; None: nothing was compared.
         parting: the place at which they part, if they do.
-        gone_s: seconds since the first missing page left the cache.
     """
 
     reason: Reason
@@ -49,7 +48,6 @@ class Explanation:
     cached: int
     compared_with: str | None = None
     parting: Parting | None = None
-    gone_s: float | None = None
 
     def describe(self) -> dict[str, Any]:
         """The field of Ramet's own routes."""
@@ -58,7 +56,6 @@ class Explanation:
             **{"cached_tokens": self.cached, "missed_tokens": self.prompt - self.cached},
             "compared_with": self.compared_with,
             "parting": None if self.parting is None else self.parting.describe(),
-            "gone_s": None if self.gone_s is None else round(self.gone_s, 3),
         }
 
     def openai(self) -> dict[str, Any]:

@@ -73,9 +73,8 @@ class MissReport:
         length, page = output.prompt_tokens, 1 if lookup is None else lookup.page_size
 
         def because(reason: Reason, message: str, parting: Parting | None = None) -> Explanation:
-            gone_s = lookup.gone_s if lookup is not None and reason in ("evicted", "expired", "flushed") else None
             compared = self._earlier or ("nearest" if parting else None)
-            return Explanation(reason, message, length, output.cached_tokens, compared, parting, gone_s)
+            return Explanation(reason, message, length, output.cached_tokens, compared, parting)
 
         if output.reuse is not None and not _OF_ENTRIES.isdisjoint(output.reuse):
             return because(*_of_entries(output.reuse, output.cached_tokens))
@@ -160,5 +159,4 @@ def _left(lookup: Lookup) -> tuple[Reason, str]:
 def _differs(parting: Parting, other: str) -> tuple[Reason, str]:
     verb = "differ" if parting.part.kind == "tools" else "differs"
     place = f"at token {parting.token}, behind {parting.offset} characters of it"
-    same = ", where the same text has other tokens" if parting.same_text else ""
-    return DIFFER[parting.part.kind], f"{parting.part} {verb} from {other}: {place}{same}"
+    return DIFFER[parting.part.kind], f"{parting.part} {verb} from {other}: {place}"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from fastapi import Request
 from pydantic import Field
@@ -14,7 +13,7 @@ from pydantic import Field
 from runtime.calls import GetPins, RemovePin
 from runtime.errors import InvalidRequest
 from runtime.frontend.async_engine import AsyncEngine
-from runtime.frontend.output import PlacedPrompt, Submission
+from runtime.frontend.output import Submission
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from server.auth.keys import Tenant
@@ -25,26 +24,8 @@ from server.http.sse import while_there
 from server.http.wire import Body
 from server.objects.store import Store, Stored
 
-K = TypeVar("K", bound=Scoped)
 
-
-@dataclass(kw_only=True)
-class KvObject(Stored, ABC, Generic[K]):
-    """A stored object whose KV can be computed at once."""
-
-    @abstractmethod
-    def encoding(self, kv: K) -> PlacedPrompt:
-        """A prompt that only encodes the object."""
-
-    @abstractmethod
-    def details(self, prompt: PlacedPrompt, cached: dict[str, int]) -> dict[str, Any]:
-        """More fields of answers about this object alone; `cached`: tokens by entry of its encoding."""
-
-
-O = TypeVar("O", bound=KvObject[Any])  # noqa: E741
-
-
-class Precompute(Body, Scoped, ABC, Generic[O]):
+class Precompute(Body, Scoped, ABC):
     """A request that stores an object."""
 
     encode: bool = Field(False, description="compute the KV now; else at its first use")
@@ -52,13 +33,13 @@ class Precompute(Body, Scoped, ABC, Generic[O]):
     ttl_s: float | None = Field(None, gt=0, le=1e9, description="seconds until the object expires; null: never")
 
     @abstractmethod
-    def read(self, tokenizer: Tokenizer, context_length: int) -> O:
+    def read(self, tokenizer: Tokenizer, context_length: int) -> Stored:
         """The object, which is not stored yet. Raises InvalidRequest."""
 
 
 async def add_object(
-    body: Precompute[O], store: Store[O], request: Request, service: GenerationService, tenant: Tenant
-) -> O:
+    body: Precompute, store: Store[Any], request: Request, service: GenerationService, tenant: Tenant
+) -> Stored:
     """Store an object, compute its KV and pin it, as the request asks; returns the stored one. Pins live as long.
 
     Raises:
@@ -100,7 +81,7 @@ async def _encode(encoding: Submission, request: Request, service: GenerationSer
 
 
 async def _pin(
-    encoding: Submission, stored: O, store: Store[O], ttl_s: float | None, request: Request, engine: AsyncEngine
+    encoding: Submission, stored: Stored, store: Store[Any], ttl_s: float | None, request: Request, engine: AsyncEngine
 ) -> None:
     pins = await while_there(request, engine.pin_entries(encoding, stored.id, ttl_s))
     before, stored.pins = stored.pins, pins

@@ -14,11 +14,11 @@ from server.generation.service import Service
 from server.http.answers import JsonAnswer, JsonList
 from server.http.context import Ctx, provided
 from server.http.sse import while_there
-from server.objects.precompute import KvObject, Precompute, add_object, live_pins, unpin
-from server.objects.store import Store
+from server.objects.precompute import Precompute, add_object, live_pins, unpin
+from server.objects.store import Store, Stored
 
 
-def object_router(kind: type[Store[Any]], body_type: type[Precompute[Any]], query_type: type[Scoped]) -> EveryKey:
+def object_router(kind: type[Store[Any]], body_type: type[Precompute], query_type: type[Scoped]) -> EveryKey:
     """The router of a store.
 
     Args:
@@ -71,7 +71,7 @@ def object_router(kind: type[Store[Any]], body_type: type[Precompute[Any]], quer
 
 
 async def _show(
-    stored: KvObject[Any], kv: Scoped, store: Store[Any], request: Request, engine: AsyncEngine, tenant: Tenant
+    stored: Stored, kv: Scoped, store: Store[Any], request: Request, engine: AsyncEngine, tenant: Tenant
 ) -> Response:
     namespace, live = tenant.namespace(kv.cache_salt, kv.cache_scope), await live_pins([stored], engine)
     make = engine.in_turn(tenant.account, 4 * stored.num_tokens, partial(stored.encoding, kv))

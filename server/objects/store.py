@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
+from runtime.frontend.output import PlacedPrompt
 from server.errors import Conflict, NotFound
 
 
 @dataclass(kw_only=True)
-class Stored:
-    """An object of an account.
+class Stored(ABC):
+    """An object of an account, whose KV can be computed before a prompt reads it.
 
     Attributes:
         id: its name within the account.
@@ -34,6 +36,14 @@ class Stored:
         """The fields of answers; `live`: ids of the engine's pins."""
         left = None if self.expires_s is None else max(round(self.expires_s - now_s, 1), 0.0)
         return {"pins": [pin for pin in self.pins if pin in live], "expires_in_s": left}
+
+    @abstractmethod
+    def encoding(self, kv: Any) -> PlacedPrompt:
+        """A prompt that only encodes the object, for the requests that `kv` describes."""
+
+    @abstractmethod
+    def details(self, prompt: PlacedPrompt, cached: dict[str, int]) -> dict[str, Any]:
+        """More fields of answers about this object alone; `cached`: tokens by entry of its encoding."""
 
 
 S = TypeVar("S", bound=Stored)

@@ -20,9 +20,9 @@ from server.generation.bodies import Scoped
 from server.http.answers import JsonList
 from server.http.context import provided
 from server.http.wire import Text, example
-from server.objects.precompute import KvObject, Precompute
+from server.objects.precompute import Precompute
 from server.objects.routes import object_router
-from server.objects.store import Store
+from server.objects.store import Store, Stored
 
 # Memory of a module, and of each run of tokens in it, beside the tokens.
 _TOKENS_OF_PART = 128
@@ -31,7 +31,7 @@ Paths = Annotated[list[Text], Field(max_length=1024)]
 
 
 @dataclass(kw_only=True)
-class StoredSchema(KvObject[Scoped]):
+class StoredSchema(Stored):
     """A schema of an account; `modules`: its layout."""
 
     schema: Schema
@@ -52,7 +52,7 @@ class StoredSchema(KvObject[Scoped]):
         return {"modules": self.modules, "cached_tokens": by_path}
 
 
-class SchemaRequest(Precompute[StoredSchema]):
+class SchemaRequest(Precompute):
     """A schema in PML. `encode` and `pin` compute the KV of all modules now, for requests with the same salt."""
 
     model_config = example(

@@ -54,15 +54,13 @@ def test_types_of_other_apis(tokenizer):
         assert told(reason) == ({"type": "unavailable"}, {"cache_miss_reason": {"type": "unavailable"}})
 
 
-def test_the_same_text_in_other_tokens_is_told_as_such(tokenizer):
+def test_the_same_text_in_other_tokens_has_two_empty_sides(tokenizer):
     whole, cut = ids(tokenizer, "I like toma", "toes"), ids(tokenizer, "I like tomatoes")
     parting = compare(tokenizer, whole, cut, None)
     assert parting.token < len(cut) // 4
     other = compare(tokenizer, ids(tokenizer, "I like tom", "atoes"), cut, None)
-    assert (other.same_text, other.here, other.there) == (True, "", "")
+    assert (other.here, other.there) == ("", "")
     assert other.before.endswith("I like tomatoes")
-    assert not compare(tokenizer, ids(tokenizer, "I like figs"), cut, None).same_text
-    assert not find_parting(tokenizer, cut, 2, None, None).same_text
 
 
 def test_the_place_is_that_of_the_first_other_character(tokenizer):

@@ -105,7 +105,7 @@ def test_what_was_flushed_was_not_stored_is_too_short_or_has_another_salt(clean)
     clean.post("/flush_cache")
     told = chat(clean, system("noon"), ASK, explain=True)[1]["explain"]
     assert (told["reason"], told["cached_tokens"]) == ("flushed", 0)
-    assert 0 <= told["gone_s"] < 60
+    assert "was flushed " in told["message"]
     clean.post("/flush_cache")
     told = chat(clean, system("noon"), ASK, comparison_response_id=first)[1]["explain"]
     assert (told["reason"], told["compared_with"]) == ("flushed", first)

@@ -7,6 +7,7 @@ import importlib
 import sys
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -62,7 +63,7 @@ class Handle:
 class Client:
     """A request whose body is empty, and what the ingress sends."""
 
-    scope = {"type": "http", "method": "GET", "path": "/health", "headers": []}
+    scope: ClassVar[dict] = {"type": "http", "method": "GET", "path": "/health", "headers": []}
 
     def __init__(self):
         self.sent: list[dict] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import pytest
@@ -46,30 +45,6 @@ def test_ls(directory, capsys):
     nobody, alice = cells(text)
     assert nobody == ["(nobody)", "2", "0.2 MiB", "2 days ago", "24 hours ago"]
     assert alice == ["alice", "4", "0.4 MiB", "9 days ago", "3 days ago"]
-    assert main(["cache", "ls", str(directory), "--tenant", "alice", "--blocks"]) == 0
-    rows = cells(capsys.readouterr().out)
-    assert [row[0] for row in rows] == [block.key.hex() for block in reversed(blocks_of("alice"))]
-    assert all(row[1:3] == ["alice", "0.1 MiB"] for row in rows)
-
-
-def test_verify(directory, capsys):
-    assert main(["cache", "verify", str(directory)]) == 0
-    assert cells(capsys.readouterr().out) == [["whole", "6"]]
-    files = FileStore(directory, "")
-    flipped, cut, other, _ = (files.path(block.key) for block in blocks_of("alice"))
-    data = bytearray(flipped.read_bytes())
-    data[5000] ^= 1
-    flipped.write_bytes(data)
-    os.truncate(cut, 50_000)
-    other.write_bytes(files.path(blocks_of("")[0].key).read_bytes())
-    assert main(["cache", "verify", str(directory)]) == 1
-    found = dict(cells(capsys.readouterr().out))
-    assert found == {"whole": "3", "checksum": "1", "truncated": "1", "key": "1"}
-    assert main(["cache", "verify", str(directory), "--delete"]) == 0
-    capsys.readouterr()
-    assert main(["cache", "verify", str(directory)]) == 0
-    assert cells(capsys.readouterr().out) == [["whole", "3"]]
-    assert keys(directory) == {block.key for block in [blocks_of("alice")[3], *blocks_of("", 2)]}
 
 
 @pytest.mark.parametrize(
