@@ -1,4 +1,4 @@
-"""LlamaIndex' OpenAI-like model: a chat, a stream, a completion."""
+"""LlamaIndex' OpenAI-like model: a chat, a stream, a completion, documents."""
 
 import sys
 
@@ -10,4 +10,7 @@ llm = OpenAILike(model=model, api_base=f"{url}/v1", api_key="none", is_chat_mode
 assert llm.chat([ChatMessage(role="user", content="Name a tree.")]).message.content
 assert "".join(part.delta or "" for part in llm.stream_chat([ChatMessage(role="user", content="Name a tree.")]))
 assert llm.complete("Name a tree.").text
-print("chats, streams, completions")
+fields = {"documents": [{"text": "An oak is a tree."}], "reuse": {"method": "legolink"}}
+answer = llm.chat([ChatMessage(role="user", content="Name a tree.")], extra_body=fields)
+assert answer.raw.model_extra["reuse"]["method"] == "legolink"
+print("chats, streams, completions, documents")
