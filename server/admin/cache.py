@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi import Path as PathParameter
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from radix import Namespace
 from runtime.calls import AttachTier, DetachTier, EraseTenant, GetPins, GetQuota, GetState, GetTree, OnNode, RemovePin
@@ -18,7 +17,6 @@ from runtime.config import TierConfig
 from runtime.errors import EngineDead, InvalidRequest, RametError
 from runtime.frontend.documents.prompt import in_messages
 from runtime.frontend.output import Prompt, Submission
-from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
 from server.documents.store import Documents, DocumentStore
@@ -28,15 +26,17 @@ from server.generation.bodies import Scoped
 from server.http.context import Context, Ctx
 from server.http.sse import while_there
 from server.http.wire import Body, Text, TokenIds, example
-from server.openai.messages import Message, Messages
+from server.openai.messages import Messages
 
 router = APIRouter(prefix="/cache", tags=["cache"])
 # Each key sees its own.
 own = EveryKey(prefix="/cache", tags=["cache"])
 
 
-class Prefix(Body, Scoped):
-    """A prefix: exactly one of `text`, `input_ids` and `messages` (to which the chat template is applied)."""
+class PinRequest(Body, Scoped):
+    """A prefix to keep: exactly one of `text`, `input_ids` and `messages` (to which the chat template is applied)."""
+
+    model_config = example(text="You are a helpful assistant. ...", name="system", ttl_s=3600)
 
     text: Text | None = None
     input_ids: TokenIds | None = None
@@ -44,33 +44,30 @@ class Prefix(Body, Scoped):
     tenant: str | None = Field(
         None, description="name of the API key whose namespace holds the prefix; default: the request's own key"
     )
-
-    @property
-    def num_given(self) -> int:
-        return sum(value is not None for value in (self.text, self.input_ids, self.messages))
-
-    def prefix(self, tenant: Tenant, context: Context, documents: DocumentStore, new_tokens: int) -> Submission:
-        """Raises InvalidRequest, NotFound."""
-        if self.num_given != 1:
-            raise InvalidRequest("exactly one of text, input_ids and messages must be given", param="text")
-        if self.tenant is not None:
-            tenant = context.tenant(self.tenant)
-        prompt: str | list[int] | Callable[[], Prompt]
-        if self.messages is not None:
-            prompt = partial(_render, self.messages, tenant.account, documents, context.engine.tokenizer)
-        else:
-            prompt = self.text if self.text is not None else self.input_ids or []
-        sampling = SamplingParams(max_new_tokens=new_tokens, temperature=0)
-        return self.submission(prompt, sampling, tenant, context, add_special_tokens=self.messages is None)
-
-
-class PinRequest(Prefix):
-    """A prefix to be kept."""
-
-    model_config = example(text="You are a helpful assistant. ...", name="system", ttl_s=3600)
-
     name: Text | None = Field(None, max_length=256)
     ttl_s: float | None = Field(None, gt=0, le=1e9, description="seconds until the pin expires; null: never")
+
+    @model_validator(mode="after")
+    def _has_one_form(self) -> PinRequest:
+        if sum(form is not None for form in (self.text, self.input_ids, self.messages)) != 1:
+            raise ValueError("exactly one of text, input_ids and messages must be given")
+        return self
+
+    def prefix(self, tenant: Tenant, context: Context, documents: DocumentStore) -> Submission:
+        """Raises NotFound."""
+        if self.tenant is not None:
+            tenant = context.tenant(self.tenant)
+        sampling, messages = SamplingParams(max_new_tokens=1, temperature=0), self.messages
+        if messages is None:
+            prompt = self.text if self.text is not None else self.input_ids or []
+            return self.submission(prompt, sampling, tenant, context)
+
+        def render() -> Prompt:
+            turns = find_documents([message.plain() for message in messages], tenant.account, documents)
+            template = context.engine.tokenizer.apply_chat_template
+            return in_messages(turns, partial(template, add_generation_prompt=False))
+
+        return self.submission(render, sampling, tenant, context, add_special_tokens=False)
 
 
 @router.post("/pin")
@@ -78,7 +75,7 @@ async def pin(
     context: Ctx, documents: Documents, body: PinRequest, request: Request, tenant: CurrentTenant
 ) -> dict[str, Any]:
     """Pin the whole pages of a prefix, which is computed now if it is not cached. 409 over the budget."""
-    prefix = body.prefix(tenant, context, documents, new_tokens=1)
+    prefix = body.prefix(tenant, context, documents)
     pinned = await while_there(request, context.engine.pin(prefix, body.name, body.ttl_s))
     return context.with_names([pinned])[0]
 
