@@ -79,6 +79,9 @@ def test_an_adapter_of_the_start_by_both_names(alice, texts):
     ):
         answer = complete(alice, model).json()
         assert (answer["choices"][0]["text"], answer["model"]) == (text, name)
+        lines = [line for line in complete(alice, model, stream=True).text.splitlines() if line.startswith("data: {")]
+        assert lines
+        assert all(f'"model":"{name}"' in line for line in lines)
 
 
 def test_every_api_takes_it(alice, texts):
@@ -98,12 +101,6 @@ def test_every_api_takes_it(alice, texts):
     sampling = {"max_new_tokens": NEW, "temperature": 0, "ignore_eos": True}
     answer = alice.post("/generate", json={"text": PROMPT, "model": "poems", "sampling_params": sampling}).json()
     assert answer["text"] == texts[1]
-
-
-def test_a_stream_names_it(alice, texts):
-    lines = [line for line in complete(alice, "poems", stream=True).text.splitlines() if line.startswith("data: {")]
-    assert lines
-    assert all('"model":"poems"' in line for line in lines)
 
 
 def test_models_lists_it_with_its_parent(alice, boss, paths):

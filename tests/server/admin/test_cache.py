@@ -83,13 +83,5 @@ def test_bad_pins_are_client_errors(client, body):
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-@pytest.mark.parametrize(
-    ("page", "start", "status"), [(10**20, 0, 400), (0, 10**20, 400), (-1, 0, 400), (10**6, 0, 404)]
-)
-def test_nodes_that_cannot_be(client, page, start, status):
-    for method, path in (("POST", "/pin"), ("DELETE", "/pin"), ("DELETE", "")):
-        assert client.request(method, f"/cache/nodes/{page}{path}?start={start}").status_code == status
-
-
 def test_the_preview_of_a_module_has_no_padding():
     assert preview_tokens(array("i", [7, 0, 9, -1, -1]).tobytes()) == [7, 0, 9]

@@ -110,15 +110,12 @@ def test_a_node_that_is_gone_or_another_is_refused(client, server):
     _, block = blocks(server.url)
     path = f"/cache/nodes/{block['id']}"
     for wrong in (f"{path}?start={block['start'] + 16}", "/cache/nodes/100000000?start=0"):
-        for method, where in (
-            ("POST", wrong.replace("?", "/pin?")),
-            ("DELETE", wrong.replace("?", "/pin?")),
-            ("DELETE", wrong),
-        ):
+        pins = wrong.replace("?", "/pin?")
+        for method, where in (("POST", pins), ("DELETE", pins), ("DELETE", wrong), ("GET", wrong)):
             answer = client.request(method, where)
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "node_not_found")
-    for bad in (path, f"{path}?start=-1", "/cache/nodes/x?start=0"):
-        assert client.delete(bad).status_code == 400
+    for node in (path, f"{path}?start=-1", f"{path}?start={10**20}", f"/cache/nodes/{10**20}?start=0"):
+        assert client.delete(node).status_code == client.get(node).status_code == 400, node
     assert generate(client, SAYING)["meta_info"]["cached_tokens"] > 0
 
 
@@ -175,20 +172,6 @@ def test_only_so_many_may_look(client, server):
         assert time.monotonic() < deadline
 
 
-def test_without_an_admins_key_the_page_stands_and_the_stream_does_not(guarded):
-    assert httpx.get(f"{guarded.url}/").status_code == 200
-    assert httpx.get(f"{guarded.url}/dashboard").status_code == 200
-    events = f"{guarded.url}/dashboard/events"
-    assert httpx.get(events).status_code == 401
-    alice, boss = ({"Authorization": f"Bearer {name}-secret-key"} for name in ("alice", "boss"))
-    for method, path in (("POST", "/cache/nodes/0/pin?start=0"), ("DELETE", "/cache/nodes/0?start=0")):
-        assert httpx.request(method, guarded.url + path, headers=alice).status_code == 403
-    httpx.post(f"{guarded.url}/generate", headers=alice, timeout=60,
-               json={"text": SAYING, "sampling_params": {"max_new_tokens": 1}}).raise_for_status()  # fmt: skip
-    told, block = blocks(guarded.url, lambda b: b["preview"].startswith("Five lighthouse"), headers=boss)
-    assert block["tenant"] == told[block["parent"]]["tenant"] == "alice"
-
-
 def test_a_key_sees_its_own_alone(guarded):
     """Its nodes without their text, its requests and its quota; not those of others, and no figures of the server."""
     alice, boss = ({"Authorization": f"Bearer {name}-secret-key"} for name in ("alice", "boss"))
@@ -213,17 +196,6 @@ def test_the_server_keeps_the_figures_of_an_hour(server):
     assert all(sample.keys() == figures.keys() - {"requests", "finished"} for sample in history)
     assert [one["at_s"] for one in history] == sorted(one["at_s"] for one in history)
     assert history[-1]["pages_total"] == figures["pages_total"]
-
-
-def test_a_node_s_text_is_read(client, server):
-    client.post("/flush_cache")
-    generate(client, SAYING * 2)
-    _, block = blocks(server.url, lambda b: b["start"] == 0)
-    end, start = block["end"]
-    whole = client.get(f"/cache/nodes/{end}", params={"start": start, "from": 0}).raise_for_status().json()
-    assert whole["tokens"] == block["tokens"]
-    assert (SAYING * 2).startswith(whole["text"])
-    assert client.get(f"/cache/nodes/{end}", params={"start": start + 1}).status_code == 404
 
 
 def test_misses_are_counted_by_reason_and_salts_are_named(client, server):

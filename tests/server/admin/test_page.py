@@ -93,6 +93,9 @@ def test_the_tree_is_drawn_and_a_node_pinned_unpinned_and_evicted(page, server):
 def test_figures_and_requests_move(page, server):
     open_plain(page, server.url)
     page.locator("#chart-pool .value", has_text="% in use").wait_for()
+    page.locator("#tokensname", has_text="new tokens").wait_for()
+    assert page.locator("#steps").is_hidden(), "fields of diffusion models are theirs alone"
+    assert page.locator("#algorithm").is_hidden()
     page.locator("#prompt").fill("Once upon a time there lived")
     page.locator("#tokens").fill("2000")
     page.get_by_role("button", name="Send").click()
@@ -257,14 +260,6 @@ def test_a_diffusion_model_has_a_chat(page, denoiser):
     assert page.locator("#canvas .cell:not(.mask)").count() == 16
     page.locator(".turn details summary").click()
     page.locator(".turn pre", has_text="<|im_start|>user").wait_for()
-
-
-def test_fields_of_diffusion_models_are_theirs_alone(page, server):
-    page.goto(server.url)
-    page.locator("#status", has_text="live").wait_for()
-    assert page.locator("#steps").is_hidden()
-    assert page.locator("#algorithm").is_hidden()
-    page.locator("#tokensname", has_text="new tokens").wait_for()
 
 
 def test_text_is_never_markup(page, server):

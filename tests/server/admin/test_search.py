@@ -43,6 +43,7 @@ def test_nodes_are_found_by_their_text_and_by_that_of_their_border(client, serve
     # The words around the place where both prompts part are in no node alone.
     path = f"/cache/nodes/{first['id']}?start={first['start']}&from=0"
     whole = client.get(path).json()["text"]
+    assert whole.startswith(SAYING)
     border = client.get(path.replace("from=0", f"from={first['start']}")).json()["text"]
     place = len(whole) - len(border)
     assert first["id"] in [node["id"] for node in find(server.url, whole[place - 9 : place + 5]).json()["nodes"]]

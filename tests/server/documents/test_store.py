@@ -20,14 +20,6 @@ def stored(default_model_dir):
     return stored
 
 
-def test_the_same_content_is_kept_once(stored):
-    store = DocumentStore()
-    first, _ = store.put("alice", stored("Rome is old."), None)
-    again, _ = store.put("alice", stored("Rome is old."), None)
-    other, is_new = store.put("alice", stored("Rome is old.", "Rome"), None)
-    assert (again is first, is_new, store.of("alice")) == (True, True, [first, other])
-
-
 def test_a_stored_document_has_the_tokens_that_prompts_read(stored):
     one = stored("one two three four", "Numbers")
     assert one.document.tokens == one.alone.tokens

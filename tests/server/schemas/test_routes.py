@@ -56,8 +56,9 @@ def test_register_list_and_delete(client, add):
     assert (listed[0]["length"], "modules" in listed[0]) == (made["length"], False)
     one = client.get("/v1/schemas/cities").json()
     assert (one["modules"], set(one["cached_tokens"].values())) == (made["modules"], {0})
-    other = client.post("/v1/schemas", json={"pml": CITIES.replace("Eat", "Drink")})
-    assert (other.status_code, other.json()["error"]["code"]) == (409, "schema_exists")
+    for other in ({"pml": CITIES.replace("Eat", "Drink")}, {"pml": CITIES, "mode": "scaffold"}):
+        refused = client.post("/v1/schemas", json=other)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "schema_exists")
 
 
 @pytest.mark.parametrize(
@@ -80,8 +81,12 @@ def test_a_schema_that_cannot_be_served_is_not_registered(client, body, words, p
     assert client.get("/v1/schemas").json()["data"] == []
 
 
-def test_modules_are_computed_once_and_read_by_all_ways_to_ask(client, add):
-    add(CITIES, encode=True)
+def test_pinned_modules_are_computed_once_and_read_by_all_ways_to_ask(client, add):
+    made = add(CITIES, pin=True)
+    assert {(pin["id"], pin["name"]) for pin in client.get("/cache/pins").json()["pins"]} == {
+        (pin, "cities") for pin in made["pins"]
+    }
+    client.post("/flush_cache")
     whole = generate(client)
     meta = whole["meta_info"]
     reuse = meta["reuse"]
@@ -173,20 +178,6 @@ def test_options_of_a_request_hold_with_modules_too(client, add):
     salted = generate(client, cache_salt="mine")
     assert (salted["text"], salted["meta_info"]["cached_tokens"]) == (text, 0)
     assert generate(client, cache_salt="mine")["meta_info"]["cached_tokens"] > 0
-
-
-def test_a_pinned_schema_survives_a_flush(client, add):
-    made = add(CITIES, pin=True)
-    held = client.get("/cache/pins").json()
-    assert {pin["id"] for pin in held["pins"]} == set(made["pins"])
-    assert {pin["name"] for pin in held["pins"]} == {"cities"}
-    client.post("/flush_cache")
-    meta = generate(client)["meta_info"]
-    assert meta["reuse"]["computed_tokens"] == 5
-    assert len(add(CITIES, pin=True)["pins"]) == len(made["pins"]) == len(client.get("/cache/pins").json()["pins"])
-    client.delete("/v1/schemas/cities")
-    assert client.get("/cache/pins").json()["pins"] == []
-    add(CITIES)
 
 
 @pytest.mark.parametrize(

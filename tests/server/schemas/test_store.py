@@ -24,22 +24,6 @@ def schema(tokenizer):
     return schema
 
 
-def test_the_same_schema_is_kept_once_and_another_one_of_its_name_is_refused(schema):
-    store = SchemaStore()
-    first, is_new = store.put("alice", schema("a"), None)
-    assert is_new
-    again, is_new = store.put("alice", schema("a"), None)
-    assert again is first
-    assert not is_new
-    for other in (schema("a", "Other text."), schema("a", mode="scaffold")):
-        with pytest.raises(Conflict) as error:
-            store.put("alice", other, None)
-        assert (error.value.status, error.value.code) == (409, "schema_exists")
-    assert store.of("alice") == [first]
-    assert store.remove("alice", "a") is first
-    store.put("alice", schema("a", "Other text."), None)
-
-
 def test_a_schema_of_another_account_does_not_exist(schema):
     store = SchemaStore()
     store.put("alice", schema("a"), None)
