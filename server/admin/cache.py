@@ -80,11 +80,6 @@ async def pin(
     return context.with_names([pinned])[0]
 
 
-def _render(messages: list[Message], account: str, documents: DocumentStore, tokenizer: Tokenizer) -> Prompt:
-    turns = find_documents([message.plain() for message in messages], account, documents)
-    return in_messages(turns, partial(tokenizer.apply_chat_template, add_generation_prompt=False))
-
-
 @router.get("/pins")
 async def pins(context: Ctx) -> dict[str, Any]:
     """All pins, sums of what tenants keep, the tokens that both hold, and the budget."""
