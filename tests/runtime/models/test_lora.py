@@ -13,6 +13,8 @@ from runtime.errors import ModelError
 from runtime.models.adapters.lora import read_lora
 from tests.lora import save_lora
 
+A, B = "base_model.model.0.lora_A.weight", "base_model.model.0.lora_B.weight"
+
 
 @pytest.fixture
 def adapter(tmp_path):
@@ -26,7 +28,7 @@ def change(adapter, **fields):
 
 def test_the_scale_is_within_b(adapter):
     tensors = load_file(adapter / "adapter_model.safetensors")
-    wanted = tensors["base_model.model.0.lora_B.weight"] @ tensors["base_model.model.0.lora_A.weight"]
+    wanted = tensors[B] @ tensors[A]
     found = read_lora(adapter)
     assert (found.rank, list(found.factors)) == (4, ["0"])
     torch.testing.assert_close(found.factors["0"].b @ found.factors["0"].a, 2 * wanted)
@@ -69,21 +71,12 @@ def test_what_is_more_than_low_rank_products_is_refused(adapter, fields, named):
     ("tensors", "named"),
     [
         ({}, "changes no layer"),
-        ({"base_model.model.0.lora_A.weight": torch.ones(4, 6)}, r"0\.lora_B\.weight is missing"),
-        ({"base_model.model.0.lora_B.weight": torch.ones(10, 4)}, "neither the A nor the B"),
+        ({A: torch.ones(4, 6)}, r"0\.lora_B\.weight is missing"),
+        ({B: torch.ones(10, 4)}, "neither the A nor the B"),
         ({"base_model.model.0.lora_magnitude_vector": torch.ones(10)}, "lora_magnitude_vector is neither"),
         ({"0.lora_A.weight": torch.ones(4, 6), "0.lora_B.weight": torch.ones(10, 4)}, "does not begin with"),
-        (
-            {"base_model.model.0.lora_A.weight": torch.ones(4, 6), "base_model.model.0.lora_B.weight": torch.ones(4)},
-            r"\[4, 6\] and \[4\]",
-        ),
-        (
-            {
-                "base_model.model.0.lora_A.weight": torch.full((4, 6), torch.inf),
-                "base_model.model.0.lora_B.weight": torch.ones(10, 4),
-            },
-            "not finite",
-        ),
+        ({A: torch.ones(4, 6), B: torch.ones(4)}, r"\[4, 6\] and \[4\]"),
+        ({A: torch.full((4, 6), torch.inf), B: torch.ones(10, 4)}, "not finite"),
     ],
 )
 def test_other_tensors_are_refused(adapter, tensors, named):

@@ -155,14 +155,8 @@ def test_a_server_process_does_not_load_torch():
 def test_batches_and_somebody_elses_limits(default_model_dir, tmp_path):
     fast = json.loads((default_model_dir / "tokenizer.json").read_text())
     fast["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-    fast["padding"] = {
-        "strategy": {"Fixed": 9},
-        "direction": "Right",
-        "pad_to_multiple_of": None,
-        "pad_id": 2,
-        "pad_type_id": 0,
-        "pad_token": "<|im_end|>",
-    }
+    padding = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None}
+    fast["padding"] = padding | {"pad_id": 2, "pad_type_id": 0, "pad_token": "<|im_end|>"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(fast))
     ours, plain = Tokenizer.load(tmp_path), Tokenizer.load(default_model_dir)
     assert ours.encode(TEXTS[1]) == plain.encode(TEXTS[1])

@@ -190,14 +190,13 @@ def test_a_kill_leaves_nothing_that_is_believed(directory):
         for number in range(begin, begin + 1000):
             put_block(store, block_of(number), payload_of(block_of(number)) * 4)
 
-    rng, files = random.Random(1), shared(directory)
+    files = shared(directory)
     for begin in range(0, 8000, 1000):
         own = {block_of(number).key for number in range(begin, begin + 1000)}
         child = forked(lambda begin=begin: write(begin))
         until = time.monotonic() + 60
         while len(own & set(files.keys())) < 3 and time.monotonic() < until:
             time.sleep(0.005)
-        time.sleep(rng.random() * 0.1)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     blocks = {block.key: block for block in map(block_of, range(8000))}
