@@ -107,12 +107,6 @@ def test_a_prefix_shorter_than_a_page_is_refused(three):
     assert three.pins.num_refused == 1
 
 
-def test_missing_pages_have_to_be_computed_first(three):
-    assert three.pin(1, 1, 2, 2, 8, 8, 9, 9) == {"missing_tokens": 4}
-    assert three.pin(1, 1, namespace=A) == {"missing_tokens": 2}
-    assert (three.pins.pins, three.pins.num_refused, three.tree.num_locked_pages) == ({}, 0, 0)
-
-
 def test_the_budget_counts_distinct_pages_and_those_to_come():
     board = Board(budget=4)
     for tokens in ((1, 1, 2, 2), (1, 1, 3, 3), (5, 5, 6, 6)):
@@ -228,35 +222,6 @@ def test_one_tenant_may_use_what_others_leave_and_yields_beyond_an_equal_share(b
     assert "share" in board.keep(9, 9, keeper=C)
     assert (board.pins.num_displaced, board.pins.num_broken) == (5, 0)
     assert sorted(entry["prefixes"] for entry in board.pins.describe_kept()) == [2, 2, 2]
-
-
-def test_pins_of_operators_come_first(board):
-    for i in range(5):
-        board.keep(i, i, keeper=A)
-        board.now += 1
-    board.compute(7, 7, 8, 8, 9, 9, namespace=PUBLIC)
-    assert "pin" in board.pins.pin(array("i", [7, 7, 8, 8, 9, 9]), PUBLIC, None, None)
-    assert board.kept == 6
-    assert [keep.node.key[0] for keep in board.pins.oldest_kept()] == [2, 3, 4]
-    assert "its share of 6" in board.keep(6, 6, keeper=A)
-    board.compute(*range(8), namespace=PUBLIC)
-    assert "would hold 7 pages" in board.pins.pin(array("i", range(8)), PUBLIC, None, None)["refused"]
-    assert board.kept == 6, "a pin that is refused takes nothing away"
-
-
-def test_kept_prefixes_yield_to_a_live_request_before_pins_do(board):
-    board.compute(1, 1, namespace=A)
-    board.pins.pin(array("i", [1, 1]), A, "pinned", None)
-    board.keep(2, 2, keeper=A)
-    board.now += 1
-    board.keep(3, 3, keeper=A)
-    board.now += 1
-    board.use(2, 2, user=A)
-    left = []
-    while board.pins.yield_one():
-        left.append((len(board.pins.pins), [keep.node.key[0] for keep in board.pins.oldest_kept()]))
-    assert left == [(1, [2]), (1, []), (0, [])]
-    assert (board.pins.num_displaced, board.pins.num_broken) == (2, 1)
 
 
 def test_a_node_that_is_let_go_takes_pins_and_keeps_with_it(board):
