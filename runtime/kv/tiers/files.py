@@ -65,7 +65,6 @@ class FileStore:
         directory: made if it does not exist.
         option: the option that names the directory, for errors.
         capacity: most bytes of all blocks; None: no bound. `ramet cache purge` makes room then.
-        quota: most bytes of each tenant's blocks; default: `capacity`.
 
     Raises:
         ModelError: if there is no such directory, it belongs to another user, or holds other things.
@@ -78,7 +77,6 @@ class FileStore:
         directory: Path,
         option: str,
         capacity: int | None = None,
-        quota: int | None = None,
         clock: Callable[[], float] = time.time,
     ):
         self.name = "store" if capacity is None else "disk"
@@ -86,7 +84,7 @@ class FileStore:
         self.on_evict: Callable[[Iterable[BlockKey]], None] = lambda keys: None
         self._clock = clock
         self._unfinished = directory / "unfinished"
-        self._contents = None if capacity is None else Contents(capacity, quota)
+        self._contents = None if capacity is None else Contents(capacity)
         self._lock = Lock()
         self._version: bytes | None = None  # of the directory, when `_contents` was last compared with it
         self._folders: dict[str, tuple[int, set[BlockKey]]] = {}
@@ -202,11 +200,11 @@ class FileStore:
             self._write(key, buffers, self._clock())
             return True
         size = size_of(buffers)
-        if size > contents.quota:
+        if size > contents.capacity:
             return False
         with self._alone():
             self._remove(key)
-            while (victim := contents.victim(tenant, size)) is not None:
+            while (victim := contents.victim(size)) is not None:
                 self._evict(contents, victim)
             entry = StoredBlock(key, tenant, size, self._clock())
             self._write(key, buffers, entry.used)
@@ -310,7 +308,7 @@ class FileStore:
                     added += self._checked(key)
         for entry in sorted(added, key=lambda entry: entry.used):
             contents.add(entry)
-        while (victim := contents.victim("", 0)) is not None:
+        while (victim := contents.victim(0)) is not None:
             self._evict(contents, victim)
 
     def _checked(self, key: BlockKey) -> list[StoredBlock]:

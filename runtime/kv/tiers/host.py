@@ -18,10 +18,10 @@ class HostStore:
     name = "host"
     outlives = False
 
-    def __init__(self, capacity: int, quota: int | None = None):
-        """`capacity`, `quota`: most bytes of all blocks, and of each tenant's."""
+    def __init__(self, capacity: int):
+        """`capacity`: most bytes of all blocks."""
         self.on_evict: Callable[[Iterable[BlockKey]], None] = lambda keys: None
-        self._contents = Contents(capacity, quota)
+        self._contents = Contents(capacity)
         self._blocks: dict[BlockKey, Buffer] = {}
         self._lock = Lock()
 
@@ -41,12 +41,12 @@ class HostStore:
 
     def put(self, key: BlockKey, buffers: Sequence[Buffer], tenant: str) -> bool:
         size = size_of(buffers)
-        if size > self._contents.quota:
+        if size > self._contents.capacity:
             return False
         block = joined(buffers)
         with self._lock:
             self._remove(key)
-            while (victim := self._contents.victim(tenant, size)) is not None:
+            while (victim := self._contents.victim(size)) is not None:
                 self._remove(victim.key)
                 self.on_evict([victim.key])
             self._contents.add(StoredBlock(key, tenant, size))

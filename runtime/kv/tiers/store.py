@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -67,16 +67,12 @@ class Contents:
 
     Args:
         capacity: most bytes of all blocks.
-        quota: most bytes of each tenant's blocks; default: `capacity`.
     """
 
-    def __init__(self, capacity: int, quota: int | None = None):
+    def __init__(self, capacity: int):
         self.capacity = capacity
-        self.quota = capacity if quota is None else min(quota, capacity)
         self.num_bytes = 0
         self._entries: OrderedDict[BlockKey, StoredBlock] = OrderedDict()
-        self._tenants: dict[str, OrderedDict[BlockKey, None]] = {}
-        self._bytes = Counter[str]()  # by tenant
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -88,8 +84,6 @@ class Contents:
         """Add a block as the most recently used one, or replace it."""
         self.remove(entry.key)
         self._entries[entry.key] = entry
-        self._tenants.setdefault(entry.tenant, OrderedDict())[entry.key] = None
-        self._bytes[entry.tenant] += entry.size
         self.num_bytes += entry.size
 
     def use(self, key: BlockKey, used: float = 0.0) -> None:
@@ -97,28 +91,21 @@ class Contents:
         if (entry := self._entries.get(key)) is not None:
             self._entries[key] = entry._replace(used=used)
             self._entries.move_to_end(key)
-            self._tenants[entry.tenant].move_to_end(key)
 
     def remove(self, key: BlockKey) -> bool:
         """Whether the block was there."""
         if (entry := self._entries.pop(key, None)) is None:
             return False
         self.num_bytes -= entry.size
-        self._bytes[entry.tenant] -= entry.size
-        del self._tenants[entry.tenant][key]
-        if not self._tenants[entry.tenant]:
-            del self._tenants[entry.tenant], self._bytes[entry.tenant]
         return True
 
-    def victim(self, tenant: str, size: int) -> StoredBlock | None:
-        """The next block to evict before a tenant may add `size` bytes, at most its quota; None: they fit."""
-        if self._bytes[tenant] + size > self.quota:
-            return self._entries[next(iter(self._tenants[tenant]))]
+    def victim(self, size: int) -> StoredBlock | None:
+        """The next block to evict before `size` bytes, at most the capacity, may be added; None: they fit."""
         return next(iter(self._entries.values())) if self.num_bytes + size > self.capacity else None
 
     def of(self, tenant: str | None) -> list[BlockKey]:
         """The blocks of a tenant, or all (None)."""
-        return list(self._entries if tenant is None else self._tenants.get(tenant, ()))
+        return [key for key, entry in self._entries.items() if tenant in (None, entry.tenant)]
 
 
 def size_of(buffers: Sequence[Buffer]) -> int:

@@ -67,7 +67,7 @@ def test_the_contract_of_a_store(store):
 class BoundedStore(RuleBasedStateMachine):
     """A bounded store beside a plain list from the least to the most recently used."""
 
-    CAPACITY, QUOTA = 10 * SMALL, 6 * SMALL
+    CAPACITY = 10 * SMALL
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ class BoundedStore(RuleBasedStateMachine):
         self.open()
 
     def open(self):
-        self.store = HostStore(self.CAPACITY, self.QUOTA)
+        self.store = HostStore(self.CAPACITY)
         self.store.on_evict = self.evicted.extend
 
     def size_of(self, tenant=None):
@@ -88,18 +88,16 @@ class BoundedStore(RuleBasedStateMachine):
         self.expected.append(block.key)
 
     # Mostly several blocks at once.
-    @rule(block=st.sampled_from(BLOCKS), extra=st.sampled_from([0, 0, 700, 5 * SMALL]))
+    @rule(block=st.sampled_from(BLOCKS), extra=st.sampled_from([0, 0, 700, 5 * SMALL, 10 * SMALL]))
     def put(self, block, extra):
-        tenant, payload = block.namespace.tenant, bytes(len(payload_of(block)) + extra)
+        payload = bytes(len(payload_of(block)) + extra)
         size = sum(map(len, stored(block, payload)))
         self.evicted.clear()
         self.expected = []
-        assert put_block(self.store, block, payload) == (size <= self.QUOTA)
-        if size > self.QUOTA:
+        assert put_block(self.store, block, payload) == (size <= self.CAPACITY)
+        if size > self.CAPACITY:
             return
         self.plain.pop(block, None)
-        while self.size_of(tenant) + size > self.QUOTA:
-            self.drop(next(old for old in self.plain if old.namespace.tenant == tenant))
         while self.size_of() + size > self.CAPACITY:
             self.drop(next(iter(self.plain)))
         self.plain[block] = size
@@ -145,8 +143,7 @@ class BoundedDirectory(BoundedStore):
 
     def open(self):
         self.root = getattr(self, "root", None) or tempfile.mkdtemp(dir=MEMORY)
-        bounds = (self.CAPACITY, self.QUOTA)
-        self.store = FileStore(Path(self.root), "--disk-cache", *bounds, clock=lambda: self.now)
+        self.store = FileStore(Path(self.root), "--disk-cache", self.CAPACITY, clock=lambda: self.now)
         self.store.on_evict = self.evicted.extend
 
     @rule()
