@@ -45,6 +45,9 @@ def test_distributions_stay_near(default_model_dir, cores):
     assert abs(losses[1] - losses[0]) < 0.02
 
 
-def test_without_the_kernels_it_is_refused(tiny_dir):
+@pytest.mark.parametrize(
+    "options", [{"quantization": "int8", "kernels": "torch"}, {"kernels": "native", "kv_dtype": "fp8"}]
+)
+def test_without_the_kernels_it_is_refused(tiny_dir, options):
     with pytest.raises(ModelError, match="--quantization int8 and --kernels native need"):
-        make_core(tiny_dir, quantization="int8", kernels="torch")
+        make_core(tiny_dir, **options)
