@@ -4,7 +4,7 @@ VENV    ?= .venv
 COMPOSE ?= docker compose
 ARGS    ?=
 # Processes of the test run: files of tests are shared out among them.
-WORKERS ?= 2
+WORKERS ?= 3
 # The one version that Ramet is tested with; TORCH="torch>=2.6" or a wheel's path takes another.
 TORCH   ?= torch==2.13.0
 # An index that is asked for torch first. Without an NVIDIA driver: PyTorch's own for CPUs, whose package has no CUDA.
