@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
 
-from runtime.errors import RametError
 from runtime.logs import request_id
 
-
-class NoTraces(RametError):
-    """The `otel` extra is not installed."""
+log = logging.getLogger("ramet.server")
 
 
 def add_traces(app: FastAPI) -> None:
     """Send a span for every request to the collector at $OTEL_EXPORTER_OTLP_ENDPOINT, e.g. http://127.0.0.1:4318.
 
-    A request's `traceparent` is its parent. Raises NoTraces if the extra is not installed.
+    A request's `traceparent` is its parent. The variable may be meant for other programs: without the extra `otel`,
+    a warning is logged.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -27,7 +26,8 @@ def add_traces(app: FastAPI) -> None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise NoTraces(f"$OTEL_EXPORTER_OTLP_ENDPOINT needs pip install ramet[otel]: {error.name} is missing") from None
+        log.warning("no traces: $OTEL_EXPORTER_OTLP_ENDPOINT needs pip install ramet[otel]; %s is missing", error.name)
+        return
     provider = TracerProvider(resource=Resource({"service.name": "ramet", "service.version": version("ramet")}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     # Without these spans, as every event of a stream would have one. The last batch is sent at exit.
