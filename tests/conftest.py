@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Small matrices gain nothing from a second thread, and threads of two workers that wait for each other on two cores
@@ -27,7 +27,8 @@ from runtime.models.default_model import fetch_default
 from tests.tiny import TINY_MODELS, save_tiny
 
 # For `make test`: the same examples each time, so that a change alone makes a test fail. Plain pytest draws new ones.
-settings.register_profile("repeat", derandomize=True)
+# No limit of time: a busy machine takes the time from an example.
+settings.register_profile("repeat", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # For mutmut: the same examples each time, and no search for a smaller one once a test has failed.
 settings.register_profile("mutants", derandomize=True, phases=(Phase.explicit, Phase.generate))
 
