@@ -17,6 +17,17 @@ def insert(tree: RadixTree, tokens: list[int], pages: list[int], namespace: Name
     return tree.insert(key(*tokens), array("i", pages), namespace)
 
 
+def test_a_pin_of_a_run_s_beginning_adds_its_own_pages_alone():
+    tree = RadixTree(1)
+    tree.insert(key(1, 2, 3, 4, 5, 6), array("i", range(6)))
+    beginning = tree.match(key(1, 2))
+    assert tree.num_new_pinned_pages(beginning) == 2
+    node = tree.lock_match(beginning)
+    tree.pin(node)
+    tree.unlock(node)
+    assert (tree.num_pinned_pages, tree.num_new_pinned_pages(tree.match(key(1, 2, 3, 4, 5, 6)))) == (2, 4)
+
+
 def test_partial_page_among_many_children_is_the_longest():
     tree = RadixTree(4)
     for i in range(40):

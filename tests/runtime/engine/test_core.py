@@ -94,6 +94,22 @@ def test_pages_of_a_request_whose_logits_were_no_numbers_are_not_used_again(tiny
     assert driver.together([prompt], max_new_tokens=4) == plain.together([prompt], max_new_tokens=4)
 
 
+def test_the_output_of_a_request_that_fails_is_not_cached(tiny_dir, monkeypatch):
+    core = make_core(tiny_dir, page_size=4)
+    driver = Driver(core)
+    driver.add("bad", list(range(100, 108)), max_new_tokens=40)
+    while len(driver.tokens["bad"]) < 20:
+        driver.step()
+
+    def failing(batch):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(core.executor, "run", failing)
+    driver.run()
+    assert driver.finish["bad"].type == "error"
+    assert core.cache.tree.num_pages == 2, "the prompt's"
+
+
 def test_a_step_s_time_is_divided_among_its_rows(tiny_dir):
     """12 rows and 4: their pages cost three parts and one of what the step took, and no more than that."""
     driver = Driver(make_core(tiny_dir, page_size=4))

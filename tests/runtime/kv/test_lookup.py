@@ -71,6 +71,13 @@ def test_no_other_namespace_is_looked_at():
     assert told(cache, 1, 2, 3, 4, 5, namespace=T).why == "flush"
 
 
+def test_no_other_salt_is_previewed():
+    cache = make_cache()
+    keep(cache, 1, 2, 3, 4, namespace=Namespace("t", "salt"))
+    assert other(told(cache, 9, 9, 9, namespace=Namespace("t", "other"))) == []
+    assert other(told(cache, 9, 9, 9, namespace=Namespace("t", "salt"))) == [1, 2, 3, 4]
+
+
 def test_what_left_and_when():
     cache = make_cache(pages=4, quotas={"t": 2})
     now = 9.0

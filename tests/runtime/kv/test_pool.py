@@ -46,9 +46,10 @@ def test_the_first_rows_of_a_page_are_copied_in_all_layers():
     pool.v[:] = pool.k + 100
     pool.copy_rows(3, 1, 2)
     pool.others = SimpleNamespace(copy_rows=lambda *arguments: told.append(arguments))
+    pool.before_write = lambda pages: told.append((*pages, pool.k[0, 6, 0, 0].item()))
     pool.copy_rows(0, 2, 1)
     rows = [0, 1, 2, 9, 10, 5, 0, 7, 8, 9, 10, 11]
     for layer in range(2):
         assert pool.k[layer, :, 1, 4].tolist() == rows
         assert pool.v[layer, :, 0, 0].tolist() == [row + 100 for row in rows]
-    assert told == [(0, 2, 1)], "pools elsewhere copy the same rows"
+    assert told == [(0, 2, 1), (2, 6.0)], "pools elsewhere copy the same rows; a tier may read the page before"

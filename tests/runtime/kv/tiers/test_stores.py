@@ -64,6 +64,19 @@ def test_the_contract_of_a_store(store):
     store.close()
 
 
+@pytest.mark.parametrize("use", ["get", "touch", "put"])
+def test_a_block_that_was_used_stays_longest(use):
+    store = HostStore(2 * SMALL)
+    first, second, third = (block for block in BLOCKS[:3])
+    put_block(store, first)
+    put_block(store, second)
+    {"get": store.get, "touch": lambda key: store.touch([key]), "put": lambda key: put_block(store, first)}[use](
+        first.key
+    )
+    put_block(store, third)
+    assert store.contains_many([first.key, second.key, third.key]) == [True, False, True]
+
+
 class BoundedStore(RuleBasedStateMachine):
     """A bounded store beside a plain list from the least to the most recently used."""
 
@@ -170,7 +183,7 @@ class BoundedDirectory(BoundedStore):
 
 TestHost = BoundedStore.TestCase
 TestDirectory = BoundedDirectory.TestCase
-TestHost.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestHost.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestDirectory.settings = settings(max_examples=8, stateful_step_count=40, deadline=None)
 
 
