@@ -80,7 +80,10 @@ def test_a_tenant_is_erased_from_every_tier(tiny_dir, tmp_path):
         driver.together([PROMPTS[0]], max_new_tokens=NEW, namespace=space)
     evict(core)
     core.part(Tiering).note()
+    other_model = tmp_path / "disk" / "pins-other"
+    other_model.write_bytes(b"what another model noted")
     done = call(core, EraseTenant("a"))
+    assert not other_model.exists()
     assert done["erased_tokens"] == 128
     assert done["erased_blocks"] == {"host": 6, "disk": 6, "store": 6}
     assert call(core, GetPins())["pins"] == []

@@ -224,6 +224,8 @@ def test_modules_are_encoded_ahead_and_pinned(tiny_dir, reference):
     draw = random.Random(15)
     modules = [module(draw, 40, 0, (5,), "/a"), module(draw, 16, 40, name="/b")]
     driver = ModuleDriver(tiny_dir, pool_tokens=640, pin_budget=0.5, page_size=16)
+    driver.ask("before", behind(draw, modules[:1]), NEW)  # the first is there, and the second must be computed
+    driver.run()
     pins = pin(driver, modules, ttl_s=60)["pins"]
     assert sorted((one["name"], one["tokens"]) for one in pins) == [("/a", 48), ("/b", 16)]
     driver.flush()
