@@ -67,25 +67,19 @@ class PrefixStrategy(Strategy):
             request.event.lookup = look_up(cache, key, request.namespace, self._most(request))
         node = cache.tree.lock_match(match)
         need = cache.pages_for(len(sequence.tokens)) - len(match.pages)
-        fresh, rows = None, 0
+        fresh = None
         if need + headroom <= cache.num_available:
-            # The page to copy from must outlive the eviction that makes room for its copy; where nothing else can
-            # be evicted it goes too, and its rows are computed again.
-            cache.tree.lock(match.partial_node)
             fresh = cache.allocate(need, match.pages, request.owner)
-            cache.tree.unlock(match.partial_node)
-            rows = match.partial_rows if fresh is not None else 0
-            if fresh is None:
-                fresh = cache.allocate(need, match.pages, request.owner)
         if fresh is None:
             cache.tree.unlock(node)
             return False
         cache.use(node)
         cache.pins.renew(node, request.owner)
+        rows = match.partial_rows
         whole = len(match.pages) * cache.page_size
         request.segments = [Segment(match.pages, whole, node=node)] if node is not None else []
         sequence.start, sequence.pages, sequence.num_computed, sequence.seconds = whole, fresh, whole + rows, 0.0
-        if rows:
+        if rows:  # even if their page was evicted just now: nothing has written to it since
             cache.pool.copy_rows(match.partial_page, fresh[0], rows)
         if request.cached_tokens < 0:
             request.cached_tokens = whole + rows

@@ -87,6 +87,13 @@ def test_streamed_deltas_are_the_text(engine):
     assert outputs[-1].completion_tokens == 6
 
 
+def test_of_a_batch_that_is_refused_nothing_goes_on(engine):
+    twins = [Submission("Once upon a time", SamplingParams(max_new_tokens=500, ignore_eos=True), rid="twin")] * 2
+    with pytest.raises(InvalidRequest, match="in use"):
+        list(engine.stream_all(twins))
+    assert engine._client.num_open == 0
+
+
 def test_n_completions_share_the_prompt(engine):
     outputs = engine.generate("A list of colours:", {"n": 3, "seed": 5, "max_new_tokens": 5})
     assert [output.choice for output in outputs] == [0, 1, 2]

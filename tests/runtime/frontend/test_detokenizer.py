@@ -37,6 +37,12 @@ def test_deltas_are_whole_characters_and_add_up(tokenizer, text):
     assert all("\N{REPLACEMENT CHARACTER}" not in delta for delta in deltas)
 
 
+def test_the_stop_string_that_comes_first_ends_the_text(tokenizer):
+    stream = TextStream(tokenizer, SamplingParams(stop=["9", "7"]))
+    stream.push(tokenizer.encode("6 7 8 9"), last=True)
+    assert (stream.text, stream.stopped) == ("6 ", "7")
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     st.text(alphabet="abcX🌱", max_size=40),

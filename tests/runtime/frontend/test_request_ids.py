@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from runtime.config import SchedulerConfig
-from runtime.errors import InvalidRequest, RateLimited
+from runtime.errors import InvalidRequest, RametError, RateLimited
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Submission
 from runtime.frontend.processor import Frontend
@@ -45,6 +45,16 @@ def frontend(tokenizer, sent):
 def submit(stream: OutputStream, *rids: str) -> None:
     for rid in rids:
         stream.submit(Submission([1], SamplingParams(), rid=rid), [1])
+
+
+@pytest.mark.parametrize(("refused", "kind"), [(True, InvalidRequest), (False, RametError)])
+def test_an_engine_s_refusal_is_the_client_s_fault_and_its_failure_is_not(frontend, sent, refused, kind):
+    outputs = []
+    frontend.submit(Submission([1], SamplingParams(), rid="a"), [1], 0, outputs.append)
+    finish = Finish("error", message="no", refused=refused, code="why", param="text")
+    frontend.take([TokenEvent(sent[-1].rid, [], finish)])
+    (error,) = outputs
+    assert (type(error), error.message, error.code, error.param) == (kind, "no", "why", "text")
 
 
 def test_a_stream_that_is_closed_leaves_the_successor_of_a_finished_id_alone(frontend, sent):

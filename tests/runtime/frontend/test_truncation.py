@@ -20,9 +20,11 @@ def test_the_last_tokens_that_fit(tiny_dir, last, new, kept):
     info = ModelInfo("tiny", "", "", 10_000, 64, [2], "", "", "", 16, 4096)
     inputs = InputProcessor(info, Tokenizer.load(tiny_dir), SchedulerConfig())
     ids = list(range(5, 205))
-    submission = Submission(ids, SamplingParams(max_new_tokens=new), last_tokens=last)
+    places = [(150, 60.0), (200, 3600.0)]
+    submission = Submission(ids, SamplingParams(max_new_tokens=new), last_tokens=last, breakpoints=places)
     if kept is None:
         with pytest.raises(InvalidRequest, match="64 tokens"):
             inputs.encode(submission)
     else:
         assert inputs.encode(submission) == ids[-kept:]
+        assert submission.breakpoints == [(max(kept - 50, 0), 60.0), (kept, 3600.0)]

@@ -172,6 +172,7 @@ def test_both_spellings_of_rope(copy):
             (4096, None, 4096),
         ),
         ("LlamaForCausalLM", {"sliding_window": 128}, ()),
+        ("Gemma3ForCausalLM", {"sliding_window_pattern": 2, "query_pre_attn_scalar": 16}, (4096, None, 4096)),
     ],
 )
 def test_sliding_windows(copy, architecture, fields, windows):

@@ -190,6 +190,12 @@ def test_penalty_counts_follow_the_output():
     assert drawn == [1, 2, 1, 0, 2]
 
 
+def test_tokens_of_entries_are_prompt_for_penalties():
+    sampler, one = Sampler(3, CPU), request((0,), 1, temperature=0, frequency_penalty=2.0)
+    one.entry_tokens.extend([1, 1, 1])
+    assert sampler.sample(torch.tensor([[0.0, 3.0, 2.0]]), [one]).read() == [1]
+
+
 def test_a_seed_gives_the_same_tokens_in_any_company(tiny_dir):
     prompt = [9, 8, 7]
     alone = Driver(make_core(tiny_dir))

@@ -213,6 +213,9 @@ def test_public_prefixes_are_for_marked_keys(ask):
     assert cached(ask("alice", **PROMPT, cache_scope="public")) == 0
     assert cached(ask("root", **PROMPT, cache_scope="public")) == 112
     assert cached(ask("alice", **PROMPT)) == 0
+    other = {**PROMPT, "input_ids": [*range(100, 180), *range(7, 40)]}
+    told = ask("root", **other, explain=True, cache_scope="public").json()["meta_info"]["explain"]
+    assert told["parting"]["there"] is None, "what others asked in public is not shown"
     answer = ask("bob", **PROMPT, cache_scope="public")
     assert answer.status_code == 403
     assert answer.json()["error"]["param"] == "cache_scope"

@@ -5,8 +5,18 @@ from __future__ import annotations
 import openai
 import pytest
 
+from runtime.frontend.output import Output
+from server.openai.common import usage
+
 MODEL = "smollm2"
 PAGE = 16
+
+
+def test_usage_counts_what_the_first_choice_read():
+    """The others read the prompt that the first one has computed."""
+    outputs = [Output(0, choice, "r", prompt_tokens=20, cached_tokens=cached) for choice, cached in ((0, 0), (1, 16))]
+    told = usage(outputs)
+    assert (told["prompt_tokens"], told["prompt_tokens_details"]["cached_tokens"]) == (20, 0)
 
 
 def words(seed: int, count: int) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
@@ -185,6 +187,21 @@ def test_items_of_the_input(api):
     assert (again.output_text, again.usage.input_tokens) == (second.output_text, second.usage.input_tokens)
     with pytest.raises(openai.NotFoundError):
         api.responses.input_items.list("resp_none")
+
+
+def test_an_aborted_response_is_not_complete(client, server):
+    client.post("/pause")
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(
+                httpx.post, f"{server.url}/v1/responses", json={"model": MODEL, "input": "x"}, timeout=60
+            )
+            server.wait(lambda state: state["waiting"] == 1)
+            client.post("/abort_request", json={"abort_all": True})
+            answer = asked.result()
+    finally:
+        client.post("/resume")
+    assert answer.status_code != 200 or answer.json()["status"] in ("incomplete", "cancelled", "failed")
 
 
 def test_log_probabilities(api):

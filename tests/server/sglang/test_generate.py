@@ -72,10 +72,10 @@ def test_stream_is_cumulative_with_deltas(client):
 
 
 def test_stream_of_a_batch_tells_the_index(client):
-    parts = events(client, text=["Once upon", "The capital of France is"], sampling_params=GREEDY)
-    texts = {index: "".join(p["delta"] for p in parts if p["index"] == index) for index in (0, 1)}
-    assert texts[1].startswith(" Paris")
-    assert sum(p["meta_info"]["finish_reason"] is not None for p in parts) == 2
+    parts = events(client, text=["Once upon", "The capital of France is"], sampling_params={**GREEDY, "n": 2})
+    texts = ["".join(p["delta"] for p in parts if p["index"] == index) for index in range(4)]
+    assert [text.startswith(" Paris") for text in texts] == [False, False, True, True]
+    assert sum(p["meta_info"]["finish_reason"] is not None for p in parts) == 4
 
 
 def test_logprobs(client):

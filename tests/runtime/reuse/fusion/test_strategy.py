@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from radix import Namespace
 from runtime.calls import AddPin, GetPins, GetTree, RemovePin
 from tests.runtime.engine.driver import call
 from tests.runtime.reuse.fusion.driver import LAYERS, NEW, FusionDriver, build, check, row_layers
@@ -204,6 +205,9 @@ def test_a_later_turn_finds_the_documents(tiny_dir, reference, method):
     check(driver, reference, 20)
     looks = method in ("a3", "cacheblend", "prophetkv")
     assert [driver.report(rid)["chosen_before"] for rid in "123"] == [False, looks, looks]
+    driver.fuse("stranger", second, 1, namespace=Namespace("another tenant"))
+    driver.run()
+    assert not driver.report("stranger")["chosen_before"]
     assert driver.cached("2") >= 104 + 16 + (0 if method == "full" else 16)
 
 
