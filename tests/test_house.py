@@ -31,7 +31,7 @@ def test_modules_and_functions_are_short():
     assert long == set()
 
 
-@pytest.mark.parametrize("room", ["radix", "server"])
+@pytest.mark.parametrize("room", ROOMS)
 def test_a_public_class_name_means_one_class_of_a_room(room):
     trees = (tree for path, tree in TREES.items() if path.is_relative_to(ROOT / room))
     names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))

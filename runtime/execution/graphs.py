@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.batch import AttentionPlan, ForwardBatch
-from runtime.execution.attention.flashinfer import Call, Calls, FlashInferAttention
+from runtime.execution.attention.flashinfer import Call, FlashInferAttention, GroupCalls
 from runtime.execution.attention.paged_index import PagedIndex, by_call, paged_index
 from runtime.execution.llama import Attend, LlamaModel
 from runtime.execution.transfers import upload
@@ -39,7 +39,7 @@ class GraphCall:
             for name, length in lengths.items()
         }
         self._wrapper = backend.make_decode(use_cuda_graph=True, **buffers)
-        self.calls = Calls([Call(self._wrapper, slice(0, size), None, slice(0, size))])
+        self.calls = GroupCalls([Call(self._wrapper, slice(0, size), None, slice(0, size))])
 
     def plan(self, plan: AttentionPlan) -> None:
         """Plan the wrapper for a step of `decode_plan`, within the backend's `planning`."""

@@ -32,7 +32,7 @@ class Call:
     Attributes:
         rows: rows of the layer group whose queries it gets; a slice if they are contiguous.
         cos_sin: rotation of the queries by their spans' shifts, float32 [rows, head_dim / 2] each.
-        place: its partial results within `Calls.out`.
+        place: its partial results within `GroupCalls.out`.
     """
 
     wrapper: Any
@@ -42,7 +42,7 @@ class Call:
 
 
 @dataclass(slots=True)
-class Calls:
+class GroupCalls:
     """Planned calls of each layer of a group.
 
     Attributes:
@@ -84,7 +84,7 @@ class FlashInferAttention(AttentionBackend):
         self._wrappers: dict[str, list[Any]] = {"prefill": [], "decode": []}
         self._used = dict.fromkeys(self._wrappers, 0)
 
-    def prepare_step(self, plans: Sequence[AttentionPlan]) -> list[Calls]:
+    def prepare_step(self, plans: Sequence[AttentionPlan]) -> list[GroupCalls]:
         self._used = dict.fromkeys(self._wrappers, 0)
         with self.planning():
             return super().prepare_step(plans)
@@ -142,7 +142,7 @@ class FlashInferAttention(AttentionBackend):
         """Whether enough query heads share keys for decode to be a matrix product."""
         return self.num_heads // self.pool.k.shape[2] >= 4
 
-    def prepare(self, plan: AttentionPlan) -> Calls:
+    def prepare(self, plan: AttentionPlan) -> GroupCalls:
         indexes: list[PagedIndex] = []
         calls: list[Call] = []
         for kind, part in by_call(plan, self.pool.page_size).items():
@@ -152,12 +152,12 @@ class FlashInferAttention(AttentionBackend):
             indexes.append(index)
         rows = np.concatenate([index.rows for index in indexes]) if indexes else np.empty(0, dtype=np.int64)
         if len(calls) == 1 and calls[0].cos_sin is None and np.array_equal(rows, np.arange(plan.num_rows)):
-            return Calls(calls)
+            return GroupCalls(calls)
         table = upload(merge_table(rows, plan.num_rows), self.device)
         shape = (len(rows) + 1, self.num_heads, self.pool.k.shape[-1])
         out = torch.zeros(shape, dtype=self.dtype, device=self.device)
         lse = torch.full(shape[:2], -torch.inf, dtype=torch.float32, device=self.device)
-        return Calls(calls, table, out, lse)
+        return GroupCalls(calls, table, out, lse)
 
     def _call(self, plan: AttentionPlan, kind: str, index: PagedIndex, place: slice) -> Call:
         if index.decode_only and kind != "masked":
@@ -215,7 +215,7 @@ class FlashInferAttention(AttentionBackend):
         k, v = (t[layer].unflatten(0, (-1, self.pool.page_size)) for t in (self.pool.k, self.pool.v))
         return k, v
 
-    def run(self, prepared: Calls, q: torch.Tensor, layer: int) -> torch.Tensor:
+    def run(self, prepared: GroupCalls, q: torch.Tensor, layer: int) -> torch.Tensor:
         pages = self.pages(layer)
         if prepared.table is None or prepared.out is None or prepared.lse is None:
             return prepared.calls[0].wrapper.run(q, pages)
