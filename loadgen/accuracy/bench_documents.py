@@ -10,13 +10,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, PrivateAttr
 
 from loadgen.accuracy.documents import TASKS, tokenize
-from loadgen.accuracy.forced import Ask, Asker
+from loadgen.accuracy.forced import Ask
 from loadgen.accuracy.quality import BATCH, FIGURES, Judge
 from loadgen.harness import BenchError, Cell, Figure
 from loadgen.micro.documents import FULL, METHODS, PREFIX, Documents, Shape, ways
 from loadgen.micro.model_bench import ModelBench
 from runtime.frontend.documents.plan import DocumentPlanner
-from runtime.models.tokenizer import Tokenizer
 from runtime.params import ReuseParams
 
 # Of the ways that are measured at all counts, by page.
@@ -60,7 +59,6 @@ class DocumentReuse(ModelBench):
 
     _drive: Documents = PrivateAttr()
     _judge: Judge = PrivateAttr()
-    _tokenizer: Tokenizer = PrivateAttr()
     _ways: dict[str, ReuseParams | None] = PrivateAttr()
 
     def baseline(self) -> tuple[str, str]:
@@ -74,9 +72,8 @@ class DocumentReuse(ModelBench):
         self._ways = {FULL: None, PREFIX: None, **ways(self.methods, self.ratios, self.granularities)}
         path = self.path()
         if self.quality:
-            self._tokenizer = Tokenizer.load(path)
-            drive: Any = Asker(path, **self.options(max_running=64))
-            self._judge = Judge(drive, self._tokenizer)
+            self._judge = Judge.open(path, **self.options(max_running=64))
+            drive: Any = self._judge.asker
         else:
             most, served = (self.system + count * self.tokens + self.question for count in (max(self.counts), self.at))
             running = max(self.clients, self.readers)
@@ -125,7 +122,7 @@ class DocumentReuse(ModelBench):
 
     def _answers(self, task: str, name: str, draw: random.Random) -> dict[str, Any]:
         items = [TASKS[task](draw) for _ in range(BATCH)]
-        prompts = [tokenize(item, self._tokenizer) for item in items]
+        prompts = [tokenize(item, self._judge.tokenizer) for item in items]
         full, asked, planner = [Ask(one.tokens.tolist()) for one in prompts], self._ways[name], DocumentPlanner()
         if asked is None:
             return self._judge.judge(task, items, full, None)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field, PositiveInt, PrivateAttr
 
-from loadgen.accuracy.forced import Ask, Asker
+from loadgen.accuracy.forced import Ask
 from loadgen.accuracy.parts import TASKS, Item
 from loadgen.accuracy.quality import BATCH, FIGURES, FULL, Judge
 from loadgen.harness import BenchError, Cell, Figure
@@ -47,8 +47,6 @@ class PromptModules(ModelBench):
 
     _drive: Modules = PrivateAttr()
     _judge: Judge = PrivateAttr()
-    _tokenizer: Tokenizer = PrivateAttr()
-    _context: int = PrivateAttr()
 
     def baseline(self) -> tuple[str, str]:
         return "way", FULL
@@ -59,9 +57,8 @@ class PromptModules(ModelBench):
             raise BenchError(f"--tasks: {min(unknown)} is none of {', '.join(TASKS)}")
         path = self.path()
         if self.quality:
-            self._tokenizer = Tokenizer.load(path)
-            drive: Any = Asker(path, **self.options(max_running=64))
-            self._judge, self._context = Judge(drive, self._tokenizer), drive.core.info.context_length
+            self._judge = Judge.open(path, **self.options(max_running=64))
+            drive: Any = self._judge.asker
         else:
             options = self.options(max_running=self.together, pool_memory=2.0)
             drive = self._drive = Modules(path, self.modules, self.new, self.steps, **options)
@@ -87,7 +84,8 @@ class PromptModules(ModelBench):
         work, way = cell["work"], cell["way"]
         if self.quality:
             items = [TASKS[work](draw) for _ in range(BATCH)]
-            asks = [ways_of(item, self._tokenizer, self._context) for item in items]
+            context_length = self._judge.asker.core.info.context_length
+            asks = [ways_of(item, self._judge.tokenizer, context_length) for item in items]
             full = [one[FULL] for one in asks]
             return self._judge.judge(work, items, full, None if way == FULL else [one[way] for one in asks])
         if "share" in work:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,24 +31,29 @@ class Judge:
     """Compares ways of reuse with full prefill, whose predictions it keeps for the latest questions of each task."""
 
     def __init__(self, asker: Asker, tokenizer: Tokenizer):
-        self._asker, self._tokenizer = asker, tokenizer
+        self.asker, self.tokenizer = asker, tokenizer
         self._full: dict[str, tuple[list[Item], list[torch.Tensor]]] = {}
+
+    @classmethod
+    def open(cls, path: Path, **options: Any) -> Judge:
+        """A judge of the model directory `path`, with an engine of its own, which the caller closes."""
+        return cls(Asker(path, **options), Tokenizer.load(path))
 
     def judge(
         self, task: str, items: list[Item], full: Sequence[Ask], mine: Sequence[Ask] | None
     ) -> dict[str, list[float]]:
         """Figures of some questions in one way, a value for each; `mine`: None is full prefill itself."""
-        golds = [self._tokenizer.encode(item.answer, add_special_tokens=False) for item in items]
+        golds = [self.tokenizer.encode(item.answer, add_special_tokens=False) for item in items]
         if self._full.get(task, ([], []))[0] != items:
             self._full[task] = items, self._predict(full, golds)
         reference, asks = self._full[task][1], full if mine is None else mine
         found = reference if mine is None else self._predict(asks, golds)
         said = self._greedy(asks, golds, found)
-        self._asker.end()
+        self.asker.end()
         figures: dict[str, list[Any]] = {"nll": [], "right": []} | ({} if mine is None else {"kl": []})
         for item, gold, exact, logprobs, tokens in zip(items, golds, reference, found, said, strict=True):
             figures["nll"].append(-float(logprobs[range(len(gold)), gold].mean()))
-            figures["right"].append(float(item.is_right(self._tokenizer.decode(tokens))))
+            figures["right"].append(float(item.is_right(self.tokenizer.decode(tokens))))
             if mine is not None:
                 exact, logprobs = exact[: len(gold)], logprobs[: len(gold)]
                 figures["kl"].append(float((exact.exp() * (exact - logprobs)).sum(-1).mean()))
@@ -55,7 +61,7 @@ class Judge:
 
     def _predict(self, asks: Sequence[Ask], golds: Sequence[list[int]]) -> list[torch.Tensor]:
         """Log-probabilities of the answers, and of the token behind each."""
-        return self._asker.forced(asks, [[*gold, gold[-1]] for gold in golds])
+        return self.asker.forced(asks, [[*gold, gold[-1]] for gold in golds])
 
     def _greedy(
         self, asks: Sequence[Ask], golds: Sequence[list[int]], found: Sequence[torch.Tensor]
@@ -64,5 +70,5 @@ class Judge:
         best = [logprobs.argmax(-1).tolist() for logprobs in found]
         known = [tokens[:-1] == gold for tokens, gold in zip(best, golds, strict=True)]
         open_asks = [ask for ask, is_known in zip(asks, known, strict=True) if not is_known]
-        fresh = iter(self._asker.greedy(open_asks, max(map(len, golds)) + _MORE))
+        fresh = iter(self.asker.greedy(open_asks, max(map(len, golds)) + _MORE))
         return [tokens if is_known else next(fresh) for tokens, is_known in zip(best, known, strict=True)]
