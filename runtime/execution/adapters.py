@@ -19,7 +19,6 @@ _FUSED = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-PRODUCTS = tuple(_FUSED)
 
 # What is added to the products of each layer, by their names.
 FusedAdapter = list[dict[str, LowRank]]

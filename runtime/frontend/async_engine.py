@@ -84,7 +84,7 @@ class AsyncEngine:
             raise
 
     async def _load(self) -> Path:
-        """The model's directory, verified, and its tokenizer. Raises ModelError."""
+        """The model's directory and its tokenizer. Raises ModelError."""
         path = await asyncio.to_thread(resolve_model, self.config.model)
         self.tokenizer = await asyncio.to_thread(Tokenizer.load, path, self.config.model.chat_template)
         return path

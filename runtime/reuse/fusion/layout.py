@@ -121,7 +121,7 @@ class Layout:
         is_own: bool [n], rows that are computed whatever is chosen.
         num_prefix: tokens of the exact prefix.
         candidates: int64, the document rows among which a method chooses, ascending.
-        pages: int64, for each of them a number that it shares with its page's.
+        pages: int64, the page of each candidate; pages with candidates are numbered from 0 over the whole prompt.
     """
 
     prompt: np.ndarray
