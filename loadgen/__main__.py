@@ -1,7 +1,5 @@
 """`python -m loadgen`: the same as `ramet bench`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -4,8 +4,6 @@ Such a module defines one subclass of `loadgen.harness.Bench`. The first line of
 "`ramet bench NAME`: ", is its help text.
 """
 
-from __future__ import annotations
-
 import argparse
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Watchers of a tree: KV events of blocks under chained hashes, and the last evictions with their reasons."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass

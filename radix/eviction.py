@@ -1,7 +1,5 @@
 """Eviction: the policy interface, a victim heap, and two policies that use it."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush

@@ -1,7 +1,5 @@
 """Eviction by foresight: the leaf that promises the fewest hits goes first."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass
 

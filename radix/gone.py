@@ -1,7 +1,5 @@
 """A memory of the pages that have left a tree: hashes, times and causes, no text."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args

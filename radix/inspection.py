@@ -1,7 +1,5 @@
 """Views of a tree for operators: a page of its nodes from the roots down, and an outline of a large tree."""
 
-from __future__ import annotations
-
 from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterator

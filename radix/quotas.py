@@ -1,7 +1,5 @@
 """Most pages of each tenant in the tree."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from radix.eviction import LRU, Order, Victim

@@ -1,7 +1,5 @@
 """Learns by kind how soon sequences return, and what a waiting page promises."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from math import isqrt

@@ -1,7 +1,5 @@
 """Counters and histograms of a tree; they only grow."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,5 @@
 """The plan of one step: token rows, layer groups, and the attention plan of each group; requests' shares of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Operators' calls on a running engine. A part of the engine answers each: `runtime.engine.part.Part.answers`."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import msgspec

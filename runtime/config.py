@@ -1,7 +1,5 @@
 """The typed configuration tree, the source of `ramet serve --help` and the tables of options."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Literal

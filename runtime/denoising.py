@@ -1,7 +1,5 @@
 """Denoising parameters of a request, by the kind of its diffusion model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NoReturn, Protocol
 

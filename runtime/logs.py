@@ -1,7 +1,5 @@
 """Logs of both processes, as text or JSON lines, with the id of the HTTP request."""
 
-from __future__ import annotations
-
 import json
 import logging
 from contextvars import ContextVar

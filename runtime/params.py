@@ -1,7 +1,5 @@
 """Sampling and reuse parameters of a request, for HTTP, the offline engine and the engine process."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """The FastAPI application: routes, error handlers, middleware."""
 
-from __future__ import annotations
-
 import os
 import pkgutil
 from importlib import import_module

@@ -1,7 +1,5 @@
 """`ramet doctor`: this machine's hardware and packages, and what would make Ramet faster."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

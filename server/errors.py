@@ -3,8 +3,6 @@
 On Anthropic's routes it has their types, and a type and an id around it.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request

@@ -1,7 +1,5 @@
 """FIELDS.md, made from the request bodies."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 

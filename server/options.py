@@ -1,7 +1,5 @@
 """Command-line options, made from the configuration tree."""
 
-from __future__ import annotations
-
 import argparse
 import types
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`ramet serve`: one engine, one HTTP server, one exit code."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import logging

@@ -1,7 +1,5 @@
 """Signals to the server's process, or to its group."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import signal

@@ -1,7 +1,5 @@
 """Models that the tests share: the default one, and small random ones of every supported architecture."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

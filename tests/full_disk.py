@@ -1,7 +1,5 @@
 """A disk without room, without a disk of one's own."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Random low-rank adapters in PEFT's files, and models with these merged into their weights."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

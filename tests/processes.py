@@ -1,7 +1,5 @@
 """Processes that are not this one's children."""
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real Redis or Valkey server of one's own."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """A TCP relay that can be cut, slow, or stalled."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

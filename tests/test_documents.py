@@ -1,7 +1,5 @@
 """The READMEs: links lead somewhere, and files and commands exist."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sizes of modules and functions, and names of classes; `[tool.importlinter]` in pyproject.toml has the imports."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from pathlib import Path

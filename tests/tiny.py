@@ -1,7 +1,5 @@
 """Small random models of every supported architecture, made by transformers."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

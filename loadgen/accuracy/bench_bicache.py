@@ -1,7 +1,5 @@
 """`ramet bench bicache`: accuracy and cost of reusing a shared prefix in a diffusion model (BiCache, Table 1)."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`ramet bench documents`: reuse of documents anywhere in a prompt beside full prefill, in process."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`ramet bench modules`: prompt modules beside full prefill and prefix caching: times and answers, in process."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`ramet bench reasoning`: chains of thought whose repeated steps share pages (ReasonCache), beside exact decoding."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

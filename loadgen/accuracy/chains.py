@@ -1,7 +1,5 @@
 """Long chains of thought: written from templates with new numbers, or recorded in a file."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Seeded questions about four documents."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Teacher forcing: the logits of given answers behind prompts of any reuse method, and greedy answers beside them."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 In the first three tasks each part says something by itself; in the others, only together with other parts.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable

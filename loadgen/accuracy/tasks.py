@@ -3,8 +3,6 @@
 Every example is a chat of one system message (the prefix, which requests share) and one user message (the suffix).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

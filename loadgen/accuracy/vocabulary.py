@@ -1,7 +1,5 @@
 """Words that are one token each after a space, and the pieces of a chat prompt, as ids of the default tokenizer."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from importlib.resources import files

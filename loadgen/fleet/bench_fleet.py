@@ -1,7 +1,5 @@
 """`ramet bench fleet`: hits, balance and lost requests of replicas behind Ray Serve, beside one server."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

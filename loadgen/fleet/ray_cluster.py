@@ -1,7 +1,5 @@
 """Ray Serve on a cluster of its own, in a process of an interpreter that has Ray."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -4,8 +4,6 @@ The argument is a port. Each line of stdin holds the arguments of the applicatio
 to kill a replica; `done` answers it. The cluster ends with stdin.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -4,8 +4,6 @@ It needs FlashInfer, torch (any build of it), nvcc and a C++ compiler, and no GP
 imported, FlashInfer takes a kernel from there before it compiles one.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import time

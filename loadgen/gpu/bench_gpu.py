@@ -1,7 +1,5 @@
 """`ramet bench gpu`: correctness and speed of the GPU path."""
 
-from __future__ import annotations
-
 import random
 import tempfile
 from collections.abc import Iterator

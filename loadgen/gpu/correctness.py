@@ -1,7 +1,5 @@
 """Correctness of the GPU path: attention against the reference, models against transformers and themselves."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A part of a model: its first layers and tokens, small enough to be carried, with weights that were trained."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Busy time and gaps of a device, by torch's profiler."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 from torch.autograd import DeviceType

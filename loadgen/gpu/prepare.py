@@ -5,8 +5,6 @@ of two models of 8 billion weights, and `measure`, which installs them there and
 continues an interrupted run. No GPU is needed here.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -3,8 +3,6 @@
 A configuration is all that is written of them, with the default model's tokenizer.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Speed of a causal model on the GPU, beside what its memory and its matrix units allow."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The interface of a bench: its options, its cells, and the measurement of a cell."""
 
-from __future__ import annotations
-
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The machine on which a bench runs, for its results."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

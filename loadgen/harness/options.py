@@ -1,7 +1,5 @@
 """Command-line options from the fields of pydantic models."""
 
-from __future__ import annotations
-
 import argparse
 import types
 from collections.abc import Mapping

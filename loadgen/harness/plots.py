@@ -1,7 +1,5 @@
 """The plot of a bench, by matplotlib."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tables for the terminal and for Markdown, and result pages."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The measurements of a bench: recorded as JSON lines, read back, and summarised."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

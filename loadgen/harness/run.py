@@ -1,7 +1,5 @@
 """The run of a bench: alternation, warm-up, repeats, and the files at the end."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import random

@@ -1,7 +1,5 @@
 """Statistics of repeated measurements, with bootstrap intervals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 

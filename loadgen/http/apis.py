@@ -1,7 +1,5 @@
 """The three APIs: request bodies, and the events of their streams."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Arrival processes: the times at which sessions begin."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`ramet bench agents`: cached tokens lost when a coding agent changes what it has already sent."""
 
-from __future__ import annotations
-
 import random
 import secrets
 import shlex

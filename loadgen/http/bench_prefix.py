@@ -1,7 +1,5 @@
 """`ramet bench prefix`: time to first token of a long shared prefix and a short question, cold and warm."""
 
-from __future__ import annotations
-
 import json
 import random
 import shlex

@@ -1,7 +1,5 @@
 """`ramet bench serve`: load on any OpenAI-compatible server: latency, throughput, cache hits, goodput, errors."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

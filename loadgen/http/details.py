@@ -1,7 +1,5 @@
 """The details of a few runs for the terminal: percentiles of all latencies, figures, and warnings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

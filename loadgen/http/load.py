@@ -1,7 +1,5 @@
 """Sends sessions when the arrival process says so, within bounds, and records every request."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

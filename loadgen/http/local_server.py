@@ -1,7 +1,5 @@
 """A Ramet server for the time of a benchmark."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

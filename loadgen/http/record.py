@@ -1,7 +1,5 @@
 """The record of a request."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """One measured run: probe the server, warm up, flush, scrape, load, scrape, summarise."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

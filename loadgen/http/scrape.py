@@ -1,7 +1,5 @@
 """The server's own metrics, before and after a run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import aiohttp

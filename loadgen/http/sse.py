@@ -1,7 +1,5 @@
 """Server-sent events from bytes that are cut anywhere."""
 
-from __future__ import annotations
-
 # Far above any event of a completion; a longer one would fill the memory.
 MAX_EVENT_BYTES = 16 << 20
 

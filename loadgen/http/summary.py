@@ -1,7 +1,5 @@
 """The figures of a run, from its records."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain

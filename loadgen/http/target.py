@@ -1,7 +1,5 @@
 """The server under load, and the probes before a run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

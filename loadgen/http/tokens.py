@@ -1,7 +1,5 @@
 """Token counts by a tokenizer of the user, for servers that do not report them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 One engine does both, each in a namespace of its own: two would differ in where their weights lie in memory.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

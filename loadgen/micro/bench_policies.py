@@ -3,8 +3,6 @@
 Hours of a server's cache are replayed in seconds, in process, without a server.
 """
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections.abc import Iterable, Iterator, Sequence

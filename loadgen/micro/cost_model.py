@@ -1,7 +1,5 @@
 """BiCache's cost model: the forward rows of a diffusion request with a shared prefix."""
 
-from __future__ import annotations
-
 
 def modelled_passes(refreshes: float, others: float, ratio: float, depth: float) -> float:
     """Cost in passes over all rows.

@@ -1,7 +1,5 @@
 """The options that benches of engines in this process share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Traces that are hard for an eviction policy, each for a reason of its own; the same at every call with one seed."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections.abc import Callable, Iterator

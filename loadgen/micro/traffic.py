@@ -1,7 +1,5 @@
 """Recorded traffic as block ids: traces with hashes, or prompts and a tokenizer."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass

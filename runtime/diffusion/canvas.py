@@ -1,7 +1,5 @@
 """Canvases of masks: each step decides some of a canvas' masks."""
 
-from __future__ import annotations
-
 import math
 from typing import Generic, TypeVar
 

@@ -1,7 +1,5 @@
 """Decoding of diffusion models: each step decides some masks of a canvas, until none is left."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable

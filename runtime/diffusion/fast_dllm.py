@@ -1,7 +1,5 @@
 """Fast-dLLM (Wu et al., 2025): parallel decoding by confidence, and KV kept between denoising steps."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

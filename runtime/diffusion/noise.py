@@ -1,7 +1,5 @@
 """The canvas of DiffusionGemma: random tokens, of which each step accepts some and draws the others anew."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 

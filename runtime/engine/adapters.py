@@ -1,7 +1,5 @@
 """Adapters that the engine holds, by the digest that is part of their requests' namespaces."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path

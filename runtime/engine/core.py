@@ -1,7 +1,5 @@
 """EngineCore: requests in, token events out, one step at a time. No threads, no sockets."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The engine's loop: messages in, steps, messages out. The same in a process of its own and in a thread."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

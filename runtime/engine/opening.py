@@ -1,7 +1,5 @@
 """An engine from its configuration: the executor, the strategies and decoding of its model, and its parts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Operators' calls on a running engine: state, tree and nodes, requests, quotas, pause and flush."""
 
-from __future__ import annotations
-
 import time
 from array import array
 from collections.abc import Callable, Generator, Iterator, Mapping

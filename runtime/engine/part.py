@@ -1,7 +1,5 @@
 """Parts of the engine beside the step: they take part in the lives of requests, and answer operators' calls."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Pins: those of operators, whose missing KV is computed first, and the prefixes that requests keep."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Generator, Mapping
 from itertools import count

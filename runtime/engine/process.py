@@ -4,8 +4,6 @@ The configuration is one line of JSON on standard input, which then stays open a
 outlives its server.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """Waiting requests, in the order of admission."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import islice

@@ -1,7 +1,5 @@
 """Messages become requests."""
 
-from __future__ import annotations
-
 import time
 from array import array
 

@@ -1,7 +1,5 @@
 """The scheduler chooses the requests and rows of the next step, within its budget of rows and pages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from itertools import count, islice
 

@@ -1,7 +1,5 @@
 """Low-rank adapters of Ramet's own decoders: fused as the weights are, and the rows of a step that they change."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

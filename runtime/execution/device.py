@@ -1,7 +1,5 @@
 """Choice of device, dtype, attention backend and overlap from the options."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The model, the KV pool and the attention backend on one device, and the steps that run on them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import partial

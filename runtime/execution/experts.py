@@ -1,7 +1,5 @@
 """Mixtures of experts in torch: each row's router, and the sum of the experts that it chose."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """FlashInfer, an extra of the distribution (`ramet[cuda]`), imported when it is used."""
 
-from __future__ import annotations
-
 import os
 from types import ModuleType
 

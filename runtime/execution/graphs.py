@@ -1,7 +1,5 @@
 """Decode steps as CUDA graphs: one launch instead of several hundred, for a ladder of batch sizes."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The decoder of Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, gpt-oss, Gemma 3, SmolLM2 and LLaDA2, by `ForwardBatch`es."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The model's small operations: in torch, as the reference, and with FlashInfer's kernels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

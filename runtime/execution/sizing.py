@@ -1,7 +1,5 @@
 """Sizing: whether the weights fit, and the size of the KV pool in the memory that they leave."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Transfers of a step's small arrays to the device and back, without waiting for running kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Adapters by the names that clients know; the engine knows them by digest."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

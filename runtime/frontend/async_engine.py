@@ -1,7 +1,5 @@
 """AsyncEngine: an engine as the server sees it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Messages to and from one engine, over two ZeroMQ sockets, and the process in which it runs."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Checks grammars in processes that can be killed, as no limit of llguidance bounds the time of every grammar."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

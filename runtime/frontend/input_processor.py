@@ -1,7 +1,5 @@
 """Submissions become tokens; those that can never be served are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from runtime.config import SchedulerConfig

@@ -1,7 +1,5 @@
 """Limits on open requests and waiting tokens, for the server and for each API key."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The input of a front end, `Submission`, and its result, `Output`."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

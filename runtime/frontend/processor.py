@@ -1,7 +1,5 @@
 """The front end: tracks the requests of submissions in the engine, and detokenizes their output."""
 
-from __future__ import annotations
-
 import logging
 import time
 from array import array

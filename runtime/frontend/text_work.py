@@ -1,7 +1,5 @@
 """Work of the server's process that takes long: text to tokens and back, chat templates, grammars."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain

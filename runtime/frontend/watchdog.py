@@ -1,7 +1,5 @@
 """A watchdog for an engine process that is frozen, or hangs within a step."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine

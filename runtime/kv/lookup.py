@@ -1,7 +1,5 @@
 """A prompt's look-up in the cache, with the reason for a miss."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 from radix import Match, Namespace, Node

@@ -1,7 +1,5 @@
 """The tensors of all layers' keys and values."""
 
-from __future__ import annotations
-
 import math
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -6,8 +6,6 @@ an event is a map whose `type` is its name. A consumer that missed messages send
 number -1.
 """
 
-from __future__ import annotations
-
 import time
 from array import array
 from collections import deque

@@ -1,7 +1,5 @@
 """Reading of config.json and generation_config.json."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

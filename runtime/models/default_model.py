@@ -1,7 +1,5 @@
 """The default model: SmolLM2-135M-Instruct (Apache-2.0), a GGUF file in a wheel on PyPI."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

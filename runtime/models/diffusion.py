@@ -1,7 +1,5 @@
 """Diffusion models: their config keys and tensor names, the mask token, and their authors' settings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

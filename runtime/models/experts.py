@@ -1,7 +1,5 @@
 """Mixtures of experts: their config keys and tensor names."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Conversion of GGUF files to Hugging Face directories: tensors, names, row order, configuration, tokenizer."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """Tokenizers of GGUF files, rebuilt with the `tokenizers` library."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

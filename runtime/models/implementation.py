@@ -1,7 +1,5 @@
 """The choice between Ramet's own code, for the Llama family, and transformers' code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Marks are random, so user text is never mistaken for template text, nor the other way round.
 """
 
-from __future__ import annotations
-
 import secrets
 from bisect import bisect
 from collections.abc import Sequence

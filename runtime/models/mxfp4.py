@@ -1,7 +1,5 @@
 """Weights in MXFP4: numbers of 4 bits, 32 of which share a power of two (OCP Microscaling Formats, 2023)."""
 
-from __future__ import annotations
-
 import torch
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

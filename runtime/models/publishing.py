@@ -1,7 +1,5 @@
 """Atomic publishing of directories that Ramet makes."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

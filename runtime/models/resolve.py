@@ -1,7 +1,5 @@
 """Resolution of `--model` to a local model directory."""
 
-from __future__ import annotations
-
 import hashlib
 from difflib import get_close_matches
 from itertools import islice

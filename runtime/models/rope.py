@@ -1,7 +1,5 @@
 """Rotary position embeddings of explicit position ids, with scalings that are linear in the position."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Rotary embeddings as configurations describe them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, cast

@@ -1,7 +1,5 @@
 """Sandbox of chat templates: neither the templates, which come with models, nor their input are trusted."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

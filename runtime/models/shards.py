@@ -1,7 +1,5 @@
 """Shards of a model for tensor parallelism, as in Megatron: columns of q, k, v, gate and up; rows of o and down."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

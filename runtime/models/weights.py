@@ -1,7 +1,5 @@
 """Weights from safetensors files, checked against the model's spec."""
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 

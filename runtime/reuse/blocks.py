@@ -1,7 +1,5 @@
 """Exact prefix caching of diffusion models that denoise one block after another."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Row sets of many requests become one ForwardBatch: the same function for every reuse strategy."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The `prefix` strategy: the longest cached prefix exists in all layers, the suffix is computed in all layers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Sampling of many requests at once with FlashInfer's filters, which do not sort."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Next-token decoding of causal models."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

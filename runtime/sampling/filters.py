@@ -1,7 +1,5 @@
 """Filters of distributions: top-k, top-p, typical-p and min-p."""
 
-from __future__ import annotations
-
 import torch
 
 from runtime.params import SamplingParams

@@ -1,7 +1,5 @@
 """Checks of untrusted JSON text, from a request or a model's output."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """Log-probabilities under the model's own distribution, before any filter."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The sampler: penalties, filters, and a random stream for each request."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A thread pool that accounts share fairly."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

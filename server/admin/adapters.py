@@ -1,7 +1,5 @@
 """vLLM's routes to load and unload low-rank adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 

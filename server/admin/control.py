@@ -1,7 +1,5 @@
 """Routes to control and monitor the server."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """The dashboard: its page and its stream of events, and the page of the API."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

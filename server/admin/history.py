@@ -1,7 +1,5 @@
 """Figures of a server for an hour of the page's charts."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

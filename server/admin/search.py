@@ -1,7 +1,5 @@
 """The route that finds nodes of the tree by their text."""
 
-from __future__ import annotations
-
 from array import array
 from contextlib import aclosing
 from functools import partial

@@ -1,7 +1,5 @@
 """An answer's content blocks, read from the model's text: reasoning, text, calls of tools."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from dataclasses import dataclass, field

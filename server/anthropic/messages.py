@@ -1,7 +1,5 @@
 """`/v1/messages` and `/v1/messages/count_tokens`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

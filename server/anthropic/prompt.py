@@ -1,7 +1,5 @@
 """Anthropic's requests as chats."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Request bodies of Anthropic's routes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 

@@ -5,8 +5,6 @@ the file `--api-keys` or the environment variable RAMET_API_KEYS (lines separate
 open, and all requests belong to one tenant.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os

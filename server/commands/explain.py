@@ -1,7 +1,5 @@
 """`ramet explain A.json B.json`: two requests, as they are rendered, side by side."""
 
-from __future__ import annotations
-
 from array import array
 from typing import Any
 

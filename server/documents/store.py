@@ -1,7 +1,5 @@
 """`/v1/documents`: documents by account and content, in the server's process; their KV lives in the tree."""
 
-from __future__ import annotations
-
 from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Annotated, Any

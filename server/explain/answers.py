@@ -1,7 +1,5 @@
 """Prompts of recent answers, by account, for later comparisons."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The place at which two rendered prompts part, and the text on both sides."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

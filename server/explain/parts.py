@@ -1,7 +1,5 @@
 """The parts of a rendered conversation: tools, system message, messages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal

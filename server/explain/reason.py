@@ -1,7 +1,5 @@
 """Explanations of cache misses: reason, place, time."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Why a prompt missed the cache, for all routes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

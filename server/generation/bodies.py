@@ -1,7 +1,5 @@
 """Fields of request bodies that all APIs share, and the submissions made from them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, get_args

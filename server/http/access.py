@@ -1,7 +1,5 @@
 """Access log: an id and a line for every HTTP request, and a 500 for unexpected errors. Bodies are not logged."""
 
-from __future__ import annotations
-
 import logging
 import re
 import time

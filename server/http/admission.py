@@ -1,7 +1,5 @@
 """The one middleware before the routes: it checks a request, reads its body, and answers those that it refuses."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """JSON of answers and events, whose long lists are encoded as they grow, and not all at once on the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable

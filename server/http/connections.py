@@ -1,7 +1,5 @@
 """HTTP/1.1 connections with timeouts, and stricter about heads than h11."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

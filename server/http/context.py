@@ -1,7 +1,5 @@
 """Dependencies of routes, by FastAPI's `Depends`: the engine and configuration, and the objects of each room."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar

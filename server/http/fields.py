@@ -3,8 +3,6 @@
 A field that is not supported may ask for what Ramet does anyway; these values of it are taken.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 Values = tuple[Any, ...]

@@ -3,8 +3,6 @@
 They and `Body` keep the cost of a body within its length, whatever it holds: no megabyte takes a tenth of a second.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 from starlette.types import Receive, Scope

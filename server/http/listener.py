@@ -1,7 +1,5 @@
 """The listening socket, which bounds connections in all and per address."""
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import logging

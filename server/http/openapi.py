@@ -1,7 +1,5 @@
 """The OpenAPI document: examples of answers, and API keys."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

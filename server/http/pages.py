@@ -1,7 +1,5 @@
 """Requests that browsers send for foreign web pages, even to servers on their own machine or network."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
 import socket

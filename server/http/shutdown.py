@@ -1,7 +1,5 @@
 """The flag that is set when the server begins to stop."""
 
-from __future__ import annotations
-
 import asyncio
 
 from runtime.errors import Overloaded

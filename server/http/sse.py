@@ -1,7 +1,5 @@
 """Server-sent events, and cancellation when a client disconnects."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

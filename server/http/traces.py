@@ -1,7 +1,5 @@
 """OpenTelemetry traces (`pip install ramet[otel]`): a span for every HTTP request."""
 
-from __future__ import annotations
-
 import logging
 from importlib.metadata import version
 from typing import Any

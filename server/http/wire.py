@@ -8,8 +8,6 @@ for 1; but 1.0 is 1.
 Validation ends at the first error of a list, and tries one branch of a union: a megabyte of errors costs a gigabyte.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches

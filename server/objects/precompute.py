@@ -1,7 +1,5 @@
 """KV of stored objects, computed before a prompt reads it, and pinned."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Objects of accounts, in the server's process; their KV lives in the tree, found by content."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container

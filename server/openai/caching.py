@@ -1,7 +1,5 @@
 """OpenAI's contract of prompt caches: breakpoints up to which a prompt is kept, for a time from its last use on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any, Literal

@@ -4,8 +4,6 @@ The parser reads three formats: a JSON object between `<tool_call>` tags (Qwen, 
 `[TOOL_CALLS]` (Mistral), and a text that is one JSON object (Llama).
 """
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`/v1/chat/completions`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Answers of completions and chats: their envelope, usage, log-probabilities and chunks."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """`/v1/completions`."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any

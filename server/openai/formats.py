@@ -1,7 +1,5 @@
 """Formats of the answer: OpenAI's `response_format`, and the fields of vLLM, SGLang and llama.cpp for the same."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal

@@ -1,7 +1,5 @@
 """`/v1/models`, and the routes of OpenAI that Ramet does not serve."""
 
-from __future__ import annotations
-
 import time
 from typing import Any, NoReturn
 

@@ -1,7 +1,5 @@
 """Prompts of chats: rendered conversations, with documents, modules and breakpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """vLLM's routes of the tokenizer: texts and conversations to tokens, tokens to text, and how it is configured."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
 

@@ -1,7 +1,5 @@
 """The application for `serve run server.ray.application:app`: engines behind a router by longest prefix."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from typing import Any

@@ -1,7 +1,5 @@
 """A replica's KV events, applied to an index."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from typing import Generic

@@ -1,7 +1,5 @@
 """The ingress: hashes a request's prompt, calls the replica that the router chooses, and passes its answer on."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncGenerator

@@ -1,7 +1,5 @@
 """Block hashes of a request's prompt, from the server's own routes without an engine."""
 
-from __future__ import annotations
-
 import asyncio
 from array import array
 from functools import partial

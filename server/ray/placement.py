@@ -1,7 +1,5 @@
 """Choice of a replica by prefixes, load and past work. Pure: no Ray, no sockets, no clock."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The blocks that replicas hold, by hash."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 

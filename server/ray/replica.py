@@ -1,7 +1,5 @@
 """A replica: an engine with the server's whole application over it, called through Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The conversation that the items of a request stand for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`/v1/responses`."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """Responses by account, for as long as `TTL_S`; those that were used least recently give way to new ones."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Request bodies of `/v1/responses`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple

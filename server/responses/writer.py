@@ -1,7 +1,5 @@
 """The answer to a request, as it grows: its items and events."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from typing import Any

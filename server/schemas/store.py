@@ -1,7 +1,5 @@
 """`/v1/schemas`: schemas of prompt modules by account and name, in the server's process; their KV lives in the tree."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Container

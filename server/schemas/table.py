@@ -1,7 +1,5 @@
 """The layout of a schema as a table on the terminal."""
 
-from __future__ import annotations
-
 from rich.console import Console
 from rich.table import Table
 

@@ -1,7 +1,5 @@
 """SGLang's `/generate`."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Routes for health, the model and the version."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prometheus metrics, under the names of SGLang's and vLLM's dashboards where these have one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate

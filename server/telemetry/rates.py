@@ -1,7 +1,5 @@
 """Rates and percentiles over a recent window of time."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """`ramet cache`: lists and purges a directory of blocks."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections import defaultdict

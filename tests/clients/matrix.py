@@ -4,8 +4,6 @@
 server, and runs `NAME.py` or `NAME.mjs` with its URL and its model's name. A script that fails raises.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

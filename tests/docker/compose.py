@@ -1,7 +1,5 @@
 """The compose files, as a composer without Docker sees them: defaults for all variables, `extends` put in."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

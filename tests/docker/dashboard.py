@@ -1,7 +1,5 @@
 """The dashboard's queries, and the answers of a Prometheus to them: `python -m tests.docker.dashboard URL`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

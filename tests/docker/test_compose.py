@@ -1,7 +1,5 @@
 """The compose files: they fit together, name files that exist, and publish nothing beyond the machine."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

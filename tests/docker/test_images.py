@@ -1,7 +1,5 @@
 """The Dockerfile: it copies files that exist and that the build may see, and the pins fit the distribution."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 import subprocess

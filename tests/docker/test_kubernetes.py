@@ -1,7 +1,5 @@
 """The manifests: Kubernetes' own schemas take them, and they name what the server has."""
 
-from __future__ import annotations
-
 import argparse
 import warnings
 from typing import Any

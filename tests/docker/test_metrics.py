@@ -1,7 +1,5 @@
 """Dashboard and alerts ask for metrics that a server really exposes, by labels that these have."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shutil

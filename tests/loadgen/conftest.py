@@ -1,7 +1,5 @@
 """A live Ramet server on a small random model, and servers that misbehave."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

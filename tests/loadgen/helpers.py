@@ -1,7 +1,5 @@
 """Small runs against a server, and sessions of a workload."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A bench or a workload is a file."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

@@ -3,8 +3,6 @@
 Nothing of it comes from `radix.foresight` or `radix.returns`: it says the same in another way.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

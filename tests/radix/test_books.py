@@ -1,7 +1,5 @@
 """The tree's books by hand: locks, pins, costs, times and what is counted of uses and evictions."""
 
-from __future__ import annotations
-
 from array import array
 
 import pytest

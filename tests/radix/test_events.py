@@ -1,7 +1,5 @@
 """A mirror that is kept from events alone holds what the tree holds."""
 
-from __future__ import annotations
-
 import random
 from array import array
 

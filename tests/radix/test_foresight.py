@@ -1,7 +1,5 @@
 """Eviction by foresight: against a plain model of it, step by step, and by hand where it matters why."""
 
-from __future__ import annotations
-
 import random
 from array import array
 

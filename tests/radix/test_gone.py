@@ -1,7 +1,5 @@
 """The memory of what left a tree, beside a plain one that asks the tree alone."""
 
-from __future__ import annotations
-
 import random
 from array import array
 

@@ -1,7 +1,5 @@
 """Views and outlines: every field, pages of a tree, sums, and a tree that changes under the walk."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from itertools import count

@@ -1,7 +1,5 @@
 """Namespaces: different ones share nothing, and never hash alike."""
 
-from __future__ import annotations
-
 import random
 from array import array
 

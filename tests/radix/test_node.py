@@ -1,7 +1,5 @@
 """Nodes: their children and the comparison of runs."""
 
-from __future__ import annotations
-
 import random
 from array import array
 

@@ -1,7 +1,5 @@
 """The policies by hand: each one's order of victims, step by step, on nodes of a real tree."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from typing import get_args

@@ -1,7 +1,5 @@
 """A tenant over its quota gives up its own pages, and nobody else's."""
 
-from __future__ import annotations
-
 from array import array
 
 from hypothesis import settings

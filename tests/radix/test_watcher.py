@@ -1,7 +1,5 @@
 """A watcher sees every victim while it is whole: its tokens from the root, its pages and its record."""
 
-from __future__ import annotations
-
 import random
 from array import array
 

@@ -1,7 +1,5 @@
 """Small random diffusion models, one of each kind, and their plain readings."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.runtime.reuse.bicache.models import KINDS, save_tiny

@@ -1,7 +1,5 @@
 """Requests without an engine."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence as Tokens
 from typing import Any

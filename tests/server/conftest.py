@@ -1,7 +1,5 @@
 """A live server on the real model, and a client for it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

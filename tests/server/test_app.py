@@ -1,7 +1,5 @@
 """Discovery of routes, without a server."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 from server.app import find_routers

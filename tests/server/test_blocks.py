@@ -1,7 +1,5 @@
 """A block diffusion model over a live server: streams by block, turns, stops, seeds, and what is refused."""
 
-from __future__ import annotations
-
 import httpx
 import openai
 import pytest

@@ -1,7 +1,5 @@
 """The `ramet` command."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import pkgutil

@@ -1,7 +1,5 @@
 """The modules of the repository that a token passes in steady decode, from the engine's loop to the SSE text."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

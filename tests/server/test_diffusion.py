@@ -1,7 +1,5 @@
 """Diffusion models over a live server: /generate, the openai client, pins, and what is refused."""
 
-from __future__ import annotations
-
 import re
 
 import httpx

@@ -1,7 +1,5 @@
 """Servers that are killed, restarted, stopped, or cannot start."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Fields of other servers: the table, and the rule for each kind; bodies alone, without a server."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

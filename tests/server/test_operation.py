@@ -1,7 +1,5 @@
 """A server as its operators run it: keys with limits, deadlines, pausing, draining, slow clients, logs."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

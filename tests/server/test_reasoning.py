@@ -1,7 +1,5 @@
 """Requests that share reasoning steps, on all routes, and those that cannot."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

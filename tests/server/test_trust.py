@@ -1,7 +1,5 @@
 """No module unpickles, runs remote code, or listens where others can reach it."""
 
-from __future__ import annotations
-
 import re
 import stat
 from contextlib import suppress

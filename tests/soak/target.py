@@ -1,7 +1,5 @@
 """The server under test, seen by many clients at once, and the checks after them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

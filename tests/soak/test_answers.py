@@ -1,7 +1,5 @@
 """Right answers under a long mixed load, and however often requests are retracted."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

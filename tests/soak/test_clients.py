@@ -1,7 +1,5 @@
 """Clients that leave, reset, stall, and send damaged bodies."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

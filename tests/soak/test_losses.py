@@ -1,7 +1,5 @@
 """Engines that are killed or frozen under load, disks that fail, and signals in every phase of a server's life."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

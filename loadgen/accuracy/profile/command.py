@@ -1,7 +1,5 @@
 """The command: its options, and the choice of a profile."""
 
-from __future__ import annotations
-
 import argparse
 
 from loadgen.accuracy.profile.settings import DepthSettings, FusionSettings, ProfileFiles, ProfileSettings

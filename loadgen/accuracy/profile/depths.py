@@ -1,7 +1,5 @@
 """From samples to a depth table: the paper's rule, and its calibration against the model's own outputs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """`ramet profile --fusion`: the table from which `"reuse": {"method": "auto"}` picks a method for a model."""
 
-from __future__ import annotations
-
 import json
 import random
 from array import array

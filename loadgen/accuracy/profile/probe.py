@@ -1,7 +1,5 @@
 """Runs samples with and without reuse, and compares keys, values and output distributions."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Requests for a profile: a shared prefix and prompts, cut to a ratio."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

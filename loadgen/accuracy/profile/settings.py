@@ -1,7 +1,5 @@
 """Options of `ramet profile`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Workloads by name: every subclass of Workload in a module of this folder. `FewShot` is `--workload few-shot`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields

@@ -1,7 +1,5 @@
 """The interface of a workload."""
 
-from __future__ import annotations
-
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Workloads of several turns: chat and agents."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,7 +1,5 @@
 """Prompts from a JSONL or JSON file: ShareGPT, OpenAI messages, or `{"prompt", "output_len"}`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

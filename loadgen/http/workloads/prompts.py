@@ -1,7 +1,5 @@
 """Workloads of single requests: shared prefixes, documents, examples, unique prompts, diffusion."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

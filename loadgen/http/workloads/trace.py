@@ -1,7 +1,5 @@
 """Recorded traffic: traces of `--record-trace` and Mooncake's (times, lengths, block hashes), and Azure's."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """The interface of attention backends: a plan is prepared once per layer group, then run by each of its layers."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention in torch, on any device; contiguous pages are read without a gather."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Attention through FlashInfer's paged wrappers (CUDA)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

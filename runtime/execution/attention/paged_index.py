@@ -1,7 +1,5 @@
 """Index arrays by which paged kernels read an attention plan, and by which their partial results are merged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

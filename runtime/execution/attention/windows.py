@@ -1,7 +1,5 @@
 """Sliding windows: layers whose rows see only the nearest keys before them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Mixtures of experts whose products are the native kernels'."""
 
-from __future__ import annotations
-
 import ctypes
 
 import torch

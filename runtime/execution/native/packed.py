@@ -1,7 +1,5 @@
 """Weights as the native kernels read them, and the threads that compute with them."""
 
-from __future__ import annotations
-
 import ctypes
 import weakref
 

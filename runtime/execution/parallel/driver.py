@@ -1,7 +1,5 @@
 """The first rank of a tensor parallel model, which drives the others."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import subprocess

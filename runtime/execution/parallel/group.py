@@ -1,7 +1,5 @@
 """The process group of a tensor parallel model."""
 
-from __future__ import annotations
-
 import os
 import socket
 from datetime import timedelta

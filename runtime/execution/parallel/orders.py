@@ -1,7 +1,5 @@
 """Orders of the driver to the other ranks, in msgpack with tensors as extensions."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

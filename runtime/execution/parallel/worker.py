@@ -3,8 +3,6 @@
 Standard input carries a `RankBoot` message, then orders, each after its length. It ends with the driver.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import queue

@@ -1,7 +1,5 @@
 """Low-rank adapters of models in transformers' code: what they add is added behind the linear layers that they name."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

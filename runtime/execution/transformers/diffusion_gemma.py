@@ -1,7 +1,5 @@
 """The text of DiffusionGemma: its canvases begin as noise, and what a step made of them comes back in the next one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

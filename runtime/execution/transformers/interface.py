@@ -1,7 +1,5 @@
 """The attention and the masks that transformers' modelling code calls, in place of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Any decoder that transformers knows, with its own modelling code over the paged pool."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys

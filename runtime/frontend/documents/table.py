@@ -1,7 +1,5 @@
 """Tables of measured methods: what reuse of documents costs, and how far its answers are from full prefill."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pydantic import Field, ValidationError

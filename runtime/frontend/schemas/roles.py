@@ -3,8 +3,6 @@
 The template is rendered with marks as contents, and cut there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

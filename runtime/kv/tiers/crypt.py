@@ -1,7 +1,5 @@
 """Encryption of blocks with a key for each tenant; erasing a tenant erases its key."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

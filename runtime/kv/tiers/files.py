@@ -1,7 +1,5 @@
 """Blocks as files, one each, in a directory that belongs to this user alone."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

@@ -1,7 +1,5 @@
 """Blocks in main memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 

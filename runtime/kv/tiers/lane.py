@@ -1,7 +1,5 @@
 """A thread that runs tasks in order."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

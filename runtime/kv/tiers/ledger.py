@@ -1,7 +1,5 @@
 """KV events of the blocks that stores hold."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from threading import Lock

@@ -1,7 +1,5 @@
 """Blocks on their way into the pool."""
 
-from __future__ import annotations
-
 from array import array
 from concurrent.futures import Future
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Blocks in a Redis or Valkey server, shared by replicas."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """The interface of a store of blocks, and the order in which a bounded store evicts."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol

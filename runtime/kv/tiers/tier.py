@@ -1,7 +1,5 @@
 """A store as the worker uses it: failures are misses, writes have a thread, contents are told as events."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter

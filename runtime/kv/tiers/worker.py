@@ -1,7 +1,5 @@
 """Reading and writing of blocks, in threads."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Depth tables (BiCache, section 5.1): layers in which a prefix may be reused, by its share of a request."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Distances of keys and values: when to refresh a prefix (after Elastic-Cache), and which depth to measure next."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Divergence measured while a prefix is served, the reuse depth that follows from it, and the record of both."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

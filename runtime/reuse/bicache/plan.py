@@ -6,8 +6,6 @@ d still reads the cached KV, but its output has seen the request, so layer d + 1
 request. Joining after layer d would reuse layer d + 1 as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise

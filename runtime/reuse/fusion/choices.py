@@ -1,7 +1,5 @@
 """The rows that were chosen for recent prompts: a prompt that comes again, or goes on, keeps them."""
 
-from __future__ import annotations
-
 import hashlib
 
 import msgspec

@@ -1,7 +1,5 @@
 """Fusion methods: which document rows are computed again."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from typing import ClassVar

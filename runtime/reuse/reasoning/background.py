@@ -1,7 +1,5 @@
 """Work beside the engine's steps: one thread, few calls at a time, and a bounded share of a core."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Distances between pages over all layers and heads (ReasonCache, section IV-A2)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The distances of late, and their percentiles (ReasonCache, section IV-A2)."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 

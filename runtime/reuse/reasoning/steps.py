@@ -1,7 +1,5 @@
 """Reasoning steps: generated text cut at blank lines, and how alike two of them are (ReasonCache, section IV-A1)."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Structural equivalence of reasoning steps: equal code and equal formulas (ReasonCache, section IV-A1)."""
 
-from __future__ import annotations
-
 import ast
 import re
 import textwrap

@@ -3,8 +3,6 @@
 python with_langchain.py [URL [MODEL [METHOD]]]
 """
 
-from __future__ import annotations
-
 import sys
 
 from langchain_core.documents import Document

@@ -1,7 +1,5 @@
 """The journeys of trips.pml as a Python program: its schema, and the same request twice, the second time cached."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from runtime import Engine, prompt_program, role

@@ -1,7 +1,5 @@
 """The tokenizer of the small model, and an engine core that forces answers."""
 
-from __future__ import annotations
-
 import pytest
 
 from loadgen.accuracy.forced import Asker

@@ -1,7 +1,5 @@
 """The bench of BiCache on a small random model: its cases, and where they must agree."""
 
-from __future__ import annotations
-
 import pytest
 
 from loadgen.accuracy.bench_bicache import BOTH, DRIFT, MEASURED, NO_CACHE, BiCacheBench

@@ -1,7 +1,5 @@
 """The bench of documents on a small random model: ways that must agree, and its questions."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

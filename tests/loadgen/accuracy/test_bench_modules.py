@@ -1,7 +1,5 @@
 """The bench of modules on a small random model: teacher forcing, ways that must agree, and cached tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM

@@ -1,7 +1,5 @@
 """The bench of shared reasoning steps on a small random model: its texts, and ways that must agree."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """Questions about texts in parts: the answer is there, once, and where the task says."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

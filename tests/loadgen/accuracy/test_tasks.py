@@ -1,7 +1,5 @@
 """The tasks: right answers, shared prefixes, lengths as asked for, nothing twice by chance of a seed."""
 
-from __future__ import annotations
-
 import pytest
 
 from loadgen.accuracy.measure import group_of

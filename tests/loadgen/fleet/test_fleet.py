@@ -1,7 +1,5 @@
 """Replicas and one server with the memory of all; Ray itself is covered by tests/server/ray."""
 
-from __future__ import annotations
-
 import json
 import threading
 

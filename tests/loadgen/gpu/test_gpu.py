@@ -1,7 +1,5 @@
 """`ramet bench gpu`, tried on a CPU with tiny models: its shape, not its figures."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

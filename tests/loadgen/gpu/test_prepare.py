@@ -1,7 +1,5 @@
 """Files for a machine without internet: wheels by what is there, kernels, a part of a model, a script."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The harness: order of measurements, files, intervals, options and reports."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import ClassVar, Literal

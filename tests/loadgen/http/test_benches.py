@@ -1,7 +1,5 @@
 """The benches over HTTP as commands, against a real Ramet server and an independent one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

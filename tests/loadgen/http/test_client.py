@@ -1,7 +1,5 @@
 """Whatever a server does, a run ends with a counted error of the right kind."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

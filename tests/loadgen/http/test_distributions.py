@@ -1,7 +1,5 @@
 """Distributions as they are written, the numbers they give, and arrival processes."""
 
-from __future__ import annotations
-
 import random
 import re
 from itertools import islice

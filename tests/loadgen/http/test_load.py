@@ -1,7 +1,5 @@
 """Times of sending, number of requests, and latencies from the scheduled time."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The figures of a run, recomputed from its raw records by other means."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

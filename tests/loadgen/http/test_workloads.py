@@ -1,7 +1,5 @@
 """Workloads: lengths, shared prefixes, order, and equal sessions for equal seeds."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """`ramet bench drafts`, `tiers` and `tree` on a small model and small trees."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Prompts with documents on a small model: rows by the formula, and pages of a document that many read."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

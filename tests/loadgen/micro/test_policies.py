@@ -1,7 +1,5 @@
 """The replay of block traces: against a brute-force cache, and within its bounds."""
 
-from __future__ import annotations
-
 import json
 import random
 from array import array

@@ -1,7 +1,5 @@
 """`ramet bench step` on a small model: its parts, adapters, other builds, and the engine core that benches drive."""
 
-from __future__ import annotations
-
 import pytest
 
 from loadgen.harness import BenchError

@@ -1,7 +1,5 @@
 """A small random DiffusionGemma, and what transformers' own `generate` makes of a prompt."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Fast-dLLM's caches and parallel decoding in the engine, alone and with BiCache, against plain readings."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

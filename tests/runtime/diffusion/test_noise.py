@@ -1,7 +1,5 @@
 """DiffusionGemma against transformers' own `generate`, which draws from the same generator."""
 
-from __future__ import annotations
-
 import json
 import random
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Samplers against what was published, on real logits of a small model."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Drives an EngineCore step by step, so that arrivals, aborts and flushes fall where a test wants them."""
 
-from __future__ import annotations
-
 import time
 from array import array
 from collections.abc import Callable, Sequence

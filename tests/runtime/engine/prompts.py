@@ -1,7 +1,5 @@
 """Real prompts: chat, code, long, multilingual, some with shared beginnings."""
 
-from __future__ import annotations
-
 SYSTEM = (
     "You are a careful assistant for the botanical garden of a small town. Answer in one or two sentences, name the "
     "plant that is meant, and say honestly when you do not know. Visitors ask about clonal plants, about watering, and "

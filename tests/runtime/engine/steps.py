@@ -1,7 +1,5 @@
 """A scheduler over a real cache and the strategy of causal models; instead of a model, every row gives token 9."""
 
-from __future__ import annotations
-
 from array import array
 from itertools import count
 

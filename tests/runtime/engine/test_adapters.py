@@ -1,7 +1,5 @@
 """Adapters by request: each gives what transformers gives with it merged, and shares KV with nobody else."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 

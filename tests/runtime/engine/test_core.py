@@ -1,7 +1,5 @@
 """The engine core: shared prompts, failing steps, pauses, ends, log-probabilities."""
 
-from __future__ import annotations
-
 import random
 import time
 

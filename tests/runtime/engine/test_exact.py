@@ -1,7 +1,5 @@
 """Greedy output in float32 is token-identical to transformers, whatever the cache, the chunks and the batch do."""
 
-from __future__ import annotations
-
 import copy
 import random
 

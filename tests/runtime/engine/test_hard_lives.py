@@ -1,7 +1,5 @@
 """Attempts to break the engine of causal models: pins, peers, damaged pages, random lives."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The outline of a tree that changes during the walk."""
 
-from __future__ import annotations
-
 from array import array
 
 from runtime.calls import GetOutline

@@ -1,7 +1,5 @@
 """Prompts of which places are kept: the books of their tokens, and how long the tree has them."""
 
-from __future__ import annotations
-
 from array import array
 
 import pytest

@@ -1,7 +1,5 @@
 """Ramet as a library, on the real model."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

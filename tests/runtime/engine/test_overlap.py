@@ -1,7 +1,5 @@
 """Steady decode one step ahead gives what it gives in step, whatever ends, fails or comes while a step is in flight."""
 
-from __future__ import annotations
-
 import random
 from concurrent.futures import wait
 from typing import Any

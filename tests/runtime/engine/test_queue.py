@@ -1,7 +1,5 @@
 """The order of admission: of each policy, with credit to the token, and after what is matched again."""
 
-from __future__ import annotations
-
 import random
 from itertools import count
 

@@ -1,7 +1,5 @@
 """The scheduler: the budget of rows, peers, and ends of requests."""
 
-from __future__ import annotations
-
 import pytest
 
 from radix import Namespace

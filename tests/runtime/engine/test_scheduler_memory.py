@@ -1,7 +1,5 @@
 """The scheduler: memory and retraction, pins, the step ahead, and turns."""
 
-from __future__ import annotations
-
 from array import array
 
 from radix import Namespace

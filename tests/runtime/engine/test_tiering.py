@@ -1,7 +1,5 @@
 """Pins and prefixes that a second start takes over, and operators' calls on tiers."""
 
-from __future__ import annotations
-
 from array import array
 
 import pytest

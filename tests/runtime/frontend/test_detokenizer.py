@@ -1,7 +1,5 @@
 """Text of tokens as they come: whole characters, no part of a stop string, nothing lost."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Limits on open requests and waiting tokens: at each bound, for the server and for each key."""
 
-from __future__ import annotations
-
 import pytest
 
 from runtime.config import SchedulerConfig

@@ -1,7 +1,5 @@
 """Request ids that are used again."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

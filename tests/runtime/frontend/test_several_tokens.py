@@ -1,7 +1,5 @@
 """Events of several tokens: the output is that of one token at a time."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

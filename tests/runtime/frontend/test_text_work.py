@@ -1,7 +1,5 @@
 """Long work of the server's process: a key that floods waits for itself, and whoever leaves stops."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """Prompts of which only the last tokens are served."""
 
-from __future__ import annotations
-
 import pytest
 
 from runtime.config import SchedulerConfig

@@ -1,7 +1,5 @@
 """The watchdog, on an engine that answers when the test says so."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable

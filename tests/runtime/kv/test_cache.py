@@ -1,7 +1,5 @@
 """Pages between their owners: free, the tree's, a request's own; quotas, pins and evictions on the way."""
 
-from __future__ import annotations
-
 from array import array
 
 import pytest

@@ -1,7 +1,5 @@
 """KV events as vLLM's and SGLang's own structs decode them."""
 
-from __future__ import annotations
-
 import ast
 import os
 import sys

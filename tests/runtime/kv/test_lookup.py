@@ -1,7 +1,5 @@
 """A prompt's look-up as it is told: what was found, what left and why, and how the nearest prompt goes on."""
 
-from __future__ import annotations
-
 from array import array
 
 import pytest

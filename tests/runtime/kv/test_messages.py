@@ -1,7 +1,5 @@
 """KV events on the wire: every field of a message, and replays, over sockets without an engine."""
 
-from __future__ import annotations
-
 import threading
 import time
 from array import array

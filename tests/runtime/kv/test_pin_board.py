@@ -1,7 +1,5 @@
 """The board of pins on a tree without an engine: budget, times to live, and which prefix yields."""
 
-from __future__ import annotations
-
 from array import array
 
 import pytest

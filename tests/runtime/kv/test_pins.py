@@ -1,7 +1,5 @@
 """Pins and holds in the engine: at their limits under load, live requests still finish."""
 
-from __future__ import annotations
-
 import random
 import time
 from array import array

@@ -1,7 +1,5 @@
 """The pool's tensors: rows of pages, written and copied in all layers."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """KV events over real sockets, from a real engine."""
 
-from __future__ import annotations
-
 import time
 from array import array
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Adapters: the merged checkpoint is the base plus the adapter; it appears whole, once, and only if it fits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file

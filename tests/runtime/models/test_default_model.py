@@ -1,7 +1,5 @@
 """The default model: what it answers, and what happens when it cannot be had."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zipfile

@@ -1,7 +1,5 @@
 """Incremental text: nothing lost, nothing waits without need, every step costs the same."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

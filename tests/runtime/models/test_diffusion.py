@@ -1,7 +1,5 @@
 """Diffusion models are built from their config and give what a plain float32 reading of the checkpoint gives."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

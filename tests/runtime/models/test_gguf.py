@@ -1,7 +1,5 @@
 """GGUF: converted models equal their originals in transformers, and their tokenizers those of the library."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """GGUF files: number formats, missing and odd tensors, files that are cut."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Model directories: what is supported loads, what is broken or unsupported is one clear error."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """PEFT's files: what is read of them, and what is refused by name."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

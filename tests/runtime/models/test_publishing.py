@@ -1,7 +1,5 @@
 """Directories that Ramet makes: complete or not at all; killed processes leave nothing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

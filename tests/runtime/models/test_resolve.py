@@ -1,7 +1,5 @@
 """From a name to a directory: GGUF files are converted once, and the hub gives no more than is needed."""
 
-from __future__ import annotations
-
 import json
 import os
 from fnmatch import fnmatch

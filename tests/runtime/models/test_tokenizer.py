@@ -1,7 +1,5 @@
 """The tokenizer against transformers' own over the same directory, and chat templates."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The bodies are transformers', but for LLaDA2's: plainly from its published configuration, every expert of every row.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

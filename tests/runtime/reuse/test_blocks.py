@@ -1,7 +1,5 @@
 """Block diffusion against plain loops: every block from all before it and itself, computed anew at every step."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """Pages that are read once for several requests."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from itertools import count

@@ -1,7 +1,5 @@
 """Plans that grow are those that would be made anew, whatever happens between the steps."""
 
-from __future__ import annotations
-
 import random
 from array import array
 

@@ -1,7 +1,5 @@
 """Random lives of requests on the prefix strategy, without a model."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st

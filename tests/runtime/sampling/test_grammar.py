@@ -1,7 +1,5 @@
 """Output that follows a schema or an expression, on the real model and its real tokenizer."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -1,7 +1,5 @@
 """The shape of JSON text is counted as the parser sees it, before it is parsed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Log-probabilities of many rows, which are measured a few at a time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Sampling: filters against a plain reading of their definitions, penalties, seeds, and the drawn distribution."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Work in turns: against a plain reading, and under floods that never end."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

@@ -1,7 +1,5 @@
 """Adapters over HTTP: by the names of every API, loaded and unloaded by admins alone."""
 
-from __future__ import annotations
-
 import httpx
 import pytest
 import torch

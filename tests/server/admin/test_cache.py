@@ -1,7 +1,5 @@
 """The operator's cache routes over a live server."""
 
-from __future__ import annotations
-
 from array import array
 
 import pytest

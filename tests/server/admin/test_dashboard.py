@@ -1,7 +1,5 @@
 """The dashboard's routes: their data, who may see it, and changes of single nodes."""
 
-from __future__ import annotations
-
 import json
 import time
 

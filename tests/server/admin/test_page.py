@@ -1,7 +1,5 @@
 """The page in a real browser: headless Chromium, driven by playwright."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The search for text in the tree: over borders of nodes, in namespaces that the key may see, in bounds."""
 
-from __future__ import annotations
-
 from array import array
 
 import httpx

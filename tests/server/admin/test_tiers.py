@@ -1,7 +1,5 @@
 """Tiers over HTTP: what answers say of them, what is never stored, attach and detach, and tenants that are erased."""
 
-from __future__ import annotations
-
 import time
 
 import httpx

@@ -1,7 +1,5 @@
 """Blocks of an answer, however its text arrives."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

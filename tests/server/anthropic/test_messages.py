@@ -1,7 +1,5 @@
 """`/v1/messages` on a live server: usage, events, errors; on the real model."""
 
-from __future__ import annotations
-
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Conversations as prompts, in the model's own template and in published forms of others; places of breakpoints."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

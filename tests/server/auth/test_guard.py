@@ -1,7 +1,5 @@
 """Keys at the application's door, without an engine behind it: who is let in, and as whom."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from types import SimpleNamespace

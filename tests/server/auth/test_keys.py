@@ -1,7 +1,5 @@
 """API keys: every route wants one, tenants share nothing, over a live server."""
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import threading

@@ -1,7 +1,5 @@
 """`ramet explain A.json B.json`."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The example of documents with LangChain, unchanged, on the real model."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

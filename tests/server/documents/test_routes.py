@@ -1,7 +1,5 @@
 """Documents over HTTP: all ways to ask with them, their store, tenants and errors."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """The store of documents: ids, sizes and bounds; what all stores share is tested with schemas."""
 
-from __future__ import annotations
-
 import pytest
 
 from runtime.errors import InvalidRequest

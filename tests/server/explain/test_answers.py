@@ -1,7 +1,5 @@
 """Earlier prompts: who finds them, for how long, and how many."""
 
-from __future__ import annotations
-
 from array import array
 
 from radix import Namespace

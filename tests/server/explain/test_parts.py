@@ -1,7 +1,5 @@
 """The parts of rendered conversations, by the templates of several models."""
 
-from __future__ import annotations
-
 import pytest
 
 from runtime.models.tokenizer import Tokenizer

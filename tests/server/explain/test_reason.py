@@ -1,7 +1,5 @@
 """Explanations as OpenAI's and Anthropic's APIs have them, and partings of prompts."""
 
-from __future__ import annotations
-
 from array import array
 from typing import get_args
 

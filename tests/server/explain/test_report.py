@@ -1,7 +1,5 @@
 """Reasons for misses, as a live server tells them on its routes."""
 
-from __future__ import annotations
-
 import json
 
 import httpx

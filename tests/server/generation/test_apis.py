@@ -1,7 +1,5 @@
 """The promises that all APIs share, over a live server."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Long answers are encoded in slices; they are what they would be in one piece."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

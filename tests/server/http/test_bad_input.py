@@ -1,7 +1,5 @@
 """Invalid requests get a client error in the error schema, and the next valid request still works."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

@@ -3,8 +3,6 @@
 The application runs in process, with the real validation, tokenizer and chat template, up to the engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

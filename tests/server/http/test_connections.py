@@ -1,7 +1,5 @@
 """Connections in bytes: whoever is refused gets the answer, and nothing on a connection is taken for what it is not."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

@@ -1,7 +1,5 @@
 """Limits on bodies, on ASGI messages without a server."""
 
-from __future__ import annotations
-
 import asyncio
 
 from server.http.admission import AdmissionMiddleware

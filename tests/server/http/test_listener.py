@@ -1,7 +1,5 @@
 """Bounds on connections over real sockets, before an application that waits when it is told to."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

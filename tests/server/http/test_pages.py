@@ -1,7 +1,5 @@
 """Foreign web pages: by whose name, from where and for what a request comes, and whether it passes."""
 
-from __future__ import annotations
-
 import pytest
 
 from server.errors import Forbidden

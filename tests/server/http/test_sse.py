@@ -1,7 +1,5 @@
 """The framing of streams and what ends them, without a server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

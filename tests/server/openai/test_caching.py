@@ -1,7 +1,5 @@
 """OpenAI's contract of prompt caches, through its client: what is kept, and what the usage says of it."""
 
-from __future__ import annotations
-
 import openai
 import pytest
 

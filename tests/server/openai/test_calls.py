@@ -1,7 +1,5 @@
 """Calls of tools: their readers and their grammars, alone."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -1,7 +1,5 @@
 """Fields and routes of vLLM, SGLang and llama.cpp, over a live server."""
 
-from __future__ import annotations
-
 import re
 
 import openai

@@ -1,7 +1,5 @@
 """The OpenAI routes through the real `openai` client, over a live server."""
 
-from __future__ import annotations
-
 import openai
 import pytest
 

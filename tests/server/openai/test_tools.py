@@ -1,7 +1,5 @@
 """Tools in prompts, in answers and in streams, against a live server."""
 
-from __future__ import annotations
-
 import json
 
 import openai

@@ -1,7 +1,5 @@
 """Replicas on a Ray cluster of two nodes on one machine: routes, streams, prefixes, and a replica that is killed."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """KV events of a real publisher, followed: from the start, late, over gaps, and of an engine that begins anew."""
 
-from __future__ import annotations
-
 import asyncio
 from array import array
 

@@ -1,7 +1,5 @@
 """Blocks of prompts as the routes make them, without an engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from array import array

@@ -1,7 +1,5 @@
 """The choice by prefix, load and past work."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """The index of blocks by replica."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Serve's hooks of the router, called as Serve does, over replicas that nobody serves."""
 
-from __future__ import annotations
-
 import asyncio
 from array import array
 from collections import Counter

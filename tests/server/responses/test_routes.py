@@ -1,7 +1,5 @@
 """`/v1/responses` through the real `openai` client, whose types are checked strictly; over a live server."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 

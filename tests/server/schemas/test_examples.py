@@ -1,7 +1,5 @@
 """The examples: each schema is served, and its prompt fits it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

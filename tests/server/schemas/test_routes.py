@@ -1,7 +1,5 @@
 """Schemas and prompts over HTTP: what is registered, what requests with modules give, and errors."""
 
-from __future__ import annotations
-
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The store of schemas: names, accounts, times to live and bounds."""
 
-from __future__ import annotations
-
 import pytest
 
 from runtime.frontend.schemas.markup import PmlError

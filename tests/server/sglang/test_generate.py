@@ -1,7 +1,5 @@
 """`/generate` and the routes about the server, over a live server."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

@@ -1,7 +1,5 @@
 """The journal of ended requests, and the trace of all of them."""
 
-from __future__ import annotations
-
 import json
 from array import array
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Metric names and rates."""
 
-from __future__ import annotations
-
 import socket
 import time
 from contextlib import ExitStack

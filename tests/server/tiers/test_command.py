@@ -1,7 +1,5 @@
 """`ramet cache` on real directories."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """The profile of depths against plain readings of the checkpoint, and the tables that it writes."""
 
-from __future__ import annotations
-
 import json
 import random
 

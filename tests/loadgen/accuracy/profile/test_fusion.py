@@ -1,7 +1,5 @@
 """`ramet profile --fusion`: a table that `auto` reads, measured on a small model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

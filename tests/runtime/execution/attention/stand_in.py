@@ -1,7 +1,5 @@
 """FlashInfer's calls in torch, as its documentation describes them; where it is installed, bound to its signatures."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

@@ -1,7 +1,5 @@
 """FlashInfer's own wrappers, where it is installed, above kernels that are computed in torch: no GPU is needed."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

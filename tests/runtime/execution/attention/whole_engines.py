@@ -1,7 +1,5 @@
 """The same requests through whole engines with torch's attention and with FlashInfer's, which has to be replaced."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Small random models of many architectures, made by transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Greedy output of transformers' code over pages is that of transformers alone, for many architectures."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models that transformers' code cannot serve here are refused by name, and the options that it has not."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

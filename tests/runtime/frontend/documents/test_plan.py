@@ -1,7 +1,5 @@
 """From what a request asks for to the message to the engine; the table of the method auto."""
 
-from __future__ import annotations
-
 import json
 from array import array
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prompts with documents: their tokens, and documents in chat templates."""
 
-from __future__ import annotations
-
 from array import array
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The default model's tokenizer."""
 
-from __future__ import annotations
-
 import pytest
 
 from runtime.models.tokenizer import Tokenizer

@@ -1,7 +1,5 @@
 """Positions, entries and own tokens of random schemas and prompts, against a plain layout of one token at a time."""
 
-from __future__ import annotations
-
 from array import array
 from xml.sax.saxutils import quoteattr
 

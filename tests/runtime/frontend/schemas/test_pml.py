@@ -1,7 +1,5 @@
 """Schemas and prompts that cannot be served: one error each, with the module's path and the line."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import pytest

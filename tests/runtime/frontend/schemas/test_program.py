@@ -1,7 +1,5 @@
 """Functions as PML: each statement's place in the schema, and the imports of a call."""
 
-from __future__ import annotations
-
 import pytest
 
 from runtime import prompt_program, role

@@ -1,7 +1,5 @@
 """Roles of schemas and prompts in chat templates: the same tokens as an ordinary conversation, or an error."""
 
-from __future__ import annotations
-
 from array import array
 from xml.sax.saxutils import escape
 

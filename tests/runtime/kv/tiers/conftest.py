@@ -1,7 +1,5 @@
 """Blocks, and stores that fail as they are told."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Engines with tiers, and prompts for them."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The form of a stored block: whatever is changed in it, it is not believed."""
 
-from __future__ import annotations
-
 import dataclasses
 import struct
 

@@ -1,7 +1,5 @@
 """Keys by tenant: whoever lacks the salt reads nothing."""
 
-from __future__ import annotations
-
 import stat
 import threading
 

@@ -1,7 +1,5 @@
 """Engines of causal models with tiers: the tokens are those of an engine without a cache."""
 
-from __future__ import annotations
-
 import random
 import threading
 from array import array

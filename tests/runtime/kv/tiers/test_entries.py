@@ -1,7 +1,5 @@
 """Modules, documents and encoded prefixes come back from tiers, after a restart too; what is approximate never does."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

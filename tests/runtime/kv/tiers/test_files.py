@@ -1,7 +1,5 @@
 """Blocks as files: whose directory it is, several processes, kills, and disks that refuse."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """KV events of the tiers: they say what each store holds, whatever happened to it."""
 
-from __future__ import annotations
-
 from array import array
 
 import msgspec

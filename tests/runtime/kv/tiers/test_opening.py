@@ -1,7 +1,5 @@
 """Stores and ciphers from options."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

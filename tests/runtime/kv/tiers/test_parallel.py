@@ -1,7 +1,5 @@
 """Several ranks: a block holds the heads of all of them."""
 
-from __future__ import annotations
-
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.kv.tiers.engines import NEW, draw, evict, loaded, open_core, options_of
 

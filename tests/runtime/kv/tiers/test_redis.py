@@ -1,7 +1,5 @@
 """Blocks in a real Redis or Valkey server, which dies, hangs, fills up and asks for passwords."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from contextlib import closing

@@ -1,7 +1,5 @@
 """What all stores promise, and the order in which bounded ones evict."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """A store that fails costs bounded time, is left alone, and is tried again."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

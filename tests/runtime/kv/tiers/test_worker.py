@@ -1,7 +1,5 @@
 """The threads that read and write blocks."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Drives a EngineCore step by step."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from pathlib import Path

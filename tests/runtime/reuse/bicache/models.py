@@ -1,7 +1,5 @@
 """Small random diffusion models of every supported kind, as their authors' checkpoints name things."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

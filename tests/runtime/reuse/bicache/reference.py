@@ -1,7 +1,5 @@
 """The models and their samplers written once more, plainly: float32, one sequence, no cache, nothing of runtime."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """BiCache's exact limits, and every setting between them against a plain reading of section 5.2."""
 
-from __future__ import annotations
-
 import random
 from array import array
 

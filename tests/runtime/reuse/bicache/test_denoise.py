@@ -1,7 +1,5 @@
 """Denoising in the engine, without reuse: the published samplers' tokens, in any batch."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Depth tables: lookup, files, published tables."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Depth by measured divergence: the measurements, the chosen depth, its exact limits; refresh on drift."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The strategy under contract."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.runtime.reuse.contract.subject import Subject

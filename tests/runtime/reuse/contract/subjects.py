@@ -1,7 +1,5 @@
 """The subjects: prefix caching, ReasonCache, prompt modules, fusion by each way of choosing rows, and diffusion."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

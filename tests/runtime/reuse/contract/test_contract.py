@@ -1,7 +1,5 @@
 """The contract of reuse strategies: each keeps every promise, whatever it reads and computes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

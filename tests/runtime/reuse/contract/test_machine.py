@@ -1,7 +1,5 @@
 """Random lives of requests of all strategies on one core: whatever happens, each answer is its strategy's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings

@@ -1,7 +1,5 @@
 """Small models of three rotary embeddings, and what the papers' methods answer with them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

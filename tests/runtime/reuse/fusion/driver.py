@@ -1,7 +1,5 @@
 """Requests with documents on one core, beside ordinary ones and such with modules, and what their answers must be."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections.abc import Sequence

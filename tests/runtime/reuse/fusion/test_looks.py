@@ -1,7 +1,5 @@
 """Looks at long questions: what they take, and that they choose the same rows."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

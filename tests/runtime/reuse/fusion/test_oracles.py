@@ -1,7 +1,5 @@
 """Fused requests against the plain reading of the papers, and against full prefill where they must equal it."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

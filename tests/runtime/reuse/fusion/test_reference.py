@@ -1,7 +1,5 @@
 """The plain reading itself: against full prefill, against the papers' own words, and where both must agree."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The life of documents: encoded once, shared, evicted, retracted, pinned; their costs; and what is refused."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from dataclasses import replace

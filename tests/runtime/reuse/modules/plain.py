@@ -1,7 +1,5 @@
 """Random schemas and prompts, a plain reading of what the model should see, and a driver of requests with modules."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The life of entries: computed once, shared, evicted, retracted, pinned; and what is refused."""
 
-from __future__ import annotations
-
 import random
 from array import array
 

@@ -1,7 +1,5 @@
 """Requests whose outputs repeat themselves, on a core that evaluates their steps at once or in its thread."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future

@@ -9,8 +9,6 @@ own by one at most. Two decisions are the engine's: of the steps that pass both 
 looked at whenever a page is full, with the consequences some tokens later.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

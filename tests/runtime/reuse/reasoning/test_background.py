@@ -1,7 +1,5 @@
 """Calls in a thread: in order, few at a time, within their share of a core."""
 
-from __future__ import annotations
-
 import threading
 import time
 

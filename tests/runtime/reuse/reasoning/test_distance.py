@@ -1,7 +1,5 @@
 """Distances of pages."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

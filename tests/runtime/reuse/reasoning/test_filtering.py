@@ -1,7 +1,5 @@
 """Candidate pages where a part of the output lies in the tree, on a pool whose contents are drawn."""
 
-from __future__ import annotations
-
 from array import array
 
 import torch

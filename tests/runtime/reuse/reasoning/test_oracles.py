@@ -1,7 +1,5 @@
 """The engine's ReasonCache against the plain reading of the paper."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

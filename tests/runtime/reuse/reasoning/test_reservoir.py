@@ -1,7 +1,5 @@
 """Percentiles of the latest distances."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

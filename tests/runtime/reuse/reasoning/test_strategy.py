@@ -1,7 +1,5 @@
 """Limits of sharing, its truth, and what a shared page means."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections import Counter

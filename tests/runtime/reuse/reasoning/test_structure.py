@@ -1,7 +1,5 @@
 """Steps with equal code and formulas, and steps that differ in them."""
 
-from __future__ import annotations
-
 import pytest
 
 from runtime.reuse.reasoning.steps import Splitter

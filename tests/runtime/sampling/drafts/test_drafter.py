@@ -1,7 +1,5 @@
 """Looks for drafts, without a model."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import pytest

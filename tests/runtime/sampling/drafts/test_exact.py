@@ -1,7 +1,5 @@
 """Output with drafts is that without, whatever the drafts are: right, wrong, or in between."""
 
-from __future__ import annotations
-
 import json
 import random
 from array import array

@@ -1,7 +1,5 @@
 """Earlier places of a text's last tokens: beside a search through everything."""
 
-from __future__ import annotations
-
 from array import array
 from itertools import count
 

@@ -1,7 +1,5 @@
 """The number of drafted rows of a step: measured times and rates decide."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 
