@@ -1,4 +1,4 @@
-"""The radix tree over token sequences: what is cached. No torch; can be lifted out and used alone."""
+"""The radix tree over token sequences: what is cached. It needs no torch and can be used without Ramet."""
 
 from radix.events import Event, EventLog, Eviction, Evictions, Removed, Stored, Watcher
 from radix.eviction import Outlook, Policy

@@ -1,4 +1,4 @@
-"""Watchers of a tree: KV events of blocks under chained hashes, and the last evictions with their reasons."""
+"""Watchers of a tree: a log of KV events with chained block hashes, and the latest evictions with their causes."""
 
 from collections import Counter, deque
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from radix.stats import Cause
 
 
 class Watcher:
-    """Follows the pages that enter and leave a tree."""
+    """Callbacks for pages that enter and leave a tree."""
 
     def stored(self, node: Node) -> None:
         """A leaf was added."""
 
     def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
-        """The pages of a leaf from `kept_pages` on leave; with 0 the node does.
+        """A leaf is about to lose `pages[kept_pages:]`; with `kept_pages` 0 the whole node leaves.
 
-        Called before any change: the node has its key, pages, path and meta, and its pages have no other owner.
+        Called before any change: key, pages, path and meta of the node are intact, and nothing else uses its pages.
         """
 
 
@@ -29,10 +29,10 @@ class Stored:
     """Consecutive blocks have entered the tree.
 
     Attributes:
-        hashes: uint64, one a block; each is chained to the block before it.
+        hashes: uint64, one per block; each hash covers its block and all blocks before it.
         parent: the hash of the block before the first; None at the root.
         tokens: int32 little-endian tokens of all blocks.
-        namespace: of the blocks; the hashes of different namespaces differ.
+        namespace: the namespace of the blocks; equal tokens have other hashes in another namespace.
     """
 
     hashes: tuple[int, ...]
@@ -53,7 +53,7 @@ Event = Stored | Removed
 
 
 class EventLog(Watcher):
-    """Collects the tree's changes until they are taken. Splitting a node is no event."""
+    """Collects events until `take`. Splitting a node makes no event."""
 
     def __init__(self) -> None:
         self._pending: list[Event] = []
@@ -66,20 +66,20 @@ class EventLog(Watcher):
         self._pending.append(Removed(tuple(node_hashes(node)[kept_pages:]), node.namespace))
 
     def take(self) -> list[Event]:
-        """All changes since the last call."""
+        """Return the events since the last call, oldest first."""
         taken, self._pending = self._pending, []
         return taken
 
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """Pages that were evicted for want of room, or because of their tenant's quota.
+    """Pages of one node that were evicted to make room, or because their tenant exceeded its quota.
 
     Attributes:
         at_s: the tree's clock at the eviction; idle_s: seconds since the last use.
-        cause: the reason for an eviction at all.
-        pages: pages evicted from the end of a run; kept_pages: pages of the run that stayed.
-        outlook: the policy's reason for choosing these pages, if it gives one.
+        cause: `room` or `quota`.
+        pages: pages evicted from the end of the node; kept_pages: pages of the node that stayed.
+        outlook: the policy's expectation of the node; None if the policy has none.
     """
 
     at_s: float
@@ -92,7 +92,7 @@ class Eviction:
 
 
 class Evictions(Watcher):
-    """Remembers the last evictions, without their tokens.
+    """Remembers the latest evictions, without tokens.
 
     Args:
         policy: the tree's policy.
@@ -100,8 +100,8 @@ class Evictions(Watcher):
         most: number of evictions to remember.
 
     Attributes:
-        last: the oldest first.
-        pages: evicted pages by tenant; flushed pages are not counted.
+        last: the latest evictions, oldest first.
+        pages: number of evicted pages by tenant; flushed pages are not counted.
     """
 
     def __init__(self, policy: Policy, clock: Callable[[], float], most: int = 50):

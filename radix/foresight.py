@@ -16,7 +16,7 @@ _SAMPLE = 64
 _FEW = 3
 _LEARN_EVERY, _HALVE_EVERY = 512, 4096
 _WARM_USES = 1024
-# If prompts reuse their last page at least this often, it is evicted with the others.
+# If at least this share of returns reuses a prompt's last page, that page is not evicted before the others.
 _OFTEN = 0.9
 
 
@@ -25,11 +25,11 @@ class _Record:
     """The policy's state of a node.
 
     Attributes:
-        life: the wait of the node's sequence; the nodes of a conversation share it.
+        life: the current wait of the node's conversation; all nodes of a conversation share it.
         branches: number of children so far.
-        is_settled: whether the last page is gone or continued, so that its reuse is known.
-        following: the print of the page behind the node, to compare with the next child; None: not needed.
-        place: index among the leaves; -1: none.
+        is_settled: whether the prompt's last page has been evicted, or continued by a child.
+        following: fingerprint of the next page, once evicted or split off, to compare with a new child; None: unused.
+        place: index in `_Leaves`; -1: not there.
     """
 
     life: Life
@@ -40,14 +40,14 @@ class _Record:
 
 
 class Foresight(Policy):
-    """Learns from sequences that return, also after their eviction; evicts the fewest promised hits a page and time.
+    """Learns how soon sequences return, also after their eviction, and evicts the leaf with the lowest promise.
 
-    Chats rarely return at once, mostly after a while, then less and less. For each kind of leaf (`radix.returns`), the
-    promise of an age is a Gittins index. A leaf that is due to return ranks above a newcomer, so newcomers that rarely
-    return pass through. Until enough is known, the order is least recently used.
+    Chats rarely return at once; most return after a while, then fewer and fewer. For each kind of leaf
+    (`radix.returns`), the promise at an age is a Gittins index: expected hits per page and time. An older leaf that is
+    due to return outranks a new leaf that may never return. Until enough is known, the order is LRU.
 
     Args:
-        capacity: the pool's pages, and the number of evicted sequences to remember, each by a hash.
+        capacity: number of pages in the pool; as many evicted nodes are remembered, each as a hash.
     """
 
     def __init__(self, capacity: int):
@@ -76,7 +76,7 @@ class Foresight(Policy):
             self._reckon()
 
     def _reckon(self) -> None:
-        """Compute promises by kind and age; the second half of the table is for leaves with an open last page."""
+        """Compute promises by kind and age. The table's second half is for leaves that are not settled."""
         is_warm = self._uses >= _WARM_USES and self._new_pages >= 2 * self._capacity
         promises = self._returns.promises() if is_warm else np.tile(0.3 / (EDGES[:-1] + 1), (KINDS, 1))
         share = self._used_last / self._could_use_last
@@ -84,9 +84,9 @@ class Foresight(Policy):
         self._promises = np.concatenate((promises, promises * share)).ravel()
 
     def _first_life(self, leaf: Node, tick: int) -> Life:
-        """The Life of a new leaf, which returns after its eviction, continues its parent, or is new."""
+        """The Life of a new leaf: it was evicted before and returns, continues its parent, or is a new sequence."""
         self._new_pages += len(leaf.pages)
-        mark = _print(leaf, 0)
+        mark = _fingerprint(leaf, 0)
         ghost = self._ghosts.pop(mark, None)
         above: _Record | None = leaf.parent.record if leaf.parent is not None else None
         if above is not None:
@@ -122,27 +122,27 @@ class Foresight(Policy):
         self._leaves.put(node, _row(node))
 
     def split(self, upper: Node, lower: Node) -> None:
-        """Both parts share their Life; if an unsettled prompt is split, its last page was not reused."""
-        following = None if lower.record.is_settled else _print(lower, 0)
+        """Both parts share one Life. A split of an unsettled prompt shows that its last page was not reused."""
+        following = None if lower.record.is_settled else _fingerprint(lower, 0)
         upper.record = _Record(lower.record.life, 1, True, following)
 
     def leaving(self, node: Node, kept_pages: int) -> None:
-        """Remember a leaving node by a hash, or the single page that a prompt loses first."""
+        """Remember the fingerprint of a leaving node, or of a prompt's last page if only that one leaves."""
         record: _Record = node.record
         if kept_pages:
             is_last = not record.is_settled and kept_pages == len(node.pages) - 1
-            record.following = _print(node, kept_pages) if is_last else None
+            record.following = _fingerprint(node, kept_pages) if is_last else None
             record.is_settled = True
             return
         self._leaves.remove(record)
-        mark = _print(node, 0)
+        mark = _fingerprint(node, 0)
         self._ghosts[mark] = record.life
         self._ghosts.move_to_end(mark)
         if len(self._ghosts) > self._capacity:
             self._ghosts.popitem(last=False)
 
     def absorb(self, parent: Node, child: Node) -> None:
-        """Children of an unshared parent belong to its conversation."""
+        """A child's newer Life becomes its parent's, unless the parent is a shared prefix."""
         super().absorb(parent, child)
         ours, theirs = parent.record, child.record
         if ours.branches <= _FEW and theirs.life.tick > ours.life.tick:
@@ -164,12 +164,12 @@ class Foresight(Policy):
 
 
 def _row(node: Node) -> int:
-    """The index in the table at which a leaf's promises begin."""
+    """Index of a leaf's first promise in the flat table."""
     return (node.record.life.kind + (0 if node.record.is_settled else KINDS)) * BUCKETS
 
 
-def _print(node: Node, at: int) -> int:
-    """A hash of a run's page at an index and of the page before it; splits and trims do not change it."""
+def _fingerprint(node: Node, at: int) -> int:
+    """A hash of page `at` of a node and of the page before it. Splits and trims do not change it."""
     size = len(node.key) // len(node.pages)
     assert node.parent is not None
     before = node.key[(at - 1) * size : at * size] if at else node.parent.key[-size:]
@@ -195,7 +195,7 @@ class _Leaves:
         self._ticks[node.record.place], self._rows[node.record.place] = node.last_use, row
 
     def remove(self, record: _Record) -> None:
-        """Remove a leaf, if it is there; the last one moves to its index."""
+        """Remove a leaf if it is there. The last leaf moves to its index."""
         at, record.place = record.place, -1
         if at >= 0:
             last = self._nodes.pop()
@@ -204,7 +204,7 @@ class _Leaves:
                 self._ticks[at], self._rows[at] = self._ticks[len(self._nodes)], self._rows[len(self._nodes)]
 
     def least(self, table: NDArray[np.float64], now: int) -> Node | None:
-        """Of leaves at an even stride, the one that promises least, of equals the oldest; None without leaves."""
+        """The leaf with the lowest promise among a sample at an even stride; the older of two equals; None if empty."""
         if not self._nodes:
             return None
         stride = max(len(self._nodes) // _SAMPLE, 1)

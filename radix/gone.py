@@ -10,31 +10,31 @@ from radix.namespace import Namespace
 from radix.node import Node
 from radix.stats import Cause
 
-# `expired`: evicted for want of room, and unused since the pin that had kept the page expired.
+# `expired`: evicted to make room, after the page's pin had expired and no request had used the page since.
 WhyGone = Cause | Literal["expired"]
 
 _WHYS: tuple[WhyGone, ...] = (*get_args(Cause), "expired")
 
 
 class Left(NamedTuple):
-    """The end of a page's stay: the time on the memory's clock, and the cause."""
+    """When a page left the tree, in seconds of `Gone`'s clock, and why."""
 
     at_s: float
     why: WhyGone
 
 
 class Gone(Watcher):
-    """Remembers pages that have left, by their chained hashes.
+    """Remembers pages that have left the tree, by their chained hashes.
 
-    A page replaces the remembered page whose hash has the same remainder.
+    The table has a fixed size: a page overwrites an older one whose hash falls into the same slot.
 
     Args:
         page_bytes: bytes of a page's tokens.
         clock: seconds, never going back.
-        places: number of pages to remember; a power of 2.
+        places: number of slots; a power of 2.
 
     Attributes:
-        since_s: the beginning of the memory.
+        since_s: time on the clock from which on pages are remembered.
     """
 
     def __init__(self, page_bytes: int, clock: Callable[[], float], places: int = 1 << 16):
@@ -55,7 +55,7 @@ class Gone(Watcher):
             hashes[place], times[place], codes[place] = digest, now_s, code
 
     def find(self, key: bytes, page: int, namespace: Namespace) -> Left | None:
-        """The last eviction of a page of `key`, while the tree has the pages before it; None if unknown."""
+        """When and why the page at index `page` of `key` last left the tree; None if unknown."""
         end = (page + 1) * self._page_bytes
         if len(key) < end:
             return None

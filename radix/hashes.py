@@ -1,4 +1,4 @@
-"""Chained hashes of pages: names of what the tree holds, for KV events and for the memory of evictions."""
+"""Chained hashes of pages. They identify cached pages in KV events and in the memory of evictions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from radix.node import Node, path
 
 
 def block_hashes(tokens: bytes, block_bytes: int, parent: int | None, namespace: Namespace) -> tuple[int, ...]:
-    """Chained xxhash64 of whole blocks: over the parent's hash (at the root, the namespace's) and the tokens."""
+    """xxhash64 of each whole block, over the previous block's hash (at the root, the namespace's) and its tokens."""
     chained = xxh64_intdigest(namespace.to_bytes()) if parent is None else parent
     hashes = []
     for start in range(0, len(tokens) - block_bytes + 1, block_bytes):
@@ -22,7 +22,7 @@ def block_hashes(tokens: bytes, block_bytes: int, parent: int | None, namespace:
 
 
 def last_hash(node: Node | None) -> int | None:
-    """The hash of a node's last page, which must be known; None at the root."""
+    """The hash of a node's last page, which `node_hashes` has computed before; None for the root."""
     return node.hashes[-1] if node is not None and node.hashes is not None else None
 
 

@@ -1,4 +1,4 @@
-"""Views of a tree for operators: a page of its nodes from the roots down, and an outline of a large tree."""
+"""Views of a tree for operators: a list of its nodes from the roots down, and an outline of a large tree."""
 
 from array import array
 from collections import deque
@@ -21,13 +21,13 @@ class _Shown:
     """A part of the tree.
 
     Attributes:
-        start: number of tokens before the run; tokens: in it.
-        hits: uses that ran through it; idle_s: seconds since the last use.
-        cost_s: seconds that computing it took.
-        locked, pinned: whether live requests and pins protect it. If both do, the node is known to be locked by its own
-            count or by a node below it.
-        meta: `Meta.describe()` of its record, None if it has none.
-        outlook: the eviction policy's expectation, None if it has none.
+        start: number of tokens before the run; tokens: number of tokens in the run.
+        hits: uses of paths through the run; idle_s: seconds since the last use.
+        cost_s: seconds that it took to compute the run.
+        locked, pinned: whether a live request protects the run, and whether a pin does. For a run with a pin, `locked`
+            takes only the run itself into account and what lies below it in the same answer.
+        meta: `Meta.describe()` of the run's record, None without a record.
+        outlook: the eviction policy's expectation, None if the policy has none.
         preview: int32 tokens at the run's start, as one bytes object.
     """
 
@@ -51,10 +51,10 @@ class NodeView(_Shown):
     """One node.
 
     Attributes:
-        id, parent: a node's first page id, which no other node has at that moment; parent None: below the root.
+        id: the node's first page id, unique at that moment; parent: the parent's id, None for a child of the root.
         depth: 1 for a child of the root.
-        pages, children: how many.
-        age_s: seconds since it was inserted.
+        pages, children: number of pages and of children.
+        age_s: seconds since the node was inserted.
     """
 
     depth: int
@@ -73,7 +73,7 @@ def view(
 ) -> list[NodeView]:
     """Nodes in breadth-first order, so that parents come first.
 
-    Touches no more than `skip + limit` nodes. A page is exact; the pages of a tree that changes between two calls may
+    Visits no more than `skip + limit` nodes. Each call is exact; if the tree changes between two calls, their nodes may
     overlap or leave nodes out.
 
     Args:
@@ -81,8 +81,8 @@ def view(
         wanted: whether the nodes of a namespace are listed.
         max_depth: deepest level; None: all.
         skip: nodes to leave out at the start.
-        limit: most nodes.
-        preview_tokens: how many of each run's first tokens are shown.
+        limit: largest number of nodes.
+        preview_tokens: number of leading tokens to show of each node.
     """
     now = tree.now()
     nodes = list(islice(_breadth_first(tree, wanted, max_depth), skip, skip + limit))
@@ -145,11 +145,11 @@ class Block(_Shown):
 
     Attributes:
         id: the first node's first page id; -1 for a root.
-        end: the last node's first page id, and the tokens before it.
-        parent: the place of the parent in the outline, None for a root.
-        chained: nodes in the run, 0 for a root, as are its tokens.
-        total: tokens of the run and of everything below; nodes: likewise.
-        hits: of a root, of what lies below it now; idle_s: of the node and of anything below.
+        end: the last node's first page id, and the number of tokens before that node.
+        parent: the parent's index in the outline, None for a root.
+        chained: number of nodes in the chain; 0 for a root, which has no tokens.
+        total, nodes: number of tokens and of nodes in the block and everything below it.
+        hits: of a root, the sum of its children's; idle_s: the shortest of the block and everything below it.
     """
 
     end: tuple[int, int]
@@ -164,10 +164,10 @@ def outline(
     preview_tokens: int = 0,
     wanted: Callable[[Namespace], bool] = lambda namespace: True,
 ) -> Generator[None, None, list[Block]]:
-    """Walk the whole tree, a thousand nodes at a time; returns the `limit` heaviest blocks, parents first.
+    """Walk the whole tree and return the `limit` blocks with the most tokens, parents first.
 
-    The parent of every block is included. A run that was inserted in chunks is one block. The tree may change between
-    two steps; such changes may or may not be counted.
+    The generator yields after every thousand nodes, and the tree may change meanwhile; such changes may or may not be
+    counted. The parent of every block is included. A run that was inserted in chunks is one block.
     """
     walk = _Walk(tree, wanted)
     yield from walk.down()
@@ -178,7 +178,7 @@ def outline(
 def slices(
     tree: RadixTree, wanted: Callable[[Namespace], bool] = lambda namespace: True
 ) -> Iterator[list[tuple[Node, int]]]:
-    """All nodes with the tokens before them, parents first, a thousand a slice; the tree may change as in `outline`."""
+    """All nodes with the number of tokens before each, parents first, a thousand at a time; the tree may change."""
     waiting = [(root, 0) for namespace, root in tree.roots() if wanted(namespace)]
     found: list[tuple[Node, int]] = []
     while waiting:
@@ -192,7 +192,7 @@ def slices(
 
 
 class _Walk:
-    """Nodes level by level, so that parents come first and siblings stand together.
+    """Nodes level by level, so that parents come first and siblings are adjacent.
 
     Numbers are kept in arrays: a hundred thousand small objects would set off the garbage collector.
     """
@@ -234,7 +234,7 @@ class _Walk:
             self._totals[parent] += self._totals[at]
             self._counts[parent] += self._counts[at]
             self._used_s[parent] = max(self._used_s[parent], self._used_s[at])
-            # On a path shared by a pin and a request, only the end shows that there is more than the pin.
+            # On a path with a pin and a lock, only the locked node itself has more refs than pins.
             self._locked[parent] |= self._locked[at]
             if at % _SLICE == 0:
                 yield
@@ -242,7 +242,7 @@ class _Walk:
     def heaviest(self, limit: int, preview_tokens: int) -> list[Block]:
         now = self._tree.now()
         shown: list[Block] = []
-        waiting: list[tuple[int, int, int]] = []  # weight, place among all, the parent's place among the shown
+        waiting: list[tuple[int, int, int]] = []  # minus its tokens, the node's index, the parent's index in `shown`
 
         def offer(places: range, parent: int) -> None:
             for at in nlargest(limit, places, key=self._totals.__getitem__):

@@ -16,8 +16,8 @@ class Match:
         pages: int32 ids of the whole pages that match.
         node: the node that holds the last of them; None when no page matches.
         node_pages: number of that node's pages that match.
-        partial_page, partial_rows: a page whose first rows (fewer than a page) continue the match, and their number;
-            -1 and 0 when there is none. Copy those rows, never write into the page.
+        partial_page: a page whose first rows continue the match; -1 when there is none. Copy these rows, never write
+            into the page. partial_rows: their number, less than a page.
         partial_node: the node that owns `partial_page`.
     """
 

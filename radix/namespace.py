@@ -10,8 +10,8 @@ class Namespace(NamedTuple):
 
     Attributes:
         tenant: account of an API key; empty without one.
-        salt: chosen by the client.
-        entry: `KIND:HASH` of an entry whose KV depends on more than the tokens before it; empty for exact prefixes.
+        salt: chosen by the client to keep its pages apart; empty without one.
+        entry: `KIND:HASH` of a reuse entry, whose KV depends on more than the tokens before it; empty for prefixes.
         adapter: digest of the adapter that changes the weights; empty for the model itself.
     """
 
@@ -22,12 +22,12 @@ class Namespace(NamedTuple):
 
     @property
     def owner(self) -> Namespace:
-        """The tenant whose quota its pages count against; without a tenant, each salt is one."""
+        """The namespace whose quota pages count against: the tenant's, or without a tenant the salt's."""
         return Namespace(self.tenant, "" if self.tenant else self.salt)
 
     @property
     def without_entry(self) -> Namespace:
-        """The namespace of the requests that use an entry."""
+        """This namespace without its entry: the namespace of requests that use the entry."""
         return self._replace(entry="")
 
     def for_entry(self, kind: str, digest: str) -> Namespace:
@@ -35,6 +35,6 @@ class Namespace(NamedTuple):
         return self._replace(entry=f"{kind}:{digest}")
 
     def to_bytes(self) -> bytes:
-        """An unambiguous form for hashing: every field behind its length; the adapter only if there is one."""
+        """Unambiguous bytes for hashing: each field preceded by its length; the adapter only if there is one."""
         fields = [field.encode("utf-8", "surrogatepass") for field in (self if self.adapter else self[:-1])]
         return b"".join(len(field).to_bytes(4, "little") + field for field in fields)

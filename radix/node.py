@@ -21,34 +21,34 @@ class Meta(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Length of the entry to which the run belongs."""
+        """Number of tokens of the whole entry to which the run belongs."""
 
     def describe(self) -> dict[str, Any]:
-        """Values that JSON can encode."""
+        """The record as values that JSON can encode."""
 
 
 class Node:
     """A run of whole pages, with its locks, counts and records.
 
     Attributes:
-        key: the run's tokens, int32 little-endian, as one bytes object: comparison and hashing run at C speed.
+        key: the run's tokens, int32 little-endian, as one bytes object, which is fast to compare and to hash.
         pages: int32 page ids, one for each page of the run.
         hashes: uint64, one for each page; None until `node_hashes` computes them.
         children: by the bytes of their first page.
-        only: the only child, or None: a chain is walked without a slice and a hash per node.
-        refs: locks of this very node, plus the children whose own `refs` is not zero. So a node with a referenced
-            descendant is referenced, and a lock stops climbing at the first shared ancestor.
-        pins: like `refs`, but for pins alone.
-        last_use: logical time of the last use. Only the deepest node of a use is stamped; a parent takes over the time
-            of its children when they leave, which results in the same order.
+        only: the child if there is exactly one, else None; in a chain it spares a slice and a hash per node.
+        refs: number of locks of this node, plus number of children with nonzero `refs`. So a node with a referenced
+            descendant is referenced, and a lock need not climb beyond the first referenced ancestor.
+        pins: like `refs`, but counts pins only.
+        last_use: logical time of the last use. Only the deepest node of a used path is stamped; a parent takes over the
+            time of its children when they leave, which results in the same order.
         hits: uses that ran through the node after it was inserted.
         created_s, used_s: the tree's clock when the node was inserted, and at its last use.
-        expired_s: the tree's clock when the last pin on the node expired; negative: none did.
-        cost: cost of computing the run, in any unit that is the same for all nodes.
+        expired_s: the tree's clock when a pin on the node last expired; negative: no pin did.
+        cost: cost of computing the run, in any unit as long as it is the same for all nodes.
         heat, record: state of the eviction policy.
-        queued, tenant_queued: serials of the node's entries in the victim orders of the tree and of its tenant.
+        queued, tenant_queued: serial numbers of the node's latest entries in the victim orders of tree and tenant.
         owner: the namespace whose quota the pages count against; set only in trees with quotas.
-        meta: record of the strategy that inserted the run; None: the KV depends on nothing but the tokens.
+        meta: record of the reuse strategy that inserted the run; None: the KV depends on nothing but the tokens.
     """
 
     __slots__ = (
@@ -94,7 +94,7 @@ class Node:
     def closest_child(self, wanted: bytes) -> tuple[Node | None, int]:
         """The child whose first page shares the longest run of tokens with `wanted`, and that run's length.
 
-        In sorted order that child is a neighbour of `wanted`.
+        Among the sorted children, that child is a neighbour of `wanted`.
         """
         if self.order is None and len(self.children) >= _SORT_FROM:
             self.order = SortedList(self.children)
@@ -120,7 +120,7 @@ def path(node: Node | None) -> Iterator[Node]:
 
 def common_tokens(key: bytes, offset: int, run: bytes) -> int:
     """Number of leading tokens of `run` that equal those of `key` from byte `offset` on."""
-    # Bisection over comparisons at C speed.
+    # Bisection with few, long comparisons, which run at C speed.
     low, high = 0, min(len(run), len(key) - offset) // TOKEN_BYTES
     if key.startswith(run[: high * TOKEN_BYTES], offset):
         return high

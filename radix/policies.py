@@ -10,13 +10,13 @@ POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 
 def _foresight(capacity: int) -> Policy:
-    # Its numpy takes longer to import than all else of this package, and commands without a tree do without it.
+    # Imported late: numpy takes longer to import than the rest of this package, and some commands need no tree.
     from radix.foresight import Foresight
 
     return Foresight(capacity)
 
 
-# A new policy is a class, its name above and a line here, which gets the pool's pages.
+# To add a policy, write its class, and add its name above and its maker here. A maker gets the pool's size in pages.
 _MAKERS: dict[PolicyName, Callable[[int], Policy]] = {
     "foresight": _foresight,
     "lru": lambda _: LRU(),

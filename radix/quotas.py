@@ -1,4 +1,4 @@
-"""Most pages of each tenant in the tree."""
+"""Quotas: limits on the number of pages that each tenant has in the tree."""
 
 from collections.abc import Mapping
 
@@ -8,14 +8,14 @@ from radix.node import Node
 
 
 class Quotas:
-    """Pages by owner, and a victim order for each: least recently used first.
+    """Counts the pages of each owner, and keeps a victim order for each: least recently used first.
 
     The owner of pages is `Namespace.owner`, unless the insertion names another: pages that tenants share count for the
     tenant that computed them.
 
     Args:
-        limits: most pages by tenant.
-        default: limit of other tenants; None: no limit.
+        limits: largest number of pages, by tenant.
+        default: limit of tenants that are not in `limits`; None: no limit.
     """
 
     def __init__(self, limits: Mapping[str, int], default: int | None = None):
@@ -25,20 +25,20 @@ class Quotas:
         self._victims: dict[Namespace, LRU] = {}
 
     def limit(self, owner: Namespace) -> int | None:
-        """Most pages of an owner; None: no limit."""
+        """Largest number of pages of an owner; None: no limit."""
         return self._limits.get(owner.tenant, self._default)
 
     def pages(self, owner: Namespace) -> int:
-        """Pages of an owner, or of a namespace's owner."""
+        """Number of pages in the tree of an owner, or of a namespace's owner."""
         return self._pages.get(owner.owner, 0)
 
     def over(self, owner: Namespace, coming: int) -> int:
-        """Pages by which `coming` more would exceed the owner's quota."""
+        """Number of pages by which `coming` new pages would exceed the owner's quota."""
         limit = self.limit(owner)
         return 0 if limit is None else max(self.pages(owner) + coming - limit, 0)
 
     def add(self, owner: Namespace, pages: int) -> None:
-        """Count new pages, or with a negative number leaving ones."""
+        """Add to the owner's count; `pages` is negative for pages that leave."""
         self._pages[owner] = self._pages.get(owner, 0) + pages
         if not self._pages[owner]:
             del self._pages[owner]

@@ -1,4 +1,4 @@
-"""Learns by kind how soon sequences return, and what a waiting page promises."""
+"""Statistics by kind of how soon sequences return, and the hits to expect from a page that waits."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -7,18 +7,18 @@ from math import isqrt
 import numpy as np
 from numpy.typing import NDArray
 
-# Ages fall into buckets, two an octave: those of bucket k have a square of k bits. The last takes all that are older.
+# Ages fall into buckets, two per octave: the square of an age in bucket k has k bits. The last bucket is open.
 BUCKETS = 34
 EDGES = np.array([0, *(isqrt((1 << k) - 1) + 1 for k in range(BUCKETS))])
 _WIDTHS = np.diff(EDGES)
 
-# Ages at which a gap belongs to the next class.
+# Lower bounds of the gap classes 1 to 5.
 _GAPS = (64, 256, 1024, 4096, 16384)
 _FIRST_TURN = 2 + len(_GAPS)
 KINDS = _FIRST_TURN + 1 + 3 * (len(_GAPS) + 1)
 _OPEN, _CANCELLED = 127, -1
 
-# Lives to remember; older ones than twice as many are forgotten.
+# At least this many Lives are remembered, and at most twice as many.
 _MEMORY = 1 << 16
 _PRIOR = 100.0
 _LEAST = 1e-12
@@ -26,14 +26,14 @@ _LEAST = 1e-12
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """The wait from one use of a sequence to the next, whether it stays cached or not.
+    """The wait from one use of a sequence to the next, whether the sequence stays cached or not.
 
     Attributes:
         number: serial, from 0.
         tick: logical time of its beginning.
-        kind: the class of waits that end alike.
+        kind: number of the class of similar waits, see `kind_of`.
         turn: uses of the sequence so far, at most 5.
-        gap: the class of the wait before, 0 to 5; 0 in the first turn.
+        gap: class of the previous wait's length, 0 to 5; 0 in the first turn.
         is_over: whether the sequence has returned, or another Life replaces this one.
     """
 
@@ -58,7 +58,7 @@ def gap_class(age: int) -> int:
 
 
 def kind_of(turn: int, gap: int, shared: bool) -> int:
-    """1 to 6: a shared prefix, by gap; 7: the first turn; from 8 on: by gap, and in it turn 2, 3 and 4, or more."""
+    """1 to 6: shared prefixes, by gap; 7: first turns; from 8: three kinds for each gap: turn 2, 3 to 4, 5 or later."""
     if shared:
         return 1 + gap
     return _FIRST_TURN if turn == 1 else _FIRST_TURN + 1 + 3 * gap + (turn > 2) + (turn > 4)
@@ -77,20 +77,20 @@ def describe(kind: int) -> str:
 
 
 class Returns:
-    """Counts of Lives by kind and age, from those that returned and those that did not."""
+    """Counts by kind and bucket how many Lives reached the bucket, and how many of these returned in it."""
 
     def __init__(self) -> None:
         self._ticks = np.zeros(2 * _MEMORY, dtype=np.int64)
         self._kinds = np.zeros(2 * _MEMORY, dtype=np.int64)
         self._ends = np.zeros(2 * _MEMORY, dtype=np.int8)
         self._begun = self._forgotten = 0
-        # For each bucket, the first Life that has not grown out of it.
+        # For each bucket, the number of the first Life that has not outgrown it.
         self._next = np.zeros(BUCKETS, dtype=np.int64)
         self._entered = np.zeros((KINDS, BUCKETS))
         self._ended = np.zeros((KINDS, BUCKETS))
 
     def begin(self, tick: int, turn: int, gap: int, shared: bool = False) -> Life:
-        """Begin a wait at `tick`, which is later than all before."""
+        """Begin a wait at `tick`, which must be later than in earlier calls."""
         life = Life(self._begun, tick, kind_of(turn, gap, shared), turn, gap)
         if self._begun - self._forgotten == 2 * _MEMORY:
             for column in (self._ticks, self._kinds, self._ends):
@@ -116,13 +116,13 @@ class Returns:
             self._ends[life.number - self._forgotten] = end
 
     def learn(self, now: int) -> None:
-        """Count the Lives that have outgrown a bucket since the last call: entered, and ended there."""
+        """Count the buckets that Lives have outgrown since the last call: those entered, and those with the return."""
         reached = self._forgotten + np.searchsorted(
             self._ticks[: self._begun - self._forgotten], now - EDGES[1:], side="right"
         )
         counts = reached - self._next
         buckets = np.repeat(np.arange(BUCKETS), counts)
-        # The counts are consecutive ranges of Lives.
+        # The Lives to count are a consecutive range for each bucket.
         lives = np.arange(len(buckets)) + np.repeat(self._next - self._forgotten - (np.cumsum(counts) - counts), counts)
         ends, cells = self._ends[lives], self._kinds[lives] * BUCKETS + buckets
         for table, chosen in ((self._entered, ends >= buckets), (self._ended, ends == buckets)):
@@ -135,9 +135,9 @@ class Returns:
         self._ended /= 2
 
     def promises(self) -> NDArray[np.float64]:
-        """Hits a page and tick, float64 [kinds, buckets], of keeping a waiting page as long as that is worthwhile.
+        """Expected hits per page and tick, float64 [kinds, buckets], if a page is kept for as long as that pays.
 
-        A Gittins index: over all later ages at which to give up, the largest ratio of hits to time until then.
+        This is a Gittins index: the largest ratio of hits to time, over all later ages at which to give up.
         """
         chance = self._chances()
         # The share of Lives that enters each bucket; returns happen halfway through a bucket on average.
@@ -149,7 +149,7 @@ class Returns:
         return np.maximum(np.divide(hits, time, out=np.zeros_like(hits), where=time > 0).max(axis=2), _LEAST)
 
     def _chances(self) -> NDArray[np.float64]:
-        """The share of Lives entering a bucket that return in it; rare kinds are expected to be like all chats."""
+        """The share of the Lives in a bucket that return in it; rare kinds are drawn towards the mean of all chats."""
         entered, ended = (_smooth(table[_FIRST_TURN:].sum(axis=0)) for table in (self._entered, self._ended))
         usual = ended / np.maximum(entered, 1e-9)
         often = (self._ended.sum(axis=1) + 5) / ((self._entered * usual).sum(axis=1) + 5)

@@ -10,11 +10,11 @@ _SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0, 3600.0, 
 
 
 class Histogram:
-    """Counts by upper bound; Prometheus makes them cumulative.
+    """Counts of values by bucket. They are not cumulative, unlike the buckets of Prometheus.
 
     Attributes:
         bounds: upper bounds in seconds; one more bucket takes the values above the last.
-        counts: by bucket.
+        counts: number of values in each bucket.
         total: sum of all values, in seconds.
     """
 
@@ -30,13 +30,13 @@ class Histogram:
 
 @dataclass(slots=True)
 class Stats:
-    """All counters are in pages.
+    """Counters of evicted pages, and histograms of times.
 
     Attributes:
-        evicted: by cause: `room` was needed, the tenant was over its `quota`, or a `flush`.
-        idle_s: seconds from a page's last use to its eviction.
-        lifetime_s: seconds from its insertion to its eviction.
-        reuse_gap_s: seconds between two uses of a node, counted once a use.
+        evicted: number of pages by cause: `room` was needed, the tenant was over its `quota`, or a `flush`.
+        idle_s: seconds from the last use of each evicted page to its eviction.
+        lifetime_s: seconds from the insertion of each evicted page to its eviction.
+        reuse_gap_s: seconds since the previous use, for each use of a path.
     """
 
     evicted: dict[Cause, int] = field(default_factory=lambda: dict.fromkeys(("room", "quota", "flush"), 0))

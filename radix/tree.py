@@ -16,7 +16,7 @@ from radix.stats import Cause, Stats
 
 # Attributes that both parts of a split run keep; the cost is divided.
 _RECORD = ("last_use", "hits", "created_s", "used_s", "expired_s", "meta", "owner")
-_EVERYBODY = Namespace()
+_PUBLIC = Namespace()
 
 
 class RadixTree:
@@ -26,17 +26,17 @@ class RadixTree:
     inserted pages until `evict`, `make_room`, `drop` or `flush` returns them. Sequences of different namespaces share
     nothing.
 
-    Victims are unreferenced leaves, in the policy's order. Recency is logical, one tick a use.
+    Victims are unreferenced leaves, in the policy's order. Recency is a logical clock, which ticks with every use.
 
     Args:
         page_size: tokens in a page.
         policy: the order of victims; default: least recently used.
         clock: seconds, never going back.
-        quotas: most pages of each tenant; default: no limits.
-        watchers: follow every page that enters or leaves.
+        quotas: limits of each tenant's pages; default: no limits.
+        watchers: called for all pages that enter or leave.
 
     Attributes:
-        num_locked_pages: pages on locked or pinned paths; num_pinned_pages: on pinned paths.
+        num_locked_pages: pages on locked or pinned paths; num_pinned_pages: pages on pinned paths.
         stats: counters of evictions, and histograms of page lifetimes.
     """
 
@@ -63,7 +63,7 @@ class RadixTree:
         self.num_pinned_pages = 0
 
     def watch(self, watcher: Watcher) -> None:
-        """Add a watcher, which follows every page that enters or leaves from now on."""
+        """Add a watcher, which is called for pages that enter or leave from now on."""
         self._watchers += (watcher,)
 
     @property
@@ -73,7 +73,7 @@ class RadixTree:
 
     # -- reading ---------------------------------------------------------------------------------------------
 
-    def match(self, key: bytes, namespace: Namespace = _EVERYBODY) -> Match:
+    def match(self, key: bytes, namespace: Namespace = _PUBLIC) -> Match:
         """The longest cached prefix of `key`, exact to the token. Changes nothing."""
         root = node = self._roots.get(namespace)
         if node is None:
@@ -111,7 +111,7 @@ class RadixTree:
     def lock_match(self, match: Match) -> Node | None:
         """Lock exactly the matched pages; returns the node to `unlock` later, None if no page matched.
 
-        A partly matched run is split, so that its other pages stay evictable. `use` counts the use.
+        A node that matches in part is split, so that its other pages stay evictable. Call `use` to count a hit.
         """
         node = match.node
         if node is not None:
@@ -121,7 +121,7 @@ class RadixTree:
         return node
 
     def use(self, node: Node | None) -> None:
-        """Count a use of the path that ends in `node`: a hit of every node on it."""
+        """Count a use of the path that ends in `node`, as a hit of every node on it."""
         if node is not None:
             now = self._clock()
             self.stats.reuse_gap_s.add(now - node.used_s)
@@ -177,7 +177,7 @@ class RadixTree:
             self.num_pinned_pages += len(above.pages)
 
     def unpin(self, node: Node, expired: bool = False) -> None:
-        """Undo one `pin` of the same node; `expired`: because its time to live is over."""
+        """Undo one `pin` of the same node; `expired`: whether the pin's time to live is over."""
         for above in path(node):
             assert above.pins > 0, "unpin without pin"
             above.pins -= 1
@@ -189,7 +189,7 @@ class RadixTree:
         self.unlock(node)
 
     def num_new_pinned_pages(self, match: Match) -> int:
-        """Pages that a pin of a match would add to `num_pinned_pages`."""
+        """Number of pages by which a pin of a match would raise `num_pinned_pages`."""
         if match.node is None or match.node.pins:
             return 0
         unpinned = takewhile(lambda above: not above.pins, path(match.node.parent))
@@ -201,7 +201,7 @@ class RadixTree:
         self,
         key: bytes,
         pages: array[int],
-        namespace: Namespace = _EVERYBODY,
+        namespace: Namespace = _PUBLIC,
         cost: float = 0.0,
         meta: Meta | None = None,
         owner: Namespace | None = None,
@@ -213,7 +213,7 @@ class RadixTree:
             pages: page ids for the leading pages of `key`.
             namespace: the key's namespace.
             cost: cost of computing the pages that are new to the tree, for policies that weigh it.
-            meta: the strategy's record of the new pages; every part of their run keeps it.
+            meta: the reuse strategy's record of the new pages; splits keep it on both parts.
             owner: the namespace whose quota the new pages count against; default: the owner of `namespace`.
 
         Returns:
@@ -262,7 +262,7 @@ class RadixTree:
         return leaf
 
     def _split(self, node: Node, whole: int) -> Node:
-        """Cut a run after `whole` pages; the node itself becomes the lower part, so that its locks stay valid."""
+        """Split a node after `whole` pages. The node itself becomes the lower part, so that its locks stay valid."""
         assert node.parent is not None
         cut = whole * self._page_bytes
         upper = Node(node.key[:cut], node.pages[:whole], node.parent, node.namespace)
@@ -283,15 +283,15 @@ class RadixTree:
     # -- evicting --------------------------------------------------------------------------------------------
 
     def evict(self, num_pages: int) -> array[int]:
-        """Return up to `num_pages` unreferenced pages, each victim's from its end."""
+        """Evict up to `num_pages` unreferenced pages, from the end of each victim; returns their ids."""
         return self._evict(num_pages, "room", self.policy.pop)
 
     def flush(self) -> array[int]:
-        """Return every unreferenced page."""
+        """Remove every unreferenced page; returns their ids."""
         return self.drop(*(child for root in self._roots.values() for child in root.children.values()))
 
     def drop(self, *nodes: Node) -> array[int]:
-        """Return every unreferenced page of some nodes and of the nodes below them."""
+        """Remove every unreferenced page of `nodes` and of the nodes below them; returns their ids."""
         freed, now = array("i"), self._clock()
         below = list(nodes)
         for above in below:
@@ -302,7 +302,7 @@ class RadixTree:
         return freed
 
     def make_room(self, owner: Namespace, num_pages: int) -> array[int]:
-        """Return pages of an owner, until `num_pages` more fit into its quota or none can go."""
+        """Evict pages of an owner until `num_pages` more fit into its quota, or none can go; returns their ids."""
         quotas = self.quotas
         if quotas is None or not (over := quotas.over(owner, num_pages)):
             return array("i")
@@ -340,7 +340,7 @@ class RadixTree:
             self.quotas.add(node.owner, -pages)
 
     def _enqueue(self, node: Node) -> None:
-        """Enter a node in the victim orders, if it is an unreferenced leaf."""
+        """Enter a node into the victim orders, if it is an unreferenced leaf."""
         if node.is_free_leaf:
             self.policy.enter(node)
             if self.quotas is not None:
@@ -358,7 +358,7 @@ class RadixTree:
         elif not parent.children:
             del self._roots[parent.namespace]
 
-    # -- looking ---------------------------------------------------------------------------------------------
+    # -- inspection ------------------------------------------------------------------------------------------
 
     def now(self) -> float:
         """The tree's clock, in seconds."""
@@ -383,7 +383,7 @@ class RadixTree:
         assert self.num_pages == sum(len(n.pages) for n in nodes)
         assert self.num_locked_pages == sum(len(n.pages) for n in nodes if n.refs)
         pages = [page for n in nodes for page in n.pages]
-        assert len(set(pages)) == len(pages), "a page stands in two nodes"
+        assert len(set(pages)) == len(pages), "a page is in two nodes"
         assert self.num_pinned_pages == sum(len(n.pages) for n in nodes if n.pins)
         for n in nodes:
             assert n.parent is not None
