@@ -13,10 +13,9 @@ from fastapi.routing import APIRoute
 from runtime.config import Config
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.logs import set_up_logs
-from server import admin, anthropic, documents, errors, openai, responses, schemas, sglang
+from server import admin, anthropic, errors, objects, openai, responses, sglang
 from server.admin.dashboard import Feed
 from server.auth.keys import Guard, Tenant, read_keys
-from server.documents.store import DocumentStore
 from server.errors import ErrorBody
 from server.explain.answers import Answers
 from server.generation.service import GenerationService
@@ -28,9 +27,10 @@ from server.http.openapi import describe
 from server.http.pages import Hosts, Origins
 from server.http.shutdown import ShutdownFlag
 from server.http.traces import add_traces
+from server.objects.documents import DocumentStore
+from server.objects.schemas import SchemaStore
 from server.openai.prompt import ChatPrompts
 from server.responses.store import ResponseStore
-from server.schemas.store import SchemaStore
 from server.telemetry.journal import Journal, Trace
 from server.telemetry.metrics import Metrics
 
@@ -79,7 +79,7 @@ def create_app(
     service = GenerationService(context, metrics, journal, answers)
     feed, chats = Feed(context, metrics, journal), ChatPrompts(context, *stores)
     provide(app, context, metrics, service, *stores, ResponseStore(), chats, feed)
-    rooms = (sglang, openai, responses, anthropic, schemas, documents, admin)
+    rooms = (sglang, openai, responses, anthropic, objects, admin)
     routers = [router for room in rooms for router in find_routers(room)]
     for router in routers:
         app.include_router(router)

@@ -155,7 +155,7 @@ def _schema(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
     from runtime.models.implementation import context_of
     from runtime.models.resolve import resolve_model
     from runtime.models.tokenizer import Tokenizer
-    from server.schemas.table import print_layout
+    from server.commands.layout import print_layout
 
     config, text = config_from(parser, arguments), _read(parser, arguments.file)
     path = resolve_model(config.model)

@@ -19,13 +19,13 @@ from runtime.frontend.documents.prompt import in_messages
 from runtime.frontend.output import Prompt, Submission
 from runtime.params import SamplingParams
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
-from server.documents.store import Documents, DocumentStore
-from server.documents.wire import find_documents
 from server.errors import Conflict, Forbidden, NotFound
 from server.generation.bodies import Scoped
 from server.http.context import Context, Ctx
 from server.http.sse import while_there
 from server.http.wire import Body, Text, TokenIds, example
+from server.objects.documents import Documents, DocumentStore
+from server.objects.segments import find_documents
 from server.openai.messages import Messages
 
 router = APIRouter(prefix="/cache", tags=["cache"])

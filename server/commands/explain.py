@@ -14,10 +14,10 @@ from runtime.frontend.output import prompts_of
 from runtime.logs import one_line
 from runtime.models.tokenizer import Tokenizer
 from runtime.sampling.json_text import parse_json
-from server.documents.store import DocumentStore
-from server.documents.wire import find_documents
 from server.explain.compare import Parting, compare
 from server.explain.parts import Conversation
+from server.objects.documents import DocumentStore
+from server.objects.segments import find_documents
 from server.openai.prompt import conversation_of
 from server.openai.types import ChatRequest, CompletionRequest
 from server.sglang.generate import GenerateRequest

@@ -9,8 +9,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from runtime.frontend.schemas.pml import Import
 from runtime.sampling.json_text import check_texts
-from server.documents.wire import GivenDocument
 from server.http.wire import Body, ByType, JsonObject, OneOr, Text
+from server.objects.segments import GivenDocument
 from server.openai.caching import Breakpoint, Mark, unmarked
 from server.openai.tools import MAX_TOOLS, ToolCall
 

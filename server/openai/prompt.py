@@ -12,16 +12,16 @@ from runtime.frontend.output import Prompt, Submission, new_rid
 from runtime.frontend.schemas.pml import Prompt as ModuleText
 from runtime.models.tokenizer import Tokenizer
 from server.auth.keys import Tenant
-from server.documents.store import DocumentStore
-from server.documents.wire import find_documents
 from server.explain.parts import Conversation
 from server.http.context import Context, provided
 from server.http.sse import while_there
+from server.objects.documents import DocumentStore
+from server.objects.schemas import SchemaStore
+from server.objects.segments import find_documents
 from server.openai.caching import Mark, keep_places, unmarked
 from server.openai.calls import lazy_calls, writes_tags
 from server.openai.tools import Function, Tool, continue_chat, render_chat, with_tools
 from server.openai.types import ChatRequest
-from server.schemas.store import SchemaStore
 
 
 class ChatPrompts:

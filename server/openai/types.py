@@ -10,10 +10,10 @@ from pydantic import AfterValidator, Field, model_validator
 from runtime.errors import InvalidRequest
 from runtime.params import CONSTRAINTS, CommonSampling, ReuseParams, SamplingParams
 from server.auth.keys import Tenant
-from server.documents.wire import GivenDocuments
 from server.generation.bodies import AnswerId, Diffusion, GenerationBody, LogitBias, Reuse, naming
 from server.http import fields
 from server.http.wire import Body, JsonObject, OneOrMany, Prompts, Rid, Text, TokenIds, example
+from server.objects.segments import GivenDocuments
 from server.openai.caching import CacheOptions, Mark, Retention, unmarked
 from server.openai.calls import schema_of_call
 from server.openai.formats import Constrained, Constraint, ResponseFormat, StructuredOutputs, only

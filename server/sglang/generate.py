@@ -13,8 +13,6 @@ from runtime.frontend.output import Finish, Output, Prompt, Submission, new_rid,
 from runtime.params import ReuseParams, SamplingParams
 from runtime.protocol import TokenLogprob
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
-from server.documents.store import Documents, DocumentStore
-from server.documents.wire import SegmentPrompts, compile_segments, count_characters
 from server.explain.reason import Explanation
 from server.generation.bodies import AnswerId, Diffusion, GenerationBody, Reuse, Sampling
 from server.generation.service import Generation, Service, Writer
@@ -22,7 +20,9 @@ from server.http import fields
 from server.http.answers import JsonList
 from server.http.context import Context
 from server.http.wire import IdPrompts, OneOrMany, Rid, Text, example
-from server.schemas.store import Schemas, SchemaStore
+from server.objects.documents import Documents, DocumentStore
+from server.objects.schemas import Schemas, SchemaStore
+from server.objects.segments import SegmentPrompts, compile_segments, count_characters
 
 router = EveryKey(tags=["generate"])
 

@@ -26,7 +26,7 @@ from runtime.protocol import ModelInfo
 from runtime.sampling.json_text import MAX_NODES
 from server.app import create_app
 from server.http.context import find
-from server.schemas.store import SchemaStore
+from server.objects.schemas import SchemaStore
 
 MIB = 1 << 20
 # For each body: processor seconds in all, and between two turns of the event loop; bytes. An idle processor of 2024

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from runtime.frontend.documents.prompt import Document, Segments
-from server.documents.store import DocumentStore, Title
 from server.http.wire import Body, OneOrLists, Text
+from server.objects.documents import DocumentStore, Title
 
 # Texts and documents in a prompt.
 MAX_SEGMENTS = 4096

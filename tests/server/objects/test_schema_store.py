@@ -5,7 +5,7 @@ import pytest
 from runtime.frontend.schemas.markup import PmlError
 from runtime.models.tokenizer import Tokenizer
 from server.errors import Conflict, NotFound
-from server.schemas.store import SchemaRequest, SchemaStore
+from server.objects.schemas import SchemaRequest, SchemaStore
 
 
 @pytest.fixture(scope="module")

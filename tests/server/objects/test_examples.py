@@ -6,7 +6,7 @@ import pytest
 
 from runtime.frontend.schemas.schema import Schema
 from runtime.models.tokenizer import Tokenizer
-from server.schemas.examples import trips
+from server.objects.examples import trips
 
 ROOM = Path(trips.__file__).parent
 

@@ -4,8 +4,8 @@ import pytest
 
 from runtime.errors import InvalidRequest
 from runtime.models.tokenizer import Tokenizer
-from server.documents.store import ChunkedKv, DocumentRequest, DocumentStore
 from server.errors import Conflict
+from server.objects.documents import ChunkedKv, DocumentRequest, DocumentStore
 
 
 @pytest.fixture(scope="module")

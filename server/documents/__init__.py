@@ -1,1 +1,0 @@
-"""Documents: their store and routes, and how requests name them."""

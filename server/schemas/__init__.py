@@ -1,1 +1,0 @@
-"""Schemas of prompt modules: their store and routes."""
