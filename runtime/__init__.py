@@ -1,4 +1,4 @@
-"""Ramet's runtime: what is computed.
+"""Ramet's runtime: requests in, tokens out.
 
 `Engine` is Ramet as a library. It is imported when first used, so that a process that only talks to an engine does
 not load torch.

@@ -16,8 +16,8 @@ class Span:
         length: number of rows; the last page may be partly used.
         shift: distance in positions from where the rows were computed to where they are reused. Keys are stored
             rotated and RoPE is relative, so the queries are rotated by `-shift` and the keys stay as they are.
-        keep: bool [length], False for rows that are left out; None: no row is.
-        position: of row 0, from which on positions are consecutive. Only windows ask for it, and only for spans of
+        keep: bool [length], False for rows that are left out; None: all rows are used.
+        position: position of row 0; later rows have the next positions. Only sliding windows need it, and only for
             prefixes.
     """
 
@@ -37,7 +37,7 @@ class Edge:
         span: index into the plan's spans.
         visible: int32 [n]; row i sees the first `visible[i]` rows of the span, 0 to its length. None: all rows see the
             whole span.
-        hidden: int32 [n]; row i does not see the first `hidden[i]` rows, 0 to `visible[i]`. None: all of them are seen.
+        hidden: int32 [n]; row i does not see the first `hidden[i]` rows, 0 to `visible[i]`. None: no row is hidden.
     """
 
     rows: slice | torch.Tensor
@@ -93,8 +93,8 @@ class LayerGroup:
         rows: int64 [T'], the flat rows that are alive in these layers; None: all.
         kv_write: int64 [T'], the pool slot of each row's new K and V; -1: not written.
         attention: its rows are indices into `rows`.
-        load: states with which rows enter the first layer, in place of their own.
-        save: filled with the states with which rows leave the last layer.
+        load: hidden states that replace those of some rows before the first layer.
+        save: rows whose hidden states after the last layer are wanted; the model fills in `states`.
     """
 
     layers: range
@@ -106,7 +106,7 @@ class LayerGroup:
 
 
 class AdapterRows(NamedTuple):
-    """The flat rows `first` to `stop` of a step are computed with the adapter of a digest."""
+    """Flat rows of a step, from `first` up to `stop` (exclusive), computed with the adapter `digest`."""
 
     digest: str
     first: int
@@ -114,11 +114,11 @@ class AdapterRows(NamedTuple):
 
 
 class CanvasRows(NamedTuple):
-    """Rows of a canvas that begins as noise. In layers with a window, all of them see what the first one does.
+    """Rows of a canvas that begins as noise. In layers with a window, every row sees what the first row sees.
 
     Attributes:
-        first, stop: the rows, of the step or of a row set.
-        soft: [stop - first, hidden], soft embeddings by the last step's distributions; None: it is the first step.
+        first, stop: range of rows of the step or of a row set.
+        soft: [stop - first, hidden], soft embeddings from the previous step's distributions; None in the first step.
     """
 
     first: int
@@ -134,10 +134,10 @@ class ForwardBatch:
         tokens: int64 [T], the flat rows of all requests; on the device if an earlier step chose them and the host has
             not read them.
         positions: int64 [T], position ids; they need not be contiguous.
-        groups: in the order of their layers; there is none for layers in which no row is computed.
+        groups: in the order of their layers; layers in which no row is computed have no group.
         logits_rows: int64 [S], the flat rows whose logits are computed.
-        adapters: rows with an adapter, in order; those of one lie side by side.
-        canvases: rows of canvases that are noise.
+        adapters: rows with an adapter, in order; the rows of one adapter are adjacent.
+        canvases: rows of canvases that begin as noise.
     """
 
     tokens: torch.Tensor
@@ -169,11 +169,11 @@ class Read:
 
 @dataclass(slots=True)
 class Stage:
-    """A range of layers in which a row set does the same.
+    """A range of layers in which a row set computes the same rows and reads the same KV.
 
     Attributes:
         layers: the range.
-        writes: int64, the pool slot of each alive row's new K and V; -1: none is written.
+        writes: int64, the pool slot of each alive row's new K and V; -1: not written.
         reads: what the rows attend to, written rows included.
         alive: int64, the rows of the set that are computed, ascending; None: all.
         load: rows of the set and the states float32 [n, hidden] with which they enter the first layer.
@@ -196,8 +196,8 @@ class RowSet:
         tokens, positions: int64 [n].
         stages: cover all layers, in order.
         logits: int64, the rows whose logits are wanted, ascending.
-        adapter: digest of the one with which they are computed; empty: none.
-        canvas: those of them that are noise.
+        adapter: digest of the adapter that computes the rows; empty: none.
+        canvas: the rows of a canvas that begins as noise; None: there is none.
     """
 
     tokens: np.ndarray

@@ -8,9 +8,9 @@ from radix import Namespace
 
 
 class FlushCache(msgspec.Struct, tag="flush"):
-    """Drop the pages that no live request uses; `pins`: pinned ones too; `tiers`: all that lies in tiers too.
+    """Drop the pages that no live request uses. `pins`: also pinned pages; `tiers`: also all blocks in tiers.
 
-    Answer: `flushed_tokens`, `live_tokens`; with `tiers`, `erased_blocks` by tier, None for one that failed.
+    Answer: `flushed_tokens`, `live_tokens`; with `tiers`, `erased_blocks` by tier, None for a tier that failed.
     """
 
     pins: bool = False
@@ -18,7 +18,7 @@ class FlushCache(msgspec.Struct, tag="flush"):
 
 
 class EraseTenant(msgspec.Struct, tag="erase"):
-    """Drop a tenant's pages that no live request uses, its pins, and all that it has in tiers.
+    """Drop a tenant's pages that no live request uses, its pins, and its blocks in tiers.
 
     Answer: `erased_tokens`, and `erased_blocks` as for `FlushCache`.
     """
@@ -27,13 +27,13 @@ class EraseTenant(msgspec.Struct, tag="erase"):
 
 
 class AttachTier(msgspec.Struct, tag="attach"):
-    """Add a tier; `options`: fields of `TierConfig`. Answer: `tiers`, the names of all."""
+    """Add a tier; `options`: fields of `TierConfig`. Answer: `tiers`, the names of all tiers."""
 
     options: dict[str, Any]
 
 
 class DetachTier(msgspec.Struct, tag="detach"):
-    """Detach a tier, whose blocks stay where they are. Answer: `found`."""
+    """Detach a tier; its store keeps its blocks. Answer: `found`."""
 
     name: str
 
@@ -45,7 +45,7 @@ class LoadAdapter(msgspec.Struct, tag="load_adapter"):
 
 
 class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
-    """Forget an adapter once its requests have ended. Answer: `running`, the number of these."""
+    """Unload an adapter once its requests have ended. Answer: `running`, the number of requests that still use it."""
 
     digest: str
 
@@ -53,7 +53,7 @@ class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
 class AddPin(msgspec.Struct, tag="pin"):
     """Pin the whole pages of a prefix; missing ones are computed first. Answer: `pin`.
 
-    With `reuse`, as in an `AddRequest`, its entries are pinned, and `tokens` may be empty. Answer: `pins`.
+    With `reuse`, as in an `AddRequest`, the entries named there are pinned, and `tokens` may be empty. Answer: `pins`.
     """
 
     tokens: bytes
@@ -71,11 +71,11 @@ class RemovePin(msgspec.Struct, tag="unpin"):
 
 
 class GetPins(msgspec.Struct, tag="pins"):
-    """Answer: all `pins`, the sums that tenants have `kept`, `pinned_tokens` of both, and `budget_tokens`."""
+    """Answer: `pins`; `kept`, sums by tenant of kept prefixes; `pinned_tokens`, of both; `budget_tokens`."""
 
 
 class GetCached(msgspec.Struct, tag="cached"):
-    """Fields as in an `AddPin`. Answer: cached tokens by the entry's name."""
+    """Fields as in an `AddPin`. Answer: number of cached tokens by the entry's name."""
 
     reuse: dict[str, Any]
     namespace: Namespace = Namespace()
@@ -87,9 +87,9 @@ class GetState(msgspec.Struct, tag="state"):
 
 
 class GetTree(msgspec.Struct, tag="tree"):
-    """Answer: `nodes`, one page of the tree's nodes, parents first, as `radix.NodeView`.
+    """Answer: `nodes`, up to `limit` nodes of the tree after the first `skip`, parents first, as `radix.NodeView`.
 
-    `tenant`: None: of all tenants. `preview_tokens`: most leading tokens to show of each node.
+    `tenant`: None: all tenants. `preview_tokens`: number of leading tokens to show of each node.
     """
 
     tenant: str | None = None
@@ -102,7 +102,7 @@ class GetTree(msgspec.Struct, tag="tree"):
 class GetOutline(msgspec.Struct, tag="outline"):
     """Answer: the tree in at most `limit` `blocks`, as `radix.Block`, and the last `evictions`.
 
-    `tenant`: None: of all tenants. From the first outline on, the reasons of misses are counted.
+    `tenant`: None: all tenants. The first outline starts the count of the reasons for misses.
     """
 
     limit: int
@@ -111,9 +111,9 @@ class GetOutline(msgspec.Struct, tag="outline"):
 
 
 class GetRuns(msgspec.Struct, tag="runs"):
-    """Answer: `runs`, the next slice of all nodes with their tokens, parents first; None behind the last.
+    """Answer: `runs`, the next slice of all nodes with their tokens, parents first; None after the last slice.
 
-    `tenant`, `salt`: None: of all. `anew`: begin with the first slice. The engine makes one walk at a time.
+    `tenant`, `salt`: None: all. `anew`: start a new walk with the first slice. The engine has one walk at a time.
     """
 
     tenant: str | None
@@ -122,14 +122,14 @@ class GetRuns(msgspec.Struct, tag="runs"):
 
 
 class GetRequests(msgspec.Struct, tag="requests"):
-    """Answer: the oldest `limit` live `requests` of a tenant; None: of all."""
+    """Answer: `requests`, the oldest `limit` live requests of `tenant`; None: of all tenants."""
 
     limit: int
     tenant: str | None = None
 
 
 class GetQuota(msgspec.Struct, tag="quota"):
-    """Answer: a tenant's `used_pages` in the tree and its `quota_pages`; both None where there is no quota."""
+    """Answer: a tenant's `used_pages` in the tree and its `quota_pages`; both None without a quota."""
 
     tenant: str
 
@@ -137,8 +137,8 @@ class GetQuota(msgspec.Struct, tag="quota"):
 class OnNode(msgspec.Struct, tag="node"):
     """Pin, unpin, evict or read one node of the tree, named by its first page and the number of tokens before it.
 
-    The node is found as long as it begins with that page. Answer: `found`, and by verb: `pin`; `pins`, the removed ids;
-    `tokens`, the number of evicted ones; `tokens`, int32, all tokens from the root to the node's end.
+    The node is found as long as it begins with that page. Answer: `found`; for pin `pin`; for unpin `pins`, the removed
+    ids; for drop `tokens`, the number evicted; for read `tokens`, int32, from the root to the node's end.
     """
 
     verb: Literal["pin", "unpin", "drop", "read"]
@@ -153,7 +153,7 @@ class Pause(msgspec.Struct, tag="pause"):
 
 
 class Ping(msgspec.Struct, tag="ping"):
-    """A sign of life, which comes between two steps. Answer: nothing."""
+    """Ask whether the engine is alive; it answers between two steps. Answer: empty."""
 
 
 Call = (

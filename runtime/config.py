@@ -14,10 +14,10 @@ from runtime.params import DocumentMethod
 SchedulePolicy = Literal["balanced", "fcfs", "priority", "lpm"]
 
 _ENDPOINT = "^(tcp|ipc|inproc)://."
-# Of a web page: no path and no slash behind the host, with which none would ever match.
+# The origin of a web page. A path or a slash after the host is refused, because no origin would match it.
 _ORIGIN = r"(\*|null|[^\s,/]+://[^\s,/]+)"
 _NAMES = r"^[^\s,]+(\s*,\s*[^\s,]+)*$"
-# Without a scheme or a port, with which none would ever match.
+# Host names. A scheme or a port is refused, because no host would match it.
 _HOSTS = r"^[^\s,/:]+(\s*,\s*[^\s,/:]+)*$"
 
 ModelCode = Literal["ramet", "transformers"]
@@ -105,7 +105,7 @@ class CacheConfig(Section):
     tenant_quota: int | None = Field(
         None,
         ge=1,
-        description="pages that a tenant may keep cached, public ones included, unless its key says another number",
+        description="most cached pages of a tenant, public pages included; an API key may set another number",
     )
     kv_events: str | None = Field(
         None,
@@ -117,8 +117,8 @@ class CacheConfig(Section):
     )
     kv_events_of: Literal["public", "all", "hashes"] = Field(
         "public",
-        description="blocks in KV events: those without tenant and salt; all: everybody's; hashes: everybody's, "
-        "without token ids and salts",
+        description="blocks in KV events: public: those without tenant and salt; all: those of all tenants; "
+        "hashes: all, without token ids and salts",
     )
     pin_budget: float = Field(0.5, ge=0, le=1, description="share of the pool that pins may hold together")
     page_size: int = Field(16, ge=1, le=1024, description="tokens in a page of the pool")
@@ -177,9 +177,7 @@ class SchedulerConfig(Section):
         "with 429",
     )
     max_output_tokens: int | None = Field(None, ge=1, description="most tokens of an output; default: the context")
-    max_timeout: float | None = Field(
-        None, gt=0, description="timeout of a request in seconds, and the most for its timeout_s"
-    )
+    max_timeout: float | None = Field(None, gt=0, description="default and largest timeout_s of a request, in seconds")
 
     @property
     def max_open(self) -> int:
@@ -218,15 +216,13 @@ class EngineConfig(Section):
     overlap: Literal["auto", "on", "off"] = Field(
         "auto", description="overlap scheduling with decode steps of causal models; auto: on a GPU"
     )
-    drafts: Literal["auto", "off"] = Field(
-        "auto", description="verify tokens that followed in earlier texts, where measured times promise a gain"
-    )
+    drafts: Literal["auto", "off"] = Field("auto", description="speculate from cached text when measured faster")
     debug_invariants: bool = Field(False, description="check page conservation after every step (slow)")
     step_timeout: float = Field(
         120.0,
         ge=0,
-        description="seconds for a step, after which /ready answers 503; after five times that the engine is killed; "
-        "0: never",
+        description="longest step in seconds: then /ready answers 503; after five times as long the engine is killed; "
+        "0: no limit",
     )
 
 
@@ -241,14 +237,14 @@ class ServerConfig(Section):
     allowed_hosts: str | None = Field(
         None,
         pattern=_HOSTS,
-        description="names by which clients call a server without keys, separated by commas; * allows all; "
+        description="host names of a server without keys that clients may use, separated by commas; * allows all; "
         "addresses, localhost and this machine's name are allowed anyway",
     )
     max_body_bytes: int = Field(
-        8 << 20, ge=1024, description="most bytes of a request's body; larger ones are refused with 413"
+        8 << 20, ge=1024, description="most bytes of a request's body; larger bodies are refused with 413"
     )
     client_timeout: float = Field(
-        30.0, gt=0, description="seconds for a client to send a head or a body, or to read a response"
+        30.0, gt=0, description="seconds in which a client must send headers or a body, or read a response"
     )
     drain_time: float = Field(
         30.0,
@@ -289,14 +285,14 @@ class Config(Section):
 
 
 def unusable(config: Config, is_diffusion: bool) -> str | None:
-    """An option that is set and has no meaning for a model of a kind."""
+    """The name of an option that is set but has no effect on such a model; None if there is none."""
     if is_diffusion:
         return None if config.cache.reuse in ("auto", "none") else f"reuse {config.cache.reuse}"
     return next((name.replace("_", "-") for name, value in config.diffusion if value is not None), None)
 
 
 def refuse_approximations(cache: CacheConfig) -> None:
-    """Raise ModelError for methods by default that only models of Ramet's own code are served with."""
+    """Raise ModelError if `--reuse` sets a method. For models that support none."""
     if cache.reuse not in ("auto", "none"):
         raise ModelError(
             f"--reuse {cache.reuse} is for models that Ramet's own code computes, without a sliding window"

@@ -11,7 +11,7 @@ from runtime.params import CONSTRAINTS, SamplingParams
 Algorithm = Literal[
     "low_confidence", "joint_threshold", "entropy", "maskgit_plus", "topk_margin", "origin", "entropy_bound"
 ]
-# New tokens of a request that sets no limit: a diffusion model pays for all of them from the first step on.
+# Output length of a request without a limit. A diffusion model computes the whole output in every step.
 DEFAULT_LENGTH = 128
 
 _MASKED: tuple[Algorithm, ...] = ("low_confidence", "entropy", "maskgit_plus", "topk_margin", "origin")
@@ -41,11 +41,11 @@ class Denoised(Protocol):
 
 
 class DenoisingParams(BaseModel):
-    """Parameters that all kinds of models have. Absent ones have the model's default.
+    """Parameters of all kinds of models. An absent parameter has the model's default.
 
     Attributes:
-        models: the kind's name in errors.
-        algorithms: its samplers.
+        models: name of the kind in errors.
+        algorithms: the kind's samplers.
     """
 
     model_config = ConfigDict(extra="forbid", strict=False)
@@ -65,7 +65,7 @@ class DenoisingParams(BaseModel):
     stream_canvas: bool = Field(False, description="report all positions at every step, decided or masked")
 
     def defaults(self, model: Denoised, length: int) -> dict[str, Any]:
-        """The values of absent parameters; `length`: of the canvas, unless `gen_length` is given."""
+        """Values for absent parameters; `length`: number of positions to denoise."""
         raise NotImplementedError
 
     def check(self, model: Denoised, sampling: SamplingParams, num_layers: int, prompt_tokens: int) -> None:
@@ -220,9 +220,9 @@ def params_kind(model: Denoised) -> type[DenoisingParams]:
 
 
 class DiffusionParams(BidirectionalParams, BlockParams, NoiseParams):
-    """The parameters of all kinds, as requests have them, with the names of LLaDA, Dream, Fast-dLLM and DiffusionGemma.
+    """The parameters of all kinds, as requests send them, with the names of LLaDA, Dream, Fast-dLLM and DiffusionGemma.
 
-    `filled` gives those of the model's kind.
+    `filled` returns the parameters of the model's kind.
     """
 
     def filled(self, model: Denoised, sampling: SamplingParams) -> DenoisingParams:

@@ -17,7 +17,7 @@ _LEAST_TEMPERATURE = 1e-4
 
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
-# Options of `ReuseParams` that not all methods take.
+# Options of `ReuseParams` that only some methods take, with these methods.
 TAKEN_BY = {
     "ratio": ("a3", "cacheblend", "prophetkv", "legolink"),
     **{"k": ("legolink",), "max_kl": ("auto",)},
@@ -25,7 +25,7 @@ TAKEN_BY = {
 
 
 class Lazy(BaseModel):
-    """Where a grammar holds, if not for the whole output. It describes triggers as well."""
+    """Where a grammar applies, if not to the whole output. The grammar must match the triggers as well."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -104,13 +104,13 @@ class SamplingParams(CommonSampling):
 
     @cached_property
     def takes_best(self) -> bool:
-        """Whether every token is the one with the highest logit, as the model has it."""
+        """Whether every token is the argmax of the model's unchanged logits."""
         changed = bool(self.logit_bias) or self.penalised or self.min_new_tokens > 0 or self.constrained
         return self.greedy and not changed
 
     @property
     def penalised(self) -> bool:
-        """Whether tokens count that were there before."""
+        """Whether a penalty depends on earlier tokens."""
         return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
 
     @property
@@ -136,7 +136,7 @@ class SamplingParams(CommonSampling):
 
 
 class ReuseParams(BaseModel):
-    """Reuse of the KV of a prompt's documents, wherever they stand, with a few of their rows computed anew."""
+    """Reuse of documents' KV at any position of a prompt, with a few of the documents' rows computed again."""
 
     model_config = ConfigDict(extra="forbid", strict=False)
 
@@ -147,7 +147,7 @@ class ReuseParams(BaseModel):
         None, ge=0, le=1, description="share of the documents' rows that are computed anew; default: 0.15"
     )
     granularity: Literal["page", "token"] = Field("page", description="rows are selected one by one, or by whole pages")
-    chunk_tokens: int = Field(512, ge=16, le=4096, description="documents are encoded in chunks of so many tokens")
+    chunk_tokens: int = Field(512, ge=16, le=4096, description="documents are encoded in chunks of this many tokens")
     k: int | None = Field(None, ge=0, le=512, description="legolink: first rows of each chunk; default: 16")
     max_kl: float | None = Field(None, ge=0, le=100, description="auto: largest mean KL to full prefill, in nats")
 

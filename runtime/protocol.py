@@ -23,16 +23,16 @@ class AddRequest(msgspec.Struct, tag="add"):
         tokens: the prompt, int32 little-endian, as one bytes object (the radix tree's key as well).
         sampling: `SamplingParams.model_dump()`.
         namespace: requests of different namespaces never share pages.
-        account: whose quota the pages count against; empty: the namespace's owner's.
+        account: tenant whose quota the pages count against; empty: the namespace's owner.
         logprobs: number of alternatives to report for each output token; None: no log-probabilities.
         prompt_logprobs_from: position from which prompt tokens get log-probabilities; None: none.
         priority: waiting requests with a larger one are served first.
         diffusion: `DiffusionParams.model_dump()`, filled, for a diffusion model.
         reuse: options of a reuse strategy, with its name as `method`; None: the model's default strategy.
-        explain: whether its first event has its `Lookup`.
-        store: whether the KV that it computes may outlive it.
-        breakpoints: (tokens, seconds): the prompt's whole pages up to there are kept for its tenant, for that time from
-            their last use on, as far as the budget of pins allows.
+        explain: whether the first event has a `Lookup`.
+        store: whether the KV that the request computes may stay cached after its end.
+        breakpoints: pairs (tokens, seconds): the whole pages of the prompt's first `tokens` tokens are kept for the
+            tenant until they have been unused for `seconds`, as far as the budget of pins allows.
     """
 
     rid: str
@@ -57,14 +57,14 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class Ask(msgspec.Struct, tag="ask"):
-    """An operator's call, which is answered by a `Reply` of the same number."""
+    """An operator's call. A `Reply` with the same number answers it."""
 
     number: int
     call: Call
 
 
 class Forget(msgspec.Struct, tag="forget"):
-    """Give up a call, which is no longer answered; a number that is not open is ignored."""
+    """Cancel a call, so that no reply follows. A number without an open call is ignored."""
 
     number: int
 
@@ -90,8 +90,8 @@ class Finish(msgspec.Struct):
     Attributes:
         matched: the stop token or string.
         message: text for an abort or an error.
-        refused: whether an error is the request's own fault.
-        code, param: of an error.
+        refused: whether the error is the request's own fault.
+        code, param: see `RametError`.
     """
 
     type: FinishType
@@ -106,12 +106,12 @@ class Lookup(msgspec.Struct):
     """A prompt's look-up in the cache, when it was admitted.
 
     Attributes:
-        found: leading tokens that were there, those of a page in part included.
-        readable: leading tokens that the request could read; -1: the cache is off.
+        found: number of leading tokens in the cache, including a part of a page.
+        readable: number of leading tokens that the request could read; -1: the cache is off.
         page_size: tokens in a page.
-        other: int32, the first tokens with which another prompt of the same namespace goes on behind them.
-        why: cause for which the first missing page left the cache, `gone_s` seconds ago; None: it is not known.
-        known_s: seconds for which such causes have been remembered, by then.
+        other: int32, the tokens with which the nearest other prompt of the namespace continues after `found` tokens.
+        why: why the first missing page left the cache, `gone_s` seconds ago; None: unknown.
+        known_s: seconds since the cache began to remember why pages leave.
     """
 
     found: int
@@ -127,10 +127,10 @@ class Breakpoint(msgspec.Struct):
     """A place in a prompt up to which the prompt is kept.
 
     Attributes:
-        tokens: leading tokens of the prompt.
-        ttl_s: seconds from the last use on.
-        kept: tokens that are kept, whole pages; 0: none.
-        reason: why none is.
+        tokens: number of leading tokens of the prompt.
+        ttl_s: time to live in seconds, counted from the last use.
+        kept: number of tokens that are kept, in whole pages; 0: none.
+        reason: why none are kept.
     """
 
     tokens: int
@@ -140,13 +140,13 @@ class Breakpoint(msgspec.Struct):
 
 
 class CacheUsage(msgspec.Struct):
-    """How a prompt's tokens used the cache: read + created + input are all of them.
+    """How a prompt's tokens used the cache: read + created + input is their number.
 
     Attributes:
-        read: read from the cache.
-        created: computed now and kept, by seconds to live: of several breakpoints, a token counts for the longest.
-        input: computed now and not kept.
-        breakpoints: those of the request, in order.
+        read: tokens read from the cache.
+        created: tokens computed now and kept, by time to live in seconds; a token counts for its longest breakpoint.
+        input: tokens computed now and not kept.
+        breakpoints: the request's breakpoints, in order.
     """
 
     read: int
@@ -160,8 +160,8 @@ class Admission(msgspec.Struct, array_like=True):
 
     Attributes:
         cached_tokens: prompt tokens whose KV came from the cache.
-        loaded_tokens: those of them that were loaded from a tier for this request, by tier.
-        queue_s: seconds since its arrival in the engine.
+        loaded_tokens: of the cached tokens, those that tiers loaded for this request, by tier.
+        queue_s: seconds from the request's arrival in the engine to its admission.
     """
 
     cached_tokens: int = 0
@@ -173,16 +173,16 @@ class TokenEvent(msgspec.Struct, array_like=True, gc=False):
     """One request's results of a step; exactly one event of a request has `finish` set, its last.
 
     Attributes:
-        tokens: new ones.
-        logprobs: of `tokens`.
-        prompt_logprobs: of prompt tokens, in order.
+        tokens: new tokens.
+        logprobs: log-probabilities of `tokens`.
+        prompt_logprobs: log-probabilities of prompt tokens, in order.
         admission: in the request's first event.
         prefill_s: in the event with the first token: seconds since the admission.
         reuse: the strategy's report, if there is something new.
-        canvas: all output positions of a diffusion model, if they were asked for.
-        lookup: in the first event, if it was asked for and KV is reused by prefix.
+        canvas: all output positions of a diffusion model, if the request wants them.
+        lookup: in the first event, if the request wants it and KV is reused by prefix.
         usage: in the first event of a request with breakpoints.
-        drafted, accepted: tokens of a draft that this step verified, and how many of them were right.
+        drafted, accepted: number of draft tokens that this step verified, and number of these that were right.
     """
 
     rid: str
@@ -237,11 +237,11 @@ class DiffusionInfo(msgspec.Struct):
     Attributes:
         mask_token_id: the token at undecided positions; -1: there is none.
         algorithm: its default sampler.
-        num_layers: most layers that can be reused.
+        num_layers: largest number of layers that can be reused.
         depth_table: name of the table of reuse depths.
         refresh_interval: steps between refreshes of a prefix's other layers, unless a request says otherwise.
         attended, block, threshold, edits, defaults: see `runtime.models.diffusion.DiffusionSpec`.
-        depth_bound: nats that measured depths may bring, unless a request says otherwise; None: no depth is measured.
+        depth_bound: default bound in nats on the divergence of measured depths; None: no depth is measured.
     """
 
     mask_token_id: int

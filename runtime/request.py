@@ -36,18 +36,18 @@ class Request:
     """A live request.
 
     Attributes:
-        message: asked for it.
+        message: the message that opened the request.
         sampler: the sampler's state.
-        sequence: the tokens that it computes, of which the first `prompt_len` are the prompt's own.
+        sequence: the tokens that the request computes; the first `prompt_len` of them belong to the prompt.
         max_length: length of `sequence` at which the request ends.
-        strategy: decides what the request reads and computes; `reuse` is the state that it keeps here.
-        decoding: chooses the request's tokens; `canvas` is the state that it keeps here for a diffusion model.
+        strategy: decides what the request reads and computes; it keeps its state in `reuse`.
+        decoding: chooses the request's tokens; for a diffusion model, it keeps its state in `canvas`.
         serial: order of arrival.
-        namespace: of the sequence, which may depend on what the request reads.
-        segments: KV that it reads.
+        namespace: namespace of the sequence; a strategy may change it according to what the request reads.
+        segments: KV that the request reads.
         draft: the drafter's state.
-        entry_tokens: int32, tokens of the prompt whose KV the request reads from entries, beside `sequence`.
-        event: the next event, into which anyone may write what it should report.
+        entry_tokens: int32, prompt tokens that are not in `sequence`, because their KV is read from entries.
+        event: the next event; all parts of the engine write their reports into it.
         cached_tokens: prompt tokens found in the cache at the first admission; -1 before.
         row_layers: rows x layers computed so far.
         arrival_s, admitted_s: engine clock, seconds; 0: not yet.
@@ -84,23 +84,23 @@ class Request:
 
     @property
     def owner(self) -> Namespace:
-        """The tenant whose quota its pages in the tree count against. Of shared text, each tenant pays for its own."""
+        """The tenant whose quota the request's new pages count against, also in a namespace that tenants share."""
         return Namespace(self.message.account) if self.message.account else self.message.namespace.owner
 
     @property
     def tokens(self) -> array[int]:
-        """Prompt and output, as far as the request computes them itself."""
+        """Tokens of prompt and output that the request computes itself."""
         return self.sequence.tokens
 
     @property
     def num_remaining(self) -> int:
-        """Rows to be computed: 1 while decoding, more while a prompt (or a retracted sequence) is prefilled."""
+        """Rows left to compute: 1 while decoding, more while a prompt (or a retracted sequence) is prefilled."""
         sequence = self.sequence
         return len(sequence.tokens) - sequence.num_computed + sequence.pending
 
     @property
     def num_prompt(self) -> int:
-        """Tokens of the prompt, those of entries included."""
+        """Number of tokens of the prompt, including `entry_tokens`."""
         return self.prompt_len + len(self.entry_tokens)
 
     @property
@@ -119,7 +119,7 @@ class Request:
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether tokens are to be generated; else the prompt is only computed."""
+        """Whether the request generates tokens; if not, only its prompt is computed."""
         return self.max_length > self.prompt_len
 
     @property
@@ -145,7 +145,7 @@ class Request:
                 left -= read
 
     def take_event(self, tokens: list[int], finish: Finish | None = None) -> TokenEvent:
-        """The next event, with the last tokens of the output, and the strategy's report."""
+        """Take the next event, with new output tokens and the strategy's report."""
         event, self.event = self.event, TokenEvent(self.message.rid)
         event.tokens, event.finish = tokens, finish
         if tokens and len(tokens) == self.num_output:
@@ -160,12 +160,12 @@ class Work:
 
     Attributes:
         start, count: the range of the sequence that is computed.
-        num_rows: rows of the step.
-        ahead: 1 where the one token to be computed is chosen by a step that has not been read yet.
-        draft: int32, tokens that may follow the last one; their rows are computed behind its own, and count if they
-            turn out to be right.
-        detail: the strategy's own, for planning and booking.
-        prefills: whether these rows are part of a prompt, or of what was retracted, rather than of decoding.
+        num_rows: number of rows in the step.
+        ahead: 1 if the token to compute comes from a step that has not been read yet, else 0.
+        draft: int32, guesses of the next tokens. Their rows follow the row of the last token, and are kept if the
+            guesses are right.
+        detail: the strategy's own data, for planning and booking.
+        prefills: whether the rows are part of a prompt, or of a retracted sequence, rather than of decoding.
     """
 
     request: Request
@@ -186,13 +186,13 @@ class Work:
         return self.start + self.count == len(self.request.sequence.tokens) + self.ahead + len(self.draft)
 
     def add(self, draft: array[int]) -> None:
-        """Verify a draft as well."""
+        """Add the rows that verify a draft."""
         self.draft = draft
         self.count += len(draft)
         self.num_rows += len(draft)
 
     def keep(self, num_tokens: int) -> None:
-        """Leave out the rows of a draft behind those that gave the first `num_tokens` new tokens."""
+        """Keep the rows that gave the first `num_tokens` new tokens; drop the draft's other rows."""
         self.draft = self.draft[: num_tokens - 1]
         self.count = self.num_rows = num_tokens
 
@@ -206,8 +206,8 @@ class Found:
     """KV that exists for a waiting request.
 
     Attributes:
-        tokens: prompt tokens that need not be computed.
-        detail: what the strategy wants to know at admission.
+        tokens: number of prompt tokens that need not be computed.
+        detail: the strategy's own data, for `admit`.
     """
 
     tokens: int = 0
@@ -215,15 +215,15 @@ class Found:
 
 
 class Strategy(ABC):
-    """Decides what requests read, what they compute, and what is kept of it.
+    """Decides what requests read, what they compute, and which KV is kept in the cache.
 
     `runtime.reuse.prefix.PrefixStrategy` implements the rows of strategies that compute the sequence in order.
 
     Attributes:
-        name: the `method` by which a request asks for it.
-        unchunkable: whether a step cannot be cut into chunks, as its rows see each other. Such requests take turns.
-        steady: whether what a row of a decoding request reads is what the row before it read, and that row.
-        keeps_prompts: whether a computed prompt lies in the tree under its own tokens.
+        name: the `method` by which a request asks for the strategy.
+        unchunkable: whether rows cannot be cut into chunks, because they see each other. Such requests take turns.
+        steady: whether each decoded row reads the same KV as the row before it, plus that row.
+        keeps_prompts: whether a computed prompt is in the tree under its own tokens.
         counted, counters: names and values of the strategy's own counters.
     """
 
@@ -239,10 +239,10 @@ class Strategy(ABC):
         self.counters = dict.fromkeys(self.counted, 0)
 
     def open(self, request: Request, asked: dict[str, Any]) -> None:  # noqa: B027 - most strategies need no state
-        """Take a new request: lay out its sequence, and refuse what cannot be served.
+        """Prepare a new request: lay out its sequence, and refuse it if it cannot be served.
 
         Args:
-            request: new; waits next.
+            request: a request that does not wait yet.
             asked: the `reuse` fields of its message.
 
         Raises:
@@ -250,12 +250,12 @@ class Strategy(ABC):
         """
 
     def runs(self, tokens: array[int], namespace: Namespace, asked: dict[str, Any]) -> list[Run]:
-        """The runs of the tree in which the KV of a prompt lies, once it is computed.
+        """The runs of the tree that hold the KV of a prompt, once it is computed.
 
         Args:
             tokens: int32, the prompt's whole pages.
-            namespace: of its requests.
-            asked: as of `open`.
+            namespace: namespace of the prompt's requests.
+            asked: see `open`.
 
         Raises:
             InvalidRequest: for fields that do not fit.
@@ -263,28 +263,28 @@ class Strategy(ABC):
         return [Run(tokens, namespace)]
 
     def reads(self, request: Request) -> list[Run]:
-        """The runs that a waiting request would read, where they exist. A tier may have what the tree lacks."""
+        """The runs that a waiting request would read if they existed. Tiers load what the tree lacks of them."""
         return []
 
     def restored(self, tokens: array[int], namespace: Namespace) -> None:  # noqa: B027
-        """Take note of a run of which all or some has come into the tree from a tier."""
+        """Take note that a tier has loaded a run, or part of it, into the tree."""
 
     def meta_of(self, namespace: Namespace, described: dict[str, Any]) -> Meta | None:
-        """The record of an entry of this strategy, from how it described itself; None if it is none."""
+        """The record of an entry, from its `Meta.describe()`; None if the entry is not of this strategy."""
         return None
 
     @abstractmethod
     def find(self, request: Request) -> Found:
-        """Look up what exists for a waiting request. Reads only."""
+        """Look up the cached KV for a waiting request. Changes nothing."""
 
     def peer(self, request: Request, found: Found, computing: abc.Sequence[Request]) -> tuple[Request, int] | None:
-        """The running request that computes now what this one would compute, too, and when it will be there.
+        """A running request that is computing KV which this request would compute, too.
 
-        `computing` are requests of this strategy that prefill.
+        `computing`: requests of this strategy that prefill.
 
         Returns:
-            One of `computing`, and the number of its tokens that must be computed before this request is looked up
-            again; None to admit this request now.
+            One of `computing`, and how many of its tokens must be computed before this request waits again; None to
+            admit this request now.
         """
         return None
 
@@ -293,8 +293,8 @@ class Strategy(ABC):
         """Lock the segments of a waiting request and allocate pages for its sequence.
 
         Args:
-            request: reads nothing yet.
-            found: a fresh `find` of it.
+            request: a waiting request.
+            found: the result of `find` for the request, in this moment.
             headroom: pages that must stay available for requests that decode.
 
         Returns:
@@ -311,23 +311,23 @@ class Strategy(ABC):
 
     @abstractmethod
     def shrink(self, work: Work) -> bool:
-        """Leave half of the rows to later steps; False if that cannot be."""
+        """Leave half of the rows to later steps; False if the work cannot be divided."""
 
     @abstractmethod
     def rows(self, work: Work) -> list[RowSet]:
-        """The rows of a piece of work; their pages are allocated."""
+        """The row sets of a piece of work, whose pages are already allocated."""
 
     @abstractmethod
     def book(self, work: Work, saved: abc.Sequence[torch.Tensor | None], seconds: float) -> bool:
-        """Book rows that were computed.
+        """Take over computed rows.
 
         Args:
-            work: what was computed.
-            saved: states that its row sets saved.
-            seconds: what the rows took.
+            work: the work that was computed.
+            saved: hidden states that its row sets saved.
+            seconds: time that the rows took.
 
         Returns:
-            Whether the work's logits go to the decoding.
+            Whether `Decoding` gets the logits of the work.
         """
 
     @abstractmethod
@@ -335,29 +335,29 @@ class Strategy(ABC):
         """Take all pages and segments from a running request; with `keep`, computed rows stay cached."""
 
     def distrust(self, request: Request) -> None:  # noqa: B027
-        """Drop from the cache what a request read or left there, before it is released: its logits were no numbers."""
+        """Drop from the cache what a request read or stored, since its logits are not finite. `release` follows."""
 
     def flush(self) -> None:  # noqa: B027
         """Drop what the strategy keeps beside the tree, as the cache is flushed."""
 
     def figures(self) -> dict[str, float]:
-        """Figures of its own besides counters, for operators."""
+        """Gauges of the strategy for operators, by name."""
         return {}
 
     def phase(self, request: Request) -> str:
-        """The phase of a running request, for people."""
+        """The phase of a running request, for operators."""
         return "decode" if request.num_output else "prefill"
 
     def report(self, request: Request) -> dict[str, Any] | None:
-        """The `reuse` field of the request's next event; None: it has nothing new to say."""
+        """The `reuse` field of the request's next event; None if there is nothing new."""
         return None
 
 
 class Decoding(ABC):
-    """The choice of tokens from logits, and their booking.
+    """Chooses tokens from logits, and makes events of them.
 
     Attributes:
-        counted, counters: names and values of its own counters.
+        counted, counters: names and values of the decoding's own counters.
     """
 
     counted: ClassVar[tuple[str, ...]] = ()
@@ -366,7 +366,7 @@ class Decoding(ABC):
         self.counters = dict.fromkeys(self.counted, 0)
 
     def open(self, request: Request, asked: dict[str, Any]) -> None:  # noqa: B027 - next-token models need no state
-        """Take a new request; `asked`: the `diffusion` fields of its message."""
+        """Prepare a new request; `asked`: the `diffusion` fields of its message."""
 
     @abstractmethod
     def wanted(self, work: Work) -> np.ndarray:
@@ -375,7 +375,7 @@ class Decoding(ABC):
     def choose(
         self, work: abc.Sequence[Work], places: abc.Sequence[abc.Sequence[slice]], logits: torch.Tensor
     ) -> SampledTokens | None:
-        """Choose next tokens on the device of the logits, without a wait; None: no request gets one.
+        """Choose next tokens on the device of the logits, without waiting for them; None if no request gets a token.
 
         Args:
             work: the rows of each request.
@@ -390,7 +390,7 @@ class Decoding(ABC):
 
     @abstractmethod
     def book(self, work: Work, result: StepResult) -> TokenEvent | None:
-        """Book a piece of computed work, of which the strategy has booked the rows.
+        """Apply the results of a piece of work, after the strategy has booked its rows.
 
         Returns:
             The event, if any; `finish` is set if the request ends.

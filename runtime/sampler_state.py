@@ -24,10 +24,10 @@ class SampledTokens(Protocol):
         """Tokens int64 [n] of some of the requests, without a wait; 0 in place of a failure."""
 
     def chosen(self) -> dict[Request, list[int] | RametError]:
-        """Wait for the tokens; the next ones of each request, or its error."""
+        """Wait for the tokens; returns the next tokens of each request, or its error."""
 
     def logprobs(self) -> dict[Request, list[TokenLogprob]]:
-        """Log-probabilities of the tokens, for requests that want them; for drafts more than `chosen` has tokens."""
+        """Log-probabilities of the tokens, for requests that want them; with a draft, also those after `chosen`."""
 
 
 class OutputGrammar(Protocol):
@@ -35,13 +35,13 @@ class OutputGrammar(Protocol):
 
     @property
     def complete(self) -> bool:
-        """Whether the output may end here, and cannot go on."""
+        """Whether the grammar is fulfilled and allows no further token."""
 
     def accept(self, token: int) -> bool:
         """Advance by a token; False, with nothing changed, if it is forbidden."""
 
     def forbidden(self, vocab_size: int) -> np.ndarray | None:
-        """bool [vocab_size], tokens that cannot follow; None where the output is free."""
+        """bool [vocab_size], tokens that cannot follow; None if the grammar allows every token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,8 +53,8 @@ class SamplerState:
         stop_ids: tokens that end the output.
         prompt_logprobs_from: the first prompt index whose log-probability is still to be reported; None: none is.
         grammar: the state of the grammar that the output follows; None: there is none, or it is still compiled.
-        counts: int64 [vocab], how often each token was generated, on the device of the logits; only where a penalty
-            needs them. None: to be made from the tokens.
+        counts: int64 [vocab], how often each token was generated, on the device of the logits. None: no penalty has
+            needed it yet, or a failed step may have spoilt it.
         prompt_ids: int64 [n], the distinct tokens of the prompt, with `counts`.
     """
 
@@ -71,8 +71,8 @@ class StepResult(NamedTuple):
 
     Attributes:
         logits: float32 [S, vocab], of the step.
-        places: the work's rows of them, by row set.
-        tokens: that `Decoding.choose` chose, up to one that ends the request.
+        places: rows of `logits` that belong to the work, by row set.
+        tokens: tokens that `Decoding.choose` chose, up to one that ends the request.
         logprobs: their log-probabilities, if the request wants any.
     """
 
