@@ -1,4 +1,4 @@
-"""Adapters that the engine holds, by the digest that is part of their requests' namespaces."""
+"""The engine's low-rank adapters by digest. The namespaces of their requests contain the digest."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ from runtime.request import Request
 
 
 class EngineAdapters(Part):
-    """Adapters, each of which stays until no request uses it.
+    """Loads and unloads adapters. An unloaded adapter stays until no request uses it.
 
     Args:
-        executor: computes with them.
-        live: the live requests.
+        executor: computes with the adapters.
+        live: the live requests by id.
 
     Attributes:
-        requests: how many came for each, by digest.
+        requests: number of requests so far, by the adapter's digest.
     """
 
     def __init__(self, executor: Executor, live: Mapping[str, Request]):
@@ -37,7 +37,7 @@ class EngineAdapters(Part):
         return {"requests_by_adapter": dict(self.requests)}
 
     def load(self, call: LoadAdapter) -> Answer:
-        """Read an adapter between two steps. Raises InvalidRequest for one that cannot be served."""
+        """Load an adapter. Raises InvalidRequest if it cannot be served."""
         try:
             adapter = read_lora(Path(call.path))
             self._executor.load_adapter(adapter)
@@ -48,7 +48,7 @@ class EngineAdapters(Part):
         return {"digest": adapter.digest, "rank": adapter.rank}
 
     def unload(self, call: UnloadAdapter) -> Answer:
-        """Forget an adapter once its requests have ended."""
+        """Unload an adapter once its requests have ended."""
         running = self._running(call.digest)
         self._leaving.add(call.digest)
         self._drop_unused()

@@ -45,10 +45,10 @@ class InFlight:
     Attributes:
         work: the rows of each request.
         places: rows of the logits, by piece of work and row set.
-        saved: hidden states that row sets save, likewise.
+        saved: saved hidden states, by piece of work and row set.
         logits: float32 [S, vocab], valid until the next step is launched.
-        num_rows: rows of the step.
-        started: time of the launch, seconds.
+        num_rows: number of rows of the step.
+        started: time of the launch in seconds, `time.monotonic`.
         sampled: the chosen tokens, if any.
     """
 
@@ -62,15 +62,15 @@ class InFlight:
 
 
 class EngineCore:
-    """The step, and the requests and parts that take part in it; `open_engine` makes one.
+    """Computes live requests step by step, together with its parts. `open_engine` makes one.
 
     With `overlap`, steady decode runs one step ahead: before the tokens of a step are read, the next step is launched
-    with these tokens on the device, so that the host reads, books, schedules and plans while the device computes. Rows
-    that such a step computed for requests that have ended are dropped: they lie in pages that are private to these
-    requests, behind everything that may come into the tree, and the next owner of these pages writes later.
+    with these tokens on the device, so that the host reads, books, schedules and plans while the device computes. If a
+    request ends with a step, its rows of the next step are dropped. They are in private pages of the request, after all
+    rows that may enter the tree, and the next owner of these pages writes later.
 
     Attributes:
-        strategies: by name; the first one serves requests that ask for none.
+        strategies: by name; the first one serves requests that name no strategy.
         parts: see `Part`.
         calls: operators' calls that are being answered.
         requests: the live requests by id, in the order of arrival.
@@ -115,7 +115,7 @@ class EngineCore:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take note of parts that have become active."""
+        """Collect the hooks of active parts again, after a part has become active."""
         self.parts = Parts(list(self.parts))
         self.scheduler.blocked_on = self.parts.blocked_on
 
@@ -125,7 +125,7 @@ class EngineCore:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy of requests that ask for none."""
+        """The strategy of requests that name none."""
         return next(iter(self.strategies.values()))
 
     def strategy_of(self, asked: dict[str, Any]) -> Strategy:
@@ -136,12 +136,12 @@ class EngineCore:
         return strategy
 
     def state(self) -> dict[str, Any]:
-        """Counters and histograms, which only grow, and gauges."""
+        """Counters, histograms and gauges of all parts, by name."""
         return {name: value for part in self.parts for name, value in part.state().items()}
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether requests, calls or parts need a step."""
         runs = bool(self.requests) and not self.paused
         return runs or self._in_flight is not None or bool(self.calls.open) or self.parts.busy
 
@@ -154,7 +154,7 @@ class EngineCore:
     # -- messages --------------------------------------------------------------------------------------------
 
     def handle(self, message: Inbound) -> list[TokenEvent]:
-        """Take a message; returns the events of requests that end by it."""
+        """Handle a message; returns the terminal events of requests that it ends."""
         if isinstance(message, AddRequest):
             return self.add(message)
         if isinstance(message, Abort):
@@ -166,13 +166,13 @@ class EngineCore:
         return []
 
     def settle(self) -> list[Reply]:
-        """Do what is due after a message or a step; the answers to operators' calls."""
+        """Let parts publish the results of a message or a step; returns replies to operators' calls."""
         for settle in self.parts.settle:
             settle()
         return self.calls.replies() if self.calls.open else []
 
     def add(self, message: AddRequest) -> list[TokenEvent]:
-        """Accept a request, whose id is new; the terminal event of one that is refused."""
+        """Accept a request with a new id; returns the terminal event if the request is refused."""
         try:
             strategy = self.strategy_of(message.reuse or {})
             self._serial += 1
@@ -188,7 +188,7 @@ class EngineCore:
         return []
 
     def abort(self, rid: str) -> list[TokenEvent]:
-        """End a request; its terminal event, none if it is not live."""
+        """End a request; returns its terminal event, nothing if the request is not live."""
         if rid not in self.requests:
             return []
         self.counters["aborted_requests"] += 1
@@ -197,7 +197,7 @@ class EngineCore:
     # -- steps -----------------------------------------------------------------------------------------------
 
     def step(self) -> list[TokenEvent]:
-        """Run one step, or read the one that was launched before; returns its events."""
+        """Run one step, or read the step that was launched ahead; returns its events."""
         events: list[TokenEvent] = []
         if self.scheduler.blocked or self.parts.waiting:
             for poll in self.parts.poll:
@@ -205,7 +205,7 @@ class EngineCore:
         flight, self._in_flight = self._in_flight, None
         work = [] if flight is None else flight.work
         for item in work:
-            item.ahead = 0  # the step before has been read
+            item.ahead = 0  # the previous step has been read
         if any([item.is_live for item in work]):
             events += self._compute(work, flight)
         elif work := self._schedule():
@@ -234,7 +234,7 @@ class EngineCore:
             count_miss(self.cache, request.key(request.prompt_len), request.namespace, request.cached_tokens)
 
     def _compute(self, work: list[Work], flight: InFlight | None = None) -> list[TokenEvent]:
-        """Launch a step if it is not in flight already, then the step behind it if possible; read and book it."""
+        """Launch a step unless it is in flight, launch the next one if possible, then read and book the first."""
         try:
             flight = flight or self._launch(work)
             self._in_flight = self._launch_next(flight)
@@ -242,7 +242,7 @@ class EngineCore:
         except EngineDead:
             raise
         except Exception as error:
-            # The step that was launched behind it began with its tokens.
+            # The next step was launched with the tokens of this one.
             self._in_flight = None
             return self._compute_less([item for item in work if item.is_live], error)
         self.counters["steps"] += 1
@@ -250,7 +250,7 @@ class EngineCore:
         return self._book(flight, tokens)
 
     def _launch(self, work: list[Work], before: InFlight | None = None) -> InFlight:
-        """Let the device begin with a step; `before`: the step whose unread tokens it begins with."""
+        """Start a step on the device; `before`: the step whose unread tokens are the input."""
         started = time.monotonic()
         batch, places, saved, row_layers = self.planner.plan(work)
         self.counters["row_layers"] += row_layers
@@ -265,7 +265,7 @@ class EngineCore:
         return InFlight(work, places, saved, logits, len(batch.tokens), started, sampled)
 
     def _launch_next(self, flight: InFlight) -> InFlight | None:
-        """Launch the step behind one that has not been read, if its work is known already."""
+        """Launch the step after `flight`, whose tokens are unread; None if its work is not known yet."""
         if not self.overlap or self.paused:
             return None
         work = self.scheduler.follow([item for item in flight.work if item.is_live])
@@ -276,13 +276,13 @@ class EngineCore:
         except EngineDead:
             raise
         except Exception as error:
-            # Not reported: once the step before is read, this one is scheduled again, and run in halves if it must.
+            # No request fails: after the previous step is read, the work is scheduled again, in halves if necessary.
             log.warning("a step of %d requests could not be launched ahead (%r)", len(work), error)
             self._note_failed(work)
             return None
 
     def _book(self, flight: InFlight, tokens: Mapping[Request, list[int] | RametError]) -> list[TokenEvent]:
-        """Book a step that was read, for the requests that are still live; returns its events."""
+        """Book the results of a step for the requests that are still live; returns their events."""
         logprobs = {} if flight.sampled is None else flight.sampled.logprobs()
         self._step_s = time.monotonic() - flight.started
         row_s = self._step_s / flight.num_rows
@@ -313,7 +313,7 @@ class EngineCore:
         return events
 
     def _verify(self, item: Work, tokens: list[int]) -> list[int]:
-        """The tokens of a request with a draft, up to one that ends it; the draft's other rows are left out."""
+        """The new tokens of a request with a draft, up to one that ends it. Drops the draft's other rows."""
         tokens, drafted, event = self.decoding.cut(item.request, tokens), len(item.draft), item.request.event
         item.keep(len(tokens))
         event.drafted += drafted
@@ -324,7 +324,7 @@ class EngineCore:
         return tokens
 
     def _book_rows(self, item: Work, saved: Sequence[Any], seconds: float) -> bool:
-        """Book the rows of a piece of work; whether its logits give tokens."""
+        """Book the rows of a piece of work; returns whether their logits give tokens."""
         request, prefills = item.request, item.prefills
         in_chunks = prefills and not request.strategy.unchunkable
         if in_chunks:
@@ -342,7 +342,7 @@ class EngineCore:
     # -- failures and ends -----------------------------------------------------------------------------------
 
     def _note_failed(self, work: list[Work]) -> None:
-        """Book a step that failed; tokens that it may have counted for penalties are counted again."""
+        """Count a failed step, drop its drafts, and have token counts for penalties made again."""
         self.counters["failed_steps"] += 1
         for item in work:
             item.request.sampler.counts = None
@@ -350,9 +350,9 @@ class EngineCore:
                 item.keep(1)
 
     def _compute_less(self, work: list[Work], error: Exception) -> list[TokenEvent]:
-        """After a step that failed: in halves, so that only the request at fault fails; without memory, fewer rows.
+        """Run a failed step again: without drafts, then in halves until only the request at fault fails.
 
-        Raises EngineDead if the device cannot be used any more.
+        A single request that needs too much memory runs with fewer rows. Raises EngineDead if the device is lost.
         """
         if is_lost(self.executor.device):
             raise EngineDead(f"{self.executor.device} cannot be used any more after {error!r}") from error
@@ -374,7 +374,7 @@ class EngineCore:
         return [self.fail(item.request, RametError(message))]
 
     def fail(self, request: Request, error: RametError) -> TokenEvent:
-        """End a request with an error; nothing of it is kept."""
+        """End a request with an error, and cache none of its KV."""
         self.counters["failed_requests"] += 1
         if isinstance(error, BadLogits):
             self.counters["bad_logits"] += 1
@@ -382,7 +382,7 @@ class EngineCore:
         return self._end(request, _finish(error))
 
     def _end(self, request: Request, finish: Finish, event: TokenEvent | None = None) -> TokenEvent:
-        """Take a request out; its terminal event."""
+        """Remove a request; returns its terminal event."""
         del self.requests[request.rid]
         self.scheduler.remove(request, keep=finish.type != "error")
         for ended in self.parts.ended:

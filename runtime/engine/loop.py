@@ -1,4 +1,4 @@
-"""The engine's loop: messages in, steps, messages out. The same in a process of its own and in a thread."""
+"""The engine's loop: messages in, steps, messages out. It runs in a process of its own or in a thread."""
 
 import logging
 import time
@@ -12,9 +12,9 @@ from runtime.protocol import Failed, Outbound, Ready, Shutdown, StepEvents, Toke
 
 log = logging.getLogger("ramet.engine")
 
-# Wait of an engine that has requests but nothing to run: they wait for a grammar or a tier.
+# Wait for messages if there are requests but no step to run: all requests wait for a grammar or a tier.
 _NOTHING_TO_RUN_MS = 5
-# Time for messages before a step is due: those that are refused at once could go on coming for ever.
+# Longest time for messages before a step: a stream of requests that are refused at once could delay it for ever.
 _MESSAGES_S = 0.02
 
 
@@ -32,11 +32,11 @@ class EngineLoop:
         self.error: EngineDead | None = None
 
     def run(self, open_core: Callable[[], EngineCore], on_death: Callable[[EngineDead], None]) -> int:
-        """Serve an engine until `Shutdown`; an exit code.
+        """Serve an engine until `Shutdown`; returns an exit code.
 
         Args:
             open_core: makes the engine.
-            on_death: called if other processes of the engine have died; any thread may call it.
+            on_death: called, in any thread, if another process of the engine has died.
         """
         try:
             core = self.core = open_core()
@@ -66,7 +66,7 @@ class EngineLoop:
             wait_ms = (0 if ran else _NOTHING_TO_RUN_MS) if core.busy else idle_ms
 
     def _take_messages(self, core: EngineCore, wait_ms: int | None) -> bool:
-        """Take the messages that have come, or wait for one first; False at `Shutdown`."""
+        """Handle queued messages, after waiting up to `wait_ms` (None: without limit) for one; False at `Shutdown`."""
         if wait_ms != 0:
             self._inbox.poll(wait_ms)
         due_s = time.monotonic() + _MESSAGES_S

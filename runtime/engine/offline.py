@@ -62,7 +62,7 @@ class EngineThread(Host):
         for socket, address in zip(sockets, (inbox, outbox), strict=True):
             socket.set_hwm(0)
             socket.connect(address)
-        sockets[0].bind(_END)  # the other end of `inbox` is the client's, which receives nothing
+        sockets[0].bind(_END)  # `end` cannot use `inbox`: the client binds it, and only sends
         loop = self._loop = EngineLoop(*sockets)
 
         def end(error: EngineDead | None = None) -> None:
@@ -88,7 +88,7 @@ class EngineThread(Host):
         return await asyncio.wrap_future(self._ended)
 
     def kill(self) -> None:
-        """Ask the thread to end after its step: nothing can end it at once."""
+        """Ask the thread to end after its current step, since a thread cannot be killed."""
         self._end()
 
 
@@ -136,11 +136,11 @@ class Engine:
 
     @property
     def core(self) -> EngineCore:
-        """The engine itself, which its thread uses."""
+        """The engine core. The engine's thread uses it, too."""
         return self._host.core
 
     def schema(self, pml: str, mode: Mode = "independent", scaffolds: Sequence[Sequence[str]] | None = None) -> Schema:
-        """A schema of prompt modules; its `compile` makes prompts for `generate`. Raises InvalidRequest."""
+        """A schema of prompt modules; its `compile` makes prompts for `generate`. Raises InvalidRequest for bad PML."""
         return Schema.read(pml, self.tokenizer, self.info.context_length, mode, scaffolds)
 
     def generate(
@@ -154,13 +154,13 @@ class Engine:
 
         Args:
             prompts: text, token ids, `Segments` with documents or prompts of a `schema`, one or several.
-            sampling: parameters for all prompts, or for each; `SamplingParams` or their fields as a dict.
-            reuse: of the documents in the prompts, or of reasoning steps; `ReuseParams`, `ReasoningParams` or their
+            sampling: parameters for all prompts, or a list with one for each; `SamplingParams` or a dict of its fields.
+            reuse: how to reuse documents or reasoning steps; `ReuseParams`, `ReasoningParams` or a dict of their
                 fields; default: the option `reuse`.
-            adapter: of `lora` or `load_adapter`, as `ADAPTER` or `MODEL:ADAPTER`; None: the model itself.
+            adapter: name of an adapter, as `ADAPTER` or `MODEL:ADAPTER`; None: the model itself.
 
         Raises:
-            InvalidRequest: if a prompt can never be served, or for an unknown adapter; then none is.
+            InvalidRequest: if one prompt can never be served, or the adapter is unknown; then no prompt is served.
             RametError: if a completion fails.
         """
         return self._wait(self._collect(make_submissions(prompts, sampling, reuse, self.namespace(adapter))))
@@ -220,20 +220,20 @@ class Engine:
             running.cancel()
 
     def load_adapter(self, name: str, path: str, replace: bool = False) -> None:
-        """Load a low-rank adapter (PEFT) from a directory, if asked for in place of the one that has the name.
+        """Load a low-rank adapter (PEFT) from a directory; `replace`: another adapter of the same name is replaced.
 
         Raises:
-            InvalidRequest: for a name that is not free, or an adapter that cannot be served.
+            InvalidRequest: if the name is taken, or the adapter cannot be served.
         """
         self._wait(self._client.adapters.load(name, path, replace))
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; requests that run with it end with it. Raises InvalidRequest for an unknown one."""
+        """Unload an adapter; its running requests still finish. Raises InvalidRequest if the adapter is unknown."""
         if self._wait(self._client.adapters.unload(name)) is None:
             raise self._unknown(name)
 
     def namespace(self, adapter: str | None) -> Namespace:
-        """The namespace of requests with an adapter, for a `Submission`. Raises InvalidRequest for an unknown one."""
+        """The namespace of requests with an adapter, for a `Submission`. Raises InvalidRequest if it is unknown."""
         if adapter is None:
             return Namespace()
         if (found := self._client.adapters.named(adapter, self.info.name)) is None:
@@ -270,7 +270,7 @@ class Engine:
         self.close()
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Let the client's thread do work. Raises EngineDead after `close`."""
+        """Run a coroutine in the client's thread. Raises EngineDead after `close`."""
         if not self._thread.is_alive():
             work.close()
             raise EngineDead("the engine was closed")

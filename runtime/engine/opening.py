@@ -1,4 +1,4 @@
-"""An engine from its configuration: the executor, the strategies and decoding of its model, and its parts."""
+"""Makes an engine from a configuration: the executor, the model's strategies and decoding, and the parts."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,8 +36,8 @@ from runtime.sampling.decoding import NextToken
 
 
 def open_engine(config: Config, path: Path, quotas: Mapping[str, int] | None = None) -> EngineCore:
-    """The engine of the model directory `path`; `quotas`: cached pages by tenant. Raises ModelError."""
-    # Before the weights are read, so that an unusable option is an error at once.
+    """The engine of the model directory `path`; `quotas`: most cached pages by tenant. Raises ModelError."""
+    # Options are checked before the weights are read, so that a bad option fails at once.
     _check(config, path)
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
@@ -101,11 +101,11 @@ def _describe_model(config: Config, executor: Executor, path: Path) -> ModelInfo
 def _open_model(
     config: Config, executor: Executor, cache: PagedCache, info: ModelInfo, path: Path
 ) -> tuple[list[Strategy], Decoding]:
-    """The strategies of the model's kind, and its decoding. Completes `info`."""
+    """The strategies and the decoding for a kind of model. Sets `info.diffusion`."""
     spec = executor.spec
     if spec.diffusion is None:
         strategies: list[Strategy] = [PrefixStrategy(cache, spec.num_layers)]
-        # Other strategies read spans whose positions are not consecutive, so no window can be laid over them.
+        # Other strategies read spans whose positions are not consecutive, which sliding windows require.
         if not executor.has_windows:
             strategies.append(Modules(cache, spec.num_layers, info))
         if not executor.has_windows and executor.implementation == "ramet":

@@ -18,16 +18,16 @@ from runtime.errors import InvalidRequest, PinRefused
 from runtime.kv.segments import Run
 from runtime.request import Request, Status
 
-# Entries that are matched between two steps.
+# Number of entries to match between two steps.
 _MATCHED = 64
 
 
 class Operators(Part):
-    """Answers operators' calls, each in a time that requests hardly notice.
+    """Answers operators' calls. A long answer is spread over many steps, so that it hardly delays requests.
 
     Args:
         core: the engine.
-        tiering: its tiers, if it has any.
+        tiering: the engine's tiers; None: it has none.
     """
 
     def __init__(self, core: EngineCore, tiering: Tiering | None):
@@ -79,7 +79,7 @@ class Operators(Part):
             flush()
 
     def _cached(self, call: calls.GetCached) -> Generator[None, None, Answer]:
-        """Cached tokens of entries by their names, a few entries a step; none of entries that can never be served."""
+        """Number of cached tokens by entry name, a few entries per step. Entries that cannot be served are left out."""
         found: Answer = {}
         entries = call.reuse.get("entries")
         most = min(_MATCHED, self._cache.pool.num_pages)
@@ -95,7 +95,7 @@ class Operators(Part):
     def _num_cached(self, run: Run) -> int:
         tree, page_size = self._cache.tree, self._cache.page_size
         rows = run.tokens[: len(tree.match(run.tokens.tobytes(), run.namespace).pages) * page_size]
-        return len(rows) - rows.count(-1)  # -1 fills the last page
+        return len(rows) - rows.count(-1)  # -1 pads the last page
 
     def _pause(self, call: calls.Pause) -> Answer:
         self._core.paused = call.paused
@@ -159,7 +159,7 @@ class Operators(Part):
         return {"found": True, **answer}
 
     def _find(self, page: int, start: int) -> Node | None:
-        """The node named by its first page and the tokens before it. Walks the tree."""
+        """The node with this first page and `start` tokens before it; None if there is none. Walks the tree."""
         tree = self._cache.tree
         for node in tree.nodes():
             if node.pages[0] == page:

@@ -1,4 +1,4 @@
-"""Parts of the engine beside the step: they take part in the lives of requests, and answer operators' calls."""
+"""Parts of the engine around the step: they hook into the lives of requests, and answer operators' calls."""
 
 import logging
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ class Part:
     """A part of the engine. The engine calls only the hooks that a part defines.
 
     Attributes:
-        active: whether the engine calls its hooks; `EngineCore.refresh` takes note of a change.
+        active: whether the engine calls the part's hooks; call `EngineCore.refresh` after a change.
         idle_s: longest time between two calls of `settle`, in seconds; None: no limit.
     """
 
@@ -30,24 +30,24 @@ class Part:
 
     @property
     def busy(self) -> bool:
-        """Whether the part waits for something that only a step can take."""
+        """Whether the part waits for results that its `poll` must collect."""
         return False
 
     def answers(self) -> Mapping[type[Call], Handler]:
-        """The calls that the part answers. If several parts answer one, their answers are joined."""
+        """Handlers of the calls that the part answers. If several parts answer a call, their answers are merged."""
         return {}
 
     def added(self, request: Request) -> None:
         """Take note of a new request. Raises RametError to refuse it."""
 
     def blocked_on(self, request: Request) -> Hashable | None:
-        """The event that must come before a request may wait for admission; `Scheduler.wake` is called then."""
+        """The event for which a new request must wait before admission; the part passes it to `Scheduler.wake`."""
 
     def poll(self, step_s: float) -> Sequence[TokenEvent]:
-        """Take what has come for blocked requests, or for the part, since the last step, of `step_s` seconds.
+        """Collect results that blocked requests or the part itself wait for; `step_s`: seconds of the last step.
 
         Returns:
-            The events of requests that end by it.
+            The terminal events of requests that fail.
         """
         return ()
 
@@ -55,13 +55,13 @@ class Part:
         """Change the work of the next step."""
 
     def launching(self, batch: ForwardBatch) -> None:
-        """Prepare the memory that a step writes."""
+        """Prepare the pages that a step will write."""
 
     def booked(self, work: Sequence[Work], num_rows: int, seconds: float) -> None:
-        """Take note of a step that has been read."""
+        """Take note of a step whose results have been read; `seconds`: since its launch."""
 
     def prefilled(self, request: Request) -> None:
-        """Take note of new rows of a prompt, before any token that they give."""
+        """Take note of computed rows of a prompt, before their first token is booked."""
 
     def ended(self, request: Request, finish: Finish) -> None:
         """Take note of a request's end."""
@@ -70,7 +70,7 @@ class Part:
         """Drop what depends on cached KV."""
 
     def settle(self) -> None:
-        """Publish what has happened in a step, or in the handling of a message."""
+        """Publish what a step or a message has changed."""
 
     def state(self) -> Mapping[str, Any]:
         """Counters and gauges for operators."""
@@ -81,10 +81,10 @@ class Part:
 
 
 class Parts:
-    """The parts of an engine; for each hook, the methods of the parts that define it, in the order of the parts.
+    """The parts of an engine. For each hook, it has the list of the methods of active parts that define the hook.
 
     Attributes:
-        waiting: parts that may wait for something that only a step can take.
+        waiting: active parts that define `busy`.
     """
 
     def __init__(self, parts: Sequence[Part] = ()):
@@ -125,7 +125,7 @@ class Calls:
     """Operators' calls that are being answered.
 
     Attributes:
-        open: their numbers and answers.
+        open: number of each call, None if it wants no reply, and its unfinished answer.
     """
 
     def __init__(self, handlers: Mapping[type[Call], Sequence[Handler]]):
@@ -133,17 +133,17 @@ class Calls:
         self.open: list[tuple[int | None, Generator[None, None, Answer]]] = []
 
     def ask(self, number: int | None, call: Call) -> None:
-        """Begin a call; `replies` answers it, unless it has no number."""
+        """Begin a call. `replies` returns its reply later, unless `number` is None."""
         self.open.append((number, self._answer(call)))
 
     def forget(self, number: int) -> None:
-        """Give up a call."""
+        """Cancel a call."""
         for one in [one for one in self.open if one[0] == number]:
             self.open.remove(one)
             one[1].close()
 
     def replies(self) -> list[Reply]:
-        """Go on with all calls; the answers of those that are done."""
+        """Advance all calls; returns the replies of those that are done."""
         replies = []
         for one in list(self.open):
             number, answer = one
@@ -165,7 +165,7 @@ class Calls:
 
 
 def _advance(number: int, answer: Generator[None, None, Answer]) -> Reply | None:
-    """The answer of a call, or its failure; None: it takes more steps."""
+    """Advance a call; returns its reply, which may be a failure, or None if it takes more steps."""
     try:
         next(answer)
     except StopIteration as end:

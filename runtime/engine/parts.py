@@ -1,4 +1,4 @@
-"""Parts of the engine that need no module of their own: grammars, drafts, KV events."""
+"""Small parts of the engine: grammars, drafts, KV events."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from runtime.request import Request, Work
 from runtime.sampling.drafts.drafter import Drafter
 from runtime.sampling.grammar import GrammarCompiler
 
-# Wait of an idle engine that publishes events: consumers may ask for those that they missed.
+# An idle engine that publishes events wakes this often, to answer consumers that missed some.
 _IDLE_WITH_EVENTS_S = 0.2
 
 
 class Grammars(Part):
-    """Requests wait until their grammars are compiled, in threads."""
+    """Compiles requests' grammars in threads; the requests wait for them."""
 
     def __init__(self, core: EngineCore, path: Path):
-        """`path`: of the model, whose tokenizer is read for the first grammar."""
+        """`path`: directory of the model, whose tokenizer is loaded for the first grammar."""
         self._core = core
         info = core.info
         self.compiler = GrammarCompiler(
@@ -56,7 +56,7 @@ class Grammars(Part):
 
 
 class Drafts(Part):
-    """Requests that decode verify drafts."""
+    """Adds drafts to the work of decoding requests, which verify them."""
 
     def __init__(self, drafter: Drafter, step_tokens: int):
         self.drafter = drafter
@@ -64,7 +64,7 @@ class Drafts(Part):
 
     @staticmethod
     def open(core: EngineCore) -> Drafts | None:
-        """Overlapping steps leave no time to look at tokens; canvases have no next token."""
+        """None if drafts are off, if steps overlap (tokens are not known in time), or for a diffusion model."""
         wanted = core.config.engine.drafts == "auto" and core.info.diffusion is None and not core.overlap
         return Drafts(Drafter(core.cache.tree), core.scheduler.step_tokens) if wanted else None
 
@@ -83,7 +83,7 @@ class Drafts(Part):
 
 
 class KVEvents(Part):
-    """Publishes what enters and leaves the cache and its tiers."""
+    """Publishes events of KV that enters or leaves the cache and its tiers."""
 
     idle_s = _IDLE_WITH_EVENTS_S
 

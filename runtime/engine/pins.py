@@ -1,4 +1,4 @@
-"""Pins: those of operators, whose missing KV is computed first, and the prefixes that requests keep."""
+"""Operators' pins, whose missing KV is computed first, and the prefixes that requests keep."""
 
 from array import array
 from collections.abc import Generator, Mapping
@@ -18,12 +18,12 @@ from runtime.request import Request
 
 
 class Pins(Part):
-    """Pins prefixes and entries."""
+    """Pins prefixes and entries, and keeps the prefixes of requests with breakpoints."""
 
     def __init__(self, core: EngineCore):
         self._core, self._cache = core, core.cache
         self._serial = count(1)
-        # Requests that compute what is to be pinned, and how they ended.
+        # Ids of the requests that compute missing KV for a pin, and how each ended; None: it still runs.
         self._computing: dict[str, Finish | None] = {}
         self._keeping: dict[Request, list[Breakpoint]] = {}
 
@@ -47,10 +47,10 @@ class Pins(Part):
     # -- operators -------------------------------------------------------------------------------------------
 
     def pin(self, call: AddPin) -> Generator[None, None, Answer]:
-        """Pin the whole pages of a prefix, or entries; what is missing is computed first.
+        """Pin the whole pages of a prefix, or entries; missing KV is computed first.
 
         Raises:
-            PinRefused: over the budget, or if the KV cannot be computed and kept.
+            PinRefused: if the pin exceeds the budget, or its KV cannot be computed and kept.
         """
         if call.reuse is None:
             page_bytes = self._cache.page_size * TOKEN_BYTES
@@ -67,7 +67,7 @@ class Pins(Part):
         return pinned
 
     def _compute(self, call: AddPin) -> Generator[None, None, None]:
-        """Let a request of its own compute what is missing. Its events have an id that no front end knows."""
+        """Add a request that computes the missing KV. Front ends ignore its events, since its id is unknown to them."""
         rid = f"(pin {next(self._serial)})"
         sampling = SamplingParams(max_new_tokens=0, temperature=0).model_dump(exclude={"stop"})
         message = AddRequest(rid, call.tokens, sampling, call.namespace, call.account, diffusion={}, reuse=call.reuse)
@@ -108,7 +108,7 @@ class Pins(Part):
             self._keeping[request] = [Breakpoint(end, ttl_s) for end, ttl_s in sorted(given)]
 
     def prefilled(self, request: Request) -> None:
-        """Keep the prefixes that a request names, once its prompt is computed."""
+        """Keep the prefixes of a request's breakpoints, once its prompt is computed."""
         is_whole = not request.strategy.keeps_prompts or request.sequence.num_computed >= request.prompt_len
         if request in self._keeping and is_whole:
             self._keep(request, self._keeping.pop(request))

@@ -1,7 +1,7 @@
 """The engine's process: `python -m runtime.engine.process`, started by `EngineProcess`, never by hand.
 
-The configuration is one line of JSON on standard input, which then stays open as long as the parent lives: no engine
-outlives its server.
+The first line of standard input is the configuration as JSON. The end of standard input means that the parent has
+ended; then the engine ends as well.
 """
 
 import gc
@@ -24,7 +24,7 @@ from runtime.logs import set_up_logs
 
 def main() -> int:
     """Run the engine until `Shutdown`, or until the parent is gone."""
-    # Signals to the process group are for the server, which drains; the engine ends by `Shutdown` or with its parent.
+    # The server handles signals to the process group, and drains. The engine ends by `Shutdown` or with its parent.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     boot = msgspec.json.decode(sys.stdin.buffer.readline(), type=Boot)
@@ -37,7 +37,7 @@ def main() -> int:
         socket.set_hwm(0)
         socket.connect(address)
     try:
-        # Nothing else ends an engine that waits for messages; its server then fails every open request.
+        # os._exit, since the loop may be waiting for messages. The server then fails every open request.
         return EngineLoop(inbox, outbox).run(lambda: _open(config, boot), lambda _: os._exit(1))
     finally:
         context.destroy(linger=2000)
@@ -45,7 +45,7 @@ def main() -> int:
 
 def _open(config: Config, boot: Boot) -> EngineCore:
     core = open_engine(config, Path(boot.path), boot.quotas)
-    # Objects made so far stay: a full collection that walked over them would stop all requests for 0.1 s.
+    # Exclude all objects made so far from garbage collection: walking over them would stop all requests for 0.1 s.
     gc.collect()
     gc.freeze()
     return core

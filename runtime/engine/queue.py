@@ -11,13 +11,13 @@ from radix import Namespace
 from runtime.config import SchedulePolicy
 from runtime.request import Request
 
-# Most waiting requests that are matched anew in one pass, after KV was computed that they may share.
+# Most waiting requests to match again in one pass, after new KV that they may share was computed.
 _REFRESHED = 16
 
-# Most credit for overtaking: in full steps, and in places among running requests.
+# Most credit for overtaking: in full steps, and in places among the running requests.
 _MOST_STEPS, _MOST_PLACES = 4, 4.0
 
-# Weight of the request that ended last in the mean of what requests generate.
+# Weight of the latest ended request in the moving average of output lengths.
 _LATEST = 0.05
 
 _Family = tuple[Namespace, bytes]
@@ -32,12 +32,12 @@ class WaitingQueue:
     - `balanced`: by arrival, but a share of the work goes to the longest match. A request's cost is its uncached rows
       plus the mean output of recent requests. Admissions in order earn credit in proportion to their cost, and a
       request that overtakes spends its cost. So nearly cached requests are admitted before their pages are evicted,
-      and no request waits longer than 1 / (1 - share) times its wait by arrival plus 4 full steps. While places are
-      scarce, they are earned and spent in the same way. A prompt that fills whole steps may wait longer, as it leaves
-      half of them to shorter prompts.
+      and no request waits longer than 1 / (1 - share) times its wait by arrival plus 4 full steps. While only one place
+      among the running requests is free, places are earned and spent in the same way. A prompt that fills whole steps
+      may wait longer, as it leaves half of each step to shorter prompts.
 
     The queue looks up a request's cached tokens on arrival, before admission, and after another request with the same
-    first page was computed; the last for a bounded number of requests per pass.
+    first page was computed. Each pass repeats this last look-up for a bounded number of requests.
 
     Args:
         policy: see above.
@@ -111,7 +111,7 @@ class WaitingQueue:
                 self._stale.pop(family, None)
 
     def admit(self, request: Request, scarce: bool) -> None:
-        """Remove an admitted request, and book the credit that it earns or spends for `balanced`."""
+        """Remove an admitted request, and count the credit that it earns or spends for `balanced`."""
         in_order, cost = request is self._order[0], self._cost(request)
         self._tokens = min(self._tokens + (self._earned * cost if in_order else -cost), self._most_tokens)
         if scarce:
@@ -119,7 +119,7 @@ class WaitingQueue:
         self.remove(request)
 
     def rank_again(self, request: Request, matched_tokens: int) -> bool:
-        """Set the cached tokens of a waiting request; returns whether it loses its turn."""
+        """Set the cached tokens of a waiting request; returns whether others must now be considered before it."""
         if self._matches is None or matched_tokens == self.matched[request]:
             return False
         self._matches.remove(request)
@@ -128,7 +128,7 @@ class WaitingQueue:
         return is_later and (self._lpm or request is not self._order[0])
 
     def ended(self, request: Request) -> None:
-        """Book an ended request's number of output tokens."""
+        """Add an ended request's number of output tokens to the moving average."""
         self._generated += _LATEST * (request.num_output - self._generated)
 
     def computed(self, request: Request) -> None:
@@ -155,7 +155,7 @@ class WaitingQueue:
         return request.namespace, request.key(self._page_size)
 
     def num_uncached(self, request: Request) -> int:
-        """Rows that a waiting request would compute of its prompt."""
+        """Number of prompt rows that a waiting request would have to compute."""
         return request.num_remaining - self.matched.get(request, 0)
 
     def _cost(self, request: Request) -> float:

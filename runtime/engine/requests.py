@@ -1,4 +1,4 @@
-"""Messages become requests."""
+"""Makes requests from messages."""
 
 import time
 from array import array
@@ -27,7 +27,7 @@ def open_request(message: AddRequest, info: ModelInfo, strategy: Strategy, decod
     request.arrival_s = time.monotonic()
     decoding.open(request, message.diffusion or {})
     strategy.open(request, message.reuse or {})
-    # Segments are found later: a strategy that lets requests place them checks their positions in `open`.
+    # Segments are looked up later. A strategy whose requests choose positions for segments checks these in `open`.
     last = request.sequence.position(request.max_length - 1)
     for used, limit, what in (
         (last + 1, info.context_length, "positions; the model's context is"),

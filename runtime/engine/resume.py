@@ -1,4 +1,4 @@
-"""Pins that an engine notes for its next start."""
+"""A file with the pins that an engine restores at its next start."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class NotedPin(msgspec.Struct):
 
 
 class Resume:
-    """A file beside the blocks of a disk cache, encoded and verified like blocks: one part for each tenant."""
+    """A file of pins in the directory of a disk cache: one part for each tenant, encoded and verified like a block."""
 
     def __init__(self, directory: Path, form: Format):
         self._path = directory / f"{NOTES}{form.fingerprint.hex()}"
         self._form = form
 
     def write(self, pins: Iterable[NotedPin]) -> None:
-        """Replace the file. If it cannot be written, the earlier one stays."""
+        """Replace the file. If that fails, the old file stays."""
         parts = defaultdict[str, list[NotedPin]](list)
         for pin in pins:
             parts[pin.namespace.tenant].append(pin)
@@ -81,7 +81,7 @@ class Resume:
         return found
 
     def erase(self, tenant: str | None) -> None:
-        """Forget the pins of a tenant, or all; notes of other models are deleted."""
+        """Delete the pins of a tenant, or of all (None). Pin files of other models are deleted, too."""
         for other in self._path.parent.glob(f"{NOTES}*"):
             if other != self._path:
                 with suppress(OSError):

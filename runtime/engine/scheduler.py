@@ -24,19 +24,19 @@ class Scheduler:
     first, so that a short prompt does not wait for a whole long one. These prompts run already, or are admitted while
     places and memory suffice. The prompt admitted first has the other half, so no prompt takes more than twice as long.
 
-    Requests whose rows cannot be cut into chunks take turns. Each step serves the ones that have waited longest, as
-    many as fit into the budget, and at least one.
+    Requests whose rows cannot be cut into chunks take turns. Each step serves as many as fit into the budget, and at
+    least one: the request that has waited longest comes first.
 
     Before a request waits for admission, it is blocked while its grammar is compiled or its KV is loaded.
 
     Attributes:
         blocked_on: functions that return the event that blocks a new request, or None.
         blocked: blocked requests by the event that wakes them, with the progress that each request awaits. An event is
-            a request id (its grammar is compiled), a running request (its tokens are shared) or a transfer.
+            a request id (for its grammar), a running request (for tokens to share) or a load from tiers.
     """
 
     def __init__(self, config: SchedulerConfig, cache: PagedCache, step_tokens: int):
-        """`step_tokens`: default for the rows of a step."""
+        """`step_tokens`: rows of a step, if `config` does not set them."""
         self.config = config
         self.blocked_on: Sequence[Callable[[Request], Hashable | None]] = ()
         self.step_tokens = config.step_tokens or step_tokens
@@ -114,12 +114,12 @@ class Scheduler:
             has_room = self._admit(work, budget)
             if len(work) < len(self.running):
                 self._take_turns(work)
-            # If nothing runs and nothing is loaded, only pins can keep a live request waiting.
+            # If nothing runs and no pages are held for loads, only pins can keep a live request waiting: remove one.
             if work or has_room or self.cache.held or not self.cache.pins.yield_one():
                 return work
 
     def follow(self, work: Sequence[Work]) -> list[Work]:
-        """The decode step behind one whose tokens have not been read; empty: they have to be read first.
+        """The decode step after one whose tokens are unread; empty if these must be read first.
 
         It is the step that `schedule` would return if no unread token ended its request. It requires that all running
         requests decode, no request can be admitted, no request needs the host between two tokens, and memory suffices
@@ -163,7 +163,7 @@ class Scheduler:
         return True
 
     def _cheapest(self) -> Request:
-        """The request to retract: lowest priority, then fewest own tokens. The first one only if it runs alone."""
+        """The request to retract: lowest priority, then fewest own tokens. The first admitted only if it runs alone."""
         candidates = self.running[:0:-1] or self.running
         return min(candidates, key=lambda request: (request.message.priority, self.cache.num_own_tokens(request)))
 

@@ -1,4 +1,4 @@
-"""Tiers in the engine: opened as the options ask for them, operators' calls, and what the next start takes over."""
+"""Tiers in the engine: opening them from options, operators' calls on them, and pins that survive a restart."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ T = TypeVar("T")
 Waiting = Generator[None, None, Answer]
 
 _GIB = 1 << 30
-# Wait for KV that may come at once: of an engine with nothing to run, and of one that runs as a share of its last step.
+# Longest wait for a load that may end at once: in seconds, and while requests run as a share of the last step.
 _LOAD_WAIT_S, _LOAD_SHARE = 0.002, 0.02
-# How often a request waits for KV.
+# Most loads that one request waits for, one after another.
 _MOST_LOADS = 4
-# Seconds between two notes of the pins for the next start.
+# Seconds after which the pins are saved again for the next start.
 _NOTE_S = 60.0
 
 
 class Tiering(Part):
-    """Tiers of an engine, and calls on them that wait for stores.
+    """Connects the tiers to the engine's requests and to operators' calls.
 
     Attributes:
-        tiers: the tiers themselves.
+        tiers: the tiers.
     """
 
     def __init__(self, core: EngineCore, model: Path, cipher: KeyFile | None, stores: list[BlockStore]):
-        """Put stores below the pool of the model directory `model`; more may come."""
+        """`model`: the model's directory; `stores`: the stores at the start, to which operators may attach others."""
         self._core, self._model = core, model
         self.active = False  # until there is a store
         self._form = Format(cipher=cipher)
@@ -69,7 +69,7 @@ class Tiering(Part):
         if stores:
             self._attach(stores, self._fingerprint())
         self._noted_s = time.monotonic()
-        # Opens stores and writes notes, in order.
+        # Opens stores and writes pins, in order.
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="kv-aside")
         self._returning: dict[Load, list[NotedPin]] = {}
         self._num_loads: Counter[Request] = Counter()
@@ -85,7 +85,7 @@ class Tiering(Part):
         }
 
     def _erase(self, tenant: str | None) -> Waiting:
-        """Erase the blocks of a tenant, or all."""
+        """Erase the blocks of a tenant, or of all (None)."""
         self.tiers.erased(tenant)
         blocks = yield from _wait(self._aside.submit(self._erase_aside, self._resume, tenant))
         return {"erased_blocks": blocks}
@@ -122,7 +122,7 @@ class Tiering(Part):
         return self._form.fingerprint or _fingerprint(self._core.config, self._core.executor, self._model)
 
     def _attach(self, stores: list[BlockStore], fingerprint: bytes) -> None:
-        """Raise InvalidRequest for a store whose name is taken."""
+        """Attach stores. Raises InvalidRequest if the name of a store is taken."""
         self._form.fingerprint = fingerprint
         self.active = True
         self._core.refresh()
@@ -144,7 +144,7 @@ class Tiering(Part):
         return bool(self.tiers.loads)
 
     def blocked_on(self, request: Request) -> Load | None:
-        """What is loaded may be evicted again before the request is admitted, so it does not wait for ever."""
+        """A load of KV that the request reads. Their number is limited: loaded KV may be evicted before admission."""
         if self._num_loads[request] >= _MOST_LOADS:
             return None
         load = self.tiers.ask(request.strategy.reads(request), request.owner)
@@ -152,7 +152,7 @@ class Tiering(Part):
         return load
 
     def poll(self, step_s: float) -> Sequence[TokenEvent]:
-        """Wake the requests whose KV has come; those that arrived just now may get it at once."""
+        """Wake the requests whose loads have ended, after a short wait for loads that were begun just now."""
         if not self.tiers.loads:
             return ()
         core = self._core
@@ -184,7 +184,7 @@ class Tiering(Part):
             self.note()
 
     def note(self) -> None:
-        """Note the pins for the next start."""
+        """Save the pins for the next start."""
         self._noted_s = time.monotonic()
         if self._resume is not None:
             pins = self._core.cache.pins
@@ -193,12 +193,12 @@ class Tiering(Part):
             self._aside.submit(self._resume.write, noted)
 
     def recall(self) -> None:
-        """Pin again what the last start had pinned."""
+        """Pin again what was pinned before the restart."""
         for pin in [] if self._resume is None else self._resume.read():
             self._pin_again(pin)
 
     def _pin_again(self, pin: NotedPin) -> None:
-        """Pin a prefix or an entry, once the stores have given what they have of it."""
+        """Pin a prefix or an entry, after a load of what the stores have of it."""
         left_s = pin.left_s
         run = self._run_of(pin)
         if run is None or (left_s is not None and left_s <= 0):
@@ -212,7 +212,7 @@ class Tiering(Part):
             self._core.calls.ask(None, AddPin(pin.tokens, pin.namespace, "", pin.name, left_s))
 
     def _run_of(self, pin: NotedPin) -> Run | None:
-        """The pinned path; None if no strategy of this engine knows its record."""
+        """The path of a pin; None if no strategy of this engine knows the path's record."""
         meta: Meta | None = None
         if pin.meta is not None:
             made = (strategy.meta_of(pin.namespace, pin.meta) for strategy in self._core.strategies.values())
@@ -221,7 +221,7 @@ class Tiering(Part):
         return Run(array("i", pin.tokens), pin.namespace, meta=meta)
 
     def close(self) -> None:
-        """Note the pins for the next start, write as much of the tree as time allows, and close the stores."""
+        """Save the pins for the next start, write as much of the tree as time allows, and close the stores."""
         self.note()
         if self._resume is not None:
             nodes = self._core.cache.tree.nodes()
@@ -245,13 +245,13 @@ def _note_loaded(request: Request, load: Load) -> None:
 
 
 def open_tiers(config: TierConfig) -> tuple[KeyFile | None, list[BlockStore]]:
-    """The cipher of a key file, if any, and the stores of some options. Raises ModelError if one cannot be used."""
+    """The cipher (None without a key file) and the stores of the options. Raises ModelError if one cannot be used."""
     key = config.kv_encryption_key_file
     return None if key is None else open_cipher(key), open_stores(config)
 
 
 def open_stores(config: TierConfig) -> list[BlockStore]:
-    """The stores of some options. Raises ModelError if one cannot be used."""
+    """The stores of the options. Raises ModelError if a store cannot be used."""
     stores: list[BlockStore] = []
     if config.host_memory is not None:
         if config.host_memory * _GIB > (has := main_memory()):
@@ -265,7 +265,7 @@ def open_stores(config: TierConfig) -> list[BlockStore]:
 
 
 def _fingerprint(config: Config, executor: Executor, model: Path) -> bytes:
-    """A digest of all that KV depends on, beside its tokens and what lies before them."""
+    """16 bytes: a digest of everything that a block's KV depends on, except tokens and namespace."""
     spec = executor.spec
     layers, _, heads, head_dim = executor.pool.k.shape
     fingerprint = Fingerprint(
