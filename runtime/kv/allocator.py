@@ -12,8 +12,8 @@ from sortedcontainers import SortedDict, SortedList
 class PageAllocator:
     """A ref-counted page allocator over free extents.
 
-    Contiguous pages are read as one view instead of a gather. So the smallest extent that holds all wanted pages is
-    taken, and a request grows behind its last page.
+    Contiguous pages can be read as one view instead of a gather. So the allocator takes the smallest extent that holds
+    all wanted pages, and lets a request grow directly after its last page.
     """
 
     def __init__(self, num_pages: int):
@@ -28,7 +28,7 @@ class PageAllocator:
 
         Args:
             count: number of pages.
-            after: page that the new ones should follow; -1: anywhere.
+            after: page that the new pages should directly follow; -1: anywhere.
         """
         if count > self.num_free:
             return None
@@ -45,13 +45,13 @@ class PageAllocator:
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Add a reference to pages in use for each time that they are named."""
+        """Add a reference to each page, as often as `pages` has it. The pages must be in use."""
         index, times = _count(pages)
         assert (self.refs[index] > 0).all(), "retain of a free page"
         self.refs[index] += times
 
     def release(self, pages: Collection[int]) -> None:
-        """Drop a reference of pages for each time that they are named; pages without any are free again."""
+        """Drop a reference of each page, as often as `pages` has it. Pages without references are free again."""
         if not pages:
             return
         index, times = _count(pages)
@@ -96,7 +96,7 @@ class PageAllocator:
     def check(self, owned: Iterable[int] | None = None) -> None:
         """Raise AssertionError if extents, counts and references disagree.
 
-        `owned`: the pages of all owners, each as often as it is owned; None: not compared.
+        `owned`: the pages of all owners, each as often as it has owners; None: not compared.
         """
         free = np.zeros(self.num_pages, dtype=bool)
         for start, size in self._by_start.items():

@@ -37,7 +37,7 @@ class PagedCache:
         quotas: Mapping[str, int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`quotas`: pages by tenant; other tenants have the configured quota."""
+        """`quotas`: most pages by tenant; other tenants have the configured quota."""
         self.pool = pool
         self.held: list[Segment] = []
         self.missed: Counter[str] = Counter()
@@ -84,13 +84,13 @@ class PagedCache:
         Args:
             key: the tokens of these pages and of all before them, see `RadixTree.insert`.
             pages: int32 page ids for the whole key.
-            namespace: of the entry.
-            cost: seconds that computing them took.
+            namespace: the key's namespace.
+            cost: seconds that it took to compute the pages.
             meta: a strategy's record, kept on the nodes.
             owner: the namespace whose quota the new pages count against; default: the owner of `namespace`.
 
         Returns:
-            The node in which the last page lies, and the page ids that the tree holds for the key.
+            The node that holds the last page, and the page ids that the tree holds for the key.
         """
         node, held = self.tree.insert(key, pages, namespace, cost, meta, owner)
         self.allocator.release([mine for mine, theirs in zip(pages, held, strict=True) if mine != theirs])
@@ -103,7 +103,7 @@ class PagedCache:
             self.on_use(node)
 
     def leave(self, segment: Segment) -> None:
-        """Release a segment: unlock its node, or free pages that belong to the request alone."""
+        """Release a segment: unlock its node, or free its pages if they belong to the request alone."""
         if segment.node is None:
             self.allocator.release(segment.pages)
         else:
@@ -121,12 +121,12 @@ class PagedCache:
         sequence.pages, sequence.start, sequence.num_computed, sequence.pending = array("i"), 0, 0, 0
 
     def num_own_tokens(self, holder: Holder) -> int:
-        """Computed tokens of a request that no other request or pin would keep."""
+        """Number of a request's tokens whose KV would not stay locked by another request or pin."""
         kept = sum(self._kept_pages(segment.node) for segment in holder.segments) * self.page_size
         return max(holder.num_present - kept, 0)
 
     def _kept_pages(self, node: Node | None) -> int:
-        """Pages on the path to a node that stay locked without one of its requests."""
+        """Number of pages on the path to a node that stay locked if one lock of the node is undone."""
         while node is not None and node.refs == 1 and not node.pins:
             node = node.parent
         return sum(len(above.pages) for above in path(node))
@@ -156,9 +156,9 @@ class PagedCache:
 
         Args:
             count: number of pages.
-            behind: pages that the new ones should follow.
-            owner: the namespace whose quota bounds them.
-            cached: number of them that the tree will hold; default: all.
+            behind: pages that the new pages should directly follow.
+            owner: the namespace whose quota limits the new pages.
+            cached: number of new pages that the tree will get; default: all.
         """
         if count > self.num_available:
             self.pins.expire()
@@ -178,7 +178,7 @@ class PagedCache:
         segments = [*(segment for request in live for segment in request.segments), *self.held]
         private += [page for segment in segments if segment.node is None for page in segment.pages]
         for request in live:
-            # It may read a page of the tree in two places, as long as it locks it.
+            # The sequence of a request may contain a page of the tree, if a segment of the request locks that page.
             locked = {page for segment in request.segments if segment.node for page in segment.pages}
             assert not set(tree) & (set(request.sequence.pages) - locked), "a page has two owners"
         self.allocator.check(tree + private)

@@ -7,18 +7,18 @@ from radix.node import TOKEN_BYTES
 from runtime.kv.cache import PagedCache
 from runtime.protocol import Lookup
 
-# Tokens to preview of the nearest prompt, and most cached prompts from which it is chosen.
-_TOLD, _LOOKED_AT = 32, 64
+# Number of tokens to preview of the nearest cached prompt, and largest number of branches to choose it from.
+_PREVIEW, _LOOKED_AT = 32, 64
 
 
 def look_up(cache: PagedCache, key: bytes, namespace: Namespace, readable: int) -> Lookup:
-    """Look up a prompt before anything is evicted for it.
+    """Look up a prompt, before pages are evicted to make room for it.
 
     Args:
         cache: the cache.
         key: the prompt, int32.
-        namespace: the prompt's namespace, in which alone it is looked up.
-        readable: leading tokens that the prompt may read.
+        namespace: the prompt's namespace; no other one is searched.
+        readable: number of leading tokens that the request may read.
     """
     page_size = cache.page_size
     if not cache.enabled:
@@ -39,7 +39,7 @@ def look_up(cache: PagedCache, key: bytes, namespace: Namespace, readable: int) 
 
 
 def count_miss(cache: PagedCache, prompt: bytes, namespace: Namespace, cached_tokens: int) -> None:
-    """Count the tokens of a prompt, int32, that were not cached, by reason, if leaving pages are remembered."""
+    """Count a prompt's uncached tokens by reason of the miss, once leaving pages are remembered; `prompt`: int32."""
     length, page = len(prompt) // TOKEN_BYTES, cached_tokens // cache.page_size
     if cache.gone is None or page >= (length - 1) // cache.page_size:
         return
@@ -48,7 +48,7 @@ def count_miss(cache: PagedCache, prompt: bytes, namespace: Namespace, cached_to
 
 
 def _other(cache: PagedCache, match: Match, namespace: Namespace) -> bytes:
-    """Preview tokens of the nearest cached prompt, behind the match; the most recently used of some."""
+    """Preview tokens of the nearest prompt: int32, those with which it continues after the match."""
     rows, node, page_bytes = match.partial_rows, match.partial_node, cache.page_size * TOKEN_BYTES
     if node is not None:
         start = node.pages.index(match.partial_page) * page_bytes + rows * TOKEN_BYTES
@@ -57,14 +57,14 @@ def _other(cache: PagedCache, match: Match, namespace: Namespace) -> bytes:
     else:
         above = match.node or next((root for space, root in cache.tree.roots() if space == namespace), None)
         node, start = None if above is None else _latest(above), 0
-    told = b""
-    while node is not None and len(told) < _TOLD * TOKEN_BYTES:
-        told += node.key[start : start + _TOLD * TOKEN_BYTES]
+    preview = b""
+    while node is not None and len(preview) < _PREVIEW * TOKEN_BYTES:
+        preview += node.key[start : start + _PREVIEW * TOKEN_BYTES]
         node, start = _latest(node), 0
-    return told[: _TOLD * TOKEN_BYTES]
+    return preview[: _PREVIEW * TOKEN_BYTES]
 
 
 def _latest(node: Node) -> Node | None:
-    """The most recently used child, of the newest ones."""
+    """The most recently used one of the newest children; None without children."""
     some = islice(reversed(node.children.values()), _LOOKED_AT)
     return max(some, key=lambda child: child.used_s, default=None)

@@ -19,14 +19,14 @@ from radix.node import TOKEN_BYTES
 class Pin:
     """A prefix that stays in the cache: the path that ends with `node`.
 
-    A split leaves a node where it ends, so a node stands for one prefix as long as it is pinned.
+    A pinned node always ends the same prefix, since a split makes it the lower part.
 
     Attributes:
         owner: the tenant that keeps the prefix, or whose prefix an operator has pinned.
-        ttl_s: time to live in seconds; infinite: until it is removed.
-        sliding: whether the prefix is kept by its tenant, whose every use restarts the time to live.
-        expires_s: on the tree's clock.
-        id, name: of an operator's pin; no engine has had the id before.
+        ttl_s: time to live in seconds; infinite: until the pin is removed.
+        sliding: whether a tenant keeps the prefix. Then each use by the tenant restarts the time to live.
+        expires_s: time of expiry on the tree's clock.
+        id, name: id and name of an operator's pin; ids are random, so that none repeats after a restart.
     """
 
     owner: Namespace
@@ -47,19 +47,19 @@ class PinBoard:
 
     Pins share pages where their prefixes do; the budget counts distinct pages. An operator's pin over the budget is
     refused. Operators' pins displace kept prefixes. Tenants share the rest of the budget: each may use what the others
-    leave, and loses what it keeps beyond an equal share to tenants that have less, the least recently used first.
+    leave. Tenants below an equal share displace the least recently used prefixes of tenants above it.
 
-    No pin starves a live request: if pins alone leave no room for it, the least recently used one is removed.
+    No pin starves a live request: if pins alone leave no room for it, the least recently used pin is removed.
 
     Args:
         tree: the tree that holds the pages; its clock measures times to live.
-        budget_pages: most pages that all pins may hold together.
+        budget_pages: largest number of pages that all pins may hold together.
 
     Attributes:
         pins: operators' pins by id.
         kept: tenants' kept prefixes by tenant and node.
-        num_refused, num_broken: operators' pins that were refused, or removed for a live request.
-        num_unkept, num_displaced: likewise of kept prefixes.
+        num_refused, num_broken: number of operators' pins that were refused, or removed for a live request.
+        num_unkept, num_displaced: number of prefixes that were not kept, or removed to make room.
     """
 
     def __init__(self, tree: RadixTree, budget_pages: int):
@@ -76,10 +76,10 @@ class PinBoard:
     # -- operators -------------------------------------------------------------------------------------------
 
     def pin(self, tokens: array[int], namespace: Namespace, name: str | None, ttl_s: float | None) -> dict[str, Any]:
-        """Pin the whole pages of a prefix; `ttl_s` None: until it is removed.
+        """Pin the whole pages of a prefix; `ttl_s` None: until the pin is removed.
 
         Returns:
-            `{"pin": ...}` with the new pin; `{"missing_tokens": n}` if some of it has to be computed first; or
+            `{"pin": ...}` with the new pin; `{"missing_tokens": n}` if n tokens have to be computed first; or
             `{"refused": why}`.
         """
         page_size = self.tree.page_size
@@ -94,7 +94,7 @@ class PinBoard:
         return {"pin": self.describe(self._add(match, name, ttl_s))}
 
     def pin_node(self, node: Node) -> dict[str, Any]:
-        """Pin the prefix that ends in a node: `{"pin": ...}`, or `{"refused": why}`."""
+        """Pin the prefix that ends in a node; returns `{"pin": ...}` or `{"refused": why}`."""
         match = Match(node=node, node_pages=len(node.pages))
         if (why := self._claim(match)) is not None:
             return self._refuse(why)
@@ -114,7 +114,7 @@ class PinBoard:
         return {"refused": why}
 
     def unpin(self, pin_id: str) -> bool:
-        """Remove a pin; its pages stay cached until they are evicted. False if there is none."""
+        """Remove a pin; its pages stay cached until they are evicted. False if no pin has the id."""
         pin = self.pins.get(pin_id)
         if pin is not None:
             self._remove(pin)
@@ -134,7 +134,7 @@ class PinBoard:
         return [pin.id for pin in found if not pin.sliding]
 
     def describe(self, pin: Pin) -> dict[str, Any]:
-        """An operator's pin as clients see it; `tenant` is an account."""
+        """An operator's pin as clients see it; `tenant` is the owner's."""
         left = None if pin.ttl_s == inf else max(pin.expires_s - self.tree.now(), 0.0)
         shown = {"id": pin.id, "name": pin.name, "tenant": pin.owner.tenant, "tokens": pin.tokens}
         return {**shown, "hits": pin.node.hits, "expires_in_s": left}
@@ -144,10 +144,10 @@ class PinBoard:
     def keep(self, tokens: array[int], namespace: Namespace, keeper: Namespace, ttl_s: float) -> str | None:
         """Keep the whole pages of a cached prefix for a tenant, until `ttl_s` seconds after its last use.
 
-        A prefix that the tenant keeps already is renewed, for the longer of both times.
+        If the tenant keeps the prefix already, it is renewed with the longer one of both times.
 
         Returns:
-            The reason if it is not kept, else None.
+            The reason why the prefix is not kept; None if it is kept.
         """
         match, wanted = self._match(tokens, namespace)
         if not wanted:
@@ -172,7 +172,7 @@ class PinBoard:
         return None
 
     def renew(self, node: Node | None, keeper: Namespace) -> None:
-        """Count a tenant's use of the prefix that ends with a node, and of all shorter ones that it keeps."""
+        """Restart the times to live of the prefixes that a tenant keeps on the path which ends in `node`."""
         if not self.kept:
             return
         now = self.tree.now()
@@ -185,7 +185,7 @@ class PinBoard:
         return sorted(self.kept.values(), key=lambda pin: pin.expires_s - pin.ttl_s)
 
     def describe_kept(self) -> list[dict[str, Any]]:
-        """Sums of the kept prefixes by tenant: their number, and the tokens of their distinct pages."""
+        """By tenant: the number of kept prefixes, and the tokens of their distinct pages."""
         count = Counter(pin.owner for pin in self.kept.values())
         tokens = {keeper: _num_pages(nodes) * self.tree.page_size for keeper, nodes in self._kept_nodes().items()}
         return [
@@ -205,7 +205,7 @@ class PinBoard:
         self._soonest_s = min((pin.expires_s for pin in self._all()), default=inf)
 
     def yield_one(self) -> bool:
-        """Remove the least recently used prefix, kept ones first, to make room for a live request; False if none."""
+        """Remove a pin to make room for a live request: the least recently used, kept prefixes first. False if none."""
         if self.kept:
             self._remove(self.oldest_kept()[0])
             self.num_displaced += 1
@@ -220,7 +220,7 @@ class PinBoard:
         return chain(self.pins.values(), self.kept.values())
 
     def _match(self, tokens: array[int], namespace: Namespace) -> tuple[Match, int]:
-        """The cached part of the whole pages of a prefix, and the number of these."""
+        """The match of a prefix's whole pages, and the number of these pages."""
         wanted = len(tokens) // self.tree.page_size
         return self.tree.match(tokens[: wanted * self.tree.page_size].tobytes(), namespace), wanted
 
@@ -247,9 +247,9 @@ class PinBoard:
         return nodes
 
     def _claim(self, match: Match, missing: int = 0, keeper: Namespace | None = None) -> str | None:
-        """Make room in the budget for a match and missing pages behind it; the reason if that is impossible.
+        """Make room in the budget for a match and `missing` pages after it; returns the reason if that is impossible.
 
-        `keeper`: the tenant that keeps them; None: an operator pins them.
+        `keeper`: the tenant that keeps the prefix; None: an operator pins it.
         """
         self.expire()
         if self._num_over(match, missing) <= 0:
@@ -271,13 +271,13 @@ class PinBoard:
         return f"all that this tenant keeps would be {pages}, its share of {self.budget_pages}"
 
     def _num_over(self, match: Match, missing: int) -> int:
-        """Pages over the budget, with a match and missing pages behind it."""
+        """Number of pages over the budget, if a match and `missing` pages after it were pinned."""
         return self.tree.num_pinned_pages + self.tree.num_new_pinned_pages(match) + missing - self.budget_pages
 
     def _displace(
         self, match: Match, missing: int, share: int, kept: dict[Namespace, set[Node]], keeper: Namespace | None
     ) -> None:
-        """Remove kept prefixes until there is room: those beyond other tenants' shares; for an operator's pin, any."""
+        """Remove kept prefixes until there is room: for an operator any, for a keeper those of tenants over `share`."""
         pages = {tenant: _num_pages(nodes) for tenant, nodes in kept.items()}
         for pin in self.oldest_kept():
             if self._num_over(match, missing) <= 0:

@@ -10,15 +10,15 @@ import torch
 
 
 class OtherPools(Protocol):
-    """Pools of other ranks, which do what this one does."""
+    """The pools of the other ranks, which repeat what this pool does."""
 
     def copy_rows(self, source_page: int, target_page: int, rows: int) -> None: ...
 
     def gather(self, pages: Sequence[int], mine: torch.Tensor) -> torch.Tensor:
-        """The tensors of `KVPool.read_pages` in all ranks, in their order, on this one's device."""
+        """`KVPool.read_pages` of all ranks in order, on this rank's device; `mine`: this rank's tensor."""
 
     def scatter(self, pages: Sequence[int], theirs: Sequence[np.ndarray]) -> None:
-        """Fill pages; any thread may call it."""
+        """Fill pages of the other ranks, each with its array; any thread may call it."""
 
 
 class KVPool:
@@ -27,9 +27,9 @@ class KVPool:
     Attributes:
         k, v: [layers, num_pages * page_size, kv_heads, head_dim]; row `page * page_size + r` is row r of a page. Keys
             are stored rotated for the position at which they were computed.
-        before_write: called with the pages that are to be written, by any thread.
-        others: pools elsewhere that hold the other heads of these pages.
-        ranks: number of these pools, this one too.
+        before_write: called in any thread before pages are written, with the page ids.
+        others: pools of other ranks, which hold the other heads of these pages.
+        ranks: number of pools, including this one.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class KVPool:
         return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store new rows: `slots` int64 [T], `k` and `v` [T, kv_heads, head_dim], in the pool's dtype from then on."""
+        """Store new rows: `slots` int64 [T], `k` and `v` [T, kv_heads, head_dim], converted to the pool's dtype."""
         for pool, rows in ((self.k[layer], k), (self.v[layer], v)):
             rows = rows.to(pool.dtype)
             if pool.dtype.itemsize == 1:  # float8 has no index_copy_
@@ -88,16 +88,16 @@ class KVPool:
         found = torch.empty(shape, dtype=torch.uint8, device=self.k.device)
         on_host = self.k.device.type == "cpu"
         for half, own in zip(found, self._pages, strict=True):
-            # Not by torch, whose threads would spin on the cores of the kernels.
+            # numpy copies on the host: threads of torch would spin on the cores that the kernels use.
             target, source = (half.numpy(), own.numpy()) if on_host else (half, own)
             for at, first, stop in _runs(pages):
                 target[:, at : at + stop - first] = source[:, first:stop]
         return found if self.others is None else self.others.gather(pages, found)
 
     def write_pages(self, pages: Sequence[int], data: memoryview | np.ndarray, skipped: int = 0) -> None:
-        """Fill pages with the bytes that `read_pages` of a pool of this shape returned for `skipped` others and them.
+        """Fill pages with bytes of `read_pages`, which begin with `skipped` other pages.
 
-        Raises ValueError if the bytes are fewer or more.
+        Raises ValueError if the number of bytes is wrong.
         """
         if self.before_write is not None:
             self.before_write(pages)
@@ -113,7 +113,7 @@ class KVPool:
 
 
 def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Runs of consecutive pages: the place of the first one among `pages`, it, and the page behind the last one."""
+    """Runs of consecutive pages: (index in `pages` of the first page, first page, last page + 1)."""
     at = 0
     for place in range(1, len(pages) + 1):
         if place == len(pages) or pages[place] != pages[place - 1] + 1:
@@ -122,7 +122,7 @@ def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros. In main memory they take neither time nor room before their first use."""
+    """Zeros. In main memory, they take no time and no memory until they are first used."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size:
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -22,8 +22,8 @@ from runtime.errors import ModelError
 
 KEPT_BATCHES = 10_000
 _END = (-1).to_bytes(8, "big", signed=True)
-# Routers score `GPU` as the memory from which attention reads, and `CPU` as a slower tier below it. The tiers'
-# words are SGLang's, which Dynamo knows.
+# The pool is `GPU`, even on a CPU: routers take `GPU` for the memory that attention reads, and `CPU` for a slower tier.
+# The names of tiers are SGLang's, which Dynamo knows.
 POOL_MEDIUM = "GPU"
 _MEDIA = {"host": "CPU_PINNED", "disk": "DISK", "store": "EXTERNAL"}
 # Tenants whose unsalted blocks are public: that of an open server, and the one that all keys share.
@@ -34,10 +34,10 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
     """Blocks stored in the cache; field order is vLLM's.
 
     Attributes:
-        token_ids: of all blocks.
-        lora_id, lora_name: vLLM's consumers want both keys.
+        token_ids: tokens of all blocks.
+        lora_id, lora_name: always None; vLLM's consumers require both keys.
         extra_keys: for each block, what its hash depends on beside tokens: the salt, in a sequence's first block.
-        cache_salt: the same for consumers that read SGLang's field.
+        cache_salt: the salt, for consumers that read SGLang's field.
     """
 
     block_hashes: list[int]
@@ -59,11 +59,11 @@ class BlockRemoved(msgspec.Struct, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
-    """The cache is empty; sent once at the start, for consumers of an earlier engine."""
+    """The cache is empty. Sent once at the start, to consumers that have seen an earlier engine."""
 
 
 class EventBatch(msgspec.Struct, array_like=True):
-    """The events of one step, of one tenant."""
+    """The events of one tenant in one step."""
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
@@ -71,7 +71,7 @@ class EventBatch(msgspec.Struct, array_like=True):
 
 
 class EventPublisher:
-    """The PUB socket, and the batches that can be replayed.
+    """Publishes events on a PUB socket, and replays the latest batches.
 
     Args:
         config: endpoints of both sockets, the block size, and whose blocks are published.
@@ -154,9 +154,9 @@ def _is_public(namespace: Namespace) -> bool:
 
 
 def _salt(namespace: Namespace) -> str | None:
-    """The namespace's name, for consumers that hash tokens themselves; None: the public one.
+    """A salt that is unique to the namespace, for consumers that hash tokens themselves; None: the public namespace.
 
-    A salt of an open server is its own name.
+    Without tenant, entry and adapter, it is the client's salt.
     """
     tenant, salt, entry, adapter = namespace
     if adapter:

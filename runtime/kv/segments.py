@@ -1,4 +1,4 @@
-"""Rows of KV as their readers name them: segments that exist, and the one sequence that a request computes."""
+"""The KV of a request: segments of cached KV that it reads, and the one sequence that it computes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from radix import Namespace, Node
 
 @dataclass(slots=True)
 class Segment:
-    """KV that exists and that a request reads.
+    """Cached KV that a request reads.
 
     Attributes:
         pages: int32 page ids, any subset of an entry's pages: attention does not depend on their order.
-        length: rows; only the last page may be used in part.
+        length: number of rows; only the last page may be used in part.
         node: the locked tree node to which the pages belong; None: they still belong to this request alone.
     """
 
@@ -29,9 +29,9 @@ class Segment:
 
 
 class Run(NamedTuple):
-    """A path in the tree: the int32 tokens of some KV, from the root of a namespace on.
+    """A path in the tree: int32 tokens, from the root of a namespace.
 
-    `meta`: the entry's record; `whole`: whether a part of the path is useless.
+    `name`, `meta`: of an entry, its name and record; `whole`: whether the path is only useful as a whole.
     """
 
     tokens: array[int]
@@ -47,11 +47,11 @@ class Sequence:
 
     Attributes:
         tokens: int32.
-        start: leading tokens whose KV lies in the request's first segment; whole pages.
-        num_computed: leading tokens that have KV, in that segment or in `pages`.
-        seconds: what computing those took that are not in the tree.
+        start: number of leading tokens whose KV is in the request's first segment, in whole pages.
+        num_computed: number of leading tokens that have KV, in that segment or in `pages`.
+        seconds: time that it took to compute the tokens that are not in the tree yet.
         pages: int32 page ids, for the tokens from `start` on; they belong to this request alone.
-        pending: rows of entries that the request must encode before its own tokens.
+        pending: number of rows of entries that the request must encode before its own tokens.
         anchors: (index, position) pairs, ascending: from each index on, positions are consecutive.
     """
 
@@ -94,7 +94,7 @@ def slots_of(pages: array[int] | np.ndarray, rows: np.ndarray, page_size: int) -
 
 
 class Holder(Protocol):
-    """Anything that holds pages: a request."""
+    """What the cache needs to know of a request."""
 
     segments: list[Segment]
     sequence: Sequence
@@ -105,4 +105,4 @@ class Holder(Protocol):
 
     @property
     def num_present(self) -> int:
-        """Tokens whose KV is read or computed."""
+        """Number of tokens whose KV the request reads or has computed."""

@@ -29,7 +29,7 @@ _MAGIC, _VERSION, _SEALED = b"RKVB", 1, 1
 _HEAD = struct.Struct("<4sHHIIQ16s16s16s")
 # Maximum size of a block; a larger length is a flipped bit, or an attack.
 _MOST_BYTES = 1 << 31
-# The head, the checksum and any usual tenant.
+# Enough for the head, the checksum and the name of most tenants.
 HEAD_BYTES = 1024
 
 
@@ -45,18 +45,18 @@ class Fingerprint(NamedTuple):
     kind: str = "causal"
 
     def digest(self) -> bytes:
-        """16 bytes."""
+        """The digest, 16 bytes."""
         return _digest(b"fingerprint", *(str(field).encode() for field in self))
 
 
 class Block(NamedTuple):
-    """A block's address, with all that a stored block must match.
+    """A block's key, and everything else that a stored block must match.
 
     Attributes:
         key: digest of the block and of all blocks before it.
-        namespace: of the sequence.
+        namespace: namespace of the sequence.
         tokens: the block's own tokens, int32 little-endian.
-        event: KV event of the block; no part of the address.
+        event: KV event of the block; stored blocks need not match it.
     """
 
     key: BlockKey
@@ -66,7 +66,7 @@ class Block(NamedTuple):
 
 
 class Head(NamedTuple):
-    """A stored block's description of itself; `body` is where tokens and payload begin."""
+    """The head of a stored block; `body`: byte offset of tokens and payload; `num_bytes`: size of the whole block."""
 
     key: BlockKey
     tenant: str
@@ -92,7 +92,7 @@ class Mismatch(StrEnum):
 
 
 class Format:
-    """Names, writes and reads blocks of one model with one layout.
+    """Computes keys of blocks, encodes and decodes blocks, for one model with one layout.
 
     Args:
         fingerprint: `Fingerprint.digest()`; it may be set later, before the first block.
@@ -108,11 +108,11 @@ class Format:
         return self.fingerprint + (self.cipher.name_secret if self.cipher else b"")
 
     def key(self, parent: BlockKey, namespace: Namespace, tokens: bytes) -> BlockKey:
-        """The key of a block behind `parent`, which is `ROOT` for the first one of a namespace."""
+        """The key of the block that follows `parent`; `ROOT` is the parent of a namespace's first block."""
         return _digest(self._secret, parent, namespace.to_bytes(), tokens)
 
     def chain(self, namespace: Namespace, tokens: bytes, block_bytes: int, parent: BlockKey = ROOT) -> Iterator[Block]:
-        """The whole blocks of the tokens behind `parent`; `block_bytes`: bytes of a block's tokens."""
+        """The whole blocks of tokens that follow `parent`; `block_bytes`: bytes of a block's tokens."""
         for start in range(0, len(tokens) - block_bytes + 1, block_bytes):
             own = tokens[start : start + block_bytes]
             parent = self.key(parent, namespace, own)
@@ -122,7 +122,7 @@ class Format:
         """The buffers of a stored block, in order; without encryption, the last one is the payload, not copied.
 
         Args:
-            sealed: False: without encryption, for main memory.
+            sealed: False: never encrypt, for main memory.
 
         Raises:
             OSError: if the cipher has no key for the tenant and can make none.

@@ -1,4 +1,4 @@
-"""Copies of pages on their way out of the pool."""
+"""Copies pages out of the pool, for the stores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime.kv.tiers.worker import TierWorker
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """Pages of a block; `lock` is held while they are copied, to the device (`data`: uint8) or here (`payload`)."""
+    """Pages of a block, copied on the device (`data`: uint8) or to main memory (`payload`); `lock`: while copying."""
 
     pages: array[int]
     lock: Lock = field(default_factory=Lock)
@@ -26,12 +26,12 @@ class Copy:
 
 
 class Copies:
-    """Has the worker's thread copy pages.
+    """Copies pages in the worker's thread.
 
-    A page may be freed, and given to others, before it is copied: a writer of pages settles them first, which copies
-    those that no thread has copied yet. So no step waits for more than the pages that it writes, and a copy that waits
-    takes no memory. Where a thread cannot copy pages (on a GPU, with several ranks), they are copied at once, on the
-    device and in the order of its stream.
+    A page may be freed and allocated again before it is copied. So each writer of pages calls `settle` first, which
+    copies the pages that no thread has copied yet. A step thus waits only for pages that it writes, and a queued copy
+    takes no memory. On a GPU or with several ranks, threads cannot copy pages: `add` copies them at once, on the device
+    and in the order of its stream.
     """
 
     def __init__(self, pool: KVPool, worker: TierWorker):
@@ -41,7 +41,7 @@ class Copies:
         self._at_once = pool.k.device.type != "cpu" or pool.ranks > 1
 
     def __bool__(self) -> bool:
-        """Whether there are pages to settle."""
+        """Whether pages are waiting to be copied."""
         return bool(self._by_page)
 
     def add(self, block: Block, pages: array[int]) -> bool:
@@ -59,7 +59,7 @@ class Copies:
         return accepted
 
     def settle(self, pages: Iterable[int]) -> None:
-        """Copy what is to be copied of these pages, so that they may be overwritten."""
+        """Copy those of these pages that are waiting to be copied, so that all of them may be overwritten."""
         if not self._by_page:
             return
         with self._lock:
@@ -68,7 +68,7 @@ class Copies:
             self._read(copy)
 
     def _take(self, copy: Copy) -> memoryview:
-        """The payload of a copy, which is held here no longer."""
+        """Return the payload of a copy, and drop the copy's own reference to it."""
         payload = self._read(copy)
         copy.data = copy.payload = None
         return payload

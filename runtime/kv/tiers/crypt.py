@@ -21,7 +21,7 @@ from runtime.kv.tiers.files import replace_file
 T = TypeVar("T")
 
 _NONCE_BYTES, _SALT_BYTES = 12, 16
-# Salt of the secret of names; each tenant's is at `tenant:NAME`.
+# Name of the salt for `name_secret`; a tenant's salt has the name `tenant:NAME`.
 _NAMES = "names"
 
 
@@ -35,7 +35,7 @@ class KeyFile:
         path: a file of at least 32 bytes.
 
     Attributes:
-        name_secret: 32 bytes, mixed into the keys of blocks, so that these reveal nothing.
+        name_secret: 32 bytes, mixed into the keys of blocks, so that the keys reveal nothing about tokens.
 
     Raises:
         ModelError: if the file cannot be read or is too short, or salts cannot be written beside it.
@@ -56,7 +56,7 @@ class KeyFile:
             salt = self._salt(_NAMES)
         except OSError as error:
             raise ModelError(f"{option}: salts cannot be kept beside it: {error}") from None
-        # Processes with other salts cannot read these blocks, and name theirs differently.
+        # A process with other salts cannot read these blocks, and gives its own blocks other keys.
         self.name_secret = self._derive(_NAMES, salt)
 
     def seal(self, tenant: str, data: bytes, bound: bytes) -> bytes:
@@ -75,7 +75,7 @@ class KeyFile:
             return None
 
     def erase(self, tenant: str | None) -> int:
-        """Forget the salt of a tenant, or of all (None); later blocks get a new one. Number of salts; OSError."""
+        """Delete the salt of a tenant, or of all (None); returns their number. Later blocks get new salts."""
 
         def forget(salts: dict[str, str]) -> int:
             gone = [name for name in salts if name != _NAMES and tenant in (None, name.removeprefix("tenant:"))]
@@ -86,7 +86,7 @@ class KeyFile:
         return self._change(forget)
 
     def _key(self, tenant: str) -> AESGCM | None:
-        """The key of a tenant; None without a salt. Another process may have erased it since the last call."""
+        """The key of a tenant; None without a salt. Reads the salts again if another process has changed them."""
         with self._lock:
             status = self._path.stat()
             state = (status.st_ino, status.st_mtime_ns, status.st_size)

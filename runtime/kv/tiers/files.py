@@ -1,4 +1,4 @@
-"""Blocks as files, one each, in a directory that belongs to this user alone."""
+"""A store of blocks as files, one for each block, in a directory that only this user may read."""
 
 import fcntl
 import logging
@@ -18,11 +18,11 @@ from runtime.kv.tiers.store import Contents, StoredBlock, Usage, size_of
 logger = logging.getLogger(__name__)
 
 USAGE_EVERY_S = 600.0
-# A running writer renames its file much sooner.
+# Age of an unfinished file whose writer must have ended: a running writer renames its file much sooner.
 _ABANDONED_S = 600.0
-# Time stamps of directories are at least so fine.
+# Coarsest resolution of the time stamps of directories.
 _TICK_NS = 50_000_000
-# Uses by other processes count if they are later than the known one by more than the error of a time stamp.
+# Error of a time stamp: a block that is younger than its known use by more than this was used by another process.
 _LATER_S = 1.0
 # Most uses to remember until the next write.
 _MOST_USES = 1 << 16
@@ -50,22 +50,22 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 class FileStore:
-    """A directory of blocks: the cache of one machine's disk, within a bound, or shared by replicas, without one.
+    """A directory of blocks: a bounded cache on one machine's disk, or an unbounded store that replicas share.
 
-    A file gets its name once it is complete, and its modification time is its last use. It is not synced: what a power
-    failure cuts off is a miss by its checksum.
+    A file gets its final name once it is complete. Its modification time is its last use. Files are not synced: a block
+    that a power failure has cut short fails its checksum, and is a miss.
 
-    Readers take no lock. The processes that share a bounded directory write one after another, under a lock that file
-    systems of one machine have and network file systems may lack. Before it writes, each notes the files that others
-    have added or deleted; so all of them keep one bound, and nothing else needs to be stored or repaired.
+    Readers take no lock. Processes that share a bounded directory write one after another, under a file lock, which
+    local file systems support. Before it writes, a process looks for files that others have added or deleted. So all
+    processes keep the same bound, and there is no index to store or repair.
 
     Args:
         directory: made if it does not exist.
         option: the option that names the directory, for errors.
-        capacity: most bytes of all blocks; None: no bound. `ramet cache purge` makes room then.
+        capacity: largest number of bytes of all blocks; None: no bound, `ramet cache purge` makes room.
 
     Raises:
-        ModelError: if there is no such directory, it belongs to another user, or holds other things.
+        ModelError: if the directory cannot be made, belongs to another user, or holds other files than blocks.
     """
 
     outlives = True
@@ -109,7 +109,7 @@ class FileStore:
                 with suppress(FileNotFoundError):
                     if path.stat().st_mtime < time.time() - _ABANDONED_S:
                         path.unlink()
-        except OSError as error:  # what is there can be read
+        except OSError as error:  # its blocks can still be read
             logger.warning("%s: %s cannot be written to: %s", option, directory, error)
 
     # -- reading ---------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class FileStore:
         return [self.path(key).exists() for key in keys]
 
     def read(self, key: BlockKey) -> bytes | None:
-        """A block, without using it."""
+        """The bytes of a block, without marking it as used; None if it is missing."""
         try:
             with open(self.path(key), "rb", buffering=0) as file:
                 return file.readall()
@@ -159,7 +159,7 @@ class FileStore:
         return keys
 
     def entry(self, key: BlockKey) -> StoredBlock | Mismatch:
-        """The description of a block by its head and its size; FileNotFoundError if there is no such file."""
+        """A block's description, from its head and file size. Raises FileNotFoundError if it is missing."""
         path = self.path(key)
         head, status = _head(path), path.stat()
         if isinstance(head, Mismatch):
@@ -171,14 +171,14 @@ class FileStore:
         return StoredBlock(key, head.tenant, status.st_size, status.st_mtime)
 
     def entries(self) -> Iterator[StoredBlock]:
-        """The files that look like blocks."""
+        """Descriptions of all files that look like blocks."""
         for key in self.keys():
             with suppress(FileNotFoundError):
                 if isinstance(entry := self.entry(key), StoredBlock):
                     yield entry
 
     def usage(self) -> Usage:
-        """What the store holds; without a bound it is counted every ten minutes, which reads the whole directory."""
+        """Number and size of the blocks. Without a bound, they are counted every ten minutes, which reads all heads."""
         contents = self._contents
         if contents is not None:
             with self._alone():
@@ -236,7 +236,7 @@ class FileStore:
         self.on_evict([victim.key])
 
     def _remove(self, key: BlockKey) -> bool:
-        """Delete a file, if it is there; whether it was."""
+        """Delete a file; returns whether it existed."""
         if self._contents is not None:
             self._contents.remove(key)
         try:
@@ -251,7 +251,7 @@ class FileStore:
                 self._remove(key)
 
     def erase(self, tenant: str | None) -> int:
-        """See `BlockStore`; files that are being written, and files of unknown tenants, are deleted as well."""
+        """See `BlockStore`; also deletes unfinished files, and files whose tenant cannot be read."""
         for path in list(self._unfinished.iterdir()):
             if _is_of(tenant, path):
                 path.unlink(missing_ok=True)
@@ -259,13 +259,13 @@ class FileStore:
             return sum(self._remove(key) for key in self.keys() if _is_of(tenant, self.path(key)))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""
 
     # -- several processes -----------------------------------------------------------------------------------
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep other processes from writing to a bounded directory, and note what they have changed before."""
+        """Lock a bounded directory against writes of other processes, after noting what they have changed."""
         if self._contents is None:
             yield
             return
@@ -285,7 +285,7 @@ class FileStore:
                 os.close(lock)
 
     def _compare(self, contents: Contents) -> None:
-        """Note the files that were added and deleted since the last call, in the folders that have changed."""
+        """Note which files were added and deleted since the last call. Reads only the folders that have changed."""
         added: list[StoredBlock] = []
         for folder in _FOLDERS:
             before, known = self._folders.get(folder, (-1, set()))
@@ -310,7 +310,7 @@ class FileStore:
             self._evict(contents, victim)
 
     def _checked(self, key: BlockKey) -> list[StoredBlock]:
-        """The description of a new file; one that is not a block is deleted."""
+        """The description of a new file; a file that is not a block is deleted."""
         with suppress(FileNotFoundError):
             entry = self.entry(key)
             if isinstance(entry, StoredBlock):
@@ -320,7 +320,7 @@ class FileStore:
 
 
 def _is_of(tenant: str | None, path: Path) -> bool:
-    """Whether a file belongs to a tenant, or to an unknown one."""
+    """Whether a file belongs to a tenant, or its tenant cannot be read."""
     if tenant is None:
         return True
     try:

@@ -1,4 +1,4 @@
-"""Blocks in main memory."""
+"""A store of blocks in main memory."""
 
 from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
@@ -8,7 +8,7 @@ from runtime.kv.tiers.store import Contents, StoredBlock, Usage, joined, size_of
 
 
 class HostStore:
-    """The most recently used blocks.
+    """Keeps the most recently used blocks.
 
     A block is one immutable object, so readers need no copy, and an evicted block stays valid for its readers.
     """
@@ -17,7 +17,7 @@ class HostStore:
     outlives = False
 
     def __init__(self, capacity: int):
-        """`capacity`: most bytes of all blocks."""
+        """`capacity`: largest number of bytes of all blocks."""
         self.on_evict: Callable[[Iterable[BlockKey]], None] = lambda keys: None
         self._contents = Contents(capacity)
         self._blocks: dict[BlockKey, Buffer] = {}

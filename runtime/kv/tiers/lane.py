@@ -15,8 +15,8 @@ _NICE = 19
 
 
 def _lower_priority() -> None:
-    """Lower this thread's priority: the threads of kernels wait for each other."""
-    if sys.platform == "linux":  # elsewhere it would be that of the whole process
+    """Lower this thread's priority below that of the kernels' threads, which wait for each other."""
+    if sys.platform == "linux":  # elsewhere the priority of the whole process would change
         os.setpriority(os.PRIO_PROCESS, get_native_id(), _NICE)
 
 
@@ -24,7 +24,7 @@ class Lane:
     """One thread of low priority, with a bounded queue.
 
     Attributes:
-        queued_bytes: sizes of the tasks that were offered and have not ended.
+        queued_bytes: total size of the offered tasks that have not ended.
     """
 
     def __init__(self, name: str, most_bytes: int):
@@ -48,7 +48,7 @@ class Lane:
     def _run(self, size: int, task: Callable[[], None]) -> None:
         try:
             task()
-        except Exception:  # the next blocks must be written all the same
+        except Exception:  # later tasks must still run
             logger.exception("a block of KV was not written")
         finally:
             with self._lock:
@@ -59,14 +59,14 @@ class Lane:
         return self._threads.submit(task)
 
     def wait(self, limit_s: float) -> None:
-        """Wait until everything queued is done, as far as the time allows."""
+        """Wait until all queued tasks have ended, at most `limit_s` seconds."""
         wait([self.run(lambda: None)], limit_s)
 
     def finish(self) -> None:
-        """Accept nothing more; what is queued will be done."""
+        """Accept no more tasks; queued tasks still run."""
         self._threads.shutdown(wait=False)
 
     def close(self, limit_s: float) -> None:
-        """Do what is queued, as far as the time allows."""
+        """Run queued tasks for at most `limit_s` seconds, and cancel the others."""
         self.wait(limit_s)
         self._threads.shutdown(wait=False, cancel_futures=True)

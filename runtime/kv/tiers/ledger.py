@@ -12,10 +12,10 @@ MOST_BLOCKS = 1 << 17
 
 
 class Ledger:
-    """Collects events of blocks that enter and leave stores, until they are taken; any thread may call it.
+    """Collects events of blocks that enter and leave stores, until `take`; any thread may call it.
 
-    A store may hold more blocks: those of earlier processes and other replicas are known once this process reads or
-    writes them. It may hold fewer, if others evict from it: a block that is not found counts as gone.
+    The ledger can be wrong: a store may hold blocks of earlier processes or other replicas, which are added when this
+    process reads or writes them. Other processes may evict blocks, which are removed when this process misses them.
     """
 
     def __init__(self) -> None:
@@ -46,13 +46,13 @@ class Ledger:
                 self._news[store].append(event)
 
     def erased(self, store: str, tenant: str | None) -> None:
-        """The blocks of a tenant, or all (None), are gone."""
+        """Remove the blocks of a tenant, or of all (None)."""
         with self._lock:
             held = self._held[store]
             self._remove(store, [key for key, event in held.items() if tenant in (None, event.namespace.tenant)])
 
     def take(self) -> dict[str, list[Event]]:
-        """All changes since the last call, by store."""
+        """Return the events since the last call, by store."""
         with self._lock:
             taken, self._news = self._news, defaultdict(list)
         return taken

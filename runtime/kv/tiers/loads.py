@@ -1,4 +1,4 @@
-"""Blocks on their way into the pool."""
+"""Loads of blocks from the stores into the pool."""
 
 from array import array
 from concurrent.futures import Future
@@ -12,16 +12,16 @@ from runtime.kv.tiers.worker import Loaded
 
 @dataclass(slots=True, eq=False)
 class RunLoad:
-    """The blocks of one run that a load brings.
+    """The part of a load that belongs to one run.
 
     Attributes:
         first_page: the page of the run at which the first block begins.
         blocks: the wanted blocks, in the order of the run.
         loading: reads the leading blocks that stores have; None: not begun.
         found: the result of `loading`.
-        kept: the cached part of the run, locked while the blocks are put into the pool.
-        fresh: pages for what follows.
-        filling: fills these pages; None: not begun.
+        kept: the cached part of the run, locked while the pool is filled.
+        fresh: new pages for the blocks that were found.
+        filling: fills the new pages; None: not begun.
     """
 
     run: Run
@@ -36,14 +36,14 @@ class RunLoad:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """KV for waiting requests, as far as stores have it.
+    """A load of KV from the stores, for which requests wait. Times are those of the clock of `Tiers`.
 
     Attributes:
         owner: the namespace whose quota the pages count against.
-        num_bytes: most bytes that it may load.
-        asked_s: the time at which it was asked for.
-        deadline_s: the time at which its requests stop waiting; None: the load has not begun.
-        is_void: whether the KV was flushed or erased meanwhile.
+        num_bytes: bytes of all wanted blocks; the stores may have fewer.
+        asked_s: the time at which a request asked for the load.
+        deadline_s: the time at which the requests stop waiting; None: the load has not begun.
+        is_void: whether the KV was erased meanwhile.
         tokens: loaded tokens by tier, once the load has ended.
     """
 

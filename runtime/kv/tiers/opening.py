@@ -1,4 +1,4 @@
-"""Stores and ciphers from options. Packages of the extra `tiers` are imported only if they are needed."""
+"""Opens stores and ciphers from options. Packages of the extra `tiers` are imported only when needed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def open_shared(address: str, option: str = "--kv-store") -> BlockStore:
     """The store that replicas share: `redis://`, `rediss://`, or `dir:PATH`.
 
     Raises:
-        ModelError: if the address has another form, the directory cannot be used, or a package is missing. A server
-            that does not answer is tried again later.
+        ModelError: if the address has another form, the directory cannot be used, or a package is missing; but not if
+            the server does not answer, which is tried again later.
     """
     kind, _, rest = address.partition(":")
     if kind == "dir" and rest:
@@ -36,7 +36,7 @@ def open_cipher(path: Path, option: str = "--kv-encryption-key-file") -> KeyFile
     """The keys of a key file.
 
     Raises:
-        ModelError: see `KeyFile`; or if a package is missing.
+        ModelError: if a package is missing, or the file cannot be used (see `KeyFile`).
     """
     try:
         from runtime.kv.tiers.crypt import KeyFile

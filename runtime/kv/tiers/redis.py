@@ -1,4 +1,4 @@
-"""Blocks in a Redis or Valkey server, shared by replicas."""
+"""A store of blocks in a Redis or Valkey server, which replicas share."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -35,14 +35,14 @@ class RedisStore:
     outlives = True
 
     def __init__(self, url: str, timeout_s: float = TIMEOUT_S, option: str = "--kv-store"):
-        self.on_evict: Callable[[Iterable[BlockKey]], None] = lambda keys: None  # the server does not say
+        self.on_evict: Callable[[Iterable[BlockKey]], None] = lambda keys: None  # the server does not report evictions
         try:
             self._redis: Any = Redis.from_url(
                 url,
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
-                socket_read_size=1 << 20,  # a block at a time, not in 16 pieces
-                retry=Retry(NoBackoff(), 0),  # a block that cannot be read is computed
+                socket_read_size=1 << 20,  # reads a block in one piece, not in 16
+                retry=Retry(NoBackoff(), 0),  # a block that cannot be read is computed instead
             )
         except (ValueError, TypeError) as error:
             raise ModelError(f"{option}: {error}") from None
@@ -74,7 +74,7 @@ class RedisStore:
         return erased
 
     def usage(self) -> Usage:
-        """Bytes and `maxmemory` of the whole server; the blocks are all keys of the database."""
+        """Bytes and `maxmemory` of the whole server; every key of the database counts as a block."""
         memory, blocks = _as_os_error(lambda: (self._redis.info("memory"), self._redis.dbsize()))
         return Usage(memory["used_memory"], blocks, memory["maxmemory"] or None)
 
@@ -90,7 +90,7 @@ class RedisStore:
             yield [(key, read_head(begin)) for key, begin in zip(keys, begins, strict=True)]
 
     def _each(self, keys: Iterable[BlockKey], add: Callable[[Any, bytes], Any]) -> list[Any]:
-        """The answers to a command for each key, in one round."""
+        """The answers to one command for each key, in one round trip."""
         with self._redis.pipeline(transaction=False) as pipe:
             for key in keys:
                 add(pipe, _PREFIX + key)

@@ -48,7 +48,7 @@ class BlockStore(Protocol):
         """Store a block, or replace it; False if it is too large."""
 
     def touch(self, keys: Iterable[BlockKey]) -> None:
-        """Mark blocks as used now; missing ones are ignored."""
+        """Mark blocks as used now; missing blocks are ignored."""
 
     def delete(self, keys: Iterable[BlockKey]) -> None: ...
 
@@ -91,23 +91,23 @@ class Contents:
             self._entries.move_to_end(key)
 
     def remove(self, key: BlockKey) -> bool:
-        """Whether the block was there."""
+        """Remove a block; returns whether it was there."""
         if (entry := self._entries.pop(key, None)) is None:
             return False
         self.num_bytes -= entry.size
         return True
 
     def victim(self, size: int) -> StoredBlock | None:
-        """The next block to evict before `size` bytes, at most the capacity, may be added; None: they fit."""
+        """The next block to evict to make room for `size` bytes; None if they fit. `size` is at most the capacity."""
         return next(iter(self._entries.values())) if self.num_bytes + size > self.capacity else None
 
     def of(self, tenant: str | None) -> list[BlockKey]:
-        """The blocks of a tenant, or all (None)."""
+        """Keys of the blocks of a tenant, or of all (None)."""
         return [key for key, entry in self._entries.items() if tenant in (None, entry.tenant)]
 
 
 def size_of(buffers: Sequence[Buffer]) -> int:
-    """Bytes of all buffers."""
+    """Number of bytes of all buffers."""
     return sum(memoryview(buffer).nbytes for buffer in buffers)
 
 

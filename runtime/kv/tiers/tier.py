@@ -1,4 +1,4 @@
-"""A store as the worker uses it: failures are misses, writes have a thread, contents are told as events."""
+"""A store with its writing thread, measured speed and events. Failures of the store become misses."""
 
 import logging
 import time
@@ -25,7 +25,7 @@ QUEUE_BYTES = 256 << 20
 
 
 class Rate:
-    """Measured speed of reads; until the first one an assumed speed, which is high, so that a store is tried."""
+    """Measured speed of reads. It starts with a high assumed speed, so that a new store is tried."""
 
     def __init__(self, latency_s: float, s_per_byte: float, clock: Callable[[], float]):
         self._assumed = self._measured = (latency_s, s_per_byte)
@@ -33,7 +33,7 @@ class Rate:
         self._at = clock()
 
     def now(self) -> tuple[float, float]:
-        """Seconds of a look-up, and seconds a byte."""
+        """Seconds per look-up, and seconds per byte."""
         kept = 0.5 ** ((self._clock() - self._at) / FORGET_S)
         latency, per_byte = (a + (m - a) * kept for a, m in zip(self._assumed, self._measured, strict=True))
         return latency, per_byte
@@ -48,7 +48,7 @@ class Rate:
 
 
 class _Gate:
-    """Admits a few calls at a time, and none for a while after one has failed."""
+    """A circuit breaker: admits a few calls at a time, and no call for a while after a failure."""
 
     def __init__(self, calls: int, clock: Callable[[], float]):
         self._slots = BoundedSemaphore(calls)
@@ -62,7 +62,7 @@ class _Gate:
 
     @contextmanager
     def passage(self) -> Iterator[None]:
-        """OSError if no slot becomes free; that, and an OSError of the call itself, shuts the gate."""
+        """Run one call in a slot. Raises OSError if no slot becomes free. Any OSError shuts the gate."""
         try:
             if not self._slots.acquire(timeout=WAIT_S):
                 raise TimeoutError("earlier calls have not returned")
@@ -80,14 +80,14 @@ class _Gate:
 class Tier:
     """A store, its thread and its measured speed.
 
-    A call that fails, or waits for others that do not return, shuts the gate of reads or that of writes; until it opens
-    again, calls are answered at once. Tenants whose erasure failed are erased before any other call.
+    There is one gate for reads and one for writes. A gate shuts when a call fails, or gets no slot as earlier calls
+    hang. While a gate is shut, its calls return misses at once. Failed erasures are repeated before any other call.
 
     Attributes:
         lane: the thread that writes.
         rate: measured speed of reads.
-        counts: blocks that were `wanted` here (no tier before it had them), `hits`, `misses`, `written`, `refused` (too
-            large), `failed` and `skipped` calls, `bytes_read`, `bytes_written`, and what the worker counts.
+        counts: blocks `wanted` (no earlier tier had them), `hits`, `misses`, `written` and `refused` (too large); calls
+            `failed` and `skipped`; `bytes_read`, `bytes_written`; and counts of the worker.
         last_usage: the last known contents.
     """
 
@@ -98,7 +98,7 @@ class Tier:
         queue_bytes: int = QUEUE_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`ledger`: told of the blocks that enter and leave the store."""
+        """`ledger`: collects events of the blocks that enter and leave the store."""
         self.name = store.name
         self.outlives = store.outlives
         self.lane = Lane(store.name, queue_bytes)
@@ -130,7 +130,7 @@ class Tier:
         return self._call(self._reads, lambda: self._store.contains_many(keys))
 
     def get(self, block: Block) -> Buffer | None:
-        """A stored block, which may be another one; None: it is missing."""
+        """The bytes stored under a block's key, which are not validated; None if there are none."""
         begun = self._clock()
         data = self._call(self._reads, lambda: self._store.get(block.key))
         if data is None:
@@ -148,7 +148,7 @@ class Tier:
         self._ledger.stored(self.name, block)
 
     def put(self, block: Block, buffers: Sequence[Buffer]) -> None:
-        self.found(block)  # before another one may evict it
+        self.found(block)  # before a later write may evict it
         done = self._call(self._writes, lambda: self._store.put(block.key, buffers, block.namespace.tenant))
         if done:
             self.count("written")
@@ -166,7 +166,7 @@ class Tier:
         self._ledger.removed(self.name, keys)
 
     def erase(self, tenant: str | None) -> int | None:
-        """Number of erased blocks; None if the store failed: then it is tried again before any other call."""
+        """Erase a tenant's blocks, or all (None); returns their number, or None on failure, to be repeated later."""
         self._unerased.add(tenant)
         erased = self._call(self._writes, lambda: self._erase_all(tenant), even_shut=True)
         self._ledger.erased(self.name, tenant)
@@ -178,7 +178,7 @@ class Tier:
         return erased.get(asked, 0)
 
     def usage(self) -> Usage:
-        """The contents; the last known ones of a store that fails."""
+        """The contents; if the store fails, the last known contents."""
         self.last_usage = self._call(self._reads, self._store.usage) or self.last_usage
         return self.last_usage
 
@@ -221,7 +221,7 @@ class Tier:
         return result
 
     def fail(self, error: OSError) -> None:
-        """Count a failure; only the first one since the store last answered is logged."""
+        """Count a failure; logs only the first failure since the store last answered."""
         self.count("failed")
         if not self._warned:
             self._warned = True

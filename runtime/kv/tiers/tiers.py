@@ -1,4 +1,4 @@
-"""KV storage below the pool, as the engine uses it."""
+"""KV storage below the pool: stores blocks of the tree, and loads blocks for requests."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from runtime.kv.tiers.worker import TierWorker
 
 # A block has at least this many bytes, or this many tokens if a model is small.
 BLOCK_BYTES, MOST_TOKENS = 1 << 20, 64
-# Kind of entries whose rows attend to chosen rows of documents: these are never shared.
+# Kind of entries whose rows attend to selected rows of documents. Their KV is approximate, and never stored.
 _APPROXIMATE = "fused:"
-# Time for which a missing block is not looked for again, and most such blocks to remember.
+# Time during which a missing block is not looked for again, and most such blocks to remember.
 _ABSENT_S, _MOST_ABSENT = 2.0, 1 << 16
 # Most blocks to remember that were written at their second use.
 _MOST_WRITTEN = 1 << 16
 # The shortest and the longest time for a load; between them, it may take as long as computing would.
 _LEAST_S, _MOST_S = 0.25, 30.0
-# Time beyond that, after which requests no longer wait for a store that hangs.
+# Extra time after which requests stop waiting, in case a store hangs.
 _GRACE_S = 0.5
 # Time to write the queues when the engine ends.
 _CLOSE_S = 5.0
@@ -50,8 +50,8 @@ class Tiers(Watcher):
 
     Attributes:
         loads: the loads that have not ended.
-        counters: counters of the engine; `worker.stats()` has those of the stores.
-        loaded_tokens: by tier.
+        counters: counters of loads; `worker.stats()` has the counters of the stores.
+        loaded_tokens: number of loaded tokens by tier.
         keys: block keys by page, for pages of the tree whose blocks were written or loaded.
     """
 
@@ -95,7 +95,7 @@ class Tiers(Watcher):
         self._write(node, len(node.pages))
 
     def _write(self, node: Node, num_pages: int, evicted: bool = False) -> None:
-        """Store the blocks that end in the last pages of a path."""
+        """Store the blocks that end in the last `num_pages` pages of a path."""
         if not num_pages or not self.worker.names or node.namespace.entry.startswith(_APPROXIMATE):
             return
         size, end = self.block_pages, sum(len(above.pages) for above in path(node))
@@ -118,7 +118,7 @@ class Tiers(Watcher):
                 self.keys.update(dict.fromkeys(own, block.key))
 
     def _blocks(self, tokens: bytes, namespace: Namespace, is_entry: bool) -> list[Block]:
-        """The blocks of a run from its root on; those of an entry include the last, shorter one."""
+        """The blocks of a run from its root on. Those of an entry include the last block, which may be shorter."""
         size = self.block_pages * self._page_bytes
         form = self.worker.form
         blocks = list(form.chain(namespace, tokens, size))
@@ -136,7 +136,7 @@ class Tiers(Watcher):
     # -- in --------------------------------------------------------------------------------------------------
 
     def ask(self, runs: Iterable[Run], owner: Namespace) -> Load | None:
-        """The load for which a request that reads these runs should wait; None: the stores have nothing for it."""
+        """The load for which a request that reads `runs` should wait; None if there is nothing to load."""
         if not self.worker.names:
             return None
         parts, joined = [], None
@@ -157,7 +157,7 @@ class Tiers(Watcher):
         return load
 
     def _missing(self, run: Run) -> RunLoad | None:
-        """The blocks behind the cached part of a run; None: there are none, or they were missing a moment ago."""
+        """The blocks after the cached part of a run; None if there are none, or the stores just lacked the first."""
         if run.namespace.entry.startswith(_APPROXIMATE):
             return None
         tokens = run.tokens.tobytes()
@@ -179,7 +179,7 @@ class Tiers(Watcher):
         return next(mine, None)
 
     def _start(self) -> None:
-        """Begin loads in the order in which they were asked for, as many as memory allows."""
+        """Begin loads in the order of `ask`, as many as memory allows."""
         num_bytes = sum(load.num_bytes for load in self.loads if load.deadline_s is not None)
         for load in self.loads:
             if load.deadline_s is not None:
@@ -201,17 +201,17 @@ class Tiers(Watcher):
             part.loading.add_done_callback(self.tell)
 
     def tell(self, _: Future[Any]) -> None:
-        """Wake `wait`: a future is done."""
+        """Wake `wait`, because a future is done."""
         self._news.set()
 
     def wait(self, seconds: float) -> None:
-        """Wait for news of a load, at most some seconds."""
+        """Wait for progress of a load, at most some seconds."""
         self._news.wait(seconds)
 
     def poll(self, patience_s: float = 0.0) -> list[Load]:
         """Advance the loads; returns those that have ended, with their blocks in the tree.
 
-        `patience_s`: time to wait for loads from the moment at which they were asked for.
+        `patience_s`: seconds to wait for the latest load, counted from its `ask`.
         """
         left_s = max((load.asked_s for load in self.loads), default=0.0) + patience_s - self._clock()
         if left_s > 0:
@@ -242,7 +242,7 @@ class Tiers(Watcher):
         return True
 
     def _fill(self, load: Load, part: RunLoad) -> None:
-        """Allocate pages for the blocks that were found, and fill them on the filler's thread."""
+        """Allocate pages for the blocks that were found, and fill the pages in the filler's thread."""
         if len(part.found) < len(part.blocks):
             self._absent[part.blocks[len(part.found)].key] = None
         if (part.run.whole and len(part.found) < len(part.blocks)) or not self._make_room(load, part):
@@ -259,15 +259,15 @@ class Tiers(Watcher):
         part.filling.add_done_callback(self.tell)
 
     def _make_room(self, load: Load, part: RunLoad) -> bool:
-        """Lock the cached part of a run, and allocate pages for the blocks behind it.
+        """Lock the cached part of a run, and allocate pages for the blocks after it.
 
-        False if they are no longer needed, or if pages are scarce; then the run is computed.
+        False if the blocks are no longer needed, or if pages are scarce; then the run is computed.
         """
         cache = self._cache
         end = part.first_page + self._num_pages(part.blocks[: len(part.found)])
         match = cache.tree.match(part.run.tokens.tobytes()[: end * self._page_bytes], part.run.namespace)
         count = end - len(match.pages)
-        if count <= 0 or len(match.pages) < part.first_page:  # computed by another, or evicted meanwhile
+        if count <= 0 or len(match.pages) < part.first_page:  # computed by another request, or evicted meanwhile
             return False
         held = sum(len(segment.pages) for segment in cache.held if segment.node is None)
         node = cache.tree.lock_match(match)
@@ -282,12 +282,12 @@ class Tiers(Watcher):
         return True
 
     def _put(self, jobs: list[tuple[array[int], memoryview, int]]) -> None:
-        """Fill pages with payloads, without the payloads' first pages."""
+        """Fill pages with payloads, leaving out the first `skipped` pages of each."""
         for pages, payload, skipped in jobs:
             self._pool.write_pages(pages, payload, skipped)
 
     def forget(self, node: Node) -> None:
-        """Delete the blocks of a node's path and of everything below it, which may be damaged."""
+        """Delete the stored blocks of a node's path and of everything below it: they may be damaged."""
         if not self.worker.names:
             return
         self._written.clear()
@@ -325,12 +325,12 @@ class Tiers(Watcher):
         return self._seconds / self._rows if self._rows else 0.0
 
     def computed(self, num_rows: int, seconds: float) -> None:
-        """Measure a step that has computed prompt tokens; the weight of earlier steps decays."""
+        """Measure a step that has computed prompt tokens, for `token_s`; the weight of earlier steps decays."""
         self._rows = 0.9 * self._rows + num_rows
         self._seconds = 0.9 * self._seconds + seconds
 
     def settle(self, slots: Iterable[torch.Tensor]) -> None:
-        """Make sure that these slots of the pool, int64, may be overwritten."""
+        """Copy pages that are waiting to be copied, before a step overwrites `slots` (int64) of the pool."""
         if self._copies:
             pages = np.unique(np.concatenate([one.numpy() for one in slots]) // self._pool.page_size)
             self._copies.settle(pages.tolist())
@@ -347,7 +347,7 @@ class Tiers(Watcher):
         }
 
     def close(self) -> None:
-        """Write the queues, as far as the time allows, and close the stores."""
+        """Write queued blocks for at most 5 s, and close the stores."""
         self._filler.shutdown()
         self.worker.close(_CLOSE_S)
 

@@ -17,7 +17,7 @@ from runtime.kv.tiers.tier import QUEUE_BYTES, Tier
 logger = logging.getLogger(__name__)
 
 USAGE_EVERY_S = 5.0
-# Time for stores to say which blocks they hold, for operators.
+# Longest wait for stores that look up blocks for operators.
 _LOOK_S = 1.0
 
 
@@ -34,12 +34,12 @@ class TierWorker:
     No method waits for a device, except `close` and `drain`. Blocks from a slower tier are also kept in main memory.
 
     Attributes:
-        ledger: the blocks with an event that the stores are known to hold.
+        ledger: collects KV events of the stores.
 
     Args:
-        form: of the engine's blocks.
-        stores: in any order; main memory is asked first, then the others in the order of their attachment.
-        queue_bytes: most bytes that wait for each store; blocks beyond that are dropped and counted.
+        form: format of the engine's blocks.
+        stores: in any order; main memory is read first, then the others in the order in which they were attached.
+        queue_bytes: largest queue for each store, in bytes; blocks beyond it are dropped and counted.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class TierWorker:
 
     @property
     def names(self) -> list[str]:
-        """The tiers, in the order in which they are asked."""
+        """Names of the tiers, in the order in which they are read."""
         return list(self._tiers)
 
     def attach(self, store: BlockStore) -> None:
-        """Add a store; ValueError if there is one of its name."""
+        """Add a store. Raises ValueError if its name is taken."""
         if store.name in self._tiers:
             raise ValueError(f"there is a tier {store.name} already")
         tiers = [*self._tiers.values(), Tier(store, self.ledger, self._queue_bytes, self._clock)]
         self._tiers = {tier.name: tier for tier in sorted(tiers, key=lambda tier: tier.outlives)}
 
     def detach(self, name: str) -> Future[None] | None:
-        """Leave a store, which is closed once its queue is written; None if there is none of that name."""
+        """Remove a store, and close it once its queue is written; None if no store has the name."""
         if name not in self._tiers:
             return None
         left = self._tiers[name]
@@ -89,11 +89,11 @@ class TierWorker:
     # -- writing ---------------------------------------------------------------------------------------------
 
     def write(self, block: Block, gather: Callable[[], Buffer], num_bytes: int) -> bool:
-        """Queue a block for all stores; False, and counted, if there is no room in the queue.
+        """Queue a block for all stores; False if the queue has no room, which is counted.
 
         Args:
             block: the block to write.
-            gather: returns the payload, which never changes again; called in another thread.
+            gather: returns the payload, which must not change afterwards; called in another thread.
             num_bytes: size of the payload.
         """
         if self._tiers and self._gatherer.offer(num_bytes, partial(self._gather, block, gather)):
@@ -119,7 +119,7 @@ class TierWorker:
             tier.fail(error)
 
     def delete(self, name: Callable[[], Iterable[BlockKey]]) -> None:
-        """Delete the blocks that `name` returns, in another thread, in all stores and queues."""
+        """Delete blocks in all stores and queues; `name` returns their keys, in another thread."""
 
         def hand_on() -> None:
             keys = list(name())
@@ -129,10 +129,10 @@ class TierWorker:
         self._gatherer.run(hand_on)
 
     def erase(self, tenant: str | None, limit_s: float = 30.0) -> Future[dict[str, int | None]]:
-        """Erase a tenant, or all (None), in all stores, queues and loads under way.
+        """Erase the blocks of a tenant, or of all (None), in all stores, queues and running loads.
 
-        The result is the number of blocks by tier, and with a cipher that of `keys`; None stands for a tier that failed
-        or did not answer in time, and is erased before its next use.
+        The result is the number of blocks by tier, and with a cipher the number of erased `keys`. None: the tier failed
+        or did not answer in time; it is erased before its next use.
         """
         return self._loaders.submit(self._erase, tenant, limit_s)
 
@@ -142,7 +142,7 @@ class TierWorker:
             try:
                 keys["keys"] = self.form.cipher.erase(tenant)
             except OSError as error:
-                logger.warning("the key of a tenant is not erased: %s", error)
+                logger.warning("a tenant's encryption key could not be erased: %s", error)
                 keys["keys"] = None
         self._gatherer.run(lambda: None).result()
         with self._promoting:
@@ -156,13 +156,13 @@ class TierWorker:
     def load(
         self, blocks: Sequence[Block], num_bytes: int, compute_s: float | None = None, limit_s: float = 10.0
     ) -> Future[list[Loaded]]:
-        """Load as many leading blocks as there are.
+        """Load blocks, up to the first block that no tier has.
 
         Args:
             blocks: consecutive blocks.
             num_bytes: size of a payload.
-            compute_s: seconds in which a block is computed; a slower store is not read. None: every store is.
-            limit_s: no further block is read after this time.
+            compute_s: seconds that it takes to compute a block; slower stores are not read. None: all stores are read.
+            limit_s: seconds after which no further block is read.
         """
         return self._loaders.submit(self._load, list(blocks), num_bytes, compute_s, self._clock() + limit_s)
 
@@ -198,7 +198,7 @@ class TierWorker:
     def _read(self, tier: Tier, block: Block, num_erasures: int) -> memoryview | None:
         """A block's payload; None if it is missing or damaged.
 
-        A block of a tier that outlives the process is also kept in main memory, unless an erasure came between.
+        A block of a tier that outlives the process is also kept in main memory, unless an erasure has come in between.
         """
         if (data := tier.get(block)) is None:
             return None
@@ -220,7 +220,7 @@ class TierWorker:
         return [tier for tier in self._tiers.values() if not tier.outlives]
 
     def where(self, keys: Sequence[BlockKey | None]) -> Future[list[list[str]]]:
-        """The names of the tiers that have each block; a tier that does not answer in time has none."""
+        """For each key, the names of the tiers that have the block. A tier that does not answer in 1 s is left out."""
         return self._loaders.submit(self._where, keys)
 
     def _where(self, keys: Sequence[BlockKey | None]) -> list[list[str]]:
@@ -237,12 +237,12 @@ class TierWorker:
     # -- operation -------------------------------------------------------------------------------------------
 
     def drain(self, limit_s: float = 60.0) -> None:
-        """Wait until everything queued is written, as far as the time allows."""
+        """Wait until all queued blocks are written; each queue may take `limit_s` seconds."""
         for lane in (self._gatherer, *(tier.lane for tier in self._tiers.values())):
             lane.wait(limit_s)
 
     def stats(self) -> dict[str, Any]:
-        """Dropped blocks, and by tier counts, rates and contents; contents are some seconds old."""
+        """Number of dropped blocks, and by tier counts, rates and contents. Contents may be some seconds old."""
         if self._clock() - self._usage_at >= USAGE_EVERY_S:
             self._usage_at = self._clock()
             for tier in self._tiers.values():
@@ -250,7 +250,7 @@ class TierWorker:
         return {"dropped": self._num_dropped, "tiers": {name: tier.stats() for name, tier in self._tiers.items()}}
 
     def close(self, limit_s: float = 5.0) -> None:
-        """Write what is queued, as far as the time allows, and close the stores."""
+        """Write queued blocks for at most `limit_s` seconds, and close the stores."""
         until = self._clock() + limit_s
         self._gatherer.close(limit_s)
         self._loaders.shutdown(wait=False, cancel_futures=True)
