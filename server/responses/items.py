@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from pydantic import TypeAdapter
 
 from runtime.errors import InvalidRequest
@@ -13,16 +14,21 @@ from server.openai.tools import Function, Tool
 from server.openai.types import ChatRequest
 from server.responses import types
 
-_items: TypeAdapter[types.Item] = TypeAdapter(types.Item)
+_item: TypeAdapter[types.Item] = TypeAdapter(types.Item)
+_items: TypeAdapter[list[types.Item]] = TypeAdapter(list[types.Item])
 # Fields of chats that responses do not have, or have in another form.
 _OWN = frozenset(
     {"messages", "tools", "tool_choice", "response_format", "max_tokens", "stream_options", "reasoning_effort"}
 )
 
 
-def read_output(output: list[dict[str, Any]]) -> list[types.Item]:
-    """The items of an answer."""
-    return [_items.validate_python(item) for item in output]
+def dump(items: list[types.Item]) -> bytes:
+    """The JSON of items; `load` reads it."""
+    return _items.dump_json(items, by_alias=True, exclude_none=True)
+
+
+load = _items.validate_json
+read_output = _items.validate_python
 
 
 def read_input(given: str | list[types.Item], answered: Mapping[str, dict[str, Any]]) -> list[types.Item]:
@@ -34,16 +40,15 @@ def read_input(given: str | list[types.Item], answered: Mapping[str, dict[str, A
         if isinstance(item, types.ItemReference):
             if item.id not in answered:
                 raise NotFound(f"there is no item {item.id!r} in a stored response", param="input")
-            item = _items.validate_python(answered[item.id])
+            item = _item.validate_python(answered[item.id])
         items.append(item)
     return items
 
 
-def show(items: list[types.Item], response_id: str) -> list[dict[str, Any]]:
-    """Items in the form of answers."""
+def show(items: bytes, response_id: str) -> list[dict[str, Any]]:
+    """Items that were dumped, in the form of answers."""
     shown = []
-    for i, item in enumerate(items):
-        plain = item.model_dump(by_alias=True, exclude_none=True)
+    for i, plain in enumerate(msgspec.json.decode(items)):
         if isinstance(plain.get("content"), str):
             kind = "output_text" if plain["role"] == "assistant" else "input_text"
             plain["content"] = [{"type": kind, "text": plain["content"]}]

@@ -3,19 +3,21 @@
 from functools import partial
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import Query, Request, Response
 
 from runtime.frontend.output import new_rid
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
 from server.generation.bodies import naming
 from server.generation.service import Service
+from server.http.answers import JsonAnswer, encode
 from server.http.context import Context, Ctx
 from server.http.sse import unless_gone, while_there
 from server.openai.prompt import Chats
 from server.openai.types import ChatRequest
-from server.responses.items import chat_of, read_input, read_output, show
+from server.responses.items import chat_of, dump, load, read_input, read_output, show
 from server.responses.store import Responses, ResponseStore, StoredResponse
-from server.responses.types import Item, ResponseRequest
+from server.responses.types import ResponseRequest
 from server.responses.writer import ResponseWriter
 
 router = EveryKey(prefix="/v1/responses", tags=["openai"])
@@ -37,7 +39,8 @@ async def create(
         submission = await chats.in_turn(request, chat, tenant)
 
     def keep(response: dict[str, Any]) -> None:
-        responses.add(tenant.account, StoredResponse(response, items, chat.num_characters))
+        answered = frozenset(item["id"] for item in response["output"])
+        responses.add(tenant.account, rid, StoredResponse(encode(response), items, answered))
 
     rid, conversation = f"resp_{new_rid()}", partial(chats.conversation, chat, tenant)
     generation = await service.submit(request, body, [submission], conversation, rid)
@@ -61,10 +64,10 @@ async def count_tokens(
     return await unless_gone(request, work())
 
 
-@router.get("/{response_id}")
-async def retrieve(response_id: str, responses: Responses, tenant: CurrentTenant) -> dict[str, Any]:
+@router.get("/{response_id}", response_model=None)
+async def retrieve(response_id: str, responses: Responses, tenant: CurrentTenant) -> Response:
     """A stored response of this key."""
-    return responses.get(tenant.account, response_id).body
+    return JsonAnswer(msgspec.Raw(responses.get(tenant.account, response_id).body))
 
 
 @router.get("/{response_id}/input_items")
@@ -75,8 +78,7 @@ async def input_items(
     order: Annotated[Literal["asc", "desc"], Query(description="desc: the latest one first")] = "desc",
 ) -> dict[str, Any]:
     """The items before the answer of a stored response, including those of earlier responses it continues."""
-    stored = responses.get(tenant.account, response_id)
-    items = show(stored.items, stored.body["id"])
+    items = show(responses.get(tenant.account, response_id).items, response_id)
     if order == "desc":
         items.reverse()
     ends = {"first_id": items[0]["id"] if items else None, "last_id": items[-1]["id"] if items else None}
@@ -92,15 +94,16 @@ async def delete(response_id: str, responses: Responses, tenant: CurrentTenant) 
 
 async def _read(
     body: ResponseRequest, context: Context, responses: ResponseStore, tenant: Tenant
-) -> tuple[list[Item], ChatRequest]:
-    """The whole conversation without instructions, and the same as a chat. Raises InvalidRequest and NotFound."""
+) -> tuple[bytes, ChatRequest]:
+    """The whole conversation without instructions, to be stored, and as a chat. Raises InvalidRequest and NotFound."""
     name, account = body.previous_response_id, tenant.account
     before = None if name is None else responses.get(account, name)
-    answered = responses.items(account) if body.has_references else {}
+    sources = responses.with_items(account, body.references)
 
-    def work() -> tuple[list[Item], ChatRequest]:
-        earlier = [] if before is None else [*before.items, *read_output(before.body["output"])]
+    def work() -> tuple[bytes, ChatRequest]:
+        earlier = [] if before is None else [*load(before.items), *read_output(before.output)]
+        answered = {item["id"]: item for stored in sources for item in stored.output}
         items = [*earlier, *read_input(body.input, answered)]
-        return items, chat_of(body, items)
+        return dump(items) if body.store else b"", chat_of(body, items)
 
     return await context.engine.in_turn(account, 0, work)

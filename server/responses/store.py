@@ -1,4 +1,4 @@
-"""Responses by account, for as long as `TTL_S`; those that were used least recently give way to new ones."""
+"""Responses by account, for as long as `TTL_S`, as JSON: all that is kept of them is counted."""
 
 import time
 from collections.abc import Callable
@@ -6,17 +6,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import msgspec
 from cachetools import TTLCache
 
 from server.errors import NotFound
 from server.http.context import provided
-from server.responses.types import Item
 
 TTL_S = 86_400.0
-# Bounds for one account: responses, and characters of their conversations.
-MOST, MOST_CHARACTERS = 1000, 1 << 24
-# Memory of an item beside its text.
-_CHARACTERS_OF_ITEM = 256
+# Bounds for one account, responses and their bytes; and bytes of all accounts.
+MOST, MOST_BYTES, MOST_BYTES_IN_ALL = 1000, 1 << 25, 1 << 27
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,23 +22,31 @@ class StoredResponse:
     """A response of an account.
 
     Attributes:
-        body: the response in the client's form.
-        items: the conversation before the answer, without instructions.
-        characters: of the conversation.
+        body: the response in the client's form, as JSON.
+        items: the conversation before the answer, without instructions, as JSON.
+        answered: ids of the items of the answer.
     """
 
-    body: dict[str, Any]
-    items: list[Item]
-    characters: int
+    body: bytes
+    items: bytes
+    answered: frozenset[str]
 
     @property
     def size(self) -> int:
-        """Its share of MOST_CHARACTERS, at least MOST_CHARACTERS // MOST."""
-        return max(self.characters + len(self.items) * _CHARACTERS_OF_ITEM, MOST_CHARACTERS // MOST)
+        """Its share of MOST_BYTES, at least MOST_BYTES // MOST."""
+        return max(len(self.body) + len(self.items), MOST_BYTES // MOST)
+
+    @property
+    def output(self) -> list[dict[str, Any]]:
+        """The items of the answer."""
+        return msgspec.json.decode(self.body)["output"]
 
 
 class ResponseStore:
-    """Responses of all accounts; their KV lives in the tree, found by content."""
+    """Responses of all accounts; their KV lives in the tree, found by content.
+
+    An account displaces its own responses, used least recently; when all are full, those of the account with the most.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -48,13 +54,15 @@ class ResponseStore:
 
     def _of(self, account: str) -> TTLCache[str, StoredResponse]:
         if account not in self._by_account:
-            self._by_account[account] = TTLCache(MOST_CHARACTERS, TTL_S, self._clock, lambda stored: stored.size)
+            self._by_account[account] = TTLCache(MOST_BYTES, TTL_S, self._clock, lambda stored: stored.size)
         return self._by_account[account]
 
-    def add(self, account: str, new: StoredResponse) -> None:
-        """Keep a response, unless it is larger than an account's bound."""
+    def add(self, account: str, name: str, new: StoredResponse) -> None:
+        """Keep a response by its id, unless it is larger than an account's bound."""
         with suppress(ValueError):
-            self._of(account)[new.body["id"]] = new
+            self._of(account)[name] = new
+        while sum(kept.currsize for kept in self._by_account.values()) > MOST_BYTES_IN_ALL:
+            max(self._by_account.values(), key=lambda kept: kept.currsize).popitem()
 
     def get(self, account: str, name: str) -> StoredResponse:
         """A response by its id. Raises NotFound."""
@@ -68,9 +76,9 @@ class ResponseStore:
         self.get(account, name)
         del self._of(account)[name]
 
-    def items(self, account: str) -> dict[str, dict[str, Any]]:
-        """The items of all answers, by their ids."""
-        return {item["id"]: item for stored in self._of(account).values() for item in stored.body["output"]}
+    def with_items(self, account: str, ids: set[str]) -> list[StoredResponse]:
+        """The responses that one of these items is from."""
+        return [stored for stored in self._of(account).values() if not ids.isdisjoint(stored.answered)]
 
 
 Responses = Annotated[ResponseStore, provided(ResponseStore)]

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from server.http import fields
 from server.http.wire import Body, ByType, JsonObject, JsonText, OneOr, Text, example, type_of
@@ -14,6 +14,14 @@ from server.openai.tools import MAX_TOOLS, CalledFunction, Function, Name, ToolC
 from server.openai.types import NewTokens, SampledRequest, StreamOptions
 
 Id = Annotated[Text, Field(min_length=1, max_length=256)]
+# Answers repeat labels and metadata, and are stored: OpenAI's bounds.
+Label = Annotated[Text, Field(max_length=64)]
+
+
+def _few_texts(given: dict[str, Any]) -> dict[str, str]:
+    if len(given) > 16 or not all(isinstance(v, str) and len(k) <= 64 and len(v) <= 512 for k, v in given.items()):
+        raise ValueError("there may be 16 texts of 512 characters, with names of 64 characters")
+    return given
 
 
 class ItemCall(Body, extra="ignore"):
@@ -247,9 +255,9 @@ class ResponseRequest(SampledRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     truncation: Literal["auto", "disabled"] = "disabled"
     stream_options: StreamOptions | None = None
-    metadata: JsonObject | None = None
-    user: Text | None = None
-    prompt_cache_key: Text | None = Field(None, description="no effect: one server finds every prefix")
+    metadata: Annotated[JsonObject, AfterValidator(_few_texts)] | None = None
+    user: Label | None = None
+    prompt_cache_key: Label | None = Field(None, description="no effect: one server finds every prefix")
     prompt_cache_options: CacheOptions | None = None
     prompt_cache_retention: Retention | None = None
     chat_template_kwargs: JsonObject | None = Field(None, description="variables of the chat template")
@@ -279,8 +287,10 @@ class ResponseRequest(SampledRequest):
         return self.prompt_cache_options is not None and self.prompt_cache_options.prewarm
 
     @property
-    def has_references(self) -> bool:
-        return isinstance(self.input, list) and any(isinstance(item, ItemReference) for item in self.input)
+    def references(self) -> set[str]:
+        """Ids of items of stored responses."""
+        items = self.input if isinstance(self.input, list) else []
+        return {item.id for item in items if isinstance(item, ItemReference)}
 
     @property
     def with_logprobs(self) -> bool:
