@@ -1,6 +1,6 @@
-"""Prints the dependencies of the distribution and of the extras that are named, or of one of the groups below.
+"""Prints the dependencies of the distribution and of the named extras, or of one of the groups below.
 
-With --pinned: the lines of constraints.txt, versions and hashes, of these and of all that they need.
+With --pinned: their lines of constraints.txt (versions and hashes), indirect dependencies included.
 """
 
 import re
@@ -11,12 +11,12 @@ from pathlib import Path
 
 PYPROJECT = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
-# Other things that images need: what makes a wheel, and the router.
+# Requirements of images that are no extras: tools that build the wheel, and the router.
 GROUPS = {"build": PYPROJECT["build-system"]["requires"], "router": ["sglang-router==0.3.2"]}
 
 
 def extra(name: str) -> Iterator[str]:
-    """The requirements of an extra, in which an extra may name others: `ramet[bench,otel]`."""
+    """The requirements of an extra, and of the extras that it includes as `ramet[bench,otel]`."""
     for requirement in PROJECT["optional-dependencies"][name]:
         if others := re.fullmatch(rf"{PROJECT['name']}\[(.+)\]", requirement):
             for other in others[1].split(","):
@@ -26,7 +26,7 @@ def extra(name: str) -> Iterator[str]:
 
 
 def pinned(requirements: list[str]) -> Iterator[str]:
-    """The pins of requirements and of all that they need: comments below a pin name what needs it."""
+    """The pins of requirements and of their dependencies. Comments below a pin name the packages that need it."""
     names = {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
     text = Path(__file__).with_name("constraints.txt").read_text(encoding="utf-8")
     pins = dict(re.findall(r"^([a-z0-9-]+)(==.*\n(?: .*\n)+)", text, re.MULTILINE))

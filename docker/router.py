@@ -1,7 +1,7 @@
 """Starts SGLang's router so that only the admin's key may add or remove replicas.
 
-The router takes that key as an argument alone. It is added here and not in the container's command, where every list of
-processes would show it.
+The router accepts this key only as an argument. It is added to `sys.argv` here, because process lists show the
+container's command.
 """
 
 import sys

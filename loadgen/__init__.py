@@ -1,1 +1,1 @@
-"""Benchmarks of a server over HTTP, and of parts of Ramet in process."""
+"""Benchmarks: of servers over HTTP, and of parts of Ramet in this process."""

@@ -1,7 +1,7 @@
-"""The benches by name: `ramet bench NAME` is a module `bench_NAME.py` in one of loadgen's rooms.
+"""Finds benches: `ramet bench NAME` is the module `bench_NAME.py` in one of loadgen's rooms.
 
-Such a module defines one subclass of `loadgen.harness.Bench`. The first line of its docstring, behind
-"`ramet bench NAME`: ", is its help text.
+A module defines one subclass of `loadgen.harness.Bench`. The first line of its docstring, without
+"`ramet bench NAME`: ", is the help text.
 """
 
 import argparse
@@ -17,7 +17,7 @@ BENCHES = {path.stem.removeprefix("bench_"): path for path in sorted(Path(__file
 
 
 class _BenchParser(argparse.ArgumentParser):
-    """The parser of one benchmark. Its module is imported when it is chosen, because some of them import torch."""
+    """The parser of one bench. It imports the bench's module only if it is chosen, because some import torch."""
 
     bench: str | None = None
 
@@ -32,25 +32,25 @@ class _BenchParser(argparse.ArgumentParser):
 
 
 def add_benches(parser: argparse.ArgumentParser) -> None:
-    """Add every benchmark as a subcommand, and `report`; `run_bench` runs the chosen one."""
+    """Add every bench and `report` as subcommands; `run_bench` runs the chosen one."""
     benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH", parser_class=_BenchParser)
     for name, path in sorted(BENCHES.items()):
         summary = _summary(path)
         description = f"{summary[0].upper()}{summary[1:]}."
         benches.add_parser(name, help=summary.replace("%", "%%"), description=description).bench = name
-    summary = "show the results of earlier runs, several of them side by side"
+    summary = "show the results of one or several earlier runs, side by side"
     add_report_options(benches.add_parser("report", help=summary, description=f"{summary.capitalize()}."))
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
-    """Run the chosen benchmark; returns the exit code."""
+    """Run the chosen bench; returns the exit code."""
     if arguments.bench == "report":
         return harness.run_report(find_bench, arguments)
     return harness.run_bench(arguments.bench, find_bench(arguments.bench), arguments)
 
 
 def find_bench(name: str) -> type[Bench]:
-    """The bench that a module defines last. Raises ValueError if there is no such module."""
+    """The class of a bench. Raises ValueError if there is no such bench."""
     if name not in BENCHES:
         raise ValueError(f"there is no bench {name!r}")
     module = import_module(f"loadgen.{BENCHES[name].parent.name}.{BENCHES[name].stem}")

@@ -43,8 +43,8 @@ class ModelConfig(Section):
 
     model: str = Field(
         DEFAULT_MODEL,
-        description="a Hugging Face directory, a GGUF file, a hub name (org/name), or the default model's or an "
-        "adapter's short name",
+        description="a Hugging Face directory, a GGUF file, a hub name (org/name), or the short name of a model that "
+        "Ramet knows",
     )
     served_model_name: str | None = Field(
         None,
@@ -65,22 +65,20 @@ class ModelConfig(Section):
     )
     model_impl: Literal["auto", ModelCode] = Field(
         "auto",
-        description="code that computes the model: ramet: Ramet's own, of the Llama family; transformers: that of the "
-        "library, for any decoder, slower; auto: ramet where it can",
+        description="code that computes the model; ramet: Ramet's own, for the Llama family; transformers: the "
+        "library's, for any decoder, slower; auto: ramet if it supports the model",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
-    random_weights: bool = Field(
-        False, description="random weights, for measurements with a model directory that has none"
-    )
+    random_weights: bool = Field(False, description="use random weights, to measure a model directory that has none")
     tensor_parallel: int = Field(
-        1, ge=1, description="number of processes that share each layer, each on a GPU of its own if there are GPUs"
+        1, ge=1, description="number of processes that split each layer, each on its own GPU if there are GPUs"
     )
     context_length: int | None = Field(None, ge=1, description="longest prompt plus output; default: the model's own")
     chat_template: Path | None = Field(None, description="a Jinja file that replaces the model's chat template")
     kernels: Literal["auto", "native", "torch", "flashinfer"] = Field(
         "auto",
         description="native: C++, for CPUs with AVX2 or AVX-512; flashinfer: for CUDA; torch: the reference, on any "
-        "device; auto: the fastest that can compute the model",
+        "device; auto: the fastest that supports the model",
     )
 
     @property
@@ -96,12 +94,10 @@ class CacheConfig(Section):
     prefix_cache: bool = Field(True, description="reuse the KV of earlier requests' prefixes")
     reuse: Literal["auto", DocumentMethod, "reasoncache"] = Field(
         "auto",
-        description="method for requests without `reuse`: a method for documents, or reasoncache; all are approximate; "
-        "auto: none, and BiCache for diffusion models",
+        description="default of requests' `reuse`: a method for documents or reasoncache, which are approximate; auto: "
+        "BiCache for diffusion models, none for others",
     )
-    eviction_policy: PolicyName = Field(
-        "foresight", description="which unreferenced pages go first when room is needed"
-    )
+    eviction_policy: PolicyName = Field("foresight", description="which unused pages are evicted first")
     tenant_quota: int | None = Field(
         None,
         ge=1,
@@ -126,12 +122,12 @@ class CacheConfig(Section):
     pool_memory: float = Field(1.0, gt=0, description="size of the pool in GiB (CPU)")
     memory_fraction: float = Field(0.85, gt=0, lt=1, description="share of the GPU for weights and pool (CUDA)")
     kv_dtype: Literal["auto", "fp8"] = Field(
-        "auto", description="auto: as --dtype; fp8: e4m3 without scales, half the memory (on CPUs computed by torch)"
+        "auto", description="type of KV; auto: as --dtype; fp8: e4m3 without scales, half the memory, slow on CPUs"
     )
 
     @property
     def document_method(self) -> DocumentMethod:
-        """The method for documents of requests without `reuse`."""
+        """The document method of requests without `reuse`."""
         return "none" if self.reuse == "auto" or self.reuse == "reasoncache" else self.reuse
 
 
@@ -162,18 +158,18 @@ class SchedulerConfig(Section):
     step_tokens: int | None = Field(
         None, ge=1, description="token rows of a step, decode rows first; default: 256 on a CPU, 2048 on a GPU"
     )
-    chunk_tokens: int | None = Field(None, ge=1, description="most rows of one prompt in a step; default: all")
+    chunk_tokens: int | None = Field(None, ge=1, description="most rows of one prompt in a step; default: no limit")
     schedule_policy: SchedulePolicy = Field(
         "balanced",
         description="order of waiting requests; lpm: longest prefix match first",
     )
-    max_running: int = Field(64, ge=1, description="running requests")
-    max_waiting: int = Field(4096, ge=1, description="waiting requests; more are refused with 503")
+    max_running: int = Field(64, ge=1, description="most running requests")
+    max_waiting: int = Field(4096, ge=1, description="most waiting requests; more are refused with 503")
     key_share: float = Field(
         0.5,
         gt=0,
         le=1,
-        description="share of open requests and of waiting prompt tokens that an API key may have; more are refused "
+        description="largest share of open requests, and of waiting prompt tokens, for one API key; more are refused "
         "with 429",
     )
     max_output_tokens: int | None = Field(None, ge=1, description="most tokens of an output; default: the context")
@@ -185,7 +181,7 @@ class SchedulerConfig(Section):
 
     @property
     def max_waiting_tokens(self) -> int:
-        """Prompt tokens that may wait; more are refused with 503."""
+        """Most waiting prompt tokens; more are refused with 503."""
         return 1024 * max(self.max_waiting, 4096)
 
 
@@ -199,7 +195,7 @@ class DiffusionConfig(Section):
     depth_bound: float | None = Field(
         None,
         ge=0,
-        description="nats by which outputs may diverge, for depths measured prefix by prefix while serving; 0: exact; "
+        description="measure reuse depths while serving, for outputs that diverge by at most this many nats; 0: exact; "
         "default: the table's depths",
     )
 
@@ -214,7 +210,7 @@ class EngineConfig(Section):
         description="batch sizes of CUDA graphs for decode steps, padded to the next size; 0: no graphs",
     )
     overlap: Literal["auto", "on", "off"] = Field(
-        "auto", description="overlap scheduling with decode steps of causal models; auto: on a GPU"
+        "auto", description="schedule the next step during a decode step (causal models); auto: on a GPU"
     )
     drafts: Literal["auto", "off"] = Field("auto", description="speculate from cached text when measured faster")
     debug_invariants: bool = Field(False, description="check page conservation after every step (slow)")
@@ -254,7 +250,7 @@ class ServerConfig(Section):
     cors_origins: str | None = Field(
         None,
         pattern=rf"^{_ORIGIN}(\s*,\s*{_ORIGIN})*$",
-        description="origins whose web pages may use the server, separated by commas; * allows all",
+        description="origins of web pages that may use the server, separated by commas; * allows all",
     )
     ssl_certfile: Path | None = Field(None, description="serve HTTPS with this certificate (PEM)")
     ssl_keyfile: Path | None = Field(None, description="the certificate's private key (PEM)")
@@ -266,9 +262,7 @@ class ServerConfig(Section):
     record_trace: Path | None = Field(
         None, description="append times, lengths, tenants and block hashes of requests to this file; never text"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="least severe level that is logged"
-    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
     log_format: LogFormat = Field("text", description="text, or one JSON object per line; prompts are never logged")
 
 
@@ -300,7 +294,7 @@ def refuse_approximations(cache: CacheConfig) -> None:
 
 
 def make_config(**options: object) -> Config:
-    """A `Config` from flat option names (they are unique over the sections).
+    """A `Config` from option names without sections; names are unique over all sections.
 
     Raises:
         ValueError: for an unknown name, or a value out of range.

@@ -36,19 +36,19 @@ from server.telemetry.metrics import Metrics
 
 
 def find_routers(package: ModuleType) -> list[APIRouter]:
-    """The routers of the modules of a package: a new route needs no other file than its own."""
+    """All routers in a package's modules, so that a new route needs no registration."""
     names = (module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."))
     return [found for name in names for found in vars(import_module(name)).values() if isinstance(found, APIRouter)]
 
 
 def prepare(config: Config) -> tuple[AsyncEngine, list[Tenant]]:
-    """Set up the logs of this process, and read the keys; an engine, not started, with the quotas of its tenants.
+    """Set up logging and read the API keys. Returns an engine that is not started, and the tenants.
 
     Raises:
         RametError: if the file of keys cannot be used.
     """
     set_up_logs(config.server.log_level, config.server.log_format)
-    # Texts are tokenized one by one, and the library warns about each new process once it has threads of its own.
+    # Texts are tokenized one by one. With threads of its own, the library would warn about each new process.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tenants = read_keys(config.server.api_keys)
     quotas = {tenant.account: tenant.quota for tenant in tenants if tenant.quota is not None}
@@ -62,7 +62,7 @@ def create_app(
     shutdown: ShutdownFlag | None = None,
     trace: Trace | None = None,
 ) -> FastAPI:
-    """The application over a started engine. Without tenants it asks for no API key. `trace`: of its requests."""
+    """The application over a started engine. Without tenants no route needs an API key."""
     app = FastAPI(
         title="Ramet",
         version=version("ramet"),
@@ -70,7 +70,7 @@ def create_app(
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
         docs_url=None,  # FastAPI's pages load scripts from elsewhere; ours is in admin/dashboard.py
         redoc_url=None,
-        redirect_slashes=False,  # a redirect would lead where the client's Host header says
+        redirect_slashes=False,  # a redirect would trust the client's Host header
     )
     options = config.server
     metrics, journal, answers = Metrics(engine.info.name), Journal(trace), Answers()
@@ -90,7 +90,7 @@ def create_app(
     checks: list[Check] = [Origins(origins).check, Guard(tenants, routers).check]
     if not tenants and "*" not in origins:
         checks.append(Hosts(options.host, _split(options.allowed_hosts)).check)
-    # Middleware that is added last runs first.
+    # The middleware added last runs first.
     app.add_middleware(
         AdmissionMiddleware, checks=checks, limit=BodyLimit(options.max_body_bytes, options.client_timeout)
     )
@@ -103,7 +103,7 @@ def create_app(
 
 
 def _add_heads(app: FastAPI, router: APIRouter) -> None:
-    """Answer HEAD where GET is answered, but for the endless stream of events."""
+    """Answer HEAD on all routes with GET, except the endless stream of events."""
     for route in router.routes:
         if isinstance(route, APIRoute) and route.methods == {"GET"} and route.path != "/dashboard/events":
             app.add_api_route(

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"there is no command {given[0]!r}{f'; did you mean {meant[0]}?' if meant else ''}")
     for name, (text, add, _) in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        if name in given[:1]:  # the options of the other commands take time: some import torch
+        if name in given[:1]:  # options of other commands are not added, because some import torch
             add(command)
     arguments, unknown = parser.parse_known_args(given)
     chosen = commands.choices[arguments.command]
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader closed the pipe; flushing the rest at exit would fail again.
+        # The reader closed the pipe, so flushing at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except RametError as error:
@@ -57,14 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors omit the usage, which fills a screen for `serve`."""
+    """A parser that prints errors without the usage, because the usage of `serve` fills a screen."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def _meant(parser: argparse.ArgumentParser, unknown: list[str]) -> str:
-    """A question with the options closest to the unknown ones."""
+    """A hint with the known options closest to the unknown ones; empty if none is close."""
     known: list[str] = []
     found: list[str] = []
     parsers = [parser]
@@ -89,11 +89,11 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("prompt", help="text to continue; - reads standard input")
     parser.add_argument("--schema", metavar="FILE", help="a schema in PML; the prompt is PML too: <prompt schema=...>")
-    parser.add_argument("--mode", choices=get_args(Mode), help="of the schema; default: independent")
+    parser.add_argument("--mode", choices=get_args(Mode), help="mode of the schema; default: independent")
     parser.add_argument(
-        "--document", metavar="FILE", action="append", help="a text before the prompt; see --reuse; repeatable"
+        "--document", metavar="FILE", action="append", help="a document before the prompt; repeatable; see --reuse"
     )
-    parser.add_argument("--adapter", metavar="NAME", help="one of --lora")
+    parser.add_argument("--adapter", metavar="NAME", help="an adapter loaded by --lora")
     parser.add_argument("--chat", action="store_true", help="apply the chat template to the prompt as a user's message")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
@@ -110,7 +110,7 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     if arguments.schema and (arguments.chat or arguments.document):
         parser.error("argument --schema: not with --chat or --document")
     if arguments.mode and not arguments.schema:
-        parser.error("argument --mode: it needs --schema")
+        parser.error("argument --mode: needs --schema")
     given = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     try:
         sampling = SamplingParams(
@@ -189,7 +189,7 @@ def _fetch(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
     config = config_from(parser, arguments).model
     path = resolve_model(config)
-    own_spec(config, path)  # an error, if the directory holds no model that can be served
+    own_spec(config, path)  # raises an error if the directory has no model that can be served
     print(path)
     return 0
 
@@ -257,19 +257,19 @@ _COMMANDS: dict[str, Command] = {
     "serve": ("serve a model over HTTP", add_options, _serve),
     "generate": ("generate from a prompt on the terminal, without a server", _add_generate, _generate),
     "schema": ("check a schema of prompt modules, and print its layout", _add_schema, _schema),
-    "explain": ("show where two requests' prompts part, so that the cache cannot help", _add_explain, _explain),
+    "explain": ("show where the prompts of two requests begin to differ", _add_explain, _explain),
     "fetch-model": ("fetch and convert a model, and print its directory", lambda p: add_options(p, "model"), _fetch),
-    "profile": ("measure how a model's KV can be reused, for tables that the engine reads", _add_profile, _profile),
-    "cache": ("look into a disk cache, check it, make room in it, carry it elsewhere", _add_cache, _cache),
+    "profile": ("measure how a model's KV can be reused, and write a table for the engine", _add_profile, _profile),
+    "cache": ("list or delete the blocks of a disk cache", _add_cache, _cache),
     "bench": ("measure a server or this machine", _add_bench, _bench),
     "doctor": (
-        "print what this machine has, and what would make it faster",
+        "print this machine's hardware and packages, and what would make Ramet faster",
         lambda p: add_options(p, "model", "cache"),
         _doctor,
     ),
     "options": ("print the options of `serve` as tables in Markdown", lambda parser: None, _options),
 }
-# The extra `load`; plots need matplotlib as well.
+# Packages of the extra `load`. Only plots need matplotlib.
 _BENCH_PACKAGES = ("aiohttp", "httpx")
 
 if __name__ == "__main__":

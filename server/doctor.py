@@ -15,13 +15,13 @@ from runtime.config import Config, default_cache_dir
 
 _GIB = 1 << 30
 _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "neon", "asimd")
-# Suffix of a converted model's directory: the conversion's digest and version.
+# The suffix of a converted model's directory has the conversion's digest and version.
 _VERSION = r"(-[0-9a-f]{12})?(-\d+)?$"
 _PACKAGES = ("ramet", "torch", "transformers", "tokenizers", "safetensors", "fastapi", "flashinfer-python", "redis")
 
 
 def print_report(config: Config) -> None:
-    """Print a table of the machine, and hints."""
+    """Print a table about this machine, and hints."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     for name, value in _facts(config):
@@ -63,9 +63,9 @@ def _hints() -> Iterator[str]:
 
     library, (_, flags) = load_best(), _processor()
     if library is None and "avx2" in flags:
-        yield "Install a C++20 compiler and set Ramet up again: native kernels are several times faster than torch."
+        yield "Install a C++20 compiler and reinstall Ramet: native kernels are several times faster than torch."
     elif library is not None and library.has_int8():
-        yield "--quantization int8 halves the weights that a decode step reads (about 1.5 times the tokens/s)."
+        yield "--quantization int8 halves the bytes of weights that a decode step reads (about 1.5 times the tokens/s)."
     if "avx512f" in flags and "avx512_bf16" not in flags:
         yield "A processor with bfloat16 products (AVX512-BF16) computes prompts faster."
     if _cores() < (os.cpu_count() or 1):
@@ -77,7 +77,7 @@ def _hints() -> Iterator[str]:
 
 
 def _processor() -> tuple[str, frozenset[str]]:
-    """Name and flags."""
+    """The processor's name, and its instruction-set flags."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -1,6 +1,6 @@
 """The error schema of all routes: `{"error": {"message", "type", "param", "code"}}`.
 
-On Anthropic's routes it has their types, and a type and an id around it.
+Anthropic's routes use their own types, and wrap the error in an object with `type` and `request_id`.
 """
 
 from typing import Annotated, Any, Literal
@@ -16,14 +16,14 @@ from runtime.logs import request_id
 
 RETRY_AFTER_S = 1
 
-# OpenAI's clients retry these twice within seconds, which would triple refused requests.
+# OpenAI's clients would retry these twice within seconds, and so triple the refused requests.
 _NOT_AGAIN = frozenset((408, 409, 429))
 
 _NO_OBJECT = ("missing", "model_attributes_type", "model_type")
 _MAX_NAME = 100
 # Messages quote requests, which may be megabytes long.
 _MAX_MESSAGE = 500
-# Beginning of the paths of Anthropic's routes, and its types of errors.
+# The path prefix of Anthropic's routes, and their error types by status.
 _MESSAGES = "/v1/messages"
 _MESSAGE_TYPES = {
     **{401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error"},
@@ -80,34 +80,34 @@ class NotFound(RametError):
 
 
 class Conflict(RametError):
-    """Another object is in the way: one of the name, too many others, or this one went meanwhile (HTTP 409)."""
+    """The name is taken, a bound is reached, or the object was deleted during the request (HTTP 409)."""
 
     status = 409
     type = "conflict_error"
 
 
 class BodyTooLarge(RametError):
-    """HTTP 413."""
+    """The body exceeds `--max-body-bytes` (HTTP 413)."""
 
     status = 413
     type = "invalid_request_error"
 
 
 class UnsupportedMediaType(RametError):
-    """HTTP 415."""
+    """The body is not JSON, or is compressed (HTTP 415)."""
 
     status = 415
     type = "invalid_request_error"
 
 
 class ClientGone(RametError):
-    """The client disconnected before its answer was ready; logged only (HTTP 499)."""
+    """The client disconnected before its answer was ready. Nobody gets this error; it is only logged (HTTP 499)."""
 
     status = 499
 
 
 class NotImplementedHere(RametError):
-    """The route exists elsewhere (HTTP 501)."""
+    """Ramet does not implement this route of another API (HTTP 501)."""
 
     status = 501
     type = "not_implemented_error"
@@ -119,14 +119,14 @@ def error_body(error: RametError) -> dict[str, Any]:
 
 
 def message_error(error: RametError, status: int | None = None) -> dict[str, Any]:
-    """The body of an error of Anthropic's routes."""
+    """The error in the form of Anthropic's routes."""
     body = error_body(error)
     body["error"]["type"] = _MESSAGE_TYPES.get(status or error.status, "invalid_request_error")
     return {"type": "error", **body, "request_id": request_id.get()}
 
 
 def error_response(error: RametError, path: str = "", status: int | None = None) -> JSONResponse:
-    """The HTTP response of an error on a path, with Retry-After and X-Should-Retry where they apply."""
+    """The HTTP response to a request for `path` that failed. Sets Retry-After and X-Should-Retry if they apply."""
     headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else {}
     if error.status in _NOT_AGAIN or isinstance(error, Overloaded):
         headers["X-Should-Retry"] = "false"
@@ -137,7 +137,7 @@ def error_response(error: RametError, path: str = "", status: int | None = None)
 
 
 def install(app: FastAPI) -> None:
-    """Register handlers that answer errors in the schema; `AccessLog` answers unexpected ones."""
+    """Register handlers that answer errors in the one schema. `AccessLog` answers unexpected exceptions."""
 
     @app.exception_handler(RametError)
     async def _ramet(request: Request, error: RametError) -> JSONResponse:
@@ -162,9 +162,9 @@ def install(app: FastAPI) -> None:
 
 
 def _first_problem(error: RequestValidationError) -> tuple[str, str | None]:
-    """The message and the field's path.
+    """The message, and the path of the field at fault.
 
-    A value that fits no branch of a union has an error in each branch; the one with the longest path is reported.
+    A value that fits no branch of a union has an error for each branch. The error with the longest path is reported.
     """
     problem = max(error.errors(), key=lambda problem: len(problem["loc"]))
     if problem["type"] == "json_invalid":
@@ -173,12 +173,12 @@ def _first_problem(error: RequestValidationError) -> tuple[str, str | None]:
         return "the body must be a JSON object", None
     *path, last = problem["loc"][1:] or ("",)
     names = [str(part) for part in path if _names_a_field(part)]
-    meant = problem.get("ctx", {}).get("meant")  # of an unknown field, whose name is beside the location
+    meant = problem.get("ctx", {}).get("meant")  # set for an unknown field, whose name is not in the location
     if (problem["type"] == "extra_forbidden" and meant is None) or _names_a_field(last):
         names.append(str(last)[:_MAX_NAME])
     if meant is not None:
         names.append(str(problem["ctx"]["field"])[:_MAX_NAME])
-    # A name may hold a lone surrogate, which no response can encode.
+    # A field name may contain a lone surrogate, which cannot be encoded.
     param = ".".join(names).encode(errors="replace").decode() or None
     if problem["type"] == "extra_forbidden":
         return f"unknown field {param}{'' if meant is None else f'; did you mean {meant}?'}", param
@@ -187,5 +187,5 @@ def _first_problem(error: RequestValidationError) -> tuple[str, str | None]:
 
 
 def _names_a_field(part: str | int) -> bool:
-    """Whether an element of an error's location is an index or a field, and not the type of a union's branch."""
+    """Whether an element of an error's location is an index or a field, and not the tag of a union's branch."""
     return isinstance(part, int) or (part.isidentifier() and part.islower() and part not in _BRANCHES)

@@ -1,4 +1,4 @@
-"""FIELDS.md, made from the request bodies."""
+"""Writes FIELDS.md from the classes of request bodies."""
 
 import json
 from collections import defaultdict
@@ -37,12 +37,12 @@ BODIES: dict[str, type[Body]] = {
 _HEADING = """\
 # Fields of other servers
 
-Requests may have fields of vLLM, SGLang, llama.cpp and OpenAI that Ramet does not have. `make docs` writes this table.
+Fields of vLLM, SGLang, llama.cpp and OpenAI that Ramet accepts or refuses by name. `make docs` writes this table.
 """
 
 
 def fields_page() -> str:
-    """FIELDS.md: fields, the bodies that take them, and their effect."""
+    """The text of FIELDS.md: a table of fields, the bodies that know them, and their effect."""
     takers: dict[tuple[str, str], list[str]] = defaultdict(list)
     for body, kind in BODIES.items():
         for name in kind.IGNORED:

@@ -1,4 +1,4 @@
-"""Command-line options, made from the configuration tree."""
+"""Command-line options, generated from the configuration tree."""
 
 import argparse
 import types
@@ -19,7 +19,7 @@ A switch that is on by default has a `--no-` form. `make docs` writes these tabl
 
 
 def add_options(parser: argparse.ArgumentParser, *sections: str) -> None:
-    """Add every field of some sections (default: all) as an option; the flat names are unique over the tree."""
+    """Add the fields of some sections (default: all) as options. Field names are unique over all sections."""
     for name, section in Config.model_fields.items():
         if sections and name not in sections:
             continue
@@ -52,7 +52,7 @@ def _inner(annotation: Any) -> Any:
 
 
 def config_from(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Config:
-    """The configuration of parsed options; a value out of range ends the program with one line and status 2."""
+    """The configuration from parsed options. An invalid value ends the program with one line and status 2."""
     names = {name for section in Config.model_fields.values() for name in section.annotation.model_fields}  # type: ignore[union-attr]
     given = {name: value for name, value in vars(arguments).items() if name in names}
     try:
@@ -63,12 +63,12 @@ def config_from(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
             f"argument --{str(problem['loc'][-1]).replace('_', '-')}: {problem['msg']}, not {problem['input']!r}"
         )
     if "disk_space" in given and config.tiers.disk_cache is None:
-        parser.error("argument --disk-space: it belongs to --disk-cache")
+        parser.error("argument --disk-space: needs --disk-cache")
     return config
 
 
 def options_page() -> str:
-    """OPTIONS.md: all options with their defaults, a table for each section."""
+    """The text of OPTIONS.md: a table of options and defaults for each section."""
     tables = ("\n".join(_section_rows(section.annotation)) for section in Config.model_fields.values())
     return "\n\n".join((_HEADING, *tables))
 

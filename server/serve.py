@@ -35,10 +35,10 @@ EXIT_FORCED = 1
 
 # Seconds until an idle connection is closed.
 _IDLE_S = 75
-# Time for aborted requests to send their last events.
+# Seconds for aborted requests to send their last events.
 _ABORT_S = 3
 
-# Interval at which a draining server looks for open requests.
+# Seconds between two checks for open requests during the drain.
 _DRAIN_POLL_S = 0.05
 
 _BACKLOG = 2048
@@ -56,10 +56,10 @@ class CannotListen(RametError):
 
 
 def serve(config: Config) -> NoReturn:
-    """Serve; end the process after a signal (code 0; 1 if requests are lost) or the engine's death (70).
+    """Serve, then exit: code 0 after a signal, 1 if a second signal forced the end, 70 if the engine died.
 
     Raises:
-        RametError: if it cannot start.
+        RametError: if the server cannot start.
     """
     engine, tenants = prepare(config)
     _check_certificate(config)
@@ -71,10 +71,10 @@ def serve(config: Config) -> NoReturn:
 
 
 def _check_certificate(config: Config) -> None:
-    """Raise BadCertificate before the model is loaded."""
+    """Raise BadCertificate if `--ssl-certfile` or `--ssl-keyfile` cannot be used."""
     certificate, key = config.server.ssl_certfile, config.server.ssl_keyfile
     if key is not None and certificate is None:
-        raise BadCertificate("--ssl-keyfile: there is no --ssl-certfile")
+        raise BadCertificate("--ssl-keyfile needs --ssl-certfile")
     if certificate is not None:
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
@@ -87,13 +87,13 @@ def _warn(config: Config, tenants: list[Tenant]) -> None:
     if not tenants and not Hosts(config.server.host, []).own_machine:
         log.warning("no --api-keys: anyone who can reach this server is admin")
     if tenants and config.cache.kv_events is not None and config.cache.kv_events_of == "public":
-        log.warning("KV events contain public prefixes only; --kv-events-of adds those of all keys")
+        log.warning("KV events contain only public prefixes; --kv-events-of all adds those of all keys")
 
 
 def _bind(config: Config) -> socket.socket:
-    """Bind the port before the model is loaded, so that a port in use is an error at once."""
+    """Bind the port. Called before the model is loaded, to report a used port at once."""
     family = socket.AF_INET6 if ":" in config.server.host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off only for sockets that name TCP; with it, each small write waits 40 ms.
+    # asyncio turns Nagle's algorithm off only if the socket names TCP. With Nagle, small writes wait 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -107,9 +107,9 @@ def _bind(config: Config) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with a drain: it refuses new requests, waits for running ones, and aborts the rest.
+    """uvicorn's server with a drain: it waits for running requests, then aborts the rest.
 
-    It keeps listening while it drains, so that new requests get a 503 instead of a refused connection.
+    During the drain it keeps listening, so that new requests get a 503 instead of a refused connection.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class _Server(uvicorn.Server):
         self.feed = find(app, Feed)
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """Leave the signals to `Signals`."""
+        """Install no signal handlers, because `Signals` has them."""
         return nullcontext()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections by `Listener`: asyncio's own server does not bound their number."""
+        """Start a `Listener`, because asyncio's own server does not limit connections."""
         options = self.options
         assert sockets
         await super().startup(sockets=[])
@@ -152,17 +152,17 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     async def stop_when_forced(self, forced: asyncio.Event) -> None:
-        """Stop the server at once when asked to."""
+        """Kill the engine and stop the server once `forced` is set."""
         await forced.wait()
         self.engine.kill()
         self.force_exit = self.should_exit = True
 
     async def drain(self) -> None:
-        """Once shutdown is requested, wait for open requests to end or `drain_s` to pass; then stop the server."""
+        """Once shutdown is requested, wait until open requests end or `--drain-time` has passed. Then stop."""
         await self.shutdown_flag.wait()
         self.feed.close()
         log.info("stopping: %d requests are running", self.engine.num_open)
-        # Tasks count as well: an accepted request may not have reached the engine yet.
+        # Tasks count, too, because an accepted request may not have reached the engine yet.
         await _wait_while(lambda: self.engine.num_open or self.server_state.tasks, self.options.drain_time)
         if self.engine.num_open:
             log.warning("%d requests did not end in time and are aborted", self.engine.num_open)
@@ -197,7 +197,7 @@ async def _serve(
 
 
 async def _start(engine: AsyncEngine, shutdown: ShutdownFlag, signals: Signals) -> None:
-    """Start the engine; a signal during the start ends the process."""
+    """Start the engine. A signal during the start ends the process."""
     starting = asyncio.create_task(engine.start())
     stopped = asyncio.create_task(shutdown.wait())
     await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -212,15 +212,15 @@ async def _start(engine: AsyncEngine, shutdown: ShutdownFlag, signals: Signals) 
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process without waiting for threads, which may fetch a model or compile a grammar."""
-    atexit._run_exitfuncs()  # the last log lines and traces
+    """Exit without waiting for threads, which may be fetching a model or compiling a grammar."""
+    atexit._run_exitfuncs()  # they write the last log lines and traces
     os._exit(code)
 
 
 def _make_server(
     config: Config, listener: socket.socket, engine: AsyncEngine, app: FastAPI, shutdown: ShutdownFlag
 ) -> _Server:
-    """The HTTP server on the listener, of a started engine. Raises CannotListen."""
+    """The HTTP server for a started engine. Raises CannotListen."""
     options, info = config.server, engine.info
     log.info(
         "%s (%s, %s on %s, %s attention): context %d tokens, pool %d tokens in pages of %d",
@@ -229,7 +229,7 @@ def _make_server(
     )
     try:
         listener.listen(_BACKLOG)
-    except OSError as error:  # another server took the port
+    except OSError as error:  # another server has taken the port
         raise CannotListen(config, error) from None
     host, port = listener.getsockname()[:2]
     settings = uvicorn.Config(

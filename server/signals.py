@@ -1,4 +1,4 @@
-"""Signals to the server's process, or to its group."""
+"""Handles signals to the server's process or its group."""
 
 import asyncio
 import logging
@@ -11,22 +11,22 @@ log = logging.getLogger("ramet.server")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
-# `timeout` signals the process and then its group: signals within this time count as one.
+# Signals within this time count as one, because `timeout` signals the process and then its group.
 _ECHO_S = 0.5
 
 
 class Signals:
-    """Requests shutdown on TERM, INT and HUP; ends the server at once on a second TERM or INT, and on QUIT.
+    """Requests shutdown on TERM, INT and HUP. Ends the server at once on a second TERM or INT, and on QUIT.
 
-    A HUP never counts as a second signal: where a terminal closes, its shell repeats the kernel's, and systemd may send
-    it behind a TERM. Signals that were ignored at the start (`nohup`, `command &` in a script) stay ignored.
+    HUP never counts as the second signal: when a terminal closes, both kernel and shell send it, and systemd may send
+    it after TERM. Signals that were ignored at the start (`nohup`, `command &` in a script) stay ignored.
 
     Attributes:
-        forced: set once the server must end at once; shutdown is requested then, too.
+        forced: set when the server must end at once; shutdown is then requested, too.
     """
 
     def __init__(self, shutdown: ShutdownFlag):
-        """Take the signals from now on. Runs in the event loop of the main thread."""
+        """Install the handlers. Call it in the event loop of the main thread."""
         self.forced = asyncio.Event()
         self._shutdown = shutdown
         self._first_s: float | None = None

@@ -1,1 +1,1 @@
-"""Accuracy of approximate reuse: tasks, the training of a model for them, tables."""
+"""Accuracy of approximate reuse: tasks, benches, and profiles of models."""

@@ -24,10 +24,10 @@ MEASURED, DRIFT, BOTH = "depth measured", "refreshed on drift", "depth measured,
 
 
 class BiCacheBench(ModelBench):
-    """Reuse of a shared prefix in a diffusion model: answers, time and forward rows.
+    """Answers, time and forward rows of a diffusion model that reuses a shared prefix.
 
-    A repeat is a list of each task with its questions, one request at a time. The prefix is encoded before the clock
-    starts; with `measured` the cache is empty at first.
+    In a repeat, each task has one list and its questions, which run one at a time. The clock starts after the prefix is
+    encoded, but with `measured` the cache is empty at first.
     """
 
     sections = "work"
@@ -46,22 +46,22 @@ class BiCacheBench(ModelBench):
 
     model: str = Field("smollm2-135m-diffusion", description="a diffusion model adapted to the tasks")
     tasks: tuple[str, ...] = Field(("keep",), description=f"of {', '.join(TASKS)}")
-    ratios: tuple[float, ...] = Field((0.5, 0.75, 0.9), description="shared part of a request")
-    room: PositiveInt = Field(32, description="tokens of the canvas")
+    ratios: tuple[float, ...] = Field((0.5, 0.75, 0.9), description="the prefix's shares of a request")
+    room: PositiveInt = Field(32, description="tokens in the canvas")
     questions: PositiveInt = Field(4, description="requests that share a prefix")
     steps: PositiveInt = Field(32, description="of denoising")
     refresh_interval: PositiveInt = Field(4, description="R")
     depth: NonNegativeInt | None = Field(None, description="layers that BiCache reuses (default: by the model's table)")
     depths: tuple[NonNegativeInt, ...] = Field((), description="also measure these depths")
     block: PositiveInt = Field(8, description="block length of Fast-dLLM's caches")
-    threshold: float = Field(0.9, description="confidence at which they decide a token")
+    threshold: float = Field(0.9, description="confidence at which Fast-dLLM decides a token")
     measured: bool = Field(False, description="compare depths measured in serving and refresh on drift with the table")
-    bound: float = Field(0.05, description="nats, of a measured depth")
+    bound: float = Field(0.05, description="largest divergence at a measured depth, in nats")
     drift: float = Field(0.1, description="threshold of refreshes on drift")
-    cost: bool = Field(False, description="time a request of random tokens, without tasks")
-    prefix: PositiveInt = Field(512, description="shared tokens of that request")
-    prompt: PositiveInt = Field(16, description="tokens behind them")
-    batch: PositiveInt = Field(1, description="such requests at a time")
+    cost: bool = Field(False, description="only measure the time of requests with random tokens")
+    prefix: PositiveInt = Field(512, description="with --cost: tokens in the shared prefix")
+    prompt: PositiveInt = Field(16, description="with --cost: tokens in the prompt behind the prefix")
+    batch: PositiveInt = Field(1, description="with --cost: requests at a time")
 
     _engine: Engine = PrivateAttr()
     _runner: Runner = PrivateAttr()
@@ -93,10 +93,10 @@ class BiCacheBench(ModelBench):
                     yield {"work": f"{task}, r = {ratio:g}", "case": case}
 
     def _cases(self) -> dict[str, dict[str, Any]]:
-        """Fields of `DiffusionParams` by case: the rows of the paper's Table 1, and further ablations.
+        """By case, the fields of `DiffusionParams`: the rows of the paper's Table 1 and further ablations.
 
-        Fast-dLLM alone refreshes the prefix once in each block, as published; with BiCache under it, the prefix's deep
-        layers are refreshed at most once in R steps, at the beginning of a block.
+        Fast-dLLM alone refreshes the prefix in each block, as published. With BiCache, it refreshes the prefix's deep
+        layers at the beginning of a block, at most once in R steps.
         """
         free: dict[str, Any] = {"gen_length": self.room, "steps": self.steps, "block_length": self.room}
         whole = {**free, "refresh_interval": self.refresh_interval}
@@ -133,7 +133,7 @@ class BiCacheBench(ModelBench):
         return self._runner.run(fields, group, self.measured)
 
     def _request(self, case: str, fields: dict[str, Any], draw: random.Random) -> dict[str, Any]:
-        """Seconds of `batch` requests whose prefix is encoded, and to the first step with a new and the same prefix."""
+        """Seconds of `batch` requests with an encoded prefix, and to the first step with a new and a cached prefix."""
         params = DiffusionParams.model_validate({**fields, "prefix_tokens": self.prefix})
         shown = params.model_copy(update={"stream_canvas": True, "steps": 2})
         prefix = self._tokens(draw, self.prefix)
@@ -148,7 +148,7 @@ class BiCacheBench(ModelBench):
         return {**found, "model": self.modelled(case, depth)}
 
     def modelled(self, case: str, depth: int) -> float | None:
-        """The cost model's share of the steps' whole passes; None for what it does not cover."""
+        """The cost by the cost model, as a share of full passes in all steps; None for cases that it does not cover."""
         if case == NO_CACHE:
             return 1.0
         if case not in (WITHIN, BICACHE, NAIVE):
@@ -165,6 +165,6 @@ class BiCacheBench(ModelBench):
         outputs = self._engine.stream_all([Submission(tokens, GREEDY, diffusion=params)])
         next(outputs)
         seconds = time.perf_counter() - started
-        for _ in outputs:  # the next request waits for the rest
+        for _ in outputs:  # run the request to its end before the next one starts
             pass
         return seconds

@@ -1,4 +1,4 @@
-"""`ramet bench documents`: reuse of documents anywhere in a prompt beside full prefill, in process."""
+"""`ramet bench documents`: reuse of documents anywhere in a prompt, compared with full prefill, in process."""
 
 import random
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ from loadgen.micro.model_bench import ModelBench
 from runtime.frontend.documents.plan import DocumentPlanner
 from runtime.params import ReuseParams
 
-# Of the ways that are measured at all counts, by page.
+# Ratio of the methods that are measured with all numbers of documents.
 _RATIO = 0.15
-# Of the tasks' documents, which have about 200 tokens: a smaller share by page may be less than a page.
+# Smallest ratio by page for the tasks. Their documents have about 200 tokens, of which less may be under a page.
 _LEAST_BY_PAGE = 0.15
 # Methods whose throughput and pages are measured.
 _SERVED = ("a3", "cacheblend", "legolink", "pie")
@@ -27,7 +27,7 @@ Ratio = Annotated[float, Field(ge=0, le=1)]
 
 
 class DocumentReuse(ModelBench):
-    """Documents that are all cached, in another order in each prompt, behind a cached system prompt."""
+    """Reuse of cached documents, whose order changes with each prompt, behind a cached system prompt."""
 
     sections = "work"
     figures = (
@@ -40,20 +40,20 @@ class DocumentReuse(ModelBench):
         *FIGURES,
     )
 
-    quality: bool = Field(False, description=f"compare answers instead of times; a repeat is {BATCH} questions a task")
+    quality: bool = Field(False, description=f"compare answers instead of times; a repeat has {BATCH} questions a task")
     methods: tuple[str, ...] = Field(METHODS, description="of reuse")
-    ratios: tuple[Ratio, ...] = Field((0.05, _RATIO, 0.3), description="rows that are computed again")
-    granularities: tuple[Literal["page", "token"], ...] = Field(("page", "token"), description="of the choice of rows")
-    counts: tuple[PositiveInt, ...] = Field((4, 8, 15), description="documents of a prompt")
-    at: PositiveInt = Field(8, description="count at which all ratios are measured, and throughput")
-    tokens: PositiveInt = Field(512, description="of a document")
-    system: PositiveInt = Field(64, description="tokens of the system prompt")
-    question: PositiveInt = Field(32, description="tokens of a question")
-    clients: PositiveInt = Field(8, description="that ask again once they have their answer")
-    requests: PositiveInt = Field(8, description="of each measurement of throughput")
-    output: PositiveInt = Field(16, description="output tokens of these")
-    readers: PositiveInt = Field(16, description="requests that read one document at a time")
-    tasks: tuple[str, ...] = Field((*TASKS,), description="questions of the quality")
+    ratios: tuple[Ratio, ...] = Field((0.05, _RATIO, 0.3), description="shares of rows that are computed again")
+    granularities: tuple[Literal["page", "token"], ...] = Field(("page", "token"), description="units of chosen rows")
+    counts: tuple[PositiveInt, ...] = Field((4, 8, 15), description="numbers of documents in a prompt")
+    at: PositiveInt = Field(8, description="number of documents for all ratios and for throughput")
+    tokens: PositiveInt = Field(512, description="tokens in a document")
+    system: PositiveInt = Field(64, description="tokens in the system prompt")
+    question: PositiveInt = Field(32, description="tokens in a question")
+    clients: PositiveInt = Field(8, description="throughput: clients, which ask again after each answer")
+    requests: PositiveInt = Field(8, description="throughput: requests in a measurement")
+    output: PositiveInt = Field(16, description="throughput: output tokens of a request")
+    readers: PositiveInt = Field(16, description="simultaneous requests with the same document, to count pages")
+    tasks: tuple[str, ...] = Field((*TASKS,), description="with --quality: tasks")
 
     _drive: Documents = PrivateAttr()
     _judge: Judge = PrivateAttr()
@@ -75,7 +75,7 @@ class DocumentReuse(ModelBench):
         else:
             most, served = (self.system + count * self.tokens + self.question for count in (max(self.counts), self.at))
             running = max(self.clients, self.readers)
-            # Room for the clients' prompts, each with the temporary pages of a dense look, and for what is cached.
+            # Room for the clients' prompts, for temporary pages of methods that look at all rows, and for the cache.
             pool = 4 * most + 3 * running * served
             shape = Shape(self.tokens, self.system, self.question)
             options = self.options(max_running=running, pool_tokens=pool)
@@ -102,7 +102,7 @@ class DocumentReuse(ModelBench):
             yield {"work": f"{self.clients} clients, {self.at} documents", "way": name}
 
     def _is_no_page(self, asked: ReuseParams | None) -> bool:
-        """Whether the share of a task's documents that is computed again may be less than a page: it would be PIE."""
+        """Whether the ratio may be less than a page of a task's documents, so that the method would equal PIE."""
         return asked is not None and asked.granularity == "page" and 0 < (asked.ratio or 0) < _LEAST_BY_PAGE
 
     def measure(self, cell: Cell, draw: random.Random) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`ramet bench modules`: prompt modules beside full prefill and prefix caching: times and answers, in process."""
+"""`ramet bench modules`: prompt modules, compared with full prefill and prefix caching, in process."""
 
 import random
 from array import array
@@ -21,7 +21,7 @@ _PAIRS = "a scaffold of each pair"
 
 
 class PromptModules(ModelBench):
-    """Prompts of modules in any order, all cached, with new text behind them."""
+    """Prompts that import cached modules in any order, followed by new text."""
 
     sections = "work"
     figures = (
@@ -33,15 +33,15 @@ class PromptModules(ModelBench):
         *FIGURES,
     )
 
-    quality: bool = Field(False, description=f"compare answers instead of times; a repeat is {BATCH} questions a task")
-    lengths: tuple[PositiveInt, ...] = Field((1024, 2048, 4096, 7168), description="tokens of modules with arguments")
-    modules: PositiveInt = Field(8, description="of a prompt")
-    new: PositiveInt = Field(64, description="tokens of new text")
-    arguments: tuple[int, ...] = Field((0, 5, 10), description="percents of the modules' tokens")
+    quality: bool = Field(False, description=f"compare answers instead of times; a repeat has {BATCH} questions a task")
+    lengths: tuple[PositiveInt, ...] = Field((1024, 2048, 4096, 7168), description="tokens of a prompt's modules")
+    modules: PositiveInt = Field(8, description="modules in a prompt")
+    new: PositiveInt = Field(64, description="tokens of new text behind the modules")
+    arguments: tuple[int, ...] = Field((0, 5, 10), description="share of arguments in the modules' tokens, in percent")
     together: PositiveInt = Field(32, description="requests that decode together")
-    shared: PositiveInt = Field(4096, description="tokens that these share")
-    steps: PositiveInt = Field(24, description="decode steps of each measurement")
-    tasks: tuple[str, ...] = Field((*TASKS,), description="questions of the quality")
+    shared: PositiveInt = Field(4096, description="tokens that the requests share when they decode together")
+    steps: PositiveInt = Field(24, description="decode steps in a measurement")
+    tasks: tuple[str, ...] = Field((*TASKS,), description="with --quality: tasks")
 
     _drive: Modules = PrivateAttr()
     _judge: Judge = PrivateAttr()
@@ -92,7 +92,7 @@ class PromptModules(ModelBench):
 
 
 def ways_of(item: Item, tokenizer: Tokenizer, context_length: int) -> dict[str, Ask]:
-    """The same tokens in every way; with full prefill, which comes first, without the gaps of unions."""
+    """By way, a prompt with the item's tokens. Full prefill comes first, without the gaps that unions leave."""
     lead = [] if item.question is None else tokenizer.encode(item.lead, add_special_tokens=False)
 
     def ask(mode: Mode, scaffolds: list[list[str]] | None = None) -> Ask:

@@ -1,4 +1,4 @@
-"""`ramet bench reasoning`: chains of thought whose repeated steps share pages (ReasonCache), beside exact decoding."""
+"""`ramet bench reasoning`: chains of thought with shared pages (ReasonCache), compared with exact decoding."""
 
 import random
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from loadgen.micro.model_bench import ModelBench
 from runtime.models.tokenizer import Tokenizer
 
 EXACT = "exact"
-# Chains of a repeat of the quality.
+# Chains in a repeat of --quality.
 _BATCH = 4
 
 
 class Reasoning(ModelBench):
-    """Chains of thought with shared pages beside exact decoding; their texts are forced token by token.
+    """Chains of thought with shared pages, compared with exact decoding. Their tokens are forced one by one.
 
-    Throughput: all requests come at once, in a pool that holds `room` of them, and in one that holds all.
+    For throughput, all requests come at once: into a pool that holds `room` of them, and into one that holds all.
     """
 
     sections = "work"
@@ -43,19 +43,19 @@ class Reasoning(ModelBench):
         Figure("right", "right, %", factor=100, statistic="mean", versus="difference"),
     )
 
-    page_size: PositiveInt = Field(8, description="tokens of a page")
+    page_size: PositiveInt = Field(8, description="tokens in a page")
     quality: bool = Field(
-        False, description=f"compare predictions instead of times; a repeat is {_BATCH} chains a text"
+        False, description=f"compare predictions instead of times; a repeat has {_BATCH} chains a text"
     )
     texts: tuple[str, ...] = Field(
         ("worked", "alike"),
-        description=f"{', '.join(WRITTEN)}, or a JSONL file of chains; the first one serves for the throughput",
+        description=f"{', '.join(WRITTEN)}, or a JSONL file of chains; throughput is measured with the first text",
     )
-    length: PositiveInt = Field(800, description="tokens of a chain")
-    requests: PositiveInt = Field(16, description="that come at once")
+    length: PositiveInt = Field(800, description="tokens in a chain")
+    requests: PositiveInt = Field(16, description="requests that come at once")
     room: float = Field(3, gt=0, description="requests that the small pool holds")
-    percentiles: tuple[float, ...] = Field((20, 50, 80, 100), description="of the distances; 80 for the throughput")
-    fill: PositiveInt = Field(40, description="most batches to fill the reservoir of distances")
+    percentiles: tuple[float, ...] = Field((20, 50, 80, 100), description="values of `percentile`; throughput uses 80")
+    fill: PositiveInt = Field(40, description="most batches that fill the reservoir of distances")
 
     _thinkers: dict[str, Thinker] = PrivateAttr(default_factory=dict)
     _comparison: Comparison = PrivateAttr()
@@ -87,7 +87,7 @@ class Reasoning(ModelBench):
         if self.quality:
             return {"quality": _BATCH * (2 * self.length + 512)}
         first = islice(self._tasks(self.texts[0], random.Random(0)), self.requests)
-        # Later chains may be somewhat longer.
+        # 10 % more, because later chains may be longer.
         pages = max(int(1.1 * (len(task.prompt) + len(task.forced))) for task in first) // self.page_size + 2
         return {
             f"{name} pool": int(held * pages) * self.page_size
@@ -113,10 +113,10 @@ class Reasoning(ModelBench):
         return self._thinkers[cell["work"]].serve(tasks, reuse)
 
     def _tasks(self, text: str, draw: random.Random) -> Iterator[Task]:
-        """Chains of a text; those of a file once each."""
+        """The chains of a text. Chains from a file are used once."""
         if text in WRITTEN:
             while True:
-                # Written chains end a little behind the wanted length, and are asked for an answer then.
+                # Written chains end a little behind the wanted length, and then lead to an answer.
                 yield Task.of(WRITTEN[text](draw, self.length), self._tokenizer, 2 * self.length)
         recorded = read_chains(Path(text))
         for chain in draw.sample(recorded, len(recorded)):

@@ -1,4 +1,4 @@
-"""Long chains of thought: written from templates with new numbers, or recorded in a file."""
+"""Long chains of thought, made from templates with random numbers or read from a file."""
 
 import json
 import random
@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A question and the reasoning that is forced behind it.
+    """A question and the reasoning that is forced as its answer.
 
     Attributes:
         question: the user's message.
-        thought: the beginning of the answer, steps with a blank line behind each.
-        lead: what follows the steps, up to the answer; empty: there is nothing to be answered.
-        answer: the number or word in the text that the model goes on with.
+        thought: the reasoning; a blank line follows each step.
+        lead: the text between reasoning and answer; empty if there is no answer.
+        answer: the number or word that the model's next text must contain.
     """
 
     question: str
@@ -40,7 +40,7 @@ _SAYS = (
     "The shop sells {pieces} {thing} on this day, and each of them costs {price} dollars, "
     "so that together the {thing} bring in"
 )
-# Each is said once in a chain.
+# Sentences that a chain has at most once.
 _ASIDES = (
     "The question wants one number at the end, so the parts only have to be right and then be added.",
     "Nothing is said about taxes or discounts, and I take it that there are none.",
@@ -70,12 +70,12 @@ _ASIDES = (
 
 
 def worked(rng: random.Random, length: int) -> Chain:
-    """A shop's takings, with a formula in each step; later steps check earlier ones in nearly their words."""
+    """A shop's takings, with a formula in each step. Later steps check earlier steps in similar words."""
     return _chain(rng, length, "{pieces} * {price} = ")
 
 
 def alike(rng: random.Random, length: int) -> Chain:
-    """The same in words alone: steps about different goods differ in names and numbers, and no formula says so."""
+    """As `worked`, but without formulas. Steps about different goods differ only in names and numbers."""
     return _chain(rng, length, "")
 
 
@@ -93,7 +93,7 @@ class _Goods(NamedTuple):
 
 
 def _chain(rng: random.Random, length: int, formula: str) -> Chain:
-    """Steps of about `length` tokens: one for each kind of goods, then checks of them, with asides between."""
+    """A chain of about `length` tokens: a step for each kind of goods, then checks, with asides between."""
     goods = [_Goods(thing, rng.randint(11, 49), rng.randint(11, 89)) for thing in rng.sample(_THINGS, 5)]
     listed = ", ".join(one.fill("{pieces} {thing} for {price} dollars each") for one in goods)
     asides, order = iter(rng.sample(_ASIDES, len(_ASIDES))), iter(goods)
@@ -118,15 +118,15 @@ def _chain(rng: random.Random, length: int, formula: str) -> Chain:
 
 
 def _about(text: str) -> int:
-    """Tokens of a text, more or less: words, and digits one by one."""
+    """The approximate number of tokens in a text: its words and its digits."""
     return len(text.split()) + sum(letter.isdigit() for letter in text)
 
 
 def read_chains(path: Path) -> list[Chain]:
-    """Recorded reasoning, JSON lines with `question` and `thought`, and with `lead` and `answer` if they can be asked.
+    """Recorded chains from JSON lines with `question` and `thought`, and optionally `lead` and `answer`.
 
     Raises:
-        ValueError: for a line that is not such an object.
+        ValueError: if a line is not such an object.
     """
     found = []
     for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):

@@ -1,4 +1,4 @@
-"""Seeded questions about four documents."""
+"""Questions about four documents, made with a seed."""
 
 import random
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _COUNT = 4
 
 
 def tokenize(item: Item, tokenizer: Tokenizer) -> TokenizedPrompt:
-    """The prompt up to the answer, with a document for each part."""
+    """The prompt up to the answer. Each part of the item becomes a document."""
     documents = [Document(part[0]) for part in item.parts]
     segments = Segments([item.head, *documents])
     if item.question is not None:
@@ -25,7 +25,7 @@ def tokenize(item: Item, tokenizer: Tokenizer) -> TokenizedPrompt:
 
 
 def which(rng: random.Random) -> Item:
-    """The number of the document that is about a thing; the documents are in any order."""
+    """Asks for the number of the document about a thing. The documents are in random order."""
     things = rng.sample(word_list(), _COUNT)
     texts = [f"Document {i}: The {thing} is here. {filler(rng, 40)}\n" for i, thing in enumerate(things, 1)]
     asked = rng.randrange(_COUNT)

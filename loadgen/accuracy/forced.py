@@ -1,4 +1,4 @@
-"""Teacher forcing: the logits of given answers behind prompts of any reuse method, and greedy answers beside them."""
+"""Teacher forcing: logits of given answers behind prompts with any reuse method, and greedy answers."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from runtime.sampler_state import SampledTokens, StepResult
 
 
 class Ask(NamedTuple):
-    """A prompt's own tokens, and the `reuse` fields of its message; None: all of it is computed in order."""
+    """The tokens of a prompt, and the field `reuse` of its message; None: full prefill."""
 
     tokens: list[int]
     reuse: dict[str, Any] | None = None
@@ -25,13 +25,13 @@ _UNLIKELY = -1e4
 
 
 class Forcing(Decoding):
-    """Another decoding, but the first tokens of the requests in `answers` are given, whatever the logits say.
+    """Wraps another decoding. Requests in `answers` get these tokens first, whatever their logits.
 
-    So the tokens come one by one, behind the rows that a method has chosen without having seen them.
+    Because the tokens come one by one, a reuse method chooses its rows without seeing the answer.
 
     Attributes:
         answers: tokens by request id.
-        watch: called with the request's id, the token's number and the logits [vocab] that it was not chosen from.
+        watch: called with the request's id, the token's index, and the logits [vocab] at its position.
     """
 
     def __init__(self, inner: Decoding, watch: Callable[[str, int, torch.Tensor], None]):
@@ -56,7 +56,7 @@ class Forcing(Decoding):
         return self._inner.choose(work, places, forced)
 
     def _force(self, item: Work, row: int, logits: torch.Tensor, forced: torch.Tensor) -> None:
-        """From a row on; rows behind a wrong token of a draft are read by nobody."""
+        """Force the tokens from logits row `row` on. Rows behind a rejected draft token are not used."""
         first = item.request.num_output + item.ahead
         answer = self.answers.get(item.request.rid, [])[first : first + 1 + len(item.draft)]
         for number, token in enumerate(answer):
@@ -71,7 +71,7 @@ class Forcing(Decoding):
 
 
 class Asker(Drive):
-    """An engine core that is asked several prompts at once."""
+    """An engine core that answers several prompts at once."""
 
     def __init__(self, path: Path, **options: Any):
         super().__init__(path, overlap="off", **options)
@@ -79,7 +79,7 @@ class Asker(Drive):
         self._forcing = self.core.decoding = Forcing(self.core.decoding, self._keep)
 
     def forced(self, asks: Sequence[Ask], answers: Sequence[list[int]]) -> list[torch.Tensor]:
-        """Log-probabilities, float32 [n, vocab], of all tokens in the place of each of an answer's n tokens."""
+        """For each answer of n tokens, the log-probabilities of all tokens at its positions, float32 [n, vocab]."""
         rids = []
         for ask, answer in zip(asks, answers, strict=True):
             self._forcing.answers[f"{self._count + 1}"] = answer
@@ -94,7 +94,7 @@ class Asker(Drive):
         self._kept.setdefault(rid, []).append(logits.clone())
 
     def greedy(self, asks: Sequence[Ask], output: int) -> list[list[int]]:
-        """The most likely tokens behind each prompt, up to an end of text."""
+        """The greedy tokens behind each prompt, up to an end-of-text token."""
         rids = []
         for ask in asks:
             self.add(array("i", ask.tokens), output, ask.reuse)
@@ -104,7 +104,7 @@ class Asker(Drive):
         return [_before(found[rid], ends) for rid in rids]
 
     def _run(self) -> dict[str, list[int]]:
-        """Run all requests to their ends; tokens by request id. Raises AssertionError for one that is refused."""
+        """Run all requests to their end; returns tokens by request id. Raises AssertionError if one is refused."""
         tokens: dict[str, list[int]] = {}
         while self.core.busy:
             for event in self.core.step():

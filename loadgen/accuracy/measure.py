@@ -1,4 +1,4 @@
-"""Answers, time and forward rows of a group of requests of a diffusion model that share a prefix."""
+"""Measures answers, time and forward rows of a diffusion model's requests that share a prefix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 
 def group_of(source: Examples, task: str, number: int, room: int, ratio: float, questions: int) -> list[Example]:
-    """Requests whose shared prefix is `ratio` of a request with its canvas, or more where the task needs it."""
+    """Requests with a shared prefix of `ratio` times prefix, prompt and canvas, or more if the task needs it."""
     probe = source.group(task, number, room, questions)[0]
     rest = len(probe.suffix) + room
     return source.group(task, number, room, questions, round(rest * ratio / (1 - ratio)))
@@ -33,9 +33,9 @@ class Runner:
         self._layers = engine.info.diffusion.num_layers
 
     def run(self, fields: dict[str, Any], examples: Sequence[Example], cold: bool = False) -> dict[str, Any]:
-        """Figures of a group under some fields of `DiffusionParams`.
+        """Figures of a group with these fields of `DiffusionParams`.
 
-        `cold`: the cache is empty at first, so that encoding the prefix, and measuring depths, are on the clock.
+        `cold`: begin with an empty cache, so that the times include encoding the prefix and measuring depths.
         """
         params = DiffusionParams.model_validate({**fields, "prefix_tokens": len(examples[0].prefix)})
         if cold:
@@ -60,7 +60,7 @@ class Runner:
         return {**figures, "rows": rows, "depth": depth, "ratio": ratio}
 
     def _rows(self) -> float:
-        """Forward rows: rows x layers over layers."""
+        """The number of forward rows: rows x layers, divided by the number of layers."""
         return float(self._engine.state()["row_layers"] / self._layers)
 
     def _generate(self, example: Example, params: DiffusionParams) -> tuple[list[int], int]:

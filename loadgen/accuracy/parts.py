@@ -1,6 +1,6 @@
-"""Seeded questions about texts in parts, which become the modules of a schema.
+"""Questions about texts in parts, made with a seed. The parts become the modules of a schema.
 
-In the first three tasks each part says something by itself; in the others, only together with other parts.
+In the first three tasks, a part makes sense alone; in the others, only together with other parts.
 """
 
 import random
@@ -16,15 +16,15 @@ from loadgen.http.prose import Prose
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A question about a text.
+    """A question about a text in parts.
 
     Attributes:
-        head: the schema's own text.
-        parts: a module each, with the other members of its union; the first one is imported.
-        question: the user's message behind a system message of head and parts; None: plain text, without a chat.
-        lead: the beginning of the answer.
-        answer: what follows, with the space before it.
-        pairs: numbers of parts of which the second refers to the first.
+        head: the text before the parts, outside of modules.
+        parts: for each part, the members of its union; the first member is imported.
+        question: the user's message; head and parts are the system message. None: plain text, without a chat.
+        lead: the beginning of the answer, which is given.
+        answer: the right continuation, beginning with a space.
+        pairs: pairs of part numbers, of which the second part refers to the first.
     """
 
     head: str
@@ -35,20 +35,20 @@ class Item:
     pairs: tuple[tuple[int, int], ...] = ()
 
     def schema(self) -> str:
-        """PML; the imported modules are m0, m1, ..."""
+        """The schema in PML. The imported modules are named m0, m1, ..."""
         content = escape(self.head) + "".join(_modules(number, texts) for number, texts in enumerate(self.parts))
         if self.question is not None:
             content = f"<system>{content}</system>"
         return f'<schema name="parts">{content}</schema>'
 
     def prompt(self) -> str:
-        """PML, up to the answer in a chat, and with the lead without one."""
+        """The prompt in PML: up to the assistant's turn in a chat, otherwise with the lead."""
         imports = "".join(f"<m{number}/>" for number in range(len(self.parts)))
         text = self.lead if self.question is None else self.question
         return f'<prompt schema="parts">{imports}{escape(text)}</prompt>'
 
     def is_right(self, text: str) -> bool:
-        """Whether the right answer stands in a text, as words of its own."""
+        """Whether a text contains the right answer as whole words."""
         return re.search(rf"\b{re.escape(self.answer.strip())}\b", text) is not None
 
 
@@ -65,17 +65,17 @@ def _prose() -> Prose:
 
 
 def filler(rng: random.Random, tokens: int) -> str:
-    """Sentences of about so many tokens."""
+    """Sentences of about `tokens` tokens."""
     return _prose().reseeded(rng.random()).text(tokens).rstrip(".,;:!?") + "."
 
 
 def _table(rng: random.Random, size: int) -> dict[str, str]:
-    """Keys and numbers of four digits."""
+    """A dict of `size` keys with numbers of four digits."""
     return {key: "".join(rng.choices("0123456789", k=4)) for key in rng.sample(word_list(), size)}
 
 
 def needle(rng: random.Random, tokens: tuple[int, int] = (24, 8), form: str = "\n\nDocument {number}: {text}") -> Item:
-    """A number in one of four documents, with `tokens` of prose before and behind it."""
+    """A number to find in one of four documents; `tokens`: tokens of prose before and behind it."""
     before, behind = tokens
     key, number = rng.choice(word_list()), "".join(rng.choices("0123456789", k=7))
     texts = [filler(rng, before) for _ in range(4)]
@@ -90,14 +90,14 @@ def needle(rng: random.Random, tokens: tuple[int, int] = (24, 8), form: str = "\
 
 
 def table(rng: random.Random, lines: int = 3, form: str = "\n{key}: {value}") -> Item:
-    """A table of keys and values in four parts of some lines."""
+    """A table of keys and values in four parts of `lines` lines each."""
     values = _table(rng, 4 * lines)
     parts = _parts([form.format(key=key, value=value) for key, value in values.items()], lines)
     return _look_up(rng.choice(list(values)), values, parts)
 
 
 def _parts(lines: list[str], count: int) -> list[list[str]]:
-    """Parts of `count` lines each."""
+    """Group lines into parts of `count`."""
     return [["".join(lines[i : i + count])] for i in range(0, len(lines), count)]
 
 
@@ -106,7 +106,7 @@ def _look_up(key: str, values: dict[str, str], parts: list[list[str]], pairs: tu
     return Item(head, parts, question, f"{key}:", f" {values[key]}", pairs)
 
 
-# What is asked, the sentence that says it, and ends of this sentence.
+# The question, the beginning of the sentence with the answer, and its possible ends.
 _TRAITS = (
     ("What do you do for a living?", "I work as a", ("teacher", "farmer", "baker", "driver", "doctor", "soldier")),
     ("Which animal do you have?", "At home I keep a", ("dog", "cat", "rabbit", "snake", "turtle", "bird")),
@@ -118,7 +118,7 @@ _TRAITS = (
 
 
 def persona(rng: random.Random) -> Item:
-    """A person as one member of each of six unions; the other members are longer, so that gaps follow the imported."""
+    """A person made of one member of each of six unions. Other members are longer, so that gaps of positions remain."""
     drawn = [(question, says, rng.sample(ends, 3)) for question, says, ends in rng.sample(_TRAITS, len(_TRAITS))]
     parts = [[f" {says} {end}." + f" {filler(rng, 8)}" * bool(i) for i, end in enumerate(e)] for _, says, e in drawn]
     question, says, ends = rng.choice(drawn)
@@ -130,7 +130,7 @@ _BY_TWO = ((0, 1), (2, 3), (4, 5), (6, 7))
 
 
 def reference(rng: random.Random) -> Item:
-    """A part names a person, and the next one says what "this person" has; four times."""
+    """Four times, a part names a person and the next part says what "this person" has."""
     things = [word for word in word_list() if word[0] not in "aeiou"]
     people = dict(zip(rng.sample(_NAMES, 4), rng.sample(things, 4), strict=True))
     parts = []
@@ -143,7 +143,7 @@ def reference(rng: random.Random) -> Item:
 
 
 def cut(rng: random.Random) -> Item:
-    """A table whose parts end within lines, between key and value; such a line is asked for."""
+    """A table cut into parts between a key and its value. The question asks for such a value."""
     values = _table(rng, 12)
     keys = list(values)
     parts = []
@@ -152,7 +152,7 @@ def cut(rng: random.Random) -> Item:
     return _look_up(rng.choice(keys[1::3]), values, parts, _BY_TWO)
 
 
-# Words of four kinds.
+# Words of four kinds, one tuple for each kind.
 _KINDS = (
     ("lion", "tiger", "horse", "wolf", "bear", "rabbit", "goat", "fox"),
     ("bread", "cheese", "butter", "rice", "soup", "cake", "honey", "egg"),
@@ -168,7 +168,7 @@ def labels(
     lead: str = "\n{word}:",
     head: str = "Words and their labels.",
 ) -> Item:
-    """Words of four kinds with colours as labels, `lines` words in each part, and a new word."""
+    """Words of four kinds, labelled with a colour by kind. Asks for a new word's label; `lines`: words in a part."""
     colours = rng.sample(("red", "blue", "green", "white"), 4)
     drawn = [(rng.sample(kind, 7), colour) for kind, colour in zip(_KINDS, colours, strict=True)]
     shots = [form.format(word=word, colour=colour) for words, colour in drawn for word in words[1:]]

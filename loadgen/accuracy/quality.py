@@ -1,4 +1,4 @@
-"""Answers behind reused KV beside those of full prefill, on the same questions."""
+"""Compares answers with reused KV and with full prefill, on the same questions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from loadgen.harness import Figure
 from runtime.models.tokenizer import Tokenizer
 
 FULL = "full prefill"
-# Questions that run together: one repeat of a cell.
+# Questions that run together, which are one repeat of a cell.
 BATCH = 8
-# Greedy tokens beyond the length of the right answer.
+# Number of greedy tokens beyond the length of the right answer.
 _MORE = 4
 
-# Of the right answer behind its prompt, token by token. KL is from full prefill, the mean of an answer's tokens.
+# KL and NLL are means over the right answer's tokens. KL is the distance to full prefill.
 FIGURES = (
     Figure("kl", "KL, nats", ".4f", statistic="mean", plotted=True),
     Figure("nll", "NLL, nats", ".3f", statistic="mean", versus="difference"),
@@ -28,7 +28,7 @@ FIGURES = (
 
 
 class Judge:
-    """Compares ways of reuse with full prefill, whose predictions it keeps for the latest questions of each task."""
+    """Compares ways of reuse with full prefill, whose predictions for each task's latest questions are kept."""
 
     def __init__(self, asker: Asker, tokenizer: Tokenizer):
         self.asker, self.tokenizer = asker, tokenizer
@@ -36,13 +36,13 @@ class Judge:
 
     @classmethod
     def open(cls, path: Path, **options: Any) -> Judge:
-        """A judge of the model directory `path`, with an engine of its own, which the caller closes."""
+        """A judge with an engine of its own for the model directory `path`. The caller closes it."""
         return cls(Asker(path, **options), Tokenizer.load(path))
 
     def judge(
         self, task: str, items: list[Item], full: Sequence[Ask], mine: Sequence[Ask] | None
     ) -> dict[str, list[float]]:
-        """Figures of some questions in one way, a value for each; `mine`: None is full prefill itself."""
+        """Figures for one way of reuse, each with a value for each question; `mine` None: full prefill itself."""
         golds = [self.tokenizer.encode(item.answer, add_special_tokens=False) for item in items]
         if self._full.get(task, ([], []))[0] != items:
             self._full[task] = items, self._predict(full, golds)
@@ -60,13 +60,13 @@ class Judge:
         return figures
 
     def _predict(self, asks: Sequence[Ask], golds: Sequence[list[int]]) -> list[torch.Tensor]:
-        """Log-probabilities of the answers, and of the token behind each."""
+        """The log-probabilities at each answer's tokens and at the token behind them."""
         return self.asker.forced(asks, [[*gold, gold[-1]] for gold in golds])
 
     def _greedy(
         self, asks: Sequence[Ask], golds: Sequence[list[int]], found: Sequence[torch.Tensor]
     ) -> list[list[int]]:
-        """Greedy answers. If each best token is the right one, the answer is known, up to the token behind it."""
+        """Greedy answers. If the right answer's tokens are all the most likely ones, it is not computed again."""
         best = [logprobs.argmax(-1).tolist() for logprobs in found]
         known = [tokens[:-1] == gold for tokens, gold in zip(best, golds, strict=True)]
         open_asks = [ask for ask, is_known in zip(asks, known, strict=True) if not is_known]

@@ -1,4 +1,4 @@
-"""Chains of thought that are forced on an engine core, with and without shared pages."""
+"""Forces chains of thought on an engine core, with and without shared pages."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from runtime.reuse.reasoning.background import Background
 from runtime.reuse.reasoning.reservoir import WARM_UP
 from runtime.reuse.reasoning.strategy import ReasonCache
 
-# Tokens that `recall` decodes, so that pages that are found in the first step are shared before the end.
+# Forced tokens of a warm-up chain that are decoded, so that pages found in the first step are shared before the end.
 _LAST = 4
-# Greedy tokens in which the answer must stand.
+# Number of greedy tokens that must contain the answer.
 _SAID = 8
 _BATCH = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A chain in tokens: a prompt, and the forced tokens behind it, of which the last ones lead to the answer."""
+    """A chain as tokens: the prompt, and the forced tokens behind it. The last forced tokens lead to the answer."""
 
     prompt: array[int]
     forced: list[int]
@@ -40,7 +40,7 @@ class Task:
 
     @classmethod
     def of(cls, chain: Chain, tokenizer: Tokenizer, length: int) -> Task:
-        """`length`: most forced tokens; a chain that is longer has no answer."""
+        """The task of a chain. A chain longer than `length` tokens is cut and has no answer."""
         text = tokenizer.apply_chat_template([{"role": "user", "content": chain.question}])
         prompt, thought, lead = (
             tokenizer.encode(part, add_special_tokens=False) for part in (text, chain.thought, chain.lead)
@@ -51,12 +51,12 @@ class Task:
 
 
 class Thinker(Drive):
-    """An engine core on which chains are forced.
+    """An engine core that is forced to write chains.
 
     Args:
         path: the model's directory.
-        at_once: steps are compared within the engine's step, so that a run repeats; else beside it, as when serving.
-        options: as of `ramet serve`.
+        at_once: compare reasoning steps within the engine's step, so that runs are equal, and not in a thread.
+        options: options as of `ramet serve`.
     """
 
     def __init__(self, path: Path, at_once: bool, **options: Any):
@@ -70,7 +70,7 @@ class Thinker(Drive):
             strategy.background = Background(_AtOnce(), count(step=1000).__next__)
 
     def _ask(self, task: Task, reuse: dict[str, Any] | None, more: int = 0) -> str:
-        """Add a request that goes on for `more` tokens behind the forced ones; its id."""
+        """Add a request that writes `more` tokens behind the forced ones; returns its id."""
         rid = f"{self._count + 1}"
         self._forcing.answers[rid] = task.forced
         self.add(task.prompt, len(task.forced) + more, reuse)
@@ -82,10 +82,10 @@ class Thinker(Drive):
         self._forcing.watch = _ignore
 
     def warm_up(self, tasks: Iterator[Task], reuse: dict[str, Any], batches: int) -> None:
-        """Fill the reservoir of distances, without which a percentile shares nothing.
+        """Fill the reservoir of distances. Before it is full, no pages are shared by percentile.
 
-        All but the last tokens of a chain are computed at once, as those of a retracted request are. Texts without
-        similar steps never fill it.
+        All but the last tokens of a chain are computed at once, as for a retracted request. Texts without similar
+        steps never fill the reservoir.
         """
         for _ in range(batches):
             batch = list(islice(tasks, _BATCH))
@@ -99,7 +99,7 @@ class Thinker(Drive):
             self.strategy.background.wait()
 
     def serve(self, tasks: Sequence[Task], reuse: dict[str, Any] | None) -> dict[str, Any]:
-        """All chains come at once; figures of serving them. `reuse`: fields of their messages, None: exact."""
+        """Figures of serving chains that all come at once. `reuse`: that field of the messages; None: exact."""
         self._clear()
         ended = {self._ask(task, reuse): 0.0 for task in tasks}
         strategy, scheduler = self.strategy, self.core.scheduler
@@ -130,7 +130,7 @@ class Thinker(Drive):
         }
 
     def _pages(self) -> tuple[int, float]:
-        """Requests that run, and the share of their pages that is saved, by their page tables (AMSR)."""
+        """The number of running requests, and the share of saved pages in their page tables (AMSR)."""
         running = self.core.scheduler.running
         pages = [[*request.sequence.pages, *(p for s in request.segments for p in s.pages)] for request in running]
         saved = sum(len(mine) - len(set(mine)) for mine in pages)
@@ -139,9 +139,9 @@ class Thinker(Drive):
     def predict(
         self, tasks: Sequence[Task], reuse: dict[str, Any] | None, watch: Callable[[int, int, torch.Tensor], None]
     ) -> list[dict[str, Any]]:
-        """Force all, then let them answer; AMSR and, if it was asked for, whether the answer was right, for each.
+        """Force all tasks, then let them answer. For each: the AMSR and, if it has an answer, whether it was right.
 
-        `watch`: called with the task's and the token's number, and the logits.
+        `watch` is called with the task's number, the token's number and the logits.
         """
         self._clear()
         places = {self._ask(task, reuse, _SAID if task.answer else 0): place for place, task in enumerate(tasks)}
@@ -162,11 +162,11 @@ class Thinker(Drive):
 
 
 def _ignore(rid: object, number: int, logits: torch.Tensor) -> None:
-    """Look at no logits."""
+    """A `watch` that ignores the logits."""
 
 
 class _AtOnce(Executor):
-    """Runs calls where they are made."""
+    """An executor that runs each call at once in the caller's thread."""
 
     def submit(self, call: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
         ended: Future[Any] = Future()
@@ -175,7 +175,7 @@ class _AtOnce(Executor):
 
 
 class Comparison:
-    """Predictions of chains beside those of exact decoding, which it keeps for the latest chains."""
+    """Compares predictions with those of exact decoding, which are kept for the latest chains."""
 
     def __init__(self, thinker: Thinker):
         self._thinker = thinker
@@ -183,9 +183,9 @@ class Comparison:
         self._exact: dict[tuple[int, int], torch.Tensor] = {}
 
     def compare(self, tasks: list[Task], reuse: dict[str, Any] | None) -> dict[str, list[float]]:
-        """Figures of some chains, a value for each; `reuse`: None is exact decoding itself.
+        """Figures with a value for each chain; `reuse` None: exact decoding itself.
 
-        KL is in nats from exact decoding's predictions, the mean of a chain's tokens.
+        KL is the distance in nats to exact decoding's predictions, as a mean over a chain's tokens.
         """
         if tasks != self._tasks:
             self._tasks, self._exact = tasks, {}

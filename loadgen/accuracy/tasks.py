@@ -1,6 +1,6 @@
-"""Seeded tasks with answers that depend on the whole prefix, so that stale prefix rows show as wrong answers.
+"""Tasks, made with a seed, whose answers depend on the whole prefix: stale rows of the prefix give wrong answers.
 
-Every example is a chat of one system message (the prefix, which requests share) and one user message (the suffix).
+Every example is a chat with a system message (the shared prefix) and a user message (the suffix).
 """
 
 import random
@@ -18,12 +18,12 @@ _SYSTEM, _USER, _ASSISTANT = (
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Token ids of one request.
+    """The token ids of a request and its answer.
 
     Attributes:
-        prefix: the system message, up to the user's.
+        prefix: the system message.
         suffix: the user's message, up to the answer.
-        answer: as long as the canvas; padded with ends of text.
+        answer: the right answer, padded with end-of-text tokens to the length of the canvas.
     """
 
     prefix: list[int]
@@ -32,13 +32,13 @@ class Example:
 
     @property
     def ids(self) -> list[int]:
-        """The whole sequence."""
+        """Prefix, suffix and answer."""
         return self.prefix + self.suffix + self.answer
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """Texts of a task: the end of the system message, and questions about it with their answers."""
+    """The texts of a task: the end of the system message, and pairs of question and answer."""
 
     system: str
     turns: list[tuple[str, str]]
@@ -50,9 +50,9 @@ Task = Callable[[random.Random, list[str], int, int], Body]
 
 
 def keep(rng: random.Random, words: list[str], room: int, questions: int) -> Body:
-    """Repeat a list in order without the items that the user removes; `room` tokens hold the answer.
+    """Repeat a list in order, without the items that the user removes; `room`: tokens for the answer.
 
-    All questions about one list have answers of one length.
+    All answers about one list have the same length.
     """
     kept = room - rng.randint(1, 3)
     removed = rng.randint(max(1, room // 8), max(2, room // 4))
@@ -65,7 +65,7 @@ def keep(rng: random.Random, words: list[str], room: int, questions: int) -> Bod
 
 
 def lookup(rng: random.Random, words: list[str], room: int, questions: int) -> Body:
-    """Give the values of the asked keys in the order in which they are asked for."""
+    """Give the values of keys, in the order of the question."""
     asked = room - rng.randint(1, 3)
     values = _draw_pairs(rng, words, asked + rng.randint(1, 4))
     turns = []
@@ -76,9 +76,9 @@ def lookup(rng: random.Random, words: list[str], room: int, questions: int) -> B
 
 
 def arithmetic(rng: random.Random, words: list[str], room: int, questions: int) -> Body:
-    """Give the prices of pairs of articles and, after each pair, their sum, as words for one to nine.
+    """Give the prices of pairs of articles, each pair followed by its sum, as words for one to nine.
 
-    What is asked has a word for each of the answer's, so that both are as far from each other everywhere.
+    Question and answer have equally many words, so that each word of the answer is equally far from its question.
     """
     asked = (room - 1) // 3
     articles = rng.sample(words, 2 * (asked + rng.randint(1, 2)))
@@ -95,9 +95,9 @@ def arithmetic(rng: random.Random, words: list[str], room: int, questions: int) 
 
 
 def choice(rng: random.Random, words: list[str], room: int, questions: int) -> Body:
-    """For each question, a key and three values of the system message, give the key's and the letter behind it.
+    """For each key with three choices, give the key's value and the letter of that choice.
 
-    A question has as many tokens as its answer, as in `arithmetic`.
+    As in `arithmetic`, a question has as many tokens as its answer.
     """
     asked = (room - 1) // 7
     values = _draw_pairs(rng, words, 3 * asked + rng.randint(0, 2))
@@ -128,7 +128,7 @@ TASKS: dict[str, Task] = {"keep": keep, "lookup": lookup, "arithmetic": arithmet
 
 
 class Examples:
-    """Examples of the tasks. The same seed gives the same examples, and different seeds share none but by chance."""
+    """Examples of the tasks. Equal seeds give equal examples."""
 
     def __init__(self, vocabulary: Vocabulary, seed: object):
         self._vocabulary = vocabulary
@@ -139,10 +139,10 @@ class Examples:
 
         Args:
             task: a name of `TASKS`.
-            number: which group.
-            room: tokens of the canvas.
-            questions: how many requests.
-            prefix: tokens of the prefix at least; prose before the task's own text fills it.
+            number: index of the group.
+            room: number of tokens in the canvas.
+            questions: number of requests.
+            prefix: least number of tokens in the prefix, which is filled with prose.
         """
         vocabulary, key = self._vocabulary, (self._seed, task, number, room)
         rng = random.Random(repr(key))

@@ -1,4 +1,4 @@
-"""Words that are one token each after a space, and the pieces of a chat prompt, as ids of the default tokenizer."""
+"""Words of one token each, and the pieces of a chat prompt, as ids of the default tokenizer."""
 
 import random
 from functools import cache
@@ -11,15 +11,15 @@ from runtime.models.tokenizer import Tokenizer
 
 @cache
 def word_list() -> tuple[str, ...]:
-    """Common nouns."""
+    """Common nouns that are one token after a space."""
     return tuple((files("loadgen.accuracy") / "words.txt").read_text("utf-8").split())
 
 
 class Vocabulary:
-    """Text to ids, words and prose.
+    """Converts text to ids, and provides words and prose.
 
     Args:
-        directory: of the model, for its tokenizer; the chat pieces are ChatML's, as SmolLM2 has them.
+        directory: the model's directory, for its tokenizer. The chat pieces are ChatML, as in SmolLM2.
     """
 
     def __init__(self, directory: Path):
@@ -30,15 +30,15 @@ class Vocabulary:
         self._prose = Prose(random.Random(0))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a piece of text, without anything added."""
+        """The ids of a text, without special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: list[int]) -> str:
-        """Text without special tokens, stripped."""
+        """The text of ids, stripped and without special tokens."""
         return self._tokenizer.decode(ids).strip()
 
     def filler(self, tokens: int, *key: object) -> list[int]:
-        """Exactly `tokens` ids of prose that end with a line; the same key gives the same ids."""
+        """Exactly `tokens` ids of prose that end with a newline. Equal keys give equal ids."""
         if not tokens:
             return []
         ids = self.encode(self._prose.reseeded(*key).text(1.5 * tokens + 20))

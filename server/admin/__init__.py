@@ -1,1 +1,1 @@
-"""Routes for operators, whose API keys are marked `admin`: the cache, the dashboard, metrics, control."""
+"""Routes for operators: the cache, the dashboard, metrics, control. Most need an admin's API key."""

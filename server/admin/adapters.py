@@ -12,7 +12,7 @@ from server.http.wire import Body, Text, example
 
 router = APIRouter(prefix="/v1", tags=["adapters"])
 
-Name = Annotated[Text, Field(min_length=1, max_length=128, description="name as a model: NAME, or MODEL:NAME")]
+Name = Annotated[Text, Field(min_length=1, max_length=128, description="requests have the model NAME or MODEL:NAME")]
 
 
 class LoadRequest(Body):
@@ -23,9 +23,9 @@ class LoadRequest(Body):
 
     lora_name: Name
     lora_path: Text = Field(
-        min_length=1, max_length=4096, description="directory on the server, as PEFT's save_pretrained writes it"
+        min_length=1, max_length=4096, description="directory on the server, written by PEFT's save_pretrained"
     )
-    load_inplace: bool = Field(False, description="replace the adapter that has the name")
+    load_inplace: bool = Field(False, description="replace the adapter of this name")
 
 
 class UnloadRequest(Body):
@@ -46,7 +46,7 @@ async def load_adapter(context: Ctx, body: LoadRequest) -> dict[str, Any]:
 
 @router.post("/unload_lora_adapter")
 async def unload_adapter(context: Ctx, body: UnloadRequest) -> dict[str, Any]:
-    """Refuse new requests for an adapter; `running` ones keep its weights until they have ended."""
+    """Unload an adapter. New requests for it are refused; the `running` requests keep its weights to their end."""
     running = await context.engine.adapters.unload(body.lora_name)
     if running is None:
         raise NotFound(f"there is no adapter {body.lora_name!r}", param="lora_name", code="adapter_not_found")

@@ -29,12 +29,12 @@ from server.objects.segments import find_documents
 from server.openai.messages import Messages
 
 router = APIRouter(prefix="/cache", tags=["cache"])
-# Each key sees its own.
+# Routes for every key, which sees only its own part of the cache.
 own = EveryKey(prefix="/cache", tags=["cache"])
 
 
 class PinRequest(Body, Scoped):
-    """A prefix to keep: exactly one of `text`, `input_ids` and `messages` (to which the chat template is applied)."""
+    """A prefix to pin: exactly one of `text`, `input_ids` and `messages`, which the chat template renders."""
 
     model_config = example(text="You are a helpful assistant. ...", name="system", ttl_s=3600)
 
@@ -74,7 +74,7 @@ class PinRequest(Body, Scoped):
 async def pin(
     context: Ctx, documents: Documents, body: PinRequest, request: Request, tenant: CurrentTenant
 ) -> dict[str, Any]:
-    """Pin the whole pages of a prefix, which is computed now if it is not cached. 409 over the budget."""
+    """Pin the whole pages of a prefix. A prefix that is not cached is computed first. 409 over the budget."""
     prefix = body.prefix(tenant, context, documents)
     pinned = await while_there(request, context.engine.pin(prefix, body.name, body.ttl_s))
     return context.with_names([pinned])[0]
@@ -82,7 +82,7 @@ async def pin(
 
 @router.get("/pins")
 async def pins(context: Ctx) -> dict[str, Any]:
-    """All pins, sums of what tenants keep, the tokens that both hold, and the budget."""
+    """All pins, the kept prefixes summed by tenant, the tokens that both hold, and the budget."""
     return await pins_of(context)
 
 
@@ -102,7 +102,7 @@ async def unpin(context: Ctx, pin_id: str) -> dict[str, Any]:
 
 Page = Annotated[int, PathParameter(ge=0, lt=1 << 31, description="the node's first page, its `id` in `/cache/tree`")]
 Start = Annotated[
-    int, Query(ge=0, lt=1 << 31, description="tokens before the node; must match, or the node is not found")
+    int, Query(ge=0, lt=1 << 31, description="number of tokens before the node; 404 if it does not match")
 ]
 
 
@@ -121,7 +121,7 @@ async def unpin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
 
 @router.delete("/nodes/{page}")
 async def drop_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
-    """Evict a node and its subtree, except for nodes that live requests or pins hold."""
+    """Evict a node and its subtree, except nodes that live requests or pins hold."""
     done = await _on_node(context, "drop", page, start)
     return {"evicted_tokens": done["tokens"]}
 
@@ -135,7 +135,7 @@ async def read_node(
         int | None, Query(alias="from", ge=0, lt=1 << 31, description="first token to show; default: start")
     ] = None,
 ) -> dict[str, Any]:
-    """The text of a node, or of the path to it from a token on."""
+    """The text of a node; `from` adds the text of the nodes above it, from that token on."""
     tokens = preview_tokens((await _on_node(context, "read", page, start))["tokens"], start if from_ is None else from_)
     text = await asyncio.to_thread(context.engine.tokenizer.decode, tokens, skip_special_tokens=False)
     return {"tokens": len(tokens), "text": text}
@@ -151,7 +151,7 @@ async def _on_node(
 
 
 class TierRequest(Body):
-    """A tier: `space` for `host`, `space` and `path` for `disk`, `address` for `store`."""
+    """The tier `host` takes `space`, `disk` takes `space` and `path`, `store` takes `address`."""
 
     model_config = example(path="/var/cache/ramet", space=50)
 
@@ -161,7 +161,7 @@ class TierRequest(Body):
 
 
 TierName = Literal["host", "disk", "store"]
-# Fields of a `TierRequest` by tier, and the options for which they stand.
+# For each tier, the fields of a `TierRequest` and their options of `ramet serve`.
 _TIER_OPTIONS: dict[str, dict[str, str]] = {
     "host": {"space": "host_memory"},
     "disk": {"path": "disk_cache", "space": "disk_space"},
@@ -171,14 +171,14 @@ _TIER_OPTIONS: dict[str, dict[str, str]] = {
 
 @router.get("/tiers")
 async def tiers(context: Ctx) -> dict[str, Any]:
-    """The tiers below the pool, in the order in which they are asked."""
+    """The tiers below the pool, in the order in which blocks are looked up."""
     state = await context.engine.call(GetState())
     return {name: state.get(name, {}) for name in ("tiers", "loaded_tokens_by_tier")}
 
 
 @router.put("/tiers/{name}")
 async def attach_tier(context: Ctx, name: TierName, body: TierRequest) -> dict[str, Any]:
-    """Attach a tier while serving. 409 if there is one of its name, or it cannot be used."""
+    """Attach a tier while serving. 409 if this tier is attached already or cannot be used."""
     names, given = _TIER_OPTIONS[name], body.model_dump(exclude_none=True)
     if given.keys() != names.keys():
         raise InvalidRequest(f"a tier {name} takes {' and '.join(names)}", param=next(iter(given), "space"))
@@ -196,7 +196,7 @@ async def attach_tier(context: Ctx, name: TierName, body: TierRequest) -> dict[s
 
 @router.delete("/tiers/{name}")
 async def detach_tier(context: Ctx, name: TierName) -> dict[str, Any]:
-    """Leave a tier, once all is written that is queued for it. Its blocks stay where they are."""
+    """Detach a tier after its queued blocks are written. Its blocks stay where they are."""
     if not (await context.engine.call(DetachTier(name)))["found"]:
         raise NotFound(f"there is no tier {name}", param="name", code="tier_not_found")
     return {"success": True}
@@ -204,9 +204,9 @@ async def detach_tier(context: Ctx, name: TierName) -> dict[str, Any]:
 
 @router.delete("/tenants/{name}")
 async def erase_tenant(context: Ctx, name: str) -> dict[str, Any]:
-    """Drop all that a key's tenant has in the cache and in every tier, pins too, but for live requests' pages.
+    """Erase a tenant's pages, pins and blocks from the cache and all tiers, except pages of live requests.
 
-    A tier that failed is null in `erased_blocks`; it is erased before its next use.
+    `erased_blocks` is null for a failed tier, which is erased before its next use.
     """
     return await context.engine.call(EraseTenant(context.tenant(name).account))
 
@@ -223,7 +223,7 @@ async def quota(
     asker: CurrentTenant,
     tenant: Annotated[str | None, Query(description="admin keys: name of the API key whose quota to show")] = None,
 ) -> dict[str, Any]:
-    """The key's quota, and what of it is used, in pages and in tokens; null without a quota."""
+    """The key's quota and its used part, in pages and in tokens; null without a quota."""
     return await quota_of(context.visible(asker, tenant) or asker, context)
 
 
@@ -241,9 +241,9 @@ async def tree(
     asker: CurrentTenant,
     tenant: Annotated[str | None, Query(description="admin keys: name of the API key whose nodes to show")] = None,
     depth: Annotated[int | None, Query(ge=1, le=10_000, description="deepest level; default: all")] = None,
-    cursor: Annotated[int, Query(ge=0, le=10_000_000, description="`next_cursor` of the page before")] = 0,
+    cursor: Annotated[int, Query(ge=0, le=10_000_000, description="`next_cursor` of the previous answer")] = 0,
     limit: Annotated[int, Query(ge=1, le=4096, description="most nodes in the response")] = 256,
-    preview: Annotated[int, Query(ge=0, le=256, description="admin keys: tokens of each run to show as text")] = 0,
+    preview: Annotated[int, Query(ge=0, le=256, description="admin keys: tokens of each node to show as text")] = 0,
 ) -> dict[str, Any]:
     """The radix tree's nodes, level by level, parents first. Keys without `admin` see only their own nodes."""
     if preview and not asker.admin:
@@ -256,7 +256,7 @@ async def tree(
 
 
 def _show(node: dict[str, Any], context: Context) -> dict[str, Any]:
-    """A node with its tenant's name instead of the namespace, which holds a digest and a salt."""
+    """A node with its tenant's name instead of its namespace (a digest and a salt)."""
     tenant = context.tenant_name(Namespace(*node.pop("namespace")).tenant)
     tokens = preview_tokens(node.pop("preview"))
     shown = {**node, "tenant": tenant}
@@ -264,5 +264,5 @@ def _show(node: dict[str, Any], context: Context) -> dict[str, Any]:
 
 
 def preview_tokens(run: bytes, first: int = 0) -> list[int]:
-    """The tokens of a run from one on, without the -1 that fills up the last page of a module."""
+    """The tokens of a run, from number `first` on, without the -1 that pad a module's last page."""
     return [token for token in array("i", run)[first:] if token >= 0]

@@ -40,7 +40,7 @@ async def resume(context: Ctx) -> dict[str, Any]:
 
 @router.post("/shutdown", status_code=202)
 async def shutdown(context: Ctx) -> dict[str, Any]:
-    """Stop as on SIGTERM: new requests are refused, running ones may end within `--drain-time`."""
+    """Shut down as on SIGTERM: new requests are refused, running requests get `--drain-time` to end."""
     context.shutdown.set()
     return {"success": True}
 
@@ -85,13 +85,13 @@ async def loads(context: Ctx, metrics: Measured) -> dict[str, Any]:
 
 @router.post("/flush_cache")
 async def flush_cache(context: Ctx, pins: bool = False, tiers: bool = False) -> dict[str, Any]:
-    """Drop every cached page that no live request uses; pinned ones with `?pins=true`, tiers with `?tiers=true`."""
+    """Drop all cached pages that no live request uses. `?pins=true` also drops pinned pages, `?tiers=true` tiers."""
     return {"success": True, **await context.engine.call(FlushCache(pins, tiers))}
 
 
 @router.post("/abort_request")
 async def abort_request(context: Ctx, body: AbortRequest) -> dict[str, Any]:
-    """Abort one request by its id, or all. An unknown id is no error."""
+    """Abort one request by its id, or all requests. An unknown id is no error."""
     if (body.rid is None) == (not body.abort_all):
         raise InvalidRequest("either rid or abort_all must be given", param="rid")
     context.engine.abort(body.rid)

@@ -1,4 +1,4 @@
-"""The dashboard: its page and its stream of events, and the page of the API."""
+"""The dashboard page, its stream of events, and the API's documentation page."""
 
 import asyncio
 import base64
@@ -31,7 +31,7 @@ _MOST_BLOCKS = 500
 _PREVIEW_TOKENS = 48
 _MOST_REQUESTS = 100
 _MOST_VIEWERS, _MOST_OF_TENANT = 32, 4
-# Least pause between two walks of the tree, in multiples of the last walk's duration.
+# Shortest pause between two walks of the tree, in multiples of the last walk's duration.
 _REST = 10
 _SCRIPTS = ("base", "charts", "tree", "node", "tables", "chat", "canvas", "play", "live")
 
@@ -45,7 +45,7 @@ async def page() -> Response:
 
 @router.get("/docs")
 async def docs() -> Response:
-    """The API as a page; it reads `/openapi.json`."""
+    """The API's documentation page, which reads `/openapi.json`."""
     return _answer("docs", ("base", "docs"))
 
 
@@ -57,7 +57,7 @@ def _answer(name: str, scripts: tuple[str, ...]) -> Response:
 
 @lru_cache
 def _page(name: str, scripts: tuple[str, ...]) -> tuple[str, str]:
-    """A page, put together from its parts, and its policy: only its own script runs, and nothing else is loaded."""
+    """A page's HTML and its Content-Security-Policy, which allows the page's own script and nothing from elsewhere."""
     parts = files("server") / "static" / "page"
     script = '"use strict";\n' + "".join((parts / f"{part}.js").read_text("utf-8") for part in scripts)
     html = (parts / f"{name}.html").read_text("utf-8")
@@ -72,13 +72,13 @@ def _page(name: str, scripts: tuple[str, ...]) -> tuple[str, str]:
 
 @router.get("/dashboard/events", response_model=None)
 async def events(request: Request, asker: CurrentTenant) -> EventStream:
-    """Figures every second, and the tree when it has changed; for a key without `admin`, its own alone."""
+    """Figures every second, and the tree when it has changed. A key without `admin` gets only its own data."""
     feed = find(request.app, Feed)
     return EventStream(feed.follow(asker), feed.enter(asker))
 
 
 class _View:
-    """Data for all viewers that may see the same: everything (tenant None), or what is a tenant's own."""
+    """Data shared by all viewers with the same rights: everything (tenant None), or one tenant's data."""
 
     def __init__(self, tenant: Tenant | None):
         self.tenant = tenant
@@ -96,8 +96,8 @@ class _View:
 
 
 class Feed:
-    """The dashboard's data. Figures of the last hour are kept always; all else is made while somebody looks, for all
-    viewers at once.
+    """The dashboard's data. The last hour's figures are always recorded. Everything else is computed while a dashboard
+    is open, once for all viewers with the same rights.
     """
 
     def __init__(self, context: Context, metrics: Metrics, journal: Journal):
@@ -127,11 +127,11 @@ class Feed:
         return leave
 
     def close(self) -> None:
-        """End all streams, as the server stops."""
+        """End all streams, because the server stops."""
         self._closing.set()
 
     async def keep_history(self) -> None:
-        """Note figures as long as the server runs."""
+        """Record figures until the server stops."""
         while not self._closing.is_set():
             with contextlib.suppress(RametError):  # the engine died; another may be started
                 self.history.append(sample(await self.context.engine.call(GetState()), self.context, self._metrics))
@@ -209,7 +209,7 @@ class Feed:
         return self._named(block) | {"idle_s": idle, "preview": text}
 
     def _named(self, shown: dict[str, Any]) -> dict[str, Any]:
-        """With the tenant's name, the salt, and the kind of an entry, instead of the namespace."""
+        """Replace `namespace` by the tenant's name, the salt and the kind of entry."""
         space = Namespace(*shown["namespace"])
         named = {key: value for key, value in shown.items() if key != "namespace"}
         kind = space.entry.partition(":")[0]

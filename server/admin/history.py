@@ -1,4 +1,4 @@
-"""Figures of a server for an hour of the page's charts."""
+"""The figures behind the page's charts, which show the last hour."""
 
 import time
 from typing import Any
@@ -8,7 +8,7 @@ from server.telemetry.metrics import Metrics
 
 EVERY_S = 5.0
 MOST = int(3600 / EVERY_S)
-# Gauges and counters of the engine's state.
+# Gauges and counters that a sample takes from the engine's state.
 _COUNTED = ("running", "waiting", "pages_total", "pages_free", "pages_tree", "pages_private", "pages_locked",
             "pages_pinned", "tree_nodes", "queried_tokens", "cached_tokens", "substituted_pages", "saved_pages",
             "evicted_tokens_by_cause")  # fmt: skip

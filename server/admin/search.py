@@ -1,4 +1,4 @@
-"""The route that finds nodes of the tree by their text."""
+"""The route that searches the tree's nodes for text."""
 
 from array import array
 from contextlib import aclosing
@@ -25,25 +25,25 @@ _MOST_CHARACTERS = 256
 
 
 class SearchRequest(Body):
-    """A text; case is ignored."""
+    """The text to search for; case is ignored."""
 
     model_config = example(text="ship models")
 
     text: Text = Field(min_length=1, max_length=_MOST_CHARACTERS)
-    tenant: str | None = Field(None, description="admin keys: name of the API key in whose nodes to look; default: all")
+    tenant: str | None = Field(None, description="admin keys: search this API key's nodes, by name; default: all nodes")
     cache_salt: CacheSalt | None = Field(
         None,
-        description="whose nodes to search; default: admins: all, others: their nodes without a salt",
+        description="search nodes of this salt; default: nodes without a salt, and for admins all nodes",
     )
     limit: int = Field(20, ge=1, le=100, description="most nodes in the answer")
 
 
 @router.post("/search", response_model=None)
 async def search(context: Ctx, asker: CurrentTenant, body: SearchRequest, request: Request) -> Response:
-    """Nodes of the tree that contain a text, or its end; keys without `admin` find their own."""
+    """The nodes in which an occurrence of the text ends. Keys without `admin` search only their own nodes."""
     whose = context.visible(asker, body.tenant)
     account = None if whose is None else whose.account
-    # Users of one key see each other's text only where they share a salt.
+    # Users of one key see each other's text only if they share a salt.
     salt = body.cache_salt if asker.admin else body.cache_salt or ""
 
     async def work() -> dict[str, Any]:
@@ -60,7 +60,7 @@ async def search(context: Ctx, asker: CurrentTenant, body: SearchRequest, reques
 
 
 class _Finder:
-    """Finds a text in nodes, given parents first.
+    """Finds a text in nodes, which are passed to `look` with parents before children.
 
     Attributes:
         found: the matching nodes, as in the answer.
@@ -89,7 +89,7 @@ class _Finder:
             self._read(run, preview_tokens(run.pop("key")))
 
     def _read(self, run: dict[str, Any], tokens: list[int]) -> None:
-        # The text of a run depends on the tokens before it, and a match may begin there.
+        # A match may begin in the nodes above, and their last tokens can change how this node's tokens decode.
         before = self._ends.get(run["parent"], array("i"))
         path = before + array("i", tokens)
         self._ends[run["id"]] = path[-self._overlap :]
@@ -101,7 +101,7 @@ class _Finder:
             self.found.append({**run, "tokens": len(tokens), "above": self._above(run["parent"]), "text": shown})
 
     def _above(self, page: int | None) -> list[int]:
-        """The ids of the nodes above, the root's child first."""
+        """The ids of a node and its ancestors, topmost first."""
         found: dict[int, None] = {}
         while page is not None and page not in found:  # a page may get another node during the walk
             found[page] = None

@@ -1,4 +1,4 @@
-"""An answer's content blocks, read from the model's text: reasoning, text, calls of tools."""
+"""Splits the model's text into Anthropic's content blocks: reasoning, text, tool calls."""
 
 import json
 import uuid
@@ -12,7 +12,7 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 
 class Piece(NamedTuple):
-    """A part of a block: of a call the whole, else some more text."""
+    """A whole tool call, or the next part of a text or reasoning block."""
 
     type: str
     text: str
@@ -20,20 +20,20 @@ class Piece(NamedTuple):
     name: str = ""
 
     def start(self) -> dict[str, Any]:
-        """The block as it is before its text."""
+        """The block for `content_block_start`, still empty."""
         if self.type == "tool_use":
             return {"type": "tool_use", "id": self.id, "name": self.name, "input": {}}
-        # Nothing is signed: this server knows its reasoning by the text alone.
+        # The signature is empty, because this server signs no reasoning.
         return {"type": self.type, self.type: ""} | ({"signature": ""} if self.type == "thinking" else {})
 
     def delta(self) -> dict[str, str]:
-        """The text as it is added to the block."""
+        """The `delta` of `content_block_delta`."""
         if self.type == "tool_use":
             return {"type": "input_json_delta", "partial_json": self.text}
         return {"type": f"{self.type}_delta", self.type: self.text}
 
     def block(self) -> dict[str, Any]:
-        """The whole block, if this is all of it."""
+        """The complete block, if this piece is all of it."""
         return self.start() | ({"input": parse_json(self.text)} if self.type == "tool_use" else {self.type: self.text})
 
 
@@ -42,8 +42,8 @@ class ContentReader:
     """Incremental reader of an answer.
 
     Attributes:
-        calls: parser of calls in the text.
-        state: `thinking` from the start where the prompt ends within reasoning.
+        calls: parser of the text behind the reasoning.
+        state: where the answer stands; begins as `thinking` if the prompt ends with `<think>`.
     """
 
     calls: CallReader
@@ -52,14 +52,14 @@ class ContentReader:
     _has_thought: bool = field(default=False, init=False)
 
     def push(self, text: str, last: bool) -> list[Piece]:
-        """Add text; returns what is settled."""
+        """Add text; returns the pieces that later text cannot change."""
         thought, said = self._split(text, last)
         shown, calls = self.calls.push(said, last)
         pieces = [Piece(kind, part) for kind, part in (("thinking", thought), ("text", shown)) if part]
         return pieces + [_call(**call["function"]) for call in calls]
 
     def _split(self, text: str, last: bool) -> tuple[str, str]:
-        """New reasoning, and new text behind it."""
+        """The new part of the reasoning, and the new text behind it."""
         thought, said = "", ""
         self._held += text
         if self.state == "start":
@@ -86,7 +86,7 @@ class ContentReader:
 
 
 def _call(name: str, arguments: str) -> Piece:
-    """A call, whose input is an object whatever the model wrote."""
+    """A call. Arguments that are no JSON object become `{"arguments": ...}`."""
     try:
         given = parse_json(arguments or "{}")
     except ValueError:

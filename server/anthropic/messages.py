@@ -32,7 +32,7 @@ _HOUR_S = 3600.0
 
 
 class MessageStream(TypedEventStream):
-    """Events of a message; an error has Anthropic's form."""
+    """Events of a message, with errors in Anthropic's form."""
 
     def describe(self, error: RametError) -> dict[str, Any]:
         return message_error(error)
@@ -57,7 +57,7 @@ async def messages(
 async def count_tokens(
     body: MessagesPrompt, request: Request, context: Ctx, chats: Chats, tenant: CurrentTenant
 ) -> Response:
-    """Tokens of a conversation's prompt."""
+    """The number of tokens in a conversation's prompt."""
     context.check_model(body.model)
 
     async def work() -> dict[str, Any]:
@@ -119,7 +119,7 @@ class MessageWriter(Writer):
             yield {"type": "content_block_stop", "index": self._index}
 
     def _message(self, output: Output, why: Explanation | None) -> dict[str, Any]:
-        """A message without content, and why its prompt missed the cache, if asked for."""
+        """A message without content. With `why`, it also has the reason for its cache miss."""
         message: dict[str, Any] = {
             **{"id": self._id, "type": "message", "role": "assistant", "model": self._model},
             **{"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage(output)},
@@ -127,7 +127,7 @@ class MessageWriter(Writer):
         return message if why is None else {**message, "explain": why.describe(), "diagnostics": why.anthropic()}
 
     def _stop(self, output: Output, pieces: list[Piece]) -> dict[str, Any]:
-        """Why the answer ended, as Anthropic's stop fields. Raises Conflict if it was aborted."""
+        """Anthropic's `stop_reason` and `stop_sequence`. Raises Conflict if the answer was aborted."""
         finish = output.finish
         assert finish is not None
         if finish.type == "abort":
@@ -144,7 +144,7 @@ class MessageWriter(Writer):
 
 
 def usage(output: Output) -> dict[str, Any]:
-    """Token counts: read + created + input are the prompt's. `breakpoints` says up to where it is kept, or why not."""
+    """Token counts. Cache reads, cache creation and input tokens add up to the prompt; see README for `breakpoints`."""
     cached, prompt = output.cached_tokens, output.prompt_tokens
     used = output.usage or CacheUsage(read=cached, created={}, input=prompt - cached, breakpoints=[])
     created = sum(used.created.values())

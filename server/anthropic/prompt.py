@@ -1,4 +1,4 @@
-"""Anthropic's requests as chats."""
+"""Converts Anthropic's requests to OpenAI chats."""
 
 import json
 from typing import Any
@@ -14,7 +14,7 @@ from server.openai.types import ChatRequest
 
 
 def chat_of(body: types.MessagesPrompt) -> ChatRequest:
-    """The same request as a chat. Raises InvalidRequest."""
+    """The request as an OpenAI chat. Raises InvalidRequest."""
     for block in body.messages[-1].content[-1:]:
         block.cache_control = block.cache_control or body.cache_control
     tools = [_tool(tool) for tool in body.tools or ()]
@@ -36,7 +36,7 @@ def chat_of(body: types.MessagesPrompt) -> ChatRequest:
         "stop": getattr(body, "stop_sequences", None),
         "continue_final_message": turns[-1].role == "assistant" and not turns[-1].tool_calls,
         "prompt_cache_options": {"mode": "explicit"},
-        "reuse": {"method": "none"},  # answers have no place to report approximate reuse
+        "reuse": {"method": "none"},  # Anthropic's answers have no field that reports approximate reuse
     }
     with naming(body.NAMES):
         chat = ChatRequest.model_validate(fields)
@@ -46,7 +46,7 @@ def chat_of(body: types.MessagesPrompt) -> ChatRequest:
 
 
 def numbers_of(body: types.MessagesPrompt) -> list[int]:
-    """The index of the message that each turn of the chat belongs to; -1: the system message."""
+    """For each turn of the chat, the index of its Anthropic message; -1: the system message."""
     numbers = [i for i, message in enumerate(body.messages) for _ in turns_of(message)]
     return [-1] * len(_system(body)) + numbers
 
@@ -57,7 +57,7 @@ def _system(body: types.MessagesPrompt) -> list[Message]:
 
 
 def turns_of(message: types.AnthropicMessage) -> list[Message]:
-    """The messages of a chat: results of tools are messages of their own."""
+    """A message as turns of a chat, in which each tool result is a turn of its own."""
     turns: list[Message] = []
     parts: list[Part] = []
     calls: list[ToolCall] = []
@@ -88,7 +88,7 @@ def _texts(blocks: list[Any]) -> list[Any]:
 def _point(block: types.Block | types.AnthropicTool) -> Breakpoint | None:
     if block.cache_control is None:
         return None
-    ttl: Any = block.cache_control.ttl  # OpenAI has others
+    ttl: Any = block.cache_control.ttl  # not one of OpenAI's values, so validation is skipped
     return Breakpoint.model_construct(mode="explicit", ttl=ttl)
 
 

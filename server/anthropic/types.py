@@ -11,17 +11,17 @@ from server.http import fields
 from server.http.wire import Body, ByType, JsonObject, Text, example
 from server.openai.tools import MAX_TOOLS, Name
 
-# Messages in a conversation, and blocks in a message.
+# Most messages in a conversation, and most blocks in a message.
 MAX_BLOCKS = 4096
 
 
 def _as_blocks(content: Any) -> Any:
-    """A text as one block."""
+    """Turn a plain string into a list with one text block."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 class CacheControl(Body):
-    """A breakpoint: the prompt up to the end of its block is kept for this time from its last use on."""
+    """A breakpoint: the prompt up to the end of this block is kept for `ttl` after each use."""
 
     IGNORED = frozenset({"scope"})  # keys and cache_scope decide who shares KV
 
@@ -30,7 +30,7 @@ class CacheControl(Body):
 
 
 class Block(Body, extra="ignore"):
-    """Base of content blocks; other fields are ignored, since clients send back servers' blocks."""
+    """Base of content blocks. Unknown fields are ignored, because clients send back blocks that servers made."""
 
     cache_control: CacheControl | None = None
 
@@ -41,20 +41,20 @@ class TextBlock(Block):
 
 
 class ThinkingBlock(Block):
-    """Reasoning of an earlier answer, which the chat template may repeat. Nothing is signed here."""
+    """Reasoning of an earlier answer, which the chat template may repeat. Signatures are ignored."""
 
     type: Literal["thinking"]
     thinking: Text
 
 
 class RedactedBlock(Block):
-    """Reasoning that only its author can read; it is left out."""
+    """Encrypted reasoning of another server; left out of the prompt."""
 
     type: Literal["redacted_thinking"]
 
 
 class ToolUseBlock(Block):
-    """An earlier call."""
+    """An earlier tool call."""
 
     type: Literal["tool_use"]
     id: Text
@@ -67,7 +67,7 @@ TextBlocks = Annotated[_TextBlocks, BeforeValidator(_as_blocks, json_schema_inpu
 
 
 class ToolResultBlock(Block):
-    """The result of an earlier call."""
+    """The result of an earlier tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: Text
@@ -83,7 +83,7 @@ class PlainSource(Body):
 
 
 class DocumentBlock(Block):
-    """A document of plain text; it stands in the prompt as text, under its title."""
+    """A plain-text document. The prompt has its title, its context and its text, each on a new line."""
 
     type: Literal["document"]
     source: PlainSource
@@ -110,7 +110,7 @@ class AnthropicMessage(Body, extra="ignore"):
 
 
 class AnthropicTool(Body):
-    """A tool that the client runs; Anthropic's own tools have other types, and no schema of theirs is known here."""
+    """A tool that the client runs. Anthropic's server tools have other types and are refused."""
 
     IGNORED = frozenset({"allowed_callers", "eager_input_streaming", "input_examples", "strict", "defer_loading"})
 
@@ -122,7 +122,7 @@ class AnthropicTool(Body):
 
 
 class ToolChoice(Body):
-    """Calls that the answer may or must have."""
+    """Whether the answer may or must call tools."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None
@@ -130,7 +130,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether to reason; the chat template gets on or off."""
+    """Whether to reason. The chat template only knows on and off."""
 
     IGNORED = frozenset({"budget_tokens", "display"})
 
@@ -145,26 +145,26 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    """Format and effort of the answer; the chat template learns of the latter."""
+    """The answer's format, and the effort, which sets the chat template's `reasoning_effort`."""
 
     format: OutputFormat | None = None
     effort: Annotated[str, Field(max_length=64)] | None = None
 
 
 class Edit(Body, extra="ignore"):
-    """An edit of the context that the chat template makes by itself."""
+    """An edit of the context that chat templates make anyway: they leave out old reasoning."""
 
     type: Literal["clear_thinking_20251015"]
 
 
 class ContextManagement(Body):
-    """Edits of the context before it is read."""
+    """Edits of the context."""
 
     edits: Annotated[list[Edit], Field(max_length=16)] = Field(default_factory=list)
 
 
 class MessagesPrompt(Body):
-    """`POST /v1/messages/count_tokens`, and the part of `/v1/messages` that makes the prompt."""
+    """`POST /v1/messages/count_tokens`, and the fields of `/v1/messages` that shape the prompt."""
 
     IGNORED = frozenset(
         {"metadata", "service_tier", "inference_geo", "speed", "user_profile_id", "workspace_id", "betas"}
@@ -197,7 +197,7 @@ class MessagesPrompt(Body):
 
 
 class Diagnostics(Body):
-    """The earlier message of this key with whose prompt this one is compared."""
+    """An earlier message of this key; the answer explains where the two prompts differ."""
 
     previous_message_id: AnswerId | None = None
 

@@ -1,8 +1,8 @@
 """API keys, their permissions, and the cache namespace of each.
 
-A key is a line `NAME KEY [admin] [public] [quota=PAGES] [max_priority=NUMBER]`, or `NAME KEY metrics` for a scraper, in
-the file `--api-keys` or the environment variable RAMET_API_KEYS (lines separated by `;`). Without keys the server is
-open, and all requests belong to one tenant.
+The file `--api-keys` and the environment variable RAMET_API_KEYS (lines separated by `;`) have one key a line:
+`NAME KEY [admin] [public] [quota=PAGES] [max_priority=NUMBER]`, or `NAME KEY metrics` for a scraper. Without keys the
+server is open, and all requests belong to one tenant.
 """
 
 import hashlib
@@ -24,16 +24,16 @@ from runtime.errors import InvalidRequest, RametError
 from server.errors import Forbidden, Unauthorized
 
 ENVIRONMENT = "RAMET_API_KEYS"
-# Routers and orchestrators probe health without a key. The pages are static; their data needs a key.
+# Routes without a key: health probes, and static pages that load their data from routes with a key.
 OPEN_PATHS = frozenset({"/health", "/ready", "/", "/dashboard", "/docs"})
 # The one route for scrapers' keys.
 METRICS_PATH = "/metrics"
-# Tenant of shared cached pages; no account has this name.
+# The tenant of public pages. No account has this name.
 PUBLIC = "public"
 
 CacheScope = Annotated[
     Literal["private", "public"],
-    Field(description="public: share cached pages with all keys that may; only for keys marked public"),
+    Field(description="public: share cached pages with the other keys marked public; needs such a key"),
 ]
 _COMMENT = re.compile(r"(^|\s)#.*")  # a key may contain #
 _LINE = re.compile(
@@ -55,8 +55,8 @@ class Tenant:
         digest: SHA-256 of the key; the key itself is not stored.
         admin: whether the routes of server/admin are allowed.
         public: whether the key may share public prefixes.
-        quota: cached pages; None: `--tenant-quota`.
-        max_priority: highest priority of requests; admins may ask for any.
+        quota: most cached pages; None: `--tenant-quota`.
+        max_priority: highest priority of its requests; admins have no limit.
         metrics: whether only `/metrics` is allowed.
     """
 
@@ -70,7 +70,7 @@ class Tenant:
 
     @property
     def account(self) -> str:
-        """The tenant of its private cache namespaces."""
+        """The tenant's name in its private cache namespaces."""
         return self.digest.hex()[:32]
 
     def namespace(self, salt: str | None, scope: str) -> Namespace:
@@ -128,16 +128,16 @@ def read_keys(path: Path | None) -> list[Tenant]:
             )
         )
     if path is not None and not tenants:
-        raise BadKeys(f"--api-keys {path} has no key")  # an open server would be a surprise
+        raise BadKeys(f"--api-keys {path} has no key")  # else the server would be open by mistake
     return tenants
 
 
 class EveryKey(APIRouter):
-    """A router whose routes accept every key; routes of other routers need an admin's key."""
+    """A router whose routes accept every key. Routes of a plain APIRouter need an admin's key."""
 
 
 class Guard:
-    """Checks API keys, unless there are none: OPEN_PATHS need no key, routes of an `EveryKey` router any key."""
+    """Checks API keys. OPEN_PATHS need no key, routes of an `EveryKey` any key, others an admin's key."""
 
     def __init__(self, tenants: list[Tenant], routers: Sequence[APIRouter]):
         self.tenants = tenants
@@ -178,7 +178,7 @@ class Guard:
         if kind.lower() != b"bearer":
             key = headers.get(b"x-api-key", b"")
         digest = hashlib.sha256(key.strip()).digest()
-        # All keys are compared in constant time, so that the duration reveals nothing.
+        # All keys are compared, each in constant time, so that the duration reveals nothing.
         found = [tenant for tenant in self.tenants if hmac.compare_digest(tenant.digest, digest)]
         if not found:
             raise Unauthorized("a valid API key is needed: Authorization: Bearer KEY")

@@ -1,1 +1,1 @@
-"""Commands of `ramet` beside `serve`."""
+"""`ramet explain`."""

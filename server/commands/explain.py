@@ -1,4 +1,4 @@
-"""`ramet explain A.json B.json`: two requests, as they are rendered, side by side."""
+"""`ramet explain A.json B.json`: compares the rendered prompts of two requests."""
 
 from array import array
 from typing import Any
@@ -22,14 +22,14 @@ from server.openai.prompt import conversation_of
 from server.openai.types import ChatRequest, CompletionRequest
 from server.sglang.generate import GenerateRequest
 
-# Fields that shape a prompt.
+# The request fields that shape a prompt.
 _SHAPING = ("messages", "tools", "tool_choice", "documents", "add_generation_prompt", "prompt", "text", "input_ids")
 
 
 def explain_files(texts: tuple[str, str], names: tuple[str, str], tokenizer: Tokenizer) -> None:
-    """Print the place at which the second request parts from the first one, and the text on both sides.
+    """Print where the second prompt begins to differ from the first one, and the text on both sides.
 
-    Raises InvalidRequest if one of them is no request.
+    Raises InvalidRequest if a text is no request.
     """
     bodies = [_read_json(text, name) for text, name in zip(texts, names, strict=True)]
     (first, _), (second, conversation) = (
@@ -48,7 +48,7 @@ def explain_files(texts: tuple[str, str], names: tuple[str, str], tokenizer: Tok
         table.add_row("then", *(Text(one_line(text), style) for text, style in sides))
     console.print(table)
     if len({(body.get("cache_salt"), body.get("cache_scope", "private")) for body in bodies}) > 1:
-        console.print("Their cache_salt or cache_scope differ: they never share cached pages.")
+        console.print("These requests never share cached pages: their cache_salt or cache_scope differ.")
 
 
 def _read_json(text: str, name: str) -> dict[str, Any]:
@@ -57,14 +57,14 @@ def _read_json(text: str, name: str) -> dict[str, Any]:
     except ValueError as error:
         raise InvalidRequest(f"{name} is no request: {error}") from None
     if not isinstance(body, dict):
-        raise InvalidRequest(f"{name} is no request: it is no object")
+        raise InvalidRequest(f"{name} is no request: not a JSON object")
     return body
 
 
 def _render(body: dict[str, Any], name: str, tokenizer: Tokenizer) -> tuple[bytes, Conversation | None]:
     """The first prompt of a request to /v1/chat/completions, /v1/completions or /generate.
 
-    Returns its int32 tokens, and the conversation that it renders, if it is one. Raises InvalidRequest.
+    Returns the prompt's int32 tokens, and its conversation, None for plain text. Raises InvalidRequest.
     """
     kind = ChatRequest if "messages" in body else CompletionRequest if "prompt" in body else GenerateRequest
     shaping = {field: body[field] for field in _SHAPING if field in body}

@@ -1,4 +1,4 @@
-"""The layout of a schema as a table on the terminal."""
+"""Prints the layout of a schema as a table."""
 
 from rich.console import Console
 from rich.table import Table
@@ -7,7 +7,7 @@ from runtime.frontend.schemas.schema import Schema
 
 
 def print_layout(schema: Schema) -> None:
-    """Print a row for the schema's own text and each module: its positions, tokens, parameters and union."""
+    """Print positions, tokens, parameters and union of each module; the first row is the schema's own text."""
     modules = schema.modules()
     table = Table("path", "positions", "tokens", "parameters", "union", title=f"schema {schema.name}")
     for module in modules:

@@ -1,1 +1,1 @@
-"""Reasons for cache misses: rendered prompts compared, earlier answers remembered."""
+"""Reasons for cache misses, found by comparing rendered prompts."""

@@ -1,4 +1,4 @@
-"""The place at which two rendered prompts part, and the text on both sides."""
+"""Finds where two rendered prompts begin to differ, and the text on both sides."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,19 +7,19 @@ from radix.node import TOKEN_BYTES, common_tokens
 from runtime.models.tokenizer import Tokenizer
 from server.explain.parts import Conversation, Part, common_characters, part_at
 
-# Tokens shown before the place, and on each side after it.
+# Tokens shown before the difference, and of each prompt after it.
 _BEFORE, _BEHIND = 16, 24
 
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The place at which a prompt parts from another one.
+    """The place where a prompt begins to differ from another prompt.
 
     Attributes:
-        token: shared leading tokens.
-        part: contains the first different character.
-        offset: characters of the part before it.
-        before: shared text; here: this prompt's continuation; there: the other's, None if it must not be shown.
+        token: number of shared leading tokens.
+        part: the part of this prompt with the first different character.
+        offset: number of characters of that part before the first different one.
+        before: the last shared text; here, there: how this prompt and the other go on; there is None if it is secret.
     """
 
     token: int
@@ -38,12 +38,12 @@ class Parting:
 def find_parting(
     tokenizer: Tokenizer, tokens: bytes, token: int, other: bytes | None, conversation: Conversation | None
 ) -> Parting:
-    """The parting of a prompt from another one after `token` shared tokens.
+    """The `Parting` of two prompts that share their first `token` tokens.
 
     Args:
-        tokens: the prompt, int32.
-        other: int32, the other prompt's continuation; None: it must not be shown.
-        conversation: rendered by the prompt; None: it is plain text.
+        tokens: the first prompt, int32.
+        other: the other prompt behind the shared tokens, int32; None: its text must not be shown.
+        conversation: the one that the first prompt renders; None: it is plain text.
     """
 
     def text(run: bytes, start: int, stop: int) -> str:
@@ -65,6 +65,6 @@ def find_parting(
 
 
 def compare(tokenizer: Tokenizer, tokens: bytes, other: bytes, conversation: Conversation | None) -> Parting:
-    """The parting of two prompts, int32 each; at the end of the shorter one if it begins the longer one."""
+    """The `Parting` of two int32 prompts. If one is a prefix of the other, they part at its end."""
     token = common_tokens(tokens, 0, other)
     return find_parting(tokenizer, tokens, token, other[token * TOKEN_BYTES :], conversation)

@@ -1,4 +1,4 @@
-"""The parts of a rendered conversation: tools, system message, messages."""
+"""Maps the characters of a rendered conversation to its tools, system message and messages."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,34 +8,34 @@ from runtime.errors import InvalidRequest
 from runtime.models.marks import new_mark
 
 Kind = Literal["tools", "system", "message", "prompt"]
-# Characters of the template's own text that identify a description of tools.
+# Number of characters of template text by which a description of tools is recognised.
 _TELLING = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a prompt from character `start` on; `index`: of the message in the request."""
+    """A part of a prompt that begins at character `start`; `index`: the message's index in the request."""
 
     kind: Kind
     start: int = 0
     index: int | None = None
 
     def __str__(self) -> str:
-        """For messages."""
+        """The part's name in explanations."""
         names = {"tools": "the tools", "system": "the system prompt", "prompt": "the prompt"}
         return names.get(self.kind, f"message {self.index}")
 
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages and tools, and the template that renders them.
+    """Messages and tools, with the function that renders them.
 
     Attributes:
-        render: the text of messages (with plain contents) and tools.
-        turns: the chat template's dicts.
-        tools: as `render` takes them.
-        example: any tool, to find where tools would be described.
-        numbers: index of the request's message for each turn; None: turns are messages.
+        render: makes the prompt's text from turns, whose contents are strings, and tools.
+        turns: the messages as dicts for the chat template.
+        tools: the tools as `render` takes them.
+        example: any tool; rendering it shows where the template describes tools.
+        numbers: for each turn, the index of its message in the request; None: turns are messages.
     """
 
     render: Callable[[list[dict[str, Any]], list[Any]], str]
@@ -51,9 +51,9 @@ class Conversation:
         self._marks = [new_mark() for _ in self._marked]
 
     def parts(self, text: str) -> list[Part]:
-        """The parts of the conversation's text, in order; none if its template changes contents.
+        """The parts of the conversation's text, in order; empty if the chat template changes contents.
 
-        The template's own text belongs to the next content, and after the last content to that one.
+        Text of the template belongs to the content that follows, and behind the last content to the last content.
         """
         pieces = self._pieces(self.turns, self.tools)
         if pieces is None:
@@ -70,7 +70,7 @@ class Conversation:
             added = [(*tools[place], Part("tools"))] if place in tools else []
             added += [(*calls[place], self._caller(place))] if place in calls else []
             if place and not any(first == 0 for first, _, _ in added):
-                # The other prompt's content may continue where this one ends.
+                # One character later: where this content ends, the other prompt's content may continue.
                 found.append(replace(next_part, start=start + min(1, len(piece))))
             for first, stop, part in added:
                 found += [replace(part, start=start + first), replace(next_part, start=start + stop)]
@@ -82,7 +82,7 @@ class Conversation:
         return found
 
     def describes_tools(self, other: str) -> bool:
-        """Whether `other`, after the same beginning, describes tools that this conversation lacks."""
+        """Whether `other`, the rest of a prompt with the same beginning, describes tools that this one lacks."""
         bare = self._pieces(self.turns, [])
         shown = self._pieces(self.turns, [self.example])
         if self.tools or bare is None or shown is None:
@@ -94,7 +94,7 @@ class Conversation:
         return False
 
     def _part(self, place: int) -> Part:
-        """The part of a content; a place after the last content belongs to that one."""
+        """The part of content number `place`; a place behind the last content belongs to the last content."""
         index = self._marked[min(place, len(self._marked) - 1)]
         leading = all(turn["role"] == "system" for turn in self.turns[: index + 1])
         return Part("system") if leading else self._message(index)
@@ -103,12 +103,12 @@ class Conversation:
         return Part("message", index=turn if self.numbers is None else self.numbers[turn])
 
     def _caller(self, place: int) -> Part:
-        """The last message with calls before a place."""
+        """The last message with tool calls before content number `place`."""
         stop = self._marked[place] if place < len(self._marked) else len(self.turns)
         return self._message(max((i for i in range(stop) if self.turns[i].get("tool_calls")), default=0))
 
     def _pieces(self, turns: Sequence[dict[str, Any]], tools: list[Any]) -> list[str] | None:
-        """The template's text around the contents; None if it changes them."""
+        """The template's text before, between and behind the contents; None if it changes contents."""
         marks = dict(zip(self._marked, self._marks, strict=True))
         shown = [{**turn, "content": marks.get(i, turn["content"])} for i, turn in enumerate(turns)]
         try:
@@ -126,7 +126,7 @@ class Conversation:
     def _added(
         self, pieces: list[str], turns: Sequence[dict[str, Any]], tools: list[Any]
     ) -> dict[int, tuple[int, int]]:
-        """Spans of pieces that are missing with other turns or tools, by place."""
+        """By place, the span (start, stop) of a piece that is absent when other turns or tools are rendered."""
         fewer = self._pieces(turns, tools)
         spans = {}
         for place, (piece, less) in enumerate(zip(pieces, fewer or pieces, strict=True)):
@@ -144,6 +144,6 @@ def common_characters(one: str, other: str) -> int:
 
 
 def part_at(parts: list[Part], character: int) -> Part:
-    """The part that contains a character of the text."""
+    """The part that contains the given character."""
     before = [part for part in parts if part.start <= character]
     return before[-1] if before else Part("prompt")

@@ -1,4 +1,4 @@
-"""Explanations of cache misses: reason, place, time."""
+"""The explanation of a cache miss, in Ramet's, OpenAI's and Anthropic's form."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,12 +13,12 @@ Reason = Literal[
 DIFFER: dict[str, Reason] = {
     **{"tools": "tools_differ", "system": "system_differs", "message": "messages_differ", "prompt": "prompt_differs"}
 }
-# By the cause of eviction.
+# Reason and message by cause of eviction.
 LEFT: dict[str, tuple[Reason, str]] = {
     "room": ("evicted", "was evicted {} s ago: room was needed"),
     "quota": ("evicted", "was evicted {} s ago: the tenant was over its quota"),
     "flush": ("flushed", "was flushed {} s ago"),
-    "expired": ("expired", "was evicted {} s ago: its time to be kept was over"),
+    "expired": ("expired", "was evicted {} s ago: its hold time was over"),
 }
 _OPENAI = {"tools_differ": "tools_changed"} | dict.fromkeys(
     ("system_differs", "messages_differ", "prompt_differs"), "input_changed"
@@ -30,14 +30,14 @@ _ANTHROPIC = {"tools_differ": "tools_changed", "system_differs": "system_changed
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The reason why a prompt's KV was not read from the cache beyond its first `cached` tokens.
+    """Why only the first `cached` tokens of a prompt were read from the cache.
 
     Attributes:
-        reason: `hit` if no more could have been read.
-        message: the same in words.
-        prompt, cached: tokens.
-        compared_with: an earlier answer's id, or `nearest`; None: nothing was compared.
-        parting: the place at which they part, if they do.
+        reason: `hit` if no further tokens could have been read.
+        message: the reason in words.
+        prompt, cached: numbers of tokens.
+        compared_with: an earlier answer's id, or `nearest`; None: no prompts were compared.
+        parting: where the compared prompts begin to differ; None if they do not.
     """
 
     reason: Reason
@@ -48,7 +48,7 @@ class Explanation:
     parting: Parting | None = None
 
     def describe(self) -> dict[str, Any]:
-        """The field of Ramet's own routes."""
+        """The field `explain` of an answer."""
         return {
             **{"reason": self.reason, "message": self.message, "prompt_tokens": self.prompt},
             **{"cached_tokens": self.cached, "missed_tokens": self.prompt - self.cached},
@@ -57,7 +57,7 @@ class Explanation:
         }
 
     def openai(self) -> dict[str, Any]:
-        """OpenAI's `prompt_cache_diagnostics`, which has no reasons for what left the cache."""
+        """OpenAI's `prompt_cache_diagnostics`, which knows no reason for evicted KV."""
         if self.reason == "hit":
             return {"type": "cache_hit"}
         if self.reason == "comparison_not_found":

@@ -1,4 +1,4 @@
-"""Why a prompt missed the cache, for all routes."""
+"""Explains cache misses for all routes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,33 +15,33 @@ from server.explain.compare import Parting, find_parting
 from server.explain.parts import Conversation
 from server.explain.reason import DIFFER, LEFT, Explanation, Reason
 
-# Fields of an answer's `reuse` for KV that is not found by prefix.
+# Fields of an answer's `reuse` that show that its KV was not found by prefix.
 _OF_ENTRIES = frozenset({"computed_modules", "computed_documents", "encoded_tokens"})
-# By the field `unshared` of a diffusion model's answers.
+# Reason and message by the field `unshared` of a diffusion model's answers.
 _UNSHARED: dict[str, tuple[Reason, str]] = {
     "off": ("not_stored", "prefixes are not shared: reuse, or the prefix cache, is off"),
     "no_prefix": ("never_here", "a shared prefix is neither declared nor found; a chat declares its system message"),
     "too_short": ("too_short", "the shared prefix fills no page"),
-    "no_room": ("unavailable", "the shared prefix and the rest of the request do not fit into the pool together"),
-    "no_layer": ("unavailable", "the shared prefix is reused in no layer, as the depth table or the request says"),
+    "no_room": ("unavailable", "the pool is too small for the shared prefix and the rest of the request"),
+    "no_layer": ("unavailable", "the depth table or the request reuses the shared prefix in no layer"),
 }
 
-# Makes the conversation that a prompt renders, when it is needed; raises RametError.
+# Makes a prompt's conversation on demand; raises RametError.
 MakeConversation = Callable[[], Conversation | None]
 
 
 def plain_text() -> None:
-    """No conversation: the prompt is plain text, or its messages are not known."""
+    """The `MakeConversation` of a prompt that is plain text."""
 
 
 class MissReport:
-    """Explains the cache misses of one call; made before its prompts are submitted.
+    """Explains the cache misses of one request. Create it before the prompts are submitted.
 
     Args:
-        answers: holds the prompt of `earlier`.
-        submissions: the call's; each will report its look-up.
-        earlier: id of an earlier answer of the same account to compare with; None: the nearest cached prompt.
-        conversation: of the one prompt; default: prompts are plain text.
+        answers: the recent prompts, among them that of `earlier`.
+        submissions: the request's; their Outputs will report the cache look-up.
+        earlier: id of an answer of the same account, to compare with its prompt; None: with the nearest cached prompt.
+        conversation: makes the conversation of a single prompt; default: prompts are plain text.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class MissReport:
             submission.explain = True
 
     async def explain(self, outputs: OutputStream, output: Output) -> Explanation:
-        """The reason for the prompt of an Output that has tokens."""
+        """Why the prompt of this Output missed the cache. The Output must have tokens."""
         found: list[Explanation] = []
         await outputs.in_turn(lambda: found.append(self._explain(output)))
         return found[0]
@@ -77,16 +77,16 @@ class MissReport:
         if output.reuse is not None and not _OF_ENTRIES.isdisjoint(output.reuse):
             return because(*_of_entries(output.reuse, output.cached_tokens))
         if lookup is None:
-            return because("unavailable", "the prompt was not looked up: see `reuse`, if there is one")
+            return because("unavailable", "the prompt was not looked up in the cache; `reuse` may show why")
         if lookup.readable < 0:
             return because("not_stored", "the prefix cache is off")
         if lookup.readable < min(lookup.found, length - 1):
-            wanted = f"log-probabilities are wanted, so that tokens from {lookup.readable} on are computed"
+            wanted = f"the request asks for log-probabilities, so tokens from {lookup.readable} on are computed"
             return because("not_read", wanted)
         if length <= page and not output.cached_tokens:
-            return because("too_short", f"the prompt has {length} tokens, and only whole pages of {page} are kept")
+            return because("too_short", f"the prompt has {length} tokens, but only whole pages of {page} are cached")
         if lookup.found >= (length - 1) // page * page:
-            return because("hit", f"all that is kept of such a prompt was read: {output.cached_tokens} tokens")
+            return because("hit", f"everything cached for this prompt was read: {output.cached_tokens} tokens")
         if self._earlier is not None:
             return self._against_earlier(submission, lookup, because)
         if lookup.why is not None:
@@ -101,13 +101,13 @@ class MissReport:
     def _against_earlier(
         self, submission: Submission, lookup: Lookup, because: Callable[..., Explanation]
     ) -> Explanation:
-        """The reason, compared with the prompt of an earlier answer."""
+        """The reason for a miss, found by comparison with the prompt of an earlier answer."""
         asked, named = self._asked, f"the prompt of {self._earlier}"
         if asked is None:
-            return because("comparison_not_found", f"no answer {self._earlier!r} of this key is remembered")
+            return because("comparison_not_found", f"this key has no recent answer {self._earlier!r}")
         if asked.namespace != submission.namespace:
             return because(
-                "other_salt", f"{named} has another cache_salt, cache_scope or adapter, and shares no pages with it"
+                "other_salt", f"{named} had another cache_salt, cache_scope or adapter, so they share no pages"
             )
         shared = common_tokens(submission.tokens, 0, asked.tokens)
         other = asked.tokens[shared * TOKEN_BYTES :]
@@ -118,19 +118,19 @@ class MissReport:
             missing = f"but the cache ends at token {lookup.found}; {_unknown(lookup)}"
             return because("not_stored", f"{named} has the same first {shared} tokens, {missing}")
         if parting is None:
-            return because("hit", f"all of {named} was read from the cache: {shared} tokens; what follows is new")
+            return because("hit", f"all of {named} was read from the cache: {shared} tokens; the rest is new")
         return because(*_differs(parting, named), parting)
 
     def _part(self, submission: Submission, token: int, other: bytes | None) -> Parting:
         try:
             conversation = self._conversation()
-        except RametError:  # such as a document that was deleted meanwhile
+        except RametError:  # for example, a document was deleted after the submission
             conversation = None
         return find_parting(self._tokenizer, submission.tokens, token, other, conversation)
 
 
 def _unknown(lookup: Lookup) -> str:
-    return f"no more of it has been there in the last {_seconds(lookup.known_s)} s, and nothing older is remembered"
+    return f"nothing more of it was cached in the last {_seconds(lookup.known_s)} s, and older evictions are forgotten"
 
 
 def _seconds(seconds: float) -> str:
@@ -138,20 +138,20 @@ def _seconds(seconds: float) -> str:
 
 
 def _of_entries(reuse: dict[str, Any], cached: int) -> tuple[Reason, str]:
-    """The reason for a prompt whose KV is not reused by prefix; `reuse`: of its answer."""
+    """The reason for a prompt whose KV is not found by prefix; `reuse`: that field of its answer."""
     for kind in ("modules", "documents"):
         if missing := reuse.get(f"computed_{kind}"):
-            return "entries_missing", f"these {kind} were not in the cache, and were computed: {', '.join(missing)}"
+            return "entries_missing", f"these {kind} were not cached and had to be computed: {', '.join(missing)}"
     if "encoded_tokens" not in reuse or cached:
-        return "hit", f"all that this way of reuse reads was in the cache: {cached} tokens; see `reuse`"
+        return "hit", f"all reusable KV was in the cache: {cached} tokens; see `reuse`"
     if length := reuse["encoded_tokens"]:
-        return "entries_missing", f"the shared prefix of {length} tokens was not in the cache, and was encoded"
+        return "entries_missing", f"the shared prefix of {length} tokens was not cached and had to be computed"
     return _UNSHARED[reuse["unshared"]]
 
 
 def _left(lookup: Lookup) -> tuple[Reason, str]:
     reason, text = LEFT[str(lookup.why)]
-    return reason, f"what follows the first {lookup.found} tokens {text.format(_seconds(lookup.gone_s))}"
+    return reason, f"the KV behind the first {lookup.found} tokens {text.format(_seconds(lookup.gone_s))}"
 
 
 def _differs(parting: Parting, other: str) -> tuple[Reason, str]:

@@ -1,1 +1,1 @@
-"""Generation, as all APIs share it: submission, Outputs, measurements."""
+"""Generation for all APIs: shared body fields, submission, Outputs, measurements."""

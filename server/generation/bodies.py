@@ -1,4 +1,4 @@
-"""Fields of request bodies that all APIs share, and the submissions made from them."""
+"""The fields of request bodies that all APIs share, and the submissions made from them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,24 +18,24 @@ from server.http.context import Context
 from server.http.wire import Body, CacheSalt, Text
 
 MAX_BIASES = 1024
-# Branches of a union in locations of errors, which `errors.py` leaves out: they are no identifiers.
+# Tags of a union's branches. They are no identifiers, so `errors.py` leaves them out of a field's path.
 _DOCUMENTS, _REASONING = "of documents", "of reasoning"
 _METHODS = (*get_args(DocumentMethod), "auto", "reasoncache")
 
-Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31, description="larger goes first among waiting requests")]
+Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31, description="waiting requests with a larger one go first")]
 Timeout = Annotated[float, Field(gt=0, le=86_400, description="seconds until the request fails with 408")]
 Explain = Annotated[bool, Field(description="report why the prompt was not read from the cache")]
 AnswerId = Annotated[
-    str, Field(min_length=1, max_length=256, description="an earlier answer of this key, whose prompt is compared")
+    str, Field(min_length=1, max_length=256, description="id of an earlier answer of this key, to compare prompts with")
 ]
 
 
 def _with_int_keys(value: Any) -> Any:
-    """A dict with its decimal keys as integers, which JSON lacks; validation refuses the others."""
+    """Convert a dict's decimal keys to integers, because keys in JSON are strings. Validation refuses other keys."""
     if not isinstance(value, dict):
         return value
     if len(value) > MAX_BIASES:
-        raise ValueError(f"there may be {MAX_BIASES} biases, not {len(value)}")
+        raise ValueError(f"at most {MAX_BIASES} biases are allowed, not {len(value)}")
     return {int(k) if isinstance(k, str) and k.isascii() and k[:20].isdigit() else k: v for k, v in value.items()}
 
 
@@ -45,7 +45,7 @@ LogitBias = Annotated[
 
 
 class Scoped(BaseModel):
-    """A request that computes KV: with whom it shares cached pages."""
+    """Base of requests that compute KV: their salt and scope decide who shares the cached pages."""
 
     cache_salt: CacheSalt | None = None
     cache_scope: CacheScope = "private"
@@ -55,7 +55,7 @@ class Scoped(BaseModel):
         return tenant.namespace(self.cache_salt, self.cache_scope)
 
     def parameters(self, tenant: Tenant) -> dict[str, Any]:
-        """Fields of the submission that the body gives. Raises Forbidden."""
+        """The fields of `Submission` that this body sets. Raises Forbidden."""
         return {}
 
     def submission(
@@ -66,24 +66,24 @@ class Scoped(BaseModel):
         context: Context,
         **more: Any,
     ) -> Submission:
-        """A submission of a tenant; `more`: further fields of `Submission`. Raises Forbidden, NotFound."""
+        """The tenant's submission of a prompt; `more`: further fields of `Submission`. Raises Forbidden, NotFound."""
         namespace, given = self.namespace(tenant, context), self.parameters(tenant) | more
         return Submission(prompt, sampling, account=tenant.account, namespace=namespace, **given)
 
 
 class CacheUse(Body):
-    """The use of the prefix cache by one request."""
+    """How a request uses the prefix cache."""
 
-    store: bool = Field(True, description="false: nothing that the request computes outlives it, in any tier")
+    store: bool = Field(True, description="false: KV that the request computes is dropped at its end, in all tiers")
 
 
 class GenerationBody(Body, Scoped):
-    """Fields of every route that generates."""
+    """The fields that all routes for generation have."""
 
-    # The request's fields by the engine's parameters, where their names differ.
+    # For parameters of the engine that have another name in this body: the field's name.
     NAMES: ClassVar[Mapping[str, str]] = {}
 
-    model: Text | None = Field(None, description="default: the one that is served")
+    model: Text | None = Field(None, description="default: the served model")
     stream: bool = False
     priority: Priority = 0
     cache: CacheUse = Field(default_factory=CacheUse)
@@ -96,7 +96,7 @@ class GenerationBody(Body, Scoped):
 
     @property
     def earlier(self) -> str | None:
-        """The id of the answer with whose prompt this one is compared."""
+        """The id of an earlier answer, whose prompt is compared with this one."""
         return None
 
     def namespace(self, tenant: Tenant, context: Context) -> Namespace:
@@ -121,7 +121,7 @@ class Sampling(Body, SamplingParams, strict=True):
     logit_bias: LogitBias = Field(default_factory=dict)
 
     def plain(self) -> SamplingParams:
-        """The parameters by the engine's names."""
+        """The parameters as the engine's class."""
         return SamplingParams.model_construct(**{name: getattr(self, name) for name in SamplingParams.model_fields})
 
 
@@ -135,7 +135,7 @@ class DocumentReuse(Body, ReuseParams, strict=True):
     @field_validator("method", mode="before")
     @classmethod
     def _is_known(cls, method: Any) -> Any:
-        """An unknown method's error lists all methods, reasoncache too."""
+        """Refuse unknown methods with an error that lists all methods, reasoncache included."""
         if method not in _METHODS:
             raise PydanticCustomError("literal_error", "Input should be {one}", {"one": " or ".join(_METHODS)})
         return method
@@ -152,13 +152,13 @@ def _method(value: Any) -> Any:
 Reuse = Annotated[
     Annotated[DocumentReuse, Tag(_DOCUMENTS)] | Annotated[ReasoningReuse, Tag(_REASONING)],
     Discriminator(lambda value: _REASONING if _method(value) == "reasoncache" else _DOCUMENTS),
-    Field(description="of documents, or of reasoning steps; default: --reuse"),
+    Field(description="reuse of documents or of reasoning steps; default: --reuse"),
 ]
 
 
 @contextmanager
 def naming(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors name a request's fields; `names`: these by the parameters that the errors would name."""
+    """Make errors name the request's fields; `names` maps parameters of the engine to fields."""
     try:
         yield
     except ValidationError as error:

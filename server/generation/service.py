@@ -1,4 +1,4 @@
-"""Submission of requests to the engine, and their Outputs, which are measured and written as answers."""
+"""Submits requests to the engine, records their Outputs, and writes the answers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from server.telemetry.metrics import Metrics
 
 
 class Generation:
-    """The completions of one request, as they are generated.
+    """The completions of one request while they are generated.
 
     Attributes:
-        outputs: of all completions.
+        outputs: the Outputs of all completions.
     """
 
     def __init__(self, outputs: OutputStream, metrics: Metrics, journal: Journal, report: MissReport | None = None):
@@ -38,7 +38,7 @@ class Generation:
         self._report = report
 
     async def collect(self, write: Callable[[Output], None] | None = None) -> list[Output]:
-        """The last Output of every completion, by prompt, then by choice; `write` takes log-probabilities."""
+        """The last Output of every completion, sorted by prompt and choice; `write` receives log-probabilities."""
         done: dict[tuple[int, int], Output] = {}
         with self.outputs, self._recorded() as record:
             async for output in self.outputs:
@@ -49,7 +49,7 @@ class Generation:
         return [done[key] for key in sorted(done)]
 
     async def events(self, writer: Writer) -> Events:
-        """The events of a stream. A failure is an event if the writer makes one, else it is raised."""
+        """The events of a stream. A failure becomes the writer's own event, or is raised if the writer has none."""
         try:
             for event in writer.begin():
                 yield event
@@ -69,20 +69,20 @@ class Generation:
             yield failure
 
     async def explain(self, output: Output) -> Explanation | None:
-        """The reason why the prompt missed the cache, if asked for; for its first completion only."""
+        """Why the prompt missed the cache; None if the request did not ask, or for a further choice of the prompt."""
         if self._report is None or output.choice:
             return None
         return await self._report.explain(self.outputs, output)
 
     async def respond(self, request: Request, writer: Writer, stream: bool) -> Response:
-        """The response: a stream of events, or the whole answer, which is aborted when the client disconnects."""
+        """A stream of events or the whole answer. Disconnecting cancels the request."""
         if stream:
             return writer.STREAM(self.events(writer), self.outputs.close)
         return JsonAnswer(await while_there(request, writer.answer(self)))
 
     @contextmanager
     def _recorded(self) -> Iterator[Callable[[Output], None]]:
-        """A function that records Outputs; completions that do not end within the context are noted as failed."""
+        """Yields a function that records Outputs. Completions that have not ended at the exit count as failed."""
         outputs = self.outputs
         last: dict[tuple[int, int], Output] = {}
         unended = {(index, choice) for index, one in enumerate(outputs.submissions) for choice in range(one.sampling.n)}
@@ -96,7 +96,7 @@ class Generation:
             if output.finish is not None:
                 unended.discard(key)
                 self._journal.add(outputs.submissions[output.index], output)
-            if output.new_token_ids:  # an Output without tokens reports the prompt or a canvas
+            if output.new_token_ids:  # an Output without tokens only reports the prompt or a canvas
                 last[key] = output
 
         try:
@@ -111,10 +111,10 @@ class Generation:
 
 
 class Writer(ABC):
-    """Base of an API's form of answers; an instance writes one.
+    """Writes one answer in the form of an API. Each API has a subclass.
 
     Attributes:
-        STREAM: the response with its events.
+        STREAM: the class of a streamed response.
     """
 
     STREAM: ClassVar[type[EventStream]] = EventStream
@@ -124,22 +124,22 @@ class Writer(ABC):
         return ()
 
     def add_logprobs(self, output: Output) -> None:  # noqa: B027 (some APIs have none)
-        """Take an Output's log-probabilities, for the next event or the answer; may run in a thread."""
+        """Store an Output's log-probabilities for the next event or the answer. May run in a thread."""
 
     def explains(self, output: Output) -> bool:
-        """Whether the events of an Output report why its prompt missed the cache."""
+        """Whether the events of this Output explain the cache miss."""
         return output.finish is not None
 
     @abstractmethod
     def write(self, output: Output, why: Explanation | None) -> Iterable[dict[str, Any]]:
-        """The events of an Output; `why`: the reason for a miss, if it is due."""
+        """The events of an Output; `why`: the explanation of the cache miss, if these events must have it."""
 
     def end(self) -> Iterable[dict[str, Any]]:
         """Events behind the last Output."""
         return ()
 
     def fail(self, error: RametError) -> dict[str, Any] | None:
-        """The last event of a stream that fails; None: that of all errors."""
+        """The last event of a failed stream; None: the error event that all APIs share."""
         return None
 
     @abstractmethod
@@ -148,7 +148,7 @@ class Writer(ABC):
 
 
 class GenerationService:
-    """Submits requests to the engine, and records them in the metrics, the journal and the earlier answers."""
+    """Submits requests to the engine, and records them in metrics, journal and `Answers`."""
 
     def __init__(self, context: Context, metrics: Metrics, journal: Journal, answers: Answers):
         self.context = context
@@ -164,11 +164,11 @@ class GenerationService:
         conversation: MakeConversation = plain_text,
         answer: str | None = None,
     ) -> Generation:
-        """Submit a request's prompts; errors name its fields.
+        """Submit a request's prompts. Errors name the request's fields.
 
         Args:
-            conversation: the one that a single submission renders, for reports of misses.
-            answer: the answer's id for later comparisons, unless it ends with the submission's `rid`.
+            conversation: makes the conversation of a single submission, to explain misses.
+            answer: the answer's id for later comparisons; needed unless it ends with the submission's `rid`.
 
         Raises:
             RametError: see `run`.
@@ -191,13 +191,13 @@ class GenerationService:
         names: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> Output:
-        """The last Output of a prompt, whose answer no client reads.
+        """Run a prompt whose answer the client does not see; returns the last Output.
 
         Args:
-            names: the request's fields by the engine's parameters, where their names differ.
+            names: as `GenerationBody.NAMES`.
 
         Raises:
-            RametError: as `AsyncEngine.open`, Overloaded while the server stops, ClientGone.
+            RametError: as `AsyncEngine.open`; Overloaded while the server stops; ClientGone.
         """
         outputs = await self._open(request, [submission], names or {}, timeout_s)
         (done,) = await while_there(request, Generation(outputs, self._metrics, self._journal).collect())

@@ -1,1 +1,1 @@
-"""HTTP: connections, limits, bodies, streams, and SGLang's routes."""
+"""HTTP: connections, checks, limits, request bodies, streams."""

@@ -15,18 +15,18 @@ from server.errors import error_response
 log = logging.getLogger("ramet.access")
 
 ID_HEADER = b"x-request-id"
-# Anthropic's clients read the other one.
+# Anthropic's clients read `request-id`.
 ID_HEADERS = (ID_HEADER, b"request-id")
-# The client left before a response started.
+# The status in the log if the client disconnected before a response began.
 _GONE = 499
-# Characters of a path in the log.
+# Most characters of a path in the log.
 _MOST_PATH = 256
-# Request ids that are taken from clients and proxies; others could forge log lines.
+# Clients and proxies may choose such request ids; other ids could forge log lines.
 _ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
 
 class AccessLog:
-    """The outermost ASGI middleware.
+    """The outermost ASGI middleware. It gives each request an id and writes its line.
 
     Args:
         count: called for every request with its method, the route's path and the status.
@@ -37,7 +37,7 @@ class AccessLog:
         self.count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application; an exception is logged once, and answered with 500 if no response has started."""
+        """Run the application. An exception is logged, and answered with 500 if no response has begun."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

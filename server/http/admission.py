@@ -1,4 +1,4 @@
-"""The one middleware before the routes: it checks a request, reads its body, and answers those that it refuses."""
+"""Middleware that checks requests and reads their bodies before the routes run."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from runtime.errors import RametError
 from server.errors import error_response
 from server.http.limits import JSON, BodyLimit
 
-# Multiple of the body limit that is read and dropped, since a client that still sends does not read.
+# After a refusal, at most this multiple of the body limit is read and dropped: a client that sends does not read.
 _DRAIN = 8
 
 Headers = dict[bytes, bytes]
@@ -17,11 +17,11 @@ Check = Callable[[Scope, Headers], None]
 
 
 class AdmissionMiddleware:
-    """ASGI middleware: the application sees requests that have passed all checks, with their whole body.
+    """ASGI middleware that passes a request on, with its whole body, if it passes all checks.
 
     Args:
-        checks: called with scope and headers before the body is read; they raise RametError.
-        limit: on bodies.
+        checks: functions of scope and headers that raise RametError; called before the body is read.
+        limit: the limits on bodies.
     """
 
     def __init__(self, app: ASGIApp, checks: Sequence[Check], limit: BodyLimit):
@@ -30,7 +30,7 @@ class AdmissionMiddleware:
         self.limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse the request, or run the application with it."""
+        """Refuse the request, or pass it to the application."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -52,7 +52,7 @@ class AdmissionMiddleware:
         await self.app(scope, _replay(body, receive), send)
 
     async def _refuse(self, error: RametError, scope: Scope, receive: Receive, send: Send, unread: bool) -> None:
-        """Send the error. A connection with an unread body is read on for a while, and closed: it may never end."""
+        """Send the error. If the body is unread, read on within limits, then close: the body may have no end."""
         response = error_response(error, scope["path"])
         if not unread:
             await response(scope, receive, send)

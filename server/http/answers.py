@@ -1,4 +1,4 @@
-"""JSON of answers and events, whose long lists are encoded as they grow, and not all at once on the event loop."""
+"""JSON of answers and events. Long lists are encoded while they grow, so that no encoding blocks the event loop."""
 
 import asyncio
 import math
@@ -12,16 +12,16 @@ from starlette.types import Receive, Scope, Send
 from runtime.frontend.output import Output
 from runtime.frontend.stream import OutputStream
 
-# Tokens whose log-probabilities are written on the event loop; with 128 alternatives each they take a millisecond.
+# Log-probabilities of at most this many tokens are encoded on the event loop: 1 ms with 128 alternatives each.
 _FEW = 16
-# Bytes of a body that are sent at once.
+# Bytes of a body in one ASGI message.
 _PIECE = 1 << 18
 
 _append = msgspec.json.Encoder().encode_into
 
 
 class JsonList:
-    """A list in an answer. Each of its elements is encoded once, when it is added."""
+    """A list in an answer, whose elements are encoded when they are added."""
 
     def __init__(self) -> None:
         self.text = bytearray(b"[]")
@@ -42,12 +42,12 @@ def _written(value: object) -> msgspec.Raw:
     return msgspec.Raw(value.text)
 
 
-# The JSON of a value, which may hold JsonLists. What JSON lacks, such as NaN, is null.
+# Encodes a value that may contain JsonLists. NaN and infinity become null.
 encode = msgspec.json.Encoder(enc_hook=_written).encode
 
 
 class JsonAnswer(Response):
-    """The JSON of a value, sent in pieces."""
+    """A JSON response that is sent in pieces."""
 
     media_type = "application/json"
 
@@ -63,9 +63,9 @@ class JsonAnswer(Response):
 
 
 async def write_logprobs(outputs: OutputStream, write: Callable[[Output], None], output: Output) -> None:
-    """Call `write` with an Output whose log-probabilities are let go then; in a turn of its account if they are many.
+    """Call `write` with an Output, then drop its log-probabilities. Many of them are written in a thread.
 
-    Raises ValueError for NaN.
+    Raises ValueError if a log-probability is NaN.
     """
     items = [*(output.logprobs or ()), *(output.prompt_logprobs or ())]
 
@@ -74,10 +74,10 @@ async def write_logprobs(outputs: OutputStream, write: Callable[[Output], None],
             if not math.isfinite(sum((value for _, value in item.top), item.logprob or 0.0)):
                 raise ValueError("a log-probability is not a number")
         write(output)
-        output.logprobs = output.prompt_logprobs = None  # an answer's last Outputs wait for each other
+        output.logprobs = output.prompt_logprobs = None  # frees memory while the Output waits for other choices
 
     if len(items) > _FEW:
         await outputs.in_turn(work)
     elif items:
         work()
-        await asyncio.sleep(0)  # others go on between the Outputs that wait already
+        await asyncio.sleep(0)  # lets other tasks run between Outputs that are already queued

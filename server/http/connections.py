@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections with timeouts, and stricter about heads than h11."""
+"""HTTP/1.1 connections with timeouts, and with stricter checks of heads than h11's."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from runtime.logs import request_id
 from server.errors import error_response
 from server.http.access import ID_HEADER
 
-# The kernel's buffer of a connection; by default it grows to megabytes for a client that does not read.
+# The kernel's send buffer. Its default grows to megabytes for a client that does not read.
 SEND_BUFFER_BYTES = 128 << 10
 
 _HEAD_END = re.compile(rb"\n\r?\n")
@@ -27,15 +27,15 @@ _AUTHORITY = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
 
 
 class _Parser(h11.Connection):
-    """h11's parser, which refuses repeated Content-Lengths and reduces targets in absolute form to their path.
+    """h11's parser, but it refuses repeated Content-Length headers and reduces absolute targets to their path.
 
-    h11 joins equal lengths to one header, so the head is searched before h11 parses it.
+    h11 merges equal Content-Length headers, so the raw head is searched first.
     """
 
     _chunked = False
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
-        if self._chunked and isinstance(event, h11.Data) and event.data:  # an event of a stream: h11 takes far longer
+        if self._chunked and isinstance(event, h11.Data) and event.data:  # a stream's event; far faster than h11
             return b"%x\r\n%b\r\n" % (len(event.data), event.data)
         data = super().send(event)
         self._chunked = isinstance(event, h11.Response) and data is not None and _CHUNKED in data
@@ -59,13 +59,13 @@ class _Parser(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol with a timeout for clients that do not send a head or do not read a response.
+    """uvicorn's HTTP/1.1 protocol, with timeouts for clients that do not finish a head or do not read a response.
 
     Args:
         on_end: called when the connection has ended.
-        patience_s: seconds until the connection is cut, which aborts its request.
-        app_state: of requests' scopes, which have `send_body` and all `connections` as well.
-        uvicorn: arguments of uvicorn's protocol.
+        patience_s: seconds until such a client's connection is closed, which aborts its request.
+        app_state: state of the requests' scopes; `send_body` and `connections` are added to it.
+        uvicorn: further arguments of uvicorn's protocol.
     """
 
     def __init__(self, on_end: Callable[[], None], patience_s: float, app_state: dict[str, Any], **uvicorn: Any):
@@ -90,7 +90,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     async def send_body(self, message: Message) -> None:
-        """ASGI's `send` for a piece of a body that has begun, past all middleware: a stream has thousands of them."""
+        """Send a piece of a body without passing the middleware, because a stream has thousands of pieces."""
         if self.flow.write_paused:
             await self.flow.drain()
         if not self.cycle.disconnected:
@@ -99,7 +99,7 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self._lingers:
             return
-        # Lines that are logged outside of a request carry an id as well.
+        # A new id also for log lines that belong to no request.
         token = request_id.set(new_rid())
         try:
             super().data_received(data)
@@ -110,10 +110,10 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._watch_head()  # part of the next head may have arrived
+        self._watch_head()  # a part of the next head may have arrived
 
     def _watch_head(self) -> None:
-        """Run the head timer while the client owes the rest of a head, or of a body that is already answered."""
+        """Run the timer while the rest of a head is missing, or the rest of a body that is already answered."""
         answered = self.cycle is None or self.cycle.response_complete
         owes_head = self.conn.their_state is h11.IDLE and (self.cycle is None or self.conn.trailing_data[0] != b"")
         owes = owes_head or (self.conn.their_state is h11.SEND_BODY and answered)
@@ -135,7 +135,7 @@ class Connection(H11Protocol):
             self._write_timer = None
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Log nothing: WebSockets are refused on purpose, and clients must not fill the log."""
+        """Log nothing, so that refused WebSockets cannot fill the log."""
 
     def send_400_response(self, msg: str) -> None:
         """Answer malformed HTTP in the error schema."""
@@ -151,16 +151,16 @@ class Connection(H11Protocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Half-close; close when the client does, or after `patience_s`.
+        """Half-close the connection. Close it when the client does, or after `patience_s`.
 
-        To close with unread bytes sends a reset, which may overtake the answer.
+        Closing at once with unread bytes would send a reset, which may overtake the answer.
         """
         self._lingers = True
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.transport.can_write_eof():
-            with contextlib.suppress(OSError):  # the client has gone
+            with contextlib.suppress(OSError):  # the client has disconnected
                 self.transport.write_eof()
         self.flow.resume_reading()
         if self._head_timer is not None:

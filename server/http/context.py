@@ -1,4 +1,4 @@
-"""Dependencies of routes, by FastAPI's `Depends`: the engine and configuration, and the objects of each room."""
+"""The objects that routes get through FastAPI's `Depends`: engine, configuration, stores and others."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The engine of a server, its configuration, and its API keys."""
+    """The server's engine, configuration, API keys and shutdown flag."""
 
     engine: AsyncEngine
     config: Config
@@ -27,9 +27,9 @@ class Context:
     shutdown: ShutdownFlag
 
     def adapter(self, name: str | None) -> Adapter | None:
-        """The adapter that a model's name means, `ADAPTER` or `MODEL:ADAPTER`; None: the model, as without a name.
+        """The adapter named `ADAPTER` or `MODEL:ADAPTER`; None for the model's own names, and without a name.
 
-        Raises NotFound for any other name.
+        Raises NotFound for unknown names.
         """
         own, adapters = self.engine.info.name, self.engine.adapters
         if not name or name in adapters.models(own):
@@ -40,28 +40,28 @@ class Context:
         raise NotFound(message, param="model", code="model_not_found")
 
     def check_model(self, name: str | None) -> str:
-        """The name of the asked model, as answers show it. Raises NotFound as `adapter`."""
+        """The name of the requested model or adapter for answers. Raises NotFound for unknown names."""
         return self.engine.info.name if (adapter := self.adapter(name)) is None else adapter.name
 
     def tenant_name(self, account: str) -> str:
-        """The operator's name for a tenant of the cache; empty on an open server."""
+        """The operator's name for an account; empty on an open server."""
         if account == PUBLIC:
             return account
         return next((tenant.name for tenant in self.tenants if tenant.account == account), "")
 
     def with_names(self, entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Entries with the tenant's name in place of its account."""
+        """Entries whose field `tenant` has the tenant's name instead of its account."""
         return [{**entry, "tenant": self.tenant_name(entry["tenant"])} for entry in entries]
 
     def tenant(self, name: str) -> Tenant:
-        """The tenant of a key by its name. Raises NotFound."""
+        """The tenant with this name. Raises NotFound."""
         for tenant in self.tenants:
             if tenant.name == name:
                 return tenant
         raise NotFound(f"there is no API key named {name!r}", param="tenant", code="tenant_not_found")
 
     def visible(self, asker: Tenant, name: str | None) -> Tenant | None:
-        """The tenant whose data a key asks to see, by its name; None: all tenants. Raises Forbidden, NotFound."""
+        """The tenant whose data `asker` may see under this name; None: all tenants. Raises Forbidden, NotFound."""
         if not asker.admin and name not in (None, asker.name):
             raise Forbidden("this key may only see its own data", param="tenant")
         if name is not None:
@@ -70,19 +70,19 @@ class Context:
 
 
 def provide(app: FastAPI, *objects: object) -> None:
-    """Give the application objects that its routes depend on, one of each class."""
+    """Store the objects that routes depend on, one of each class."""
     app.state.provided = {type(each): each for each in objects}
 
 
 def find(app: FastAPI, kind: type[T]) -> T:
-    """The application's object of a class."""
+    """The provided object of a class."""
     return app.state.provided[kind]
 
 
 def provided(kind: type[T]) -> Any:
-    """The dependency of a route on the application's object of a class."""
+    """A FastAPI dependency on the provided object of a class."""
 
-    async def get(request: Request) -> T:  # not `def`, which FastAPI would call in a thread
+    async def get(request: Request) -> T:  # async, because FastAPI would call a plain `def` in a thread
         return find(request.app, kind)
 
     return Depends(get)

@@ -1,19 +1,19 @@
-"""Fields of other servers' requests: those that change nothing here, and those that Ramet does not support.
+"""Request fields of other servers: fields without effect, aliases, and fields that Ramet does not support.
 
-A field that is not supported may ask for what Ramet does anyway; these values of it are taken.
+For an unsupported field, the tables list the values that ask for nothing special. These values are accepted.
 """
 
 from typing import Any
 
 Values = tuple[Any, ...]
 _OFF: Values = (False,)
-# False, too: some clients send it for what they do not use.
+# False is included, because some clients send it for features that they do not use.
 EMPTY: Values = ([], {}, "", False)
 _ONE: Values = (1,)
 _ZERO: Values = (0,)
 _ALL: Values = (-1,)
 
-# How a server logs, batches, routes, caches or keeps a request.
+# Fields without effect: they control how another server logs, batches, routes, caches or stores a request.
 OPERATION = frozenset(
     {"log_metrics", "no_logs", "background", "keep_alive", "cache_prompt", "id_slot", "n_keep", "n_cache_reuse"}
     | {"return_progress", "timings_per_token", "stream_interval", "custom_labels", "conversation_id", "session_id"}
@@ -21,11 +21,11 @@ OPERATION = frozenset(
     | {"routed_dp_rank", "dp_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank_decode"}
     | {"disagg_prefill_dp_rank", "spaces_between_special_tokens", "guided_decoding_backend", "n_discard"}
     | {"return_cached_tokens_details", "return_tokens"}
-    # Of samplers that are refused unless they are off.
+    # Options of samplers that are refused unless they are off.
     | {"mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length"}
     | {"dry_penalty_last_n", "dry_sequence_breakers", "adaptive_decay"}
 )
-# What OpenAI keeps or bills, and hints to its servers.
+# Fields without effect: what OpenAI stores or bills, and hints to its servers.
 OPENAI = frozenset(
     {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_retention", "verbosity"}
     | {"prediction", "prompt_cache_key", "separate_reasoning", "stream_reasoning", "include_reasoning"}
@@ -62,13 +62,13 @@ MODEL: dict[str, Values] = {
     **{"return_hidden_states": _OFF, "return_routed_experts": _OFF, "return_entropy": _OFF, "return_bytes": _OFF},
     **{"token_ids_logprob": EMPTY, "logprob_token_ids": EMPTY, "return_tokens_as_token_ids": _OFF},
 }
-# What a client may do that sends one of these.
-_ADAPTER = ": the model MODEL:ADAPTER, or ADAPTER, asks for an adapter"
+# Advice in the error for an unsupported field.
+_ADAPTER = ": name the adapter in `model`, as ADAPTER or MODEL:ADAPTER"
 INSTEAD = {
     **dict.fromkeys(("lora_path", "lora", "lora_id", "adapter_id"), _ADAPTER),
-    "background": ": answers are computed while the client waits; stream them",
-    "conversation": ": previous_response_id goes on with a stored response",
-    "prompt": ": there are no stored templates of prompts; send the text as input",
+    "background": ": keep the connection open, or use `stream`",
+    "conversation": ": use previous_response_id to continue a stored response",
+    "prompt": ": no prompt templates are stored; send the text as input",
 }
 COMPLETION: dict[str, Values] = {"suffix": EMPTY, "truncation_side": ("left",)}
 CHAT: dict[str, Values] = {

@@ -1,6 +1,6 @@
-"""Limits on bodies, checked before and while they are read, and before they are parsed.
+"""Limits on request bodies, checked before and while they are read, and before they are parsed.
 
-They and `Body` keep the cost of a body within its length, whatever it holds: no megabyte takes a tenth of a second.
+With `Body`, they bound the cost of a body by its length (tests/server/http/test_budget.py).
 """
 
 import asyncio
@@ -15,10 +15,10 @@ JSON = b"application/json"
 
 
 class BodyLimit:
-    """Refuses bodies that are too large (413), too slow (408), not JSON (415), too deep or of two lengths (400).
+    """Refuses bodies that are too large (413), too slow (408), not JSON (415), too deep or of unclear length (400).
 
     Args:
-        max_bytes: of a body.
+        max_bytes: most bytes of a body.
         patience_s: seconds for a body to arrive.
     """
 
@@ -27,9 +27,9 @@ class BodyLimit:
         self.patience_s = patience_s
 
     def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Raise BodyTooLarge or InvalidRequest for an announced body."""
+        """Check the length that the headers announce. Raises BodyTooLarge or InvalidRequest."""
         if b"transfer-encoding" in headers and b"content-length" in headers:
-            # A proxy that trusts the other header sees the next request begin elsewhere.
+            # A proxy that trusts the other header would find the next request at another place.
             raise InvalidRequest("Content-Length and Transfer-Encoding exclude each other")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and (len(length) > 18 or int(length) > self.max_bytes):
@@ -39,7 +39,7 @@ class BodyLimit:
         return BodyTooLarge(f"the body is larger than {self.max_bytes} bytes")
 
     async def read(self, receive: Receive) -> bytes | None:
-        """The body; None if the client has left. Raises BodyTooLarge or DeadlineExceeded."""
+        """The body; None if the client has disconnected. Raises BodyTooLarge or DeadlineExceeded."""
         chunks, size = [], 0
         try:
             async with asyncio.timeout(self.patience_s):
@@ -57,7 +57,7 @@ class BodyLimit:
             raise DeadlineExceeded("the body did not arrive in time") from None
 
     def check_body(self, body: bytes, headers: dict[bytes, bytes]) -> None:
-        """Raise UnsupportedMediaType or InvalidRequest for a body that is not to be parsed."""
+        """Check that a body may be parsed. Raises UnsupportedMediaType or InvalidRequest."""
         kind = headers.get(b"content-type", JSON).split(b";")[0].strip().lower()
         if body and kind != JSON and not kind.endswith(b"+json"):
             raise UnsupportedMediaType("the body must be JSON: send the header Content-Type: application/json")

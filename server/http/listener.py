@@ -1,4 +1,4 @@
-"""The listening socket, which bounds connections in all and per address."""
+"""Accepts connections, with a limit on all of them and a limit per address."""
 
 import asyncio
 import ipaddress
@@ -17,10 +17,10 @@ from runtime.errors import RametError
 
 log = logging.getLogger("ramet.server")
 
-# Seconds without accepting when there is no descriptor for a connection, and between two lines about that.
+# Seconds of pause after an error of `accept`, and between two log lines about refused connections.
 PAUSE_S = 1.0
 _QUIET_S = 60.0
-# Descriptors for other uses: files, the engine's sockets and pipes.
+# File descriptors reserved for other uses: files, the engine's sockets and pipes.
 _OTHERS = 128
 _FEWEST = 16
 
@@ -30,7 +30,7 @@ class TooFewDescriptors(RametError):
 
 
 def most_connections(config: SchedulerConfig) -> int:
-    """Two connections for each open request, as far as descriptors go; raises the soft limit.
+    """Two connections for each open request, or fewer if the hard limit on descriptors is low. Raises the soft limit.
 
     Raises:
         TooFewDescriptors: if the hard limit is too low.
@@ -46,15 +46,15 @@ def most_connections(config: SchedulerConfig) -> int:
 
 
 class Listener:
-    """Accepts connections; over a limit, new ones are closed at once.
+    """Accepts connections. Over a limit, new connections are closed at once.
 
     Args:
-        listening: the socket, non-blocking.
-        connect: makes the protocol of a connection, which calls the given function when it ends.
-        most: connections; one address may have half of them, unless it is a trusted proxy.
+        listening: the non-blocking listening socket.
+        connect: makes the protocol of a connection; its argument is a function to call when the connection ends.
+        most: most connections; one address may have half of them, unless it is a trusted proxy.
         proxies: `--trusted-proxies`.
-        tls: for HTTPS.
-        patience_s: seconds for the handshake of TLS.
+        tls: the context for HTTPS.
+        patience_s: seconds for the TLS handshake.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class Listener:
         """Accept until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            pause_s = 0.0  # others go on between two connections
+            pause_s = 0.0  # lets other tasks run between two connections
             try:
                 connection, address = await loop.sock_accept(self._socket)
                 self._take(connection, address[0])
             except ConnectionAbortedError:
                 pass
-            except Exception as error:  # such as EMFILE; the server must go on accepting
+            except Exception as error:  # for example EMFILE; the server must keep accepting
                 self._tell(f"a connection cannot be accepted: {error}")
                 pause_s = PAUSE_S
             await asyncio.sleep(pause_s)
@@ -96,7 +96,7 @@ class Listener:
     def _take(self, connection: socket.socket, address: str) -> None:
         group = "" if address in self._proxies else _address_group(address)
         if self._num_open >= self._most:
-            self._refuse(connection, f"all clients have {self._most} connections")
+            self._refuse(connection, f"there are {self._most} connections")
         elif group and self._num_of_address[group] >= self._most_of_address:
             self._refuse(connection, f"{address} has {self._most_of_address} connections")
         else:
@@ -106,7 +106,7 @@ class Listener:
             task.add_done_callback(self._opening.discard)
 
     def _refuse(self, connection: socket.socket, reason: str) -> None:
-        self._tell(f"{reason}, the most: new ones are closed")
+        self._tell(f"{reason}, which is the limit: new ones are closed")
         connection.close()
 
     def _count(self, group: str, change: int) -> None:
@@ -121,7 +121,7 @@ class Listener:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: self._connect(left), connection, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
             )
-        except OSError:  # a handshake that fails
+        except OSError:  # the TLS handshake failed
             left()
 
     def _tell(self, trouble: str) -> None:
@@ -132,7 +132,7 @@ class Listener:
 
 
 def _address_group(address: str) -> str:
-    """The address, or the network of an IPv6 address, within which a host may choose its own."""
+    """The IPv4 address, or the /64 network of an IPv6 address, in which a host may use any address."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv4Address) or found.ipv4_mapped is not None:
         return address

@@ -1,4 +1,4 @@
-"""The OpenAPI document: examples of answers, and API keys."""
+"""Adds examples of answers and the API keys to the OpenAPI document."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ _SCHEMES = {
 
 
 def describe(app: FastAPI, has_keys: bool) -> None:
-    """Add examples of answers to the document and, with keys, that every route needs one, except `OPEN_PATHS`."""
+    """Add examples of answers. With keys, also declare that all routes except `OPEN_PATHS` need one."""
     make = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -31,20 +31,20 @@ def describe(app: FastAPI, has_keys: bool) -> None:
 
 
 def _add_examples(paths: dict[str, Any]) -> None:
-    """Add each route's answer and, if it streams, an event; both by the route's method and path."""
+    """Add an example of each route's answer and, if the route streams, of an event."""
     examples = json.loads(_EXAMPLES.read_text(encoding="utf-8"))
     for name, answer in examples["answers"].items():
         kind = "text/plain" if isinstance(answer, str) else "application/json"
         _success(paths, name)["content"][kind]["example"] = answer
     for name, event in examples["events"].items():
         success = _success(paths, name)
-        success["description"] = "the answer, or with `stream` its events"
+        success["description"] = "the answer, or its events if `stream` is true"
         stream = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n"
         success["content"]["text/event-stream"] = {"schema": {"type": "string"}, "example": stream}
 
 
 def _success(paths: dict[str, Any], name: str) -> dict[str, Any]:
-    """The success among a route's responses."""
+    """The 2xx response of the route with the name `METHOD PATH`."""
     method, path = name.split()
     responses = paths[path][method.lower()]["responses"]
     return next(found for status, found in responses.items() if status.startswith("2"))

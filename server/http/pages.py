@@ -1,4 +1,4 @@
-"""Requests that browsers send for foreign web pages, even to servers on their own machine or network."""
+"""Refuses requests that browsers send for foreign web pages, which can reach servers in the browser's network."""
 
 import ipaddress
 import re
@@ -12,16 +12,16 @@ from server.errors import Forbidden
 
 _FOREIGN = (b"cross-site", b"same-site")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::\d*)?")
-# Names that public name servers do not have.
+# Top-level domains that public name servers do not have.
 _PRIVATE = (".local", ".internal")
 
 
 class Origins:
-    """Refuses requests that a browser sends for a page of another origin (403).
+    """Refuses requests that a browser sends for a page of another origin (403). Navigation is allowed.
 
-    A plain POST, and any GET, is sent without a preflight; the browser only withholds the response from the page. On a
-    server without keys, such a request alone can stop the server, or make it compute. Navigation to the server is not
-    refused. Browsers send `Sec-Fetch-Site` only to this machine and over HTTPS, and `Origin` with every POST.
+    Browsers send GET and simple POST requests without a preflight and only hide the response from the page. On a
+    server without keys, such a request can stop the server or make it compute. Browsers send `Sec-Fetch-Site` only to
+    localhost and over HTTPS, and `Origin` with every POST.
 
     Args:
         allowed: the origins of `--cors-origins`; `*` allows all.
@@ -31,27 +31,27 @@ class Origins:
         self.allowed = frozenset(origin.encode() for origin in allowed)
 
     def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Raise Forbidden for a foreign page."""
+        """Raise Forbidden for a request from a foreign page."""
         origin = headers.get(b"origin")
         if b"*" in self.allowed or origin in self.allowed:
             return
         follows_link = scope["method"] == "GET" and headers.get(b"sec-fetch-mode") == b"navigate"
         crosses = headers.get(b"sec-fetch-site") in _FOREIGN and not follows_link
-        # Not the scheme: a proxy may have ended TLS before this server.
+        # Schemes are not compared, because a proxy may terminate TLS.
         own = headers.get(b"host", b"").lower()
         if crosses or (origin is not None and origin.lower().partition(b"://")[2] != own):
-            raise Forbidden("pages of this origin may not send requests; --cors-origins lists those that may")
+            raise Forbidden("pages of this origin may not send requests; --cors-origins allows more origins")
 
 
 class Hosts:
-    """Refuses requests by names that may be an attacker's (403), for servers without keys.
+    """Refuses requests whose Host may be an attacker's name (403). For servers without keys.
 
-    A name that resolves to the attacker's server and then to this one makes a page of the attacker's one of this origin
-    (DNS rebinding). No page has a key, and over HTTPS the certificate would not fit.
+    In DNS rebinding, the attacker's name first resolves to the attacker's server and then to this one, so that the
+    browser takes the attacker's page for one of this server. A key or a certificate prevents that.
 
     Args:
-        bound: the address or name that the server is bound to. On one that others reach, names that are not public
-            are allowed as well: who can forge those is in this network, and needs no page.
+        bound: the address or name that the server is bound to. Unless it is this machine's own (loopback), private
+            names are allowed as well: only attackers within the network can forge them, and they need no page.
         allowed: the names of `--allowed-hosts`; `*` allows all.
     """
 
@@ -60,13 +60,13 @@ class Hosts:
         self.own_machine = bound == "localhost" or (_is_address(bound) and ipaddress.ip_address(bound).is_loopback)
 
     def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Raise Forbidden for another server's name."""
+        """Raise Forbidden for a Host that is not this server's."""
         host = headers.get(b"host", b"").decode("latin-1").lower()
         if not host or scope["scheme"] == "https" or scope["path"] in OPEN_PATHS or "*" in self.names:
             return
         found = _HOST.fullmatch(host)
         if found is None or not self._is_own(found[1].strip("[]").removesuffix(".")):
-            raise Forbidden("this server does not answer by this name; --allowed-hosts lists others")
+            raise Forbidden("this server does not accept this host name; --allowed-hosts adds names")
 
     def _is_own(self, name: str) -> bool:
         if name in self.names or name.endswith(".localhost") or _is_address(name):

@@ -1,4 +1,4 @@
-"""The flag that is set when the server begins to stop."""
+"""The flag that tells all parts of the server that it is stopping."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ from runtime.errors import Overloaded
 
 
 class ShutdownFlag:
-    """New requests are refused once it is set."""
+    """While this flag is set, new requests are refused."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()

@@ -17,7 +17,7 @@ from server.http.answers import JsonAnswer, encode
 
 log = logging.getLogger("ramet.server")
 
-# Proxies cut idle streams after 50 to 120 s.
+# Proxies close idle streams after 50 to 120 s.
 KEEP_ALIVE_S = 15.0
 
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 
 class EventStream(StreamingResponse):
-    """Sends dicts as events, then `[DONE]`; an error is the last event before it.
+    """Sends dicts as events, then `[DONE]`. An error is the last event before `[DONE]`.
 
-    When the client disconnects, the generator is closed at once, which aborts its requests.
+    When the client disconnects, the generator of events is closed at once, which aborts the request.
     """
 
     media_type = "text/event-stream"
@@ -55,7 +55,7 @@ class EventStream(StreamingResponse):
             self.on_close()
 
     async def _send_all(self, gone: asyncio.Future[None], send: Send) -> None:
-        # A task of their own: one that waits for events within the request passes all middleware for each of them.
+        # A task of its own, because in this task each event would have to pass all middleware.
         events = asyncio.ensure_future(self._send_events(send))
         try:
             while not (gone.done() or events.done()):
@@ -77,22 +77,22 @@ class EventStream(StreamingResponse):
             await self._send(self.end, send)
 
     async def _next(self) -> dict[str, Any] | None:
-        """The next event; None behind the last one. A failure is the last one."""
+        """The next event; None at the end. A failure becomes an error event."""
         try:
             return await anext(self.events, None)
         except RametError as error:
             return self.describe(error)
         except Exception as error:
-            # The status was sent; a stream that merely ends would look like a success.
+            # The status is already sent. Without an error event the stream would look complete.
             log.error("a stream failed", exc_info=error)
             return self.describe(RametError("an internal error occurred"))
 
     def write(self, data: dict[str, Any]) -> bytes:
-        """An event on the wire."""
+        """The bytes of an event."""
         return b"data: %b\n\n" % encode(data)
 
     def describe(self, error: RametError) -> dict[str, Any]:
-        """The event of an error."""
+        """The error event."""
         return error_body(error)
 
     async def _send(self, chunk: bytes, send: Send) -> None:
@@ -101,7 +101,7 @@ class EventStream(StreamingResponse):
 
 
 class TypedEventStream(EventStream):
-    """Events with their `type` as their name, whose last one says by its type that it is the last."""
+    """Events named by their `type`, as Anthropic's API and Responses have them, without `[DONE]`."""
 
     end = b""
 
@@ -118,18 +118,18 @@ async def _wait_gone(receive: Receive) -> None:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any] | list[Any]]) -> Response:
-    """The JSON response of `work`, which is cancelled when the client disconnects."""
+    """The result of `work` as JSON. Disconnecting cancels `work`."""
     return JsonAnswer(await while_there(request, work))
 
 
 async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client disconnects. Raises ClientGone then."""
+    """The result of `work`. Disconnecting cancels `work` and raises ClientGone."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_wait_gone(request.receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone("the client has left")
+            raise ClientGone("the client has disconnected")
         return task.result()
     finally:
         for future in (task, gone):

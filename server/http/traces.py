@@ -14,8 +14,8 @@ log = logging.getLogger("ramet.server")
 def add_traces(app: FastAPI) -> None:
     """Send a span for every request to the collector at $OTEL_EXPORTER_OTLP_ENDPOINT, e.g. http://127.0.0.1:4318.
 
-    A request's `traceparent` is its parent. The variable may be meant for other programs: without the extra `otel`,
-    a warning is logged.
+    The header `traceparent` sets the span's parent. Without the extra `otel`, a warning is logged and the server goes
+    on, because the variable may be meant for other programs.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -28,7 +28,7 @@ def add_traces(app: FastAPI) -> None:
         return
     provider = TracerProvider(resource=Resource({"service.name": "ramet", "service.version": version("ramet")}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    # Without these spans, as every event of a stream would have one. The last batch is sent at exit.
+    # No spans for `receive` and `send`, because every event of a stream would have one. The last batch is sent at exit.
     app.add_middleware(
         OpenTelemetryMiddleware,
         tracer_provider=provider,

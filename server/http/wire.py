@@ -1,11 +1,11 @@
 """Request bodies: their base class and the types of their fields.
 
-One rule for all routes: an unknown field is refused, unless it is null (clients send fields that they do not use). A
-body lists the fields of other servers: those that change nothing here, those that have another name here, and those
-that are refused unless they ask for nothing. Null means the default. Types are strict: no number in a string, no `true`
-for 1; but 1.0 is 1.
+The rules are the same for all routes. An unknown field is refused unless it is null, because clients send null for
+fields that they do not use. Null means the default. A body lists the known fields of other servers: those without
+effect, aliases, and unsupported fields with their accepted values. Types are strict: a string is no number and `true`
+is not 1, but 1.0 is an integer.
 
-Validation ends at the first error of a list, and tries one branch of a union: a megabyte of errors costs a gigabyte.
+Validation stops at a list's first error and tries one branch of a union: errors for 1 MB of body would take 1 GB.
 """
 
 import json
@@ -31,9 +31,9 @@ from runtime.errors import InvalidRequest
 from runtime.sampling.json_text import check_unicode
 from server.http import fields
 
-# Prompts in one request.
+# Most prompts in one request.
 MAX_BATCH = 1024
-# Branches of unions in locations of errors, where `errors.py` leaves them out: they are no identifiers.
+# Tags of a union's branches. They are no identifiers, so `errors.py` leaves them out of a field's path.
 _ONE, _MANY, _TEXTS, _IDS = "one of them", "a list", "as text", "as ids"
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ def _integral(value: Any) -> Any:
 
 
 def _bound(schema: Any, owner: str) -> Any:
-    """A schema that ends each list at its first error, and takes 1.0 for 1 outside of lists of ids.
+    """Change a schema so that lists stop at their first error, and 1.0 counts as 1 except in lists of ids.
 
     Raises TypeError for a list without max_length, unless it holds ids.
     """
@@ -58,12 +58,12 @@ def _bound(schema: Any, owner: str) -> Any:
         return no_info_before_validator_function(_integral, schema)
     if kind == "list":
         schema["fail_fast"] = True
-        if schema["items_schema"]["type"] == "int":  # to ask for each of them would cost more than to read them
+        if schema["items_schema"]["type"] == "int":  # a check of every id would cost more than parsing them
             return schema
         if "max_length" not in schema:
             raise TypeError(f"{owner} has a list without max_length")
     if kind == "function-before" and schema["function"].get("function") is _integral:
-        return schema  # of a body within this one
+        return schema  # already changed, as a part of another body
     return {name: part if name == "keys_schema" else _bound(part, owner) for name, part in schema.items()}
 
 
@@ -71,11 +71,11 @@ class Body(BaseModel):
     """Base of request bodies.
 
     Attributes:
-        IGNORED: fields that change nothing here.
-        ALIASES: other servers' names of fields.
-        NEUTRAL: fields that are not supported, and the values of theirs that change nothing.
-        NULL_COUNTS: fields for which null is a value of its own.
-        KNOWN: the fields, by their names in JSON.
+        IGNORED: fields without effect.
+        ALIASES: other servers' names for fields.
+        NEUTRAL: unsupported fields, with the values that are accepted because they ask for nothing.
+        NULL_COUNTS: fields for which null is a value and not the default.
+        KNOWN: the JSON names of all fields.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -98,7 +98,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _by_own_names(cls, data: Any) -> Any:
-        """The fields by their own names, and the first unknown one, which is refused. Raises InvalidRequest."""
+        """Map aliases and drop fields without effect. Pydantic refuses the unknown field. Raises InvalidRequest."""
         own_names = cls.KNOWN
         if not isinstance(data, dict) or (data.keys() <= own_names and None not in data.values()):
             return data
@@ -143,18 +143,18 @@ def _first(value: Any) -> Any:
 
 Text = Annotated[str, AfterValidator(_unicode)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_unicode_within)]
-# The text of a JSON object, which may also come as the object itself.
+# The text of a JSON object. The object itself is accepted, too.
 JsonText = Annotated[
     str, BeforeValidator(_written, json_schema_input_type=str | dict[str, Any]), AfterValidator(_unicode)
 ]
 TokenIds = list[Annotated[int, Field(ge=0)]]
-# One or a list; the latter of up to MAX_BATCH.
+# A union of a single value and a list. `OneOrMany` is a T or up to MAX_BATCH of them.
 OneOr = Annotated[
     Annotated[T, Tag(_ONE)] | Annotated[Many, Tag(_MANY)],
     Discriminator(lambda value: _MANY if isinstance(value, list) else _ONE),
 ]
 OneOrMany = OneOr[T, Annotated[list[T], Field(max_length=MAX_BATCH)]]
-# One prompt that is a list, or a list of such prompts.
+# One prompt that is a list itself, or a list of such prompts.
 OneOrLists = Annotated[
     Annotated[T, Tag(_ONE)] | Annotated[list[T], Field(max_length=MAX_BATCH), Tag(_MANY)],
     Discriminator(lambda value: _MANY if isinstance(_first(value), list) else _ONE),
@@ -172,12 +172,12 @@ CacheSalt = Annotated[
 
 
 class ByType:
-    """Annotation of a union of bodies, which are told apart by their field `type`; the first one is the default.
+    """Annotation of a union of bodies. The field `type` chooses the branch; the first branch is the default.
 
-    A branch that is no body takes texts. Tags are no identifiers: `errors.py` leaves them out of a field's path.
+    A branch that is no body accepts strings. Tags are no identifiers: `errors.py` leaves them out of a field's path.
 
     Args:
-        kind: the type of a value, if it is not only its field.
+        kind: returns the type of a value; default: the value's field `type`.
     """
 
     def __init__(self, kind: Callable[[Any], Any] | None = None):
@@ -201,10 +201,10 @@ class ByType:
 
 
 def type_of(value: Any) -> Any:
-    """The field `type` of a dict or a body; None without one."""
+    """The field `type` of a dict or a body; None if it has none."""
     return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
 
 
 def example(**fields: Any) -> ConfigDict:
-    """The `model_config` of a body with an example for readers of the API."""
+    """The `model_config` of a body with an example for the API's documentation."""
     return ConfigDict(json_schema_extra={"example": fields})

@@ -1,1 +1,1 @@
-"""Objects that clients store: documents and schemas, their KV computed before a prompt reads it, and their routes."""
+"""What stored documents and schemas share: the store, routes, precomputed KV, pins."""

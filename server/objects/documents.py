@@ -1,4 +1,4 @@
-"""`/v1/documents`: documents by account and content, in the server's process; their KV lives in the tree."""
+"""`/v1/documents`: documents by account and content, held in the server's process. Their KV is in the tree."""
 
 from collections.abc import Container
 from dataclasses import dataclass, replace
@@ -18,14 +18,14 @@ from server.objects.precompute import Precompute
 from server.objects.routes import object_router
 from server.objects.store import Store, Stored
 
-# Memory of a document beside its text and tokens, in bytes.
+# Bytes of a document beside its text and tokens.
 _BYTES = 1024
 
-Title = Annotated[Text, Field(min_length=1, max_length=256, description="the first line of the document")]
+Title = Annotated[Text, Field(min_length=1, max_length=256, description="becomes the document's first line")]
 
 
 class ChunkedKv(Scoped):
-    """The requests that will read a document."""
+    """Options of the requests that will read a document's KV."""
 
     chunk_tokens: Annotated[int, Field(ge=16, le=4096, description="`chunk_tokens` of these requests")] = 512
 
@@ -35,8 +35,8 @@ class StoredDocument(Stored):
     """A document of an account.
 
     Attributes:
-        document: with its tokens.
-        alone: the document as a prompt.
+        document: title, text and tokens.
+        alone: a prompt that consists of the document.
     """
 
     document: Document
@@ -55,18 +55,18 @@ class StoredDocument(Stored):
 
 
 class DocumentRequest(Precompute, ChunkedKv):
-    """A document. `encode` and `pin` compute its KV now, for requests with the same salt and `chunk_tokens`."""
+    """A document. `encode` and `pin` compute KV that requests with the same salt and `chunk_tokens` can read."""
 
     model_config = example(title="Rome", text="Rome is old.")
 
     text: Annotated[Text, Field(min_length=1)]
     title: Title | None = None
-    encode: bool = Field(True, description="compute the KV now; else at its first use")
+    encode: bool = Field(True, description="compute the KV now; otherwise at its first use")
 
     def read(self, tokenizer: Tokenizer, context_length: int) -> StoredDocument:
         document, code = Document(self.text, self.title or ""), "context_length_exceeded"
         if document.num_characters > (most := context_length * tokenizer.longest_token):
-            message = f"the document has {document.num_characters} characters; the context's tokens stand for {most}"
+            message = f"the document has {document.num_characters} characters; the model's context holds at most {most}"
             raise InvalidRequest(message, param="text", code=code)
         alone = Segments([document]).tokenize(tokenizer, add_special_tokens=False)
         if (count := len(alone.tokens)) >= context_length:
@@ -83,7 +83,7 @@ class DocumentRequest(Precompute, ChunkedKv):
 
 
 class DocumentStore(Store[StoredDocument]):
-    """The documents of all accounts; their sizes are in bytes."""
+    """The documents of all accounts, with sizes in bytes."""
 
     noun, source = "document", "text"
     most, most_size = 4096, 1 << 26

@@ -1,4 +1,4 @@
-"""KV of stored objects, computed before a prompt reads it, and pinned."""
+"""Computes and pins the KV of stored objects before a prompt reads it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -24,33 +24,33 @@ from server.objects.store import Store, Stored
 
 
 class Precompute(Body, Scoped, ABC):
-    """A request that stores an object."""
+    """Base of requests that store an object."""
 
-    encode: bool = Field(False, description="compute the KV now; else at its first use")
-    pin: bool = Field(False, description="admin keys: keep this KV in the cache; 409 over the budget of pins")
+    encode: bool = Field(False, description="compute the KV now; otherwise at its first use")
+    pin: bool = Field(False, description="admin keys: keep the KV in the cache; 409 if it exceeds --pin-budget")
     ttl_s: float | None = Field(None, gt=0, le=1e9, description="seconds until the object expires; null: never")
 
     @abstractmethod
     def read(self, tokenizer: Tokenizer, context_length: int) -> Stored:
-        """The object, which is not stored yet. Raises InvalidRequest."""
+        """Make the object, without storing it. Raises InvalidRequest."""
 
 
 async def add_object(
     body: Precompute, store: Store[Any], request: Request, service: GenerationService, tenant: Tenant
 ) -> Stored:
-    """Store an object, compute its KV and pin it, as the request asks; returns the stored one. Pins live as long.
+    """Store an object and, if the request asks, compute and pin its KV. Pins expire with the object.
 
     Raises:
         InvalidRequest: if the object cannot be served.
-        Conflict: over the bounds of the store, or if the computation is aborted; then a new object is forgotten.
-        Forbidden: if the key may not pin, or not use the scope.
+        Conflict: over the bounds of the store, or if the computation is aborted, which removes a new object.
+        Forbidden: if the key may not pin, or may not use the scope.
     """
     engine = service.context.engine
     if engine.info.diffusion is not None:
         raise InvalidRequest(f"a diffusion model reuses no {store.noun}s", param=store.source)
     if body.pin and not tenant.admin:
         raise Forbidden("this key may not pin", param="pin")
-    tenant.namespace(body.cache_salt, body.cache_scope)  # before the object is stored
+    tenant.namespace(body.cache_salt, body.cache_scope)  # raises Forbidden before the object is stored
     read = partial(body.read, engine.tokenizer, engine.info.context_length)
     new = await while_there(request, engine.in_turn(tenant.account, len(getattr(body, store.source)), read))
     stored, is_new = store.put(tenant.account, new, body.ttl_s)
@@ -86,18 +86,18 @@ async def _pin(
     await unpin(before, engine)
     if not store.holds(encoding.account, stored):
         await unpin(pins, engine)
-        message = f"the {store.noun} was deleted meanwhile"
+        message = f"the {store.noun} was deleted during this request"
         raise Conflict(message, param=store.source, code=f"{store.noun}_deleted")
 
 
 async def unpin(pins: Iterable[str], engine: AsyncEngine) -> None:
-    """Remove pins, if they are still there."""
+    """Remove those pins that still exist."""
     for pin in pins:
         await engine.call(RemovePin(pin))
 
 
 async def live_pins(several: Sequence[Stored], engine: AsyncEngine) -> set[str]:
-    """Ids of all pins, if an object has some: pins expire, yield to requests, and end with the engine."""
+    """The ids of all existing pins, because an object's pins may have ended; empty if no object ever had pins."""
     if not any(stored.pins for stored in several):
         return set()
     return {pin["id"] for pin in (await engine.call(GetPins()))["pins"]}

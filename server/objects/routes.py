@@ -1,6 +1,6 @@
 """The routes of one kind of stored objects: add, list, show, delete."""
 
-# FastAPI reads the annotations of the routes below, which are arguments of a function: no `annotations` import here.
+# FastAPI evaluates the annotations below, which are local names, so they must not be postponed.
 
 from functools import partial
 from typing import Annotated, Any
@@ -19,12 +19,12 @@ from server.objects.store import Store, Stored
 
 
 def object_router(kind: type[Store[Any]], body_type: type[Precompute], query_type: type[Scoped]) -> EveryKey:
-    """The router of a store.
+    """Make the router of a store.
 
     Args:
-        kind: the store.
-        body_type: the request that adds an object.
-        query_type: the query that says whose cached tokens are counted.
+        kind: the class of the store.
+        body_type: the body of a request that adds an object.
+        query_type: the query whose salt and scope choose the cached tokens to count.
     """
     noun = kind.noun
     router = EveryKey(prefix=f"/v1/{noun}s", tags=[f"{noun}s"])
@@ -33,7 +33,7 @@ def object_router(kind: type[Store[Any]], body_type: type[Precompute], query_typ
     Name = Annotated[str, Path(alias=f"{noun}_id")]
     KvQuery = Annotated[query_type, Query()]  # type: ignore[valid-type]
 
-    about = f"Store a {noun}; the same one again renews its time to live. 409 if another {noun} has its id."
+    about = f"Store a {noun}. Storing it again renews its time to live. 409 if a different {noun} has the id."
 
     @router.post("", name=f"add_{noun}", description=about, response_model=None)
     async def add(
@@ -52,7 +52,7 @@ def object_router(kind: type[Store[Any]], body_type: type[Precompute], query_typ
             shown.append(stored.describe(now_s, live))
         return JsonAnswer({"object": "list", "data": shown})
 
-    about = f"A {noun}, and how much of it is cached now for prompts with this salt and scope."
+    about = f"A {noun}, and how many of its tokens are cached now for prompts with this salt and scope."
 
     @router.get(f"/{{{noun}_id}}", name=f"get_{noun}", description=about, response_model=None)
     async def get(
@@ -60,7 +60,7 @@ def object_router(kind: type[Store[Any]], body_type: type[Precompute], query_typ
     ) -> Response:
         return await _show(store.get(tenant.account, name), kv, store, request, context.engine, tenant)
 
-    about = f"Forget a {noun} and remove its pins; its KV stays cached until it is evicted."
+    about = f"Delete a {noun} and its pins. Its KV stays cached until it is evicted."
 
     @router.delete(f"/{{{noun}_id}}", name=f"delete_{noun}", description=about)
     async def delete(name: Name, store: AllObjects, context: Ctx, tenant: CurrentTenant) -> dict[str, Any]:

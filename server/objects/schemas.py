@@ -1,4 +1,4 @@
-"""`/v1/schemas`: schemas of prompt modules by account and name, in the server's process; their KV lives in the tree."""
+"""`/v1/schemas`: schemas by account and name, held in the server's process. Their KV is in the tree."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ from server.objects.precompute import Precompute
 from server.objects.routes import object_router
 from server.objects.store import Store, Stored
 
-# Memory of a module, and of each run of tokens in it, beside the tokens.
+# Memory of a module, and of each text or parameter in it, beside the tokens; in tokens.
 _TOKENS_OF_PART = 128
 
 Paths = Annotated[list[Text], Field(max_length=1024)]
@@ -30,7 +30,7 @@ Paths = Annotated[list[Text], Field(max_length=1024)]
 
 @dataclass(kw_only=True)
 class StoredSchema(Stored):
-    """A schema of an account; `modules`: its layout."""
+    """A stored schema; `modules`: its layout for answers."""
 
     schema: Schema
     mode: Mode
@@ -51,7 +51,7 @@ class StoredSchema(Stored):
 
 
 class SchemaRequest(Precompute):
-    """A schema in PML. `encode` and `pin` compute the KV of all modules now, for requests with the same salt."""
+    """A schema in PML. `encode` and `pin` compute KV that requests with the same salt can read."""
 
     model_config = example(
         pml='<schema name="cities">You plan trips.<module name="miami">Miami is a city ...</module></schema>'
@@ -60,7 +60,7 @@ class SchemaRequest(Precompute):
     pml: Annotated[Text, Field(max_length=MAX_CHARACTERS)]
     mode: Mode = "independent"
     scaffolds: Annotated[list[Paths], Field(max_length=64)] | None = Field(
-        None, description="mode scaffold: sets of paths that are encoded together; default: all outside of unions"
+        None, description="mode scaffold: sets of modules to encode together; default: all modules outside of unions"
     )
 
     def read(self, tokenizer: Tokenizer, context_length: int) -> StoredSchema:
@@ -81,7 +81,7 @@ class SchemaRequest(Precompute):
 
 
 class SchemaStore(Store[StoredSchema]):
-    """The schemas of all accounts; their sizes are in tokens."""
+    """The schemas of all accounts, with sizes in tokens."""
 
     noun, source = "schema", "pml"
     most, most_size = 256, 1 << 22
@@ -91,7 +91,7 @@ class SchemaStore(Store[StoredSchema]):
     )
 
     def compile(self, account: str, pml: str) -> ModulePrompt:
-        """The request of a prompt, by the schema that it names; thread-safe. Raises PmlError and NotFound."""
+        """Compile a PML prompt with the schema that it names; thread-safe. Raises PmlError and NotFound."""
         prompt = read_prompt(pml)
         return self.get(account, prompt.schema).schema.compile(prompt)
 

@@ -11,17 +11,17 @@ from runtime.frontend.documents.prompt import Document, Segments
 from server.http.wire import Body, OneOrLists, Text
 from server.objects.documents import DocumentStore, Title
 
-# Texts and documents in a prompt.
+# Most texts and documents in a prompt.
 MAX_SEGMENTS = 4096
 
 
 class GivenDocument(Body):
-    """A document: its text, or the id of one that was stored."""
+    """A document in a request: its text, or the id of a stored document."""
 
     text: Annotated[Text, Field(min_length=1)] | None = None
     title: Title | None = None
     id: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
-        None, description="of a document that POST /v1/documents has stored"
+        None, description="id of a document that was stored by POST /v1/documents"
     )
 
     @model_validator(mode="after")
@@ -29,7 +29,7 @@ class GivenDocument(Body):
         if (self.text is None) == (self.id is None):
             raise ValueError("a document has either text or id")
         if self.id is not None and self.title is not None:
-            raise ValueError("a document that is named by its id has its title already")
+            raise ValueError("a document with an id takes no title: the stored title is used")
         return self
 
     @property
@@ -57,7 +57,7 @@ SegmentPrompts = OneOrLists[Annotated[list[Segment], Field(max_length=MAX_SEGMEN
 
 
 def count_characters(segments: list[Segment]) -> int:
-    """Characters of a prompt, without those of stored documents."""
+    """The number of characters in a prompt, without its stored documents."""
     return sum(len(one.text or "") + (one.document.num_characters if one.document else 0) for one in segments)
 
 
@@ -67,7 +67,7 @@ def compile_segments(segments: list[Segment], account: str, store: DocumentStore
 
 
 def find_documents(turns: list[dict[str, Any]], account: str, store: DocumentStore) -> list[dict[str, Any]]:
-    """Messages with their documents put in; thread-safe. Raises NotFound."""
+    """Messages with `Document`s in place of the request's documents; thread-safe. Raises NotFound."""
     return [
         turn if isinstance(turn["content"], str) else {**turn, "content": _found(turn["content"], account, store)}
         for turn in turns

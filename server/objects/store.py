@@ -1,4 +1,4 @@
-"""Objects of accounts, in the server's process; their KV lives in the tree, found by content."""
+"""Stored objects of accounts, in the server's memory. Their KV is in the tree, which finds it by content."""
 
 import time
 from abc import ABC, abstractmethod
@@ -12,15 +12,15 @@ from server.errors import Conflict, NotFound
 
 @dataclass(kw_only=True)
 class Stored(ABC):
-    """An object of an account, whose KV can be computed before a prompt reads it.
+    """A stored object, whose KV can be computed before a prompt reads it.
 
     Attributes:
-        id: its name within the account.
-        digest: of its source.
-        size: its memory, in units of the store.
-        num_tokens: tokens of its KV.
-        expires_s: on the store's clock; None: never.
-        pins: ids of the pins of its KV.
+        id: the object's name within the account.
+        digest: digest of the object's source.
+        size: the object's memory, in units of the store.
+        num_tokens: number of tokens in its KV.
+        expires_s: time of expiry by the store's clock; None: never.
+        pins: ids of the pins on its KV.
     """
 
     id: str
@@ -31,30 +31,30 @@ class Stored(ABC):
     pins: list[str] = field(default_factory=list)
 
     def describe(self, now_s: float, live: Container[str]) -> dict[str, Any]:
-        """The fields of answers; `live`: ids of the engine's pins."""
+        """The object's fields in answers; `live`: ids of the pins that still exist."""
         left = None if self.expires_s is None else max(round(self.expires_s - now_s, 1), 0.0)
         return {"pins": [pin for pin in self.pins if pin in live], "expires_in_s": left}
 
     @abstractmethod
     def encoding(self, kv: Any) -> PlacedPrompt:
-        """A prompt that only encodes the object, for the requests that `kv` describes."""
+        """A prompt that only encodes the object, for requests with the salt and options of `kv`."""
 
     @abstractmethod
     def details(self, prompt: PlacedPrompt, cached: dict[str, int]) -> dict[str, Any]:
-        """More fields of answers about this object alone; `cached`: tokens by entry of its encoding."""
+        """Further fields of an answer about one object; `cached`: cached tokens by entry of its encoding."""
 
 
 S = TypeVar("S", bound=Stored)
 
 
 class Store(Generic[S]):
-    """The objects of all accounts. An object that has expired, or belongs to another account, does not exist.
+    """The objects of all accounts. An account does not see expired objects, nor those of other accounts.
 
     Attributes:
-        noun: the kind of object, in messages and paths.
-        source: the request's field that an object is made from.
-        most, most_size: bounds for one account.
-        bounds: the same in words.
+        noun: the kind of object, for messages and paths.
+        source: the request's field with an object's source.
+        most, most_size: largest number and total size of an account's objects.
+        bounds: these bounds in words.
     """
 
     noun: ClassVar[str]
@@ -79,36 +79,36 @@ class Store(Generic[S]):
         return stored
 
     def put(self, account: str, new: S, ttl_s: float | None) -> tuple[S, bool]:
-        """Keep an object for `ttl_s` from now on; returns the kept object, and whether it is new.
+        """Keep an object for `ttl_s` from now. Returns the kept object, and whether it is new.
 
         Raises:
-            Conflict: if a different object has the id, or over the account's bounds.
+            Conflict: if a different object has the id, or the account would exceed its bounds.
         """
         kept = {stored.id: stored for stored in self.of(account)}
         known = kept.get(new.id)
         if known is not None and known.digest != new.digest:
-            message = f"there is another {self.noun} {new.id!r}; delete it first"
+            message = f"there is a different {self.noun} {new.id!r}; delete it first"
             raise Conflict(message, param=self.source, code=f"{self.noun}_exists")
         size = sum(stored.size for stored in kept.values()) + new.size
         if known is None and (len(kept) == self.most or size > self.most_size):
-            raise Conflict(f"one client may keep {self.bounds}", param=self.source, code=f"too_many_{self.noun}s")
+            raise Conflict(f"one client may store {self.bounds}", param=self.source, code=f"too_many_{self.noun}s")
         stored = kept[new.id] = known or new
         stored.expires_s = None if ttl_s is None else self.clock() + ttl_s
         self._by_account[account] = kept
         return stored, known is None
 
     def remove(self, account: str, name: str) -> S:
-        """Forget an object and return it; running requests keep it. Raises NotFound."""
+        """Delete and return an object. Running requests can still use it. Raises NotFound."""
         stored = self.get(account, name)
         del self._by_account[account][name]
         return stored
 
     def holds(self, account: str, stored: S) -> bool:
-        """Whether this very object is kept, and not another one of its id."""
+        """Whether this very object is stored, and not another object with its id."""
         return self._by_account.get(account, {}).get(stored.id) is stored
 
     def drop(self, account: str, stored: S) -> None:
-        """Forget this very object, if it is still kept."""
+        """Delete this very object, if it is still stored."""
         if self.holds(account, stored):
             del self._by_account[account][stored.id]
 

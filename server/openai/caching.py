@@ -1,4 +1,4 @@
-"""OpenAI's contract of prompt caches: breakpoints up to which a prompt is kept, for a time from its last use on."""
+"""OpenAI's prompt caching: prompts are kept up to breakpoints, for a time after each use."""
 
 from collections.abc import Callable, Iterable
 from itertools import count
@@ -10,7 +10,7 @@ from runtime.models.marks import find_place, new_place
 from server.generation.bodies import AnswerId
 from server.http.wire import Body
 
-# The first two are Anthropic's.
+# `5m` and `1h` are Anthropic's.
 _SECONDS = {"5m": 300.0, "1h": 3600.0, "30m": 1800.0, "12h": 43_200.0, "24h": 86_400.0}
 
 Ttl = Literal["30m", "12h"]
@@ -18,14 +18,14 @@ Retention = Literal["in_memory", "24h"]
 
 
 class Breakpoint(Body):
-    """The end of a text up to which the prompt is kept."""
+    """A breakpoint: the prompt up to the end of this text, tool or call is kept."""
 
     mode: Literal["explicit"]
     ttl: Ttl | None = None
 
 
 class CacheOptions(Body):
-    """Implicit: the whole prompt is kept, too. `prewarm`: the prompt is computed and kept, and nothing generated."""
+    """Mode `implicit` also keeps the whole prompt. `prewarm` computes and keeps the prompt and generates nothing."""
 
     mode: Literal["implicit", "explicit"] = "implicit"
     ttl: Ttl = "30m"
@@ -33,26 +33,26 @@ class CacheOptions(Body):
     comparison_response_id: AnswerId | None = None
 
 
-# Writes behind what may have a breakpoint.
+# Returns the text to write behind something that may have a breakpoint: usually none, or a mark.
 Mark = Callable[[Breakpoint | None], str]
 
 
 def unmarked(point: Breakpoint | None) -> str:
-    """The `Mark` that writes nothing."""
+    """The `Mark` that never writes anything."""
     return ""
 
 
 def keep_places(write: Callable[[Mark], Prompt], options: CacheOptions | None, retention: Retention | None) -> Prompt:
-    """A prompt with the places up to which a request wants it to be kept.
+    """A prompt with the places up to which it is to be kept.
 
-    Breakpoints never change a prompt: each is found in another rendering, which has a mark there.
+    Breakpoints never change the prompt. Each is found by rendering the prompt again, with a mark at the breakpoint.
 
     Args:
         write: renders the prompt.
-        options, retention: of the request.
+        options, retention: the request's fields.
 
     Raises:
-        InvalidRequest: for a prompt with documents that is to be kept.
+        InvalidRequest: if the prompt has documents and is to be kept.
     """
     points: list[Breakpoint] = []
 
@@ -69,7 +69,7 @@ def keep_places(write: Callable[[Mark], Prompt], options: CacheOptions | None, r
     if not (points or given or retention == "24h"):
         return prompt
     if not isinstance(prompt, str):
-        raise InvalidRequest("a prompt with documents is not kept by breakpoints", param="prompt_cache_options")
+        raise InvalidRequest("a prompt with documents cannot be kept", param="prompt_cache_options")
     default = "24h" if options is None and retention == "24h" else (options or CacheOptions()).ttl
     is_implicit = options is None or options.mode == "implicit"
     kept = []
@@ -82,7 +82,7 @@ def keep_places(write: Callable[[Mark], Prompt], options: CacheOptions | None, r
 
 
 def cache_usage(outputs: Iterable[Output]) -> dict[str, Any]:
-    """Tokens that were read from the cache, and those that were computed and are kept."""
+    """The number of tokens read from the cache, and of tokens computed and kept, by hold time."""
     read, written = 0, dict.fromkeys(("ttl_30m_tokens", "ttl_12h_tokens"), 0)
     for output in outputs:
         read += output.cached_tokens

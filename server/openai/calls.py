@@ -1,7 +1,7 @@
-"""Tool calls: their grammars and their parser.
+"""Grammars and a parser for tool calls.
 
 The parser reads three formats: a JSON object between `<tool_call>` tags (Qwen, Hermes, SmolLM2), a list after
-`[TOOL_CALLS]` (Mistral), and a text that is one JSON object (Llama).
+`[TOOL_CALLS]` (Mistral), and a text that is a single JSON object (Llama).
 """
 
 import json
@@ -19,7 +19,7 @@ from server.openai.tools import CLOSE, OPEN, Tool
 
 _MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")
 
-# White space between the parts of a call. Text that precedes the grammar may contain more.
+# White space between the parts of a call. The model may have begun the call with more of it before the grammar applies.
 _SPACE, _MORE_SPACE = r"[ \n]?", r"[ \n\t]{0,8}"
 _TAGGED = 'start: "<tool_call>" SPACE call SPACE "</tool_call>"'
 _WHOLE = (
@@ -29,16 +29,16 @@ _WHOLE = (
 
 
 def lazy_calls(sampling: SamplingParams, tools: list[Tool], tagged: bool) -> tuple[SamplingParams, SamplingParams]:
-    """Sampling parameters with a grammar that begins where the model begins a call.
+    """Sampling parameters whose grammar applies from the point where the model begins a call.
 
     Args:
-        sampling: without a grammar.
-        tools: the callable tools.
-        tagged: as in `CallReader`.
+        sampling: parameters without a grammar.
+        tools: the tools that may be called.
+        tagged: see `CallReader`.
 
     Returns:
-        Parameters whose calls follow the tools' schemas, and parameters that allow any arguments, for schemas that no
-        grammar can express.
+        Parameters whose grammar follows the tools' schemas, and a fallback whose grammar allows any arguments, for
+        schemas that no grammar can express.
     """
     names = [tool.function.name for tool in tools]
     starts = [f'{bracket}{{"name":"{name}"' for name in names for bracket in ("", "[")]
@@ -67,7 +67,7 @@ def _lazy_grammar(schema: dict[str, Any], tagged: bool) -> str:
 
 
 def _bare(tool: Tool) -> Tool:
-    """The tool without descriptions in its schema."""
+    """The tool without the descriptions and titles in its schema."""
     function = tool.function.model_copy(update={"parameters": _without_words(tool.schema_of_arguments())})
     return tool.model_copy(update={"function": function})
 
@@ -85,10 +85,10 @@ def _without_words(schema: Any) -> Any:
 
 
 def schema_of_call(tools: list[Tool], keys: Sequence[str] = ("arguments",)) -> str:
-    """The JSON schema of a call of any of the tools, as text; `keys`: allowed names of the arguments' field."""
+    """The JSON schema, as text, of a call of one of the tools; `keys`: allowed names for the field of arguments."""
     definitions, forms = {}, []
     for i, tool in enumerate(tools):
-        # A schema that names properties and does not mention others allows no others.
+        # If a schema lists properties without `additionalProperties`, no others are allowed.
         schema = tool.schema_of_arguments()
         closed = {"additionalProperties": False} | schema if "properties" in schema else schema
         definitions[f"tool{i}"] = _moved(closed, f"#/$defs/tool{i}/")
@@ -100,7 +100,7 @@ def schema_of_call(tools: list[Tool], keys: Sequence[str] = ("arguments",)) -> s
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """The schema with its internal references rewritten for its new location, `root`."""
+    """The schema with its internal references rewritten, because it moves to `root`."""
     if isinstance(schema, list):
         return [_moved(item, root) for item in schema]
     if not isinstance(schema, dict):
@@ -117,10 +117,10 @@ class CallReader:
     """Incremental parser of tool calls.
 
     Attributes:
-        names: the callable tools; calls of other tools remain text.
-        forced: the whole text is one call.
-        single: drop all calls but the first.
-        tagged: the model writes calls between tags; otherwise its whole text is one or several calls.
+        names: tools that may be called; calls of other tools remain text.
+        forced: whether the whole text is one call.
+        single: whether to drop all calls but the first.
+        tagged: whether the model writes calls between tags; otherwise its whole text consists of calls, or of none.
     """
 
     names: frozenset[str]
@@ -162,7 +162,7 @@ class CallReader:
         return shown, found
 
     def _settled(self, start: int) -> int:
-        """Length of the held text before the tag at `start`; -1: before a possible beginning of a tag."""
+        """Length of the held text that is final: up to the tag at `start`, or for -1 to a possible beginning of one."""
         start = before_tag(self._held, OPEN) if start < 0 else start
         return len(self._held[:start].rstrip("\n"))
 
@@ -179,7 +179,7 @@ class CallReader:
         return ("", calls) if calls else (shown, [])
 
     def _read(self, text: str) -> list[tuple[str, str]]:
-        """The calls in a JSON text, which is one call or a list of calls; otherwise none."""
+        """The calls in a JSON text that is one call or a list of calls; empty for other texts."""
         try:
             value = parse_json(text)
         except ValueError:
@@ -201,7 +201,7 @@ class CallReader:
 
 
 def before_tag(text: str, tag: str) -> int:
-    """Length of the text before its end, if that is a beginning of the tag."""
+    """Length of the text without a beginning of the tag at its end."""
     return len(text) - next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
 
 

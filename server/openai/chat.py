@@ -74,7 +74,7 @@ class ChatWriter(ChoicesWriter):
         return {"prompt_token_ids": self.prompts[0]} if self._body.return_token_ids else {}
 
     def _ending(self, output: Output, tokens: list[int]) -> dict[str, Any]:
-        """Fields of a choice behind its text."""
+        """The fields of a choice that follow its text."""
         reason, calls = finish_reason(output), self._readers[output.choice].num_calls
         return {
             "logprobs": {"content": self._logprobs[output.choice], "refusal": None} if self._body.logprobs else None,
@@ -83,7 +83,7 @@ class ChatWriter(ChoicesWriter):
         }
 
     def _explained(self, why: Explanation | None) -> dict[str, Any]:
-        """Fields that report why the prompt missed the cache; OpenAI's as well, if asked for in its way."""
+        """The field `explain`, and OpenAI's diagnostics if the request asked through `prompt_cache_options`."""
         if why is None:
             return {}
         options = self._body.prompt_cache_options

@@ -1,4 +1,4 @@
-"""Answers of completions and chats: their envelope, usage, log-probabilities and chunks."""
+"""What answers of completions and chats share: envelope, usage, log-probabilities, chunks."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -15,13 +15,13 @@ TextOf = Callable[[int], str]
 
 
 class ChoicesWriter(Writer):
-    """Base of answers that consist of choices.
+    """Base of writers whose answers consist of choices.
 
     Args:
-        kind: the `object` of the answer, or of a stream's chunks.
+        kind: the field `object` of the answer or of a stream's chunks.
         rid: the answer's id.
-        prompts: tokens of the prompts, if the request asks for token ids.
-        context: of the server.
+        prompts: token ids of the prompts by index, if the request asks for them.
+        context: the server's context.
     """
 
     def __init__(self, kind: str, rid: str, body: CommonRequest, prompts: dict[int, list[int]], context: Context):
@@ -36,11 +36,11 @@ class ChoicesWriter(Writer):
         }
 
     def begins(self, output: Output) -> bool:
-        """Whether no chunk of the Output's choice has been written yet."""
+        """Whether this Output makes the first chunk of its choice."""
         return (output.index, output.choice) not in self._last
 
     def chunk(self, output: Output, choice: dict[str, Any], **more: Any) -> dict[str, Any]:
-        """A chunk with one choice and further fields."""
+        """A chunk with one choice and the fields `more`."""
         self._last[output.index, output.choice] = output
         reuse = {} if output.finish is None else reuse_of(output)
         return {**self._head, "choices": [choice], **({"usage": None} if self._with_usage else {}), **reuse, **more}
@@ -50,14 +50,14 @@ class ChoicesWriter(Writer):
             yield {**self._head, "choices": [], "usage": usage(self._last.values())}
 
     def whole(self, done: list[Output], choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """The answer with the choices of the last Outputs, and further fields."""
-        if len(done) > 1:  # each may reuse something else
+        """The whole answer with its choices and the fields `more`; `done`: the last Output of each choice."""
+        if len(done) > 1:  # each choice reports its own reuse
             choices = [choice | reuse_of(output) for choice, output in zip(choices, done, strict=True)]
         return {**self._head, "choices": choices, "usage": usage(done), **reuse_of(done[0]), **more}
 
 
 def usage(outputs: Iterable[Output]) -> dict[str, Any]:
-    """Token counts over the last Outputs of a call; each prompt counts once, not for every choice."""
+    """Token counts of a request, from the last Output of each choice. A prompt with several choices counts once."""
     outputs = list(outputs)
     prompts = {output.index: output for output in outputs if output.choice == 0}
     prompt = sum(output.prompt_tokens for output in prompts.values())
@@ -71,11 +71,11 @@ def usage(outputs: Iterable[Output]) -> dict[str, Any]:
 
 
 def add_logprobs(written: JsonList, output: Output, most: int, text_of: TextOf) -> None:
-    """Add OpenAI's log-probabilities of a message's tokens, with those of `most` alternatives."""
+    """Add the log-probabilities of an Output's tokens in OpenAI's form, with at most `most` alternatives each."""
 
     def entry(token: int, logprob: float | None) -> dict[str, Any]:
         text = text_of(token)
-        # A token may be part of a character; its bytes are unknown then.
+        # The bytes are unknown if the token is only a part of a character.
         known = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
         return {"token": text, "logprob": logprob, "bytes": known}
 
@@ -85,7 +85,7 @@ def add_logprobs(written: JsonList, output: Output, most: int, text_of: TextOf) 
 
 
 def reuse_of(output: Output) -> dict[str, Any]:
-    """The field `reuse`, if a strategy reports one."""
+    """The field `reuse`, if a reuse strategy made a report."""
     return {"reuse": output.reuse} if output.reuse and "strategy" in output.reuse else {}
 
 

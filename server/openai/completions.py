@@ -60,7 +60,7 @@ class CompletionWriter(ChoicesWriter):
         self._submissions = generation.outputs.submissions
         self._tokenizer = context.engine.tokenizer
         self._logprobs: dict[tuple[int, int], dict[str, JsonList | None]] = defaultdict(self._empty)
-        # Characters of the tokens whose log-probabilities were added.
+        # By prompt and choice, the number of characters in tokens whose log-probabilities were added.
         self._offsets: dict[tuple[int, int], int] = defaultdict(int)
 
     def _empty(self) -> dict[str, JsonList | None]:
@@ -88,7 +88,7 @@ class CompletionWriter(ChoicesWriter):
         return self.whole(done, choices)
 
     def _choice(self, output: Output, text: str, tokens: list[int], why: Explanation | None) -> dict[str, Any]:
-        """The fields of a choice, with new text and tokens or with all."""
+        """A choice with the given text and tokens: the new ones in a stream, otherwise all."""
         body, key = self._body, (output.index, output.choice)
         logprobs = self._logprobs.pop(key, self._empty())
         ids: dict[str, Any] = {"token_ids": tokens} if body.return_token_ids else {}

@@ -1,4 +1,4 @@
-"""Formats of the answer: OpenAI's `response_format`, and the fields of vLLM, SGLang and llama.cpp for the same."""
+"""The answer's format: OpenAI's `response_format`, and the equivalent fields of vLLM, SGLang and llama.cpp."""
 
 import json
 from collections.abc import Mapping
@@ -14,21 +14,21 @@ MAX_CHOICES = 1024
 
 Choices = Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)]
 
-# Of an engine's constraint: json_schema, regex or grammar, and its text.
+# At most one item: the kind (json_schema, regex or grammar) and text of a constraint of the engine.
 Constraint = dict[str, str]
 
 
 class ResponseFormat(Body):
-    """Format of the answer; `json_schema` holds a name and the schema, `schema` the schema itself."""
+    """The answer's format. `json_schema` is an object with a name and the schema; `schema` is the schema itself."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
     json_schema: JsonObject | None = None
-    schema_: JsonObject | None = Field(None, alias="schema", description="of json_object and json_schema")
-    pattern: Text | None = Field(None, description="of regex")
+    schema_: JsonObject | None = Field(None, alias="schema", description="for types json_object and json_schema")
+    pattern: Text | None = Field(None, description="for type regex")
     grammar: Text | None = Field(None, description="EBNF or Lark")
 
     def constraint(self) -> Constraint:
-        """Empty for any text. Raises InvalidRequest."""
+        """The constraint on the answer; empty if any text is allowed. Raises InvalidRequest."""
         if self.type == "text":
             return {}
         if self.type == "json_object":
@@ -48,7 +48,7 @@ def _needed(value: Any, name: str) -> Any:
 
 
 class Constrained(Body):
-    """vLLM's `structured_outputs`: at most one of these. Constraints of a request have the same names in it."""
+    """Fields that constrain the answer; at most one may be given. vLLM's `structured_outputs` has the same fields."""
 
     json_schema: JsonText | None = None
     regex: Text | None = None
@@ -56,7 +56,7 @@ class Constrained(Body):
     choice: Choices | None = Field(None, description="the answer is one of these texts")
 
     def constraints(self) -> list[Constraint]:
-        """Those that are given."""
+        """All given constraints."""
         given = {"json_schema": self.json_schema, "regex": self.regex, "grammar": self.grammar}
         given["grammar"] = given["grammar"] or (_one_of(self.choice) if self.choice else None)
         return [{name: text} for name, text in given.items() if text is not None]
@@ -79,13 +79,13 @@ class StructuredOutputs(Constrained):
 
 
 def only(constraints: list[Constraint]) -> Constraint:
-    """The one constraint of a request, empty for none. Raises InvalidRequest for several."""
+    """The only constraint of a request; empty without one. Raises InvalidRequest if there are several."""
     if len(constraints) > 1:
         first, second = (next(iter(one)) for one in constraints[:2])
-        raise InvalidRequest(f"the answer can follow one format alone: {first} or {second}", param=second)
+        raise InvalidRequest(f"the answer can follow only one format: {first} or {second}", param=second)
     return constraints[0] if constraints else {}
 
 
 def _one_of(texts: list[str]) -> str:
-    """A Lark grammar whose words are some texts."""
+    """A Lark grammar that accepts exactly these texts."""
     return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)

@@ -1,4 +1,4 @@
-"""Messages of conversations in OpenAI's form, and their parts."""
+"""OpenAI's messages and their content parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from server.objects.segments import GivenDocument
 from server.openai.caching import Breakpoint, Mark, unmarked
 from server.openai.tools import MAX_TOOLS, ToolCall
 
-# Messages in a conversation, and parts in a message.
+# Most messages in a conversation, and most parts in a message.
 MAX_MESSAGES = 4096
 
 
@@ -27,14 +27,14 @@ class TextPart(Body, extra="ignore"):
 
 
 class RefusalPart(Body, extra="ignore"):
-    """The assistant's refusal, a text."""
+    """The text of an assistant's refusal."""
 
     type: Literal["refusal"]
     text: Text = Field(alias="refusal")
 
 
 class ThinkingPart(Body, extra="ignore"):
-    """The assistant's reasoning, which chat templates know as `reasoning_content`."""
+    """The assistant's reasoning; chat templates get it as `reasoning_content`."""
 
     type: Literal["thinking"]
     thinking: Text
@@ -43,28 +43,28 @@ class ThinkingPart(Body, extra="ignore"):
 def _arguments(given: dict[str, Any]) -> dict[str, str]:
     for name, text in given.items():
         if not isinstance(text, str):
-            raise ValueError(f"the argument of {name!r} is no text")
+            raise ValueError(f"the argument {name!r} must be a string")
     return given
 
 
 class ModuleImport(Body):
-    """A module of the request's schema."""
+    """An import of a module of the request's schema."""
 
-    path: Text = Field(max_length=4096, description="names from the schema on, such as plan/miami")
+    path: Text = Field(max_length=4096, description="names of modules from the outermost one, for example plan/miami")
     args: Annotated[JsonObject, AfterValidator(_arguments)] = Field(
-        default_factory=dict, description="arguments of its parameters, as texts"
+        default_factory=dict, description="arguments by parameter, as strings"
     )
 
 
 class ModulePart(Body):
-    """An import, as a part of a message's content."""
+    """A content part that imports a module."""
 
     type: Literal["module"]
     module: ModuleImport
 
 
 class DocumentPart(Body):
-    """A document, as a part of a message's content."""
+    """A content part that is a document."""
 
     type: Literal["document"]
     document: GivenDocument
@@ -78,7 +78,7 @@ def _text_or_none(value: Any) -> str | None:
 
 
 class Message(Body, extra="ignore"):
-    """A message of a conversation. Other fields are ignored, since clients send back servers' messages."""
+    """A message. Unknown fields are ignored, because clients send back messages that servers made."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {"reasoning": "reasoning_content"}
 
@@ -93,14 +93,14 @@ class Message(Body, extra="ignore"):
         if self.content is None and self.role not in ("assistant", "tool"):
             raise ValueError(f"a message of role {self.role} needs content")
         if self.documents and self.role not in ("system", "developer", "user"):
-            raise ValueError(f"a message of role {self.role} holds no documents")
+            raise ValueError(f"a message of role {self.role} cannot have documents")
         return self
 
     def plain(self, mark: Mark = unmarked) -> dict[str, Any]:
-        """The chat template's dict: role, content, reasoning, tool calls or the id of the call it answers.
+        """The message as a dict for the chat template: role, content, reasoning, tool calls, id of the answered call.
 
-        The content is one string, or a list of texts and documents, if there are any. `mark` writes behind each text
-        and each call.
+        The content is a string, or with documents a list of strings and documents. The text that `mark` returns is
+        written behind each text and each call.
         """
         content: Any = self.content or ""
         thoughts = [self.reasoning_content] if self.reasoning_content else []
@@ -128,7 +128,7 @@ class Message(Body, extra="ignore"):
 
     @property
     def num_characters(self) -> int:
-        """Characters of the content, as far as the request holds them."""
+        """The number of characters in the content, without stored documents."""
         thoughts = len(self.reasoning_content or "")
         if not isinstance(self.content, list):
             return thoughts + len(self.content or "")
@@ -138,7 +138,7 @@ class Message(Body, extra="ignore"):
 
     @property
     def imports(self) -> list[Import]:
-        """The modules that the message imports."""
+        """The message's imports of modules."""
         parts = self.content if isinstance(self.content, list) else []
         modules = [part.module for part in parts if isinstance(part, ModulePart)]
         return [Import(tuple(module.path.strip("/").split("/")), module.args) for module in modules]

@@ -1,4 +1,4 @@
-"""`/v1/models`, and the routes of OpenAI that Ramet does not serve."""
+"""`/v1/models`, and `/v1/embeddings`, which Ramet does not implement."""
 
 import time
 from typing import Any, NoReturn
@@ -15,7 +15,7 @@ _STARTED_S = int(time.time())
 
 @router.get("/models")
 async def models(context: Ctx, asker: CurrentTenant) -> dict[str, Any]:
-    """The served model, once for each of its names, and its adapters."""
+    """The served model under each of its names, and the adapters."""
     names = served_names(context.config.model) or [context.engine.info.name]
     names += [adapter.name for adapter in context.engine.adapters]
     return {"object": "list", "data": [_model(name, context, asker) for name in names]}
@@ -23,7 +23,7 @@ async def models(context: Ctx, asker: CurrentTenant) -> dict[str, Any]:
 
 @router.get("/models/{name:path}")
 async def model(name: str, context: Ctx, asker: CurrentTenant) -> dict[str, Any]:
-    """The model, or an adapter, by any of its names."""
+    """The served model or an adapter by its name."""
     return _model(name, context, asker)
 
 
@@ -39,5 +39,5 @@ def _model(name: str, context: Context, asker: Tenant) -> dict[str, Any]:
 
 @router.post("/embeddings", response_model=None, include_in_schema=False)
 async def embeddings() -> NoReturn:
-    """Generating models give no embeddings."""
-    raise NotImplementedHere("this server generates; it has no embeddings")
+    """Always 501: embeddings are not supported."""
+    raise NotImplementedHere("embeddings are not supported")

@@ -1,4 +1,4 @@
-"""Prompts of chats: rendered conversations, with documents, modules and breakpoints."""
+"""Makes the prompts of chats, with documents, modules and breakpoints."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,7 +25,7 @@ from server.openai.types import ChatRequest
 
 
 class ChatPrompts:
-    """Makes the prompts of chats, which may name stored documents and schemas."""
+    """Makes the prompts of chats. It looks up stored documents and schemas by their names."""
 
     def __init__(self, context: Context, documents: DocumentStore, schemas: SchemaStore):
         self._context = context
@@ -33,14 +33,14 @@ class ChatPrompts:
         self._schemas = schemas
 
     async def in_turn(self, request: Request, body: ChatRequest, tenant: Tenant) -> Submission:
-        """As `submission`; a long schema is read in a thread, in the tenant's turn. Raises ClientGone, too."""
+        """As `submission`, but JSON schemas are read in a thread, where keys take turns. Also raises ClientGone."""
         work = partial(self.submission, body, tenant)
-        if body.offered or body.response_format or body.structured_outputs:  # a schema may be as long as the body
+        if body.offered or body.response_format or body.structured_outputs:  # they may have long schemas
             return await while_there(request, self._context.engine.in_turn(tenant.account, body.num_characters, work))
         return work()
 
     def submission(self, body: ChatRequest, tenant: Tenant) -> Submission:
-        """The submission of a conversation, which is rendered later, in a thread. Raises InvalidRequest."""
+        """The submission of a conversation, whose prompt is rendered later in a thread. Raises InvalidRequest."""
         engine = self._context.engine
         sampling, otherwise = body.sampling(body.most_tokens, body.constraint()), None
         if body.offered and not sampling.constrained and engine.info.diffusion is None:
@@ -55,15 +55,15 @@ class ChatPrompts:
         )
 
     async def text(self, body: ChatRequest, tenant: Tenant) -> str:
-        """The prompt of a conversation. Raises InvalidRequest for one with documents."""
+        """The rendered text of a conversation. Raises InvalidRequest if it has documents."""
         work = partial(self._write, body, tenant, unmarked)
         prompt = await self._context.engine.in_turn(tenant.account, body.num_characters, work)
         if not isinstance(prompt, str):
-            raise InvalidRequest("a prompt with documents has no one text", param="messages")
+            raise InvalidRequest("this route does not support documents", param="messages")
         return prompt
 
     async def count(self, body: ChatRequest, tenant: Tenant) -> int:
-        """Tokens of a conversation's prompt. Raises InvalidRequest for one with documents."""
+        """The number of tokens in a conversation's prompt. Raises InvalidRequest if it has documents."""
         text = await self.text(body, tenant)
         (tokens,) = await self._context.engine.tokenize(tenant.account, [text], add_special_tokens=False)
         return len(tokens)
@@ -71,14 +71,14 @@ class ChatPrompts:
     def conversation(
         self, body: ChatRequest, tenant: Tenant, numbers: Sequence[int] | None = None
     ) -> Conversation | None:
-        """The conversation that a prompt renders, documents as plain text. Raises InvalidRequest and NotFound."""
+        """The conversation behind a prompt, with documents as plain text. Raises InvalidRequest and NotFound."""
         if body.schema_name is not None:
             return None
         turns = find_documents(body.turns(), tenant.account, self._documents)
         return conversation_of(body, turns, self._context.engine.tokenizer, numbers)
 
     def _render(self, body: ChatRequest, tenant: Tenant) -> Prompt:
-        """The prompt of a conversation; behind a schema, it imports modules. Raises InvalidRequest and NotFound."""
+        """The prompt of a conversation, or of a schema's modules and messages. Raises InvalidRequest and NotFound."""
         if body.schema_name is None:
             write = partial(self._write, body, tenant)
             return keep_places(write, body.prompt_cache_options, body.prompt_cache_retention)
@@ -86,14 +86,14 @@ class ChatPrompts:
         schema = self._schemas.get(tenant.account, body.schema_name).schema
         if not schema.roles:
             raise InvalidRequest("a schema without <system>, <user> and <assistant> is for /generate", param="schema")
-        # A message that only imports is no turn.
+        # A message that consists of imports makes no turn.
         turns = [m for m, given in zip(turns, body.messages, strict=True) if m["content"] or not given.imports]
         imports = [one for message in body.messages for one in message.imports]
         modules = ModuleText(schema.name, imports, messages=with_tools(tokenizer, turns, body.offered))
         return schema.compile(modules, body.add_generation_prompt)
 
     def _write(self, body: ChatRequest, tenant: Tenant, mark: Mark) -> str | Segments:
-        """The prompt of a conversation, with marks behind what has a breakpoint."""
+        """Render a conversation. `mark` may write a mark behind each tool, text and call."""
         tools = [one for tool in body.offered for one in tool.marked(mark)]
         turns = find_documents(body.turns(mark), tenant.account, self._documents)
         render = _renderer(body, self._context.engine.tokenizer)
@@ -101,16 +101,16 @@ class ChatPrompts:
         return write(turns, lambda plain: render(plain, tools))
 
     def _system_text(self, body: ChatRequest) -> str | None:
-        """The prompt's part that ends with the system message, which other conversations share; None without one.
+        """The beginning of the prompt, up to the system message's end, which conversations share; None without one.
 
-        Only diffusion models need it: what a causal model computes does not depend on where a prefix ends.
+        Only diffusion models need it: a causal model's KV does not depend on where the shared prefix ends.
         """
         first, engine = body.messages[0], self._context.engine
         if engine.info.diffusion is None or first.role != "system" or first.documents:
             return None
         try:
             return engine.tokenizer.apply_chat_template([first.plain()], add_generation_prompt=False)
-        except InvalidRequest:  # a template may want a question
+        except InvalidRequest:  # some templates require a user's message
             return None
 
 
@@ -120,7 +120,7 @@ Chats = Annotated[ChatPrompts, provided(ChatPrompts)]
 def conversation_of(
     body: ChatRequest, turns: list[dict[str, Any]], tokenizer: Tokenizer, numbers: Sequence[int] | None = None
 ) -> Conversation:
-    """The conversation of a request's messages, whose contents may be lists of texts and documents."""
+    """The `Conversation` of a request. Contents of `turns` may be lists of texts and documents."""
 
     def plain(content: str | list[str | Document]) -> str:
         parts = [content] if isinstance(content, str) else content
@@ -132,6 +132,6 @@ def conversation_of(
 
 
 def _renderer(body: ChatRequest, tokenizer: Tokenizer) -> Callable[[list[dict[str, Any]], list[Tool]], str]:
-    """Applies the chat template to turns and tools, as the request says."""
+    """A function that renders turns and tools with the request's options for the chat template."""
     ask, variables = body.add_generation_prompt and not body.continue_final_message, body.template_variables()
     return lambda turns, tools: render_chat(tokenizer, turns, tools, ask, variables)

@@ -1,4 +1,4 @@
-"""vLLM's routes of the tokenizer: texts and conversations to tokens, tokens to text, and how it is configured."""
+"""vLLM's routes of the tokenizer: `/tokenize`, `/detokenize`, `/tokenizer_info`."""
 
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
@@ -20,7 +20,7 @@ router = EveryKey(tags=["server"])
 
 
 class TokenizeRequest(Body):
-    """Texts, or a conversation, to which the chat template is applied."""
+    """Texts, or a conversation that the chat template renders."""
 
     model_config = example(prompt="The capital of France is")
 
@@ -31,7 +31,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: JsonObject | None = None
-    add_special_tokens: bool | None = Field(None, description="default: for texts only; a chat template has them")
+    add_special_tokens: bool | None = Field(None, description="default: true for texts, false for conversations")
     return_token_strs: bool = False
 
     def chat(self) -> ChatRequest:
@@ -82,7 +82,7 @@ def _each(show: Callable[[list[int]], Any], several: list[list[int]], single: bo
 
 @router.post("/detokenize", response_model=None)
 async def detokenize(request: Request, context: Ctx, body: DetokenizeRequest, asker: CurrentTenant) -> Response:
-    """Text of one list of token ids or several, as SGLang (`text`) and vLLM (`prompt`) name it."""
+    """The text of one or several lists of token ids, under SGLang's name (`text`) and vLLM's (`prompt`)."""
     context.check_model(body.model)
     single = not body.tokens or isinstance(body.tokens[0], int)
     several: list[list[int]] = [body.tokens] if single else body.tokens  # type: ignore[list-item, assignment]

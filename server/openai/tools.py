@@ -1,6 +1,6 @@
-"""Tools: bodies, and their description in the prompt.
+"""Tools in requests, and their description in the prompt.
 
-For chat templates without tools, a system message describes them, with calls between `<tool_call>` tags.
+If the chat template does not support tools, a system message describes them and asks for `<tool_call>` tags.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Tool(Body):
     prompt_cache_breakpoint: Breakpoint | None = None
 
     def marked(self, mark: Mark) -> list[Tool]:
-        """The tool, followed by one whose name is what `mark` writes, if it writes."""
+        """The tool. If `mark` returns a text, a second tool with this name follows, which marks the breakpoint."""
         name = mark(self.prompt_cache_breakpoint)
         return (
             [self, Tool.model_construct(type="function", function=Function.model_construct(name=name))]
@@ -52,7 +52,7 @@ class Tool(Body):
         )
 
     def plain(self) -> dict[str, Any]:
-        """The chat template's dict."""
+        """The tool as a dict for the chat template."""
         described = {"description": self.function.description or "", "parameters": self.schema_of_arguments()}
         return {"type": "function", "function": {"name": self.function.name, **described}}
 
@@ -61,13 +61,13 @@ class Tool(Body):
 
 
 class NamedFunction(Body):
-    """The function that must be called."""
+    """A function that `tool_choice` names."""
 
     name: Name
 
 
 class NamedTool(Body):
-    """The one tool that must be called."""
+    """A tool that `tool_choice` names."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -78,14 +78,14 @@ class NamedTool(Body):
 
 
 class Allowed(Body):
-    """Tools of those in the prompt that may be called, or of which one must be."""
+    """The tools in the prompt that may be called. With mode `required`, one of them must be called."""
 
     mode: Literal["auto", "required"] = "auto"
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedTools(Body):
-    """OpenAI's choice of a few tools, whose prompt, and so its cached part, stays that of all tools."""
+    """OpenAI's choice of some tools. The prompt still describes all tools, so its cached prefix stays valid."""
 
     type: Literal["allowed_tools"]
     allowed_tools: Allowed
@@ -99,14 +99,14 @@ ToolChoice = Annotated[NamedTool | AllowedTools | Literal["none", "auto", "requi
 
 
 class CalledFunction(Body, extra="ignore"):
-    """The function of an earlier call; `arguments` is JSON text, or the object."""
+    """The function of an earlier call; `arguments` is a JSON object or its text."""
 
     name: Text
     arguments: JsonText = ""
 
 
 class ToolCall(Body, extra="ignore"):
-    """An earlier call, as clients send it back."""
+    """An earlier call that a client sends back."""
 
     id: Text | None = None
     type: Literal["function"] = "function"
@@ -114,9 +114,9 @@ class ToolCall(Body, extra="ignore"):
     prompt_cache_breakpoint: Breakpoint | None = None
 
     def plain(self, mark: Mark = unmarked) -> list[dict[str, Any]]:
-        """The chat template's dict, with the arguments as an object if they are one.
+        """The call as a dict for the chat template. Arguments that are JSON are parsed.
 
-        A call whose name is what `mark` writes follows, if it writes.
+        If `mark` returns a text, a second call with this name follows, which marks the breakpoint.
         """
         try:
             arguments = parse_json(self.function.arguments or "{}")
@@ -134,7 +134,7 @@ def render_chat(
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """The prompt of a conversation with tools; `variables`: of the chat template. Raises InvalidRequest."""
+    """The prompt of a conversation with tools; `variables`: the chat template's. Raises InvalidRequest."""
     if "tools" not in (tokenizer.chat_template or ""):
         messages, tools = with_tools(tokenizer, messages, tools), []
     else:
@@ -144,14 +144,14 @@ def render_chat(
 
 
 def continue_chat(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> str:
-    """The prompt that ends within the last message, which the answer continues.
+    """The prompt up to the end of the last message's text, which the answer continues.
 
     Args:
-        messages: the last one's content is a text.
+        messages: the conversation; the last message's content is a string.
         render: applies the chat template to messages, without a generation prompt.
 
     Raises:
-        InvalidRequest: if the template would change the end of the message.
+        InvalidRequest: if the template changes the end of the message.
     """
     *earlier, last = messages
     mark = new_mark()
@@ -162,14 +162,14 @@ def continue_chat(messages: list[dict[str, Any]], render: Callable[[list[dict[st
 
 
 def with_tools(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[Tool]) -> list[dict[str, Any]]:
-    """A conversation whose system message describes tools; calls are text where the chat template has none."""
+    """Messages with a system message that describes the tools. If the template has no calls, calls become text."""
     if "tool_calls" not in (tokenizer.chat_template or ""):
         messages = [_without_calls(message) for message in messages]
     return _described(messages, [tool.plain() for tool in tools]) if tools else messages
 
 
 def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as text alone, for templates without tool calls."""
+    """The message with its tool calls as text, for chat templates without them."""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     if calls := message.get("tool_calls"):

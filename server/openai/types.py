@@ -20,7 +20,7 @@ from server.openai.formats import Constrained, Constraint, ResponseFormat, Struc
 from server.openai.messages import Messages
 from server.openai.tools import MAX_TOOLS, AllowedTools, NamedTool, Tool, ToolChoice
 
-NewTokens = Annotated[int, Field(ge=-1, le=1 << 20, description="-1: as many as fit; 0: none, the prompt is computed")]
+NewTokens = Annotated[int, Field(ge=-1, le=1 << 20, description="-1: as many as fit; 0: only compute the prompt")]
 
 
 class StreamOptions(Body):
@@ -32,7 +32,7 @@ class StreamOptions(Body):
 
 
 class SampledRequest(GenerationBody, CommonSampling):
-    """Fields of OpenAI's three routes: sampling, and the request's id."""
+    """Fields that OpenAI's three routes share: sampling, the request's id and others."""
 
     IGNORED = fields.OPERATION | fields.OPENAI
     ALIASES: ClassVar[Mapping[str, str]] = fields.SAMPLING_ALIASES | fields.REQUEST_ALIASES
@@ -71,7 +71,7 @@ class CommonRequest(SampledRequest, Constrained):
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool = False
     truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, le=1 << 20, description="at most this many last tokens of the prompt; -1: as many as fit"
+        None, ge=-1, le=1 << 20, description="keep only this many last tokens of the prompt; -1: as many as fit"
     )
     add_special_tokens: bool = False
     reuse: Reuse | None = None
@@ -84,7 +84,7 @@ class CommonRequest(SampledRequest, Constrained):
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Whether a stream ends with an event for the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def constraints(self) -> list[Constraint]:
@@ -94,7 +94,7 @@ class CommonRequest(SampledRequest, Constrained):
         return super().constraints() + ([wanted] if wanted else []) + other
 
     def sampling(self, max_new_tokens: int | None, constraint: Constraint) -> SamplingParams:
-        """The sampling parameters; -1 new tokens are as many as fit. Raises InvalidRequest."""
+        """The sampling parameters; `max_new_tokens` of -1 means as many as fit. Raises InvalidRequest."""
         same = SamplingParams.model_fields.keys() & CommonRequest.model_fields.keys() - {*CONSTRAINTS}
         given: dict[str, Any] = {name: getattr(self, name) for name in same}
         given |= {"max_new_tokens": None if max_new_tokens == -1 else max_new_tokens, **constraint}
@@ -124,7 +124,7 @@ class CompletionRequest(CommonRequest):
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
     best_of: int | None = None
-    add_special_tokens: bool = Field(True, description="begin a text with the model's BOS, if it has one")
+    add_special_tokens: bool = Field(True, description="begin a text with the model's BOS token, if it has one")
 
 
 class ChatRequest(CommonRequest):
@@ -143,20 +143,20 @@ class ChatRequest(CommonRequest):
 
     messages: Messages
     schema_name: Text | None = Field(
-        None, alias="schema", description="a schema that the messages follow; their parts may import its modules"
+        None, alias="schema", description="name of a schema before the messages; they may import its modules"
     )
-    documents: GivenDocuments | None = Field(None, description="the last user message begins with these documents")
+    documents: GivenDocuments | None = Field(None, description="documents to put before the last user message's text")
     max_tokens: NewTokens | None = None
     max_completion_tokens: NewTokens | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     add_generation_prompt: bool = True
-    continue_final_message: bool = Field(False, description="the answer goes on with the last message's text")
-    add_special_tokens: bool = Field(False, description="the chat template has them already")
-    chat_template_kwargs: JsonObject | None = Field(None, description="variables of the chat template")
-    enable_thinking: bool | None = Field(None, description="the chat template's variable")
+    continue_final_message: bool = Field(False, description="the answer continues the last message's text")
+    add_special_tokens: bool = Field(False, description="rarely needed: chat templates write special tokens")
+    chat_template_kwargs: JsonObject | None = Field(None, description="variables for the chat template")
+    enable_thinking: bool | None = Field(None, description="a variable for the chat template")
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = Field(
-        None, description="the chat template's variable; none: also enable_thinking: false"
+        None, description="a variable for the chat template; `none` also sets enable_thinking to false"
     )
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
@@ -166,7 +166,7 @@ class ChatRequest(CommonRequest):
 
     @property
     def num_characters(self) -> int:
-        """Characters of the messages' content, as far as the request holds them."""
+        """The number of characters in the messages' content, without stored documents."""
         return sum(part.num_characters for part in (*self.messages, *(self.documents or ())))
 
     @property
@@ -174,12 +174,12 @@ class ChatRequest(CommonRequest):
         return bool(self.documents) or any(message.documents for message in self.messages)
 
     def turns(self, mark: Mark = unmarked) -> list[dict[str, Any]]:
-        """The chat template's dicts of all messages, see `Message.plain`. Raises InvalidRequest."""
+        """All messages as dicts for the chat template, see `Message.plain`. Raises InvalidRequest."""
         turns = [message.plain(mark) for message in self.messages]
         if self.documents:
             last = next((turn for turn in reversed(turns) if turn["role"] == "user"), None)
             if last is None:
-                raise InvalidRequest("documents need a message of role user", param="documents")
+                raise InvalidRequest("documents need a message with role user", param="documents")
             said = last["content"]
             last["content"] = [*self.documents, *(said if isinstance(said, list) else [said])]
         return turns
@@ -192,7 +192,7 @@ class ChatRequest(CommonRequest):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def template_variables(self) -> dict[str, Any]:
-        """Variables of the chat template. Raises InvalidRequest."""
+        """The variables for the chat template."""
         given = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort}
         variables = {name: value for name, value in given.items() if value is not None}
         if self.reasoning_effort == "none":
@@ -201,45 +201,45 @@ class ChatRequest(CommonRequest):
 
     @property
     def offered(self) -> list[Tool]:
-        """The tools in the prompt."""
+        """The tools that the prompt describes."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer must be a call."""
+        """Whether the answer must be a tool call."""
         if isinstance(self.tool_choice, AllowedTools):
             return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     def callable_tools(self) -> list[Tool]:
-        """The tools that may be called, some of those in the prompt. Raises InvalidRequest."""
+        """The tools that the answer may call: those in the prompt, or in `tool_choice`. Raises InvalidRequest."""
         if not isinstance(self.tool_choice, NamedTool | AllowedTools):
             return self.offered
         names = self.tool_choice.names
         if unknown := names - {tool.function.name for tool in self.offered}:
-            message = f"tool_choice names {min(unknown)!r}, which is none of the tools"
+            message = f"tool_choice names {min(unknown)!r}, which is not in tools"
             raise InvalidRequest(message, param="tool_choice")
         return [tool for tool in self.offered if tool.function.name in names]
 
     def constraint(self) -> Constraint:
-        """The format that the answer follows. Raises InvalidRequest."""
+        """The constraint on the answer. Raises InvalidRequest."""
         tools = self.callable_tools()
         if self.must_call:
             return {"json_schema": schema_of_call(tools)}
         return only(self.constraints())
 
     def refuse_unsupported(self) -> None:
-        """Raise InvalidRequest for unsupported fields, which are never ignored silently."""
+        """Raise InvalidRequest for combinations of fields that are not supported."""
         if self.schema_name is None and any(message.imports for message in self.messages):
             raise InvalidRequest("parts of type module need a schema", param="schema")
         if self.schema_name is not None and (isinstance(self.reuse, ReuseParams) or self.has_documents):
             raise InvalidRequest("a schema and documents exclude each other", param="schema")
         if self.schema_name is not None and (self.template_variables() or self.truncate_prompt_tokens is not None):
-            raise InvalidRequest("a schema's prompt takes no variables, and is not truncated", param="schema")
+            raise InvalidRequest("a schema excludes template variables and truncation", param="schema")
         if self.must_call and not self.tools:
             raise InvalidRequest("tool_choice needs tools", param="tool_choice")
         if self.offered and self.constraints():
-            raise InvalidRequest("tools and a format of the answer exclude each other", param="response_format")
+            raise InvalidRequest("tools and a response format exclude each other", param="response_format")
         if self.continue_final_message:
             self._check_continued()
         if self.top_logprobs is not None and not self.logprobs:
@@ -247,7 +247,7 @@ class ChatRequest(CommonRequest):
 
     def _check_continued(self) -> None:
         if self.schema_name is not None or self.has_documents:
-            raise InvalidRequest("a message with modules or documents is not continued", param="continue_final_message")
+            raise InvalidRequest("messages with modules or documents are not continued", param="continue_final_message")
         if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
             message = "continue_final_message and add_generation_prompt exclude each other"
             raise InvalidRequest(message, param="continue_final_message")

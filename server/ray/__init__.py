@@ -1,1 +1,1 @@
-"""Replicas on a Ray cluster: `serve run server.ray.application:app`. The only room that needs ray."""
+"""Replicas on a Ray cluster: `serve run server.ray.application:app`. Only this package imports ray."""

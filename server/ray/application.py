@@ -1,4 +1,4 @@
-"""The application for `serve run server.ray.application:app`: engines behind a router by longest prefix."""
+"""The application for `serve run server.ray.application:app`: engines behind a router that matches prefixes."""
 
 import argparse
 import shlex
@@ -15,24 +15,24 @@ from server.ray.replica import Replica
 
 
 class Arguments(BaseModel):
-    """Arguments of the application, as `NAME=VALUE` behind it on Serve's command line."""
+    """The application's arguments, given as `NAME=VALUE` on Serve's command line."""
 
     model_config = ConfigDict(extra="forbid")
 
     options: str = Field("", description="options of `ramet serve` for every replica")
-    replicas: int = Field(2, ge=1, description="engines; the fewest if `max_replicas` is given")
-    max_replicas: int | None = Field(None, ge=1, description="most engines; None: `replicas`, whatever the load")
+    replicas: int = Field(2, ge=1, description="number of engines; the minimum if `max_replicas` is given")
+    max_replicas: int | None = Field(None, ge=1, description="most engines; None: always `replicas` engines")
     fronts: int = Field(1, ge=1, description="processes that tokenize and route")
-    cpus: float = Field(1, ge=0, description="cores that Ray reserves for a process of an engine")
-    gpus: float = Field(0, ge=0, description="GPUs of a process of an engine")
-    max_ongoing: int = Field(256, ge=1, description="calls that a replica takes; others wait in the router")
+    cpus: float = Field(1, ge=0, description="cores that Ray reserves for each process of an engine")
+    gpus: float = Field(0, ge=0, description="GPUs that Ray reserves for each process of an engine")
+    max_ongoing: int = Field(256, ge=1, description="most calls in a replica; more calls wait in the router")
     target_ongoing: float = Field(8, gt=0, description="calls per replica above which replicas are added")
-    weight: float = Field(16, ge=0, description="tokens of load that a cached token of a prompt outweighs")
-    balance: float = Field(0.1, ge=0, description="tokens of load that a token of past work above the mean counts for")
+    weight: float = Field(16, ge=0, description="a cached token of the prompt outweighs this many tokens of load")
+    balance: float = Field(0.1, ge=0, description="a token of past work above the mean counts as this much load")
 
     @property
     def size(self) -> dict[str, Any]:
-        """The number of replicas, as Serve takes it."""
+        """Serve's options for the number of replicas."""
         if self.max_replicas is None:
             return {"num_replicas": self.replicas}
         bounds = {"min_replicas": self.replicas, "max_replicas": self.max_replicas}
@@ -40,7 +40,7 @@ class Arguments(BaseModel):
 
 
 def app(given_arguments: Arguments | dict[str, Any]) -> Application:
-    """Serve's builder of the application; its command line and its files give a dictionary."""
+    """Build the application for Serve, whose command line and configuration files pass a dictionary."""
     arguments = Arguments.model_validate(given_arguments)
     parser = argparse.ArgumentParser("options")
     add_options(parser)
@@ -48,7 +48,7 @@ def app(given_arguments: Arguments | dict[str, Any]) -> Application:
     config, options = config_from(parser, given), vars(given)
     processes = config.model.tensor_parallel
     bundle = {"CPU": arguments.cpus, **({"GPU": arguments.gpus} if arguments.gpus else {})}
-    # The processes of one engine share a machine.
+    # All processes of an engine must run on one machine.
     group: dict[str, Any] = {"placement_group_bundles": [bundle] * processes, "placement_group_strategy": "STRICT_PACK"}
     router = RequestRouterConfig(
         request_router_class="server.ray.router:PrefixRouter",

@@ -1,4 +1,4 @@
-"""A replica's KV events, applied to an index."""
+"""Applies a replica's KV events to an index."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ from server.ray.prefixes import PrefixIndex, R
 
 log = logging.getLogger("ramet.ray")
 
-# Seconds of silence after which missed events are asked for: ZeroMQ reconnects without notice.
+# After this many seconds without events, missed events are requested, because ZeroMQ reconnects without notice.
 _QUIET_S = 5.0
 _REPLAY_S = 5.0
 
@@ -21,12 +21,12 @@ _decode = msgspec.msgpack.Decoder(EventBatch).decode
 
 
 class Follower(Generic[R]):
-    """Applies the events of one replica to an index; created and closed on one event loop.
+    """Applies the events of one replica to an index. Create and close it on the same event loop.
 
     Args:
-        index: gets every change.
-        replica: its name in the index.
-        events, replay: endpoints of its events and of their replay.
+        index: the index of all replicas' blocks.
+        replica: the replica's name in the index.
+        events, replay: ZeroMQ endpoints of the replica's events and of their replay.
     """
 
     def __init__(self, index: PrefixIndex[R], replica: R, events: str, replay: str):
@@ -62,7 +62,7 @@ class Follower(Generic[R]):
                 if isinstance(event, AllBlocksCleared):
                     self._index.forget(self._replica)
                 elif event.medium != POOL_MEDIUM:
-                    continue  # tiers: a load costs time, and all replicas reach a shared store
+                    continue  # blocks in tiers do not count: loading takes time, and all replicas share the store
                 elif isinstance(event, BlockStored):
                     self._index.stored(self._replica, event.block_hashes)
                 else:
@@ -70,7 +70,7 @@ class Follower(Generic[R]):
         return True
 
     async def _catch_up(self) -> None:
-        """Request the missing batches; retried later if the replica does not answer."""
+        """Request the missing batches. `_follow` calls this again if the replica does not answer."""
         ask = self._context.socket(zmq.DEALER)
         ask.setsockopt(zmq.LINGER, 0)
         try:
@@ -80,7 +80,7 @@ class Follower(Generic[R]):
                 _, number, payload = await ask.recv_multipart()
                 if not payload:
                     break
-                if (first := int.from_bytes(number, "big")) > self._next:  # the publisher dropped those between
+                if (first := int.from_bytes(number, "big")) > self._next:  # the publisher dropped the batches between
                     self._index.forget(self._replica)
                     self._next = first
                 self._take(first, payload)
@@ -88,7 +88,7 @@ class Follower(Generic[R]):
             ask.close()
 
     def close(self) -> None:
-        """Stop, and let the index forget the replica."""
+        """Stop, and remove the replica from the index."""
         self._task.cancel()
         self._context.destroy(linger=0)
         self._index.forget(self._replica)

@@ -1,4 +1,4 @@
-"""The ingress: hashes a request's prompt, calls the replica that the router chooses, and passes its answer on."""
+"""The ingress: hashes a request's prompt, calls the replica that the router chooses, and returns its answer."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ from server.ray.hasher import PromptHasher
 
 log = logging.getLogger("ramet.ray")
 
-# Replicas that a request is sent to, one after another, if they die before they have answered.
+# Most replicas that a request is sent to. The next one is tried if a replica dies before its answer begins.
 _TRIES = 4
 _FIELDS = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client")
 _STREAMS = {"/v1/messages": MessageStream, "/v1/responses": TypedEventStream}
@@ -33,8 +33,8 @@ class Front:
     """Serve's ingress deployment.
 
     Args:
-        options: of the replicas' configuration.
-        replicas: the deployment of `Replica`.
+        options: the replicas' options of `ramet serve`.
+        replicas: the handle of the deployment of `Replica`.
     """
 
     def __init__(self, options: dict[str, Any], replicas: DeploymentHandle):
@@ -51,7 +51,7 @@ class Front:
         return hasher
 
     async def check_health(self) -> None:
-        """Serve's hook; it raises if the tokenizer cannot be loaded."""
+        """Called by Serve. Raises if the tokenizer could not be loaded."""
         if self._hasher.done():
             self._hasher.result()
 
@@ -60,7 +60,7 @@ class Front:
         return _Passage(self)
 
     async def pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. An answer that has begun and cannot go on ends with an error event."""
+        """Answer one request. If the replica dies during the answer, an error event ends it."""
         try:
             body = await self._limit.read(receive)
         except RametError as error:
@@ -69,7 +69,7 @@ class Front:
         if body is None:
             return
         call = {name: scope[name] for name in _FIELDS if name in scope}
-        # A client that disconnects while the tokenizer is loaded must not cancel that for the others.
+        # Shielded: a client that disconnects must not cancel the loading of the tokenizer, which all requests need.
         hashes = await (await asyncio.shield(self._hasher)).hashes(call, body)
         for _ in range(_TRIES):
             head: Message | None = None  # sent with the first piece of the body
@@ -86,16 +86,16 @@ class Front:
                     is_whole = not message.get("more_body", False)
             except RayActorError as error:
                 log.warning("a replica died while it answered %s: %s", scope["path"], type(error).__name__)
-            if is_whole:  # even if the replica died right after
+            if is_whole:  # the answer is complete, even if the replica died right after it
                 return
             if head is not None and is_begun:
                 await _break_off(head, scope["path"], send)
                 return
-        await error_response(EngineDead("every replica that was asked died"), scope["path"])(scope, receive, send)
+        await error_response(EngineDead(f"{_TRIES} replicas died"), scope["path"])(scope, receive, send)
 
 
 class _Passage(Response):
-    """Passes a replica's ASGI messages to Serve."""
+    """A response that passes a replica's ASGI messages to Serve."""
 
     def __init__(self, front: Front):
         super().__init__()
@@ -106,7 +106,7 @@ class _Passage(Response):
 
 
 async def _break_off(head: Message, path: str, send: Send) -> None:
-    """End a stream with an error event. Raises EngineDead for any other answer, whose connection is cut then."""
+    """End a stream with an error event. Raises EngineDead for other answers, which closes the connection."""
     error = EngineDead("the replica died; this request is lost")
     if not dict(head["headers"]).get(b"content-type", b"").startswith(EventStream.media_type.encode()):
         raise error

@@ -1,4 +1,4 @@
-"""Block hashes of a request's prompt, from the server's own routes without an engine."""
+"""Computes the block hashes of a request's prompt by running the server's routes without an engine."""
 
 import asyncio
 from array import array
@@ -19,19 +19,19 @@ from runtime.protocol import ModelInfo
 from server.app import create_app
 from server.auth.keys import read_keys
 
-# Routes whose prompts are read from the tree; requests to other routes go to any replica.
+# Routes whose prompts are looked up in the tree. Other requests go to any replica.
 PATHS = frozenset(("/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"))
 
 
 class _Found(BaseException):
-    """Carries a prompt's hashes out of the routes; error handlers catch `Exception` only."""
+    """Carries the hashes out of the routes. A BaseException, because error handlers catch every `Exception`."""
 
     def __init__(self, hashes: bytes):
         self.hashes = hashes
 
 
 class _NoEngine(AsyncEngine):
-    """Tokenizes as the server does, and does not compute."""
+    """An engine that tokenizes like the server's, but computes nothing."""
 
     def __init__(self, config: Config, info: ModelInfo):
         super().__init__(config)
@@ -42,7 +42,7 @@ class _NoEngine(AsyncEngine):
         self._frontend = Frontend(InputProcessor(self.info, self.tokenizer, self.config.scheduler), lambda _: None)
 
     async def open(self, submissions: list[Submission], timeout_s: float | None = None) -> OutputStream:
-        """Raise `_Found` for the first prompt."""
+        """Raise `_Found` with the first prompt's hashes."""
         first = submissions[0]
         tokens = await self._work.run(first.account, partial(self._running().inputs.encode, first))
         key = array("i", tokens).tobytes() if isinstance(first.prompt, str | MarkedText | list) else b""
@@ -51,11 +51,11 @@ class _NoEngine(AsyncEngine):
 
 
 class PromptHasher:
-    """Runs requests up to the point where an engine would take them.
+    """Runs requests through the server's application up to the engine.
 
     Args:
-        config: of the replicas, so that keys and templates are theirs.
-        info: their model.
+        config: the replicas' configuration, for the same keys and chat template.
+        info: the replicas' model.
     """
 
     def __init__(self, config: Config, info: ModelInfo):
@@ -69,16 +69,16 @@ class PromptHasher:
         self._app = create_app(self._engine, self._config, read_keys(self._config.server.api_keys))
 
     async def hashes(self, scope: Scope, body: bytes) -> bytes:
-        """uint64 hashes of the prompt's whole blocks; none if the request is refused or reads documents or modules."""
+        """The uint64 hashes of the prompt's whole blocks; empty for refused requests and for documents or modules."""
         pending = [body]
 
         async def receive() -> Message:
             if not pending:
-                await asyncio.Event().wait()  # this client never disconnects
+                await asyncio.Event().wait()  # forever: this client does not disconnect
             return {"type": "http.request", "body": pending.pop(), "more_body": False}
 
         async def send(message: Message) -> None:
-            """Drop the refusal, which the replica will repeat."""
+            """Drop the error response. The replica will refuse the request again."""
 
         if scope["method"] != "POST" or scope["path"] not in PATHS or self._app is None:
             return b""

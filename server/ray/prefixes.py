@@ -1,4 +1,4 @@
-"""The blocks that replicas hold, by hash."""
+"""An index of the blocks that replicas hold."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
@@ -7,10 +7,10 @@ R = TypeVar("R", bound=Hashable)
 
 
 class PrefixIndex(Generic[R]):
-    """Blocks by their chained hashes, and the replicas that hold each.
+    """Maps chained block hashes to the replicas that hold the block.
 
     Args:
-        remembered: most lost blocks whose last holder is remembered.
+        remembered: largest number of evicted blocks whose last holder is remembered.
     """
 
     def __init__(self, remembered: int = 0):
@@ -32,7 +32,7 @@ class PrefixIndex(Generic[R]):
             del self._lost[next(iter(self._lost))]
 
     def _take(self, replica: R, hashes: Iterable[int]) -> list[int]:
-        """Take blocks from a replica; returns those that no replica holds any more."""
+        """Remove blocks of a replica. Returns the blocks that no replica holds any more."""
         held: set[int] = self._held.get(replica, set())
         gone: list[int] = []
         for value in hashes:
@@ -46,7 +46,7 @@ class PrefixIndex(Generic[R]):
         return gone
 
     def forget(self, replica: R) -> None:
-        """Drop all that is known of a replica."""
+        """Remove a replica and all its blocks."""
         self._take(replica, self.held(replica))
         self._held.pop(replica, None)
 
@@ -54,7 +54,7 @@ class PrefixIndex(Generic[R]):
         return frozenset(self._held.get(replica, ()))
 
     def match(self, hashes: Sequence[int]) -> dict[R, int]:
-        """Leading blocks of a prompt by replica; replicas without any are left out."""
+        """By replica, the number of the prompt's leading blocks that it holds; without replicas that hold none."""
         found: dict[R, int] = {}
         left: set[R] | None = None
         for number, value in enumerate(hashes):
@@ -67,7 +67,7 @@ class PrefixIndex(Generic[R]):
         return found | dict.fromkeys(left or (), len(hashes))
 
     def lost(self, hashes: Sequence[int]) -> tuple[R | None, int]:
-        """The last holder of the longest known prefix of a prompt, and its blocks; (None, 0) if it is still held."""
+        """The last holder of the prompt's longest known prefix that was evicted, and its blocks; else (None, 0)."""
         found: tuple[R | None, int] = (None, 0)
         for number, value in enumerate(hashes, 1):
             if value in self._lost:

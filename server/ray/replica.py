@@ -1,4 +1,4 @@
-"""A replica: an engine with the server's whole application over it, called through Ray."""
+"""A replica: an engine and the server's whole application, called through Ray."""
 
 import asyncio
 import contextlib
@@ -18,10 +18,10 @@ from server.serve import EXIT_ENGINE_DIED
 
 
 class Replica:
-    """Serves requests until its engine dies. Then the process ends, so that Serve and waiting calls notice at once."""
+    """Serves requests. When its engine dies, its process exits, so that Serve and waiting calls notice at once."""
 
     def __init__(self, options: dict[str, Any]):
-        """`options`: of the configuration, by their flat names."""
+        """`options`: the options of `ramet serve`, by field name."""
         self._options = options
         self._ready = asyncio.get_running_loop().create_task(self._start())
 
@@ -45,14 +45,14 @@ class Replica:
         return msgspec.to_builtins(self._engine.info)
 
     async def forward(self, scope: Scope, body: bytes, hashes: bytes = b"") -> AsyncIterator[Message]:
-        """The application's ASGI messages for a request; closing the iterator aborts it. `hashes` is for the router."""
+        """Yields the application's ASGI messages for a request. Closing aborts it. Only the router uses `hashes`."""
         await self._ready
-        messages: asyncio.Queue[Message | None] = asyncio.Queue()  # no larger than the answer
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()  # unbounded, as an answer has a limited size
         pending = [body]
 
         async def receive() -> Message:
             if not pending:
-                await asyncio.Event().wait()  # a disconnect cancels the task
+                await asyncio.Event().wait()  # forever: Ray cancels the task if the client disconnects
             return {"type": "http.request", "body": pending.pop(), "more_body": False}
 
         async def run() -> None:
@@ -65,7 +65,7 @@ class Replica:
         try:
             while (message := await messages.get()) is not None:
                 if not self._engine.alive:
-                    await asyncio.Event().wait()  # another replica serves it: this process is about to end
+                    await asyncio.Event().wait()  # this process is about to exit; then another replica answers
                 yield message
             await task
         finally:
@@ -74,17 +74,17 @@ class Replica:
                 await task
 
     async def record_replica_metadata(self) -> dict[str, str]:
-        """Serve's hook: endpoints of the KV events, for the router."""
+        """Called by Serve, which passes these endpoints of KV events to the router."""
         await self._ready
         return self.metadata
 
     async def check_health(self) -> None:
-        """Serve's hook; it raises EngineDead."""
+        """Called by Serve. Raises EngineDead."""
         await self._ready
         await self._engine.call(Ping())
 
     async def __del__(self) -> None:
-        """Serve's hook, after all requests have ended or `--drain-time` has passed."""
+        """Called by Serve after all requests have ended or `--drain-time` has passed."""
         if self._ready.done() and not self._ready.exception():
             self._watch.cancel()
             await self._engine.stop()

@@ -1,4 +1,4 @@
-"""Ray Serve's request router for engines: prefixes against load."""
+"""The request router for Ray Serve, which weighs cached prefixes against load."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from server.ray.placement import Placement
 
 
 class PrefixRouter(RequestRouter):
-    """Ranks replicas by the tokens of a prompt that they hold, according to their KV events.
+    """Ranks replicas by `Placement`. Their KV events tell which blocks they hold.
 
-    A call's keyword argument `hashes` (uint64, one a block) is the prompt; without it, load decides.
+    A call's keyword argument `hashes` has the prompt's block hashes (uint64). Without it, only load counts.
     """
 
     def initialize_state(self, block_size: int, weight: float, balance: float) -> None:
-        """See `Placement`; `block_size` is in tokens."""
+        """The arguments are those of `Placement`; `block_size` is in tokens."""
         self._placement: Placement[ReplicaID] = Placement(block_size, weight, balance)
         self._followers: dict[ReplicaID, Follower[ReplicaID]] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Follow the events of new replicas, and forget replicas that have left."""
+        """Follow the events of new replicas, and remove replicas that have left."""
         super().update_replicas(replicas)
         there = {replica.replica_id: replica.replica_metadata for replica in replicas}
         for replica in self._followers.keys() - there.keys():
@@ -48,9 +48,9 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Ranks of one replica each: Serve takes the first one that has room.
+        """The replicas by rank, each in a list of its own. Serve takes the first replica with room.
 
-        The first one is booked at once; until Serve hears from it, the next call would find it idle.
+        The call counts for the first replica at once, because the next call may be routed before Serve reaches it.
         """
         by_id = {replica.replica_id: replica for replica in candidate_replicas}
         hashes = _hashes(pending_request)

@@ -1,4 +1,4 @@
-"""The conversation that the items of a request stand for."""
+"""Converts the items of a request to a chat."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,14 +16,14 @@ from server.responses import types
 
 _item: TypeAdapter[types.Item] = TypeAdapter(types.Item)
 _items: TypeAdapter[list[types.Item]] = TypeAdapter(list[types.Item])
-# Fields of chats that responses do not have, or have in another form.
+# Fields of a ChatRequest that are not copied from the request, because it lacks them or has another form.
 _OWN = frozenset(
     {"messages", "tools", "tool_choice", "response_format", "max_tokens", "stream_options", "reasoning_effort"}
 )
 
 
 def dump(items: list[types.Item]) -> bytes:
-    """The JSON of items; `load` reads it."""
+    """The items as JSON, which `load` reads."""
     return _items.dump_json(items, by_alias=True, exclude_none=True)
 
 
@@ -32,7 +32,7 @@ read_output = _items.validate_python
 
 
 def read_input(given: str | list[types.Item], answered: Mapping[str, dict[str, Any]]) -> list[types.Item]:
-    """The items of a request; `answered`: items of stored responses. Raises NotFound for an unknown reference."""
+    """The items of a request, with references replaced by items of `answered`. Raises NotFound for unknown ones."""
     if isinstance(given, str):
         return [types.ItemMessage(role="user", content=given)]
     items = []
@@ -46,7 +46,7 @@ def read_input(given: str | list[types.Item], answered: Mapping[str, dict[str, A
 
 
 def show(items: bytes, response_id: str) -> list[dict[str, Any]]:
-    """Items that were dumped, in the form of answers."""
+    """Items from `dump`'s JSON, as `/input_items` returns them."""
     shown = []
     for i, plain in enumerate(msgspec.json.decode(items)):
         if isinstance(plain.get("content"), str):
@@ -57,7 +57,7 @@ def show(items: bytes, response_id: str) -> list[dict[str, Any]]:
 
 
 def turns_of(items: list[types.Item]) -> list[Message]:
-    """The messages of a chat: reasoning and calls belong to the assistant's message beside them."""
+    """The items as messages of a chat. Reasoning joins the assistant's next message, calls the one before."""
     turns: list[Message] = []
     thoughts: list[str] = []
     for item in items:
@@ -74,9 +74,9 @@ def turns_of(items: list[types.Item]) -> list[Message]:
 
 
 def _turn(item: types.Item, last: Message | None) -> Message:
-    """The message of an item; a call belongs to the assistant's message before it."""
+    """The message of an item. A call is added to the assistant's message `last`, if there is one."""
     if isinstance(item, types.ItemMessage):
-        return item.model_copy()  # it may get reasoning and calls
+        return item.model_copy()  # reasoning and calls may be added to the copy
     if isinstance(item, types.ItemResult):
         return Message(role="tool", tool_call_id=item.call_id, content=item.output)  # type: ignore[arg-type]
     assert isinstance(item, types.ItemCall)
@@ -87,12 +87,12 @@ def _turn(item: types.Item, last: Message | None) -> Message:
 
 
 def chat_of(body: types.ResponseRequest, items: list[types.Item]) -> ChatRequest:
-    """The same request as a chat; `items`: the whole conversation without instructions. Raises InvalidRequest."""
+    """The request as a chat; `items`: the whole conversation without instructions. Raises InvalidRequest."""
     turns = turns_of(items)
     if body.instructions is not None:
         turns = [Message(role="system", content=body.instructions), *turns]
     if not turns:
-        raise InvalidRequest("there is no input", param="input")
+        raise InvalidRequest("input is empty", param="input")
     same = (ChatRequest.model_fields.keys() & types.ResponseRequest.model_fields.keys() & body.model_fields_set) - _OWN
     form = body.text.format or types.TextFormat()
     fields = {
@@ -103,18 +103,18 @@ def chat_of(body: types.ResponseRequest, items: list[types.Item]) -> ChatRequest
         "tool_choice": _choice(body.tool_choice) if body.offered or body.tool_choice not in ("auto", "none") else None,
         "response_format": {"type": form.type, "schema": form.schema_},
         "reasoning_effort": body.reasoning.effort,
-        "reuse": {"method": "none"},  # answers have no place to report approximate reuse
+        "reuse": {"method": "none"},  # responses have no field that reports approximate reuse
         "logprobs": body.with_logprobs,
         "top_logprobs": (body.top_logprobs or 0) if body.with_logprobs else None,
     }
-    with naming(body.NAMES):  # such as too many messages together with those before
+    with naming(body.NAMES):  # for example, earlier and new messages together may be too many
         chat = ChatRequest.model_validate(fields)
         chat.refuse_unsupported()
         return chat
 
 
 def _with_one_system_message(turns: list[Message]) -> list[Message]:
-    """A conversation whose first system messages are one: many templates take one alone, at the beginning."""
+    """Join all system messages at the beginning, because many chat templates accept only one."""
     count = next((i for i, turn in enumerate(turns) if turn.role not in ("system", "developer")), len(turns))
     if count < 2:
         return turns

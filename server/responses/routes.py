@@ -32,7 +32,7 @@ async def create(
     responses: Responses,
     tenant: CurrentTenant,
 ) -> Response:
-    """The model's answer to items, which may go on with a stored response."""
+    """The model's answer to items, which may continue a stored response."""
     service.context.check_model(body.model)
     with naming(body.NAMES):
         items, chat = await while_there(request, _read(body, service.context, responses, tenant))
@@ -52,7 +52,7 @@ async def create(
 async def count_tokens(
     body: ResponseRequest, request: Request, context: Ctx, chats: Chats, responses: Responses, tenant: CurrentTenant
 ) -> Response:
-    """Tokens of the prompt of a request, which is not served."""
+    """The number of tokens in a request's prompt. Nothing is generated."""
 
     context.check_model(body.model)
 
@@ -75,9 +75,9 @@ async def input_items(
     response_id: str,
     responses: Responses,
     tenant: CurrentTenant,
-    order: Annotated[Literal["asc", "desc"], Query(description="desc: the latest one first")] = "desc",
+    order: Annotated[Literal["asc", "desc"], Query(description="desc: latest first")] = "desc",
 ) -> dict[str, Any]:
-    """The items before the answer of a stored response, including those of earlier responses it continues."""
+    """All items before a stored response's answer, also those of earlier responses that it continues."""
     items = show(responses.get(tenant.account, response_id).items, response_id)
     if order == "desc":
         items.reverse()
@@ -87,7 +87,7 @@ async def input_items(
 
 @router.delete("/{response_id}")
 async def delete(response_id: str, responses: Responses, tenant: CurrentTenant) -> dict[str, Any]:
-    """Forget a stored response; those that went on with it stay."""
+    """Delete a stored response. Responses that continue it stay."""
     responses.remove(tenant.account, response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
@@ -95,7 +95,7 @@ async def delete(response_id: str, responses: Responses, tenant: CurrentTenant) 
 async def _read(
     body: ResponseRequest, context: Context, responses: ResponseStore, tenant: Tenant
 ) -> tuple[bytes, ChatRequest]:
-    """The whole conversation without instructions, to be stored, and as a chat. Raises InvalidRequest and NotFound."""
+    """The conversation without instructions, as JSON to store and as a chat. Raises InvalidRequest and NotFound."""
     name, account = body.previous_response_id, tenant.account
     before = None if name is None else responses.get(account, name)
     sources = responses.with_items(account, body.references)

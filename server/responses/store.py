@@ -1,4 +1,4 @@
-"""Responses by account, for as long as `TTL_S`, as JSON: all that is kept of them is counted."""
+"""Stored responses by account, for `TTL_S`. They are kept as JSON, so that all their bytes are counted."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from server.errors import NotFound
 from server.http.context import provided
 
 TTL_S = 86_400.0
-# Bounds for one account, responses and their bytes; and bytes of all accounts.
+# Most responses of an account, most bytes of an account, and most bytes of all accounts.
 MOST, MOST_BYTES, MOST_BYTES_IN_ALL = 1000, 1 << 25, 1 << 27
 
 
@@ -22,9 +22,9 @@ class StoredResponse:
     """A response of an account.
 
     Attributes:
-        body: the response in the client's form, as JSON.
+        body: the response as the client gets it, as JSON.
         items: the conversation before the answer, without instructions, as JSON.
-        answered: ids of the items of the answer.
+        answered: ids of the answer's items.
     """
 
     body: bytes
@@ -33,19 +33,19 @@ class StoredResponse:
 
     @property
     def size(self) -> int:
-        """Its share of MOST_BYTES, at least MOST_BYTES // MOST."""
+        """The response's part of MOST_BYTES; at least MOST_BYTES // MOST, which bounds the number of responses."""
         return max(len(self.body) + len(self.items), MOST_BYTES // MOST)
 
     @property
     def output(self) -> list[dict[str, Any]]:
-        """The items of the answer."""
+        """The answer's items."""
         return msgspec.json.decode(self.body)["output"]
 
 
 class ResponseStore:
-    """Responses of all accounts; their KV lives in the tree, found by content.
+    """The responses of all accounts. Their KV is in the tree, which finds it by content.
 
-    An account displaces its own responses, used least recently; when all are full, those of the account with the most.
+    An account over its bound loses its least recently used responses; over the common bound, the largest account does.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -58,7 +58,7 @@ class ResponseStore:
         return self._by_account[account]
 
     def add(self, account: str, name: str, new: StoredResponse) -> None:
-        """Keep a response by its id, unless it is larger than an account's bound."""
+        """Store a response under its id, unless it exceeds an account's bound."""
         with suppress(ValueError):
             self._of(account)[name] = new
         while sum(kept.currsize for kept in self._by_account.values()) > MOST_BYTES_IN_ALL:
@@ -72,12 +72,12 @@ class ResponseStore:
         return stored
 
     def remove(self, account: str, name: str) -> None:
-        """Forget a response. Raises NotFound."""
+        """Delete a response. Raises NotFound."""
         self.get(account, name)
         del self._of(account)[name]
 
     def with_items(self, account: str, ids: set[str]) -> list[StoredResponse]:
-        """The responses that one of these items is from."""
+        """The responses whose answers have one of these items."""
         return [stored for stored in self._of(account).values() if not ids.isdisjoint(stored.answered)]
 
 

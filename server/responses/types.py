@@ -25,7 +25,7 @@ def _few_texts(given: dict[str, Any]) -> dict[str, str]:
 
 
 class ItemCall(Body, extra="ignore"):
-    """An earlier call of a function, or of a custom tool, whose `input` is the one argument."""
+    """An earlier call. A function gets `arguments`; a custom tool gets the text `input`."""
 
     type: Literal["function_call", "custom_tool_call"]
     call_id: Id
@@ -43,7 +43,7 @@ class ItemCall(Body, extra="ignore"):
 
 
 class ItemResult(Body, extra="ignore"):
-    """The result of an earlier call."""
+    """The result of an earlier tool call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Id
@@ -58,7 +58,7 @@ class ReasoningText(Body, extra="ignore"):
 
 
 class ItemReasoning(Body, extra="ignore"):
-    """Earlier reasoning, which belongs to the assistant's item behind it; summaries are ignored."""
+    """Earlier reasoning of the assistant's next item. Summaries are ignored."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[ReasoningText], Field(max_length=MAX_MESSAGES)] = Field(default_factory=list)
@@ -73,7 +73,7 @@ class ItemReference(Body):
 
 
 class ItemMessage(Message):
-    """A message; an assistant's has the fields of its answer."""
+    """A message. An assistant's message may have the fields of an output item."""
 
     type: Literal["message"] = "message"
 
@@ -96,7 +96,7 @@ class ItemTool(Function):
 
 
 class CustomFormat(Body):
-    """The form of a custom tool's text, which is part of its description."""
+    """The form of a custom tool's input. It is described to the model, but not enforced."""
 
     type: Literal["text", "grammar"]
     syntax: Text | None = None
@@ -104,7 +104,7 @@ class CustomFormat(Body):
 
 
 class ItemCustom(Body):
-    """A tool that takes a text: for the model, a function whose one argument is `input`."""
+    """A tool that takes a text. The model sees a function with the single argument `input`."""
 
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = ItemTool.NEUTRAL
 
@@ -119,7 +119,7 @@ class ItemCustom(Body):
 
     @property
     def full_description(self) -> str | None:
-        """The description with the form of the text."""
+        """The description, with the grammar of the input."""
         if self.format is None or self.format.type == "text":
             return self.description
         form = f"input has the form of this {self.format.syntax or ''} grammar:\n{self.format.definition or ''}"
@@ -127,7 +127,7 @@ class ItemCustom(Body):
 
 
 class ItemNamespace(Body):
-    """Tools under one name; the model knows them as `namespace.tool`."""
+    """A group of tools. The model sees them as `namespace.tool`."""
 
     type: Literal["namespace"]
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,63}$")]
@@ -136,7 +136,7 @@ class ItemNamespace(Body):
 
 
 class ItemHosted(Body, extra="ignore"):
-    """A tool that OpenAI's servers run, or that their models were trained on; it is not offered to the model."""
+    """A tool that only OpenAI's servers or models support. It is not offered to the model."""
 
     type: Literal[
         "web_search",
@@ -164,8 +164,8 @@ class Offered(NamedTuple):
     """A tool that the model may call.
 
     Attributes:
-        name: the model's name of it.
-        description: the one that the model reads.
+        name: the tool's name in the prompt.
+        description: the tool's description in the prompt.
     """
 
     name: str
@@ -175,14 +175,14 @@ class Offered(NamedTuple):
 
 
 class ItemNamed(Body):
-    """A tool that a choice of tools names."""
+    """A tool that `tool_choice` names."""
 
     type: Literal["function", "custom"]
     name: Name
 
 
 class ItemAllowed(Body):
-    """A choice of a few tools."""
+    """A `tool_choice` of some tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
@@ -193,7 +193,7 @@ ItemChoice = Annotated[ItemNamed | ItemAllowed | Literal["none", "auto", "requir
 
 
 class TextFormat(Body):
-    """Format of the answer."""
+    """The answer's format."""
 
     IGNORED = frozenset({"name", "strict", "description"})
 
@@ -202,7 +202,7 @@ class TextFormat(Body):
 
 
 class TextConfig(Body):
-    """The form of the answer."""
+    """Options of the answer's text."""
 
     IGNORED = frozenset({"verbosity"})
 
@@ -210,7 +210,7 @@ class TextConfig(Body):
 
 
 class Reasoning(Body):
-    """The chat template's variable `reasoning_effort`; a summary of reasoning is never made."""
+    """`effort` sets the chat template's `reasoning_effort`. Reasoning is never summarised."""
 
     IGNORED = frozenset({"summary", "generate_summary", "encrypted_content", "context", "mode"})
 
@@ -230,7 +230,7 @@ class ResponseRequest(SampledRequest):
         **fields.SAMPLING,
         **fields.MODEL,
     }
-    # The request's fields by those of a chat, and by the engine's parameters.
+    # Maps fields of a chat and parameters of the engine to this body's fields.
     NAMES: ClassVar[Mapping[str, str]] = {
         **{"messages": "input", "prompt": "input", "max_new_tokens": "max_output_tokens", "tool_choice": "tool_choice"},
         **{"json_schema": "text.format", "response_format": "text.format", "min_new_tokens": "min_tokens"},
@@ -240,9 +240,9 @@ class ResponseRequest(SampledRequest):
     model_config = example(model="smollm2-135m-instruct", input="What is a radix tree?", max_output_tokens=64)
 
     input: OneOr[Text, Annotated[list[Item], Field(max_length=MAX_MESSAGES)]] = Field(default_factory=list)
-    instructions: Text | None = Field(None, description="a system message of this request alone")
-    previous_response_id: Id | None = Field(None, description="a stored response that the input goes on with")
-    store: bool = Field(True, description="keep the response for later requests, and for GET")
+    instructions: Text | None = Field(None, description="a system message for this request only")
+    previous_response_id: Id | None = Field(None, description="a stored response that the input continues")
+    store: bool = Field(True, description="store the response for GET and for later requests")
     max_output_tokens: NewTokens | None = None
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: ItemChoice = "auto"
@@ -257,19 +257,19 @@ class ResponseRequest(SampledRequest):
     stream_options: StreamOptions | None = None
     metadata: Annotated[JsonObject, AfterValidator(_few_texts)] | None = None
     user: Label | None = None
-    prompt_cache_key: Label | None = Field(None, description="no effect: one server finds every prefix")
+    prompt_cache_key: Label | None = Field(None, description="no effect: every cached prefix is found")
     prompt_cache_options: CacheOptions | None = None
     prompt_cache_retention: Retention | None = None
-    chat_template_kwargs: JsonObject | None = Field(None, description="variables of the chat template")
-    enable_thinking: bool | None = Field(None, description="the chat template's variable")
+    chat_template_kwargs: JsonObject | None = Field(None, description="variables for the chat template")
+    enable_thinking: bool | None = Field(None, description="a variable for the chat template")
 
     @property
     def offered(self) -> list[Offered]:
-        """The tools in the prompt."""
+        """The tools that the prompt describes."""
         found = []
         for tool in self.tools:
             if isinstance(tool, ItemNamespace):
-                words = [tool.description, *[None] * len(tool.tools)]  # the namespace's, before the first tool's
+                words = [tool.description, *[None] * len(tool.tools)]  # the first tool gets the namespace's description
                 for one, word in zip(tool.tools, words, strict=False):
                     description = "\n".join(filter(None, [word, _description(one)])) or None
                     found.append(Offered(f"{tool.name}.{one.name}", one, description, tool.name))
@@ -279,7 +279,7 @@ class ResponseRequest(SampledRequest):
 
     @property
     def not_offered(self) -> list[str]:
-        """Types of tools that this server does not have."""
+        """The types of the hosted tools in the request."""
         return [tool.type for tool in self.tools if isinstance(tool, ItemHosted)]
 
     @property

@@ -1,4 +1,4 @@
-"""The answer to a request, as it grows: its items and events."""
+"""Writes a response: its items and events."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -23,12 +23,12 @@ Event = dict[str, Any]
 
 
 class ResponseWriter(Writer):
-    """Makes a response's items of text and calls.
+    """Makes a response's items from the model's text.
 
     Args:
-        body: the request; `chat`: the same as a chat.
-        rid: of the response.
-        keep: called with the whole response before the client can ask for it.
+        body: the request; `chat` is the same request as a chat.
+        rid: the response's id.
+        keep: stores the whole response; called before the client gets its end.
     """
 
     STREAM = TypedEventStream
@@ -79,7 +79,7 @@ class ResponseWriter(Writer):
         return self.response
 
     def _events(self, output: Output) -> Iterator[Event]:
-        """The events of new text, and of the end with the last Output."""
+        """The events of new text and calls; for the last Output also those of the end."""
         last = output.finish is not None
         text, calls = self._reader.push(output.delta, last)
         if text or (last and not (calls or self.output or self._body.is_prewarming)):
@@ -109,7 +109,7 @@ class ResponseWriter(Writer):
             yield self._of_part("response.output_text.delta", delta=text, logprobs=entries)
 
     def _close(self) -> Iterator[Event]:
-        """End the open message."""
+        """Complete the message that is being written, if any."""
         if self._message is None:
             return
         (part,) = self._message["content"]
@@ -173,7 +173,7 @@ class ResponseWriter(Writer):
 
 
 def _input_of(arguments: str) -> str:
-    """The text for a custom tool in a function's arguments."""
+    """The argument `input` of a custom tool's call; the whole text if it is missing."""
     given = msgspec.json.decode(arguments)
     text = given.get("input") if isinstance(given, dict) else None
     return text if isinstance(text, str) else arguments
@@ -184,13 +184,13 @@ def _described(tool: ItemTool | ItemCustom | ItemNamespace) -> dict[str, Any]:
     return described | ({"parameters": tool.parameters, "strict": None} if isinstance(tool, ItemTool) else {})
 
 
-# Fields of a response that are those of its request.
+# Fields that a response copies from its request.
 _SAME = {"instructions", "max_output_tokens", "parallel_tool_calls", "previous_response_id", "prompt_cache_key"}
 _SAME |= {"prompt_cache_retention", "store", "temperature", "tool_choice", "top_p", "truncation", "user"}
 
 
 def _beginning(body: ResponseRequest, rid: str, model: str) -> dict[str, Any]:
-    """A response of which nothing is known but its request."""
+    """A response without output."""
     form, options = body.text.format or TextFormat(), body.prompt_cache_options
     shown: dict[str, Any] = {"type": form.type}
     if form.schema_ is not None:

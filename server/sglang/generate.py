@@ -27,7 +27,7 @@ from server.objects.segments import SegmentPrompts, compile_segments, count_char
 router = EveryKey(tags=["generate"])
 
 MAX_TOP_LOGPROBS = 128
-# Log-probabilities in an event; each event repeats the earlier ones, and large events delay all streams.
+# Most log-probabilities in an event. Each event repeats all earlier ones, and large events delay all streams.
 MAX_REPEATED = 1 << 16
 
 
@@ -43,16 +43,16 @@ class GenerateRequest(GenerationBody):
     text: OneOrMany[Text] | None = None
     input_ids: IdPrompts | None = None
     pml: OneOrMany[Text] | None = Field(
-        None, description="prompts that import modules of a schema: <prompt schema=...>"
+        None, description="prompts in PML, which import modules of a schema: <prompt schema=...>"
     )
     segments: SegmentPrompts | None = Field(None, description="prompts of texts and documents, in order")
     reuse: Reuse | None = None
     sampling_params: OneOrMany[Sampling] = Field(default_factory=Sampling)
     return_logprob: bool = False
-    logprob_start_len: int = Field(-1, ge=-1, description="position from which prompt tokens are reported; -1: none")
+    logprob_start_len: int = Field(-1, ge=-1, description="report prompt tokens from this position on; -1: none")
     top_logprobs_num: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     return_text_in_logprobs: bool = False
-    return_token_ids: bool = Field(False, description="the prompt's tokens in meta_info")
+    return_token_ids: bool = Field(False, description="add the prompt's token ids to meta_info")
     rid: OneOrMany[Rid] | None = None
     comparison_response_id: AnswerId | None = None
     diffusion: Diffusion | None = None
@@ -68,7 +68,7 @@ class GenerateRequest(GenerationBody):
 
     @property
     def given(self) -> list[str]:
-        """The fields that hold prompts."""
+        """The names of the given fields that hold prompts."""
         return [name for name in ("text", "input_ids", "segments", "pml") if getattr(self, name) is not None]
 
     def parameters(self, tenant: Tenant) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class GenerateRequest(GenerationBody):
         if self.return_logprob and tokens * (1 + self.top_logprobs_num) > MAX_REPEATED:
             raise InvalidRequest(
                 f"{tokens} tokens with {self.top_logprobs_num} alternatives each exceed the {MAX_REPEATED} "
-                "log-probabilities of a stream's event, which repeats those of earlier events",
+                "log-probabilities that a stream's event may have, earlier ones included",
                 param="top_logprobs_num",
             )
 
@@ -94,12 +94,12 @@ class GenerateRequest(GenerationBody):
 def submissions_of(
     body: GenerateRequest, tenant: Tenant, context: Context, documents: DocumentStore, schemas: SchemaStore
 ) -> tuple[list[Submission], bool]:
-    """The submissions of a request, and whether it was a list. Raises InvalidRequest."""
+    """The submissions of a request, and whether its answer is a list. Raises InvalidRequest."""
     if len(body.given) != 1:
         raise InvalidRequest("exactly one of text, input_ids, segments and pml must be given", param="text")
     prompts, characters, is_list = _prompts(body, tenant.account, documents, schemas)
     if not prompts:
-        raise InvalidRequest("a batch has at least one prompt", param="text")
+        raise InvalidRequest("a batch needs at least one prompt", param="text")
     sampling = _for_each(body.sampling_params, len(prompts), "sampling_params")
     if isinstance(body.rid, str) and is_list:
         raise InvalidRequest("a batch needs a list of request ids", param="rid")
@@ -114,9 +114,9 @@ def submissions_of(
 def _prompts(
     body: GenerateRequest, account: str, documents: DocumentStore, schemas: SchemaStore
 ) -> tuple[Sequence[Prompt | Callable[[], Prompt]], list[int], bool]:
-    """The prompts, the characters of each (0: they are known), and whether it was a list. Raises InvalidRequest."""
+    """The prompts, the number of characters in each (0: tokens), whether they are a list. Raises InvalidRequest."""
     if body.pml is not None and isinstance(body.reuse, ReuseParams):
-        raise InvalidRequest("reuse is for prompts with documents, and pml has none", param="reuse")
+        raise InvalidRequest("pml excludes reuse of documents", param="reuse")
     if body.segments is not None:
         is_list = isinstance(body.segments[0], list) if body.segments else True
         several: list[Any] = body.segments if is_list else [body.segments]
@@ -146,7 +146,7 @@ async def generate(
     schemas: Schemas,
     tenant: CurrentTenant,
 ) -> Response:
-    """Complete one prompt or several; with `stream`, as server-sent events that end with `[DONE]`."""
+    """Complete one or several prompts. With `stream`, the answer is server-sent events that end with `[DONE]`."""
     context = service.context
     context.check_model(body.model)
     submissions, is_list = submissions_of(body, tenant, context, documents, schemas)
@@ -159,7 +159,7 @@ async def generate(
 
 
 class GenerateWriter(Writer):
-    """The answer to one prompt or several; events repeat the earlier ones."""
+    """The answer to one or several prompts. Each event repeats the text of earlier events."""
 
     def __init__(self, body: GenerateRequest, is_list: bool, generation: Generation, context: Context):
         self._body = body
@@ -171,7 +171,7 @@ class GenerateWriter(Writer):
         self._logprobs: dict[tuple[int, int], dict[str, JsonList]] = defaultdict(self._empty)
 
     def _empty(self) -> dict[str, JsonList]:
-        """SGLang's fields, lists of `[logprob, token id, text or null]`, as far as they are asked for."""
+        """The requested lists of log-probabilities, which hold `[logprob, token id, text or null]`."""
         if not self._body.return_logprob:
             return {}
         kinds = ["token", *(["top"] if self._body.top_logprobs_num else [])]
@@ -227,7 +227,7 @@ class GenerateWriter(Writer):
             meta |= {"spec_draft_token_num": output.drafted, "spec_accept_token_num": output.accepted}
         if output.reuse is not None and "strategy" not in output.reuse:
             meta |= output.reuse
-        elif output.reuse is not None and output.finish is not None:  # it names all modules or documents
+        elif output.reuse is not None and output.finish is not None:  # only at the end: it lists modules or documents
             meta["reuse"] = output.reuse
         if why is not None:
             meta["explain"] = why.describe()
@@ -244,7 +244,7 @@ def _reason(finish: Finish, tokens: int) -> dict[str, Any]:
 
 
 def by_tier(output: Output) -> dict[str, Any]:
-    """`{"cached_tokens_by_tier": ...}` if a tier below the pool supplied some of the cached tokens, else {}."""
+    """`{"cached_tokens_by_tier": ...}` if a tier below the pool supplied cached tokens, else {}."""
     if not output.loaded_tokens:
         return {}
     in_pool = output.cached_tokens - sum(output.loaded_tokens.values())

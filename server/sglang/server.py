@@ -31,7 +31,7 @@ async def health(context: Ctx) -> Response:
 
 @router.get("/ready", response_class=PlainTextResponse)
 async def ready(context: Ctx) -> Response:
-    """200 while new requests are served; 503 without an engine, while it is paused or hangs, and during a stop."""
+    """200 while new requests are served; 503 if the engine is dead, paused or hanging, or the server is stopping."""
     if not context.engine.alive:
         raise EngineDead("the engine is not running")
     context.shutdown.check()
@@ -44,7 +44,7 @@ async def ready(context: Ctx) -> Response:
 
 @router.get("/health_generate")
 async def health_generate(request: Request, service: Service, asker: CurrentTenant) -> dict[str, str]:
-    """200 once a token has been generated, at the highest priority that the key may ask for."""
+    """Generate one token at the key's highest priority, then answer 200."""
     priority = _PROBE_PRIORITY if asker.admin else asker.max_priority
     sampling = SamplingParams(max_new_tokens=1, temperature=0)
     probe = Scoped().submission([0], sampling, asker, service.context, priority=priority)
@@ -55,7 +55,7 @@ async def health_generate(request: Request, service: Service, asker: CurrentTena
 @router.get("/model_info")
 @router.get("/get_model_info", include_in_schema=False)
 async def model_info(context: Ctx, asker: CurrentTenant) -> dict[str, Any]:
-    """The loaded model; its directory only for admin keys."""
+    """The loaded model. Only admin keys see its directory."""
     info = context.engine.info
     path = info.path if asker.admin else info.name
     return {

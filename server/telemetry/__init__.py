@@ -1,1 +1,1 @@
-"""Measurements of the server: Prometheus metrics, and a journal of ended requests."""
+"""Prometheus metrics, and a journal of ended requests."""

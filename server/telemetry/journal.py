@@ -1,4 +1,4 @@
-"""The last ended requests, and the recorded trace: lengths, times and hashes, never text."""
+"""The journal of ended requests and the recorded trace: lengths, times and hashes, never text."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from server.auth.keys import Tenant
 
 log = logging.getLogger("ramet.server")
 
-# Ended requests of a tenant that are remembered.
+# Ended requests that are remembered for each tenant.
 _MOST = 100
-# Characters of an error's message.
+# Most characters of an error's message.
 _CLIP = 300
-# Tokens of a trace's block, and bytes of a token.
+# Tokens in a block of the trace, and bytes of a token.
 BLOCK_TOKENS, _TOKEN_BYTES = 16, 4
 
 
 class BadTrace(RametError):
-    """The file of a trace cannot be written."""
+    """The trace file cannot be written."""
 
 
 class Journal:
-    """The last completions of every tenant; a trace, if there is one, gets each of them."""
+    """The latest completions of every tenant. Ended requests also go to the trace, if there is one."""
 
     def __init__(self, trace: Trace | None = None):
         self._last: dict[str, deque[dict[str, Any]]] = {}
         self._trace = trace
 
     def add(self, submission: Submission, output: Output) -> None:
-        """Note the last Output of a completion."""
+        """Record a completion by its last Output."""
         assert output.finish is not None
         self._note(submission, output, output.e2e_s, finish=str(output.finish.type))
         if self._trace is not None and not output.choice:
@@ -47,7 +47,7 @@ class Journal:
     def add_failed(
         self, submission: Submission, output: Output | None, seconds: float, error: RametError | None
     ) -> None:
-        """Note a completion that did not end: its latest Output, if any, and its error; None: its client left."""
+        """Record a completion that failed, with its latest Output; `error` None: the client disconnected."""
         end = {"finish": "client left"} if error is None else {"finish": error.type, "error": error.message[:_CLIP]}
         self._note(submission, output, seconds, **end)
 
@@ -63,7 +63,7 @@ class Journal:
         self._last.setdefault(submission.account, deque(maxlen=_MOST)).append(entry)
 
     def last(self, account: str | None) -> list[dict[str, Any]]:
-        """The last completions of a tenant (None: of all), with its account, latest first."""
+        """The latest completions of a tenant (None: of all tenants), latest first; `tenant` is the account."""
         kept = ((name, entry) for name, entries in self._last.items() for entry in entries if account in (None, name))
         found = [{"tenant": name, **entry} for name, entry in kept]
         return sorted(found, key=lambda entry: entry["at_s"], reverse=True)[:_MOST]
@@ -75,13 +75,13 @@ def open_trace(path: Path | None, tenants: list[Tenant]) -> Trace | None:
 
 
 class Trace:
-    """A file of JSON lines as Mooncake's: timestamp (ms), lengths, hash_ids of blocks of BLOCK_TOKENS tokens.
+    """A file of JSON lines in Mooncake's format: timestamp (ms), lengths, hashes of blocks of BLOCK_TOKENS tokens.
 
-    Hashes are keyed with a secret of this process and chained from the tenant and the salt on, so that they reveal only
+    Hashes are keyed with a secret of this process and chained, beginning with tenant and salt, so that they reveal only
     which prompts begin alike. A line is written when its request ends.
 
     Args:
-        path: lines are appended.
+        path: the file to append to.
         names: tenants' names by account.
     """
 
@@ -94,7 +94,7 @@ class Trace:
         self._secret = token_bytes(32)
 
     def add(self, submission: Submission, output: Output) -> None:
-        """Write the line of an ended request."""
+        """Append the line of an ended request."""
         line = {
             "timestamp": round(1000 * (time.time() - output.e2e_s)),
             **{"input_length": output.prompt_tokens, "output_length": output.completion_tokens},
@@ -105,7 +105,7 @@ class Trace:
             self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
         except (OSError, ValueError) as error:
             if not self._file.closed:
-                log.error("--record-trace: nothing more is recorded: %s", error)
+                log.error("--record-trace: the recording stops: %s", error)
                 with contextlib.suppress(OSError):
                     self._file.close()
 

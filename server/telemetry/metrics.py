@@ -1,4 +1,4 @@
-"""Prometheus metrics, under the names of SGLang's and vLLM's dashboards where these have one."""
+"""Prometheus metrics. SGLang's and vLLM's names are used if they have the metric."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ _TOKENS = tuple(scale * 10**power for power in range(6) for scale in (1, 2, 5))
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 
-# Engine state -> (names, help); the client library adds `_total` to counters.
+# Field of the engine's state -> (metric names, help). The client library appends `_total` to counters.
 _COUNTERS = {
     "prompt_tokens": ("sglang:prompt_tokens vllm:prompt_tokens", "Prompt tokens of accepted requests"),
     "generation_tokens": ("sglang:generation_tokens vllm:generation_tokens", "Generated tokens"),
@@ -26,55 +26,55 @@ _COUNTERS = {
         "Prompt tokens read from the cache",
     ),
     "queries": ("ramet:prefix_cache_requests", "Requests looked up in the cache"),
-    "hits": ("ramet:prefix_cache_request_hits", "Requests that found something in the cache"),
+    "hits": ("ramet:prefix_cache_request_hits", "Requests that read tokens from the cache"),
     "queried_tokens": ("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache"),
     "evicted_tokens": ("sglang:evicted_tokens", "Tokens evicted from the cache"),
     "requests": ("sglang:num_requests", "Accepted requests"),
     "aborted_requests": ("sglang:num_aborted_requests", "Requests ended by an abort"),
     "failed_requests": ("ramet:failed_requests", "Requests that ended with an error"),
-    "failed_steps": ("ramet:failed_steps", "Steps that failed and were run again in parts"),
-    "bad_logits": ("ramet:bad_logits", "Requests whose logits were not numbers"),
-    "retracted_requests": ("vllm:num_preemptions", "Requests that gave up their pages"),
-    "pins_refused": ("ramet:pins_refused", "Pins refused over the budget"),
-    "pins_broken": ("ramet:pins_broken", "Pins that yielded to a live request"),
+    "failed_steps": ("ramet:failed_steps", "Steps that failed and were repeated in parts"),
+    "bad_logits": ("ramet:bad_logits", "Requests whose logits were NaN or infinite"),
+    "retracted_requests": ("vllm:num_preemptions", "Requests that were retracted for lack of pages"),
+    "pins_refused": ("ramet:pins_refused", "Pins refused because of the budget"),
+    "pins_broken": ("ramet:pins_broken", "Pins removed for the pages of a live request"),
     "keeps_refused": ("ramet:keeps_refused", "Prefixes that could not be kept for the requested time"),
-    "keeps_broken": ("ramet:keeps_broken", "Kept prefixes that yielded before their time was over"),
+    "keeps_broken": ("ramet:keeps_broken", "Kept prefixes removed before their time was over"),
     "steps": ("ramet:steps", "Engine steps"),
     "denoise_steps": ("ramet:denoise_steps", "Denoising steps of all requests"),
     "refreshes": ("ramet:prefix_refreshes", "Denoising steps that refreshed a shared prefix"),
-    "divergences": ("ramet:divergences", "Measurements of the reuse of prefixes that requests were served with"),
-    "divergences_exceeded": ("ramet:divergences_exceeded", "Measurements that exceeded the bound"),
-    "substituted_pages": ("ramet:substituted_pages", "Pages of reasoning steps that were replaced by others"),
+    "divergences": ("ramet:divergences", "Measurements of the divergence caused by a reused prefix"),
+    "divergences_exceeded": ("ramet:divergences_exceeded", "Measurements of divergence above the bound"),
+    "substituted_pages": ("ramet:substituted_pages", "Pages of reasoning steps replaced by pages of similar steps"),
     "deferred_evaluations": (
         "ramet:reasoning_deferred",
         "Comparisons of reasoning steps deferred for lack of CPU time",
     ),
-    "reasoning_seconds": ("ramet:reasoning_cpu_seconds", "CPU seconds of the comparison of reasoning steps"),
+    "reasoning_seconds": ("ramet:reasoning_cpu_seconds", "CPU seconds spent comparing reasoning steps"),
     "drafts": ("vllm:spec_decode_num_drafts", "Drafts that were verified"),
     "drafted_tokens": ("vllm:spec_decode_num_draft_tokens", "Tokens of drafts that were verified"),
-    "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Tokens of drafts that were right"),
+    "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Tokens of drafts that were accepted"),
     "prefill_tokens": ("ramet:prefill_tokens", "Token rows computed by prefill"),
 }
 _GAUGES = {
     "paused": ("ramet:paused", "Whether the engine is paused"),
-    "running": ("sglang:num_running_reqs vllm:num_requests_running", "Requests that run"),
-    "waiting": ("sglang:num_queue_reqs vllm:num_requests_waiting", "Requests that wait"),
-    "retracted_requests": ("sglang:num_retracted_reqs", "Requests that gave up their pages, since start"),
+    "running": ("sglang:num_running_reqs vllm:num_requests_running", "Running requests"),
+    "waiting": ("sglang:num_queue_reqs vllm:num_requests_waiting", "Waiting requests"),
+    "retracted_requests": ("sglang:num_retracted_reqs", "Requests retracted for lack of pages, since start"),
     "throughput": ("sglang:gen_throughput", "Generated tokens per second over the last seconds"),
     "usage": ("sglang:token_usage vllm:kv_cache_usage_perc", "Share of the pool that live requests hold"),
     "hit_rate": ("sglang:cache_hit_rate", "Cached share of all prompt tokens since start"),
     "pages_free": ("ramet:pages_free", "Free pages"),
     "pages_tree": ("ramet:pages_tree", "Pages held by the tree"),
     "pages_private": ("ramet:pages_private", "Pages private to live requests"),
-    "pages_locked": ("ramet:pages_locked", "Pages of the tree that live requests use and no pin holds"),
-    "pages_pinned": ("ramet:pages_pinned", "Pages of the tree that are pinned"),
-    "saved_pages": ("ramet:saved_pages", "Pages that live requests save by shared reasoning steps"),
+    "pages_locked": ("ramet:pages_locked", "Pages of the tree that live requests use, without pinned pages"),
+    "pages_pinned": ("ramet:pages_pinned", "Pinned pages of the tree"),
+    "saved_pages": ("ramet:saved_pages", "Pages that live requests save by sharing reasoning steps"),
     "pins": ("ramet:pins", "Pins"),
     "keeps": ("ramet:keeps", "Prefixes that tenants keep for a time"),
     "tree_nodes": ("ramet:tree_nodes", "Nodes of the tree"),
     "connections": ("ramet:connections", "Open connections, including this one"),
 }
-# Histograms of the engine (of pages, in seconds; of steps, in tokens) and of this process.
+# Histograms of the engine (ages of pages in seconds, steps in tokens) and of this process.
 _HISTOGRAMS = {
     "idle_before_evict_s": (
         "vllm:kv_block_idle_before_evict_seconds",
@@ -96,12 +96,12 @@ _HISTOGRAMS = {
     "prompt": ("vllm:request_prompt_tokens", "Prompt tokens of a request"),
     "generation": ("vllm:request_generation_tokens", "Generated tokens of a completion"),
 }
-# Histograms of this process, with their bounds.
+# Histograms of this process, with their bucket bounds.
 _OBSERVED = {
     **dict.fromkeys(("ttft", "itl", "e2e", "queue", "prefill", "decode", "tpot"), _SECONDS),
     **dict.fromkeys(("prompt", "generation"), _TOKENS),
 }
-# Events of tiers that have series from the beginning.
+# Events of tiers whose series exist from the start.
 _TIER_EVENTS = ("hits", "misses", "written", "failed", "dropped")
 
 
@@ -123,12 +123,12 @@ class Metrics:
         )
 
     def count_request(self, method: str, path: str, status: int) -> None:
-        """Count an HTTP request; `path`: of its route, so that no client can make up labels."""
+        """Count an HTTP request. `path` is the route's template, so that clients cannot create labels."""
         known = method if method in _METHODS else "other"
         self._http.labels(handler=path, method=known, status=f"{status // 100}xx").inc()
 
     def observe(self, output: Output, previous_s: float | None) -> None:
-        """Record an Output; `previous_s` is the `e2e_s` of the completion's previous tokens, None before the first."""
+        """Record an Output; `previous_s`: `e2e_s` of the completion's last Output with tokens, None at the first."""
         new, observed = len(output.new_token_ids), self._observed
         self._generated.add(new)
         if new and previous_s is None:
@@ -151,7 +151,7 @@ class Metrics:
         self._success.labels(**self._labels, finished_reason=output.finish.type).inc()
 
     def now(self) -> dict[str, float | None]:
-        """Recent figures: generated tokens per second, and percentiles of the time to first token in seconds."""
+        """Recent generated tokens per second, and recent percentiles of the time to first token in seconds."""
         return {
             "tokens_per_s": self._generated.per_second(),
             "ttft_p50_s": self._ttfts.percentile(50),
@@ -159,7 +159,7 @@ class Metrics:
         }
 
     def render(self, state: dict[str, Any], adapters: Mapping[str, str]) -> bytes:
-        """The exposition text; `state`: `AsyncEngine.state()`, and more; `adapters`: digests by name."""
+        """The exposition text; `state`: the engine's state and `connections`; `adapters`: digests by name."""
         queried, used = state["queried_tokens"], state["pages_private"] + state["pages_locked"]
         self._state = {
             **state,
@@ -172,7 +172,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The engine's state as metrics; called by the registry in `render`."""
+        """The engine's state as metrics. Called by the registry during `render`."""
         for table, family in ((_COUNTERS, CounterMetricFamily), (_GAUGES, GaugeMetricFamily)):
             for key, (names, text) in table.items():
                 for name in names.split():
@@ -182,7 +182,7 @@ class Metrics:
         yield from self._labelled(self._state)
 
     def _labelled(self, state: dict[str, Any]) -> Iterator[Metric]:
-        """Metrics with labels of their own; without tiers, theirs have no samples."""
+        """Metrics with further labels. Without tiers, the metrics of tiers have no samples."""
         tiers = state.get("tiers", {})
         events = {
             (tier, event): count
@@ -199,7 +199,7 @@ class Metrics:
         gauges = (
             ("ramet:tier_stored_bytes", "Bytes in a tier", {tier: tiers[tier]["bytes"] for tier in tiers}, "tier"),
             ("ramet:tier_open", "0 for a failed tier, else 1", {tier: tiers[tier]["open"] for tier in tiers}, "tier"),
-            ("vllm:num_requests_waiting_by_reason", "Requests that wait, by reason", waiting, "reason"),
+            ("vllm:num_requests_waiting_by_reason", "Waiting requests by reason", waiting, "reason"),
         )
         for family, rows in ((CounterMetricFamily, counters), (GaugeMetricFamily, gauges)):
             for name, text, values, *labels in rows:
@@ -213,7 +213,7 @@ class Metrics:
         values: Mapping[Any, float],
         *labels: str,
     ) -> Metric:
-        """A metric with a value for each label, or for each tuple of labels, beside the model's name."""
+        """A metric with the model's name and further labels; `values`: by label value, or by tuple of label values."""
         metric = family(name, text, labels=[*self._labels, *labels])
         for own, value in values.items():
             metric.add_metric([*self._labels.values(), *((own,) if isinstance(own, str) else own)], value)

@@ -1,4 +1,4 @@
-"""Rates and percentiles over a recent window of time."""
+"""Rates and percentiles over a sliding window of time."""
 
 import math
 import time
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Recent:
-    """The values of the last `window_s` seconds, and their times."""
+    """The values of the last `window_s` seconds."""
 
     def __init__(self, window_s: float, clock: Callable[[], float] = time.monotonic):
         self._window_s = window_s
@@ -20,13 +20,13 @@ class Recent:
         self._values.append((self._clock(), value))
 
     def percentile(self, point: float) -> float | None:
-        """The nearest-rank percentile over the window; None without values."""
+        """The nearest-rank percentile of the window's values; None without values."""
         self._forget()
         values = sorted(value for _, value in self._values)
         return values[max(math.ceil(point / 100 * len(values)) - 1, 0)] if values else None
 
     def per_second(self) -> float:
-        """The sum over the window, or over the time since start while that is shorter, divided by its length."""
+        """The sum of the window's values, divided by the window's length, or by the time since start if shorter."""
         self._forget()
         elapsed = min(self._clock() - self._started_s, self._window_s)
         return sum(value for _, value in self._values) / max(elapsed, 1.0)

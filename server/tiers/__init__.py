@@ -1,1 +1,1 @@
-"""Disk caches by hand: `ramet cache`."""
+"""`ramet cache`."""

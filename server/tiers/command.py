@@ -1,4 +1,4 @@
-"""`ramet cache`: lists and purges a directory of blocks."""
+"""`ramet cache`: lists and deletes the blocks in a directory."""
 
 import argparse
 import time
@@ -20,25 +20,25 @@ _DAY_S = 86400.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the actions and their options."""
+    """Add the actions `ls` and `purge` with their options."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    listing = actions.add_parser("ls", help="list tenants and their last use")
+    listing = actions.add_parser("ls", help="list tenants, their blocks and their last use")
     listing.set_defaults(act=_list)
     purge = actions.add_parser("purge", help="delete blocks")
     purge.set_defaults(act=_purge)
     for action in (listing, purge):
-        action.add_argument("directory", type=Path, metavar="DIR", help="of --disk-cache, or of --kv-store dir:DIR")
+        action.add_argument("directory", type=Path, metavar="DIR", help="the --disk-cache or the --kv-store dir:DIR")
     choice = purge.add_mutually_exclusive_group(required=True)
-    choice.add_argument("--all", action="store_true", help="everything")
-    choice.add_argument("--tenant", help="blocks of this tenant")
-    choice.add_argument("--unused", type=_positive, metavar="DAYS", help="blocks that were not used for this long")
-    choice.add_argument("--to", type=_positive, metavar="GIB", help="the least recently used, until this much is left")
+    choice.add_argument("--all", action="store_true", help="delete all blocks")
+    choice.add_argument("--tenant", help="delete this tenant's blocks")
+    choice.add_argument("--unused", type=_positive, metavar="DAYS", help="delete blocks not used for this many days")
+    choice.add_argument("--to", type=_positive, metavar="GIB", help="delete the least recently used down to this size")
 
 
 def _positive(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
     return value
 
 
@@ -72,7 +72,7 @@ def _list(store: FileStore, arguments: argparse.Namespace) -> None:
 
 def _purge(store: FileStore, arguments: argparse.Namespace) -> None:
     if arguments.all or arguments.tenant is not None:
-        for note in arguments.directory.glob(f"{NOTES}*"):  # it may name the beginnings of the tenant's prompts
+        for note in arguments.directory.glob(f"{NOTES}*"):  # a note may have hashes of the tenant's prompts
             note.unlink()
         print(f"{store.erase(arguments.tenant):,} blocks deleted")
         return

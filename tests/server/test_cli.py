@@ -51,7 +51,7 @@ def test_every_option_of_the_configuration_is_there_and_explained(capsys):
             for host in ("a b", "http://a", "b, a:80")
         ),
         (["serve", "--trusted-proxies", "10.0.0.1 10.0.0.2"], "argument --trusted-proxies: "),
-        (["serve", "--disk-space", "5"], "argument --disk-space: it belongs to --disk-cache"),
+        (["serve", "--disk-space", "5"], "argument --disk-space: needs --disk-cache"),
         (["serve", "--kv-events-replay", "5557"], "argument --kv-events-replay: "),
         ([], "COMMAND"),
         (["serve", "--pool-memry", "2"], "unrecognized arguments: --pool-memry 2; did you mean --pool-memory?"),
@@ -123,7 +123,7 @@ def test_generate_imports_modules(tiny_dir, tmp_path, capsys):
     assert capsys.readouterr().out != alone
     with pytest.raises(SystemExit):
         main(["generate", prompt, "--mode", "nested", *options])
-    assert "argument --mode: it needs --schema" in capsys.readouterr().err
+    assert "argument --mode: needs --schema" in capsys.readouterr().err
     assert main(["generate", "Hello", "--schema", str(tmp_path / "cities.pml"), *options]) == 1
     assert "ramet: line 1: this is no XML" in capsys.readouterr().err
 
@@ -180,7 +180,7 @@ def test_options_that_the_model_cannot_use_are_refused(tiny_dir, option, value):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--ssl-keyfile", "none"], "--ssl-keyfile: there is no --ssl-certfile"),
+        (["--ssl-keyfile", "none"], "--ssl-keyfile needs --ssl-certfile"),
         (["--ssl-certfile", "none"], "--ssl-certfile none cannot be used: "),
         (["--ssl-certfile", __file__, "--ssl-keyfile", __file__], f" and --ssl-keyfile {__file__} cannot be used: "),
     ],

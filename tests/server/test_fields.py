@@ -131,7 +131,7 @@ def test_forms_of_formats(given, wanted):
 
 def test_formats_exclude_each_other():
     for given in ({"regex": "a", "choice": ["b"]}, {"regex": "a", "response_format": {"type": "json_object"}}):
-        with pytest.raises(InvalidRequest, match="one format alone"):
+        with pytest.raises(InvalidRequest, match="only one format"):
             chat(**given).constraint()
     with pytest.raises(InvalidRequest, match="exclude each other"):
         chat(regex="a", tools=[CALL]).refuse_unsupported()

@@ -1,1 +1,1 @@
-"""`ramet profile`: tables of how a model's KV can be reused, which the engine reads."""
+"""`ramet profile`: measures how a model's KV can be reused, and writes tables for the engine."""

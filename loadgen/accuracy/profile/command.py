@@ -1,4 +1,4 @@
-"""The command: its options, and the choice of a profile."""
+"""The command `ramet profile`."""
 
 import argparse
 
@@ -14,13 +14,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fusion",
         action="store_true",
-        help="for a causal model: measure the methods of reuse of documents instead, with --ratios of their rows "
-        "computed again (default: 5 15 30 50), --samples (24), --length (1024, of all documents) and --seed",
+        help="for a causal model: measure methods of document reuse instead; takes --ratios of rows computed again "
+        "(default: 5 15 30 50), --samples (24), --length of all documents (1024) and --seed",
     )
 
 
 def settings_of(arguments: argparse.Namespace) -> tuple[ProfileFiles, ProfileSettings]:
-    """The parsed options. Raises ValueError, which names an option."""
+    """Files and settings from parsed options. Raises ValueError, which names the option."""
     files = make(ProfileFiles, arguments)
     if not arguments.fusion:
         return files, make(DepthSettings, arguments)
@@ -30,8 +30,8 @@ def settings_of(arguments: argparse.Namespace) -> tuple[ProfileFiles, ProfileSet
 
 
 def profile(config: Config, files: ProfileFiles, settings: ProfileSettings) -> int:
-    """Measure a model, write and print a table. Raises ModelError."""
-    # Not at the top: the options are read without torch.
+    """Measure a model, and write and print its table. Raises ModelError."""
+    # Imported here, because reading the options must not import torch.
     from loadgen.accuracy.profile.depths import profile_depths
     from loadgen.accuracy.profile.fusion import profile_fusion
 

@@ -1,4 +1,4 @@
-"""From samples to a depth table: the paper's rule, and its calibration against the model's own outputs."""
+"""Measures a depth table: by the paper's rule, then calibrated with the model's own outputs."""
 
 import json
 from collections.abc import Callable
@@ -29,9 +29,9 @@ _LINES = {"depths_cosine": ("w--", "depth by the paper's rule"), "depths": ("r-"
 class Profiler:
     """Measures one model.
 
-    A threshold for the cosine is not universal: rows can carry the context in a few directions that hardly change a
-    cosine over all of them. So rule `kl` lowers the paper's depth until the distributions of the masks diverge by no
-    more than a bound. That takes no labels.
+    No threshold of the cosine suits all models: context may change a few directions of a row, which hardly changes
+    its cosine. So rule `kl` lowers the paper's depth until the distributions at the masks diverge by at most a bound.
+    That needs no labels.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Profiler:
         self.probe, self.samples, self.settings, self.results = probe, samples, settings, results
 
     def run(self) -> dict[str, Any]:
-        """Take the measurements that `results` lack; returns the table as a JSON object."""
+        """Measure what `results` lacks; returns the table as a JSON object."""
         settings = self.settings
         with tqdm(total=len(settings.ratios) * settings.samples, desc="similarity", unit="request") as bar:
             raw = {ratio: self._similarities(ratio, bar) for ratio in settings.ratios}
@@ -58,7 +58,7 @@ class Profiler:
         }
 
     def _similarities(self, ratio: int, bar: tqdm) -> list[list[list[float]]]:
-        """For each sample both cosines by layer, see `Probe.similarity`."""
+        """For each sample, both cosines by layer, see `Probe.similarity`."""
         found = []
         for number in range(self.settings.samples):
             found.append(self._measured({"ratio": ratio}, number, lambda sample: [*self.probe.similarity(sample)]))
@@ -66,14 +66,14 @@ class Profiler:
         return found
 
     def _measured(self, cell: Cell, number: int, measure: Callable[[Sample], Any]) -> Any:
-        """A measurement of a sample, taken now or earlier."""
+        """A sample's measurement: the recorded one, or a new one, which is then recorded."""
         if not self.results.has(cell, number):
             value = measure(self.samples.sample(cell["ratio"], number))
             self.results.add(cell, number, {"value": value})
         return self.results.of(cell)[number]["value"]
 
     def _depths(self, both: dict[int, list[list[list[float]]]], bar: tqdm) -> dict[str, Any]:
-        """Depths and measurements by ratio; `both`: of each sample both cosines by layer."""
+        """Depths and measurements by ratio; `both`: by ratio, for each sample both cosines by layer."""
         by_cosine = [{ratio: [pair[i] for pair in pairs] for ratio, pairs in both.items()} for i in (0, 1)]
         depths = [{n: paper_depth(rows, self.settings.threshold) for n, rows in raw.items()} for raw in by_cosine]
         raw, cosine = by_cosine[self.settings.per_token], depths[self.settings.per_token]
@@ -83,7 +83,7 @@ class Profiler:
             chosen = {ratio: depth for ratio, (depth, _) in found.items()}
             divergence = {ratio: measured for ratio, (_, measured) in found.items()}
         return {
-            # Below the smallest ratio the first layer is exact all the same.
+            # Depth 1 is exact at any ratio, so also below the smallest one.
             "depths": {0: 1, **chosen},
             "depths_cosine": {0: 1, **cosine},
             "by_cosine": {
@@ -96,9 +96,9 @@ class Profiler:
         }
 
     def _calibrate(self, ratio: int, depth: int, bar: tqdm) -> tuple[int, dict[int, float]]:
-        """The largest depth up to `depth` within the bound, by bisection, and the divergences measured, by depth.
+        """The largest depth up to `depth` whose divergence is within the bound, and the measured divergences by depth.
 
-        Divergence grows with depth. Depth 1 is exact and is not measured.
+        It bisects, since divergence grows with depth. Depth 1 is exact and is not measured.
         """
         low, high = 1, depth + 1
         measured: dict[int, float] = {}
@@ -114,7 +114,7 @@ class Profiler:
         return low, measured
 
     def _divergence(self, ratio: int, depth: int) -> float:
-        """The mean divergence over samples."""
+        """The mean divergence over all samples."""
         settings, cell = self.settings, {"ratio": ratio, "depth": depth}
 
         def measure(sample: Sample) -> float:
@@ -129,13 +129,13 @@ def _mean(rows: list[list[float]]) -> list[float]:
 
 
 def paper_depth(similarities: list[list[float]], threshold: float) -> int:
-    """Mean over samples, rounded down, of the number of leading layers with at least `threshold`; 1 at least."""
+    """The number of leading layers with at least `threshold`: mean over samples, rounded down, at least 1."""
     shallow = np.logical_and.accumulate(np.array(similarities) >= threshold, axis=1)
     return max(int(shallow.sum(axis=1).mean()), 1)
 
 
 def profile_depths(config: Config, settings: DepthSettings, files: ProfileFiles) -> None:
-    """Measure a diffusion model, write table and heat map, print the table. Raises ModelError."""
+    """Measure a diffusion model, write table and heat map, and print the table. Raises ModelError."""
     if files.plot and find_spec("matplotlib") is None:
         raise ModelError("--plot needs matplotlib: pip install 'ramet[bench]'")
     path = resolve_model(config.model)
@@ -162,7 +162,7 @@ def profile_depths(config: Config, settings: DepthSettings, files: ProfileFiles)
 
 
 def open_results(path: Path, options: dict[str, Any], seed: int) -> Results:
-    """The measurements in a file, which is begun if there is none. Raises ModelError if it has other options."""
+    """Open or create a file of measurements. Raises ModelError if the file has other options."""
     started = datetime.now(UTC).isoformat(timespec="seconds")
     facts = {"bench": "profile", "options": options, "seed": seed, "machine": machine(), "started": started}
     results = Results(facts, (), path=path)
@@ -174,7 +174,7 @@ def open_results(path: Path, options: dict[str, Any], seed: int) -> Results:
 
 
 def _header(spec: ModelSpec, settings: DepthSettings, files: ProfileFiles) -> dict[str, Any]:
-    """The settings on which the measurements depend, without those that are applied afterwards."""
+    """The settings that the measurements depend on."""
     kept = settings.model_dump(exclude={"threshold", "per_token", "rule", "kl_bound"})
     return {"model": spec.identity, "settings": kept, "prefix": str(files.prefix), "prompts": str(files.prompts)}
 
@@ -197,7 +197,7 @@ def _print(table: dict[str, Any]) -> None:
 
 
 def _draw_heat_map(table: dict[str, Any], path: Path) -> None:
-    """The similarity of every layer at every ratio, with the depths."""
+    """Draw the similarity by layer and ratio, and the depths as lines."""
     ratios = list(table["similarity"])
     values = np.array([table["similarity"][ratio] for ratio in ratios]).T
     with drawing(path, (8, 5)) as axes:

@@ -23,12 +23,12 @@ from runtime.models.spec import LlamaSpec
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import ReuseParams
 
-# Prompts that run together.
+# Number of prompts that run together.
 _BATCH = 2
 
 
 class Quotations:
-    """Prompts with documents of the texts that come with Ramet, and a quotation from one, which the answer goes on."""
+    """Prompts with documents from Ramet's own texts and the beginning of a quotation, which the answer continues."""
 
     def __init__(self, tokenizer: Tokenizer, settings: FusionSettings):
         self._tokenizer, self._settings, self._prose = tokenizer, settings, Prose(random.Random(0))
@@ -38,7 +38,7 @@ class Quotations:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def sample(self, number: int) -> tuple[TokenizedPrompt, list[int]]:
-        """A prompt and the answer's tokens."""
+        """Prompt number `number`, and the tokens of its answer."""
         rng, length = random.Random(f"{self._settings.seed} {number}"), self._settings.length // DOCUMENTS
         tokens, ranges, documents = array("i", [*self._tokenizer.leading_ids, *self._head]), [], []
         for _ in range(DOCUMENTS):
@@ -52,7 +52,7 @@ class Quotations:
         return TokenizedPrompt(tokens, ranges, [f"{i}" for i in range(DOCUMENTS)]), answer
 
     def _text(self, rng: random.Random, length: int) -> list[int]:
-        """Exactly so many tokens of prose."""
+        """Exactly `length` tokens of prose."""
         found: list[int] = []
         while len(found) < length:
             found += self._encode(self._prose.reseeded(rng.random()).text(length) + "\n")
@@ -60,7 +60,7 @@ class Quotations:
 
 
 def profile_fusion(config: Config, settings: FusionSettings, out: Path) -> None:
-    """Measure a model, write the table, print it. Raises ModelError."""
+    """Measure a model, and write and print its table. Raises ModelError."""
     path = resolve_model(config.model)
     spec = LlamaSpec.load(path)
     context_length = config.model.context_length or spec.context_length
@@ -84,7 +84,7 @@ def profile_fusion(config: Config, settings: FusionSettings, out: Path) -> None:
 def _measure(
     asker: Asker, source: Quotations, settings: FusionSettings, grid: dict[str, ReuseParams]
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """By way: mean KL of each answer, and rows x layers of its prompt as a share of full prefill's."""
+    """By method, the mean KL of each answer, and its prompt's rows x layers as a share of full prefill's."""
     found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in grid}
     page_size, num_layers = asker.core.info.page_size, asker.core.executor.spec.num_layers
     numbers, planner = range(settings.samples), DocumentPlanner()
@@ -110,7 +110,7 @@ def _measure(
 
 
 def _row(asked: ReuseParams, kls: list[float], costs: list[float]) -> dict[str, Any]:
-    """A row as `runtime.frontend.documents.table.MeasuredMethod` reads it."""
+    """A row of the table, in the form of `runtime.frontend.documents.table.MeasuredMethod`."""
     return {
         **asked.model_dump(exclude_none=True),
         "kl": round(max(float(np.mean(kls)), 0), 5),

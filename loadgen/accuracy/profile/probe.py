@@ -1,4 +1,4 @@
-"""Runs samples with and without reuse, and compares keys, values and output distributions."""
+"""Runs samples with and without reuse of the prefix, and compares KV and output distributions."""
 
 from array import array
 from collections.abc import Iterable
@@ -27,9 +27,9 @@ _GREEDY = SamplingParams(temperature=0)
 
 
 class Probe:
-    """Samples on an executor whose pool has pages of one token and room for an encoding and two canvases.
+    """Runs samples on an executor. Its pool has pages of one token, and room for a prefix and two canvases.
 
-    The first rows of the pool hold the encoded prefix. The canvas with reuse follows, then the one without.
+    The first rows of the pool hold the encoded prefix, the next ones the canvas with reuse, then the one without.
     """
 
     def __init__(self, executor: Executor):
@@ -42,9 +42,9 @@ class Probe:
         self._strategy = BiCache(DiffusionConfig(), NO_TABLE, executor.spec, cache)
 
     def similarity(self, sample: Sample) -> tuple[list[float], list[float]]:
-        """Cosine similarities of the prefix's keys and values, alone and in the full input at the first step, by layer.
+        """By layer, the cosine similarity of the prefix's KV encoded alone and in the full input of the first step.
 
-        Of all tokens as one vector (equation 3), and the means of the tokens' own.
+        The first list takes all tokens as one vector (equation 3), the second is the mean over single tokens.
         """
         self._run(self._alone(sample))
         self._run(self._full(sample))
@@ -63,10 +63,10 @@ class Probe:
         return of_all, of_tokens
 
     def divergence(self, sample: Sample, depth: int, steps: int) -> float:
-        """KL divergence in nats of the masks' distributions with reuse from those without, the mean over masks.
+        """The KL divergence in nats of distributions with reuse from those without, as a mean over masks.
 
-        Both follow the first steps of the model without reuse. With reuse the prefix is refreshed at each of them, so
-        that the depth is measured and not the interval.
+        Both canvases get the tokens that the model without reuse decides in its first `steps` steps. With reuse the
+        prefix is refreshed in each step, so that the depth is measured and not the interval.
         """
         self._run(self._alone(sample))
         full = self._full(sample)
@@ -107,7 +107,7 @@ class Probe:
         return self._request(sample, prompt, Share(), range(start, start + sample.length))
 
     def _request(self, sample: Sample, prompt: list[int], share: Share, pages: Iterable[int]) -> Request:
-        """A request of one block; each step decides one of its masks."""
+        """A request with one block, in which each step decides one mask."""
         asked = DiffusionParams(gen_length=sample.gen_length, block_length=sample.gen_length)
         params = asked.filled(self._diffusion, _GREEDY)
         request = Request(

@@ -1,4 +1,4 @@
-"""Requests for a profile: a shared prefix and prompts, cut to a ratio."""
+"""Sample requests for a profile: a shared prefix and prompts, cut to a ratio."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ _TOPICS = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Token ids of one request: the shared prefix and the prompt behind it; `gen_length`: masks."""
+    """The token ids of a request's shared prefix and prompt; `gen_length`: number of masks."""
 
     prefix: list[int]
     prompt: list[int]
@@ -34,20 +34,20 @@ class Sample:
 
     @property
     def length(self) -> int:
-        """Positions of the canvas."""
+        """The number of positions: prefix, prompt and masks."""
         return len(self.prefix) + len(self.prompt) + self.gen_length
 
 
 class Samples:
-    """Samples by ratio and number, the same for the same arguments.
+    """Samples by ratio and number. Equal arguments give equal samples.
 
     Args:
-        encode: text to token ids.
-        prefix: the shared prefix as text; empty: generated.
-        prompts: users' prompts; none: generated.
-        length: positions of a canvas: prefix, prompt and masks.
-        gen_length: masks, but at most half of the positions that are not shared.
-        seed: of the choice of prompts.
+        encode: converts text to token ids.
+        prefix: the shared prefix as text; empty: it is generated.
+        prompts: users' prompts; empty: they are generated.
+        length: number of positions: prefix, prompt and masks.
+        gen_length: number of masks, but at most half of the positions that are not shared.
+        seed: seed for the choice of prompts.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Samples:
             self._prefix += encode(_fill(draw, _RULES) + "\n")
 
     def sample(self, ratio: int, number: int) -> Sample:
-        """Sample `number`, with `ratio` percent of the canvas shared, but at least two positions not shared."""
+        """Sample `number`, of which `ratio` percent are shared, but at least two positions are not."""
         shared = min(max(round(self._length * ratio / 100), 1), self._length - 2)
         gen_length = max(min(self._gen_length, (self._length - shared) // 2), 1)
         wanted = self._length - shared - gen_length

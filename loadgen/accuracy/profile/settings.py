@@ -8,26 +8,26 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from loadgen.harness.options import NewFile
 
 _RATIOS = [5, 10, 20, 30, 40, 50, 60, 70, 80, 85, 90, 95, 99]
-# Documents of a prompt for a fusion table, tokens of one that are quoted, and of the answer.
+# For a fusion table: documents in a prompt, quoted tokens, and tokens in an answer.
 DOCUMENTS, QUOTED, ANSWER = 4, 16, 12
 
 
 class ProfileFiles(BaseModel):
-    """Files that a profile reads and writes."""
+    """The files that a profile reads and writes."""
 
-    out: NewFile = Field(description="where the table goes, as JSON")
-    plot: NewFile | None = Field(None, description="where a heat map goes, as PNG")
-    prefix: Path | None = Field(None, description="text file: the shared prefix; default: made-up rules")
-    prompts: Path | None = Field(None, description="text file: a prompt a line; default: made-up questions")
+    out: NewFile = Field(description="write the table to this file (JSON)")
+    plot: NewFile | None = Field(None, description="write a heat map to this file (PNG)")
+    prefix: Path | None = Field(None, description="text file with the shared prefix; default: made-up rules")
+    prompts: Path | None = Field(None, description="text file with a prompt in each line; default: made-up questions")
 
 
 class ProfileSettings(BaseModel):
-    """Settings that every profile has. The table records all settings."""
+    """The settings that all profiles have. A table records its settings."""
 
     model_config = ConfigDict(extra="forbid")
 
     ratios: list[int]
-    seed: int = Field(0, description="which prompts are drawn")
+    seed: int = Field(0, description="seed for the choice of prompts")
 
     @field_validator("ratios", mode="before")
     @classmethod
@@ -38,27 +38,27 @@ class ProfileSettings(BaseModel):
     @classmethod
     def _check(cls, value: list[int]) -> list[int]:
         if not value or not all(1 <= ratio <= 99 for ratio in value):
-            raise ValueError("ratios are percentages of 1 to 99")
+            raise ValueError("ratios are percentages from 1 to 99")
         return sorted(set(value))
 
 
 class DepthSettings(ProfileSettings):
     """Settings of a depth table (BiCache)."""
 
-    ratios: list[int] = Field(_RATIOS, description="shared percentages of a request")
-    samples: int = Field(32, ge=1, le=100_000, description="requests at each ratio (the paper takes 500)")
-    length: int = Field(512, ge=8, description="tokens of a request: prefix, prompt and masks")
-    gen_length: int = Field(64, ge=1, description="masks of a request, at most half of what is not shared")
-    threshold: float = Field(0.97, gt=0, le=1, description="least cosine similarity of a layer that is reused")
-    per_token: bool = Field(False, description="depths by the mean of the tokens' similarities, not that of all")
+    ratios: list[int] = Field(_RATIOS, description="shares of a request that are shared, in percent")
+    samples: int = Field(32, ge=1, le=100_000, description="requests at each ratio (the paper uses 500)")
+    length: int = Field(512, ge=8, description="tokens in a request: prefix, prompt and masks")
+    gen_length: int = Field(64, ge=1, description="masks in a request; at most half of the tokens not shared")
+    threshold: float = Field(0.97, gt=0, le=1, description="least cosine similarity of a reused layer")
+    per_token: bool = Field(False, description="use the mean of single tokens' similarities, not one for all tokens")
     rule: Literal["kl", "cosine"] = Field("kl", description="kl lowers the paper's depths, cosine keeps them")
-    kl_bound: float = Field(0.05, gt=0, description="most divergence of the outputs with and without reuse, in nats")
+    kl_bound: float = Field(0.05, gt=0, description="largest divergence of outputs with and without reuse, in nats")
     kl_samples: int = Field(8, ge=1, description="requests at each ratio whose divergence is measured")
-    kl_steps: int = Field(2, ge=1, description="denoising steps at which it is measured")
+    kl_steps: int = Field(2, ge=1, description="denoising steps at which divergence is measured")
 
 
 class FusionSettings(ProfileSettings):
-    """Settings of a fusion table: percentages of the documents' rows that are computed again."""
+    """Settings of a fusion table; `ratios` are shares of the documents' rows that are computed again."""
 
     ratios: list[int] = [5, 15, 30, 50]
     samples: int = Field(24, ge=1, le=100_000)

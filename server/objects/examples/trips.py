@@ -1,4 +1,4 @@
-"""The journeys of trips.pml as a Python program: its schema, and the same request twice, the second time cached."""
+"""The schema of trips.pml as a Python program. The third request repeats the first one, whose modules are cached."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""LangChain: documents are parts of a message, and `extra_body` says how they are reused.
+"""LangChain sends documents as parts of a message; `extra_body` chooses the reuse method.
 
 python with_langchain.py [URL [MODEL [METHOD]]]
 """
@@ -17,7 +17,7 @@ PAPERS = [
 
 
 def message_of(documents: list[Document], question: str) -> HumanMessage:
-    """A message with documents before a question."""
+    """A message with the documents before the question."""
     parts = [
         {"type": "document", "document": {"title": one.metadata["title"], "text": one.page_content}}
         for one in documents

@@ -83,7 +83,7 @@ def test_the_place_and_both_texts(explain, first, second, said):
     ("text", "problem"),
     [
         ("{", "is no request: "),
-        ("[1]", "is no request: it is no object"),
+        ("[1]", "is no request: not a JSON object"),
         ('{"messages": [{"role": "king", "content": "x"}]}', "is no request: messages.0.role: "),
         ('{"model": "m"}', "has neither messages nor a prompt, text or input_ids"),
         ('{"prompt": []}', "has neither messages nor a prompt"),

@@ -88,7 +88,7 @@ def test_a_message_that_differs_and_a_conversation_that_goes_on(clean):
     turns = [ASK, {"role": "assistant", "content": "In Italy."}, {"role": "user", "content": "And Oslo? " * 9}]
     second, told = chat(clean, system("noon"), *turns, comparison_response_id=first)
     assert (told["explain"]["reason"], told["explain"]["parting"]) == ("hit", None)
-    assert "what follows is new" in told["explain"]["message"]
+    assert "the rest is new" in told["explain"]["message"]
     turns[1] = {"role": "assistant", "content": "In Spain."}
     _, told = chat(clean, system("noon"), *turns, comparison_response_id=second)
     assert told["explain"]["reason"] == "messages_differ"

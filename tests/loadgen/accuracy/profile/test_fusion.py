@@ -44,7 +44,7 @@ def test_the_answer_stands_in_a_document_behind_what_is_quoted(tiny_dir):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--ratios", "0,5"], "argument --ratios: ratios are percentages of 1 to 99"),
+        (["--ratios", "0,5"], "argument --ratios: ratios are percentages from 1 to 99"),
         (["--kl-steps", "50"], "argument --kl-steps: not with --fusion"),
         (["--length", "9"], "argument --length: "),
         (["--prompts", "x.txt"], "argument --prompts: not with --fusion"),
