@@ -1,14 +1,17 @@
 """The engine's loop: messages in, steps, messages out. It runs in a process of its own or in a thread."""
 
+import asyncio
 import logging
+import queue
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import zmq
 
+from runtime import protocol as wire
 from runtime.engine.core import EngineCore
 from runtime.errors import EngineDead, RametError
-from runtime.protocol import Failed, Outbound, Ready, Shutdown, StepEvents, TokenEvent, encode, inbound_decoder
 
 log = logging.getLogger("ramet.engine")
 
@@ -19,15 +22,15 @@ _MESSAGES_S = 0.02
 
 
 class EngineLoop:
-    """An engine behind two sockets.
+    """An engine and its messages.
 
     Args:
-        inbox: PULL.
-        outbox: PUSH.
+        receive: the next message; waits for it for so many milliseconds (None: without end), and gives None then.
+        send: takes the engine's messages.
     """
 
-    def __init__(self, inbox: zmq.Socket, outbox: zmq.Socket):
-        self._inbox, self._outbox = inbox, outbox
+    def __init__(self, receive: Callable[[int | None], wire.Inbound | None], send: Callable[[wire.Outbound], None]):
+        self._receive, self._send = receive, send
         self.core: EngineCore | None = None
         self.error: EngineDead | None = None
 
@@ -41,11 +44,11 @@ class EngineLoop:
         try:
             core = self.core = open_core()
         except RametError as error:
-            self._send(Failed(error.message))
+            self._send(wire.Failed(error.message))
             return 1
         try:
             core.executor.on_death(on_death)
-            self._send(Ready(core.info))
+            self._send(wire.Ready(core.info))
             self._serve(core)
         except EngineDead as error:
             self.error = error
@@ -67,28 +70,54 @@ class EngineLoop:
 
     def _take_messages(self, core: EngineCore, wait_ms: int | None) -> bool:
         """Handle queued messages, after waiting up to `wait_ms` (None: without limit) for one; False at `Shutdown`."""
-        if wait_ms != 0:
-            self._inbox.poll(wait_ms)
+        message = self._receive(wait_ms)
         due_s = time.monotonic() + _MESSAGES_S
-        while True:
-            try:
-                message = inbound_decoder.decode(self._inbox.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return True
-            if isinstance(message, Shutdown):
+        while message is not None:
+            if isinstance(message, wire.Shutdown):
                 return False
             self._send_events(core.handle(message))
             self._settle(core)
-            if time.monotonic() > due_s:
-                return True
+            message = self._receive(0) if time.monotonic() <= due_s else None
+        return True
 
     def _settle(self, core: EngineCore) -> None:
         for reply in core.settle():
             self._send(reply)
 
-    def _send_events(self, events: list[TokenEvent]) -> None:
+    def _send_events(self, events: list[wire.TokenEvent]) -> None:
         if events:
-            self._send(StepEvents(events))
+            self._send(wire.StepEvents(events))
 
-    def _send(self, message: Outbound) -> None:
-        self._outbox.send(encode(message))
+
+def over_sockets(inbox: zmq.Socket, outbox: zmq.Socket) -> EngineLoop:
+    """The loop of an engine in a process of its own, behind a PULL and a PUSH socket."""
+
+    def receive(wait_ms: int | None) -> wire.Inbound | None:
+        if wait_ms != 0:
+            inbox.poll(wait_ms)
+        try:
+            return wire.inbound_decoder.decode(inbox.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+
+    return EngineLoop(receive, lambda message: outbox.send(wire.encode(message)))
+
+
+def in_thread(
+    inbox: queue.SimpleQueue[wire.Inbound], client: asyncio.AbstractEventLoop, take: Callable[[wire.Outbound], None]
+) -> EngineLoop:
+    """The loop of an engine in a thread; `client`: the event loop on which `take` gets its messages as they are."""
+
+    def receive(wait_ms: int | None) -> wire.Inbound | None:
+        try:
+            return inbox.get(timeout=None if wait_ms is None else wait_ms / 1000)
+        except queue.Empty:
+            return None
+
+    def send(message: wire.Outbound) -> None:
+        if isinstance(message, wire.Reply):  # an answer may have objects of the engine, which changes them later
+            message = wire.outbound_decoder.decode(wire.encode(message))
+        with suppress(RuntimeError):  # the client's event loop may be closed before the engine has ended
+            client.call_soon_threadsafe(take, message)
+
+    return EngineLoop(receive, send)

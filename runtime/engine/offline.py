@@ -7,17 +7,15 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
-
-import zmq
 
 from radix import Namespace
 from runtime.calls import Call, FlushCache, GetState
 from runtime.config import DEFAULT_MODEL, Config, make_config
 from runtime.engine.core import EngineCore
-from runtime.engine.loop import EngineLoop
+from runtime.engine.loop import in_thread
 from runtime.engine.opening import open_engine
 from runtime.errors import EngineDead, InvalidRequest
 from runtime.frontend.async_engine import AsyncEngine
@@ -25,14 +23,13 @@ from runtime.frontend.connection import Host
 from runtime.frontend.output import Output, Prompt, Submission, prompts_of
 from runtime.frontend.schemas.schema import Mode, Schema
 from runtime.params import AnyReuse, ReasoningParams, ReuseParams, SamplingParams
-from runtime.protocol import Shutdown, encode
+from runtime.protocol import Inbound, Outbound, Shutdown
 
 Sampling = SamplingParams | dict[str, Any] | None
 Reuse = AnyReuse | dict[str, Any] | None
 T = TypeVar("T")
 
 _UNLIMITED = 1 << 62
-_END = "inproc://end"
 
 
 class EngineThread(Host):
@@ -40,56 +37,45 @@ class EngineThread(Host):
 
     def __init__(self, config: Config):
         self._config = config
-        self._loop: EngineLoop | None = None
+        self._inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
         self._ended: Future[int] = Future()
-        self._end: Callable[[], None] = lambda: None
 
     @property
     def core(self) -> EngineCore:
-        assert self._loop is not None
         assert self._loop.core is not None
         return self._loop.core
 
     @property
     def error(self) -> EngineDead | None:
-        return None if self._loop is None else self._loop.error
+        return self._loop.error
 
-    def endpoints(self) -> AbstractContextManager[tuple[str, str]]:
-        return nullcontext(("inproc://inbox", "inproc://outbox"))
+    @asynccontextmanager
+    async def starting(self, path: Path, take: Callable[[Outbound], None]) -> AsyncIterator[None]:
+        loop = self._loop = in_thread(self._inbox, asyncio.get_running_loop(), take)
 
-    async def start(self, context: zmq.Context, path: Path, inbox: str, outbox: str) -> None:
-        sockets = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-        for socket, address in zip(sockets, (inbox, outbox), strict=True):
-            socket.set_hwm(0)
-            socket.connect(address)
-        sockets[0].bind(_END)  # `end` cannot use `inbox`: the client binds it, and only sends
-        loop = self._loop = EngineLoop(*sockets)
-
-        def end(error: EngineDead | None = None) -> None:
-            """Send the loop a Shutdown, from any thread."""
+        def end(error: EngineDead) -> None:
             loop.error = loop.error or error
-            with suppress(zmq.ZMQError), context.socket(zmq.PUSH) as socket:
-                socket.connect(_END)
-                socket.send(encode(Shutdown()))
+            self.kill()
 
         def run() -> None:
             code = 1
             try:
                 code = loop.run(lambda: open_engine(self._config, path), end)
             finally:
-                for socket in sockets:
-                    socket.close(linger=0)
                 self._ended.set_result(code)
 
-        self._end = end
         threading.Thread(target=run, name="ramet-engine", daemon=True).start()
+        yield
+
+    def send(self, message: Inbound) -> None:
+        self._inbox.put(message)
 
     async def wait(self) -> int:
         return await asyncio.wrap_future(self._ended)
 
     def kill(self) -> None:
         """Ask the thread to end after its current step, since a thread cannot be killed."""
-        self._end()
+        self._inbox.put(Shutdown())
 
 
 class Engine:

@@ -16,7 +16,7 @@ import zmq
 
 from runtime.config import Config
 from runtime.engine.core import EngineCore
-from runtime.engine.loop import EngineLoop
+from runtime.engine.loop import over_sockets
 from runtime.engine.opening import open_engine
 from runtime.frontend.connection import Boot
 from runtime.logs import set_up_logs
@@ -38,7 +38,7 @@ def main() -> int:
         socket.connect(address)
     try:
         # os._exit, since the loop may be waiting for messages. The server then fails every open request.
-        return EngineLoop(inbox, outbox).run(lambda: _open(config, boot), lambda _: os._exit(1))
+        return over_sockets(inbox, outbox).run(lambda: _open(config, boot), lambda _: os._exit(1))
     finally:
         context.destroy(linger=2000)
 

@@ -53,7 +53,7 @@ class AsyncEngine:
         self.paused = False
         self.adapters = Adapters(self.call, config.model)
         self._host = host or EngineProcess(config, quotas or {})
-        self._connection: Connection | None = None
+        self._connection = Connection(self._host)
         self._frontend: Frontend | None = None
         self._dead = asyncio.Event()
         self._walking = asyncio.Lock()
@@ -68,14 +68,13 @@ class AsyncEngine:
         """Start the engine and wait until it is ready. Raises ModelError if it cannot load."""
         try:
             path = await self._load()
-            connection = self._connection = Connection(self._host)
-            self.info = await connection.open(path)
+            self.info = await self._connection.open(path)
             planner = DocumentPlanner.load(self.config.cache.document_method, path)
             shares_steps = self.config.cache.reuse == "reasoncache"
             inputs = InputProcessor(self.info, self.tokenizer, self.config.scheduler, planner, shares_steps)
-            self._frontend = Frontend(inputs, connection.send)
-            connection.on_events = self._frontend.take
-            self._supervisor = asyncio.create_task(self._supervise(connection))
+            self._frontend = Frontend(inputs, self._host.send)
+            self._connection.on_events = self._frontend.take
+            self._supervisor = asyncio.create_task(self._supervise())
             await self.adapters.open()
         except BaseException:
             await self.stop()
@@ -87,12 +86,12 @@ class AsyncEngine:
         self.tokenizer = await asyncio.to_thread(Tokenizer.load, path, self.config.model.chat_template)
         return path
 
-    async def _supervise(self, connection: Connection) -> None:
+    async def _supervise(self) -> None:
         """Wait for the engine's death; then fail all open requests."""
-        assert connection.ended is not None
-        watch = asyncio.create_task(self._watchdog.watch(lambda: self.call(Ping()), connection.kill))
+        assert self._connection.ended is not None
+        watch = asyncio.create_task(self._watchdog.watch(lambda: self.call(Ping()), self._host.kill))
         try:
-            code = await asyncio.shield(connection.ended)
+            code = await asyncio.shield(self._connection.ended)
         finally:
             watch.cancel()
         if self._stopping:
@@ -105,8 +104,7 @@ class AsyncEngine:
         """End the engine and all open requests at once, for good."""
         self._stopping = True
         self.give_up()
-        if self._connection is not None:
-            self._connection.kill()
+        self._host.kill()
 
     def give_up(self) -> None:
         """End open requests with EngineDead, as the engine does not end them."""
@@ -116,15 +114,14 @@ class AsyncEngine:
         """End the engine; open requests end with EngineDead."""
         self._stopping = True
         self.give_up()
-        if (connection := self._connection) is not None:
-            if (ended := connection.ended) is not None:
-                connection.send(Shutdown())
-                try:
-                    await asyncio.wait_for(asyncio.shield(ended), _STOP_SECONDS)
-                except TimeoutError:
-                    connection.kill()
-                    await ended
-            connection.close()
+        if (ended := self._connection.ended) is not None:
+            self._host.send(Shutdown())
+            try:
+                await asyncio.wait_for(asyncio.shield(ended), _STOP_SECONDS)
+            except TimeoutError:
+                self._host.kill()
+                await ended
+        self._host.close()
         if self._supervisor is not None:
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -135,8 +132,7 @@ class AsyncEngine:
         frontend, self._frontend = self._frontend, None
         if frontend is not None:
             frontend.fail_all(error)
-        if self._connection is not None:
-            self._connection.fail(error)
+        self._connection.fail(error)
 
     @property
     def alive(self) -> bool:
@@ -223,8 +219,6 @@ class AsyncEngine:
 
     async def call(self, call: Call) -> dict[str, Any]:
         """The answer to an operator's call. Raises RametError if the engine refuses it."""
-        if self._connection is None:
-            raise EngineDead("the engine is not running")
         answer = await self._connection.call(call)
         if isinstance(call, Pause):
             self.paused = answer["paused"]
@@ -271,8 +265,7 @@ class AsyncEngine:
 
     def _running(self) -> Frontend:
         if self._frontend is None:
-            dead = None if self._connection is None else self._connection.dead
-            raise dead or EngineDead("the engine is not running")
+            raise self._connection.dead or EngineDead("the engine is not running")
         return self._frontend
 
 

@@ -1,11 +1,11 @@
-"""Messages to and from one engine, over two ZeroMQ sockets, and the process in which it runs."""
+"""Messages to and from one engine, and the process in which it runs."""
 
 import asyncio
 import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from runtime.errors import EngineDead, ModelError
 from runtime.models.publishing import scratch
 from runtime.protocol import (
     Ask,
-    Failed,
     Forget,
     Inbound,
     ModelInfo,
@@ -36,7 +35,7 @@ _TOGETHER = 64
 
 
 class Host(ABC):
-    """Runs an engine."""
+    """Runs an engine, and carries its messages."""
 
     @property
     def error(self) -> EngineDead | None:
@@ -44,12 +43,12 @@ class Host(ABC):
         return None
 
     @abstractmethod
-    def endpoints(self) -> AbstractContextManager[tuple[str, str]]:
-        """New ZeroMQ addresses of the engine's inbox and outbox; once connected, they need no names."""
+    def starting(self, path: Path, take: Callable[[Outbound], None]) -> AbstractAsyncContextManager[None]:
+        """Start the engine of the model directory `path`, and leave when it is ready; `take` gets its messages."""
 
     @abstractmethod
-    async def start(self, context: zmq.Context, path: Path, inbox: str, outbox: str) -> None:
-        """Start the engine of the model directory `path`, which connects to its inbox and outbox."""
+    def send(self, message: Inbound) -> None:
+        """Send the engine a message, which is lost if it has ended."""
 
     @abstractmethod
     async def wait(self) -> int:
@@ -58,6 +57,9 @@ class Host(ABC):
     @abstractmethod
     def kill(self) -> None:
         """End the engine at once."""
+
+    def close(self) -> None:  # noqa: B027 - a thread leaves nothing
+        """Release what carried the messages of an engine that has ended."""
 
 
 class Boot(msgspec.Struct):
@@ -77,24 +79,52 @@ class Boot(msgspec.Struct):
 
 
 class EngineProcess(Host):
-    """Runs an engine in a process of its own."""
+    """Runs an engine in a process of its own, behind two ZeroMQ sockets."""
 
     def __init__(self, config: Config, quotas: Mapping[str, int]):
         self._config, self._quotas = config, dict(quotas)
+        self._closing = ExitStack()
         self.process: asyncio.subprocess.Process | None = None
 
-    @contextmanager
-    def endpoints(self) -> Iterator[tuple[str, str]]:
-        # Only the owner may enter the directory, so its sockets are private.
+    @asynccontextmanager
+    async def starting(self, path: Path, take: Callable[[Outbound], None]) -> AsyncIterator[None]:
+        context, self._take = zmq.Context(), take
+        self._closing.callback(context.destroy, linger=0)
+        self._inbox, self._outbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        # Only the owner may enter the directory, so its sockets are private; once connected, they need no names.
         with scratch(Path(tempfile.gettempdir()), "ramet-sockets-") as directory:
-            yield f"ipc://{directory / 'inbox'}", f"ipc://{directory / 'outbox'}"
+            inbox, outbox = f"ipc://{directory / 'inbox'}", f"ipc://{directory / 'outbox'}"
+            for socket, endpoint in ((self._inbox, inbox), (self._outbox, outbox)):
+                socket.set_hwm(0)
+                socket.setsockopt(zmq.LINGER, 0)
+                socket.bind(endpoint)
+            command = (sys.executable, "-P", "-m", "runtime.engine.process")
+            self.process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
+            boot = Boot(self._config.model_dump_json(), str(path), self._quotas, inbox, outbox)
+            assert self.process.stdin is not None
+            self.process.stdin.write(msgspec.json.encode(boot) + b"\n")
+            loop, descriptor = asyncio.get_running_loop(), self._outbox.FD
+            loop.add_reader(descriptor, self._read)
+            self._closing.callback(loop.remove_reader, descriptor)
+            self._read()
+            yield
 
-    async def start(self, context: zmq.Context, path: Path, inbox: str, outbox: str) -> None:
-        command = (sys.executable, "-P", "-m", "runtime.engine.process")
-        self.process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
-        boot = Boot(self._config.model_dump_json(), str(path), self._quotas, inbox, outbox)
-        assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.json.encode(boot) + b"\n")
+    def send(self, message: Inbound) -> None:
+        # A send never blocks as long as there is a peer. If the engine has just died, the message is lost with it.
+        with suppress(zmq.Again):
+            self._inbox.send(encode(message), zmq.NOBLOCK)
+
+    def _read(self) -> None:
+        """Take messages. The descriptor is edge-triggered, so all must be taken before it can be waited for."""
+        for _ in range(_TOGETHER):
+            if self._outbox.closed:
+                return
+            try:
+                message: Outbound = outbound_decoder.decode(self._outbox.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            self._take(message)
+        asyncio.get_running_loop().call_soon(self._read)
 
     async def wait(self) -> int:
         assert self.process is not None
@@ -105,9 +135,12 @@ class EngineProcess(Host):
             with suppress(ProcessLookupError):
                 self.process.kill()
 
+    def close(self) -> None:
+        self._closing.close()
+
 
 class Connection:
-    """One engine, from its start to its end. Used from one event loop.
+    """Messages of one engine, from its start to its end. Used from one event loop.
 
     Attributes:
         on_events: called with the events of each step.
@@ -118,32 +151,24 @@ class Connection:
     def __init__(self, host: Host):
         self._host = host
         self.on_events: Callable[[list[TokenEvent]], None] = lambda events: None
-        self._context = zmq.Context()
-        self._inbox, self._outbox = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._num_calls = 0
-        self.dead: EngineDead | None = None
-        self._loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[ModelInfo] = self._loop.create_future()
+        self.dead: EngineDead | None = EngineDead("the engine is not running")
         self.ended: asyncio.Task[int] | None = None
 
     async def open(self, path: Path) -> ModelInfo:
         """Start the engine of the model directory `path`. Raises ModelError if it cannot be started."""
+        self._ready: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
         try:
-            with self._host.endpoints() as endpoints:
-                for socket, endpoint in zip((self._inbox, self._outbox), endpoints, strict=True):
-                    socket.set_hwm(0)
-                    socket.setsockopt(zmq.LINGER, 0)
-                    socket.bind(endpoint)
-                await self._host.start(self._context, path, *endpoints)
+            async with self._host.starting(path, self._take):
                 self.ended = asyncio.create_task(self._host.wait())
-                self._loop.add_reader(self._outbox.FD, self._read)
-                return await self._await_ready(self.ended)
+                info = await self._await_ready(self.ended)
         except (OSError, zmq.ZMQError) as error:
             raise ModelError(f"the engine process cannot be started: {error}") from None
+        self.dead = None
+        return info
 
     async def _await_ready(self, ended: asyncio.Task[int]) -> ModelInfo:
-        self._read()
         try:
             await asyncio.wait((self._ready, ended), return_when=asyncio.FIRST_COMPLETED)
             if not self._ready.done():
@@ -157,24 +182,19 @@ class Connection:
             await ended
             raise
 
-    def send(self, message: Inbound) -> None:
-        # A send never blocks as long as there is a peer. If the engine has just died, the message is lost with it.
-        with suppress(zmq.Again):
-            self._inbox.send(encode(message), zmq.NOBLOCK)
-
     async def call(self, call: Call) -> dict[str, Any]:
         """The answer to an operator's call. Raises RametError if it fails; cancelling gives it up."""
         if self.dead is not None:
             raise self.dead
         self._num_calls += 1
-        number, future = self._num_calls, self._loop.create_future()
+        number, future = self._num_calls, asyncio.get_running_loop().create_future()
         self._calls[number] = future
-        self.send(Ask(number, call))
+        self._host.send(Ask(number, call))
         try:
             answer: dict[str, Any] = await future
             return answer
         except asyncio.CancelledError:
-            self.send(Forget(number))
+            self._host.send(Forget(number))
             raise
         finally:
             self._calls.pop(number, None)
@@ -186,33 +206,15 @@ class Connection:
             if not call.done():
                 call.set_exception(error)
 
-    def kill(self) -> None:
-        self._host.kill()
-
-    def close(self) -> None:
-        """Close the sockets."""
-        if not self._outbox.closed:
-            self._loop.remove_reader(self._outbox.FD)
-        self._context.destroy(linger=0)
-
-    def _read(self) -> None:
-        """Take messages. The descriptor is edge-triggered, so all must be taken before it can be waited for."""
-        for _ in range(_TOGETHER):
-            try:
-                message: Outbound = outbound_decoder.decode(self._outbox.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return
-            if isinstance(message, StepEvents):
-                self.on_events(message.events)
-            elif isinstance(message, Reply):
-                self._answer(message)
-            elif isinstance(message, Ready):
-                self._ready.set_result(message.info)
-            elif isinstance(message, Failed):
-                self._ready.set_exception(ModelError(message.message))
-            if self._outbox.closed:
-                return
-        self._loop.call_soon(self._read)
+    def _take(self, message: Outbound) -> None:
+        if isinstance(message, StepEvents):
+            self.on_events(message.events)
+        elif isinstance(message, Reply):
+            self._answer(message)
+        elif isinstance(message, Ready):
+            self._ready.set_result(message.info)
+        else:
+            self._ready.set_exception(ModelError(message.message))
 
     def _answer(self, reply: Reply) -> None:
         call = self._calls.get(reply.number)
