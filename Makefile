@@ -3,15 +3,15 @@ PYTHON  ?= python3
 VENV    ?= .venv
 COMPOSE ?= docker compose
 ARGS    ?=
-# Processes of the test run: files of tests are shared out among them.
+# Number of processes for the tests, which share out the test files.
 WORKERS ?= 3
-# The one version that Ramet is tested with; TORCH="torch>=2.6" or a wheel's path takes another.
+# Ramet is tested with this version only. TORCH="torch>=2.6" or the path of a wheel chooses another.
 TORCH   ?= torch==2.13.0
-# An index that is asked for torch first. Without an NVIDIA driver: PyTorch's own for CPUs, whose package has no CUDA.
+# The index to try first for torch. Without an NVIDIA driver it is PyTorch's own, whose CPU package has no CUDA.
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia)$(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar on
-# Is there such an index? Seconds, where pip would try again for minutes.
+# Checks within seconds whether the index answers. pip would retry for minutes.
 REACHES = $(VENV)/bin/python -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1] + "/torch/", timeout=5)' 2>/dev/null
 
 .PHONY: serve test soak clients lint mutants docs pins bench bench-prefix compose clean
@@ -72,7 +72,7 @@ docs: $(VENV)/.serve
 	env -u RAMET_CACHE -u XDG_CACHE_HOME $(VENV)/bin/ramet options > server/OPTIONS.md
 	$(VENV)/bin/python -m server.fields > server/FIELDS.md
 
-# The images' pins anew, with hashes: ARGS=--upgrade takes newer versions.
+# Write the images' pins with hashes. ARGS=--upgrade takes newer versions.
 pins: $(VENV)/.torch
 	$(PIP) --quiet uv
 	{ for group in "bench otel tiers ray" build router; do $(PYTHON) docker/requirements.py $$group; done | grep -v '^torch'; \

@@ -1,8 +1,8 @@
-"""The build of the native CPU kernels; pyproject.toml has everything else.
+"""Builds the native CPU kernels; pyproject.toml has everything else.
 
-The same sources are compiled for each instruction set, and the engine loads the best one that the processor has
-(runtime/execution/native/library.py). All are optional: without a compiler, or on another kind of processor, torch
-computes.
+The same sources are compiled for each instruction set. The engine loads the best library that the processor supports
+(runtime/execution/native/library.py). All libraries are optional: without a compiler, or on processors other than
+x86-64, torch computes.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ ISA_FLAGS = {
     "avx512vnni": VNNI,
     "avx512bf16": [*VNNI, "-mavx512bf16"],
 }
-# GCC's own intrinsics read what they call undefined.
+# No warnings about uninitialized values, because GCC's own intrinsics read them.
 FLAGS = [
     "-std=c++20",
     "-O3",

@@ -74,7 +74,7 @@ class Fleet(Bench):
                     yield {"workload": workload, "replicas": number, "servers": way}
 
     def measure(self, cell: Cell, draw: random.Random) -> dict[str, Any]:
-        """Run the requests on new servers, so that all caches are empty."""
+        """Run the requests on new servers, whose caches are empty."""
         workload, users, requests = _workload(cell["workload"])
         with self._servers(cell) as (url, cluster):
             target = Target(cell["servers"], url, "completions")
@@ -90,7 +90,7 @@ class Fleet(Bench):
 
     @contextmanager
     def _servers(self, cell: Cell) -> Iterator[tuple[str, RayCluster | None]]:
-        """The URL of new servers, and the cluster if there is one."""
+        """Start servers. Yields their URL and the Ray cluster, if there is one."""
         pool = self.pool_tokens * (cell["replicas"] if cell["servers"] == _ONE else 1)
         # float32, so that all replicas give the same answers.
         options = ["--model", str(self._model), "--random-weights", "--dtype", "float32", "--threads", "1"]
@@ -104,7 +104,7 @@ class Fleet(Bench):
 
 
 def _workload(name: str) -> tuple[Workload, int, int]:
-    """The requests, the number of users that send them, and how many they send."""
+    """The workload, the number of users at a time, and the number of requests."""
     answer = length("8")
     if name == "chats":
         prompt = length("lognormal:64:32:8:256")
@@ -115,7 +115,7 @@ def _workload(name: str) -> tuple[Workload, int, int]:
 
 
 class _Killer:
-    """Kills a replica once some requests have ended, in a thread of its own."""
+    """Kills a replica after some requests have ended, in a thread of its own."""
 
     def __init__(self, kill: Callable[[], None], after: int):
         self._kill, self._left = kill, after
@@ -127,7 +127,7 @@ class _Killer:
 
 
 def _computed(url: str, number: int) -> list[int]:
-    """Prompt tokens that each replica has computed. Raises BenchError if some are never met behind the URL."""
+    """The prompt tokens that each replica has computed. Raises BenchError if the URL does not reach all replicas."""
     found: dict[str, int] = {}
     for _ in range(_TRIES):
         answer = httpx.get(f"{url}/server_info", timeout=60, trust_env=False).raise_for_status().json()

@@ -1,4 +1,4 @@
-"""Ray Serve on a cluster of its own, in a process of an interpreter that has Ray."""
+"""Runs Ray Serve on a new cluster, in a process whose Python has Ray."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from loadgen.http.local_server import free_port
 
 
 class RayCluster:
-    """A Serve application of replicas, while entered.
+    """A context in which a Serve application of replicas runs.
 
     Args:
         python: the interpreter.

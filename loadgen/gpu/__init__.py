@@ -1,1 +1,1 @@
-"""`ramet bench gpu`: what the GPU path computes and how fast, on the machine at hand."""
+"""`ramet bench gpu`: correctness and speed of the GPU path."""

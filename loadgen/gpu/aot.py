@@ -1,4 +1,4 @@
-"""`python -m loadgen.gpu.aot`: the kernels of FlashInfer that Ramet calls, compiled for a machine that cannot.
+"""`python -m loadgen.gpu.aot`: compiles FlashInfer's kernels that Ramet calls, for a machine without a compiler.
 
 It needs FlashInfer, torch (any build of it), nvcc and a C++ compiler, and no GPU. Where `flashinfer_jit_cache` can be
 imported, FlashInfer takes a kernel from there before it compiles one.
@@ -28,14 +28,14 @@ def get_jit_cache_dir() -> str:
 
 
 class Kernel(NamedTuple):
-    """One library of kernels: a part of its name on the command line, and what makes FlashInfer's description of it."""
+    """A library of kernels: its name on the command line, and a function that returns FlashInfer's description."""
 
     name: str
     describe: Callable[[], Any]
 
 
 def main() -> int:
-    """Compile what is missing; 3 if the time was up before the last kernel."""
+    """Compile the missing kernels. Returns 3 if `--limit` was reached before the last kernel."""
     parser = argparse.ArgumentParser(prog="python -m loadgen.gpu.aot", description=__doc__)
     parser.add_argument("out", type=Path, help="directory to put on the path of Python, beside FlashInfer")
     parser.add_argument("--only", nargs="*", default=[""], metavar="NAME", help="kernels whose names contain this")
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def package_of_kernels(out: Path) -> Path:
-    """The package in `out` in which FlashInfer looks for kernels, of this FlashInfer's version."""
+    """Create the package in `out` where FlashInfer, in its current version, looks for kernels."""
     from flashinfer.version import __version__
 
     package = out / PACKAGE
@@ -75,7 +75,7 @@ def package_of_kernels(out: Path) -> Path:
 
 
 def kernels() -> Iterator[Kernel]:
-    """Every library that a step of Ramet loads, in the order in which a first run needs them."""
+    """Every library that Ramet's steps load, in the order in which a first run needs them."""
     from flashinfer.jit.activation import gen_act_and_mul_module
     from flashinfer.jit.cascade import gen_cascade_module
     from flashinfer.jit.norm import gen_norm_module
@@ -101,7 +101,7 @@ def kernels() -> Iterator[Kernel]:
 
 
 def prefill(kv_dtype: torch.dtype, head_dim: int) -> Any:
-    """Attention of several rows a request, and of one where at least 4 query heads share keys."""
+    """Attention of several rows a request, and of single rows if at least 4 query heads share keys."""
     from flashinfer.jit.attention import gen_batch_prefill_module
 
     half = torch.bfloat16
@@ -112,7 +112,7 @@ def prefill(kv_dtype: torch.dtype, head_dim: int) -> Any:
 
 
 def decode(kv_dtype: torch.dtype, head_dim: int) -> Any:
-    """Attention of one row a request where fewer query heads share keys."""
+    """Attention of one row a request if fewer than 4 query heads share keys."""
     from flashinfer.jit.attention import gen_batch_decode_module
 
     half = torch.bfloat16

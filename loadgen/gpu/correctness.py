@@ -115,7 +115,7 @@ def _plan(kind: str, pages: _Pages) -> AttentionPlan:
 
 
 def greedy(path: Path, device: str, options: dict[str, Any]) -> dict[str, float]:
-    """Share of greedy tokens that transformers computes as well, and of cached prompts' that equal uncached ones'."""
+    """The share of greedy tokens equal to transformers', and the share that is equal with a cached prompt."""
     prompts = _prompts(path)
     cold, warm = _ours(path, {"device": device, **options}, prompts)
     theirs, gap = _transformers(path, device, getattr(torch, options["dtype"]), prompts, cold)
@@ -124,7 +124,7 @@ def greedy(path: Path, device: str, options: dict[str, Any]) -> dict[str, float]
 
 
 def compare_engines(path: Path, device: str, one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
-    """Share of greedy tokens of two engines up to the first difference, of uncached and cached prompts."""
+    """The share of two engines' greedy tokens before their first difference, with uncached and cached prompts."""
     prompts = _prompts(path)
     options = {"device": device, "dtype": "bfloat16" if device == "cuda" else "float32"}
     found = (_ours(path, options | more, prompts) for more in (one, other))
@@ -155,7 +155,7 @@ def _ours(path: Path, options: dict[str, Any], prompts: list[list[int]]) -> tupl
 def _transformers(
     path: Path, device: str, dtype: torch.dtype, prompts: list[list[int]], ours: list[list[int]]
 ) -> tuple[list[list[int]], float]:
-    """Greedy tokens; and where `ours` part from them, by how much the logit of ours is lower there, the largest."""
+    """transformers' greedy tokens, and the largest gap of its logits at the first token where `ours` differ."""
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     model = model.to(device).eval()
     found, gap = [], 0.0
@@ -176,17 +176,17 @@ def _transformers(
 
 
 def _common(one: list[int], other: list[int]) -> int:
-    """Tokens up to the first that differs."""
+    """The number of tokens before the first difference."""
     return next((i for i, (x, y) in enumerate(zip(one, other, strict=True)) if x != y), len(one))
 
 
 def _agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    """Share of tokens up to the first that differs."""
+    """The share of tokens before the first difference."""
     return sum(_common(a, b) for a, b in zip(ours, theirs, strict=True)) / sum(map(len, theirs))
 
 
 def random_model(directory: Path) -> Path:
-    """A checkpoint of a small Llama with weights at random."""
+    """Write a checkpoint of a small Llama with random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=4096, hidden_size=576, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=9,

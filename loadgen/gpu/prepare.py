@@ -27,7 +27,7 @@ from runtime.errors import RametError
 from runtime.models.resolve import resolve_model
 
 _ROOT = Path(__file__).parents[2]
-# FlashInfer declares these, and Ramet's calls of it use none of them: 1 GB.
+# Dependencies of FlashInfer that Ramet's calls do not use: 1 GB.
 _UNUSED = frozenset({"cuda-python", "cuda-tile", "nccl4py", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl"})
 _COMPILERS = tuple(f"flashinfer/data/{library}/" for library in ("cutlass", "cccl", "spdlog"))
 # The compiler, and headers that FlashInfer's sources include.
@@ -54,7 +54,7 @@ exec "$python" -m loadgen "$@"
 
 
 def main() -> int:
-    """Prepare the directory; 1 if something fails, 3 if the time was up before the last kernel."""
+    """Prepare the directory. Returns 1 after a failure, 3 if `--limit` was reached before the last kernel."""
     parser = argparse.ArgumentParser(prog="python -m loadgen.gpu.prepare", description=__doc__)
     parser.add_argument("directory", type=Path)
     there = parser.add_argument_group("the other machine")
@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def prepare(arguments: argparse.Namespace, out: Path) -> int:
-    """Fill `out`; the exit code of `compile_kernels`. Raises OSError, ValueError, RametError, CalledProcessError."""
+    """Fill `out`; returns the exit code. Raises OSError, ValueError, RametError, CalledProcessError."""
     out.mkdir(parents=True, exist_ok=True)
     collect(arguments, out / "wheels")
     carry_model(arguments, out)
@@ -117,7 +117,7 @@ def collect(arguments: argparse.Namespace, wheels: Path) -> None:
 
 
 def _leave_sources(wheel: Path) -> None:
-    """Rewrite FlashInfer's wheel without the libraries that only its compiler reads: half of it."""
+    """Rewrite FlashInfer's wheel without the files that only its compiler reads, which are half of it."""
     half = wheel.with_suffix(".part")
     with ZipFile(wheel) as whole, ZipFile(half, "w", ZIP_DEFLATED, compresslevel=9) as rest:
         for entry in whole.infolist():
@@ -138,9 +138,9 @@ def versions(lines: Iterable[str]) -> dict[str, Version | None]:
 def missing(
     wanted: Iterable[str], there: dict[str, Version | None], python: str, wheels: Path, target: list[str]
 ) -> Iterator[Path]:
-    """Wheels of requirements, and of what these require, that are not `there`; those in `wheels` are kept.
+    """Download wheels of requirements and their dependencies that are not `there`; wheels in `wheels` are kept.
 
-    Raises ValueError where two requirements ask for versions that exclude each other.
+    Raises ValueError if requirements exclude each other's versions.
     """
     environment = {
         "python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux", "os_name": "posix",
@@ -213,7 +213,7 @@ def carry_model(arguments: argparse.Namespace, out: Path) -> None:
 
 
 def compile_kernels(arguments: argparse.Namespace, out: Path) -> int:
-    """Compile FlashInfer's kernels for the other machine's GPU; the exit code of `loadgen.gpu.aot`."""
+    """Compile FlashInfer's kernels for the other machine's GPU; returns the exit code of `loadgen.gpu.aot`."""
     site = out / "build" / "site"
     site.mkdir(parents=True, exist_ok=True)
     # FlashInfer runs here, too, to describe its kernels: for this Python, beside the torch of this environment.
@@ -241,7 +241,7 @@ def compile_kernels(arguments: argparse.Namespace, out: Path) -> int:
 def toolkit(version: str, build: Path) -> dict[str, str]:
     """Variables for the compilers: this machine's CUDA of that version, or one from wheels.
 
-    The linker wants a libcuda, which comes with a driver: one without symbols stands in for it.
+    The linker needs a libcuda, which comes with a driver. A library without symbols replaces it.
     """
     stubs, wheels = build / "stubs", build / "toolkit"
     stubs.mkdir(exist_ok=True)
@@ -264,7 +264,7 @@ def toolkit(version: str, build: Path) -> dict[str, str]:
 
 
 def print_sizes(out: Path) -> None:
-    """Print what has to be carried, and the line that measures there."""
+    """Print the sizes of the files to copy, and the command for the other machine."""
     total = 0.0
     for part in ("wheels", "kernels", "model", "shapes"):
         files = [path for path in (out / part).rglob("*") if path.is_file() and "__pycache__" not in path.parts]

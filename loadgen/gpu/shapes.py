@@ -1,6 +1,6 @@
 """`python -m loadgen.gpu.shapes DIRECTORY`: models of known shapes, for `--engine random_weights=true`.
 
-A configuration is all that is written of them, with the default model's tokenizer.
+Only a configuration and the default model's tokenizer are written.
 """
 
 import json
@@ -41,7 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_shape(name: str, directory: Path) -> Path:
-    """A model's directory, of which `--random-weights` makes a model."""
+    """Write a model directory without weights, for `--random-weights`."""
     path = directory / name
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(SHAPES[name]), encoding="utf-8")

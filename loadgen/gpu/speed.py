@@ -45,7 +45,7 @@ _BYTES_S, _FLOP_S = 4.3e12, 780e12
 
 
 def bounds(device: str) -> dict[str, float]:
-    """Bytes that a copy reads and writes, and operations of a matrix product, per second."""
+    """The machine's memory bandwidth in bytes/s (a copy) and its matrix products in operations/s."""
     size = 1 << 30 if device == "cuda" else 1 << 22
     n = 8192 if device == "cuda" else 256
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
@@ -86,7 +86,7 @@ class Speed(ClockedDrive):
 
     @contextmanager
     def _changed(self, mode: dict[str, Any]) -> Iterator[None]:
-        """Other attributes of the executor or of the core, while entered; the requests end with it."""
+        """A context with other attributes of the executor or the core. Its end aborts the requests."""
         owners = {name: self.core if name == "overlap" else self.core.executor for name in mode}
         before = {name: getattr(owner, name) for name, owner in owners.items()}
         try:

@@ -21,7 +21,7 @@ def repeats_of(default: int) -> Any:
 
 def warmup_of(default: int) -> Any:
     """The field `warmup` with another default."""
-    return Field(default, ge=0, description="rounds over all cells that are not counted")
+    return Field(default, ge=0, description="uncounted rounds over all cells before the measurements")
 
 
 class Bench(BaseModel, ABC):
@@ -42,9 +42,9 @@ class Bench(BaseModel, ABC):
 
     repeats: int = repeats_of(5)
     warmup: int = warmup_of(1)
-    seed: int | None = Field(None, ge=0, description="of all random inputs (default: another one every time)")
+    seed: int | None = Field(None, ge=0, description="seed of all random inputs (default: a new one in each run)")
     json_: NewFile | None = Field(None, description="write every measurement as it is made (JSON lines)")
-    resume: bool = Field(False, description="go on with the file of --json, measuring only what it lacks")
+    resume: bool = Field(False, description="continue the file of --json and measure only what it lacks")
     limit: float | None = Field(None, ge=0, description="seconds after which no measurement begins")
     markdown: NewFile | None = Field(None, description="write a result page")
     plot: NewFile | None = Field(None, description="write the plot (PNG or SVG)")
@@ -71,7 +71,7 @@ class Bench(BaseModel, ABC):
         """
 
     def baseline(self) -> tuple[str, Any] | None:
-        """A coordinate and its value with which `Figure.versus` compares; None: there is no comparison."""
+        """The coordinate and value of the cells that others are compared with; None: no comparison."""
         return None
 
     def details(self, results: Results) -> Iterable[RenderableType]:
@@ -79,7 +79,7 @@ class Bench(BaseModel, ABC):
         return ()
 
     def draw_plot(self, results: Results, path: Path) -> bool:
-        """Write a plot of another form than the default one; whether there is one."""
+        """Write a plot in place of the default one. Returns whether it did."""
         return False
 
     def exit_code(self, results: Results) -> int:

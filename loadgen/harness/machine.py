@@ -1,4 +1,4 @@
-"""The machine on which a bench runs, for its results."""
+"""Describes the machine on which a bench runs."""
 
 import os
 import platform
@@ -32,7 +32,7 @@ def machine() -> dict[str, Any]:
 
 
 def machine_text(facts: dict[str, Any]) -> str:
-    """The machine in a line."""
+    """The machine in one line."""
     parts = [f"{facts['cores']} cores of {facts['cpu']}", *([facts["gpu"]] if facts["gpu"] else [])]
     if facts["flags"]:
         parts.append(" ".join(facts["flags"]))

@@ -12,8 +12,8 @@ _WIDEST = 4  # panels in a row
 
 @contextmanager
 def drawing(path: Path, size: tuple[float, float], rows: int = 1, columns: int = 1, **options: Any) -> Iterator[Any]:
-    """The axes of a figure of some inches, as `subplots` has them; the figure is saved at the end."""
-    # Not pyplot, which has global state and wants a display.
+    """A context with the axes of a new figure; `size` in inches. The figure is saved at the end."""
+    # pyplot is avoided, because it has global state and needs a display.
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=size, layout="constrained")
@@ -91,7 +91,7 @@ def _bars(axes: Any, results: Results, cells: list[Cell], figure: Figure) -> Non
 
 
 def _label(results: Results, cells: list[Cell], cell: Cell, x: str | None) -> str:
-    """The coordinates of a cell that tell it from others, but the one on the axis."""
+    """The coordinates in which cells differ, except the one on the x axis."""
     skip = {x, results.sections}
     names = [name for name in cell if name not in skip and len({str(other.get(name)) for other in cells}) > 1]
     return ", ".join(str(cell[name]) for name in names)

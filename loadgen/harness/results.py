@@ -50,7 +50,7 @@ class Results:
         facts: name of the bench, its options, seed, start time and machine.
         figures: the columns of the table.
         sections: the coordinate whose values get a table each.
-        base: the coordinate and its value with which others are compared.
+        base: the coordinate and value of the cells that others are compared with.
         path: file to which measurements are appended.
         measured: by the key of a cell: repeat -> what `measure` returned.
         cells: by key, in the order of the table.
@@ -65,7 +65,7 @@ class Results:
     cells: dict[str, Cell] = field(default_factory=dict)
 
     def begin_file(self, resume: bool) -> None:
-        """Begin the file, or take over what it holds. Raises BenchError if it may not be, or is of other options."""
+        """Create the file or, with `resume`, read it. Raises BenchError if it exists or has other options."""
         path = self.path
         if path is None:
             return
@@ -82,7 +82,7 @@ class Results:
         self.read(path)
 
     def read(self, path: Path, **coordinates: Any) -> None:
-        """Take over the measurements of a file, with further coordinates. Raises BenchError."""
+        """Add a file's measurements, with further coordinates for its cells. Raises BenchError."""
         try:
             for line in path.read_text("utf-8").splitlines()[1:]:
                 record = json.loads(line)
@@ -109,7 +109,7 @@ class Results:
         self.measured.setdefault(_key(cell), {})[repeat] = figures
 
     def in_order(self, cells: Sequence[Cell]) -> None:
-        """Take the order of the table from the bench."""
+        """Sort the cells in the order of the bench."""
         keys = [_key(cell) for cell in cells]
         self.cells = {key: self.cells[key] for key in [*keys, *self.cells] if key in self.cells}
 
@@ -125,7 +125,7 @@ class Results:
         return [_as_list(found.get(repeat, {}).get(name)) for repeat in (sorted(found) if repeats is None else repeats)]
 
     def estimate(self, cell: Cell, figure: Figure) -> Estimate | None:
-        """A figure of a cell with its interval; None where it has none."""
+        """A cell's figure with its interval; None if it was not measured."""
         return over_repeats(self.samples(cell, figure.name), figure.statistic)
 
     def comparison(self, figure: Figure) -> Versus | None:
@@ -158,7 +158,7 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Remove a last line that was not written completely, because the process died."""
+    """Remove an incomplete last line, which remains if the process died while writing."""
     text = path.read_bytes()
     if not text.endswith(b"\n"):
         path.write_bytes(text[: text.rfind(b"\n") + 1])

@@ -25,7 +25,7 @@ _FREE = {"repeats", "seed", "json_", "resume", "limit", "markdown", "plot"}
 
 
 def add_bench_options(parser: argparse.ArgumentParser, bench: type[Bench]) -> None:
-    """Add the options of a bench: its own, by the groups that its fields name, and those that all benches have."""
+    """Add a bench's own options, in the groups that its fields name, and the options of all benches."""
     groups: dict[str, dict[str, FieldInfo]] = {"options": {}}
     for name, field in bench.model_fields.items():
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
@@ -102,7 +102,7 @@ def _measure_all(bench: Bench, cells: list[Cell], results: Results) -> bool:
 
 
 def _order(bench: Bench, cells: list[Cell]) -> Iterator[tuple[Cell, int]]:
-    """Every cell once a round, backwards in every other round; rounds below 0 warm up."""
+    """The cells of every round with its number; every other round is backwards. Negative rounds are the warm-up."""
     for repeat in range(-bench.warmup, bench.repeats):
         for cell in cells if repeat % 2 == 0 else reversed(cells):
             yield cell, repeat

@@ -35,8 +35,8 @@ def estimate(values: Sequence[float] | np.ndarray, statistic: StatisticName = "m
 def over_repeats(repeats: Sequence[Sequence[float]], statistic: StatisticName) -> Estimate | None:
     """The statistic of samples in repeats.
 
-    Of several repeats it is the median (for means: the mean) of their statistics, and repeats are resampled, because
-    samples of one repeat are not independent. Of a single one, its samples are resampled.
+    With several repeats, it is the median (for means: the mean) of their statistics, and repeats are resampled, because
+    samples of one repeat are not independent. With a single repeat, its samples are resampled.
     """
     known = [values for values in repeats if len(values)]
     if not known:
@@ -57,7 +57,7 @@ def compared(
     statistic: StatisticName,
     how: Literal["ratio", "difference"],
 ) -> Estimate | None:
-    """Paired comparison with the same repeats of a base: of their statistics, or of the samples of a single repeat."""
+    """A paired comparison with a base: by the statistics of common repeats, or the samples of a single repeat."""
     pairs = [(ours, theirs) for ours, theirs in zip(mine, base, strict=True) if len(ours) and len(theirs)]
     if not pairs:
         return None

@@ -46,7 +46,7 @@ class Answer(ABC):
         self.finished = False
 
     def take(self, data: bytes, now_s: float) -> None:
-        """Book one event. Raises BadEvent or ServerError."""
+        """Record one event. Raises BadEvent or ServerError."""
         try:
             event = msgspec.json.decode(data)
             if not isinstance(event, dict):
@@ -68,7 +68,7 @@ class Answer(ABC):
 
     @abstractmethod
     def _read(self, event: dict[str, Any]) -> bool:
-        """Book the text, counts and finish of an event; whether it carried output."""
+        """Record the text, counts and finish of an event. Returns whether it had output."""
 
     def _count(self, prompt: Any, output: Any, cached: Any) -> None:
         record = self.record
@@ -128,7 +128,7 @@ class OpenAIAnswer(Answer):
             if reason := choice.get("finish_reason"):
                 self._finish(str(reason))
         self.text += text
-        # The finish reason alone counts where no output came before it: the tokens had no text.
+        # A finish reason without earlier output counts as output, whose tokens had no text.
         return bool(text) or (self.finished and bool(event["choices"]) and not self.record.arrivals_s)
 
     def _new_text(self, choice: dict[str, Any]) -> str:

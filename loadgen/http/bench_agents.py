@@ -24,7 +24,7 @@ _CONVERSATION = {"prompt_cache_breakpoint": {"mode": "explicit"}}
 class AgentSession:
     """A session of a coding agent: a system prompt, tools, thoughts, and results that come back.
 
-    Each request sends the whole conversation, and asks that it be kept up to its last message (a rolling breakpoint).
+    Each request sends the whole conversation, with a breakpoint at its last message.
     """
 
     def __init__(self, seed: int, system_tokens: int, step_tokens: int):

@@ -59,9 +59,9 @@ class ServeBench(Bench):
         exclude=True,
         description=f"a bearer token; default: ${KEY_VARIABLE}",
     )
-    temperature: float = Field(0.0, ge=0, description="of sampling; 0 is greedy")
+    temperature: float = Field(0.0, ge=0, description="sampling temperature; 0 is greedy")
     fixed_output: Literal["auto", "ignore_eos", "min_tokens", "off"] = Field(
-        "auto", description="the field that holds answers to their length; auto: the first that the server accepts"
+        "auto", description="field that fixes the length of answers; auto: the first that the server accepts"
     )
     tokenizer: Path | None = Field(
         None, description="the model's tokenizer.json or its directory, to count tokens where the server does not"
@@ -111,7 +111,7 @@ class ServeBench(Bench):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Probe the servers. All get the prompts that the most exact count of words makes."""
+        """Probe the servers. The most exact token counts among them make the prompts for all."""
         given = {name: value for name in fields_of(*WORKLOADS) if (value := getattr(self, name)) is not None}
         try:
             self._workloads = make_workloads(self.workload, given)

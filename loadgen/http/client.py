@@ -59,7 +59,7 @@ class Client:
         await self._session.close()
 
     async def send(self, conversation: Conversation, record: Record, now_s: Callable[[], float]) -> str:
-        """Send the conversation, fill the record, also after a failure, and return the answer's text."""
+        """Send the conversation and return the answer's text. The record is filled even after a failure."""
         body = self._api.body(conversation, record.wanted_tokens, self._fields)
         record.prompt_chars = sum(len(part) for message in conversation.messages for part in message.parts)
         answer = self._api.answer(record)

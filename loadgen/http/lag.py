@@ -1,4 +1,4 @@
-"""A check whether the client itself is the bottleneck."""
+"""Checks whether the load generator itself is the bottleneck."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _TOO_BUSY = 0.8
 
 
 class LagMeter:
-    """Measures the lateness of the event loop and the processor time of the process, while entered.
+    """A context that measures the lateness of the event loop and the CPU time of the process.
 
-    All times of a run are taken in the same loop, so its lateness bounds their error.
+    All times of a run are taken in this loop, so its lateness bounds their error.
     """
 
     def __init__(self) -> None:

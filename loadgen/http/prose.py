@@ -1,4 +1,4 @@
-"""Text of a given length in tokens: sentences of books, and random ones made of their pairs of words."""
+"""Text of a given length in tokens, from sentences of books and random sentences."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def vocabulary() -> list[str]:
 class Prose:
     """A source of text. The same seed gives the same text.
 
-    Half of the sentences are those of books; a Markov chain over their pairs of words makes the others, which keeps the
-    word frequencies of the language. Every text begins with a sentence of the chain, so no two texts share a prefix.
+    Half of the sentences come from books. A Markov chain over the books' pairs of words makes the others, with natural
+    word frequencies. Every text begins with a sentence of the chain, so that no two texts share a prefix.
 
     Args:
         rng: random numbers.
-        cost: the tokens of a word and the space before it.
+        cost: returns the number of tokens in a word and the space before it.
     """
 
     def __init__(self, rng: random.Random, cost: Cost | None = None):

@@ -11,11 +11,11 @@ class Record:
 
     Attributes:
         scheduled_s: its due time; latencies count from here.
-        sent_s: later than scheduled if the client was late or the bound on running requests was reached.
-        first_s: arrival of the first text; None: there was none.
-        end_s: end of the answer, or its failure.
+        sent_s: time of sending; later than scheduled if the client was late or too many requests were running.
+        first_s: arrival of the first text; None if no text arrived.
+        end_s: end or failure of the answer.
         arrivals_s: arrival of each piece of the answer; the first is `first_s`.
-        output_tokens: by the server's count, else by the user's tokenizer, else one for each piece; see `counted_by`.
+        output_tokens: the server's count, else that of the user's tokenizer, else one a piece; see `counted_by`.
         queue_s, prefill_s: as reported by the server, or None.
         error: kind of failure; None for a complete answer.
     """

@@ -37,7 +37,7 @@ class Plan:
         seed: of texts, lengths and arrivals.
         warmup: uncounted requests of other text that are sent first.
         flush: whether the server's cache is flushed after the warm-up.
-        scripted: later turns build on written answers, not on the server's own.
+        scripted: whether later turns build on the workload's answers instead of the server's.
     """
 
     workload: Workload
@@ -51,7 +51,7 @@ class Plan:
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     def sessions(self, cost: Cost) -> Iterator[Session]:
-        """The sessions. Raises ValueError now, and not during the run, for a file that cannot be read."""
+        """The sessions. Raises ValueError before the run if a file cannot be read."""
         rng = random.Random(self.seed)
         sessions = self.workload.sessions(Source(rng, Prose(rng, cost)))
         first = next(sessions, None)
@@ -156,7 +156,7 @@ async def _execute(prepared: Prepared, plan: Plan, ended: Ended) -> Result:
 
 
 async def _warm_up(prepared: Prepared, plan: Plan, client: Client) -> None:
-    """Send text that the run does not use, at no more than the run's concurrency."""
+    """Send text that the run does not use, with at most the run's concurrency."""
     rng = random.Random(f"warm-up {plan.seed}")
     sessions = Unique().sessions(Source(rng, Prose(rng, prepared.cost)))
     concurrency = plan.arrivals.concurrency if isinstance(plan.arrivals, Closed) else 1

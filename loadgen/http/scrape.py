@@ -14,7 +14,7 @@ _MOST_BYTES = 8 << 20
 
 
 class Scrape:
-    """The counters of one scrape, summed over labels, with sums and counts of histograms."""
+    """Counters, and sums and counts of histograms, from one scrape; summed over labels."""
 
     def __init__(self, text: str):
         self.counters: dict[str, float] = {}

@@ -15,7 +15,7 @@ POINTS = ("mean", *(f"p{point}" for point in _PERCENTILES), "max")
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean, percentiles (linear between the nearest ranks, numpy's default) and maximum; None of no values."""
+    """Mean, percentiles (numpy's default interpolation) and maximum; None without values."""
     if not len(values):
         return None
     array = np.asarray(values, dtype=float)
@@ -24,7 +24,7 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def latencies(records: Sequence[Record]) -> dict[str, list[float]]:
-    """Seconds by kind, of complete answers: one ITL for each gap, one of the others for each request."""
+    """Latencies of complete answers in seconds, by kind: an ITL for each gap, one other value for each request."""
     good = [record for record in records if record.ok]
     kinds: dict[str, list[float | None]] = {
         "ttft": [r.ttft_s for r in good],
@@ -64,7 +64,7 @@ def summarise(records: Sequence[Record], slo: Slo | None = None) -> dict[str, An
         "input_tokens": inputs,
         "output_tokens": outputs,
         "output_tokens_counted_by": sorted({r.counted_by for r in good}),
-        # Answers of another length than wanted: the server knows no ignore_eos, or the context was full.
+        # Answers of another length than requested: the server lacks ignore_eos, or the context was full.
         "wrong_length": sum(r.wanted_tokens not in (None, r.output_tokens) for r in good),
         "hit_ratio": hit_ratio(good),
         "request_throughput": per_second(len(good)),

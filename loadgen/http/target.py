@@ -37,7 +37,7 @@ class Target:
     key: str | None = None
 
     def __post_init__(self) -> None:
-        # OpenAI's clients take the URL with this path, so users often have it in that form.
+        # OpenAI's clients need `/v1` in the URL, so users often include it.
         object.__setattr__(self, "url", self.url.rstrip("/").removesuffix("/v1"))
 
     def client(self) -> httpx.Client:
@@ -68,9 +68,9 @@ def find_model(target: Target) -> str:
 def word_cost(target: Target, model: str, prose: Prose, counter: TokenCounter | None) -> tuple[Cost, str, int]:
     """Tokens of a word, their source in words, and the rank of that source (0 is exact).
 
-    Exact with the model's tokenizer, or where `/tokenize` takes several texts (words are tokens of their own in
-    byte-level BPE, so their counts add up); else the characters per token of a long text, from `/tokenize` or from the
-    usage of two requests.
+    The counts are exact with the model's tokenizer, or if `/tokenize` takes several texts, because byte-level BPE never
+    merges words. Otherwise they follow from the characters per token of a long text, by `/tokenize` or by the usage of
+    two requests.
     """
     words = vocabulary()
     texts = [f" {word}" for word in words]
@@ -127,9 +127,9 @@ FIXED_OUTPUT = ("ignore_eos", "min_tokens")
 
 
 def find_fixed_output(target: Target, model: str) -> str:
-    """The first of FIXED_OUTPUT that the server accepts, or "" for none.
+    """The first field of FIXED_OUTPUT that the server accepts, or "".
 
-    Whether it heeds the field shows in the lengths of its answers. Raises TargetError if it accepts no request at all.
+    The lengths of answers show whether the server obeys it. Raises TargetError if the server accepts no request.
     """
     path, problem = APIS[target.api].path, ""
     for field in (*FIXED_OUTPUT, ""):

@@ -1,6 +1,6 @@
 """`ramet bench drafts`: output tokens per second with drafts and without, in process.
 
-One engine does both, each in a namespace of its own: two would differ in where their weights lie in memory.
+One engine runs both, in separate namespaces, because two engines would differ in the memory layout of their weights.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class Drafts(ModelBench):
 
     tasks: tuple[TaskName, ...] = Field(("quote", "edit", "call", "chat", "again", "unique"), description="texts")
     clients: tuple[PositiveInt, ...] = Field((1, 8, 32), description="clients at a time")
-    questions: PositiveInt = Field(4, description="that each client asks one after the other")
+    questions: PositiveInt = Field(4, description="questions of each client, one after the other")
     output: PositiveInt = Field(128, description="output tokens where the model answers freely")
 
     _engine: Engine = PrivateAttr()
@@ -71,9 +71,9 @@ class Drafts(ModelBench):
 
 
 class Question(NamedTuple):
-    """A prompt, and the answer to which a grammar holds the model; None: the model answers freely.
+    """A prompt, and the answer that a grammar enforces; None: the model answers freely.
 
-    `again`: the same answer was given before.
+    `again`: whether the same question was answered before.
     """
 
     prompt: str
@@ -93,7 +93,7 @@ def quote(draw: random.Random, prose: Prose) -> Question:
 
 
 def edit(draw: random.Random, prose: Prose) -> Question:
-    """A function that comes back with one name changed."""
+    """A function to repeat with one name changed."""
     names = draw.sample(_NAMES, 4)
     lines = [f"def {names[0]}_of({names[1]}, {names[2]}):", f"    {names[3]} = {draw.randrange(100)}"]
     for _ in range(10):
@@ -134,7 +134,7 @@ def again(draw: random.Random, prose: Prose) -> Question:
 
 
 def unique(draw: random.Random, prose: Prose) -> Question:
-    """Text that repeats nothing: at a temperature of 1.5, the model writes what stands nowhere."""
+    """Text that repeats nothing, because the model writes at a temperature of 1.5."""
     return Question(_chat("Write.", prose.text(40)))
 
 
@@ -148,9 +148,9 @@ HEAT = {"unique": 1.5, "chat": 0.7, "again": 0.7}
 def _measure(
     engine: Engine, salt: str, asked: Sequence[Question], sampling: Sequence[dict[str, Any]], clients: int
 ) -> dict[str, float]:
-    """Output tokens per second, and per CPU second of the process, of clients behind cached prompts.
+    """Output tokens per second and per CPU second of the process, for clients with cached prompts.
 
-    They ask one question after the other. With them the shares of drafted tokens that were right, and of the output.
+    Also the share of drafted tokens that were right, and drafted tokens as a share of the output.
     """
     first = sampling if asked[0].again else [{"max_new_tokens": 1, "temperature": 0}] * len(asked)
     _ask(engine, salt, asked, first, clients)
@@ -170,7 +170,7 @@ def _ask(
     questions = iter(zip(asked, sampling, strict=True))
 
     async def client() -> list[Any]:
-        # A client that is done takes the next question, so that all are busy until none is left.
+        # A client that has its answer takes the next question, so that all clients stay busy.
         return [await answer(question.prompt, how) for question, how in questions]
 
     async def answer(prompt: str, how: dict[str, Any]) -> Any:
@@ -191,5 +191,5 @@ def _sampling(question: Question, heat: float, seed: int, most: int) -> dict[str
 
 
 def literal(text: str) -> str:
-    """A regular expression that one text alone matches."""
+    """A regular expression that only this text matches."""
     return "".join("\\" + c if c in r"\.+*?()|[]{}^$#&-~/" else "\\n" if c == "\n" else c for c in text)

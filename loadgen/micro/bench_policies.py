@@ -23,7 +23,7 @@ QUARTERS = 4
 BOUND, INFINITE = "offline bound", "infinite"
 # Blocks of 512 tokens.
 _MOONCAKE_SIZES = (1000, 3000, 5000, 10000, 30000)
-# Of a trace's distinct blocks.
+# Sizes of the cache, as shares of a trace's distinct blocks.
 _SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
 
 
@@ -103,7 +103,7 @@ class Policies(Bench):
 
 
 def capacities_of(trace: Trace) -> list[int]:
-    """Sizes of interest: shares of the distinct blocks, none too small for the longest prompt."""
+    """Cache sizes to measure: shares of the distinct blocks, but large enough for the longest prompt."""
     distinct = len({block for _, blocks in trace for block in blocks})
     longest = max(len(blocks) for _, blocks in trace)
     return sorted({max(int(share * distinct), longest, 1) for share in _SHARES})
@@ -140,7 +140,7 @@ def _duration(seconds: float) -> str:
 
 @dataclass(slots=True)
 class Tally:
-    """Findings of a replay: blocks and cached ones by quarter of the trace, operations needed and saved."""
+    """Counts of a replay: blocks and cached blocks by quarter of the trace, operations needed and saved."""
 
     blocks: list[int] = field(default_factory=lambda: [0] * QUARTERS)
     hits: list[int] = field(default_factory=lambda: [0] * QUARTERS)
@@ -167,7 +167,7 @@ class Tally:
 
 
 def operations(start: int, end: int) -> float:
-    """Of computing these blocks of a prompt: a constant part, and one for attention that grows with the depth."""
+    """The cost of computing these blocks of a prompt: a constant part, and attention, which grows with the depth."""
     return (end - start) + (end * (end - 1) - start * (start - 1)) / 2 / 64
 
 
@@ -196,7 +196,7 @@ def replay(trace: Trace, policy: PolicyName, capacity: int) -> Tally:
 def offline_bound(trace: Trace, capacity: int) -> Tally:
     """Belady with bypass: evict what is needed last, or do not admit the newcomer. No online policy has more hits.
 
-    Blocks are not bound to their prefixes here, so that operations saved have no such bound.
+    Here a block does not need its prefix in the cache, so this is no bound on saved operations.
     """
     following = _next_uses([block for _, blocks in trace for block in blocks])
     cached: dict[int, int] = {}

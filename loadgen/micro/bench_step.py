@@ -64,10 +64,10 @@ class Step(ModelBench):
         ("greedy", "drawn", "top-p"), description="of tokens"
     )
     adapters: tuple[int, ...] = Field((0,), description="LoRA adapters that the requests share")
-    rank: PositiveInt = Field(16, description="of the adapters, in every linear layer but experts")
+    rank: PositiveInt = Field(16, description="rank of the adapters, in every linear layer but experts")
     shared: int = Field(2000, ge=0, description="tokens of the prefix that the requests share")
-    steps: PositiveInt = Field(32, description="of each measurement")
-    prompts: tuple[PositiveInt, ...] = Field((1024,), description="tokens of the prompts")
+    steps: PositiveInt = Field(32, description="decode steps in a measurement")
+    prompts: tuple[PositiveInt, ...] = Field((1024,), description="tokens in the prompts")
 
     _drives: dict[str, _Steps] = PrivateAttr(default_factory=dict)
 
@@ -139,7 +139,7 @@ class _Steps(ClockedDrive):
             self.add(prefix, 1, namespace=self._namespace(number, adapters))
         self.first_tokens()
         for number in range(batch):
-            own = self.text(_OWN + number % 16)  # so that pages end in different steps
+            own = self.text(_OWN + number % 16)  # different lengths, so that pages end in different steps
             namespace = self._namespace(number, adapters)
             self.add(prefix + own, steps + _OWN + batch, sampling=CHOICES[choice], namespace=namespace)
         self.first_tokens()
@@ -187,7 +187,7 @@ def _open(name: str, path: Path) -> Library:
 
 @contextmanager
 def _kernels(library: Library | None) -> Iterator[None]:
-    """Executors that are made meanwhile compute with these kernels."""
+    """A context in which new executors compute with these kernels."""
     before = executor.load_best
     executor.load_best = lambda: library
     try:

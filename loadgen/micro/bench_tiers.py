@@ -32,9 +32,9 @@ _PREFIXES = 16
 class Tiers(ModelBench):
     """KV from the tiers below the pool.
 
-    `first token`: a prefix and a question; the prefix is computed, or comes from the pool or a tier. `prefixes that do
-    not fit`: prompts go on from 16 prefixes of which the pool holds half. `prefixes that are written`: each of them has
-    four requests, so that all are written to the tiers; none is loaded.
+    `first token`: the prefix of a question is computed, or comes from the pool or a tier. `prefixes that do not fit`:
+    prompts continue 16 prefixes, of which the pool holds half. `prefixes that are written`: each prefix has four
+    requests, so that all prefixes are written to the tiers; none is loaded.
     """
 
     sections = "work"
@@ -48,11 +48,11 @@ class Tiers(ModelBench):
 
     repeats: int = repeats_of(7)
     prefix: PositiveInt = Field(4096, description="tokens of the prefix")
-    question: PositiveInt = Field(128, description="tokens behind it")
-    requests: PositiveInt = Field(64, description="of each measurement of throughput")
-    shared: PositiveInt = Field(448, description="tokens of their prefixes")
+    question: PositiveInt = Field(128, description="tokens behind the prefix")
+    requests: PositiveInt = Field(64, description="throughput: requests in a measurement")
+    shared: PositiveInt = Field(448, description="throughput: tokens in a prefix")
     kv_store: str | None = Field(None, description="redis://... or dir:PATH; default: a directory")
-    directory: Path | None = Field(None, description="of the disk tier, on the disk to be measured; default: /tmp")
+    directory: Path | None = Field(None, description="directory on the disk to measure; default: /tmp")
 
     _drives: dict[str, Drive] = PrivateAttr(default_factory=dict)
     _disk: Path = PrivateAttr()
@@ -85,7 +85,7 @@ class Tiers(ModelBench):
                     f"{work} {_ALL}": {"pool_tokens": tokens, **every},
                 }
             for name, options in wanted.items():
-                # Texts are new each time: a store may still have those of the last run.
+                # New texts in each run, because a store may still have those of an earlier run.
                 self._drives[name] = drive = Drive(path, random.randrange(1 << 32), **self.options(**options))
                 stack.callback(drive.close)
             yield
@@ -125,7 +125,7 @@ class Tiers(ModelBench):
         return drive.first_tokens()
 
     def _evicting(self, drive: Drive) -> dict[str, float]:
-        """Up to four requests decode, while prompts come that go on from one of 16 prefixes."""
+        """Up to four requests decode, while new prompts continue one of 16 prefixes."""
         prefixes = [drive.text(self.shared) for _ in range(_PREFIXES)]
         times: list[float] = []
         started = time.perf_counter()
@@ -141,7 +141,7 @@ class Tiers(ModelBench):
         return {"p50": cuts[49], "p99": cuts[98], "rate": self.requests * (self.shared + 64 + 16) / seconds}
 
     def _writing(self, drive: Drive) -> dict[str, float]:
-        """CPU time includes the writing behind the last request."""
+        """Four requests for each new prefix. CPU time includes the writes after the last request."""
         started, cpu, tokens = time.perf_counter(), time.process_time(), 0
         for _ in range(max(self.requests // 4, 1)):
             prefix = drive.text(self.shared)
@@ -162,7 +162,7 @@ def _drain(drive: Drive) -> None:
 
 
 def _evict(drive: Drive) -> None:
-    """Evict all blocks that can be, and wait until they are written."""
+    """Evict all unused blocks, and wait until they are written."""
     cache = drive.core.cache
     cache.allocator.release(cache.tree.evict(cache.tree.num_pages))
     _drain(drive)

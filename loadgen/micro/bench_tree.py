@@ -115,9 +115,9 @@ def _lock_unlock(tree: RadixTree, key: bytes) -> float:
 
 
 def _eviction(draw: random.Random, policy: PolicyName, leaves: int, remembered: bool) -> dict[str, float]:
-    """CPU seconds and bytes. There are so many leaves that the policy has learned before the first eviction.
+    """CPU seconds and bytes. The many insertions let the policy learn before the first eviction.
 
-    `remembered`: with a memory of what has left, as servers have once they are asked to explain misses.
+    `remembered`: remember evicted nodes, as servers do after the first request with `explain`.
     """
     watchers: list[Any] = [Gone(TOKEN_BYTES, monotonic)] if remembered else []
     tracemalloc.start()

@@ -5,8 +5,8 @@ def modelled_passes(refreshes: float, others: float, ratio: float, depth: float)
     """Cost in passes over all rows.
 
     Args:
-        refreshes: steps that compute the prefix's rows in the layers that are not reused; without a cache, all.
-        others: steps that do not compute them.
+        refreshes: number of steps that compute the prefix's rows in layers without reuse; all steps without a cache.
+        others: number of steps that do not compute the prefix's rows.
         ratio: the prefix's share of the rows.
         depth: share of the layers that are reused.
     """

@@ -27,9 +27,9 @@ _K = 16
 
 
 def ways(methods: Sequence[str], ratios: Sequence[float], granularities: Sequence[str]) -> dict[str, ReuseParams]:
-    """Methods with the options that they have, by a name for tables.
+    """By a name for tables, the methods with each of their options.
 
-    LegoLink has 16 leading rows, and no ratio.
+    LegoLink gets 16 leading rows and no ratio.
     """
     found = {}
     for method in methods:
@@ -113,7 +113,7 @@ class Documents(Drive):
         return TokenizedPrompt(tokens + self.text(self.shape.question), ranges, [f"{i}" for i in range(len(ranges))])
 
     def order(self, count: int, draw: random.Random) -> list[array[int]]:
-        """Documents of the library, in the same order for equal draws, otherwise in one that is new if there is any."""
+        """Documents of the library in an unused order, if there is one. Equal draws give equal orders."""
         key = (count, draw.random())
         if key not in self._orders:
             known = {order for (other, _), order in self._orders.items() if other == count}
@@ -131,7 +131,7 @@ class Documents(Drive):
     def first(self, count: int, way: str, asked: ReuseParams | None, draw: random.Random) -> dict[str, float]:
         """Seconds to the first token of a prompt with `count` documents, and its rows x layers.
 
-        Full prefill has documents that nobody had before; the system prompt is cached in all ways.
+        Full prefill has new documents. The system prompt is always cached.
         """
         order = self.order(count, draw)
         # Other measurements may have evicted some.
@@ -150,7 +150,7 @@ class Documents(Drive):
     def closed_loop(
         self, count: int, asked: ReuseParams | None, clients: int, requests: int, output: int, draw: random.Random
     ) -> float:
-        """Requests a second of clients who each ask again once they have their answer."""
+        """Requests per second of clients that each ask again after their answer."""
         left = requests
         started = time.perf_counter()
         while self.core.busy or left:
@@ -161,7 +161,7 @@ class Documents(Drive):
         return requests / (time.perf_counter() - started)
 
     def pages(self, asked: ReuseParams | None, readers: int) -> int:
-        """Pages that requests hold which run together and read the same document, each with a question of its own."""
+        """The number of pages held by `readers` running requests with the same document and different questions."""
         for _ in range(readers):
             self.ask(self.prompt(self._library[:1]), asked, 16 * readers)
         self.first_tokens()

@@ -40,7 +40,7 @@ class Drive:
     Args:
         path: the model's directory.
         seed: of its texts.
-        options: as of `ramet serve`; without drafts unless they say so, so that a step gives each request a token.
+        options: options as of `ramet serve`. Drafts are off by default, so that a step gives each request one token.
     """
 
     def __init__(self, path: Path, seed: int = 0, **options: Any):
@@ -48,7 +48,7 @@ class Drive:
         self._draw, self._count = random.Random(seed), 0
 
     def reseed(self, draw: random.Random) -> None:
-        """Draw texts from other random numbers from now on."""
+        """Draw all further texts from `draw`."""
         self._draw = draw
 
     def text(self, length: int) -> array[int]:
@@ -84,7 +84,7 @@ class Drive:
         return self.pace(1)
 
     def pace(self, steps: int) -> float:
-        """Mean seconds of several steps in a row; the device is waited for only before and after them."""
+        """Mean seconds of consecutive steps, with a wait for the device only before and after all of them."""
         self._wait()
         started = time.perf_counter()
         for _ in range(steps):
@@ -143,10 +143,10 @@ class Drive:
 
 
 class ClockedDrive(Drive):
-    """A drive whose parts have clocks.
+    """A drive that measures the time of its parts.
 
     Attributes:
-        spent: seconds of the host by part since `reset`, without those of parts within.
+        spent: by part, the host's seconds since `reset`, without the time of nested parts.
     """
 
     def __init__(self, path: Path, **options: Any):

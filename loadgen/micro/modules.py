@@ -17,7 +17,7 @@ FULL, OTHER, SAME = "full prefill", "prefix caching, another order", "prefix cac
 
 
 def imports(percent: int) -> str:
-    """The name of the way that imports modules with arguments."""
+    """The name, for tables, of importing modules with arguments."""
     return f"modules, {percent} % arguments"
 
 
@@ -56,7 +56,7 @@ class Modules(Drive):
         return lambda: self.add(sum(modules, array("i")) + self.text(self._new), 1 + self._steps)
 
     def _modules(self, way: str, length: int) -> list[array[int]]:
-        """Texts of about the same length, which is no multiple of a page."""
+        """Texts of about equal length, which is not a multiple of the page size."""
         if (way, length) not in self._texts:
             count = self._count_of
             cuts = [0, *(length * i // count + 5 * i % 16 for i in range(1, count)), length]

@@ -1,4 +1,4 @@
-"""Traces that are hard for an eviction policy, each for a reason of its own; the same at every call with one seed."""
+"""Traces that are hard for eviction policies, each for a different reason. Equal seeds give equal traces."""
 
 import random
 from array import array
@@ -12,7 +12,7 @@ Prompts = Iterator[list[int]]
 
 
 class _Blocks:
-    """Block ids that nobody has used, and random choices."""
+    """A source of unused block ids and random choices."""
 
     def __init__(self, seed: int):
         self.draw = random.Random(seed)
@@ -27,7 +27,7 @@ class _Blocks:
         return [self.new(least, most) for _ in range(number)]
 
     def popular(self, items: list[list[int]]) -> list[int]:
-        """One of them; the n-th is asked for 1 / n times as often as the first."""
+        """A random item; the n-th is drawn 1 / n times as often as the first."""
         return self.draw.choices(items, [1 / (i + 1) for i in range(len(items))])[0]
 
 
@@ -62,7 +62,7 @@ def _phases(blocks: _Blocks) -> Prompts:
 
 
 def _bursts(blocks: _Blocks) -> Prompts:
-    """A prompt comes some times in a row, rests for long, and comes so once more."""
+    """A prompt is repeated several times, then again after a long pause."""
     resting: list[tuple[int, int, list[int]]] = []
     for i in range(900):
         prompt = blocks.new(10, 40)
@@ -127,7 +127,7 @@ def _documents(blocks: _Blocks) -> Prompts:
 
 
 def _recent(blocks: _Blocks) -> Prompts:
-    """The latest is the most likely to come again: nothing is better than to evict the least recently used."""
+    """The most recent prompt is the most likely to return, so LRU is optimal."""
     stack: list[list[int]] = []
     for _ in range(4_000):
         place = int(blocks.draw.paretovariate(0.4))
@@ -137,7 +137,7 @@ def _recent(blocks: _Blocks) -> Prompts:
 
 
 def _uniform(blocks: _Blocks) -> Prompts:
-    """Everything is as likely as everything else, whatever came before."""
+    """All prompts are equally likely, independent of the past."""
     documents = blocks.several(300, 5, 20)
     for _ in range(4_000):
         yield blocks.draw.choice(documents) + blocks.new(1)

@@ -46,6 +46,6 @@ def length(text: str) -> Distribution:
 
 
 def need_file(path: Path) -> None:
-    """Raise ValueError where there is no such file: before a server is asked anything."""
+    """Raise ValueError if there is no such file. Called before any request is sent."""
     if not path.is_file():
         raise ValueError(f"{path} is no file")

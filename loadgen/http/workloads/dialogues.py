@@ -23,7 +23,7 @@ class Chat(Workload):
     SPEAKER: ClassVar[Literal["user", "tool"]] = "user"
 
     def sessions(self, source: Source) -> Iterator[Session]:
-        """All share the system message; for agents it stands for instructions and tool descriptions."""
+        """Sessions with one system message, which for agents stands for instructions and tool descriptions."""
         system = Message.of("system", source.prose.text(self.prefix_tokens.count(source.rng)))
         while True:
             yield self._session(source, system)

@@ -59,7 +59,7 @@ class File(Workload):
         return Session((Turn((Message.of("user", str(body["prompt"])),), tokens),))
 
     def _dialogue(self, said: list[tuple[Role, str]], source: Source) -> Session:
-        """A turn ends with each recorded answer, which sets the length of the server's own."""
+        """A session with a turn for each recorded answer, whose length the server's answer must have."""
         turns: list[Turn] = []
         waiting: list[Message] = []
         for role, text in said:

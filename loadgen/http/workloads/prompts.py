@@ -42,7 +42,7 @@ class SharedPrefix(Workload):
 
 @dataclass(frozen=True)
 class Rag(Workload):
-    """Questions about documents: a short instruction, some documents in an order that changes, the question."""
+    """Questions about documents: an instruction, documents in changing order, a question."""
 
     documents: int = 8
     per_prompt: int = 1

@@ -1,4 +1,4 @@
-// Small things that all parts share.
+// Helpers that all parts of the page share.
 const $ = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 const number = (value, digits = 0) => value == null ? "–" : value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: digits });

@@ -1,5 +1,5 @@
 // A diffusion model's output, one cell a position. A mask is a blank; what has been decided changes only where the model edits.
-// Without a mask (-1), the canvas has its likeliest tokens, and grows by the next one when it ends.
+// For models without a mask token (-1), every cell shows the likeliest token, and the canvas grows at its end.
 class Canvas {
   static pieces = new Map();
   static async learn(ids) {

@@ -52,7 +52,7 @@ function showFigures(now) {
     [["median", "--a", gauge((s) => s.ttft_p50_s && 1000 * s.ttft_p50_s)], ["95 %", "--b", gauge((s) => s.ttft_p95_s && 1000 * s.ttft_p95_s)]]);
   chart("Generated", `${number(now.tokens_per_s, 1)} tokens/s`, "", [["tokens/s", "--c", gauge((s) => s.tokens_per_s)]]);
   chart("Evicted", `${over(field)} tokens`, "", stacked(field, namesOf(field), CAUSES), { stack: true, bars: true });
-  chart("Missed", `${over("missed_tokens_by_reason")} prompt tokens`, "", stacked("missed_tokens_by_reason", namesOf("missed_tokens_by_reason"), REASONS), { stack: true, bars: true, none: "counted while somebody looks" });
+  chart("Missed", `${over("missed_tokens_by_reason")} prompt tokens`, "", stacked("missed_tokens_by_reason", namesOf("missed_tokens_by_reason"), REASONS), { stack: true, bars: true, none: "counted only while a dashboard is open" });
   if (namesOf("loaded_tokens_by_tier").length) chart("Loaded from tiers", `${over("loaded_tokens_by_tier")} tokens`, "", stacked("loaded_tokens_by_tier", namesOf("loaded_tokens_by_tier")), { stack: true, bars: true });
   showTiers(now.tiers || {});
   const live = (s) => s.pages_locked + s.pages_private + s.saved_pages;

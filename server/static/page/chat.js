@@ -1,4 +1,4 @@
-// The chat: turns, where each one's prompt came from, and why the rest of it was computed.
+// The chat: its turns, the reused part of each prompt, and why the rest was computed.
 let messages = [];
 try { messages = JSON.parse(stored(sessionStorage, "ramet-chat")) || []; } catch { messages = []; }
 const EXAMPLES = ["What is a radix tree?", "Name three things that are red.", "Write a short poem about a root and its stems."];
