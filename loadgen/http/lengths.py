@@ -17,8 +17,8 @@ class Distribution:
     """A distribution over non-negative numbers.
 
     Written as `64` or `fixed:64`, `uniform:LOW:HIGH`, `normal:MEAN:SD[:LOW:HIGH]` or
-    `lognormal:MEAN:SD[:LOW:HIGH]`; mean and standard deviation are those of the numbers before they are clipped to
-    the bounds.
+    `lognormal:MEAN:SD[:LOW:HIGH]`. MEAN and SD (standard deviation) describe the numbers before they are clipped to
+    LOW and HIGH.
     """
 
     kind: str
