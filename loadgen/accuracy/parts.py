@@ -42,7 +42,7 @@ class Item:
         return f'<schema name="parts">{content}</schema>'
 
     def prompt(self) -> str:
-        """The prompt in PML: up to the assistant's turn in a chat, otherwise with the lead."""
+        """The prompt in PML. A chat ends before the assistant's turn; plain text ends with the lead."""
         imports = "".join(f"<m{number}/>" for number in range(len(self.parts)))
         text = self.lead if self.question is None else self.question
         return f'<prompt schema="parts">{imports}{escape(text)}</prompt>'

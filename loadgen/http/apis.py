@@ -91,7 +91,7 @@ def _amount(value: Any, kinds: Any) -> Any:
 
 
 class GenerateAnswer(Answer):
-    """SGLang's stream: the text so far, or only the new text, in every event; counts in `meta_info`."""
+    """SGLang's stream. Each event has the text so far, or only the new text; `meta_info` has the counts."""
 
     def _read(self, event: dict[str, Any]) -> bool:
         meta, before = event["meta_info"], self.record.output_tokens
