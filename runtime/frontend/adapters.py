@@ -1,4 +1,4 @@
-"""Adapters by the names that clients know; the engine knows them by digest."""
+"""Adapters by the names that clients use. The engine identifies them by digest."""
 
 import asyncio
 import logging
@@ -20,12 +20,12 @@ _NAME = re.compile(r"[\w.@/-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A low-rank adapter that is loaded.
+    """A loaded low-rank adapter.
 
     Attributes:
-        path: its directory.
-        digest: of its configuration and weights.
-        rank: of its products.
+        path: the adapter's directory.
+        digest: digest of the adapter's configuration and weights.
+        rank: rank of the adapter's matrices.
     """
 
     name: str
@@ -38,8 +38,8 @@ class Adapters:
     """The loaded adapters.
 
     Args:
-        call: calls the engine.
-        config: of the model, whose names no adapter may have.
+        call: sends a call to the engine and returns the answer.
+        config: the model's configuration; adapters cannot have the model's names.
     """
 
     def __init__(self, call: Callable[[Call], Awaitable[dict[str, Any]]], config: ModelConfig):
@@ -52,7 +52,7 @@ class Adapters:
         return iter(list(self._loaded.values()))
 
     def named(self, name: str, own: str) -> Adapter | None:
-        """The adapter that `ADAPTER` or `MODEL:ADAPTER` means; `own`: the model's name in answers."""
+        """The adapter with the name `ADAPTER` or `MODEL:ADAPTER`, or None; `own`: the model's name in answers."""
         base, _, last = name.rpartition(":")
         return self._loaded.get(name) or (self._loaded.get(last) if base in self.models(own) else None)
 
@@ -61,15 +61,15 @@ class Adapters:
         return {own, *known_names(self._config)}
 
     def nearest(self, name: str, own: str) -> str:
-        """A question for the end of an error about an unknown name; empty if no name is near."""
+        """The end of an error about an unknown name: "; did you mean ...?", or empty if no name is similar."""
         meant = get_close_matches(name, [own, *self._loaded, *(f"{own}:{each}" for each in self._loaded)], 1)
         return f"; did you mean {meant[0]!r}?" if meant and meant[0] != own else ""
 
     async def load(self, name: str, path: str, replace: bool = False) -> Adapter:
-        """Load an adapter, if asked for in place of the one that has the name.
+        """Load an adapter; `replace`: another adapter of the same name is replaced.
 
         Raises:
-            InvalidRequest: for a name that is not free, or an adapter that cannot be served.
+            InvalidRequest: if the name is taken or not allowed, or the adapter cannot be served.
         """
         if not _NAME.fullmatch(name) or name in known_names(self._config):
             rule = "letters, digits and . _ @ / -, up to 128, and not the model's own"
@@ -87,7 +87,7 @@ class Adapters:
         return adapter
 
     async def unload(self, name: str) -> int | None:
-        """Refuse new requests for an adapter; how many still run with it. None: there is none of that name."""
+        """Refuse new requests for an adapter; returns how many requests still use it. None: the name is unknown."""
         async with self._changing:
             adapter = self._loaded.pop(name, None)
             return None if adapter is None else await self._leave(adapter)
@@ -99,7 +99,7 @@ class Adapters:
         return running
 
     async def open(self) -> None:
-        """Load the adapters of `--lora`. Raises ModelError."""
+        """Load the adapters of `--lora`. Raises ModelError if an adapter cannot be served."""
         for name, path in self._config.adapters:
             try:
                 await self.load(name, path)

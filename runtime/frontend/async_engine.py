@@ -38,9 +38,9 @@ class AsyncEngine:
     Attributes:
         config: the whole configuration.
         info: the loaded model; set by `start`.
-        tokenizer: its tokenizer; set by `start`.
+        tokenizer: the model's tokenizer; set by `start`.
         paused: whether the engine is paused.
-        adapters: of the model, by name.
+        adapters: the loaded adapters.
     """
 
     config: Config
@@ -48,7 +48,7 @@ class AsyncEngine:
     tokenizer: Tokenizer
 
     def __init__(self, config: Config, quotas: Mapping[str, int] | None = None, host: Host | None = None):
-        """`quotas`: cached pages by account; others have `--tenant-quota`. `host`: default: a process of its own."""
+        """`quotas`: most cached pages by account, in place of `--tenant-quota`; `host`: default: an `EngineProcess`."""
         self.config = config
         self.paused = False
         self.adapters = Adapters(self.call, config.model)
@@ -65,7 +65,7 @@ class AsyncEngine:
     # -- life ------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the engine and wait until it is ready. Raises ModelError if it cannot load."""
+        """Start the engine and wait until it is ready. Raises ModelError if the model cannot be loaded."""
         try:
             path = await self._load()
             self.info = await self._connection.open(path)
@@ -81,13 +81,13 @@ class AsyncEngine:
             raise
 
     async def _load(self) -> Path:
-        """The model's directory and its tokenizer. Raises ModelError."""
+        """Load the tokenizer; returns the model's directory. Raises ModelError if there is no such model."""
         path = await asyncio.to_thread(resolve_model, self.config.model)
         self.tokenizer = await asyncio.to_thread(Tokenizer.load, path, self.config.model.chat_template)
         return path
 
     async def _supervise(self) -> None:
-        """Wait for the engine's death; then fail all open requests."""
+        """Wait for the engine's end; if the engine was not stopped, fail all open requests."""
         assert self._connection.ended is not None
         watch = asyncio.create_task(self._watchdog.watch(lambda: self.call(Ping()), self._host.kill))
         try:
@@ -101,13 +101,13 @@ class AsyncEngine:
         self._dead.set()
 
     def kill(self) -> None:
-        """End the engine and all open requests at once, for good."""
+        """End the engine and all open requests at once."""
         self._stopping = True
         self.give_up()
         self._host.kill()
 
     def give_up(self) -> None:
-        """End open requests with EngineDead, as the engine does not end them."""
+        """End open requests with EngineDead, without waiting for the engine."""
         self._fail(EngineDead("the server is shutting down"))
 
     async def stop(self) -> None:
@@ -136,30 +136,30 @@ class AsyncEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether the engine takes requests."""
+        """Whether the engine accepts requests."""
         return self._frontend is not None
 
     @property
     def late(self) -> bool:
-        """Whether a step has taken longer than --step-timeout and has not ended."""
+        """Whether the current step has taken longer than --step-timeout."""
         return self._watchdog.late
 
     async def wait_dead(self) -> None:
-        """Return when the engine has died by itself."""
+        """Return when the engine has died without being stopped."""
         await self._dead.wait()
 
     # -- use -------------------------------------------------------------------------------------------------
 
     async def open(self, submissions: list[Submission], timeout_s: float | None = None) -> OutputStream:
-        """Submit prompts. To close the returned stream (a context manager) aborts unfinished completions.
+        """Submit prompts. Closing the returned stream (a context manager) aborts unfinished completions.
 
         Args:
             timeout_s: seconds until unfinished completions are aborted and reading raises DeadlineExceeded.
 
         Raises:
-            InvalidRequest: if one of the prompts can never be served; then none is submitted.
-            Overloaded, RateLimited: over the limits on open requests.
-            DeadlineExceeded: if tokenizing took the whole time.
+            InvalidRequest: if one of the prompts can never be served; then no prompt is submitted.
+            Overloaded, RateLimited: if the prompts exceed the limits on open requests.
+            DeadlineExceeded: if tokenizing took longer than `timeout_s`.
             EngineDead: if the engine is not running.
         """
         frontend, account = self._running(), submissions[0].account
@@ -196,12 +196,12 @@ class AsyncEngine:
             return await self._work.each(account, lambda text: encode(text, add_special_tokens), texts)
 
     async def in_turn(self, account: str, characters: int, work: Callable[[], T]) -> T:
-        """The result of work on an account's text of so many characters. Raises Overloaded, RateLimited."""
+        """Do work on `characters` characters of an account's text, in turn. Raises Overloaded, RateLimited."""
         with self._running().admit(account, 1, expected_tokens(characters)):
             return await self._work.run(account, work)
 
     async def detokenize(self, account: str, several: list[list[int]], skip_special_tokens: bool = True) -> list[str]:
-        """Texts of token ids. Raises InvalidRequest for ids that cannot be, Overloaded or RateLimited."""
+        """Texts of token ids. Raises InvalidRequest for ids that the model does not have, Overloaded or RateLimited."""
         frontend, decode = self._running(), self.tokenizer.decode
 
         def text(ids: list[int]) -> str:
@@ -212,7 +212,7 @@ class AsyncEngine:
             return await self._work.each(account, text, several)
 
     def abort(self, rid: str | None) -> None:
-        """Abort a submission, or all (None); their last Outputs have finish type "abort"."""
+        """Abort the submissions with an id, or all (None); their last Outputs have finish type "abort"."""
         self._running().abort(rid)
 
     # -- operators -------------------------------------------------------------------------------------------
@@ -225,12 +225,12 @@ class AsyncEngine:
         return answer
 
     async def pin(self, prefix: Submission, name: str | None, ttl_s: float | None) -> dict[str, Any]:
-        """Keep the whole pages of a prefix in the cache, computed now if they are not there; describes the pin.
+        """Pin the whole pages of a prefix, which is computed first if necessary; returns a description of the pin.
 
         Raises:
             InvalidRequest: if the prefix can never be served.
-            PinRefused: over the budget, or if the cache is too busy to keep what was computed.
-            Overloaded, RateLimited: over the limits on open requests.
+            PinRefused: if the pin exceeds the budget, or the cache is too busy to keep the computed KV.
+            Overloaded, RateLimited: if the prefix exceeds the limits on open requests.
         """
         frontend, space, account = self._running(), prefix.namespace, prefix.account
         with frontend.admit(account, 1, prefix.expected_tokens):
@@ -238,11 +238,11 @@ class AsyncEngine:
             return (await self.call(AddPin(key, space, account, name, ttl_s)))["pin"]
 
     async def pin_entries(self, encoded: Submission, name: str, ttl_s: float | None) -> list[str]:
-        """Keep the KV of all modules or documents that a submission read in the cache; ids of their pins.
+        """Pin the KV of all modules or documents that a served submission has read; returns the ids of the pins.
 
         Raises:
-            PinRefused: over the budget, or if the cache is too busy to keep them.
-            Overloaded, RateLimited: over the limits on open requests.
+            PinRefused: if the pins exceed the budget, or the cache is too busy to keep the KV.
+            Overloaded, RateLimited: if the prompt exceeds the limits on open requests.
         """
         prompt, space, account = encoded.prompt, encoded.namespace, encoded.account
         assert isinstance(prompt, PlacedPrompt)
@@ -252,12 +252,12 @@ class AsyncEngine:
         return [pin["id"] for pin in answer["pins"]]
 
     async def cached(self, prompt: PlacedPrompt, namespace: Namespace) -> dict[str, int]:
-        """Cached tokens of the modules or documents that a prompt reads, by name."""
+        """Number of cached tokens of each module or document that a prompt reads, by name."""
         return await self.call(GetCached(prompt.reuse or {}, namespace, array("i", prompt.tokens).tobytes()))
 
     async def runs(self, tenant: str | None, salt: str | None) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """The tree's nodes of a tenant and a salt (None: of all), with their tokens, slice by slice, parents first."""
-        async with self._walking:  # the engine makes one walk at a time
+        """The tree's nodes of a tenant and a salt (None: all), with their tokens, in slices, parents first."""
+        async with self._walking:  # the engine has one walk at a time
             found = await self.call(GetRuns(tenant, salt, anew=True))
             while found["runs"] is not None:
                 yield found["runs"]

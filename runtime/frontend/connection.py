@@ -30,7 +30,7 @@ from runtime.protocol import (
     outbound_decoder,
 )
 
-# Messages that are taken before other work of the event loop.
+# Most messages to handle before other work of the event loop.
 _TOGETHER = 64
 
 
@@ -39,7 +39,7 @@ class Host(ABC):
 
     @property
     def error(self) -> EngineDead | None:
-        """Why the engine has died, if that is known."""
+        """Why the engine has died; None if unknown."""
         return None
 
     @abstractmethod
@@ -52,7 +52,7 @@ class Host(ABC):
 
     @abstractmethod
     async def wait(self) -> int:
-        """Wait for the engine's end; its exit code."""
+        """Wait for the engine's end; returns its exit code."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -144,7 +144,7 @@ class Connection:
 
     Attributes:
         on_events: called with the events of each step.
-        dead: why calls are refused; None: they are not.
+        dead: the error with which calls are refused; None: calls are accepted.
         ended: the engine's exit code; None before the start.
     """
 
@@ -172,7 +172,7 @@ class Connection:
         try:
             await asyncio.wait((self._ready, ended), return_when=asyncio.FIRST_COMPLETED)
             if not self._ready.done():
-                # The engine may have sent its reason just before it ended.
+                # The engine may have sent an error message just before it ended.
                 await asyncio.wait((self._ready,), timeout=0.5)
             if not self._ready.done():
                 raise ModelError(f"the engine process ended with code {ended.result()} before it was ready")
@@ -183,7 +183,7 @@ class Connection:
             raise
 
     async def call(self, call: Call) -> dict[str, Any]:
-        """The answer to an operator's call. Raises RametError if it fails; cancelling gives it up."""
+        """The answer to an operator's call. Raises RametError if it fails; cancelling the task cancels the call."""
         if self.dead is not None:
             raise self.dead
         self._num_calls += 1
@@ -200,7 +200,7 @@ class Connection:
             self._calls.pop(number, None)
 
     def fail(self, error: EngineDead) -> None:
-        """End all calls, and refuse new ones."""
+        """End all open calls with `error`, and refuse new calls."""
         self.dead = self.dead or error
         for call in self._calls.values():
             if not call.done():

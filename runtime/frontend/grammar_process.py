@@ -1,4 +1,4 @@
-"""Checks grammars in processes that can be killed, as no limit of llguidance bounds the time of every grammar."""
+"""Checks grammars in processes that can be killed: llguidance's own limits do not bound the time of every grammar."""
 
 import json
 import os
@@ -14,16 +14,16 @@ from runtime.sampling.grammar import check_grammar, too_slow
 
 
 class GrammarProcesses:
-    """Processes that check one grammar at a time each; as many as there are threads that call `check` at once."""
+    """A pool of processes, each of which checks one grammar at a time. Each concurrent `check` uses one process."""
 
     def __init__(self, timeout_s: float):
-        """`timeout_s`: limit for one grammar."""
+        """`timeout_s`: time limit for one grammar."""
         self._timeout_s = timeout_s
         self._all: set[subprocess.Popen[bytes]] = set()
         self._idle: list[subprocess.Popen[bytes]] = []
 
     def check(self, params: SamplingParams) -> None:
-        """As `check_grammar`. Blocks. Raises InvalidRequest for a grammar that takes longer than the limit, too."""
+        """`check_grammar` in a process; blocks. Also raises InvalidRequest if the check exceeds the time limit."""
         name = params.constraint or ""
         try:
             process = self._idle.pop() if self._idle else self._start()
@@ -31,7 +31,7 @@ class GrammarProcesses:
                 self._end(process)
                 process = self._start()
         except OSError:
-            raise Overloaded("no process can be started that would check the grammar") from None
+            raise Overloaded("no process could be started to check the grammar") from None
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -41,7 +41,7 @@ class GrammarProcesses:
                 raise too_slow(name, self._timeout_s, name)
             answer = process.stdout.readline()
             if not answer:
-                raise InvalidRequest(f"{name} cannot be compiled in the memory that there is", param=name)
+                raise InvalidRequest(f"compiling {name} takes more memory than is available", param=name)
         except BaseException:
             self._end(process)
             raise
@@ -55,13 +55,13 @@ class GrammarProcesses:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._all.add(process)
         assert process.stdout is not None
-        if not process.stdout.readline():  # its imports do not count as compiling
+        if not process.stdout.readline():  # imports do not count against the time limit
             self._end(process)
             raise OSError("it ended before it was ready")
         return process
 
     def close(self) -> None:
-        """Kill all; a `check` that goes on raises InvalidRequest."""
+        """Kill all processes; a running `check` raises InvalidRequest."""
         for process in list(self._all):
             self._end(process)
 
@@ -72,7 +72,7 @@ class GrammarProcesses:
 
 
 def main() -> None:
-    """Check grammars, a line of JSON each, until standard input ends, even while one is being checked."""
+    """Check one grammar per line of JSON on standard input. Ends with standard input, even during a check."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     print(flush=True)

@@ -1,4 +1,4 @@
-"""Submissions become tokens; those that can never be served are refused."""
+"""Checks and tokenizes submissions. Submissions that can never be served are refused."""
 
 from typing import Any
 
@@ -22,10 +22,10 @@ class InputProcessor:
 
     Args:
         info: the loaded model.
-        tokenizer: its tokenizer.
+        tokenizer: the model's tokenizer.
         config: limits on lengths and on open requests.
         planner: chooses how documents are reused.
-        reasoning: whether requests that ask for no reuse share reasoning steps, where possible.
+        reasoning: whether requests without `reuse` share reasoning steps, if possible.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class InputProcessor:
         self.config, self._planner, self._reasoning = config, planner, reasoning
 
     def encode(self, submission: Submission) -> list[int]:
-        """The checked prompt as token ids, with `submission.diffusion` filled for a diffusion model; thread-safe.
+        """Check a submission, fill `submission.diffusion` for a diffusion model, and return the prompt's token ids.
 
-        A grammar is not checked.
+        Does not check a grammar. Thread-safe.
 
         Raises:
-            InvalidRequest: if it can never be served.
+            InvalidRequest: if the submission can never be served.
         """
         prompt, sampling = submission.prompt, submission.sampling
         if callable(prompt):
@@ -84,12 +84,12 @@ class InputProcessor:
             self._check_guidance(len(tokens), submission.diffusion)
             return tokens
         if submission.diffusion is not None:
-            raise InvalidRequest("this model is no diffusion model", param="diffusion")
+            raise InvalidRequest("this model is not a diffusion model", param="diffusion")
         self._check_length(len(tokens), sampling.max_new_tokens)
         return tokens
 
     def _tokenize(self, submission: Submission, prompt: str | MarkedText) -> list[int]:
-        """The tokens of a text; the submission learns which of them are to be kept."""
+        """The tokens of a text. Sets the breakpoints of the submission, in tokens."""
         text, keep = (prompt, []) if isinstance(prompt, str) else (prompt.text, prompt.breakpoints)
         self.check_text(len(text), "prompt")
         special = submission.add_special_tokens
@@ -100,20 +100,20 @@ class InputProcessor:
         return tokens
 
     def _check_places(self, submission: Submission, length: int) -> None:
-        """Raise InvalidRequest for places to keep that a prompt of `length` tokens does not have."""
+        """Raise InvalidRequest for breakpoints that do not fit a prompt of `length` tokens."""
         if len(submission.breakpoints) > MAX_BREAKPOINTS:
-            message = f"a prompt is kept up to {MAX_BREAKPOINTS} places, not {len(submission.breakpoints)}"
+            message = f"a prompt has {MAX_BREAKPOINTS} breakpoints at most, not {len(submission.breakpoints)}"
             raise InvalidRequest(message, param="breakpoints")
         if not all(0 <= place <= length and ttl_s > 0 for place, ttl_s in submission.breakpoints):
-            message = "a place to keep lies within the prompt, and its time is longer than none"
+            message = "a breakpoint must be within the prompt, and its time to live longer than 0 s"
             raise InvalidRequest(message, param="breakpoints")
 
     def _truncated(self, tokens: list[int], submission: Submission) -> list[int]:
-        """The last tokens of a prompt. Raises InvalidRequest for one with documents."""
+        """The last tokens of a prompt, see `Submission.last_tokens`. Raises InvalidRequest if it has documents."""
         last = submission.last_tokens
         assert last is not None
         if isinstance(submission.prompt, DocumentPrompt):
-            raise InvalidRequest("a prompt with documents is not truncated", param="last_tokens")
+            raise InvalidRequest("a prompt with documents cannot be truncated", param="last_tokens")
         if last == -1:
             new = submission.sampling.max_new_tokens
             room = self._room - self._positions(1 if new is None else new)
@@ -123,7 +123,7 @@ class InputProcessor:
         return tokens[left_out:]
 
     def _check_modules(self, submission: Submission, prompt: ModulePrompt) -> list[int]:
-        """The own tokens of a prompt that imports modules. Raises InvalidRequest if it can never be served."""
+        """The tokens of a prompt with modules, without those of the modules. Raises InvalidRequest if not servable."""
         if self.info.diffusion is not None:
             raise InvalidRequest("a diffusion model takes no modules", param="prompt")
         if submission.prompt_logprobs_from is not None:
@@ -133,15 +133,15 @@ class InputProcessor:
         return prompt.tokens
 
     def _place_documents(self, submission: Submission, prompt: Segments) -> DocumentPrompt:
-        """The tokens of a prompt with documents, and how these are reused. Raises InvalidRequest."""
+        """The tokens of a prompt with documents, and how the documents are reused. Raises InvalidRequest."""
         self.check_text(prompt.num_characters, "prompt")
         asked = None if isinstance(submission.reuse, ReasoningParams) else submission.reuse
         if asked is None and self._exact(submission):
-            asked = _NONE  # the default is for those that it can serve
+            asked = _NONE  # the server's default method cannot serve this submission
         return self._planner.plan(prompt.tokenize(self.tokenizer, submission.add_special_tokens), asked)
 
     def _exact(self, submission: Submission) -> str | None:
-        """The reason why no approximate reuse can serve a submission; None: there is none."""
+        """Why a submission must be computed exactly, without approximate reuse; None if it need not be."""
         if self.info.diffusion is not None:
             return "by a diffusion model"
         if submission.prompt_logprobs_from is not None:
@@ -149,7 +149,7 @@ class InputProcessor:
         return "with an adapter" if submission.namespace.adapter else None
 
     def _no_reasoning(self, submission: Submission) -> str | None:
-        """The reason why a submission's reasoning steps cannot be shared; None: they can."""
+        """Why a submission's reasoning steps cannot be shared; None if they can."""
         prompt = submission.prompt
         if (reason := self._exact(submission)) is not None:
             return reason
@@ -158,7 +158,7 @@ class InputProcessor:
         return None
 
     def reuse_of(self, submission: Submission) -> dict[str, Any] | None:
-        """The field `reuse` of an encoded submission's messages."""
+        """The field `AddRequest.reuse` of an encoded submission."""
         asked = submission.reuse
         if asked is None and self._reasoning and self._no_reasoning(submission) is None:
             asked = ReasoningParams()
@@ -174,11 +174,11 @@ class InputProcessor:
             raise InvalidRequest(f"token id {bad} is out of range: the model has {vocab} tokens", param=param)
 
     def check_text(self, length: int, param: str) -> None:
-        """Refuse text too long for any tokenization to fit, before it is tokenized. Raises InvalidRequest."""
+        """Raise InvalidRequest if a text is too long to fit, however it is tokenized; `length` in characters."""
         most = self.info.context_length * self.tokenizer.longest_token
         if length > most:
             raise InvalidRequest(
-                f"the text has {length} characters; {self.info.context_length} tokens stand for {most} at most",
+                f"the text has {length} characters; {self.info.context_length} tokens have {most} at most",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -198,7 +198,7 @@ class InputProcessor:
     def _with_length_and_prefix(
         self, params: DiffusionParams, submission: Submission, tokens: list[int]
     ) -> DiffusionParams:
-        """The parameters with the shared prefix of a chat, and with the length of an answer that has no limit."""
+        """The parameters with `prefix_tokens` of a chat, and with `gen_length` of a request without a limit."""
         info = self.info.diffusion
         assert info is not None
         shares = info.attended is None and params.prefix_tokens is None
@@ -211,11 +211,11 @@ class InputProcessor:
         return params
 
     def _check_length(self, prompt: int, new: int | None, positions: int | None = None) -> None:
-        """`positions`: of the prompt, if there are others than tokens."""
+        """Raise InvalidRequest if `new` tokens do not fit; `positions`: of the prompt, if they are not its tokens."""
         config = self.config
         if config.max_output_tokens is not None and (new or 0) > config.max_output_tokens:
             raise InvalidRequest(
-                f"{new} new tokens are asked for; this server gives {config.max_output_tokens}", param="max_new_tokens"
+                f"{new} new tokens are requested; this server allows {config.max_output_tokens}", param="max_new_tokens"
             )
         for used, limit, what in (
             (prompt if positions is None else positions, self.info.context_length, "the model's context is"),
@@ -230,26 +230,26 @@ class InputProcessor:
 
     @property
     def _room(self) -> int:
-        """Most positions that a request can have."""
+        """Largest number of positions that a request can have."""
         return min(self.info.context_length, self.info.pool_tokens)
 
     @property
     def _canvas(self) -> int:
-        """Positions that are denoised as a whole behind a prompt; 1: those that are asked for."""
+        """Positions in a canvas that is always denoised as a whole; 1 for models that denoise any number."""
         info = self.info.diffusion
         return info.block if info is not None and info.algorithm == "entropy_bound" else 1
 
     def _positions(self, new: int) -> int:
-        """Positions of new tokens: those of whole canvases, where these begin behind the prompt."""
+        """Number of positions for `new` tokens, rounded up to whole canvases."""
         return -(-new // self._canvas) * self._canvas
 
     def _unasked(self, prompt: int) -> int:
-        """Length of a diffusion model's answer to a request that sets no limit, at least 1."""
+        """Output length of a diffusion model for a request without a limit, at least 1."""
         room = (self._room - prompt) // self._canvas * self._canvas
         return max(min(max(DEFAULT_LENGTH, self._canvas), room, self.config.max_output_tokens or room), 1)
 
     def _check_guidance(self, prompt: int, params: DenoisingParams) -> None:
-        """Raise InvalidRequest if classifier-free guidance needs more pages than there are."""
+        """Raise InvalidRequest if classifier-free guidance needs more pages than the pool has."""
         page_size = self.info.page_size
         pages = -(-(prompt + (params.gen_length or 0)) // page_size)
         is_guided = isinstance(params, BidirectionalParams) and params.cfg_scale
@@ -261,7 +261,7 @@ class InputProcessor:
             )
 
     def most_output(self, prompt: int, positions: int) -> int | None:
-        """Most output tokens of a request that sets no limit; None: as many as the context holds."""
+        """Output limit of a request that sets none, in tokens; None: as many as the context holds."""
         if self.config.max_output_tokens is None:
             return None
         return min(self.config.max_output_tokens, self.info.context_length - positions, self.info.pool_tokens - prompt)

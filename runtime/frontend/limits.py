@@ -19,29 +19,29 @@ class RequestLimits:
     def check(self, account: str, completions: int, tokens: int) -> None:
         """Raise Overloaded or RateLimited if `completions` of a prompt of `tokens` tokens exceed a limit now."""
         config = self._config
-        # One request may always wait, or a prompt longer than the limit could never be served.
+        # The limit does not hold for the only waiting request, or a longer prompt could never be served.
         if (queued := self.waiting_tokens.total()) and queued + tokens > config.max_waiting_tokens:
-            raise Overloaded(f"{queued} prompt tokens wait, and no more than {config.max_waiting_tokens} may")
+            raise Overloaded(f"{queued} prompt tokens are waiting; the limit is {config.max_waiting_tokens}")
         if (total := self.open.total()) + completions > config.max_open:
-            raise Overloaded(f"{total} requests are open, and no more than {config.max_open} may be; try again")
+            raise Overloaded(f"{total} requests are open; the limit is {config.max_open}; try again")
         most = self.most_open(account)
         if (own := self.open[account]) + completions > most:
-            raise RateLimited(f"this key has {own} open requests, and no more than {most} are allowed")
+            raise RateLimited(f"this key has {own} open requests; the limit is {most}")
         most = self._share(account, config.max_waiting_tokens)
         if (own := self.waiting_tokens[account]) and own + tokens > most:
-            raise RateLimited(f"{own} prompt tokens of this key wait, and no more than {most} may")
+            raise RateLimited(f"{own} prompt tokens of this key are waiting; the limit is {most}")
 
     def most_open(self, account: str) -> int:
-        """Open requests that an account may have."""
+        """Largest number of open requests of an account."""
         return self._share(account, self._config.max_open)
 
     def _share(self, account: str, total: int) -> int:
-        """The part of a limit for one account: the key's share, and all of it without keys."""
+        """The part of a limit for one account: `key_share` of it, or without API keys all of it."""
         return max(int(total * self._config.key_share), 1) if account else total
 
     @contextmanager
     def held(self, account: str, completions: int, tokens: int) -> Iterator[None]:
-        """Count work that is no request of the engine yet, or never will be. Raises as `check`."""
+        """Count work in the server's process, such as tokenizing, while it runs. Raises the errors of `check`."""
         self.check(account, completions, tokens)
         self.open[account] += completions
         self.waiting_tokens[account] += tokens
@@ -52,16 +52,16 @@ class RequestLimits:
             self._take(self.waiting_tokens, account, tokens)
 
     def enter(self, account: str, tokens: int) -> None:
-        """Count a new completion and the `tokens` of its prompt, which wait."""
+        """Count a new completion and the waiting `tokens` of its prompt."""
         self.open[account] += 1
         self.waiting_tokens[account] += tokens
 
     def begin(self, account: str, tokens: int) -> None:
-        """Discount a prompt that no longer waits."""
+        """Uncount the `tokens` of a prompt that no longer waits."""
         self._take(self.waiting_tokens, account, tokens)
 
     def leave(self, account: str) -> None:
-        """Discount a completion that has ended."""
+        """Uncount a completion that has ended."""
         self._take(self.open, account, 1)
 
     @staticmethod

@@ -15,7 +15,7 @@ from runtime.frontend.schemas.compile import ModulePrompt
 from runtime.params import AnyReuse, SamplingParams
 from runtime.protocol import CacheUsage, Finish, Lookup, TokenLogprob
 
-# Most places of a prompt up to which it is kept.
+# Most breakpoints of a prompt.
 MAX_BREAKPOINTS = 4
 
 PlacedPrompt = ModulePrompt | DocumentPrompt
@@ -23,7 +23,7 @@ PlacedPrompt = ModulePrompt | DocumentPrompt
 
 @dataclass(frozen=True, slots=True)
 class MarkedText:
-    """A text whose beginnings are kept: (characters, seconds), see `Submission.breakpoints`."""
+    """A text with breakpoints: pairs (characters, seconds), see `Submission.breakpoints`."""
 
     text: str
     breakpoints: list[tuple[int, float]]
@@ -34,7 +34,7 @@ Logprobs = list[TokenLogprob] | None
 
 
 def expected_tokens(characters: int) -> int:
-    """Tokens to expect of a text."""
+    """Estimated number of tokens of a text."""
     return characters // 4
 
 
@@ -54,28 +54,28 @@ class Submission:
     """One prompt and its parameters; it has `sampling.n` completions.
 
     Attributes:
-        prompt: text, token ids, or one that imports modules or holds documents; or a function that makes one of these,
-            called in a thread.
-        sampling: its `max_new_tokens` may be None, for as many as fit in the context.
-        otherwise: parameters in its place where its grammar cannot be followed; None: the submission is refused.
+        prompt: text, token ids, or a prompt with modules or documents; or a function that returns one of these, which
+            is called in a thread.
+        sampling: sampling parameters; `max_new_tokens` may be None, for as many as fit in the context.
+        otherwise: replaces `sampling` if the grammar cannot be followed; None: the submission is refused then.
         rid: request id; unique among an account's live requests.
-        account: the tenant; open requests are counted by it.
+        account: the tenant, for the limits on open requests.
         namespace: requests of different namespaces never share cached pages.
         logprobs: alternatives to report for each output token; None: no log-probabilities.
         prompt_logprobs_from: first prompt position with log-probabilities; None: none.
         priority: larger goes first among waiting requests.
         add_special_tokens: whether to add the model's BOS to a text prompt (a chat template has it already).
-        diffusion: denoising parameters; None: the model's defaults, and for causal models.
-        shared_text: renders the prompt's beginning that other requests share, if it has one, for `diffusion` without
-            `prefix_tokens`.
-        num_characters: of a prompt that is still to be rendered, about.
-        explain: whether Outputs tell the prompt's look-up in the cache.
-        tokens: int32, the prompt's own, once it is submitted.
-        reuse: of a prompt's documents, or of reasoning steps; None: the server's default.
-        store: whether the KV that it computes may outlive it.
-        breakpoints: (tokens, seconds), at most MAX_BREAKPOINTS: the prompt's first tokens are kept for that time from
-            their last use on. Those of a `MarkedText` are known once it is tokenized.
-        last_tokens: only so many last tokens of a text or of ids are the prompt; -1: as many as fit; None: all.
+        diffusion: denoising parameters; None: the model's defaults, or a causal model.
+        shared_text: returns the beginning of the prompt that other requests share, or None. It is used if `diffusion`
+            has no `prefix_tokens`.
+        num_characters: approximate length of a prompt that is rendered later.
+        explain: whether Outputs contain the prompt's look-up in the cache.
+        tokens: int32 tokens that the prompt itself computes, set by `Frontend.submit`.
+        reuse: how to reuse documents or reasoning steps; None: the server's default.
+        store: whether the KV that the submission computes may stay cached after its end.
+        breakpoints: pairs (tokens, seconds), at most MAX_BREAKPOINTS: the prompt's first tokens are kept until they
+            have been unused for that time. Those of a `MarkedText` are set when it is tokenized.
+        last_tokens: number of tokens to keep from the end of the prompt; -1: as many as fit; None: all.
         show_tokens: whether the stream of Outputs holds the prompt's tokens.
     """
 
@@ -102,14 +102,14 @@ class Submission:
 
     @property
     def expected_tokens(self) -> int:
-        """Tokens to expect of the prompt, before it is tokenized."""
+        """Estimated number of tokens of the prompt, before it is tokenized."""
         if isinstance(self.prompt, list):
             return len(self.prompt)
         return expected_tokens(len(self.prompt) if isinstance(self.prompt, str) else self.num_characters)
 
     @property
     def key(self) -> tuple[str, str]:
-        """Identifies a live submission. Ids are separate by account, so that none learns of another's."""
+        """Identifies a live submission. It includes the account, so that no tenant learns about ids of others."""
         return self.account, self.rid
 
 
@@ -118,22 +118,22 @@ class Output(msgspec.Struct):
 
     Attributes:
         index: position of the submission in the call.
-        choice: which of its `n` completions.
+        choice: index among the submission's `n` completions.
         rid: the submission's request id.
         text: the whole text so far; `delta`: the text since the last Output of this completion.
             Never ends within a UTF-8 character or a possible stop string.
-        token_ids: all output tokens; the list is shared by a completion's Outputs and grows, the first
-            `completion_tokens` are this one's. `new_token_ids`: the new ones.
+        token_ids: all output tokens. All Outputs of a completion share this growing list; this Output has its first
+            `completion_tokens` elements. `new_token_ids`: the tokens since the last Output.
         logprobs: for `new_token_ids`, if requested; `prompt_logprobs`: on the first Output, if requested.
         prompt_tokens, cached_tokens, completion_tokens: counts; cached tokens are prompt tokens read from the cache.
-        loaded_tokens: those of the cached ones that had to be loaded first, by tier.
+        loaded_tokens: of the cached tokens, those that tiers loaded for this request, by tier.
         finish: set on the last Output of a completion only.
         queue_s, prefill_s, e2e_s: seconds waiting, from admission to the first token, and since submission.
-        reuse: on the shared prefix of a diffusion model, on modules, documents or reasoning steps: what was reused.
+        reuse: report of reuse beyond exact prefixes: a diffusion model's prefix, modules, documents or reasoning steps.
         canvas: all output positions of a diffusion model, decided or masked, if requested.
-        lookup: of the prompt in the cache, if requested, and if its KV is reused by prefix.
-        usage: of the cache by the prompt, if it has breakpoints.
-        drafted, accepted: tokens of drafts that were verified, and how many of them were right.
+        lookup: the prompt's look-up in the cache, if requested, and if its KV is reused by prefix.
+        usage: how the prompt used the cache, if it has breakpoints.
+        drafted, accepted: number of draft tokens that were verified, and number of these that were right.
     """
 
     index: int
@@ -167,7 +167,7 @@ def join_logprobs(first: Logprobs, later: Logprobs) -> Logprobs:
 
 
 def merge_outputs(first: Output, later: Output) -> Output:
-    """Two successive Outputs of one completion as one."""
+    """Merge two successive Outputs of one completion into one."""
     return msgspec.structs.replace(
         later,
         delta=first.delta + later.delta,

@@ -81,7 +81,7 @@ class TextStream:
 
 @dataclass(slots=True)
 class Choice:
-    """An open completion; `output` is told when there is something new in it."""
+    """An open completion; `on_output` is called with a copy of `output` when it has something new."""
 
     submission: Submission
     text: TextStream
@@ -112,7 +112,7 @@ class Frontend:
         return len(self._open)
 
     def admit(self, account: str, completions: int, tokens: int) -> AbstractContextManager[None]:
-        """Count work under way for an account that is no request of the engine; see `RequestLimits.held`."""
+        """Count an account's work in the server's process while it runs; see `RequestLimits.held`."""
         most = self._admission.most_open(account)
         if completions > most:
             message = f"the request asks for {completions} completions; one client may have {most} open"
@@ -125,13 +125,12 @@ class Frontend:
         Args:
             submission: the prompt and its parameters.
             tokens: the prompt as `InputProcessor.encode` returned it.
-            index: the submission's place in its call.
-            on_output: called with every Output, the last of a completion with `finish` set, or once per completion
-                with an error.
+            index: index of the submission in its call.
+            on_output: called with each Output; the last call for a completion has an Output with `finish`, or an error.
 
         Raises:
             InvalidRequest: if the request id is in use.
-            Overloaded, RateLimited: if too much is open.
+            Overloaded, RateLimited: if the submission exceeds the limits on open requests.
         """
         placed = submission.prompt if isinstance(submission.prompt, PlacedPrompt) else None
         length = len(tokens) if placed is None else placed.length
@@ -148,7 +147,7 @@ class Frontend:
         self._by_submission[submission.key] = rids = set()
         self._serial += 1
         for choice in range(sampling.n):
-            # The serial keeps late events of an ended request from one that reuses its id.
+            # The serial number separates late events of an ended request from a new request with the same id.
             rid = f"{submission.rid}/{choice}#{self._serial}"
             seed = None if sampling.seed is None else (sampling.seed + choice) % (1 << 63)
             text = TextStream(self.inputs.tokenizer, sampling)
@@ -176,20 +175,20 @@ class Frontend:
             )
 
     def abort(self, rid: str | None) -> None:
-        """Abort the submissions of an id, of any account, or all (None); each still gets its last Output."""
+        """Abort the submissions with an id, of any account, or all (None). Each still gets its last Output."""
         for (_, one), choices in self._by_submission.items():
             for choice in choices if rid in (None, one) else ():
                 self._send(Abort(choice))
 
     def drop(self, submission: Submission) -> None:
-        """Forget a submission and abort it in the engine; a later one that reuses its id is not affected."""
+        """Forget a submission and abort it in the engine. Another submission that reuses its id is not affected."""
         for choice in list(self._by_submission.get(submission.key, ())):
             if self._open[choice].submission is submission:
                 self._send(Abort(choice))
                 self._close(choice)
 
     def fail_all(self, error: RametError) -> None:
-        """End every open completion with `error`: the engine is gone."""
+        """End every open completion with `error`, since the engine is gone."""
         for rid in list(self._open):
             self._close(rid).on_output(error)
 
@@ -201,7 +200,7 @@ class Frontend:
             try:
                 self._take(choice, event)
             except Exception as error:
-                # This serves all requests and must go on.
+                # A failure of one request must not end the loop, which serves all requests.
                 log.exception("the output of request %s could not be processed", event.rid)
                 if event.rid in self._open:
                     self._send(Abort(event.rid))
@@ -248,9 +247,9 @@ class Frontend:
         output.drafted += event.drafted
         output.accepted += event.accepted
         output.e2e_s = time.monotonic() - choice.started_s
-        told = copy(output)
+        snapshot = copy(output)
         output.prompt_logprobs = None
-        return told
+        return snapshot
 
     def _begin(self, choice: Choice) -> None:
         if choice.waiting_tokens:
@@ -277,7 +276,7 @@ def _note_admission(output: Output, event: TokenEvent) -> None:
 
 
 def _report(choice: Choice, engine: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The `reuse` of an answer, if there is something new; `engine`: as the engine has it."""
+    """The `reuse` of an answer, None if there is nothing new; `engine`: the engine's report."""
     prompt = choice.submission.prompt
     if isinstance(prompt, DocumentPrompt) and (engine or choice.output.reuse is None):
         return prompt.report(engine, choice.output.cached_tokens)
@@ -285,7 +284,7 @@ def _report(choice: Choice, engine: dict[str, Any] | None) -> dict[str, Any] | N
 
 
 def _push(choice: Choice, event: TokenEvent) -> tuple[list[int], str]:
-    """Add an event's tokens, up to one that completes a stop string; these tokens, and the text to show now."""
+    """Add an event's tokens, up to one that completes a stop string; returns these tokens and the text to show now."""
     params, tokens = choice.submission.sampling, choice.output.token_ids
     pieces = [[token] for token in event.tokens] if params.stop and len(event.tokens) > 1 else [event.tokens]
     before, delta = len(tokens), ""

@@ -1,4 +1,4 @@
-"""OutputStream: the Outputs of submissions as they come."""
+"""OutputStream: an asynchronous iterator over the Outputs of submissions."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ InTurn = Callable[[Callable[[], None]], Awaitable[None]]
 class OutputStream:
     """Outputs of submissions, until every completion has finished.
 
-    For a reader slower than the engine, successive Outputs of a completion are merged. Reading raises RametError, such
-    as EngineDead, if a completion fails; an aborted completion ends with an Output.
+    If the reader is slower than the engine, successive Outputs of a completion are merged. Reading raises RametError,
+    such as EngineDead, if a completion fails; an aborted completion ends with an Output.
 
     Attributes:
-        submissions: by `index` of their Outputs.
-        prompts: tokens of the submissions that show them, by `index` of their Outputs.
+        submissions: the submissions, in the order of `Output.index`.
+        prompts: prompt tokens by `Output.index`, of submissions with `show_tokens`.
     """
 
     def __init__(self, frontend: Frontend, in_turn: InTurn = asyncio.to_thread):
-        """`in_turn`: does work on Outputs in a thread."""
+        """`in_turn`: runs a function in a thread, for users of the stream."""
         self._frontend = frontend
         self.in_turn = in_turn
         self._ready: deque[Output | RametError] = deque()
@@ -36,7 +36,7 @@ class OutputStream:
         self.timer: asyncio.TimerHandle | None = None
 
     def submit(self, submission: Submission, tokens: list[int]) -> None:
-        """Add a submission; `index` of its Outputs counts the calls. Raises InvalidRequest, Overloaded, RateLimited."""
+        """Add a submission; its `Output.index` counts earlier submissions. Raises the errors of `Frontend.submit`."""
         self._frontend.submit(submission, tokens, len(self.submissions), self._put)
         if submission.show_tokens:
             self.prompts[len(self.submissions)] = tokens

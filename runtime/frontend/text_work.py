@@ -1,4 +1,4 @@
-"""Work of the server's process that takes long: text to tokens and back, chat templates, grammars."""
+"""Runs long work of the server's process in threads: text to tokens and back, chat templates, grammars."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,9 +18,9 @@ from runtime.sampling.turns import Turns
 _THREADS = 3
 # Threads that wait for a grammar to be checked.
 _GRAMMARS = 2
-# Grammars of which it is known whether they can be followed: agents send the same tools again and again.
+# Number of checked grammars to remember: agents send the same tools again and again.
 _CHECKED = 64
-# Characters or tokens of short texts that make one piece of work, of milliseconds.
+# Characters or tokens of short texts that are processed together, which takes milliseconds.
 _PIECE = 1 << 14
 
 Item = TypeVar("Item", str, list[int])
@@ -28,10 +28,10 @@ T = TypeVar("T")
 
 
 class TextWork:
-    """Does the work of all accounts in few threads, in turns. What has not begun when its task is cancelled never will.
+    """Runs the work of all accounts in a few threads, where accounts take turns. Cancelling a task drops queued work.
 
     Args:
-        grammar_timeout_s: limit for checking one grammar.
+        grammar_timeout_s: time limit for checking one grammar.
     """
 
     def __init__(self, grammar_timeout_s: float = COMPILE_TIMEOUT_S):
@@ -41,14 +41,14 @@ class TextWork:
         self._checked: LRUCache[tuple[str, str | None, str], bool] = LRUCache(_CHECKED)
 
     async def encode(self, inputs: InputProcessor, submission: Submission) -> list[int]:
-        """As `InputProcessor.encode`; a grammar is checked, too."""
+        """`InputProcessor.encode` in a thread; also checks the grammar."""
         tokens = await self.run(submission.account, partial(inputs.encode, submission))
         if submission.sampling.constrained:
             await self._check_grammar(submission)
         return tokens
 
     async def _check_grammar(self, submission: Submission) -> None:
-        """Check a grammar, unless the account's is known. Raises InvalidRequest."""
+        """Check a grammar that the account has not sent lately. Raises InvalidRequest, or uses `otherwise`."""
         account, sampling = submission.account, submission.sampling
         key = account, sampling.constraint, str(getattr(sampling, sampling.constraint or ""))
         follows = self._checked.get(key, False)
@@ -64,7 +64,7 @@ class TextWork:
             submission.sampling = submission.otherwise
 
     async def run(self, account: str, work: Callable[[], T]) -> T:
-        """The result of other work, in a turn of the account."""
+        """The result of `work`, in a turn of the account."""
         return await self._texts.run(account, work)
 
     async def each(self, account: str, work: Callable[[Item], T], items: list[Item]) -> list[T]:
@@ -85,7 +85,7 @@ def _pieces(items: list[Item]) -> Iterator[list[Item]]:
     size = 0
     for item in items:
         piece.append(item)
-        size += len(item) + 1  # an empty one costs a call, too
+        size += len(item) + 1  # an empty item costs a call, too
         if size >= _PIECE:
             yield piece
             piece, size = [], 0

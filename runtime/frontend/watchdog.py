@@ -7,18 +7,18 @@ from typing import Any
 
 log = logging.getLogger("ramet.client")
 
-# Signs of life that are asked for within --step-timeout.
+# Number of checks within --step-timeout.
 _TICKS = 10
 
-# Times --step-timeout after which the engine is killed. Compilation at the first use of a GPU kernel takes minutes.
+# The engine is killed after this many times --step-timeout: compiling a GPU kernel at its first use takes minutes.
 _KILLED_AFTER = 5
 
 
 class Watchdog:
-    """Asks the engine for signs of life, which it gives between its steps.
+    """Pings the engine, which answers between its steps.
 
-    It counts its own ticks and reads no clock: none pass while this process is stopped or the machine suspended, and on
-    a busy machine they come late.
+    The watchdog counts its own ticks instead of reading a clock: while this process is stopped or the machine is
+    suspended, no tick passes, and on a busy machine ticks are late, like steps.
 
     Attributes:
         late: whether the engine has not finished a step for longer than --step-timeout.
@@ -29,7 +29,7 @@ class Watchdog:
         self._timeout_s = timeout_s
 
     async def watch(self, ask: Callable[[], Coroutine[Any, Any, object]], kill: Callable[[], None]) -> None:
-        """Watch one engine process, until it ends, and kill it if it has to be."""
+        """Watch an engine until it ends; `kill` is called if a step takes too long."""
         self.late = False
         tick_s = self._timeout_s / _TICKS
         alive = True
@@ -46,7 +46,7 @@ class Watchdog:
                 answer.cancel()
             if self.late and alive:
                 self.late = False
-                log.warning("the engine goes on")
+                log.warning("the engine answers again")
 
     def _judge(self, ticks: int, kill: Callable[[], None]) -> None:
         if ticks == _TICKS:

@@ -106,7 +106,7 @@ def test_schema_check_prints_the_layout_or_the_first_error(tiny_dir, tmp_path, c
     assert rows[2] == ["/plan/rome", "10 to 11", "2", "", "10 to 11"]
     (tmp_path / "cities.pml").write_text(SCHEMA.replace("</union>", ""))
     assert main(["schema", "check", str(tmp_path / "cities.pml"), "--model", str(tiny_dir)]) == 1
-    assert "ramet: /plan, line 3: this is no XML: mismatched tag" in capsys.readouterr().err
+    assert "ramet: /plan, line 3: this is not XML: mismatched tag" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["schema", "check", str(tmp_path / "none.pml"), "--model", "/no/such/model"])
     assert "none.pml cannot be read: No such file" in capsys.readouterr().err
@@ -125,7 +125,7 @@ def test_generate_imports_modules(tiny_dir, tmp_path, capsys):
         main(["generate", prompt, "--mode", "nested", *options])
     assert "argument --mode: needs --schema" in capsys.readouterr().err
     assert main(["generate", "Hello", "--schema", str(tmp_path / "cities.pml"), *options]) == 1
-    assert "ramet: line 1: this is no XML" in capsys.readouterr().err
+    assert "ramet: line 1: this is not XML" in capsys.readouterr().err
 
 
 def test_generate_reads_documents(tiny_dir, tmp_path, capsys):

@@ -1,1 +1,1 @@
-"""Prompts that hold documents: their tokens, and the method with which the engine reuses the documents' KV."""
+"""Prompts with documents: their tokens, and the method with which the engine reuses the documents' KV."""

@@ -1,4 +1,4 @@
-"""From a prompt with documents, and the reuse that is asked for, to what the engine takes."""
+"""Makes the `reuse` field of `AddRequest` from a prompt with documents and a request's reuse options."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class DocumentPrompt:
     """A prompt with documents.
 
     Attributes:
-        tokens: of the whole prompt.
-        names: of the documents.
-        reuse: the field of `AddRequest`; None: nothing but an exact prefix is reused.
+        tokens: token ids of the whole prompt.
+        names: names of the documents, in order.
+        reuse: the field of `AddRequest`; None: only an exact prefix is reused.
         note: more fields for the answer's `reuse`.
     """
 
@@ -40,7 +40,7 @@ class DocumentPrompt:
         return len(self.tokens)
 
     def report(self, engine: dict[str, Any] | None, cached_tokens: int) -> dict[str, Any] | None:
-        """The answer's `reuse`; `engine`: as the engine has it, if it says anything."""
+        """The answer's `reuse`, or None; `engine`: the engine's report, if there is one."""
         if self.reuse is None and engine is None and self.names:
             engine = {
                 **{"strategy": "prefix", "exact": True, "method": "none"},
@@ -55,8 +55,8 @@ class DocumentPlanner:
     """Chooses how documents are reused.
 
     Attributes:
-        default: method for prompts that ask for none.
-        table: of the model, for the method auto.
+        default: method for requests that name none.
+        table: the model's measured methods, for the method auto; None: the model has no table.
     """
 
     default: DocumentMethod = "none"
@@ -68,7 +68,7 @@ class DocumentPlanner:
         return cls(default, read_table(directory))
 
     def plan(self, prompt: TokenizedPrompt, asked: ReuseParams | None) -> DocumentPrompt:
-        """The prompt with the method that is `asked` for, whose options are checked. Raises InvalidRequest."""
+        """Plan a prompt with the checked options `asked`, None for the default method. Raises InvalidRequest."""
         if not prompt.documents:
             refuse_reuse(asked)
             asked = ReuseParams(method="none")
@@ -80,7 +80,7 @@ class DocumentPlanner:
         return DocumentPrompt(prompt.tokens.tolist(), prompt.names, reuse, note)
 
     def _choose(self, asked: ReuseParams) -> tuple[ReuseParams, dict[str, Any]]:
-        """The measured method for `auto`, and a note of the reason."""
+        """The measured method for `auto`, and a note that gives the reason."""
         assert asked.max_kl is not None
         found = choose(self.table, asked.max_kl)
         if found is None:
@@ -91,7 +91,7 @@ class DocumentPlanner:
 
 
 def refuse_reuse(asked: ReuseParams | None) -> None:
-    """Raise InvalidRequest if a prompt without documents asks for their reuse."""
+    """Raise InvalidRequest if a request without documents asks for the reuse of documents."""
     if asked is not None and asked.method != "none":
         raise InvalidRequest("reuse is for prompts with documents, and this one has none", param="reuse")
 
@@ -113,6 +113,6 @@ def _message(asked: ReuseParams, prompt: TokenizedPrompt) -> dict[str, Any]:
 
 
 def plan_encoding(document: TokenizedPrompt, chunk_tokens: int) -> DocumentPrompt:
-    """A prompt that only encodes a document, for all methods; it is served without output."""
+    """A prompt that only encodes a document, for all methods. Submit it with `max_new_tokens` 0."""
     asked = ReuseParams(method="pie", chunk_tokens=chunk_tokens)
     return DocumentPrompt(document.tokens.tolist(), document.names, _message(asked, document))

@@ -1,4 +1,4 @@
-"""Prompts with documents: texts and documents in order, each tokenized alone, and messages that hold documents."""
+"""Prompts and chat messages with documents. Each document is tokenized alone."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from runtime.errors import InvalidRequest
 from runtime.models.marks import cut, new_mark
 from runtime.models.tokenizer import Tokenizer
 
-# In one prompt: a waiting request looks each of them up.
+# Most documents in one prompt: a waiting request looks up each of them.
 MAX_DOCUMENTS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text whose KV other prompts can reuse, wherever it stands in them.
+    """A text whose KV other prompts can reuse at any position.
 
     Attributes:
-        title: its first line.
+        title: first line of the document; empty: none.
         tokens: int32 ids of `content`, if they are known.
     """
 
@@ -36,7 +36,7 @@ class Document:
 
     @property
     def id(self) -> str:
-        """The same for the same title and text."""
+        """An id made from title and text: equal documents have equal ids."""
         return f"doc-{hashlib.sha256(json.dumps([self.title, self.text]).encode()).hexdigest()[:32]}"
 
     @property
@@ -49,9 +49,9 @@ class TokenizedPrompt:
     """A prompt of texts and documents as tokens.
 
     Attributes:
-        tokens: ids of the whole prompt.
-        documents: ranges [start, stop) of its indices, ascending.
-        names: of the documents, shown in answers.
+        tokens: int32 ids of the whole prompt.
+        documents: index ranges [start, stop) of the documents in `tokens`, ascending.
+        names: names of the documents, shown in answers.
     """
 
     tokens: array[int]
@@ -76,7 +76,7 @@ class Segments:
         """Tokenize each document alone, and the text between two documents as one.
 
         Raises:
-            InvalidRequest: for too many documents, and one without a token.
+            InvalidRequest: if there are too many documents, or a document has no tokens.
         """
         runs: list[str | Document] = []
         for part in self.parts:
@@ -86,7 +86,7 @@ class Segments:
                 runs.append(part)
         documents = [run for run in runs if isinstance(run, Document)]
         if len(documents) > MAX_DOCUMENTS:
-            message = f"the prompt has {len(documents)} documents; {MAX_DOCUMENTS} are the most"
+            message = f"the prompt has {len(documents)} documents; the limit is {MAX_DOCUMENTS}"
             raise InvalidRequest(message, param="prompt", code="too_many_documents")
         texts = [run if isinstance(run, str) else run.content for run in runs if not _tokens(run)]
         fresh = iter(tokenizer.encode_each(texts))
@@ -108,10 +108,10 @@ def _tokens(run: str | Document) -> array[int] | None:
 
 
 def in_messages(messages: Sequence[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> str | Segments:
-    """The prompt of a conversation; plain text if it has no documents.
+    """The prompt of a conversation; plain text if the conversation has no documents.
 
     Args:
-        messages: for the chat template; a content may be a list of texts and documents, each on lines of its own.
+        messages: for the chat template; a content may be a list of texts and documents, joined by line breaks.
         render: applies the chat template to messages whose contents are texts.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Tables of measured methods: what reuse of documents costs, and how far its answers are from full prefill."""
+"""Tables of measured methods: the cost of reusing documents, and the distance of answers from full prefill."""
 
 from pathlib import Path
 
@@ -14,24 +14,24 @@ _PUBLISHED = Path(__file__).with_name("tables")
 
 
 class MeasuredMethod(ReuseParams):
-    """A method with its options, as it was measured."""
+    """A method with its options, and the results of its measurement."""
 
     method: DocumentMethod
     kl: float = Field(ge=0, description="mean KL to full prefill over answer tokens, in nats")
-    cost: float = Field(ge=0, description="row_layers, as a share of full prefill's")
+    cost: float = Field(ge=0, description="row_layers divided by those of full prefill")
 
 
 def read_table(directory: Path) -> list[MeasuredMethod] | None:
-    """The model's own table, else the published one that matches; None: there is none.
+    """The table in the model's directory, else the published table for this model; None if there is no table.
 
     A table is JSON: `{"model": ..., "measured": [{"method", "ratio", ..., "kl", "cost"}, ...]}`.
 
     Raises:
-        ModelError: if the model's own table is broken or for another model.
+        ModelError: if the table in the model's directory is broken, or is for another model.
     """
     try:
         identity = LlamaSpec.load(directory).identity
-    except Unsupported:  # its documents are computed where they stand
+    except Unsupported:  # documents are not reused for such a model
         return None
     own = directory / TABLE_FILE
     for path in [own] if own.exists() else sorted(_PUBLISHED.glob("*.json")):
@@ -52,10 +52,10 @@ def _read(value: dict[str, object], path: Path) -> list[MeasuredMethod]:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"]))
         raise ModelError(f"the table {path} cannot be read: {where}: {problem['msg']}") from None
-    raise ModelError(f"the table {path} cannot be read: it measures nothing")
+    raise ModelError(f"the table {path} cannot be read: it has no rows")
 
 
 def choose(table: list[MeasuredMethod] | None, max_kl: float) -> MeasuredMethod | None:
-    """The cheapest of the measured methods whose KL is not above a bound; None: there is none."""
+    """The cheapest measured method whose KL is at most `max_kl`; None if there is none."""
     near = [one for one in table or () if one.kl <= max_kl]
     return min(near, key=lambda one: (one.cost, one.kl), default=None)

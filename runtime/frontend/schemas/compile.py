@@ -1,4 +1,4 @@
-"""Prompts to what the engine takes: entries that it reads, and tokens of the prompt's own (section 3.4)."""
+"""Compiles prompts to requests: entries to read, and the prompt's own tokens (section 3.4 of the paper)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class ModulePrompt:
     """A prompt that imports modules.
 
     Attributes:
-        tokens: the prompt's own: arguments and new text, by position.
+        tokens: the prompt's own tokens, those of arguments and new text, by position.
         reuse: the field of `AddRequest`.
-        rows: kept rows of each entry.
+        rows: number of rows that are read of each entry.
         stop: the position of the first generated token.
     """
 
@@ -32,7 +32,7 @@ class ModulePrompt:
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt: of all entries, and its own."""
+        """Number of tokens of the prompt: of all entries, and its own."""
         return sum(self.rows) + len(self.tokens)
 
 
@@ -48,11 +48,11 @@ def compile_prompt(
 
     Args:
         prompt: imports, and text between them.
-        tail: text behind all modules.
-        root: the layout.
-        scaffolds: scopes that are encoded together where all of them are imported, the largest set first.
-        tokenizer: of the model.
-        limit: positions.
+        tail: text after all modules.
+        root: layout of the schema.
+        scaffolds: sets of scopes, the largest first; a set is encoded together if the prompt imports all of it.
+        tokenizer: the model's tokenizer.
+        limit: largest number of positions.
 
     Raises:
         PmlError: if the prompt does not fit the schema.
@@ -68,7 +68,7 @@ def compile_prompt(
         own.append(_insert(insert, next(tokens), root, occupied))
     own.append(TokenRun(root.stop, next(tokens)))
     if not own[-1].tokens:
-        raise PmlError("a prompt needs text behind its last module, from which the answer goes on")
+        raise PmlError("a prompt needs text after its last module, which the answer continues")
     ids, anchors = in_order(sorted((run for run in own if run.tokens), key=lambda run: run.position))
     sets = [(scopes, sum(s.num_kept for s in scopes)) for scopes in _together([root, *imported], scaffolds)]
     entries = [make_entry(scopes) for scopes, kept in sets if kept]
@@ -78,7 +78,7 @@ def compile_prompt(
 
 
 def _resolve(imports: Sequence[Import], root: Scope) -> dict[Scope, Import]:
-    """The imported scopes. Raises PmlError unless each is there once, within its parent, and alone in its union."""
+    """The imported scopes. Raises PmlError for unknown or repeated modules, missing parents, and clashes in a union."""
     imported: dict[Scope, Import] = {}
     chosen: dict[int, Scope] = {}
     for one in imports:
@@ -103,7 +103,7 @@ def _unknown(name: str, scope: Scope, root: Scope) -> str:
     elsewhere = next((other for other in root.walk() if other.path.endswith(f"/{name}")), None)
     if elsewhere is None or elsewhere.parent is None:
         return f"there is no module {name!r}"
-    return f"there is no module {name!r} in {scope.path}; it lies in {elsewhere.parent.path}, and is imported there"
+    return f"there is no module {name!r} in {scope.path}; it is in {elsewhere.parent.path}: import it there"
 
 
 def _show(one: Import) -> str:
@@ -126,7 +126,7 @@ def _argument(scope: Scope, name: str, tokens: array[int], one: Import) -> Token
 
 
 def _insert(insert: Insert, tokens: array[int], root: Scope, occupied: list[tuple[int, int]]) -> TokenRun:
-    """Text between imports, in the gap where it belongs, which is occupied from now on. Raises PmlError."""
+    """Place text between imports, and mark its positions as occupied. Raises PmlError if the text does not fit."""
     scope = root
     for name in insert.path:
         scope = scope.children[name]
@@ -143,7 +143,7 @@ def _insert(insert: Insert, tokens: array[int], root: Scope, occupied: list[tupl
 
 
 def _together(scopes: list[Scope], scaffolds: Sequence[Sequence[Scope]]) -> list[list[Scope]]:
-    """Sets of scopes that are encoded together, each scope in one; a scaffold counts where all of it is imported."""
+    """Divide scopes into sets that are encoded together: complete scaffolds, and every other scope alone."""
     left = dict.fromkeys(scopes)
     sets = []
     for scaffold in scaffolds:

@@ -12,13 +12,13 @@ from runtime.frontend.schemas.markup import PmlError, Text
 from runtime.frontend.schemas.pml import Content, Module, Parameter, Union
 from runtime.models.tokenizer import Tokenizer
 
-# In all entries of a schema, members of unions and placeholders included.
+# Most tokens of all entries of a schema, including all members of unions and placeholders.
 MAX_TOKENS = 1 << 20
 
 
 @dataclass(slots=True)
 class TokenRun:
-    """Tokens at consecutive positions; placeholders of a parameter are not kept."""
+    """Tokens at consecutive positions; `kept`: False for placeholders of a parameter, whose KV is not read."""
 
     position: int
     tokens: array[int]
@@ -27,7 +27,7 @@ class TokenRun:
 
 @dataclass(slots=True, eq=False)
 class UnionPlace:
-    """The positions of a union, as long as its longest member; `scaffold`: the member that scaffolds hold."""
+    """Positions of a union, as many as its longest member needs; `scaffold`: its member in the default scaffold."""
 
     start: int
     scaffold: str
@@ -36,15 +36,15 @@ class UnionPlace:
 
 @dataclass(slots=True, eq=False)
 class Scope:
-    """The place of a module, or of the schema itself, without its children's.
+    """The layout of a module, or of the schema itself. Children have scopes of their own.
 
     Attributes:
-        path: names from the schema on, `/` for the schema.
-        start, stop: positions from its first token to behind its last one, children included.
-        union: of which the module is a member.
-        num_tokens: its own, placeholders included.
-        runs_before: runs of its parent that it sees; tokens_before: what it sees of all scopes around it.
-        parameters: runs of placeholders by name.
+        path: names of the scopes around the module and its own, `/` for the schema.
+        start, stop: positions from the first token up to `stop` (exclusive), including children.
+        union: the union of which the module is a member.
+        num_tokens: number of the scope's own tokens, including placeholders.
+        runs_before: number of its parent's runs that it attends to; tokens_before: of tokens in all scopes around it.
+        parameters: runs of placeholders by the parameter's name.
     """
 
     path: str
@@ -65,29 +65,29 @@ class Scope:
         return sum(len(run.tokens) for run in self.runs if run.kept)
 
     def lineage(self) -> Iterator[Scope]:
-        """The scope and all around it."""
+        """The scope, and all scopes around it."""
         scope: Scope | None = self
         while scope is not None:
             yield scope
             scope = scope.parent
 
     def before(self) -> Iterator[TokenRun]:
-        """The runs of the scopes around it that its own tokens see, by position."""
+        """The runs of the scopes around it that its own tokens attend to, by position."""
         for scope in reversed(list(self.lineage())):
             if scope.parent is not None:
                 yield from scope.parent.runs[: scope.runs_before]
 
     def walk(self) -> Iterator[Scope]:
-        """The scope and all within it, in the order of the schema."""
+        """The scope, and all scopes within it, in the order of the schema."""
         yield self
         for child in self.children.values():
             yield from child.walk()
 
 
 def make_entry(scopes: Sequence[Scope]) -> dict[str, Any]:
-    """The message of scopes that are encoded together; what only placeholders follow ends with the last kept token.
+    """The entry of scopes that are encoded together, for `AddRequest.reuse`. Final placeholders are left out.
 
-    What they see of others is not kept, as placeholders are not.
+    `holes` are the index ranges of rows that are not kept: placeholders, and runs of other scopes to attend to.
     """
     runs = sorted(chain.from_iterable(scope.runs for scope in scopes), key=lambda run: run.position)
     while runs and not runs[-1].kept:
@@ -99,7 +99,7 @@ def make_entry(scopes: Sequence[Scope]) -> dict[str, Any]:
     for place, run in enumerate([*before, *runs]):
         start, index = index, index + len(run.tokens)
         if place < len(before) or not run.kept:
-            if holes and holes[-1][1] == start:  # equal entries have equal messages
+            if holes and holes[-1][1] == start:  # merged, so that equal entries have equal messages
                 start = holes.pop()[0]
             holes.append([start, index])
     name = " + ".join(scope.path for scope in scopes)
@@ -107,7 +107,7 @@ def make_entry(scopes: Sequence[Scope]) -> dict[str, Any]:
 
 
 def in_order(runs: Iterable[TokenRun]) -> tuple[array[int], list[list[int]]]:
-    """The tokens of runs, int32, and their anchors: [index, position], from which on positions are consecutive."""
+    """The int32 tokens of runs, and their anchors: pairs [index, position], after which positions are consecutive."""
     tokens = array("i")
     anchors: list[list[int]] = []
     behind = -1
@@ -120,17 +120,17 @@ def in_order(runs: Iterable[TokenRun]) -> tuple[array[int], list[list[int]]]:
 
 
 def lay_out(content: Content, tokenizer: Tokenizer, limit: int, bos: array[int], nested: bool) -> Scope:
-    """The schema's scope, with all modules in it.
+    """Lay out a schema; returns its scope, with the scopes of all modules.
 
     Args:
-        content: of the schema.
-        tokenizer: every text is tokenized alone.
-        limit: positions.
-        bos: tokens before everything else.
-        nested: whether modules see the texts around them that lie before them.
+        content: content of the schema.
+        tokenizer: tokenizes every text alone.
+        limit: largest number of positions.
+        bos: int32 tokens before everything else.
+        nested: whether modules attend to earlier texts of the scopes around them.
 
     Raises:
-        PmlError: if the layout exceeds `limit`, or a parameter's scaffold text its parameter.
+        PmlError: if the layout exceeds `limit`, or a scaffold text is longer than its parameter.
     """
     texts = list(_texts(content))
     check_characters(max(map(len, texts), default=0), tokenizer, limit)
@@ -143,9 +143,9 @@ def lay_out(content: Content, tokenizer: Tokenizer, limit: int, bos: array[int],
 
 
 def check_characters(count: int, tokenizer: Tokenizer, limit: int) -> None:
-    """Refuse text too long for any tokenization to fit into `limit` positions, before it is tokenized."""
+    """Raise PmlError if `count` characters cannot fit into `limit` positions, however they are tokenized."""
     if count > (most := limit * tokenizer.longest_token):
-        raise PmlError(f"a text has {count} characters; {limit} positions stand for {most} at most")
+        raise PmlError(f"a text has {count} characters; {limit} positions hold {most} at most")
 
 
 def _texts(content: Content) -> Iterator[str]:
@@ -165,7 +165,7 @@ def _texts(content: Content) -> Iterator[str]:
 
 @dataclass(slots=True)
 class _Placer:
-    """Gives positions to the nodes of a schema; `texts`: their tokens, in the same order."""
+    """Assigns positions to the nodes of a schema; `texts`: tokens of all texts, in the order of the nodes."""
 
     texts: Iterator[list[int]]
     placeholder: int
@@ -204,7 +204,7 @@ class _Placer:
     def _add(self, scope: Scope, run: TokenRun, line: int | None) -> int:
         stop = run.position + len(run.tokens)
         if stop > self.limit:
-            raise PmlError(f"the schema reaches position {stop}; {self.limit} are to be had", scope.path, line)
+            raise PmlError(f"the schema reaches position {stop}; the limit is {self.limit}", scope.path, line)
         self._count(len(run.tokens), scope, line)
         if run.tokens:
             scope.runs.append(run)
@@ -221,5 +221,5 @@ class _Placer:
         if len(tokens) > length:
             message = f"the scaffold of {parameter.name!r} has {len(tokens)} tokens; the parameter takes {length}"
             raise PmlError(message, scope.path, parameter.line)
-        # The length alone may ask for gigabytes.
+        # Bounded, since a parameter's `length` may ask for gigabytes.
         return tokens + array("i", [self.placeholder]) * (min(length, self.limit + 1) - len(tokens))

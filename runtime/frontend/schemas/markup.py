@@ -1,4 +1,4 @@
-"""XML as elements with lines. Nothing expands: no DTD, entities or namespaces; depth, elements and text are bounded."""
+"""Reads XML to elements with line numbers. No DTD, entities or namespaces; depth, elements and text are bounded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_DEPTH = 32
 MAX_ATTRIBUTES = 1024
 _SPACE = " \t\r\n"
 _MAX_QUOTED = 100
-# A tag is parsed in one go, during which no other thread runs. The search does not backtrack.
+# Finds tags with too many attributes before parsing: expat parses a tag without releasing the interpreter lock.
 _ATTRIBUTE = r"""\s++[^\s"'<=]++\s*+=\s*+(?:"[^"<]*+"|'[^'<]*+')"""
 _CROWDED = re.compile(rf"<[^\s<]*+(?:{_ATTRIBUTE}){{{MAX_ATTRIBUTES + 1}}}")
-# Tags that are no part of a module's path.
+# Tags that are not part of a module's path.
 _INNER = frozenset({"union", "system", "user", "assistant"})
 
 
@@ -52,7 +52,7 @@ class Element:
     content: list[Element | Text] = field(default_factory=list)
 
     def without_blanks(self, inline: frozenset[str] = frozenset()) -> list[Element | Text]:
-        """The content without text that is only white space, unless it stands between two elements of `inline` tags."""
+        """The content without white space, except between two elements whose tags are in `inline`."""
 
         def counts(index: int) -> bool:
             around = self.content[max(index - 1, 0) : index + 2 : 2] if index else []
@@ -62,10 +62,10 @@ class Element:
 
 
 class _Reader:
-    """Collects elements as a parser finds them."""
+    """Collects the elements that expat reports."""
 
     def __init__(self) -> None:
-        # Without a separator, names are as written: a namespace of a megabyte would be part of every name.
+        # Without namespace processing: otherwise a namespace of a megabyte would be part of every name.
         self.parser = expat.ParserCreate()
         self.parser.StartElementHandler = self._start
         self.parser.CharacterDataHandler = self._data
@@ -93,7 +93,7 @@ class _Reader:
 
     @property
     def path(self) -> str:
-        """Of the innermost module that is open; empty before the root."""
+        """Path of the innermost open module; empty before the root."""
         names = [element.attributes.get("name", element.tag) for element in self._open[1:] if element.tag not in _INNER]
         return f"/{'/'.join(names)}" if self._open else ""
 
@@ -106,7 +106,7 @@ class _Reader:
         self._open.pop()
 
     def _end_text(self) -> None:
-        # A comment cuts text into pieces, which only together say whether they are blank.
+        # Comments cut text into pieces, which must be joined to see whether the text is blank.
         if self._text:
             self._open[-1].content.append(Text("".join(self._text), self._line))
             self._text = []
@@ -116,9 +116,9 @@ class _Reader:
 
 
 def read_xml(text: str) -> Element:
-    """The root of a document. Raises PmlError."""
+    """Parse a document; returns its root. Raises PmlError."""
     if len(text) > MAX_CHARACTERS:
-        raise PmlError(f"{len(text)} characters exceed the {MAX_CHARACTERS} that are allowed")
+        raise PmlError(f"the text has {len(text)} characters; the limit is {MAX_CHARACTERS}")
     if found := _CROWDED.search(text):
         line = text.count("\n", 0, found.start()) + 1
         raise PmlError(f"an element has more than {MAX_ATTRIBUTES} attributes", line=line)
@@ -126,7 +126,7 @@ def read_xml(text: str) -> Element:
     try:
         reader.parser.Parse(text, True)
     except expat.ExpatError as error:
-        raise PmlError(f"this is no XML: {expat.ErrorString(error.code)}", reader.path, error.lineno) from None
+        raise PmlError(f"this is not XML: {expat.ErrorString(error.code)}", reader.path, error.lineno) from None
     except UnicodeEncodeError:
         raise PmlError("a lone surrogate is not Unicode text") from None
     assert reader.root is not None

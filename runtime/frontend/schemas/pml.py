@@ -1,4 +1,4 @@
-"""The Prompt Markup Language: schemas (section 3.2 of the paper) and prompts that are derived from them."""
+"""Parses the Prompt Markup Language: schemas (section 3.2 of the paper), and prompts that use them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESERVED = frozenset((*ROLES, *_PARAMETERS, "schema", "prompt", "module", "union
 
 @dataclass(slots=True)
 class Parameter:
-    """A place in a module for an argument of up to `length` tokens; `scaffold`: text that stands there meanwhile."""
+    """A place in a module for an argument of up to `length` tokens; `scaffold`: text to encode in its place."""
 
     name: str
     length: int
@@ -35,7 +35,7 @@ class Module:
 
 @dataclass(slots=True, eq=False)
 class Union:
-    """Modules of which a prompt may import one; `scaffold`: the member that scaffolds hold, empty for none."""
+    """Modules of which a prompt may import one; `scaffold`: the member in the default scaffold, empty for none."""
 
     members: list[Module]
     scaffold: str
@@ -65,7 +65,7 @@ class SchemaText:
 
 @dataclass(slots=True)
 class Import:
-    """A module that a prompt imports, by its names from the schema on."""
+    """A module that a prompt imports; `path`: its name after those of the modules around it."""
 
     path: tuple[str, ...]
     arguments: dict[str, str] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Import:
 
 @dataclass(slots=True)
 class Insert:
-    """Text between imports; it goes to the end of the module `path`, or to the beginning if it is not `behind` it."""
+    """Text between imports, placed at the end of the module `path` if `behind`, else at the module's beginning."""
 
     text: str
     path: tuple[str, ...]
@@ -84,7 +84,7 @@ class Insert:
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt as written: imports, text between them, and behind them text or messages of a conversation."""
+    """A prompt as written: imports and the text between them, then text or messages of a conversation."""
 
     schema: str
     imports: list[Import] = field(default_factory=list)
@@ -107,14 +107,14 @@ def read_schema(pml: str) -> SchemaText:
     for node in root.without_blanks():
         if not isinstance(node, Element) or node.tag not in ROLES:
             raise PmlError(
-                "everything in a schema with roles stands in <system>, <user> or <assistant>", "/", node.line
+                "all content of a schema with roles must be in <system>, <user> or <assistant>", "/", node.line
             )
         _attributes(node, "/")
     return SchemaText(name, [], [Role(r.tag, _trimmed(_content(r, (), names))) for r in roles])
 
 
 def _content(element: Element, path: tuple[str, ...], names: set[str]) -> Content:
-    """The content of a schema, a role or a module; `names`: of the modules that its scope has so far."""
+    """The content of a schema, a role or a module; `names`: collects the names of its modules, which are unique."""
     content: Content = []
     parameters: set[str] = set()
     for node in element.without_blanks(_PARAMETERS):
@@ -138,7 +138,7 @@ def _module(element: Element, path: tuple[str, ...], names: set[str]) -> Module:
     if name in RESERVED:
         raise PmlError(f"{name!r} is a tag and cannot be a module's name", _show(path), element.line)
     if name in names:
-        raise PmlError(f"there are two modules {name!r} side by side", _show(path), element.line)
+        raise PmlError(f"there are two modules {name!r} in the same scope", _show(path), element.line)
     names.add(name)
     return Module(name, _content(element, path, set()), element.line)
 
@@ -148,7 +148,7 @@ def _union(element: Element, path: tuple[str, ...], names: set[str]) -> Union:
     members = []
     for node in element.without_blanks():
         if not isinstance(node, Element) or node.tag != "module":
-            raise PmlError("a union holds modules alone", _show(path), node.line)
+            raise PmlError("a union may only contain modules", _show(path), node.line)
         members.append(_module(node, path, names))
     if not members:
         raise PmlError("a union needs a module", _show(path), element.line)
@@ -185,7 +185,7 @@ def _attributes(element: Element, path: str, *needed: str, optional: tuple[str, 
 def _check_name(name: str, path: str, line: int) -> None:
     if not _NAME.fullmatch(name):
         raise PmlError(
-            f"{name[:80]!r} is no name: a letter or _, then up to 63 letters, digits, _, - and .", path, line
+            f"{name[:80]!r} is not a name: a letter or _, then up to 63 letters, digits, _, - and .", path, line
         )
 
 
@@ -194,7 +194,7 @@ def _show(path: tuple[str, ...]) -> str:
 
 
 def _trimmed(content: Content) -> Content:
-    """A message without white space at its ends, as chat templates have it."""
+    """A message's content without white space at both ends, as chat templates strip it."""
     if content and isinstance(first := content[0], Text):
         content = [Text(first.text.lstrip(), first.line), *content[1:]]
     if content and isinstance(last := content[-1], Text):
@@ -203,7 +203,7 @@ def _trimmed(content: Content) -> Content:
 
 
 def read_prompt(pml: str) -> Prompt:
-    """Parse a prompt; whether the schema has its modules is not known here. Raises PmlError."""
+    """Parse a prompt, without comparing it with its schema. Raises PmlError."""
     root = read_xml(pml)
     if root.tag != "prompt":
         raise PmlError(f"a prompt begins with <prompt>, not with <{root.tag}>", line=root.line)
@@ -223,7 +223,7 @@ def read_prompt(pml: str) -> Prompt:
         return prompt
     for node in tail:
         if isinstance(node, Text):
-            raise PmlError("text stands outside of <system>, <user> and <assistant>", line=node.line)
+            raise PmlError("there is text outside of <system>, <user> and <assistant>", line=node.line)
     prompt.messages = [_message(role) for role in roles]
     return prompt
 
@@ -245,5 +245,5 @@ def _message(role: Element) -> dict[str, Any]:
     _attributes(role, "")
     for node in role.content:
         if isinstance(node, Element):
-            raise PmlError(f"<{role.tag}> of a prompt holds text alone; import <{node.tag}> before it", line=node.line)
+            raise PmlError(f"<{role.tag}> of a prompt takes only text; import <{node.tag}> before it", line=node.line)
     return {"role": role.tag, "content": "".join(n.text for n in role.content if isinstance(n, Text)).strip()}

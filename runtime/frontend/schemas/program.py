@@ -1,7 +1,7 @@
-"""Prompt programs: Python functions that become PML.
+"""Prompt programs: Python functions that are compiled to PML.
 
-Text that a function yields becomes text, a condition a module, alternatives a union, a call of another program a nested
-module, and an argument with a length a parameter. Arguments without one decide conditions.
+What a function yields becomes text, a condition becomes a module, alternatives become a union, a call of another
+program becomes a nested module, and an argument with a length a parameter. Other arguments decide conditions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Values = dict[str, Any]
 
 
 def prompt_program(**lengths: int) -> Callable[[Callable[..., Iterator[str]]], Program]:
-    """A decorator of generator functions; `lengths`: arguments that are text, with the most tokens of each.
+    """A decorator for generator functions; `lengths`: arguments that are text, with the most tokens of each.
 
     >>> @prompt_program(days=4)
     ... def trip(days, city):
@@ -41,15 +41,15 @@ def prompt_program(**lengths: int) -> Callable[[Callable[..., Iterator[str]]], P
 
 
 def role(name: str) -> AbstractContextManager[None]:
-    """`with role("user"):` makes what is yielded in it a message of the system, the user or the assistant."""
+    """`with role("user"):` makes a message of the yielded text; `name`: "system", "user" or "assistant"."""
     return nullcontext()
 
 
 class Program:
-    """A function as a schema, and its calls as prompts. Called itself, it yields the plain text.
+    """Makes a schema of a function, and prompts of its calls. Calling the program yields the plain text.
 
     Raises:
-        TypeError: when its PML is first asked for, if it does more than text, conditions and calls.
+        TypeError: from `schema` and `prompt`, if the function does more than text, conditions and calls.
     """
 
     def __init__(self, function: Callable[..., Iterator[str]], lengths: dict[str, int]):
@@ -92,7 +92,7 @@ class Program:
 
 @dataclass(slots=True)
 class _Leaf:
-    """Text, or a parameter: its markup in the schema, and the parameter's name."""
+    """Text or a parameter; `markup`: its PML in the schema, `parameter`: the parameter's name."""
 
     markup: str
     parameter: str = ""
@@ -119,7 +119,7 @@ class _Role:
 
 
 class _Union(_Role):
-    """Modules of which the first that values import counts."""
+    """Modules of which a prompt imports the first whose condition holds."""
 
     def imports(self, values: Values) -> str:
         return next(filter(None, (member.imports(values) for member in self.body)), "")
@@ -127,7 +127,7 @@ class _Union(_Role):
 
 @dataclass(slots=True)
 class _Module:
-    """A module; `when`: whether values import it, `bind`: the values within it."""
+    """A module; `when`: whether a prompt with these values imports it; `bind`: makes the values for its body."""
 
     name: str
     body: list[_Node]
@@ -151,7 +151,7 @@ _Node = _Leaf | _Role | _Module
 
 
 class _Reader:
-    """Reads the statements of a program; `known`: the values that its names have outside of it."""
+    """Reads the statements of a program; `known`: values of the names that are defined outside of it."""
 
     def __init__(self, program: Program, known: Values, callers: list[Program]):
         self._program = program
@@ -160,7 +160,7 @@ class _Reader:
         self._names: set[str] = set()
 
     def body(self, statements: list[ast.stmt], in_module: bool) -> list[_Node]:
-        """The nodes of a scope. Raises TypeError."""
+        """The nodes of a scope. Raises TypeError for statements that a prompt program cannot have."""
         outer, self._names = self._names, set() if in_module else self._names
         nodes = [node for statement in statements for node in self._statement(statement, in_module)]
         self._names = outer
@@ -168,7 +168,7 @@ class _Reader:
 
     def _statement(self, statement: ast.stmt, in_module: bool) -> list[_Node]:
         match statement:
-            case ast.Pass() | ast.Expr(ast.Constant(str())):  # the latter is a docstring
+            case ast.Pass() | ast.Expr(ast.Constant(str())):  # the constant is a docstring
                 return []
             case ast.Expr(ast.Yield(ast.expr() as value)):
                 return self._text(value, in_module)
@@ -190,7 +190,7 @@ class _Reader:
         parts = value.values if isinstance(value, ast.JoinedStr) else [value]
         nodes = [self._part(part.value if isinstance(part, ast.FormattedValue) else part) for part in parts]
         named = [node.parameter for node in nodes if node.parameter]
-        # Parameters stand in modules alone: text that needs one is a module of its own.
+        # Only modules can have parameters, so text with a parameter becomes a module of its own.
         return [_Module(self._unique(named[0]), [*nodes], _always, _same)] if named and not in_module else [*nodes]
 
     def _part(self, part: ast.expr) -> _Leaf:
@@ -250,7 +250,7 @@ class _Reader:
         return _Module(self._unique(name), self.body(statements, True), when, _same)
 
     def _unique(self, text: str) -> str:
-        """A module's name, made from source text, that its scope does not have yet."""
+        """A module's name, made from source text and unique in its scope."""
         name = re.sub(r"[^a-zA-Z0-9_\-.]+", "_", text).strip("_")[:48]
         name = name if re.match(r"[a-zA-Z_]", name) and name not in RESERVED else f"_{name}"
         numbered = name

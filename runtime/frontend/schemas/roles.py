@@ -1,6 +1,6 @@
-"""Messages of a schema and of a prompt, in the model's own chat template.
+"""Renders messages of a schema and of a prompt with the model's chat template.
 
-The template is rendered with marks as contents, and cut there.
+The template is rendered with random marks as contents, and its text is cut at these marks.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ _QUESTION = {"role": "user", "content": "Is it so?"}
 
 
 def template_pieces(tokenizer: Tokenizer, roles: Sequence[str]) -> list[str]:
-    """The template's text before, between and behind the messages of a schema.
+    """The template's text before, between and after the messages of a schema.
 
     Raises:
-        PmlError: if the model has no template, or one that writes these messages differently when others follow.
+        PmlError: if the model has no template, or its template changes these messages when others follow.
     """
     pieces = _render(tokenizer, roles, [], False)
-    # Many templates take a user's turn only behind an assistant's, and the other way round.
+    # Many templates require that messages of user and assistant alternate.
     if roles[-1] == "user":
         ways = [(True, []), (False, [_ANSWER, _QUESTION])]
     else:
@@ -37,16 +37,16 @@ def template_pieces(tokenizer: Tokenizer, roles: Sequence[str]) -> list[str]:
 def continue_chat(
     tokenizer: Tokenizer, roles: Sequence[str], end: str, messages: list[dict[str, Any]], generate: bool
 ) -> str:
-    """The template's text of messages that follow a schema's.
+    """The template's text of messages that follow the messages of a schema.
 
     Args:
-        roles: of the schema's messages.
-        end: the last of its `template_pieces`.
-        messages: that follow.
+        roles: roles of the schema's messages.
+        end: the last piece of the schema's `template_pieces`.
+        messages: the messages that follow.
         generate: whether the assistant's turn begins at the end.
 
     Raises:
-        PmlError: if the template refuses them, or would have to change what lies before them.
+        PmlError: if the template refuses these messages, or changes the schema's messages before them.
     """
     last = _render(tokenizer, roles, messages, generate)[-1]
     if not last.startswith(end):
@@ -55,7 +55,7 @@ def continue_chat(
 
 
 def _render(tokenizer: Tokenizer, roles: Sequence[str], messages: list[dict[str, Any]], generate: bool) -> list[str]:
-    """The text around the contents of `roles`, len(roles) + 1 pieces; the last one includes `messages`."""
+    """The text around the contents of `roles`, len(roles) + 1 pieces; the last piece includes `messages`."""
     marks = [new_mark() for _ in roles]
     known = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
     try:

@@ -22,13 +22,13 @@ class Schema:
     """A schema, laid out for one model; see `read`.
 
     Attributes:
-        name: by which prompts name it.
-        root: its layout.
+        name: the schema's name, which prompts refer to.
+        root: the schema's layout.
         scaffolds: sets of scopes that are encoded together, the largest first.
-        roles: of its messages; empty without a chat template.
-        end: the chat template's text behind its last message.
-        tokenizer: of the model.
-        limit: its positions, of which the last is a prompt's.
+        roles: roles of the schema's messages; empty without messages.
+        end: the chat template's text after the schema's last message.
+        tokenizer: the model's tokenizer.
+        limit: largest number of positions of a prompt.
     """
 
     name: str
@@ -51,17 +51,17 @@ class Schema:
         """Parse a schema and lay it out.
 
         Args:
-            pml: its text.
-            tokenizer: of the model.
-            context_length: of the model; the schema must leave a position for a prompt.
-            mode: independent: each module is encoded alone. nested: each is encoded behind the texts around it that
-                lie before it, the schema's own and its parents', which are in every prompt that imports it. scaffold:
-                sets of modules are encoded together as well, and replace them in prompts that import them all.
-            scaffolds: the sets, as lists of paths; by default one: everything outside of unions, and of each union
-                the member that its attribute `scaffold` names.
+            pml: the schema's text.
+            tokenizer: the model's tokenizer.
+            context_length: the model's context; the schema must leave a position for a prompt.
+            mode: independent: each module is encoded alone. nested: each module is encoded after the earlier texts of
+                the schema and of the modules around it. scaffold: sets of modules are also encoded together; a prompt
+                that imports a whole set reads this encoding.
+            scaffolds: the sets, as lists of paths. Default: one set, of everything outside of unions, and of each union
+                the member in its attribute `scaffold`.
 
         Raises:
-            PmlError: if it cannot be served.
+            PmlError: if the schema cannot be served.
         """
         text = read_schema(pml)
         pieces = template_pieces(tokenizer, [role.role for role in text.roles]) if text.roles else []
@@ -77,18 +77,18 @@ class Schema:
 
     @property
     def length(self) -> int:
-        """Positions, from the first to where the text of prompts begins."""
+        """Number of positions before the text of prompts."""
         return self.root.stop
 
     def compile(self, prompt: str | Prompt, generate: bool = True) -> ModulePrompt:
-        """The request of a prompt.
+        """Compile a prompt to a request.
 
         Args:
-            prompt: PML, or imports with messages that follow.
-            generate: in a conversation, whether the assistant's turn begins at its end.
+            prompt: PML, or a parsed prompt.
+            generate: in a conversation, whether the assistant's turn begins at the end.
 
         Raises:
-            PmlError: if it does not fit the schema.
+            PmlError: if the prompt does not fit the schema.
         """
         if isinstance(prompt, str):
             prompt = read_prompt(prompt)
@@ -99,9 +99,9 @@ class Schema:
         )
 
     def everything(self) -> ModulePrompt:
-        """A request that only encodes: every module alone, and all scaffolds.
+        """A request that only encodes every module and all scaffolds.
 
-        Members of a union that have the same text are one entry, with the names of all.
+        Members of a union that have the same text share one entry, which has all their names.
         """
         unique: dict[str, tuple[dict[str, Any], int]] = {}
         for scopes in (*self.scaffolds, *([scope] for scope in self.root.walk())):
@@ -129,7 +129,7 @@ class Schema:
 
 
 def _flat(text: SchemaText, pieces: list[str]) -> Content:
-    """The content of a schema, with the template's text in it; text that meets is one, and tokenized as one."""
+    """The content of a schema with the template's text in it. Adjacent texts are joined, and tokenized as one."""
     if not text.roles:
         return text.content
     flat: Content = [Text(pieces[0])]
@@ -156,13 +156,13 @@ def _scaffolds(paths: Sequence[Sequence[str]], root: Scope) -> list[list[Scope]]
     for given in paths:
         for path in given:
             if path not in known:
-                raise PmlError("a scaffold names a module that is not there", path)
+                raise PmlError("a scaffold names a module that the schema does not have", path)
         wanted = set(given)
         scopes = [scope for path, scope in known.items() if path in wanted]
         chosen: dict[int, Scope] = {}
         for one in (one for scope in scopes for one in scope.lineage() if one.union is not None):
             if (other := chosen.setdefault(id(one.union), one)) is not one:
-                raise PmlError(f"a scaffold holds {other.path} of the same union", one.path)
+                raise PmlError(f"the scaffold also has {other.path}, of the same union", one.path)
         sets.append(scopes)
     return sorted(sets, key=len, reverse=True)
 

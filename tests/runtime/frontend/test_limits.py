@@ -40,14 +40,14 @@ def refusal(limits: RequestLimits, account: str, completions: int, tokens: int) 
 def test_places_of_an_open_server():
     limits = fill(make_limits(), "", 7)
     assert refusal(limits, "", 3, 0) == ""
-    assert refusal(limits, "", 4, 0) == "Overloaded: 7 requests are open, and no more than 10 may be; try again"
+    assert refusal(limits, "", 4, 0) == "Overloaded: 7 requests are open; the limit is 10; try again"
     assert refusal(make_limits(), "", 11, 0).startswith("Overloaded: 0 requests are open")
 
 
 def test_places_of_a_key():
     limits = fill(make_limits(), "a", 3)
     assert refusal(limits, "a", 2, 0) == ""
-    assert refusal(limits, "a", 3, 0) == "RateLimited: this key has 3 open requests, and no more than 5 are allowed"
+    assert refusal(limits, "a", 3, 0) == "RateLimited: this key has 3 open requests; the limit is 5"
     assert refusal(limits, "b", 5, 0) == ""
     assert "RateLimited" in refusal(limits, "b", 6, 0)
     fill(limits, "b", 5)
@@ -59,7 +59,7 @@ def test_configured_places_of_a_key():
     limits = make_limits(key_share=0.7)
     assert [limits.most_open(account) for account in ("a", "")] == [7, 10]
     assert refusal(fill(limits, "a", 6), "a", 1, 0) == ""
-    assert "no more than 7" in refusal(limits, "a", 2, 0)
+    assert "the limit is 7" in refusal(limits, "a", 2, 0)
     assert [make_limits().most_open(account) for account in ("a", "")] == [5, 10]
     single = RequestLimits(SchedulerConfig(max_running=1, max_waiting=1))
     assert single.most_open("a") == 1
@@ -68,17 +68,17 @@ def test_configured_places_of_a_key():
 def test_waiting_tokens_of_the_server():
     limits = fill(make_limits(), "", 1, 60)
     assert refusal(limits, "", 1, 40) == ""
-    assert refusal(limits, "", 1, 41) == "Overloaded: 60 prompt tokens wait, and no more than 100 may"
+    assert refusal(limits, "", 1, 41) == "Overloaded: 60 prompt tokens are waiting; the limit is 100"
     assert refusal(make_limits(), "", 1, 9_999) == "", "one may always wait"
 
 
 def test_waiting_tokens_of_a_key():
     limits = fill(make_limits(), "a", 1, 30)
     assert refusal(limits, "a", 1, 20) == ""
-    assert refusal(limits, "a", 1, 21) == "RateLimited: 30 prompt tokens of this key wait, and no more than 50 may"
+    assert refusal(limits, "a", 1, 21) == "RateLimited: 30 prompt tokens of this key are waiting; the limit is 50"
     assert refusal(limits, "b", 1, 70) == "", "its first may be longer than its share"
     assert "Overloaded: 30" in refusal(limits, "b", 1, 71)
-    assert "no more than 40" in refusal(fill(make_limits(key_share=0.4), "a", 1, 30), "a", 1, 11)
+    assert "the limit is 40" in refusal(fill(make_limits(key_share=0.4), "a", 1, 30), "a", 1, 11)
     assert refusal(fill(make_limits(key_share=0.4), "a", 1, 30), "a", 1, 10) == ""
 
 

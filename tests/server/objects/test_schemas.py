@@ -183,7 +183,7 @@ def test_options_of_a_request_hold_with_modules_too(client, add):
     [
         (PROMPT.replace("miami", "oslo"), 400, "/plan/oslo, line 1: there is no module 'oslo'"),
         (PROMPT.replace("cities", "towns"), 404, "there is no schema 'towns'"),
-        (PROMPT[:-4], 400, "this is no XML"),
+        (PROMPT[:-4], 400, "this is not XML"),
         (PROMPT.replace("best", "best " * 9000), 400, "but the model's context is 8192 tokens"),
     ],
 )

@@ -83,7 +83,7 @@ def test_a_title_is_the_first_line_and_the_id_is_that_of_the_content(tokenizer):
 
 def test_documents_are_bounded_and_not_empty(tokenizer):
     assert len(Segments([ROME] * MAX_DOCUMENTS).tokenize(tokenizer).documents) == MAX_DOCUMENTS
-    with pytest.raises(InvalidRequest, match=f"{MAX_DOCUMENTS} are the most"):
+    with pytest.raises(InvalidRequest, match=f"the limit is {MAX_DOCUMENTS}"):
         Segments([ROME] * (MAX_DOCUMENTS + 1)).tokenize(tokenizer)
     with pytest.raises(InvalidRequest, match="the document '' has no tokens"):
         Segments([Document("")]).tokenize(tokenizer)

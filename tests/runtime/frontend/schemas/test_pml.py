@@ -21,13 +21,13 @@ You plan trips.
 
 
 SCHEMAS = [
-    ("", "line 1: this is no XML: no element found"),
-    ("<schema name='a'>\n<union><module name='b'>", "/b, line 2: this is no XML"),
-    ("<schema name='a'>\n</module></schema>", "line 2: this is no XML: mismatched tag"),
-    ("<schema name='a' name='b'/>", "line 1: this is no XML: duplicate attribute"),
-    ("<schema name='a'/>\n<schema name='b'/>", "line 2: this is no XML"),
-    ("<schema name='a'>\n&what;</schema>", "/, line 2: this is no XML: undefined entity"),
-    ("<schema name='a'>\x00</schema>", "this is no XML"),
+    ("", "line 1: this is not XML: no element found"),
+    ("<schema name='a'>\n<union><module name='b'>", "/b, line 2: this is not XML"),
+    ("<schema name='a'>\n</module></schema>", "line 2: this is not XML: mismatched tag"),
+    ("<schema name='a' name='b'/>", "line 1: this is not XML: duplicate attribute"),
+    ("<schema name='a'/>\n<schema name='b'/>", "line 2: this is not XML"),
+    ("<schema name='a'>\n&what;</schema>", "/, line 2: this is not XML: undefined entity"),
+    ("<schema name='a'>\x00</schema>", "this is not XML"),
     ("<schema name='a'>\ud800</schema>", "a lone surrogate"),
     ('<!DOCTYPE s [<!ENTITY a "b">]>\n<schema name="a">&a;</schema>', "line 1: a document type and entities"),
     ('<!DOCTYPE s SYSTEM "file:///etc/passwd"><schema name="a"/>', "a document type and entities"),
@@ -37,20 +37,20 @@ SCHEMAS = [
     ("<s:schema xmlns:s='t' name='a'/>", "line 1: a schema begins with <schema>, not with <s:schema>"),
     ("<schema xmlns='t' name='a'/>", "/, line 1: <schema> has no attribute 'xmlns'"),
     ("\n<schema " + " ".join(f"a{i}\n= '>\"'" for i in range(1025)) + "/>", "line 2: an element has more than 1024 "),
-    ("<schema name='a b'/>", "/, line 1: 'a b' is no name"),
-    ("<schema name='-a'/>", "/, line 1: '-a' is no name"),
+    ("<schema name='a b'/>", "/, line 1: 'a b' is not a name"),
+    ("<schema name='-a'/>", "/, line 1: '-a' is not a name"),
 ]
 IN_A_SCHEMA = [
     ("\n<parameter name='p' length='2'/>", "/, line 2: <parameter> cannot stand in <schema>"),
     ("<module name='b' src='c'/>", "/, line 1: <module> has no attribute 'src'"),
     ("<module/>", "/, line 1: <module> needs the attribute 'name'"),
-    ("<module name='2b'/>", "/2b, line 1: '2b' is no name"),
+    ("<module name='2b'/>", "/2b, line 1: '2b' is not a name"),
     ("<module name='user'/>", "/user, line 1: 'user' is a tag"),
     ("<module name='b'/>\n<module name='b'/>", "/b, line 2: there are two modules 'b'"),
     ("<module name='b'/>\n<union><module name='b'/></union>", "/b, line 2: there are two modules 'b'"),
     ("<union/>", "/, line 1: a union needs a module"),
-    ("<union>text</union>", "/, line 1: a union holds modules alone"),
-    ("<union><union/></union>", "/, line 1: a union holds modules alone"),
+    ("<union>text</union>", "/, line 1: a union may only contain modules"),
+    ("<union><union/></union>", "/, line 1: a union may only contain modules"),
     ("<union scaffold='c'><module name='b'/></union>", "/, line 1: the union has no module 'c'"),
     ("text<user>b</user>", "/, line 1: everything in a schema with roles stands in"),
     ("<user>b</user>\n<module name='c'/>", "/, line 2: everything in a schema with roles stands in"),
@@ -78,7 +78,7 @@ ALL_SCHEMAS = [
     *((f"<schema name='a'><module name='b'>{inner}</module></schema>", words) for inner, words in IN_A_MODULE),
 ]
 PROMPTS = [
-    ("<prompt", "line 1: this is no XML"),
+    ("<prompt", "line 1: this is not XML"),
     ("<schema name='cities'/>", "line 1: a prompt begins with <prompt>"),
     ("<prompt>x</prompt>", "line 1: <prompt> needs the attribute 'schema'"),
     ("<prompt schema='cities' mode='x'>x</prompt>", "line 1: <prompt> has no attribute 'mode'"),
@@ -86,8 +86,8 @@ PROMPTS = [
 ]
 IN_A_PROMPT = [
     ("\n<paris/>x", "/paris, line 2: there is no module 'paris'"),
-    ("<plan>\n<style/></plan>x", "/plan/style, line 2: there is no module 'style' in /plan; it lies in /,"),
-    ("\n<rome/>x", "/rome, line 2: there is no module 'rome' in /; it lies in /plan"),
+    ("<plan>\n<style/></plan>x", "/plan/style, line 2: there is no module 'style' in /plan; it is in /:"),
+    ("\n<rome/>x", "/rome, line 2: there is no module 'rome' in /; it is in /plan"),
     ("<plan/>\n<plan/>x", "/plan, line 2: the module is imported twice"),
     ("<plan><rome/>\n<miami/></plan>x", "/plan/miami, line 2: /plan/rome is imported from the same union"),
     ("<plan\nhours='2'/>x", "/plan, line 1: the module has no parameter 'hours'"),
@@ -100,8 +100,8 @@ IN_A_PROMPT = [
     ("<plan/><user>x</user>", "a schema without <system>, <user> and <assistant>"),
     ("<user>x</user><plan/>x", "/, line 1: <user> must follow the last module"),
     ("<plan><user>x</user></plan>x", "/plan, line 1: <user> must follow the last"),
-    ("<plan/>x<user>y</user>", "line 1: text stands outside of <system>"),
-    ("\n<user>a <plan/></user>", "line 2: <user> of a prompt holds text alone"),
+    ("<plan/>x<user>y</user>", "line 1: there is text outside of <system>"),
+    ("\n<user>a <plan/></user>", "line 2: <user> of a prompt takes only text"),
 ]
 ALL_PROMPTS = [*PROMPTS, *((f"<prompt schema='cities'>{inner}</prompt>", words) for inner, words in IN_A_PROMPT)]
 
@@ -143,11 +143,11 @@ def test_texts_do_not_overlap_where_an_empty_module_lies(tokenizer):
 def test_mode_and_scaffolds_fit_each_other(tokenizer):
     for mode, scaffolds, words in [
         ("independent", [["/plan"]], "scaffolds need the mode scaffold"),
-        ("scaffold", [["/plan", "/paris"]], "/paris: a scaffold names a module that is not there"),
+        ("scaffold", [["/plan", "/paris"]], "/paris: a scaffold names a module that the schema does not have"),
         (
             "scaffold",
             [["/plan/rome/food", "/plan/miami"]],
-            "/plan/miami: a scaffold holds /plan/rome of the same union",
+            "/plan/miami: the scaffold also has /plan/rome, of the same union",
         ),
     ]:
         with pytest.raises(PmlError, match=words):
