@@ -127,7 +127,7 @@ class Foresight(Policy):
         upper.record = _Record(lower.record.life, 1, True, following)
 
     def leaving(self, node: Node, kept_pages: int) -> None:
-        """Remember the fingerprint of a leaving node, or of a prompt's last page if only that one leaves."""
+        """Remember the fingerprint of a node that leaves, or of a prompt's last page if only this page leaves."""
         record: _Record = node.record
         if kept_pages:
             is_last = not record.is_settled and kept_pages == len(node.pages) - 1

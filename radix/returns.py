@@ -1,4 +1,4 @@
-"""Statistics by kind of how soon sequences return, and the hits to expect from a page that waits."""
+"""Statistics of how soon sequences of each kind return, and the hits to expect from a cached page."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -29,8 +29,8 @@ class Life:
     """The wait from one use of a sequence to the next, whether the sequence stays cached or not.
 
     Attributes:
-        number: serial, from 0.
-        tick: logical time of its beginning.
+        number: serial number, from 0.
+        tick: logical time at which the wait began.
         kind: number of the class of similar waits, see `kind_of`.
         turn: uses of the sequence so far, at most 5.
         gap: class of the previous wait's length, 0 to 5; 0 in the first turn.
@@ -77,7 +77,7 @@ def describe(kind: int) -> str:
 
 
 class Returns:
-    """Counts by kind and bucket how many Lives reached the bucket, and how many of these returned in it."""
+    """Counts, by kind and bucket, the Lives that entered the bucket, and those of them that returned in it."""
 
     def __init__(self) -> None:
         self._ticks = np.zeros(2 * _MEMORY, dtype=np.int64)
@@ -116,7 +116,7 @@ class Returns:
             self._ends[life.number - self._forgotten] = end
 
     def learn(self, now: int) -> None:
-        """Count the buckets that Lives have outgrown since the last call: those entered, and those with the return."""
+        """Update both counts with the buckets that Lives have outgrown since the last call."""
         reached = self._forgotten + np.searchsorted(
             self._ticks[: self._begun - self._forgotten], now - EDGES[1:], side="right"
         )

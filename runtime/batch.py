@@ -190,11 +190,11 @@ class Stage:
 
 @dataclass(slots=True)
 class RowSet:
-    """A request's share of a step.
+    """The rows of one request in a step.
 
     Attributes:
         tokens, positions: int64 [n].
-        stages: cover all layers, in order.
+        stages: what the rows do in each range of layers; together the stages cover all layers, in order.
         logits: int64, the rows whose logits are wanted, ascending.
         adapter: digest of the adapter that computes the rows; empty: none.
         canvas: the rows of a canvas that begins as noise; None: there is none.

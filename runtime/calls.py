@@ -83,7 +83,7 @@ class GetCached(msgspec.Struct, tag="cached"):
 
 
 class GetState(msgspec.Struct, tag="state"):
-    """Answer: counters and histograms, which only grow, and gauges."""
+    """Answer: counters, histograms and gauges of the engine by name. Counters and histograms only grow."""
 
 
 class GetTree(msgspec.Struct, tag="tree"):

@@ -41,7 +41,7 @@ class Part:
         """Take note of a new request. Raises RametError to refuse it."""
 
     def blocked_on(self, request: Request) -> Hashable | None:
-        """The event for which a new request must wait before admission; the part passes it to `Scheduler.wake`."""
+        """The event that a new request must wait for, or None; the part passes the event to `Scheduler.wake` later."""
 
     def poll(self, step_s: float) -> Sequence[TokenEvent]:
         """Collect results that blocked requests or the part itself wait for; `step_s`: seconds of the last step.

@@ -83,7 +83,7 @@ class Pins(Part):
             raise PinRefused(finish.message or "the prefix could not be computed")
 
     def _pin(self, call: AddPin) -> Answer | None:
-        """Pin all entries of a call, or none; None if some of the KV is missing."""
+        """Pin the prefix or all entries of a call; None, with nothing pinned, if some of the KV is missing."""
         asked, board = call.reuse or {}, self._cache.pins
         try:
             runs = self._core.strategy_of(asked).runs(array("i", call.tokens), call.namespace, asked)

@@ -73,7 +73,7 @@ class WaitingQueue:
         return iter(self._order)
 
     def candidates(self, scarce: Callable[[], bool]) -> Iterator[Request]:
-        """The requests in the order of admission; `scarce`: whether only one place is left."""
+        """The requests in the order of admission; `scarce`: whether one more request may run, and no second one."""
         passed: set[Request] = set()
         while (request := self._next(passed, scarce)) is not None:
             passed.add(request)

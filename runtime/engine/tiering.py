@@ -56,7 +56,7 @@ class Tiering(Part):
     """Connects the tiers to the engine's requests and to operators' calls.
 
     Attributes:
-        tiers: the tiers.
+        tiers: stores blocks of the tree, and loads blocks for requests.
     """
 
     def __init__(self, core: EngineCore, model: Path, cipher: KeyFile | None, stores: list[BlockStore]):

@@ -21,7 +21,7 @@ class PagedCache:
     """Allocates pages to requests, and caches the KV that they compute.
 
     Every page is free, held by the tree, or private to a live request. Pages move one way: a request fills private
-    pages, `commit` hands the full ones to the tree, eviction frees them.
+    pages, `insert` hands full pages to the tree, and eviction frees them.
 
     Attributes:
         on_use: called after each use of a path, with its last node.

@@ -325,7 +325,7 @@ class Tiers(Watcher):
         return self._seconds / self._rows if self._rows else 0.0
 
     def computed(self, num_rows: int, seconds: float) -> None:
-        """Measure a step that has computed prompt tokens, for `token_s`; the weight of earlier steps decays."""
+        """Update `token_s` with a step that has computed prompt tokens; the weight of earlier steps decays."""
         self._rows = 0.9 * self._rows + num_rows
         self._seconds = 0.9 * self._seconds + seconds
 
