@@ -22,11 +22,11 @@ _MESSAGES_S = 0.02
 
 
 class EngineLoop:
-    """An engine and its messages.
+    """Receives messages, runs an engine's steps, and sends the engine's messages.
 
     Args:
-        receive: the next message; waits for it for so many milliseconds (None: without end), and gives None then.
-        send: takes the engine's messages.
+        receive: returns the next message, or None if none comes within the given milliseconds (None: no limit).
+        send: sends a message of the engine.
     """
 
     def __init__(self, receive: Callable[[int | None], wire.Inbound | None], send: Callable[[wire.Outbound], None]):

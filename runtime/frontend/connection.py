@@ -44,11 +44,11 @@ class Host(ABC):
 
     @abstractmethod
     def starting(self, path: Path, take: Callable[[Outbound], None]) -> AbstractAsyncContextManager[None]:
-        """Start the engine of the model directory `path`, and leave when it is ready; `take` gets its messages."""
+        """Start the engine of the model directory `path`; `take` is called with each of its messages."""
 
     @abstractmethod
     def send(self, message: Inbound) -> None:
-        """Send the engine a message, which is lost if it has ended."""
+        """Send the engine a message. The message is lost if the engine has ended."""
 
     @abstractmethod
     async def wait(self) -> int:

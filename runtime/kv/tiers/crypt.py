@@ -26,7 +26,7 @@ _NAMES = "names"
 
 
 class KeyFile:
-    """AES-256-GCM; a tenant's key is HKDF-SHA256 (RFC 5869) of the file's secret and the tenant's salt.
+    """Encrypts with AES-256-GCM. A tenant's key is HKDF-SHA256 (RFC 5869) of the file's secret and the tenant's salt.
 
     Salts are kept in `FILE.salts`. Without its salt, no copy of a tenant's blocks can ever be read again. Several
     processes may share the two files.
@@ -67,7 +67,7 @@ class KeyFile:
         return nonce + key.encrypt(nonce, data, bound)
 
     def open(self, tenant: str, sealed: memoryview, bound: bytes) -> bytes | None:
-        """The data; None if it or the `bound` bytes were changed, or if the tenant was erased."""
+        """Decrypt `sealed`; None if these or the `bound` bytes were changed, or if the tenant was erased."""
         try:
             key = self._key(tenant)
             return key.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], bound) if key else None
