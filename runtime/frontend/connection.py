@@ -44,7 +44,7 @@ class Host(ABC):
 
     @abstractmethod
     def starting(self, path: Path, take: Callable[[Outbound], None]) -> AbstractAsyncContextManager[None]:
-        """Start the engine of the model directory `path`; `take` is called with each of its messages."""
+        """Start the engine of the model directory `path`; exit this context once it is ready; `take` gets messages."""
 
     @abstractmethod
     def send(self, message: Inbound) -> None:
