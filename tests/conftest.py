@@ -88,12 +88,18 @@ def reference(default_model_dir):
 
 
 @pytest.fixture(scope="session", params=sorted(TINY_MODELS))
-def any_tiny_dir(request, tmp_path_factory, default_model_dir) -> Path:
-    """A small random model of each architecture and rope scaling, with the default model's tokenizer."""
-    return save_tiny(request.param, tmp_path_factory.mktemp(request.param), default_model_dir)
+def any_tiny_dir(request, tmp_path_factory) -> Path:
+    """A small random model of each architecture and rope scaling, without a tokenizer."""
+    return save_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory, default_model_dir) -> Path:
-    """One small random Llama."""
+    """One small random Llama with the default model's tokenizer."""
     return save_tiny("llama", tmp_path_factory.mktemp("tiny"), default_model_dir)
+
+
+@pytest.fixture(scope="session")
+def ids_dir(tmp_path_factory) -> Path:
+    """One small random Llama without a tokenizer, for tests that ask by token ids: it takes half of the time."""
+    return save_tiny("llama", tmp_path_factory.mktemp("ids"))

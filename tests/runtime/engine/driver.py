@@ -16,6 +16,7 @@ from runtime.engine.opening import open_engine
 from runtime.engine.parts import Grammars
 from runtime.params import SamplingParams
 from runtime.protocol import Abort, AddRequest, Ask, Finish, Reply, TokenEvent
+from runtime.request import Request
 
 
 def make_core(path: Path, **options: Any) -> EngineCore:
@@ -46,6 +47,7 @@ class Driver:
 
     def __init__(self, core: EngineCore):
         self.core = core
+        self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.finish: dict[str, Finish] = {}
         self.events: dict[str, list[TokenEvent]] = {}
@@ -53,11 +55,18 @@ class Driver:
         self.replies: dict[int, Reply] = {}
 
     def add(self, rid: str, prompt: Sequence[int], **options: Any) -> None:
+        """Add an ordinary request; `options` are fields of its message and of `SamplingParams`."""
         fields = {"namespace", "account", "breakpoints", "logprobs", "prompt_logprobs_from", "priority", "store"}
         message = {name: options.pop(name) for name in fields & options.keys()}
-        sampling = SamplingParams(**{"temperature": 0, "ignore_eos": True, **options}).model_dump()
+        self.send(rid, prompt, options, **message)
+
+    def send(self, rid: str, prompt: Sequence[int], sampling: dict[str, Any], **message: Any) -> None:
+        """Add any request: greedy if `sampling` says nothing else, and to its full length."""
+        params = SamplingParams(**{"temperature": 0, "ignore_eos": True, **sampling})
         self.tokens[rid], self.events[rid] = [], []
-        self.take(self.core.handle(AddRequest(rid, array("i", prompt).tobytes(), sampling, **message)))
+        self.take(self.core.handle(AddRequest(rid, array("i", prompt).tobytes(), params.model_dump(), **message)))
+        if rid in self.core.requests:
+            self.requests[rid] = self.core.requests[rid]
 
     def take(self, events: list[TokenEvent]) -> None:
         for event in (event for event in events if not event.rid.startswith("(")):  # a pin's own request
@@ -76,7 +85,7 @@ class Driver:
     def abort(self, rid: str) -> None:
         self.take(self.core.handle(Abort(rid)))
 
-    def ask(self, number: int, asked: Call) -> None:
+    def begin(self, number: int, asked: Call) -> None:
         """Begin an operator's call; `replies` has its reply, as soon as there is one."""
         self.core.handle(Ask(number, asked))
         self.settle()
@@ -93,7 +102,7 @@ class Driver:
 
     def pin(self, tokens: Sequence[int], number: int = 1, **options: Any) -> dict[str, Any] | None:
         """As `answer`, of a pin; None: it is computed first."""
-        self.ask(number, AddPin(array("i", tokens).tobytes(), **options))
+        self.begin(number, AddPin(array("i", tokens).tobytes(), **options))
         return self.answer(number)
 
     def flush(self) -> dict[str, Any]:

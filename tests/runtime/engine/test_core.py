@@ -1,41 +1,20 @@
 """The engine core: shared prompts, failing steps, pauses, ends, log-probabilities."""
 
-import random
 import time
 
 import pytest
 import torch
 
-from radix import Namespace
 from runtime.calls import Pause
 from tests.runtime.engine.driver import Driver, call, make_core
 
 
-def test_the_same_prefix_is_computed_once_within_a_batch(tiny_dir):
-    draw = random.Random(1)
-    root = [draw.randrange(49152) for _ in range(160)]
-    driver = Driver(make_core(tiny_dir, chunk_tokens=64))
-    driver.together([[*root, i] for i in range(10)], max_new_tokens=2)
-    assert driver.core.state()["prefill_tokens"] <= 161 + 9 * 2
-    cached = [driver.cached(f"r{i}") for i in range(10)]
-    assert cached == [0] + [160] * 9
-
-
-def test_namespaces_share_nothing(tiny_dir):
-    prompt = list(range(100, 213))
-    driver = Driver(make_core(tiny_dir))
-    for rid, namespace in (("a", "x"), ("b", "y"), ("c", "x"), ("d", "")):
-        driver.add(rid, prompt, namespace=Namespace(namespace), max_new_tokens=2)
-        driver.run()
-    assert [driver.cached(rid) for rid in "abcd"] == [0, 0, 112, 0]
-
-
 @pytest.mark.parametrize("out_of_memory", [False, True])
-def test_one_poisoned_request_fails_alone(tiny_dir, monkeypatch, out_of_memory):
-    core = make_core(tiny_dir, prefix_cache=False)
+def test_one_poisoned_request_fails_alone(ids_dir, monkeypatch, out_of_memory):
+    core = make_core(ids_dir, prefix_cache=False)
     driver = Driver(core)
     prompts = [[i, 20, 30, 40] for i in range(1, 8)]
-    plain = Driver(make_core(tiny_dir, prefix_cache=False)).together(prompts, max_new_tokens=6)
+    plain = Driver(make_core(ids_dir, prefix_cache=False)).together(prompts, max_new_tokens=6)
     run = core.executor.run
 
     def poisoned(batch):
@@ -54,10 +33,10 @@ def test_one_poisoned_request_fails_alone(tiny_dir, monkeypatch, out_of_memory):
     assert core.state()["failed_steps"] >= 3
 
 
-def test_a_step_that_is_too_large_for_the_memory_is_run_in_parts(tiny_dir, monkeypatch):
+def test_a_step_that_is_too_large_for_the_memory_is_run_in_parts(ids_dir, monkeypatch):
     prompts = [[i, *range(50, 90)] for i in range(3)]
-    plain = Driver(make_core(tiny_dir)).together(prompts, max_new_tokens=5)
-    core = make_core(tiny_dir)
+    plain = Driver(make_core(ids_dir)).together(prompts, max_new_tokens=5)
+    core = make_core(ids_dir)
     driver = Driver(core)
     run = core.executor.run
 
@@ -71,9 +50,9 @@ def test_a_step_that_is_too_large_for_the_memory_is_run_in_parts(tiny_dir, monke
     assert core.state()["failed_requests"] == 0
 
 
-def test_pages_of_a_request_whose_logits_were_no_numbers_are_not_used_again(tiny_dir, monkeypatch):
+def test_pages_of_a_request_whose_logits_were_no_numbers_are_not_used_again(ids_dir, monkeypatch):
     """Chunks that were committed before: the next request with the same prompt computes them anew."""
-    core = make_core(tiny_dir, page_size=4, chunk_tokens=16)
+    core = make_core(ids_dir, page_size=4, chunk_tokens=16)
     driver, prompt = Driver(core), list(range(100, 164))
     driver.together([prompt[:16]], max_new_tokens=1)
     run = core.executor.run
@@ -88,12 +67,12 @@ def test_pages_of_a_request_whose_logits_were_no_numbers_are_not_used_again(tiny
     monkeypatch.undo()
     assert "not finite" in driver.finish["bad"].message
     assert core.cache.tree.num_pages == 0, "what it read may be damaged, too"
-    plain = Driver(make_core(tiny_dir, prefix_cache=False))
+    plain = Driver(make_core(ids_dir, prefix_cache=False))
     assert driver.together([prompt], max_new_tokens=4) == plain.together([prompt], max_new_tokens=4)
 
 
-def test_the_output_of_a_request_that_fails_is_not_cached(tiny_dir, monkeypatch):
-    core = make_core(tiny_dir, page_size=4)
+def test_the_output_of_a_request_that_fails_is_not_cached(ids_dir, monkeypatch):
+    core = make_core(ids_dir, page_size=4)
     driver = Driver(core)
     driver.add("bad", list(range(100, 108)), max_new_tokens=40)
     while len(driver.tokens["bad"]) < 20:
@@ -108,9 +87,9 @@ def test_the_output_of_a_request_that_fails_is_not_cached(tiny_dir, monkeypatch)
     assert core.cache.tree.num_pages == 2, "the prompt's"
 
 
-def test_a_step_s_time_is_divided_among_its_rows(tiny_dir):
+def test_a_step_s_time_is_divided_among_its_rows(ids_dir):
     """12 rows and 4: their pages cost three parts and one of what the step took, and no more than that."""
-    driver = Driver(make_core(tiny_dir, page_size=4))
+    driver = Driver(make_core(ids_dir, page_size=4))
     for rid, prompt in (("long", list(range(100, 112))), ("short", list(range(200, 204)))):
         driver.add(rid, prompt, max_new_tokens=2)
     started = time.monotonic()
@@ -121,23 +100,8 @@ def test_a_step_s_time_is_divided_among_its_rows(tiny_dir):
     assert 0 < costs[3] + costs[1] <= elapsed
 
 
-def test_a_pin_yields_for_lack_of_memory_alone(tiny_dir, monkeypatch):
-    """Not because the one waiting request was passed over in this pass."""
-    core = make_core(tiny_dir, page_size=4)
-    driver = Driver(core)
-    driver.together([list(range(100, 140))], max_new_tokens=1)
-    assert driver.pin(range(100, 140))["pin"]
-    driver.add("r", [5, 6, 7], max_new_tokens=2)
-    passed = iter([True, True])
-    rank_again = core.scheduler.waiting.rank_again
-    monkeypatch.setattr(core.scheduler.waiting, "rank_again", lambda *a: next(passed, False) or rank_again(*a))
-    driver.run()
-    assert driver.finish["r"].type == "length"
-    assert core.state()["pins_broken"] == 0
-
-
-def test_a_prompt_can_be_read_without_an_answer(tiny_dir):
-    driver = Driver(make_core(tiny_dir, chunk_tokens=8))
+def test_a_prompt_can_be_read_without_an_answer(ids_dir):
+    driver = Driver(make_core(ids_dir, chunk_tokens=8))
     driver.add("read", list(range(40, 60)), max_new_tokens=0, prompt_logprobs_from=0, logprobs=0)
     driver.run()
     assert driver.tokens["read"] == []
@@ -145,8 +109,8 @@ def test_a_prompt_can_be_read_without_an_answer(tiny_dir):
     assert sum(len(event.prompt_logprobs or []) for event in driver.events["read"]) == 20
 
 
-def test_a_paused_engine_accepts_but_computes_nothing(tiny_dir):
-    driver = Driver(make_core(tiny_dir))
+def test_a_paused_engine_accepts_but_computes_nothing(ids_dir):
+    driver = Driver(make_core(ids_dir))
     (plain,) = driver.together([[4, 5, 6]], max_new_tokens=6)
     driver.add("held", [4, 5, 6], max_new_tokens=6)
     driver.step()
@@ -164,8 +128,8 @@ def test_a_paused_engine_accepts_but_computes_nothing(tiny_dir):
     assert driver.finish["left"].type == "abort"
 
 
-def test_what_can_never_fit_into_the_pool_is_refused_at_once(tiny_dir):
-    driver = Driver(make_core(tiny_dir, page_size=4, pool_tokens=64))
+def test_what_can_never_fit_into_the_pool_is_refused_at_once(ids_dir):
+    driver = Driver(make_core(ids_dir, page_size=4, pool_tokens=64))
     driver.add("whole pool", range(100, 160), max_new_tokens=4)
     driver.add("one more", range(100, 160), max_new_tokens=5)
     assert (driver.finish["one more"].refused, driver.finish["one more"].code) == (True, "context_length_exceeded")
@@ -173,8 +137,8 @@ def test_what_can_never_fit_into_the_pool_is_refused_at_once(tiny_dir):
     assert driver.finish["whole pool"].type == "length"
 
 
-def test_stop_token_minimum_and_ignore_eos(tiny_dir):
-    driver = Driver(make_core(tiny_dir))
+def test_stop_token_minimum_and_ignore_eos(ids_dir):
+    driver = Driver(make_core(ids_dir))
     (free,) = driver.together([[5, 6, 7]], max_new_tokens=12)
     stop = free[3]
     first = free.index(stop)
@@ -187,12 +151,12 @@ def test_stop_token_minimum_and_ignore_eos(tiny_dir):
     assert stop not in driver.tokens["minimum"][: first + 2]
 
 
-def test_prompt_and_output_logprobs_equal_transformers(tiny_dir):
+def test_prompt_and_output_logprobs_equal_transformers(ids_dir):
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(ids_dir, dtype=torch.float32).eval()
     prompt = list(range(300, 340))
-    driver = Driver(make_core(tiny_dir, chunk_tokens=7))
+    driver = Driver(make_core(ids_dir, chunk_tokens=7))
     driver.together([prompt], max_new_tokens=1)
     driver.add("p", prompt, max_new_tokens=3, logprobs=2, prompt_logprobs_from=25)
     driver.add("all", prompt, max_new_tokens=1, logprobs=0, prompt_logprobs_from=0)

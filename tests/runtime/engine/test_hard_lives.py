@@ -8,17 +8,18 @@ import torch
 from radix import Namespace
 from runtime.calls import Pause
 from tests.runtime.engine.driver import Driver, call, make_core
+from tests.tiny import VOCAB
 
 
 def prompt_of(seed, count):
     draw = random.Random(seed)
-    return [draw.randrange(49152) for _ in range(count)]
+    return [draw.randrange(VOCAB) for _ in range(count)]
 
 
-def test_a_peer_whose_last_chunk_is_one_row_wakes_those_that_wait_for_it(tiny_dir):
+def test_a_peer_whose_last_chunk_is_one_row_wakes_those_that_wait_for_it(ids_dir):
     """The last prompt row completes the awaited page."""
     shared = prompt_of(1, 64)
-    driver = Driver(make_core(tiny_dir, page_size=16, chunk_tokens=9))
+    driver = Driver(make_core(ids_dir, page_size=16, chunk_tokens=9))
     driver.add("a", shared, max_new_tokens=100)
     driver.add("b", [*shared, 5, 6, 7], max_new_tokens=2)
     while not driver.tokens["a"]:
@@ -28,10 +29,10 @@ def test_a_peer_whose_last_chunk_is_one_row_wakes_those_that_wait_for_it(tiny_di
     assert "b" in driver.finish, "b waits until a has generated all its tokens"
 
 
-def test_damaged_pages_that_two_requests_read_leave_the_cache(tiny_dir):
+def test_damaged_pages_that_two_requests_read_leave_the_cache(ids_dir):
     """a's first chunk leaves NaN in the pool; b reads it; once both have failed, nothing damaged may stay."""
     shared = prompt_of(2, 64)
-    core = make_core(tiny_dir, page_size=16, chunk_tokens=32)
+    core = make_core(ids_dir, page_size=16, chunk_tokens=32)
     driver = Driver(core)
     driver.add("a", [*shared, 1, 2, 3], max_new_tokens=4)
     driver.add("b", [*shared, 7, 8, 9], max_new_tokens=4)
@@ -60,8 +61,8 @@ def poison(core, slots):
     pool.v[:, slots] = torch.nan
 
 
-def test_a_pin_whose_computation_is_refused_is_answered(tiny_dir):
-    core = make_core(tiny_dir, pool_tokens=4096, pin_budget=1.0)
+def test_a_pin_whose_computation_is_refused_is_answered(ids_dir):
+    core = make_core(ids_dir, pool_tokens=4096, pin_budget=1.0)
     driver = Driver(core)
     assert core.info.context_length == 512
     answer = driver.pin(prompt_of(3, 600))
@@ -69,8 +70,8 @@ def test_a_pin_whose_computation_is_refused_is_answered(tiny_dir):
     assert answer is not None or driver.answer(), "the call is never answered"
 
 
-def test_a_pin_that_needs_one_page_more_than_the_pool_has_ends(tiny_dir):
-    core = make_core(tiny_dir, page_size=16, pool_tokens=160, pin_budget=1.0)
+def test_a_pin_that_needs_one_page_more_than_the_pool_has_ends(ids_dir):
+    core = make_core(ids_dir, page_size=16, pool_tokens=160, pin_budget=1.0)
     driver = Driver(core)
     answer = driver.pin(prompt_of(4, 165))
     for _ in range(50):
@@ -78,8 +79,8 @@ def test_a_pin_that_needs_one_page_more_than_the_pool_has_ends(tiny_dir):
     assert answer is not None or driver.answer(), "the call is never answered"
 
 
-def test_a_pin_without_prefix_cache_is_refused_without_computing(tiny_dir):
-    core = make_core(tiny_dir, prefix_cache=False)
+def test_a_pin_without_prefix_cache_is_refused_without_computing(ids_dir):
+    core = make_core(ids_dir, prefix_cache=False)
     driver = Driver(core)
     answer = driver.pin(prompt_of(5, 64))
     driver.run()
@@ -87,8 +88,8 @@ def test_a_pin_without_prefix_cache_is_refused_without_computing(tiny_dir):
     assert answer == {"refused": "the prefix cache is off"}
 
 
-def test_two_pins_at_once(tiny_dir):
-    core = make_core(tiny_dir)
+def test_two_pins_at_once(ids_dir):
+    core = make_core(ids_dir)
     driver = Driver(core)
     tokens = prompt_of(6, 64)
     assert driver.pin(tokens, 1) is None
@@ -99,8 +100,8 @@ def test_two_pins_at_once(tiny_dir):
     assert all("pin" in r for r in replies.values())
 
 
-def test_two_different_pins_at_once_hold_the_budget(tiny_dir):
-    core = make_core(tiny_dir, page_size=16, pool_tokens=320, pin_budget=0.5)
+def test_two_different_pins_at_once_hold_the_budget(ids_dir):
+    core = make_core(ids_dir, page_size=16, pool_tokens=320, pin_budget=0.5)
     driver = Driver(core)
     assert driver.pin(prompt_of(7, 112), 1) is None
     assert driver.pin(prompt_of(8, 112), 2) is None
@@ -109,8 +110,8 @@ def test_two_different_pins_at_once_hold_the_budget(tiny_dir):
     assert sorted("pin" in r for r in replies.values()) == [False, True]
 
 
-def test_a_pin_of_a_prefix_that_is_computed_now_waits_for_it_while_paused(tiny_dir):
-    core = make_core(tiny_dir, chunk_tokens=16)
+def test_a_pin_of_a_prefix_that_is_computed_now_waits_for_it_while_paused(ids_dir):
+    core = make_core(ids_dir, chunk_tokens=16)
     driver = Driver(core)
     tokens = prompt_of(9, 100)
     driver.add("a", tokens, max_new_tokens=3)
@@ -124,9 +125,9 @@ def test_a_pin_of_a_prefix_that_is_computed_now_waits_for_it_while_paused(tiny_d
     assert "pin" in driver.answer()
 
 
-def test_a_pin_of_damaged_kv_is_refused(tiny_dir):
+def test_a_pin_of_damaged_kv_is_refused(ids_dir):
     """All logits are NaN: nothing is pinned."""
-    core = make_core(tiny_dir)
+    core = make_core(ids_dir)
     driver = Driver(core)
     tokens = prompt_of(10, 64)
     run = core.executor.run
@@ -149,8 +150,8 @@ def test_a_pin_of_damaged_kv_is_refused(tiny_dir):
     assert "refused" in answer or driver.finish["later"].type == "length"
 
 
-def test_a_request_named_like_a_pin(tiny_dir):
-    core = make_core(tiny_dir)
+def test_a_request_named_like_a_pin(ids_dir):
+    core = make_core(ids_dir)
     driver = Driver(core)
     driver.add("pin 1", prompt_of(11, 40), max_new_tokens=3)
     assert driver.pin(prompt_of(12, 40)) is None
@@ -159,8 +160,8 @@ def test_a_request_named_like_a_pin(tiny_dir):
     assert driver.answer()
 
 
-def test_a_failing_step_under_a_pin_answers_it(tiny_dir):
-    core = make_core(tiny_dir)
+def test_a_failing_step_under_a_pin_answers_it(ids_dir):
+    core = make_core(ids_dir)
     driver = Driver(core)
     core.executor.run = lambda batch: 1 / 0
     assert driver.pin(prompt_of(13, 40)) is None
@@ -186,7 +187,7 @@ def test_grammars_and_peers_mixed_with_aborts(tiny_dir):
 
 
 @pytest.mark.parametrize(("seed", "overlap"), [(0, "on"), (1, "off"), (2, "off"), (3, "on")])
-def test_lives(tiny_dir, seed, overlap):
+def test_lives(ids_dir, seed, overlap):
     """Everything at once: failing steps, NaN, pins, quotas, prompt log-probabilities, flushes, aborts, retraction."""
     draw = random.Random(seed)
     page = draw.choice([1, 4, 16])
@@ -194,11 +195,11 @@ def test_lives(tiny_dir, seed, overlap):
     if overlap == "on":
         options["kernels"] = "torch"
     core = make_core(
-        tiny_dir, page_size=page, chunk_tokens=draw.choice([5, 9, 16]), pool_tokens=320, pin_budget=0.5,
+        ids_dir, page_size=page, chunk_tokens=draw.choice([5, 9, 16]), pool_tokens=320, pin_budget=0.5,
         tenant_quota=128, max_running=draw.choice([3, 16]),
         schedule_policy=draw.choice(["balanced", "lpm", "fcfs"]), **options,
     )  # fmt: skip
-    plain = Driver(make_core(tiny_dir, prefix_cache=False))
+    plain = Driver(make_core(ids_dir, prefix_cache=False))
     driver = Driver(core)
     run = core.executor.run
 
@@ -253,8 +254,8 @@ def test_lives(tiny_dir, seed, overlap):
             assert found == prompts[rid][kinds[rid] :]
 
 
-def test_the_last_position_of_the_context(tiny_dir):
-    core = make_core(tiny_dir, page_size=16, pool_tokens=1024)
+def test_the_last_position_of_the_context(ids_dir):
+    core = make_core(ids_dir, page_size=16, pool_tokens=1024)
     driver = Driver(core)
     for i, size in enumerate((511, 512, 510)):
         driver.add(str(i), prompt_of(20, size), max_new_tokens=512 - size)

@@ -6,12 +6,12 @@ from runtime.calls import GetOutline
 from tests.runtime.engine.driver import Driver, call, make_core
 
 
-def test_each_walk_shows_the_tree_of_its_own_time(tiny_dir):
-    core = make_core(tiny_dir, pool_tokens=64, page_size=1)
+def test_each_walk_shows_the_tree_of_its_own_time(ids_dir):
+    core = make_core(ids_dir, pool_tokens=64, page_size=1)
     driver, tree = Driver(core), core.cache.tree
     for i in range(1200):
         tree.insert(array("i", [i]).tobytes(), array("i", [i]))
-    driver.ask(1, GetOutline(2000))
+    driver.begin(1, GetOutline(2000))
     assert driver.answer() is None, "the walk takes several steps"
     tree.flush()
     tree.insert(array("i", [7, 8]).tobytes(), array("i", [0, 1]))

@@ -37,7 +37,7 @@ class Clock(Driver):
         assert len(told) <= 1
         return told[0] if told else None
 
-    def flood(self, count, start=20_000):
+    def flood(self, count, start=2000):
         for i in range(count):
             self.add(f"flood{len(self.tokens)}", [start + 7 * i] * 60, max_new_tokens=1)
         self.run()
@@ -47,8 +47,8 @@ class Clock(Driver):
 
 
 @pytest.fixture
-def driver(tiny_dir):
-    return Clock(make_core(tiny_dir, pool_tokens=640, pin_budget=0.5))
+def driver(ids_dir):
+    return Clock(make_core(ids_dir, pool_tokens=640, pin_budget=0.5))
 
 
 def figures(told):
@@ -81,8 +81,8 @@ def test_what_is_not_kept_is_said_and_counts_as_input(driver):
     assert driver.core.state()["keeps_refused"] == 2
 
 
-def test_nothing_is_kept_without_a_cache(tiny_dir):
-    driver = Clock(make_core(tiny_dir, prefix_cache=False))
+def test_nothing_is_kept_without_a_cache(ids_dir):
+    driver = Clock(make_core(ids_dir, prefix_cache=False))
     told = driver.ask(PROMPT, [(64, FIVE)])
     assert figures(told) == (0, {}, 100)
     assert told.breakpoints[0].reason == "the prefix cache is off"
@@ -98,7 +98,7 @@ def test_a_breakpoint_survives_a_flood_for_its_time_and_goes_after(driver):
     driver.flood(40)
     assert driver.cached(PROMPT) == 96
     driver.now += 2
-    driver.flood(40, 40_000)
+    driver.flood(40, 3000)
     assert driver.cached(PROMPT) == 0
     assert figures(driver.ask(PROMPT, [(96, FIVE)])) == (0, {FIVE: 96}, 4)
 
@@ -114,14 +114,14 @@ def test_floods_with_breakpoints_of_their_own_take_it_from_nobody_within_its_sha
     driver.ask(PROMPT, [(96, FIVE)], tenant="a")
     driver.now += FIVE - 1
     for i in range(12):
-        driver.ask([30_000 + i] * 70, [(64, HOUR)], tenant="b")
+        driver.ask([3000 + i] * 70, [(64, HOUR)], tenant="b")
     assert driver.cached(PROMPT, "a") == 96
     kept = call(driver.core, GetPins())["kept"]
     assert [(entry["tenant"], entry["prefixes"], entry["tokens"]) for entry in kept] == [("a", 1, 96), ("b", 3, 192)]
 
 
-def test_a_tenant_does_not_keep_public_pages_that_another_pays_for(tiny_dir):
-    driver = Clock(make_core(tiny_dir, pool_tokens=640, tenant_quota=30))
+def test_a_tenant_does_not_keep_public_pages_that_another_pays_for(ids_dir):
+    driver = Clock(make_core(ids_dir, pool_tokens=640, tenant_quota=30))
     public = Namespace("public")
     driver.ask(PROMPT, tenant="a", namespace=public)
     told = driver.ask(PROMPT, [(64, FIVE)], tenant="b", namespace=public)
@@ -142,8 +142,8 @@ def test_an_aborted_prompt_keeps_nothing_and_an_answer_that_is_aborted_does(driv
     driver.check_idle()
 
 
-def test_books_of_a_prompt_that_gave_way_while_it_was_computed(tiny_dir):
-    driver = Clock(make_core(tiny_dir, pool_tokens=320, step_tokens=32, pin_budget=1.0))
+def test_books_of_a_prompt_that_gave_way_while_it_was_computed(ids_dir):
+    driver = Clock(make_core(ids_dir, pool_tokens=320, step_tokens=32, pin_budget=1.0))
     for i in range(3):
         driver.add(f"r{i}", [i] * 150, breakpoints=[(150, FIVE)], max_new_tokens=60)
     driver.run()
@@ -165,7 +165,7 @@ def test_rolling_breakpoints_have_the_hit_ratio_of_the_longest_prefix(driver):
         history = history + turn
         lengths.append(len(history))
         driver.now += 100
-        driver.flood(10, 20_000 + 1000 * len(lengths))
+        driver.flood(10, 2000 + 100 * len(lengths))
     distinct = {node for keep in driver.core.cache.pins.kept.values() for node in path(keep.node)}
     assert driver.core.cache.tree.num_pinned_pages == sum(len(node.pages) for node in distinct) <= len(history) // PAGE
 
@@ -198,8 +198,8 @@ asks = st.tuples(
 
 
 @pytest.fixture(scope="module")
-def small(tiny_dir):
-    return Clock(make_core(tiny_dir, pool_tokens=256, pin_budget=0.5))
+def small(ids_dir):
+    return Clock(make_core(ids_dir, pool_tokens=256, pin_budget=0.5))
 
 
 @settings(max_examples=20, deadline=None)

@@ -10,6 +10,7 @@ from runtime.engine.queue import WaitingQueue
 from runtime.request import Found, Request
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.requests import make_request
+from tests.tiny import VOCAB
 
 A, B = Namespace("a"), Namespace("b")
 
@@ -93,24 +94,24 @@ def test_random_comings_and_goings(policy):
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "lpm", "balanced"])
-def test_every_policy_serves_everybody_with_the_same_tokens(tiny_dir, policy):
+def test_every_policy_serves_everybody_with_the_same_tokens(ids_dir, policy):
     draw = random.Random(2)
-    roots = [[draw.randrange(49152) for _ in range(40)] for _ in range(3)]
-    prompts = [draw.choice(roots) + [draw.randrange(49152) for _ in range(draw.randrange(1, 30))] for _ in range(30)]
-    driver = Driver(make_core(tiny_dir, pool_tokens=400, schedule_policy=policy, max_running=6, step_tokens=64))
-    plain = Driver(make_core(tiny_dir, prefix_cache=False))
+    roots = [[draw.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
+    prompts = [draw.choice(roots) + [draw.randrange(VOCAB) for _ in range(draw.randrange(1, 30))] for _ in range(30)]
+    driver = Driver(make_core(ids_dir, pool_tokens=400, schedule_policy=policy, max_running=6, step_tokens=64))
+    plain = Driver(make_core(ids_dir, prefix_cache=False))
     assert driver.together(prompts, max_new_tokens=12) == plain.together(prompts, max_new_tokens=12)
 
 
-def test_who_gives_way_is_cheap_to_compute_again(tiny_dir):
+def test_who_gives_way_is_cheap_to_compute_again(ids_dir):
     """Of two that could give way, the one goes whose prompt another request keeps."""
-    core = make_core(tiny_dir, pool_tokens=512, max_running=8)
+    core = make_core(ids_dir, pool_tokens=512, max_running=8)
     driver = Driver(core)
     root = list(range(100, 196))
     driver.add("first", [*root, 1], max_new_tokens=150)
     driver.step()
     driver.add("shares", [*root, 2, 3, 4], max_new_tokens=150)
-    driver.add("own", list(range(5000, 5100)), max_new_tokens=150)
+    driver.add("own", list(range(3000, 3100)), max_new_tokens=150)
     retracted = []
     retract = core.scheduler._retract
     core.scheduler._retract = lambda request: (retracted.append(request.rid), retract(request))

@@ -19,15 +19,15 @@ def pin(core, tokens, **options):
     call(core, AddPin(array("i", tokens).tobytes(), **options))
 
 
-def test_pins_come_back_by_themselves(tiny_dir, tmp_path):
+def test_pins_come_back_by_themselves(ids_dir, tmp_path):
     """With its name and the rest of its time; other prefixes are loaded when they are asked for."""
-    first = open_core(tiny_dir, pool_tokens=2048, pin_budget=0.5, **options_of("disk", tmp_path))
+    first = open_core(ids_dir, pool_tokens=2048, pin_budget=0.5, **options_of("disk", tmp_path))
     driver = Driver(first)
     pin(first, PROMPTS[0][:128], name="system", ttl_s=1000)
     pin(first, draw(8, 64), ttl_s=1e-3)
     tokens = driver.together([PROMPTS[1], PROMPTS[1]], max_new_tokens=NEW)
     first.close()
-    second = open_core(tiny_dir, pool_tokens=2048, pin_budget=0.5, **options_of("disk", tmp_path))
+    second = open_core(ids_dir, pool_tokens=2048, pin_budget=0.5, **options_of("disk", tmp_path))
     assert second.busy
     again = Driver(second)
     again.run()
@@ -41,20 +41,20 @@ def test_pins_come_back_by_themselves(tiny_dir, tmp_path):
     second.close()
 
 
-def test_a_pin_whose_blocks_are_lost_is_computed_again(tiny_dir, tmp_path):
-    first = open_core(tiny_dir, **options_of("disk", tmp_path))
+def test_a_pin_whose_blocks_are_lost_is_computed_again(ids_dir, tmp_path):
+    first = open_core(ids_dir, **options_of("disk", tmp_path))
     pin(first, PROMPTS[0][:128], name="system")
     first.close()
     for file in (tmp_path / "disk").rglob("*.kv"):
         file.unlink()
-    second = open_core(tiny_dir, **options_of("disk", tmp_path))
+    second = open_core(ids_dir, **options_of("disk", tmp_path))
     Driver(second).run()
     assert [one["name"] for one in call(second, GetPins())["pins"]] == ["system"]
     second.close()
 
 
-def test_a_damaged_note_is_none(tiny_dir, tmp_path):
-    first = open_core(tiny_dir, **options_of("disk", tmp_path))
+def test_a_damaged_note_is_none(ids_dir, tmp_path):
+    first = open_core(ids_dir, **options_of("disk", tmp_path))
     pin(first, PROMPTS[0][:128])
     first.close()
     (note,) = (tmp_path / "disk").glob("pins-*")
@@ -62,16 +62,16 @@ def test_a_damaged_note_is_none(tiny_dir, tmp_path):
     data = bytearray(note.read_bytes())
     for at in (0, len(data) // 2, len(data) - 1):
         note.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        second = open_core(tiny_dir, **options_of("disk", tmp_path))
+        second = open_core(ids_dir, **options_of("disk", tmp_path))
         Driver(second).run()
         assert call(second, GetPins())["pins"] == []
         second.part(Tiering)._resume = None
         second.close()
 
 
-def test_a_tenant_is_erased_from_every_tier(tiny_dir, tmp_path):
+def test_a_tenant_is_erased_from_every_tier(ids_dir, tmp_path):
     options = options_of("host", tmp_path) | options_of("disk", tmp_path) | options_of("store", tmp_path)
-    core = open_core(tiny_dir, **options)
+    core = open_core(ids_dir, **options)
     driver, spaces = Driver(core), (Namespace("a"), Namespace("a", "salt"), Namespace("b"))
     driver.pin(PROMPTS[1][:128], namespace=Namespace("a"))
     for space in spaces:
@@ -93,8 +93,8 @@ def test_a_tenant_is_erased_from_every_tier(tiny_dir, tmp_path):
     core.close()
 
 
-def test_a_flush_reaches_tiers_when_asked(tiny_dir, tmp_path):
-    core = open_core(tiny_dir, **options_of("host", tmp_path))
+def test_a_flush_reaches_tiers_when_asked(ids_dir, tmp_path):
+    core = open_core(ids_dir, **options_of("host", tmp_path))
     driver = Driver(core)
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     evict(core)
@@ -107,8 +107,8 @@ def test_a_flush_reaches_tiers_when_asked(tiny_dir, tmp_path):
     core.close()
 
 
-def test_tiers_come_and_go_while_requests_are_served(tiny_dir, tmp_path):
-    core = open_core(tiny_dir, **options_of("host", tmp_path))
+def test_tiers_come_and_go_while_requests_are_served(ids_dir, tmp_path):
+    core = open_core(ids_dir, **options_of("host", tmp_path))
     driver = Driver(core)
     assert call(core, AttachTier({"disk_cache": str(tmp_path / "disk")})) == {"tiers": ["host", "disk"]}
     with pytest.raises(InvalidRequest, match="already"):
@@ -129,8 +129,8 @@ def test_tiers_come_and_go_while_requests_are_served(tiny_dir, tmp_path):
     core.close()
 
 
-def test_an_engine_without_tiers_takes_one(tiny_dir, tmp_path):
-    first = open_core(tiny_dir)
+def test_an_engine_without_tiers_takes_one(ids_dir, tmp_path):
+    first = open_core(ids_dir)
     driver = Driver(first)
     assert call(first, DetachTier("disk")) == {"found": False}
     expected = driver.together(PROMPTS[:1], max_new_tokens=NEW)
@@ -143,7 +143,7 @@ def test_an_engine_without_tiers_takes_one(tiny_dir, tmp_path):
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     pin(first, draw(7, 128))
     first.close()
-    second = open_core(tiny_dir, **options_of("disk", tmp_path))
+    second = open_core(ids_dir, **options_of("disk", tmp_path))
     Driver(second).run()
     assert second.part(Tiering).tiers.loaded_tokens == {"disk": 128}, (
         "the pin was noted, and its blocks are named alike"
@@ -151,18 +151,18 @@ def test_an_engine_without_tiers_takes_one(tiny_dir, tmp_path):
     second.close()
 
 
-def test_an_engine_without_a_prefix_cache_takes_none(tiny_dir):
-    core = make_core(tiny_dir, prefix_cache=False)
+def test_an_engine_without_a_prefix_cache_takes_none(ids_dir):
+    core = make_core(ids_dir, prefix_cache=False)
     with pytest.raises(InvalidRequest, match="prefix cache is off"):
         call(core, AttachTier({"host_memory": 1.0}))
     core.close()
 
 
-def test_the_tree_says_which_tiers_hold_a_node(tiny_dir, tmp_path):
+def test_the_tree_says_which_tiers_hold_a_node(ids_dir, tmp_path):
     def places():
         return [node["tiers"] for node in call(core, GetTree())["nodes"]]
 
-    core = open_core(tiny_dir, **options_of("host", tmp_path), **options_of("disk", tmp_path))
+    core = open_core(ids_dir, **options_of("host", tmp_path), **options_of("disk", tmp_path))
     driver = Driver(core)
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     assert places() == [[]]
@@ -181,8 +181,8 @@ def test_the_tree_says_which_tiers_hold_a_node(tiny_dir, tmp_path):
     core.close()
 
 
-def test_kv_that_is_distrusted_leaves_the_tiers(tiny_dir, tmp_path):
-    core = open_core(tiny_dir, **options_of("host", tmp_path))
+def test_kv_that_is_distrusted_leaves_the_tiers(ids_dir, tmp_path):
+    core = open_core(ids_dir, **options_of("host", tmp_path))
     driver = Driver(core)
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     evict(core)

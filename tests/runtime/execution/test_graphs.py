@@ -98,8 +98,8 @@ class World:
             torch.testing.assert_close(found[:, :spare], want[:, :spare], atol=1e-5, rtol=1e-4)
 
 
-def test_steps_of_any_size_are_padded(tiny_dir, device):
-    world = World(tiny_dir, device, [1, 2, 8])
+def test_steps_of_any_size_are_padded(ids_dir, device):
+    world = World(ids_dir, device, [1, 2, 8])
     for rows in (1, 2, 5, 8, 3, 1):
         world.check(world.batch(rows))
     unwritten = world.batch(3)
@@ -108,8 +108,8 @@ def test_steps_of_any_size_are_padded(tiny_dir, device):
     assert world.graphs._graphs.keys() == {1, 2, 8}
 
 
-def test_other_steps_run_without_a_graph(tiny_dir, device):
-    world = World(tiny_dir, device, [4])
+def test_other_steps_run_without_a_graph(ids_dir, device):
+    world = World(ids_dir, device, [4])
     assert world.graphs.run(world.batch(5)) is None, "larger than the ladder"
     assert world.graphs.run(world.batch(4, [(slice(0, 4), 1, 0)])) is None, "rows share pages"
     assert world.graphs.run(world.batch(4, alone=[(3, 5, 0)])) is None, "a row reads two spans"

@@ -10,6 +10,7 @@ from radix import POLICIES, Namespace
 from runtime.calls import FlushCache, GetPins, OnNode, RemovePin
 from runtime.protocol import Forget
 from tests.runtime.engine.driver import Driver, call, make_core
+from tests.tiny import VOCAB
 
 
 def pinned(core):
@@ -17,8 +18,8 @@ def pinned(core):
 
 
 @pytest.fixture
-def driver(tiny_dir):
-    return Driver(make_core(tiny_dir, pool_tokens=640, pin_budget=0.5))
+def driver(ids_dir):
+    return Driver(make_core(ids_dir, pool_tokens=640, pin_budget=0.5))
 
 
 PREFIX = list(range(1000, 1100))
@@ -66,8 +67,8 @@ def test_flush_takes_pins_only_when_asked(driver):
     assert call(driver.core, FlushCache(pins=True))["live_tokens"] == 0
 
 
-def test_a_request_that_needs_the_whole_pool_wins_over_a_pin(tiny_dir):
-    driver = Driver(make_core(tiny_dir, pool_tokens=512))
+def test_a_request_that_needs_the_whole_pool_wins_over_a_pin(ids_dir):
+    driver = Driver(make_core(ids_dir, pool_tokens=512))
     driver.together([PREFIX], max_new_tokens=1)
     driver.pin(PREFIX)
     driver.add("big", [7] * 492, max_new_tokens=20)
@@ -89,8 +90,8 @@ def test_a_node_is_pinned_where_it_lies(driver):
     assert cache.tree.num_pinned_pages == cache.tree.num_pages == 3
 
 
-def test_a_request_that_waits_for_room_is_one_use_of_its_prefix(tiny_dir):
-    driver = Driver(make_core(tiny_dir, pool_tokens=640))
+def test_a_request_that_waits_for_room_is_one_use_of_its_prefix(ids_dir):
+    driver = Driver(make_core(ids_dir, pool_tokens=640))
     driver.together([PREFIX], max_new_tokens=1)
     tree = driver.core.cache.tree
     driver.add("big", [7] * 400, max_new_tokens=60)
@@ -107,14 +108,14 @@ def test_a_request_that_waits_for_room_is_one_use_of_its_prefix(tiny_dir):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_full_load_with_pins_and_quotas_at_their_limits(tiny_dir, policy):
+def test_full_load_with_pins_and_quotas_at_their_limits(ids_dir, policy):
     core = make_core(
-        tiny_dir, pool_tokens=320, page_size=4, pin_budget=0.6, eviction_policy=policy, max_running=8, tenant_quota=60
+        ids_dir, pool_tokens=320, page_size=4, pin_budget=0.6, eviction_policy=policy, max_running=8, tenant_quota=60
     )  # fmt: skip
     driver, draw = Driver(core), random.Random(5)
-    plain = Driver(make_core(tiny_dir, prefix_cache=False))
-    roots = [[draw.randrange(49152) for _ in range(30)] for _ in range(4)]
-    prompts = {str(i): draw.choice(roots) + [draw.randrange(49152) for _ in range(20)] for i in range(40)}
+    plain = Driver(make_core(ids_dir, prefix_cache=False))
+    roots = [[draw.randrange(VOCAB) for _ in range(30)] for _ in range(4)]
+    prompts = {str(i): draw.choice(roots) + [draw.randrange(VOCAB) for _ in range(20)] for i in range(40)}
 
     def between(step: int) -> None:
         if step % 3 == 0:
@@ -137,8 +138,8 @@ def test_full_load_with_pins_and_quotas_at_their_limits(tiny_dir, policy):
 
 
 @pytest.mark.parametrize("jump_s", [1e9, -1e9])
-def test_a_clock_that_jumps_ends_no_pin(tiny_dir, monkeypatch, jump_s):
-    driver = Driver(make_core(tiny_dir, pool_tokens=640))
+def test_a_clock_that_jumps_ends_no_pin(ids_dir, monkeypatch, jump_s):
+    driver = Driver(make_core(ids_dir, pool_tokens=640))
     other = [7] * 100
     driver.together([PREFIX, other], max_new_tokens=1)
     driver.pin(PREFIX, ttl_s=1000.0)

@@ -101,13 +101,13 @@ def test_equal_masks_over_equal_pages_are_read_once():
         assert (span.length, span.keep is not None) == (4, True)
 
 
-def test_requests_under_one_node_attend_to_it_together(tiny_dir, monkeypatch):
+def test_requests_under_one_node_attend_to_it_together(ids_dir, monkeypatch):
     """The plan has one edge for the shared part, and the output is what each request gives alone."""
     plans = []
-    core = make_core(tiny_dir)
+    core = make_core(ids_dir)
     run = core.executor.run
     monkeypatch.setattr(core.executor, "run", lambda batch: plans.append(batch.groups[0].attention) or run(batch))
-    driver, alone = Driver(core), Driver(make_core(tiny_dir, prefix_cache=False))
+    driver, alone = Driver(core), Driver(make_core(ids_dir, prefix_cache=False))
     root = list(range(3000, 3320))
     driver.together([root], max_new_tokens=1)
     prompts = [[*root, 5 * i, *range(i, i + 3 * i)] for i in range(1, 6)] + [[9] * 40]

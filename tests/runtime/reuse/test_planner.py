@@ -42,11 +42,11 @@ def drive(core):
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_a_plan_that_grows_is_the_plan_made_anew(tiny_dir, monkeypatch, drafts):
+def test_a_plan_that_grows_is_the_plan_made_anew(ids_dir, monkeypatch, drafts):
     """Within pages and over their ends, and over steps with drafts."""
     options = {"page_size": 4, "pool_tokens": 240}
-    known = drive(make_core(tiny_dir, **options)) if drafts else {}
-    core, guess = make_core(tiny_dir, drafts="auto", **options), random.Random(6)
+    known = drive(make_core(ids_dir, **options)) if drafts else {}
+    core, guess = make_core(ids_dir, drafts="auto", **options), random.Random(6)
     plan, built, starts, grown = core.planner.plan, [], {}, []
     monkeypatch.setattr(planner, "build", lambda *a, made=planner.build: built.append(1) or made(*a))
 

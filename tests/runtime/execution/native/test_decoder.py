@@ -16,6 +16,7 @@ from runtime.models.adapters.lora import LoraAdapter, LowRank
 from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
 from tests.runtime.execution.transformers.architectures import save_small
+from tests.tiny import VOCAB
 
 CPU = torch.device("cpu")
 PAGE, PAGES = 4, 64
@@ -49,7 +50,7 @@ def mixed_batch(layers):
     """A prefill of 70 rows, one of 9 on top of 20, two decode rows that share a moved span with a hole."""
     torch.manual_seed(1)
     counts, lengths = [70, 9, 1, 1], [70, 29, 6, 13]
-    tokens = torch.randint(0, 49152, (sum(counts),))
+    tokens = torch.randint(0, VOCAB, (sum(counts),))
     positions = torch.cat(
         [torch.arange(length - n, length) + 40 * (n == 1) for n, length in zip(counts, lengths, strict=True)]
     )
@@ -81,7 +82,7 @@ def fewer_rows_later(layers):
         LayerGroup(range(1), None, slots, first),
         LayerGroup(range(1, layers), alive, slots[alive], rest),
     ]
-    return ForwardBatch(torch.randint(0, 49152, (12,)), torch.arange(12), groups, torch.tensor([11, 0, 5]))
+    return ForwardBatch(torch.randint(0, VOCAB, (12,)), torch.arange(12), groups, torch.tensor([11, 0, 5]))
 
 
 @cache
@@ -113,7 +114,7 @@ def test_every_architecture(library, any_tiny_dir, storage, threads, make_batch)
 
 @pytest.fixture(scope="module")
 def experts_dir(tmp_path_factory):
-    return save_small("GptOss", tmp_path_factory.mktemp("experts"), vocab_size=49152, num_experts_per_tok=3)
+    return save_small("GptOss", tmp_path_factory.mktemp("experts"), vocab_size=VOCAB, num_experts_per_tok=3)
 
 
 @pytest.mark.parametrize("make_batch", [mixed_batch, fewer_rows_later])
@@ -155,13 +156,13 @@ def make_adapter(spec, digest, rank):
 
 @pytest.mark.parametrize("make_batch", [mixed_batch, fewer_rows_later])
 @pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16])
-def test_rows_with_adapters(library, tiny_dir, storage, make_batch):
+def test_rows_with_adapters(library, ids_dir, storage, make_batch):
     """Ranks of 3 and 40 side by side, and rows without one before, between and behind them."""
-    reference = make_model(tiny_dir, storage, torch.float32)
+    reference = make_model(ids_dir, storage, torch.float32)
     spec = reference.spec
     batch = make_batch(spec.num_layers)
     pool, native_pool = make_pool(spec, torch.float32), make_pool(spec, storage)
-    native = NativeDecoder(library, make_model(tiny_dir, storage), native_pool, 2)
+    native = NativeDecoder(library, make_model(ids_dir, storage), native_pool, 2)
     plain = reference.forward(batch, make_pool(spec, torch.float32), CPUAttention(pool, reference.rope))
     for digest, rank in (("a", 3), ("b", 40)):
         for model in (reference, native):
@@ -174,9 +175,9 @@ def test_rows_with_adapters(library, tiny_dir, storage, make_batch):
     assert _distance(native_pool.v.float(), pool.v) < tolerance
 
 
-def test_steps_reuse_their_buffers(library, tiny_dir):
+def test_steps_reuse_their_buffers(library, ids_dir):
     """A long step, a short one, then the long one again: nothing of one is seen in another."""
-    model = make_model(tiny_dir, torch.float32)
+    model = make_model(ids_dir, torch.float32)
     spec = model.spec
     native_pool = make_pool(spec, torch.float32)
     native = NativeDecoder(library, model, native_pool, 2)
@@ -187,14 +188,14 @@ def test_steps_reuse_their_buffers(library, tiny_dir):
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_steps_of_any_size_give_the_same_bits(library, tiny_dir, int8):
+def test_steps_of_any_size_give_the_same_bits(library, ids_dir, int8):
     """A prompt at once, in which each thread goes alone, in chunks, and token by token."""
     if library.isa != "avx512bf16":
         pytest.skip("only pairs of bfloat16 are summed in one order")
-    length, tokens = 198, torch.randint(0, 49152, (198,), generator=torch.Generator().manual_seed(3))
+    length, tokens = 198, torch.randint(0, VOCAB, (198,), generator=torch.Generator().manual_seed(3))
 
     def run(steps):
-        model = make_model(tiny_dir, torch.bfloat16)
+        model = make_model(ids_dir, torch.bfloat16)
         spec, pool, logits = model.spec, make_pool(model.spec, torch.bfloat16), []
         native = NativeDecoder(library, model, pool, 2, int8)
         for start, stop in pairwise(steps):
@@ -215,16 +216,16 @@ def test_steps_of_any_size_give_the_same_bits(library, tiny_dir, int8):
             assert torch.equal(got, of)
 
 
-def test_no_logits_wanted(library, tiny_dir):
-    model = make_model(tiny_dir, torch.float32)
+def test_no_logits_wanted(library, ids_dir):
+    model = make_model(ids_dir, torch.float32)
     native = NativeDecoder(library, model, make_pool(model.spec, torch.float32), 2)
     batch = fewer_rows_later(model.spec.num_layers)
     batch.logits_rows = torch.empty(0, dtype=torch.int64)
     assert native.forward(batch).shape == (0, model.spec.vocab_size)
 
 
-def test_the_torch_weights_are_let_go(library, tiny_dir):
-    model = make_model(tiny_dir, torch.float32)
+def test_the_torch_weights_are_let_go(library, ids_dir):
+    model = make_model(ids_dir, torch.float32)
     NativeDecoder(library, model, make_pool(model.spec, torch.float32), 1)
     assert not hasattr(model, "layers")
     assert not hasattr(model, "head")

@@ -8,6 +8,7 @@ from radix import path
 from runtime.engine.core import EngineCore
 from runtime.engine.tiering import Tiering
 from tests.runtime.engine.driver import Driver, make_core
+from tests.tiny import VOCAB
 
 NEW = 4
 
@@ -41,7 +42,7 @@ def evict(core: EngineCore) -> None:
 
 def draw(seed: int, count: int) -> list[int]:
     """Random tokens."""
-    return [random.Random(f"{seed} {i}").randrange(49152) for i in range(count)]
+    return [random.Random(f"{seed} {i}").randrange(VOCAB) for i in range(count)]
 
 
 def loaded(driver: Driver, rid: str) -> dict[str, int]:

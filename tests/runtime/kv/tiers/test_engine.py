@@ -20,14 +20,14 @@ WHOLE = [(len(prompt) - 1) // 64 * 64 for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_dir):
-    driver = Driver(make_core(tiny_dir, prefix_cache=False, kernels="torch"))
+def expected(ids_dir):
+    driver = Driver(make_core(ids_dir, prefix_cache=False, kernels="torch"))
     return driver.together(PROMPTS, max_new_tokens=NEW)
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_evicted_blocks_come_back_from_each_tier(tiny_dir, tmp_path, expected, tier):
-    core = open_core(tiny_dir, **options_of(tier, tmp_path))
+def test_evicted_blocks_come_back_from_each_tier(ids_dir, tmp_path, expected, tier):
+    core = open_core(ids_dir, **options_of(tier, tmp_path))
     driver = Driver(core)
     assert driver.together(PROMPTS, max_new_tokens=NEW) == expected
     for i, prompt in enumerate(PROMPTS):
@@ -40,25 +40,25 @@ def test_evicted_blocks_come_back_from_each_tier(tiny_dir, tmp_path, expected, t
 
 
 @pytest.mark.parametrize("tier", ["disk", "store"])
-def test_a_restart_and_another_replica_find_what_was_computed(tiny_dir, tmp_path, expected, tier):
-    first = open_core(tiny_dir, **options_of(tier, tmp_path))
+def test_a_restart_and_another_replica_find_what_was_computed(ids_dir, tmp_path, expected, tier):
+    first = open_core(ids_dir, **options_of(tier, tmp_path))
     driver = Driver(first)
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     evict(first)
-    second = Driver(open_core(tiny_dir, **options_of(tier, tmp_path)))
+    second = Driver(open_core(ids_dir, **options_of(tier, tmp_path)))
     assert second.together(PROMPTS[:1], max_new_tokens=NEW) == expected[:1]
     assert loaded(second, "r0") == {tier: WHOLE[0]}
     first.close()
     second.core.close()
-    third = Driver(open_core(tiny_dir, **options_of(tier, tmp_path)))
+    third = Driver(open_core(ids_dir, **options_of(tier, tmp_path)))
     assert third.together(PROMPTS, max_new_tokens=NEW) == expected
     assert loaded(third, "r0") == {tier: WHOLE[0]}
     assert loaded(third, "r1") == {tier: 128}
     third.core.close()
 
 
-def test_what_is_used_twice_is_written_at_once(tiny_dir, tmp_path, expected):
-    core = open_core(tiny_dir, **options_of("host", tmp_path))
+def test_what_is_used_twice_is_written_at_once(ids_dir, tmp_path, expected):
+    core = open_core(ids_dir, **options_of("host", tmp_path))
     driver = Driver(core)
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     core.part(Tiering).tiers.worker.drain()
@@ -72,8 +72,8 @@ def test_what_is_used_twice_is_written_at_once(tiny_dir, tmp_path, expected):
     core.close()
 
 
-def test_a_prefix_that_several_requests_begin_to_read_in_one_step_is_written(tiny_dir, tmp_path):
-    core = open_core(tiny_dir, **options_of("host", tmp_path))
+def test_a_prefix_that_several_requests_begin_to_read_in_one_step_is_written(ids_dir, tmp_path):
+    core = open_core(ids_dir, **options_of("host", tmp_path))
     driver = Driver(core)
     driver.together([[*PROMPTS[0][:128], *draw(i, 24)] for i in range(4)], max_new_tokens=NEW)
     core.part(Tiering).tiers.worker.drain()
@@ -81,9 +81,9 @@ def test_a_prefix_that_several_requests_begin_to_read_in_one_step_is_written(tin
     core.close()
 
 
-def test_pages_that_nobody_has_copied_yet_are_copied_by_those_who_write_into_them(tiny_dir, tmp_path, expected):
+def test_pages_that_nobody_has_copied_yet_are_copied_by_those_who_write_into_them(ids_dir, tmp_path, expected):
     """The thread that copies stands still while all pages are used again and again."""
-    core = open_core(tiny_dir, pool_tokens=256, **options_of("host", tmp_path))
+    core = open_core(ids_dir, pool_tokens=256, **options_of("host", tmp_path))
     driver, gate = Driver(core), threading.Event()
     core.part(Tiering).tiers.worker._gatherer.run(gate.wait)
     for i, prompt in enumerate(PROMPTS):
@@ -97,8 +97,8 @@ def test_pages_that_nobody_has_copied_yet_are_copied_by_those_who_write_into_the
     core.close()
 
 
-def test_two_requests_that_want_the_same_blocks_share_a_load(tiny_dir, tmp_path, expected):
-    core = open_core(tiny_dir, **options_of("host", tmp_path))
+def test_two_requests_that_want_the_same_blocks_share_a_load(ids_dir, tmp_path, expected):
+    core = open_core(ids_dir, **options_of("host", tmp_path))
     driver = Driver(core)
     driver.together(PROMPTS, max_new_tokens=NEW)
     evict(core)
@@ -108,8 +108,8 @@ def test_two_requests_that_want_the_same_blocks_share_a_load(tiny_dir, tmp_path,
     core.close()
 
 
-def test_a_request_that_leaves_while_its_kv_is_loaded_leaves_no_page(tiny_dir, tmp_path, expected):
-    core = open_core(tiny_dir, **options_of("host", tmp_path))
+def test_a_request_that_leaves_while_its_kv_is_loaded_leaves_no_page(ids_dir, tmp_path, expected):
+    core = open_core(ids_dir, **options_of("host", tmp_path))
     driver = Driver(core)
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     evict(core)
@@ -121,8 +121,8 @@ def test_a_request_that_leaves_while_its_kv_is_loaded_leaves_no_page(tiny_dir, t
     core.close()
 
 
-def test_a_store_that_fails_or_hangs_costs_bounded_time(tiny_dir, tmp_path, expected):
-    core = open_core(tiny_dir, **options_of("host", tmp_path))
+def test_a_store_that_fails_or_hangs_costs_bounded_time(ids_dir, tmp_path, expected):
+    core = open_core(ids_dir, **options_of("host", tmp_path))
     core.part(Tiering).tiers.worker.detach("host")
     store = FlakyStore()
     core.part(Tiering).tiers.worker.attach(store)
@@ -142,8 +142,8 @@ def test_a_store_that_fails_or_hangs_costs_bounded_time(tiny_dir, tmp_path, expe
     core.close()
 
 
-def test_a_block_of_other_bytes_is_computed(tiny_dir, tmp_path, expected):
-    core = open_core(tiny_dir, **options_of("disk", tmp_path))
+def test_a_block_of_other_bytes_is_computed(ids_dir, tmp_path, expected):
+    core = open_core(ids_dir, **options_of("disk", tmp_path))
     driver = Driver(core)
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     evict(core)
@@ -159,12 +159,12 @@ def test_a_block_of_other_bytes_is_computed(tiny_dir, tmp_path, expected):
 
 
 @pytest.mark.parametrize("change", [{"page_size": 16}, {"kv_dtype": "fp8"}])
-def test_blocks_of_another_layout_are_not_found(tiny_dir, tmp_path, change):
-    core = open_core(tiny_dir, **options_of("disk", tmp_path))
+def test_blocks_of_another_layout_are_not_found(ids_dir, tmp_path, change):
+    core = open_core(ids_dir, **options_of("disk", tmp_path))
     Driver(core).together(PROMPTS[:1], max_new_tokens=NEW)
     evict(core)
     core.close()
-    other = open_core(tiny_dir, **options_of("disk", tmp_path), **change)
+    other = open_core(ids_dir, **options_of("disk", tmp_path), **change)
     driver = Driver(other)
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     assert loaded(driver, "r0") == {}
@@ -175,8 +175,8 @@ def test_blocks_of_another_layout_are_not_found(tiny_dir, tmp_path, change):
     other.close()
 
 
-def test_tenants_share_nothing(tiny_dir, tmp_path):
-    core = open_core(tiny_dir, **options_of("host", tmp_path))
+def test_tenants_share_nothing(ids_dir, tmp_path):
+    core = open_core(ids_dir, **options_of("host", tmp_path))
     driver = Driver(core)
     driver.together(PROMPTS[:1], max_new_tokens=NEW, namespace=Namespace("a"))
     evict(core)
@@ -187,8 +187,8 @@ def test_tenants_share_nothing(tiny_dir, tmp_path):
     core.close()
 
 
-def test_what_must_not_be_stored_outlives_nothing(tiny_dir, tmp_path, expected):
-    core = open_core(tiny_dir, kv_events="tcp://127.0.0.1:*", **options_of("host", tmp_path))
+def test_what_must_not_be_stored_outlives_nothing(ids_dir, tmp_path, expected):
+    core = open_core(ids_dir, kv_events="tcp://127.0.0.1:*", **options_of("host", tmp_path))
     driver = Driver(core)
     for _ in range(2):
         for i in (0, 1):
@@ -210,14 +210,14 @@ def test_what_must_not_be_stored_outlives_nothing(tiny_dir, tmp_path, expected):
 
 
 @pytest.mark.parametrize(("tier", "seed"), [("host", 0), ("disk", 1), ("store", 2)])
-def test_lives(tiny_dir, tmp_path, tier, seed):
+def test_lives(ids_dir, tmp_path, tier, seed):
     """Arrivals, aborts, flushes, retraction, unstored requests and lost blocks, in a pool that holds little."""
     luck = random.Random(f"{tier} {seed}")
     page = luck.choice([4, 16])
-    core = open_core(tiny_dir, page_size=page, pool_tokens=320, chunk_tokens=17, max_running=4,
+    core = open_core(ids_dir, page_size=page, pool_tokens=320, chunk_tokens=17, max_running=4,
                      tenant_quota=240 // page, pin_budget=0.5, **options_of(tier, tmp_path))  # fmt: skip
     driver = Driver(core)
-    plain = Driver(make_core(tiny_dir, prefix_cache=False, kernels="torch"))
+    plain = Driver(make_core(ids_dir, prefix_cache=False, kernels="torch"))
     roots = [draw(100 + i, 200) for i in range(3)]
     asked: dict[str, list[int]] = {}
     for i in range(40):

@@ -12,8 +12,10 @@ from tests.runtime.kv.tiers.engines import always, evict, loaded, options_of
 from tests.runtime.reuse.bicache.driver import DenoiseDriver
 from tests.runtime.reuse.bicache.driver import make_core as make_denoiser
 from tests.runtime.reuse.bicache.models import EOS
-from tests.runtime.reuse.fusion.driver import FusionDriver, build
-from tests.runtime.reuse.modules.plain import Module, ModuleDriver, Prompt, draw_tokens
+from tests.runtime.reuse.contract.subject import World
+from tests.runtime.reuse.contract.subjects import Fusion, Modules
+from tests.runtime.reuse.fusion.asks import build
+from tests.runtime.reuse.modules.plain import Module, Prompt, draw_tokens
 
 
 def module_prompt() -> Prompt:
@@ -25,9 +27,9 @@ def module_prompt() -> Prompt:
 
 
 @pytest.mark.parametrize("tier", ["host", "disk", "store"])
-def test_modules(tiny_dir, tmp_path, tier):
+def test_modules(ids_dir, tmp_path, tier):
     options = {"page_size": 8, "pool_tokens": 1024, "kernels": "torch"}
-    driver = ModuleDriver(tiny_dir, **options, **options_of(tier, tmp_path))
+    driver = World(Modules(ids_dir), **options, **options_of(tier, tmp_path))
     always(driver.core)
     prompt = module_prompt()
     driver.ask("cold", prompt)
@@ -37,7 +39,7 @@ def test_modules(tiny_dir, tmp_path, tier):
     if tier != "host":
         driver.core.close()
         tokens = driver.tokens
-        driver = ModuleDriver(tiny_dir, **options, **options_of(tier, tmp_path))
+        driver = World(Modules(ids_dir), **options, **options_of(tier, tmp_path))
         driver.tokens |= tokens
         always(driver.core)
     encoded = driver.core.counters["encoded_modules"]
@@ -51,23 +53,23 @@ def test_modules(tiny_dir, tmp_path, tier):
 
 
 @pytest.mark.parametrize("method", ["legolink", "a3", "full"])
-def test_documents(tiny_dir, tmp_path, method):
+def test_documents(ids_dir, tmp_path, method):
     """Chunks and the prefix come back; rows that were computed for this combination are computed again."""
     luck = random.Random(2)
     ask = build(luck, [draw_tokens(luck, 70), draw_tokens(luck, 50)], 72, method=method)
     ask = replace(ask, chunk_tokens=512)
     options = {"page_size": 8, "pool_tokens": 1024, "kernels": "torch"}
-    driver = FusionDriver(tiny_dir, **options, **options_of("disk", tmp_path))
+    driver = World(Fusion(ids_dir), **options, **options_of("disk", tmp_path))
     always(driver.core)
-    driver.fuse("cold", ask)
+    driver.ask("cold", ask)
     driver.run()
     evict(driver.core)
     blocks = driver.core.part(Tiering).tiers.worker.stats()["tiers"]["disk"]["counts"]["written"]
     assert blocks == 1 + 2 + 1 + (method == "full"), "the prefix, the documents, and full reuse's question"
     driver.core.close()
-    other = FusionDriver(tiny_dir, **options, **options_of("disk", tmp_path))
+    other = World(Fusion(ids_dir), **options, **options_of("disk", tmp_path))
     always(other.core)
-    other.fuse("warm", ask)
+    other.ask("warm", ask)
     other.run()
     assert other.tokens["warm"] == driver.tokens["cold"]
     assert other.core.counters["encoded_documents"] == 1, "the end of the prefix is no whole block"
@@ -132,19 +134,19 @@ def test_an_encoding_of_which_a_block_is_lost_is_encoded_again(deep_dir, tmp_pat
     driver.core.close()
 
 
-def test_entries_that_must_not_be_stored_outlive_nothing(tiny_dir, deep_dir, tmp_path):
+def test_entries_that_must_not_be_stored_outlive_nothing(ids_dir, deep_dir, tmp_path):
     options = {"page_size": 8, "pool_tokens": 1024, "kernels": "torch"}
-    driver = FusionDriver(tiny_dir, **options, **options_of("host", tmp_path))
+    driver, modules = World(Fusion(ids_dir), **options, **options_of("host", tmp_path)), Modules(ids_dir)
     luck = random.Random(3)
     ask = build(luck, [draw_tokens(luck, 70), draw_tokens(luck, 50)], 72, method="a3")
-    driver.fuse("kept", ask, namespace=Namespace("other"))
+    driver.ask("kept", ask, namespace=Namespace("other"))
     driver.run()
-    driver.ask("module", module_prompt(), namespace=Namespace("other"))
+    driver.ask("module", module_prompt(), by=modules, namespace=Namespace("other"))
     driver.run()
     evict(driver.core)
     for rid in ("one", "two"):
-        driver.fuse(rid, ask, store=False)
-        driver.ask(f"{rid} module", module_prompt(), store=False)
+        driver.ask(rid, ask, store=False)
+        driver.ask(f"{rid} module", module_prompt(), by=modules, store=False)
         driver.run()
         assert driver.tokens[rid] == driver.tokens["kept"]
         assert driver.tokens[f"{rid} module"] == driver.tokens["module"]
@@ -152,10 +154,10 @@ def test_entries_that_must_not_be_stored_outlive_nothing(tiny_dir, deep_dir, tmp
     assert driver.core.cache.tree.num_pages == 0
     # A part of a module that lies in the tree is of no use to those who may not add to it.
     prompt = module_prompt()
-    driver.ask("whole", prompt)
+    driver.ask("whole", prompt, by=modules)
     driver.run()
     driver.core.cache.allocator.release(driver.core.cache.tree.evict(5))
-    driver.ask("part", replace(prompt, tokens=[*prompt.tokens[:-1], 5]), store=False)
+    driver.ask("part", replace(prompt, tokens=[*prompt.tokens[:-1], 5]), by=modules, store=False)
     driver.run()
     driver.core.close()
     denoiser = open_denoiser(deep_dir, tmp_path, "host")

@@ -112,8 +112,8 @@ def test_the_oldest_of_too_many_counts_as_gone(start, monkeypatch, flaky):
     assert told.of("disk") == "a3 a4 a5"
 
 
-def test_an_engine_publishes_what_left_the_pool_for_a_tier(tiny_dir, tmp_path):
-    core = open_core(tiny_dir, host_memory=0.1, kv_events=f"ipc://{tmp_path}/e", kv_events_of="all")
+def test_an_engine_publishes_what_left_the_pool_for_a_tier(ids_dir, tmp_path):
+    core = open_core(ids_dir, host_memory=0.1, kv_events=f"ipc://{tmp_path}/e", kv_events_of="all")
     driver, prompt = Driver(core), draw(0, 130)
     driver.add("a", prompt, namespace=Namespace("acme", "s"), max_new_tokens=2)
     driver.run()

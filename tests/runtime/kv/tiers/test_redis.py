@@ -59,17 +59,17 @@ def test_an_erasure_passes_through_more_than_one_batch(store):
     assert store.usage().blocks == 2
 
 
-def test_an_engine_its_next_start_and_another_replica(tiny_dir, store, server):
+def test_an_engine_its_next_start_and_another_replica(ids_dir, store, server):
     prompts = [draw(0, 150) + draw(i, 60) for i in range(3)]
-    expected = Driver(make_core(tiny_dir, prefix_cache=False, kernels="torch")).together(prompts, max_new_tokens=4)
-    first, second = (open_core(tiny_dir, kv_store=server.url) for _ in range(2))
+    expected = Driver(make_core(ids_dir, prefix_cache=False, kernels="torch")).together(prompts, max_new_tokens=4)
+    first, second = (open_core(ids_dir, kv_store=server.url) for _ in range(2))
     driver = Driver(first)
     assert driver.together(prompts, max_new_tokens=4) == expected
     evict(first)
     assert driver.together(prompts[:1], max_new_tokens=4) == expected[:1]
     assert loaded(driver, "r3") == {"store": 192}
     first.close()
-    for core in (second, open_core(tiny_dir, kv_store=server.url)):
+    for core in (second, open_core(ids_dir, kv_store=server.url)):
         driver = Driver(core)
         assert driver.together(prompts, max_new_tokens=4) == expected
         assert loaded(driver, "r0") == {"store": 192}

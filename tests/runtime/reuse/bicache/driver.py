@@ -1,6 +1,5 @@
 """Drives a EngineCore step by step."""
 
-from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from runtime.denoising import DiffusionParams
 from runtime.engine.core import EngineCore
 from runtime.engine.opening import open_engine
 from runtime.params import SamplingParams
-from runtime.protocol import AddRequest
 from tests.runtime.engine.driver import Driver
 
 
@@ -38,11 +36,7 @@ class DenoiseDriver(Driver):
         params = SamplingParams(**{"temperature": 0, "ignore_eos": True, **(sampling or {})})
         filled = DiffusionParams(**diffusion).filled(self.core.info.diffusion, params)
         filled.check(self.core.info.diffusion, params, self.core.executor.spec.num_layers, len(prompt))
-        self.tokens[rid], self.events[rid] = [], []
-        message = AddRequest(
-            rid, array("i", prompt).tobytes(), params.model_dump(), namespace, diffusion=filled.model_dump()
-        )
-        self.core.handle(message)
+        self.send(rid, prompt, sampling or {}, namespace=namespace, diffusion=filled.model_dump())
 
     def one(self, prompt: Sequence[int], **options: Any) -> list[int]:
         """Run one request alone; its tokens."""

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 from radix import Namespace
 from runtime.engine.core import EngineCore
-from runtime.params import SamplingParams
-from runtime.protocol import AddRequest
-from runtime.request import Request
 from tests.runtime.engine.driver import Driver, make_core
 
 NEW = 6
@@ -42,7 +38,7 @@ class Subject(ABC):
     @classmethod
     def make(cls, fixture: Callable[[str], Any]) -> Subject:
         """The subject, with a model of a session's fixtures."""
-        return cls(fixture("tiny_dir"))
+        return cls(fixture("ids_dir"))
 
     def core(self, **options: Any) -> EngineCore:
         """A core in float32 that checks its invariants after every step."""
@@ -78,29 +74,41 @@ class Subject(ABC):
 
 
 class World(Driver):
-    """Requests of several subjects on one core."""
+    """Requests of one subject, and of others beside them, on one core."""
 
     def __init__(self, subject: Subject, **options: Any):
         super().__init__(subject.core(**options))
+        self.subject = subject
         self.asked: dict[str, tuple[Subject, Any]] = {}
-        self.requests: dict[str, Request] = {}
 
-    def ask(self, rid: str, subject: Subject, prompt: Any, count: int = NEW, **fields: Any) -> None:
-        """Add a request; `fields` of its message."""
+    def ask(
+        self,
+        rid: str,
+        prompt: Any,
+        count: int = NEW,
+        by: Subject | None = None,
+        reuse: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> None:
+        """Add a request of the world's subject, or of another; other `reuse` fields, and `fields` of its message."""
+        subject = by or self.subject
         message = {**subject.message(prompt, count), **fields}
-        sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": count, **message.pop("sampling", {})}
-        tokens = array("i", message.pop("tokens")).tobytes()
-        self.tokens[rid], self.events[rid] = [], []
-        refused = self.core.handle(AddRequest(rid, tokens, SamplingParams(**sampling).model_dump(), **message))
-        self.take(refused)
-        if not refused:
-            self.asked[rid], self.requests[rid] = (subject, prompt), self.core.requests[rid]
+        if reuse:
+            message["reuse"] |= reuse
+        sampling = {"max_new_tokens": count, **message.pop("sampling", {})}
+        self.send(rid, message.pop("tokens"), sampling, **message)
+        if rid in self.requests:
+            self.asked[rid] = subject, prompt
 
-    def one(self, rid: str, subject: Subject, prompt: Any, **fields: Any) -> list[int]:
+    def one(self, rid: str, prompt: Any, count: int = NEW, **fields: Any) -> list[int]:
         """Run one request alone; its tokens."""
-        self.ask(rid, subject, prompt, **fields)
+        self.ask(rid, prompt, count, **fields)
         self.run()
         return self.tokens[rid]
+
+    def report(self, rid: str) -> dict[str, Any]:
+        """What a request was told of its reuse."""
+        return next(event.reuse for event in self.events[rid] if event.reuse)
 
     def check(self, count: int | None = NEW) -> None:
         """Every request has its `count` tokens, and the right ones; None: any number, as aborted ones have."""

@@ -18,11 +18,12 @@ from tests.runtime.reuse.bicache.models import save_tiny
 from tests.runtime.reuse.bicache.reference import PlainModel, llada
 from tests.runtime.reuse.contract.subject import NEW, Subject, World
 from tests.runtime.reuse.fusion import reference as fusion
-from tests.runtime.reuse.fusion.driver import CLOSE, Library, asked, build
+from tests.runtime.reuse.fusion.asks import Library, asked, build
 from tests.runtime.reuse.modules import plain as modules
 from tests.runtime.reuse.modules.plain import Module, Prompt, draw_tokens
 from tests.runtime.reuse.plain_blocks import SURE, PlainBlocks
 
+CLOSE = 2e-3  # of logits and their logarithms: float32, in another order
 # Tokens, and fields of `DiffusionParams`.
 Drawn = tuple[tuple[int, ...], dict[str, Any]]
 
@@ -73,7 +74,11 @@ class Prefix(Subject):
 
 
 class Reasoning(Prefix):
-    """Its answers are too short to share pages."""
+    """Its answers are too short to share pages. What it compares is text."""
+
+    @classmethod
+    def make(cls, fixture: Callable[[str], Any]) -> Subject:
+        return cls(fixture("tiny_dir"))
 
     def message(self, prompt: list[int], count: int) -> dict[str, Any]:
         return {"tokens": prompt, "reuse": {"method": "reasoncache"}}
@@ -148,14 +153,22 @@ class Fusion(Subject):
         return prompt, greedy(load(self.path), prompt.prompt, NEW)
 
     def check(self, world: World, rid: str) -> None:
-        """The chosen rows are the reference's, and so is the answer."""
-        (_, ask), tokens, state = world.asked[rid], world.tokens[rid], world.requests[rid].reuse
+        """The rows are those that the reference chooses for this prompt, or for the one that it goes on with.
+
+        The tokens are greedy and, where they were asked for, their log-probabilities right.
+        """
+        (_, ask), tokens, state = world.asked[rid], torch.tensor(world.tokens[rid]), world.requests[rid].reuse
         reference, rows = load_fusion(self.path), state.selected.tolist()
         first = replace(ask, prompt=ask.prompt[: state.selected_for])
+        assert first in [prompt for _, prompt in world.asked.values()], (rid, state.selected_for)
         assert reference.accepts(first, world.core.cache.page_size, rows), (rid, ask, rows)
-        logits = reference.logits(ask, rows, tokens, len(first.prompt))[:-1]
-        behind = logits.amax(1) - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        logits = reference.logits(ask, rows, tokens.tolist(), len(first.prompt))[:-1]
+        found = logits.gather(1, tokens[:, None])[:, 0]
+        behind = logits.amax(1) - found
         assert behind.max() < CLOSE, (rid, ask, behind)
+        if told := [one.logprob for event in world.events[rid] for one in event.logprobs or []]:
+            off = (torch.tensor(told) - (found - logits.logsumexp(1))).abs().max()
+            assert off < CLOSE, (rid, ask, off)
 
     def ordinary(self, prompt: fusion.Ask) -> list[int]:
         return list(prompt.prompt)

@@ -8,7 +8,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from radix import Namespace
 from runtime.calls import EraseTenant
-from tests.runtime.engine.driver import Driver
 from tests.runtime.execution.attention.stand_in import options_of
 from tests.runtime.reuse.contract.subject import Subject, World
 from tests.runtime.reuse.contract.subjects import SUBJECTS
@@ -50,7 +49,7 @@ class Lives(RuleBasedStateMachine):
     def ask(self, which, seed, count, tenant, store):
         subject = self.subjects[which % len(self.subjects)]
         prompt = subject.anything(seed)
-        self.world.ask(f"r{len(self.world.tokens)}", subject, prompt, count, namespace=tenant, store=store)
+        self.world.ask(f"r{len(self.world.tokens)}", prompt, count, by=subject, namespace=tenant, store=store)
 
     @precondition(lambda self: self.world.core.busy)
     @rule(count=st.sampled_from([1, 1, 3, 20]))
@@ -97,7 +96,7 @@ class Lives(RuleBasedStateMachine):
         elif what == "all":
             self.world.flush()
         else:
-            Driver.ask(self.world, 1, EraseTenant("a"))
+            self.world.begin(1, EraseTenant("a"))
             while self.world.answer() is None:  # no steps: their number would depend on a thread
                 self.world.settle()
 
@@ -133,7 +132,5 @@ def test_diffusion_lives(request, name):
 
 
 @pytest.mark.parametrize(("backend", "examples"), [("torch", 6), ("native", 12), ("flashinfer", 2)])
-def test_causal_strategies_live_beside_each_other(request, monkeypatch, backend, examples):
-    live(
-        [SUBJECTS[name].make(request.getfixturevalue) for name in CAUSAL], examples, **options_of(backend, monkeypatch)
-    )
+def test_causal_strategies_live_beside_each_other(tiny_dir, monkeypatch, backend, examples):
+    live([SUBJECTS[name](tiny_dir) for name in CAUSAL], examples, **options_of(backend, monkeypatch))

@@ -9,7 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.runtime.reuse.fusion.driver import CLOSE, FusionDriver, Library, check
+from tests.runtime.reuse.contract.subject import World
+from tests.runtime.reuse.contract.subjects import CLOSE, Fusion
+from tests.runtime.reuse.fusion.asks import Library, selected
 from tests.runtime.reuse.fusion.reference import Ask
 from tests.runtime.reuse.modules.plain import draw_tokens
 
@@ -39,62 +41,58 @@ def around(draw: random.Random, **fields: Any) -> Ask:
 
 @pytest.mark.parametrize("granularity", ["token", "page"])
 @pytest.mark.parametrize("fields", METHODS, ids=name_of)
-def test_every_method_answers_as_its_paper_has_it(rope_dirs, references, fields, granularity):
+def test_every_method_answers_as_its_paper_has_it(rope_dirs, fields, granularity):
     """Several rotary embeddings, pages, chunks of prefill and backends, cold and warm, alone and in one batch."""
     draw = random.Random(f"{fields} {granularity}")
     for kind, page_size, step_tokens, kernels in zip(
         KINDS, (16, 1, 4), (7, 256, 64), ("auto", "torch", "auto"), strict=True
     ):
-        driver = FusionDriver(rope_dirs[kind], page_size=page_size, step_tokens=step_tokens, kernels=kernels)
+        world = World(Fusion(rope_dirs[kind]), page_size=page_size, step_tokens=step_tokens, kernels=kernels)
         one = around(draw, granularity=granularity, **fields)
-        driver.fuse("cold", one, logprobs=0)
-        driver.run()
-        driver.fuse("warm", one, logprobs=0)
-        driver.fuse("beside", around(draw, granularity=granularity, **fields))
-        driver.run()
-        check(driver, references[kind])
+        world.one("cold", one, logprobs=0)
+        world.ask("warm", one, logprobs=0)
+        world.ask("beside", around(draw, granularity=granularity, **fields))
+        world.run()
+        world.check()
 
 
 @pytest.mark.parametrize("method", ["a3", "cacheblend", "prophetkv", "legolink"])
-def test_nothing_recomputed_is_pie(tiny_dir, method):
+def test_nothing_recomputed_is_pie(ids_dir, method):
     one = around(random.Random(3), method=method, ratio=0.0)
     found = []
     for ask in (one, replace(one, method="pie", ratio=None)):
-        driver = FusionDriver(tiny_dir)
-        driver.fuse("a", ask, 8, logprobs=0)
-        driver.run()
-        told = [one.logprob for event in driver.events["a"] for one in event.logprobs]
-        found.append((driver.tokens["a"], told, driver.selected("a"), driver.row_layers))
+        world = World(Fusion(ids_dir))
+        world.one("a", ask, 8, logprobs=0)
+        told = [one.logprob for event in world.events["a"] for one in event.logprobs]
+        found.append((world.tokens["a"], told, selected(world, "a"), world.row_layers))
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("fields", METHODS, ids=name_of)
-def test_the_order_of_hits_and_misses_changes_nothing(tiny_dir, references, fields):
+def test_the_order_of_hits_and_misses_changes_nothing(ids_dir, fields):
     """Each document cached or not, in any combination: the same rows, and the same answer."""
     one = around(random.Random(4), granularity="page", **fields)
     answers = []
     for cached in range(8):
-        driver = FusionDriver(tiny_dir, page_size=4)
+        world = World(Fusion(ids_dir), page_size=4)
         for i, (start, stop) in enumerate(one.documents):
             if cached >> i & 1:
                 alone = Ask((9, *one.prompt[start:stop], 9), ((1, 1 + stop - start),), "pie", None, chunk_tokens=20)
-                driver.fuse(f"ahead {i}", alone)
-                driver.run()
-        driver.fuse("a", one, logprobs=0)
-        driver.run()
+                world.one(f"ahead {i}", alone)
+        world.one("a", one, logprobs=0)
         found = sum(stop - start for i, (start, stop) in enumerate(one.documents) if cached >> i & 1)
-        assert driver.cached("a") == found
-        told = [one.logprob for event in driver.events["a"] for one in event.logprobs]
-        answers.append((driver.tokens["a"], driver.selected("a"), told))
-    check(driver, references["llama"])
-    for tokens, selected, told in answers[1:]:
-        assert (tokens, selected) == answers[0][:2]
+        assert world.cached("a") == found
+        told = [one.logprob for event in world.events["a"] for one in event.logprobs]
+        answers.append((world.tokens["a"], selected(world, "a"), told))
+    world.check()
+    for tokens, rows, told in answers[1:]:
+        assert (tokens, rows) == answers[0][:2]
         assert told == pytest.approx(answers[0][2], abs=CLOSE)
 
 
 @settings(max_examples=45, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), data=st.data())
-def test_drawn_prompts_answer_as_the_papers_have_it(rope_dirs, references, seed, data):
+def test_drawn_prompts_answer_as_the_papers_have_it(rope_dirs, seed, data):
     kind = data.draw(st.sampled_from(KINDS))
     options = {
         "page_size": data.draw(st.sampled_from([1, 4, 16])),
@@ -104,30 +102,29 @@ def test_drawn_prompts_answer_as_the_papers_have_it(rope_dirs, references, seed,
         "kernels": data.draw(st.sampled_from(["torch", "auto"])),
     }
     draw = random.Random(seed)
-    library, driver = Library(draw), FusionDriver(rope_dirs[kind], **options)
+    library, world = Library(draw), World(Fusion(rope_dirs[kind]), **options)
     for i in range(data.draw(st.integers(1, 3))):
-        driver.fuse(f"{i}", library.ask(), logprobs=draw.choice([None, 0]))
+        world.ask(f"{i}", library.ask(), logprobs=draw.choice([None, 0]))
         for _ in range(data.draw(st.sampled_from([0, 3, 1000]))):
-            if driver.core.busy:
-                driver.step()
-    driver.run()
-    check(driver, references[kind])
+            if world.core.busy:
+                world.step()
+    world.run()
+    world.check()
 
 
 @torch.inference_mode()
-def test_stored_keys_are_not_touched(tiny_dir):
+def test_stored_keys_are_not_touched(ids_dir):
     """A document is read where it lies: nobody moves its keys in memory, nor writes over its rows."""
     draw = random.Random(6)
     text = draw_tokens(draw, 48)
-    driver = FusionDriver(tiny_dir, page_size=16)
-    driver.fuse("ahead", Ask((*text, 9), ((0, 48),), "pie", None, chunk_tokens=64))
-    driver.run()
-    cache, pool = driver.core.cache, driver.core.executor.pool
+    world = World(Fusion(ids_dir), page_size=16)
+    world.one("ahead", Ask((*text, 9), ((0, 48),), "pie", None, chunk_tokens=64))
+    cache, pool = world.core.cache, world.core.executor.pool
     slots = [page * 16 + row for node in cache.tree.nodes() for page in node.pages for row in range(16)]
     before = pool.k[:, slots].clone(), pool.v[:, slots].clone()
     for i, method in enumerate(["a3", "cacheblend", "prophetkv", "legolink", "full"]):
         prompt = (*draw_tokens(draw, 7 + i), *text, *draw_tokens(draw, 6))
-        driver.fuse(method, Ask(prompt, ((7 + i, 55 + i),), method, 0.4, chunk_tokens=64))
-    driver.run()
+        world.ask(method, Ask(prompt, ((7 + i, 55 + i),), method, 0.4, chunk_tokens=64))
+    world.run()
     assert torch.equal(pool.k[:, slots], before[0])
     assert torch.equal(pool.v[:, slots], before[1])

@@ -1,4 +1,4 @@
-"""Random schemas and prompts, a plain reading of what the model should see, and a driver of requests with modules."""
+"""Random schemas and prompts, and a plain reading of what the model should see."""
 
 import random
 from array import array
@@ -9,9 +9,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from runtime.params import SamplingParams
-from runtime.protocol import AddRequest
-from tests.runtime.engine.driver import Driver, make_core
 from tests.tiny import VOCAB
 
 
@@ -92,28 +89,6 @@ class Reference:
     def best(self, prompt: Prompt, output: list[int]) -> list[int]:
         """The greedy token at each place of an output that stands there: equal to it if all of it is greedy."""
         return self.logits(prompt, output).argmax(-1)[:-1].tolist()
-
-
-class ModuleDriver(Driver):
-    """Requests with modules, and ordinary ones, on one core."""
-
-    def __init__(self, path: Path, **options: Any):
-        super().__init__(make_core(path, **options))
-        self.prompts: dict[str, Prompt] = {}
-        self.wanted: dict[str, int] = {}
-
-    def ask(self, rid: str, prompt: Prompt, count: int = 3, sampling: dict[str, Any] | None = None, **fields: Any):
-        """Add a request; `fields` of its message."""
-        params = SamplingParams(**{"temperature": 0, "ignore_eos": True, "max_new_tokens": count, **(sampling or {})})
-        self.tokens[rid], self.events[rid], self.prompts[rid] = [], [], prompt
-        reuse = prompt.asked() | fields.pop("asked", {})
-        message = AddRequest(rid, array("i", prompt.tokens).tobytes(), params.model_dump(), reuse=reuse, **fields)
-        self.take(self.core.handle(message))
-
-    def results(self, rid: str) -> tuple[int, dict[str, Any]]:
-        """`cached_tokens` and the report of a request that has ended."""
-        reports = [event.reuse for event in self.events[rid] if event.reuse]
-        return self.cached(rid), reports[0]
 
 
 def draw_tokens(draw: random.Random, count: int) -> list[int]:

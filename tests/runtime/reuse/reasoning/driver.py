@@ -1,6 +1,5 @@
 """Requests whose outputs repeat themselves, on a core that evaluates their steps at once or in its thread."""
 
-from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from functools import cache
@@ -8,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import SamplingParams
-from runtime.protocol import AddRequest
-from runtime.request import Request
 from runtime.reuse.reasoning.background import Background
 from runtime.reuse.reasoning.reservoir import Reservoir
 from runtime.reuse.reasoning.strategy import ReasonCache
@@ -37,7 +33,7 @@ class AtOnce(Executor):
 
 
 class ReasonDriver(Driver):
-    """Keeps the requests, and the pages that were substituted in each."""
+    """Requests of ReasonCache, and ordinary ones, with outputs of the same few words."""
 
     def __init__(self, path: Path, at_once: bool = True, warm_up: int = 8, **options: Any):
         super().__init__(make_core(path, **{"page_size": PAGE, **options}))
@@ -47,7 +43,6 @@ class ReasonDriver(Driver):
             self.strategy.background = Background(AtOnce(), clock=lambda: 0.0)
             self.strategy.background._credit = 1e9
         self.strategy.reservoir = Reservoir(warm_up)
-        self.requests: dict[str, Request] = {}
         tokenizer = load_tokenizer(path)
         self.strategy._filter._load_tokenizer = lambda: tokenizer
         self.bias = dict.fromkeys(words(tokenizer), 100.0)
@@ -55,16 +50,8 @@ class ReasonDriver(Driver):
     def think(self, rid: str, prompt: Sequence[int], count: int, reuse: dict[str, Any], **options: Any) -> None:
         """An output of `count` tokens: few words in random order, in steps of some ten tokens."""
         fields = {name: options.pop(name) for name in {"namespace", "prompt_logprobs_from", "store"} & options.keys()}
-        sampling = {"temperature": 8.0, "logit_bias": self.bias, "ignore_eos": True, "seed": 1} | options
-        params = SamplingParams(**sampling, max_new_tokens=count)
-        self.tokens[rid], self.events[rid] = [], []
-        message = AddRequest(
-            rid, array("i", prompt).tobytes(), params.model_dump(), reuse={"method": "reasoncache", **reuse}, **fields
-        )
-        refused = self.core.handle(message)
-        self.take(refused)
-        if not refused:
-            self.requests[rid] = self.core.requests[rid]
+        sampling = {"temperature": 8.0, "logit_bias": self.bias, "seed": 1, "max_new_tokens": count} | options
+        self.send(rid, prompt, sampling, reuse={"method": "reasoncache", **reuse}, **fields)
 
     def plain(self, rid: str, prompt: Sequence[int], count: int, **options: Any) -> None:
         """The same without any sharing."""

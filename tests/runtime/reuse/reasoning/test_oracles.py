@@ -131,7 +131,7 @@ def test_whole_outputs(tmp_path, default_model_dir, tokenizer, kind, page_size, 
 
 def test_batches(tiny_dir, tokenizer):
     """Requests that share pages beside one another and beside exact ones: the logits of what was shared in each."""
-    driver, model, draw = ForcedDriver(tiny_dir, page_size=4), Reference(tiny_dir), random.Random("stale")
+    driver, model, draw = ForcedDriver(tiny_dir, page_size=4), Reference(tiny_dir), random.Random("stale 4")
     asked = {}
     for number in range(4):
         prompt, output = draw_tokens(draw, draw.randrange(5, 20)), repetitive(draw, tokenizer, 8)
