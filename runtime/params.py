@@ -144,7 +144,7 @@ class ReuseParams(BaseModel):
         description="selects the rows; none: an ordinary prompt; auto: by the model's table, within max_kl"
     )
     ratio: float | None = Field(
-        None, ge=0, le=1, description="share of the documents' rows that are computed anew; default: 0.15"
+        None, ge=0, le=1, description="share of the documents' rows (A3's paper: of all) to recompute; default: 0.15"
     )
     granularity: Literal["page", "token"] = Field("page", description="rows are selected one by one, or by whole pages")
     chunk_tokens: int = Field(512, ge=16, le=4096, description="documents are encoded in chunks of this many tokens")

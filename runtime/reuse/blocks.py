@@ -17,10 +17,10 @@ from runtime.reuse.prefix import PrefixStrategy
 
 
 class BlockPrefix(PrefixStrategy):
-    """The strategy of block diffusion models. A block's KV depends on nothing behind it, so whole blocks are shared.
+    """The strategy of block diffusion models. A block's KV does not depend on later blocks, so whole blocks are shared.
 
-    A step has the request's rows from the first one whose KV is not final up to the end of the block that is denoised:
-    chunks of the prompt, then the last decided block together with the current one.
+    A step computes the rows whose KV is not final, up to the end of the block that is denoised; a long prompt takes
+    several steps. The first step of a block also computes the block before it, whose tokens are all decided now.
     """
 
     unchunkable = True
@@ -37,7 +37,7 @@ class BlockPrefix(PrefixStrategy):
 
     @property
     def info(self) -> DiffusionInfo:
-        """The model, for the front end."""
+        """The model's settings, for the front end."""
         spec = self._spec
         own = (spec.attended, spec.block, spec.threshold, spec.edits)
         return DiffusionInfo(
@@ -50,7 +50,7 @@ class BlockPrefix(PrefixStrategy):
         return Found(found.tokens - more, replace(found.detail, partial_rows=found.detail.partial_rows - more))
 
     def _most(self, request: Request) -> int:
-        """Tokens that may be matched: whole blocks, without the last one if its last row is wanted."""
+        """Number of tokens that may be matched, in whole blocks; the last token is left if its row gives logits."""
         wanted = request.canvas is None or self._spec.logits_shift > 0
         return self._whole(len(request.tokens) - wanted)
 
@@ -62,7 +62,7 @@ class BlockPrefix(PrefixStrategy):
         return super().grow(request, ahead + self._end(request) - request.sequence.num_computed - 1)
 
     def _end(self, request: Request) -> int:
-        """End of the rows of the request's next step; a prompt alone may end within a block."""
+        """End of the rows of the request's next step. Without output, this is the end of the prompt."""
         return request.prompt_len if request.canvas is None else int(request.canvas.end)
 
     def work(self, request: Request, limit: int) -> Work:
@@ -73,7 +73,7 @@ class BlockPrefix(PrefixStrategy):
         return Work(request, start, count, count)
 
     def _part(self, request: Request, most: int) -> int:
-        """Rows of a step of at most `most` rows, but at least one block."""
+        """The number of rows to compute if at most `most` fit: whole blocks, and at least one."""
         return max(self._whole(most), self._block)
 
     def shrink(self, work: Work) -> bool:
@@ -98,11 +98,11 @@ class BlockPrefix(PrefixStrategy):
         return [Stage(range(self.num_layers), sequence.slots(first, stop, page_size), [read])]
 
     def _seen(self, request: Request, rows: np.ndarray) -> np.ndarray:
-        """The number of leading rows that each row of int32 [n] sees; may exceed their number."""
+        """The number of leading rows that each row of int32 [n] sees; may exceed the number of existing rows."""
         return (rows // self._block + 1) * self._block
 
     def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
-        """The KV of a block is final once it was computed from decided tokens only."""
+        """Count the blocks whose KV is final, because it was computed from decided tokens only."""
         request, stop = work.request, work.start + work.count
         final = self._whole(request.prompt_len) if request.canvas is None else request.canvas.settled
         self.counters["prefill_tokens"] += max(min(stop, request.prompt_len) - work.start, 0)
@@ -119,10 +119,10 @@ class BlockPrefix(PrefixStrategy):
 
 
 class CanvasPrefix(BlockPrefix):
-    """The strategy of DiffusionGemma: causal over prompt and finished canvases, bidirectional within the current one.
+    """The strategy of DiffusionGemma: causal over the prompt and finished canvases, bidirectional within a canvas.
 
-    The KV of settled tokens is exact at any length. Each step writes the canvas' KV again; causal rows write it for the
-    last time, beside the first step of the next canvas.
+    The KV of settled tokens is final, so prefixes of any length are shared. Every step overwrites the KV of its canvas.
+    The first step of the next canvas computes the finished canvas with causal rows, which write its final KV.
     """
 
     def rows(self, work: Work) -> list[RowSet]:
@@ -137,7 +137,7 @@ class CanvasPrefix(BlockPrefix):
         return request.prompt_len if request.canvas is None else int(request.canvas.settled)
 
     def _part(self, request: Request, most: int) -> int:
-        """Causal rows alone, or the whole canvas."""
+        """The number of causal rows to compute if at most `most` fit; without causal rows, the whole canvas."""
         causal = self._settled(request) - request.sequence.num_computed
         return min(max(most, 1), causal) or self._spec.block
 

@@ -1,4 +1,4 @@
-"""Row sets of many requests become one ForwardBatch: the same function for every reuse strategy."""
+"""Combines the row sets of many requests, under any reuse strategies, into one ForwardBatch."""
 
 import math
 from collections import defaultdict
@@ -24,16 +24,16 @@ from runtime.batch import (
     Stage,
 )
 
-_BLOCK = 64  # tokens; kKeys of the CPU kernels
+_BLOCK = 64  # tokens that the CPU kernels sum as one block (`kKeys`)
 
 
 @dataclass(slots=True)
 class Plan:
-    """A step and the shares that its row sets have in the result, in the order in which they were given.
+    """A step, and where each row set finds its results. Both lists have the order of the given row sets.
 
     Attributes:
-        logits: rows of the step's logits.
-        saved: float32 [n, hidden], of all stages in their order, filled by the step; None where nothing is saved.
+        logits: the row set's rows of the step's logits.
+        saved: float32 [n, hidden], the saved states of its stages in order, which the step fills; None: it saves none.
     """
 
     batch: ForwardBatch
@@ -43,7 +43,7 @@ class Plan:
 
 @dataclass(slots=True)
 class _Member:
-    """A row set in one layer group, whose rows `first` to `stop` are its alive ones."""
+    """The stage of a row set in one layer group, where its alive rows are rows `first` to `stop` (exclusive)."""
 
     stage: Stage
     first: int
@@ -64,16 +64,16 @@ def build(
     device: torch.device | None = None,
     least_saved_tokens: int = 256,
 ) -> Plan:
-    """Plan one step over row sets.
+    """Plan one step over row sets. The arguments are not changed.
 
-    Equal reads of several sets, or equal beginnings of them, become one edge with the rows of all (tree attention),
-    wherever they stand in each set. Nothing is written into the arguments.
+    If several sets read the same leading pages, one edge reads these pages for the rows of all of them (tree
+    attention), whatever the position of the read in each set.
 
     Args:
-        sets: become neighbours where they share an adapter, and then where they share their first read.
+        sets: at least one. They are sorted by adapter and then by their first read, so that equal ones are neighbours.
         num_layers: layers of the model.
         page_size: tokens in a page.
-        hidden_size, device: of the states that stages save.
+        hidden_size, device: of the hidden states that stages save.
         least_saved_tokens: see `stretches`.
     """
     order = sorted(range(len(sets)), key=lambda i: (sets[i].adapter, _first_table(sets[i])))
@@ -185,7 +185,7 @@ def _attend(members: Sequence[_Member], num_rows: int, page_size: int, least_sav
 
 
 def _shareable(read: Read, page_size: int) -> bytes:
-    """The leading pages that every row of a read sees, as bytes; a last one used in part is no whole one's equal."""
+    """The leading int32 page ids that every row of a read sees, as bytes. A partly used last page gets an id < 0."""
     if read.keep is not None:
         return b""
     if read.visible is not None:
@@ -198,7 +198,7 @@ def _shareable(read: Read, page_size: int) -> bytes:
 
 
 def _union(ranges: Sequence[slice]) -> slice | torch.Tensor:
-    """Rows of several ranges: a range again where they are neighbours."""
+    """The rows of several ranges, int64; a slice if the ranges are adjacent."""
     ranges = sorted(ranges, key=lambda rows: rows.start)
     if all(a.stop == b.start for a, b in pairwise(ranges)):
         return slice(ranges[0].start, ranges[-1].stop)
@@ -206,20 +206,20 @@ def _union(ranges: Sequence[slice]) -> slice | torch.Tensor:
 
 
 def _rest(read: Read, start: int, page_size: int) -> list[Read]:
-    """The part of a read behind its first `start` pages, which others share; nothing if that is all of it."""
+    """A read without its first `start` pages, which a shared edge reads; empty if nothing is left."""
     if not start:
         return [read]
     rows = start * page_size
     if rows >= read.length:
         return []
     visible = None if read.visible is None else read.visible - rows
-    # Nothing of a read with `keep` is shared.
+    # A read with `keep` shares no pages, so `rest` has no mask.
     rest = Read(read.pages[start:], read.length - rows, read.shift, None, visible, read.rows, read.position + rows)
     return [rest]
 
 
 def _merge(reads: Sequence[Read], page_size: int) -> list[Read]:
-    """Merge reads of the same rows: reads of whole pages become one for each shift, or the beginning of another.
+    """Merge reads by the same rows: all whole pages with one shift become one read, or the start of another read.
 
     Attention does not depend on the order of pages.
     """
@@ -246,7 +246,7 @@ def _merge(reads: Sequence[Read], page_size: int) -> list[Read]:
 def _carry(
     one: RowSet, start: int, groups: Sequence[LayerGroup], hidden_size: int, device: torch.device | None
 ) -> torch.Tensor | None:
-    """Let rows enter with the states that are known, and keep the states that are wanted."""
+    """Add a row set's loaded and saved states to the layer groups; returns the tensor that the step fills."""
     for stage in one.stages:
         if stage.load is not None:
             rows, states = stage.load
@@ -264,7 +264,7 @@ def _carry(
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Pages `start` to `stop` of the page tables `first` to `last` (exclusive), which are the same in all of them."""
+    """Pages `start` to `stop` (exclusive), which are the same in the page tables `first` to `last` (exclusive)."""
 
     first: int
     last: int
@@ -273,20 +273,20 @@ class Stretch:
 
 
 def stretches(tables: Sequence[bytes], page_size: int, least_saved_tokens: int = 256) -> list[Stretch]:
-    """Cut sorted page tables into stretches that are worth reading once, and the rest of each table.
+    """Cut sorted page tables into shared stretches that are worth reading once, and the rest of each table.
 
-    The tree is not consulted: requests share a node exactly where they share its pages. A stretch ends with its tables
-    or with a block of keys, as the CPU kernels sum them: a row's sums are then the same to the bit, whichever
+    Equal page ids show what requests share, so the tree is not needed. A shared stretch ends where all its tables end,
+    or at a multiple of the key blocks that the CPU kernels sum. So the sums of a row are equal to the bit, whichever
     requests share the stretch.
 
     Args:
         tables: int32 page ids as bytes, in ascending order of these bytes.
         page_size: tokens in a page.
-        least_saved_tokens: least number of token reads that a shared stretch must save, since an edge of its own costs
-            a merge of partial results for each of its rows.
+        least_saved_tokens: token reads that a shared stretch must save at least. Below, merging the partial results of
+            one more edge costs more than the reads.
 
     Returns:
-        Stretches that cover every table exactly once; the last of each table is its own and may be empty.
+        Stretches that cover every table exactly once. The last stretch of each table is unshared and may be empty.
     """
     unit = _BLOCK // math.gcd(_BLOCK, page_size)
     found: list[Stretch] = []
@@ -308,6 +308,6 @@ def stretches(tables: Sequence[bytes], page_size: int, least_saved_tokens: int =
             members = list(group)
             if page:
                 pending.append((members[0], members[-1] + 1, start, shared))
-            else:  # tables that end here; they differ in nothing, but each has its own rows
+            else:  # equal tables that end here: each still gets a last stretch of its own
                 pending.extend((i, i + 1, start, shared) for i in members)
     return found

@@ -1,4 +1,4 @@
-"""The plan of a step over the requests' work: made anew, or grown from the step before."""
+"""The plan of a step over the requests' work. While all requests decode, the previous plan is extended instead."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from runtime.reuse.build import build
 
 
 class Planned(NamedTuple):
-    """A step.
+    """A planned step.
 
     Attributes:
-        places: rows of the logits, by piece of work and row set.
-        saved: hidden states that row sets save, likewise.
-        row_layers: rows x layers that are computed.
+        places: each row set's rows of the logits: by piece of work, then by row set.
+        saved: hidden states that each row set saves, float32 [n, hidden], in the same order.
+        row_layers: the cost of the step, as the number of rows x layers that it computes.
     """
 
     batch: ForwardBatch
@@ -30,11 +30,11 @@ class Planned(NamedTuple):
 
 
 class Planner:
-    """Plans steps. Where all requests decode on, the last plan is kept, in which only lengths have grown.
+    """Plans steps. If all requests just decode on, the last plan is reused, with longer lengths.
 
-    It outlives a step between that verifies drafts, whose plan is made anew.
+    A step that verifies drafts gets a new plan; the kept plan remains for the steps after it.
 
-    A kept plan is changed in place: its step must have run before the next one is planned.
+    The kept plan is changed in place, so a step must have run before the next step is planned.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class Planner:
         self._last: _Steady | None = None
 
     def plan(self, work: Sequence[Work]) -> Planned:
-        """The step of some work."""
-        last, self._last = self._last, None  # until this one is planned: a step that fails is planned anew
+        """Plan a step over pieces of work, at most one for each request."""
+        last, self._last = self._last, None  # if planning fails, the next step gets a new plan
         made = last if last is not None and last.grow(work) else self._plan(work)
         if isinstance(made, Planned):
             self._last = last
@@ -81,10 +81,10 @@ class Planner:
 
 
 class _Steady:
-    """The plan of a step in which each request computes the one row of its last token."""
+    """A plan that can be extended: each request computes one row, for its last token."""
 
     def __init__(self, planned: Planned, work: Sequence[Work], tails: Sequence[Span], page_size: int):
-        """`tails`: by row of the step, the span whose last row it is."""
+        """`tails`: for each row of the step, the span that ends with the row's own KV."""
         self.planned = planned
         self._page_size, self._work = page_size, work
         self._segments: list[list[Segment]] = [item.request.segments for item in work]
@@ -92,7 +92,7 @@ class _Steady:
         self._tails = tails
 
     def grow(self, work: Sequence[Work]) -> bool:
-        """Turn it into the plan of the requests' next rows; False, with nothing changed, if that needs another one."""
+        """Turn this plan into the plan of `work`. Returns False and changes nothing if `work` needs a new plan."""
         if len(work) != len(self._work):
             return False
         grown = []
@@ -124,7 +124,7 @@ class _Steady:
 
 
 def _tails(planned: Planned, work: Sequence[Work], page_size: int) -> list[Span] | None:
-    """By row, the span that grows with its request; None: the plan of the next step has to be made anew."""
+    """For each row, the span that grows with its request; None: the plan cannot be extended."""
     batch = planned.batch
     if not len(work) == len(batch.tokens) == len(batch.logits_rows) or len(batch.groups) != 1:
         return None

@@ -1,4 +1,4 @@
-"""The `prefix` strategy: the longest cached prefix exists in all layers, the suffix is computed in all layers."""
+"""The `prefix` strategy: a request reads the KV of its longest cached prefix and computes the rest."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,15 +11,15 @@ from runtime.kv.lookup import look_up
 from runtime.kv.segments import Run, Segment
 from runtime.request import Found, Request, Strategy, Work
 
-# Segments of fewer than `_SHORT` rows are read together if there are `_MANY` of them and few unused rows are read.
+# A read costs as much as about `_COST` rows. So `_MANY` segments of fewer than `_SHORT` rows become one masked read.
 _MANY, _SHORT, _COST = 32, 256, 32
 
 
 class PrefixStrategy(Strategy):
     """Exact prefix caching of causal models.
 
-    The request's one segment is the part of its tokens that lies in the tree. It grows as whole pages of the sequence
-    are committed.
+    The request has one segment: the pages in the tree that hold the KV of its first tokens. The segment grows when
+    whole pages of the sequence are committed to the tree.
     """
 
     name = "prefix"
@@ -27,7 +27,7 @@ class PrefixStrategy(Strategy):
     steady = True
 
     def find(self, request: Request) -> Found:
-        """The last token is never matched: its logits are wanted."""
+        """The longest cached prefix, without the last token, whose logits the request needs."""
         if not self.cache.enabled:
             return Found(0, Match())
         match = self.cache.tree.match(request.key(self._most(request)), request.namespace)
@@ -37,14 +37,14 @@ class PrefixStrategy(Strategy):
         return [Run(request.tokens[: self._most(request)], request.namespace)]
 
     def _most(self, request: Request) -> int:
-        """Tokens that may be matched."""
+        """Number of leading tokens that may be matched. Rows that give logits must be computed."""
         limit = len(request.tokens) - 1
         if request.wants_prompt_logprobs:
             limit = min(limit, max((request.sampler.prompt_logprobs_from or 0) - 1, 0))
         return limit
 
     def peer(self, request: Request, found: Found, computing: Sequence[Request]) -> tuple[Request, int] | None:
-        """One whose tokens share a page more with this request's than the tree has."""
+        """A running request whose tokens share at least one more whole page with this request than the tree has."""
         if not self.cache.enabled or request.wants_prompt_logprobs:
             return None
         page_size = self.cache.page_size
@@ -53,7 +53,7 @@ class PrefixStrategy(Strategy):
         for other in computing:
             if request.namespace != other.namespace or stop > min(len(request.tokens) - 1, len(other.tokens)):
                 continue
-            # The one page first: most pairs differ there, and the whole prefix is compared for the others only.
+            # Compare this page first: most pairs differ there, so few pairs compare their whole prefix.
             if request.tokens[start:stop] == other.tokens[start:stop] and request.key(stop) == other.key(stop):
                 return other, stop
         return None
@@ -77,14 +77,14 @@ class PrefixStrategy(Strategy):
         whole = len(match.pages) * cache.page_size
         request.segments = [Segment(match.pages, whole, node=node)] if node is not None else []
         sequence.start, sequence.pages, sequence.num_computed, sequence.seconds = whole, fresh, whole + rows, 0.0
-        if rows:  # even if their page was evicted just now: nothing has written to it since
+        if rows:  # valid even if `allocate` just evicted this page: nothing has overwritten it yet
             cache.pool.copy_rows(match.partial_page, fresh[0], rows)
         if request.cached_tokens < 0:
             request.cached_tokens = whole + rows
         return True
 
     def grow(self, request: Request, ahead: int = 0) -> bool:
-        """Make room for the next token's KV, and for `ahead` more; False if memory does not suffice."""
+        """Allocate pages for the KV of the next token and of `ahead` more; False if the pool has too few."""
         sequence = request.sequence
         rows = sequence.num_computed - sequence.start + ahead + 1
         if rows <= len(sequence.pages) * self.cache.page_size:
@@ -98,13 +98,13 @@ class PrefixStrategy(Strategy):
         return True
 
     def work(self, request: Request, limit: int) -> Work:
-        """The request's share of the next step; `limit`: most rows, which unchunkable requests may exceed."""
+        """The request's share of the next step. `limit`: most rows; unchunkable strategies may exceed it."""
         start = request.sequence.num_computed
         count = min(request.num_remaining, limit)
         return Work(request, start, count, count)
 
     def shrink(self, work: Work) -> bool:
-        """Leave half of the rows to later steps; False if that cannot be."""
+        """Halve the rows of this step and leave the others to later steps; False if there is only one row."""
         if work.count == 1:
             return False
         if work.draft:
@@ -115,7 +115,7 @@ class PrefixStrategy(Strategy):
         return True
 
     def rows(self, work: Work) -> list[RowSet]:
-        """The rows of a piece of work; their pages are allocated."""
+        """The rows of a piece of work, whose pages are allocated already."""
         request, first, stop = work.request, work.start, work.start + work.count
         sequence = request.sequence
         return [
@@ -146,7 +146,7 @@ class PrefixStrategy(Strategy):
         return True
 
     def _commit(self, request: Request) -> None:
-        """Hand the full pages of the sequence to the tree, which may have some of them already."""
+        """Insert the full pages of the sequence into the tree; pages that the tree has already replace the own ones."""
         cache, sequence = self.cache, request.sequence
         full = self._sure(request) // cache.page_size
         before = sequence.start // cache.page_size
@@ -165,7 +165,7 @@ class PrefixStrategy(Strategy):
         request.segments = [Segment(held, sequence.start, node=node), *request.segments[len(own) :]]
 
     def _sure(self, request: Request) -> int:
-        """Leading computed tokens that the tree may have."""
+        """Number of leading tokens whose KV may be committed to the tree."""
         return request.sequence.num_computed
 
     def release(self, request: Request, keep: bool) -> None:
@@ -174,9 +174,9 @@ class PrefixStrategy(Strategy):
         self.cache.release(request)
 
     def distrust(self, request: Request) -> None:
-        """Drop the whole paths that the request read and wrote, and all below: any page may be the damaged one.
+        """Drop the whole paths that the request read and wrote, with all nodes below: any page may be damaged.
 
-        So may be the page of another path from which the request's first own rows were copied.
+        This includes the page of another path from which `admit` copied the request's first own rows.
         """
         read = [segment.node for segment in request.segments]
         self.cache.release(request)
@@ -190,7 +190,7 @@ class PrefixStrategy(Strategy):
 
 
 def _reads(request: Request, first: int, stop: int, page_size: int) -> list[Read]:
-    """All of the segments, and of the sequence what lies before each row; one read where that is one run of rows."""
+    """Reads of all segments, and of the sequence up to each row. A single segment of whole pages joins the latter."""
     segments, sequence = request.segments, request.sequence
     own = sequence.pages[: -(-(stop - sequence.start) // page_size)]
     length = stop - sequence.start
@@ -212,13 +212,13 @@ def _reads(request: Request, first: int, stop: int, page_size: int) -> list[Read
 
 
 def _is_short(segment: Segment, page_size: int) -> bool:
-    """Whether a read of its own costs more than the unused rows of its last page do."""
+    """Whether a separate read would cost more than reading the unused rows of the segment's last page."""
     unused = -segment.length % page_size
     return segment.length < _SHORT and unused < _COST
 
 
 def _read_together(segments: Sequence[Segment], page_size: int) -> Read:
-    """One read of several segments, the same for all requests that read the same ones."""
+    """One masked read of several segments, sorted so that requests with the same segments have the same read."""
     segments = sorted(segments, key=lambda segment: segment.pages)
     used = [segment.pages[: -(-segment.length // page_size)] for segment in segments]
     pages = np.frombuffer(b"".join(used), dtype=np.int32)

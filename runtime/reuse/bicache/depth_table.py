@@ -1,4 +1,4 @@
-"""Depth tables (BiCache, section 5.1): layers in which a prefix may be reused, by its share of a request."""
+"""Depth tables (BiCache, section 5.1): the number of layers in which a prefix is reused, by its share of a request."""
 
 import hashlib
 import json
@@ -20,13 +20,13 @@ _PUBLISHED = Path(__file__).with_name("depth_tables")
 
 @dataclass(frozen=True, slots=True)
 class DepthTable:
-    """Layers that may be reused, by ratio.
+    """The number of leading layers in which a prefix is reused, by ratio.
 
     Attributes:
         name: origin of the table, for display.
-        depths: by the shared prefix's share of prompt and output, in percent. The largest key that is not above counts.
-        similarity: measured cosine similarities by layer, by the same keys.
-        interval: R that goes with the depths, denoising steps between refreshes; None: the paper's.
+        depths: depth by ratio: the prefix's share of prompt and output, in percent. A ratio uses the nearest key below.
+        similarity: measured cosine similarity of each layer, by the same keys.
+        interval: the paper's R that was measured with these depths: denoising steps between refreshes; None: not given.
     """
 
     name: str
@@ -48,12 +48,12 @@ class DepthTable:
         return self.depths[keys[at - 1]] if at else 0
 
 
-# The first layer's KV depends on no other token, so that its reuse is exact.
+# The KV of the first layer depends on no other token, so reusing it is exact.
 NO_TABLE = DepthTable("none: depth 1", {0: 1})
 
 
 def read_table(path: Path, spec: ModelSpec) -> DepthTable:
-    """A table from a file. Raises ModelError if it is broken or for another model."""
+    """Read a table. Raises ModelError if the file is invalid or for another model."""
     return _from_json(read_json(path), path, spec)
 
 
@@ -77,7 +77,7 @@ def choose_table(given: Path | None, directory: Path, spec: ModelSpec) -> DepthT
     """The given table, else the model's own, else a published one for this model, else depth 1 with a warning.
 
     Raises:
-        ModelError: if the given table or the model's own cannot be used.
+        ModelError: if the given table or the model's own is invalid.
     """
     if given is not None:
         return read_table(given, spec)
@@ -88,7 +88,7 @@ def choose_table(given: Path | None, directory: Path, spec: ModelSpec) -> DepthT
         if value["model"] == spec.identity:
             return _from_json(value, path, spec)
     log.warning(
-        "no depth table for this model: shared prefixes are reused in the first layer only and refreshed at every "
-        "step, which is exact; `ramet profile --model MODEL --out table.json` measures a table, --depth-table takes it"
+        "no depth table for this model: prefixes are reused in the first layer only and refreshed at every step, which "
+        "is exact; measure a table with `ramet profile --model MODEL --out table.json` and pass it with --depth-table"
     )
     return NO_TABLE

@@ -1,23 +1,23 @@
-"""Distances of keys and values: when to refresh a prefix (after Elastic-Cache), and which depth to measure next."""
+"""Distances of keys and values decide when to refresh a prefix (after Elastic-Cache) and which depth to try next."""
 
 import numpy as np
 import torch
 
 from runtime.kv.pool import KVPool
 
-# Largest distance of cached from fresh values, over the norm of these. It only suggests the depth to measure next.
+# Largest |fresh - cached| / |fresh| of a layer whose values count as near. It only suggests the depth to measure next.
 _NEAR = 0.3
 
 
 class Drift:
-    """How far keys and values have moved since the last refresh, measured on the prompt's rows behind the prefix.
+    """How far keys and values have moved since the last refresh, measured on the prompt's rows after the prefix.
 
-    Each step computes these rows again, but not the prefix's, for which they stand in.
+    Every step computes these rows. They stand in for the prefix's rows, which only a refresh computes.
 
     Attributes:
         threshold: drift above which a refresh is due.
-        value: the largest relative distance of a row, |now - at the refresh| / |at the refresh|.
-        known: whether the prompt has such rows.
+        value: |now - at the refresh| / |at the refresh| over all these rows, in the layer where it is largest.
+        known: whether the prompt has rows after the prefix.
     """
 
     def __init__(self, threshold: float):
@@ -27,7 +27,7 @@ class Drift:
         self._at_refresh = torch.empty(0)
 
     def note(self, pool: KVPool, slots: np.ndarray, layers: range, refreshed: bool) -> None:
-        """Compare the rows in `slots` after a step; `layers`: the layers in which the prefix is refreshed."""
+        """Update `value` after a step. `slots`: int64, the measured rows; `layers`: those that a refresh computes."""
         if not len(slots) or not layers:
             return
         rows = torch.from_numpy(slots).to(pool.k.device)
@@ -37,13 +37,13 @@ class Drift:
         if refreshed:
             self._at_refresh, self.value = now, 0.0
         else:
-            # A measurement at the refresh may have changed the depth, and so the first of the layers.
+            # A measurement during the refresh may have changed the depth. Compare the layers that both steps have.
             now, then = now[-len(self._at_refresh) :], self._at_refresh[-len(now) :]
             self.value = float(((now - then).norm(dim=1) / then.norm(dim=1)).max())
 
 
 def num_near_layers(pool: KVPool, fresh: np.ndarray, cached: np.ndarray) -> int:
-    """The number of leading layers in which values in slots `cached` are near values in slots `fresh`, int64 [n] each.
+    """Number of leading layers whose values in slots `cached`, int64 [n], are near the values in slots `fresh`.
 
     Keys are not compared: their large constant parts hide differences.
     """

@@ -1,4 +1,4 @@
-"""The known encoded prefixes, the search for a prompt's longest one, and the states with which they are refreshed."""
+"""Encoded prefixes: an index that finds the longest encoded prefix of a prompt, and their boundary states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from radix.stats import Cause
 
 
 def encoding_of(key: bytes, namespace: Namespace) -> Namespace:
-    """The namespace of a prefix's encoding; `namespace`: of the requests that share it.
+    """The namespace of the encoding of a prefix. `key`: its tokens; `namespace`: of the requests that share it.
 
     Under bidirectional attention the KV of every row depends on the whole prefix, so different prefixes
     share no page. Within the namespace the tree compares the tokens themselves.
@@ -24,19 +24,19 @@ def encoding_of(key: bytes, namespace: Namespace) -> Namespace:
 
 
 class Encodings(Watcher):
-    """Finds encoded prefixes in the tree. Watches it: an encoding is known from `add` until its first page leaves."""
+    """An index of the encoded prefixes in the tree. It watches the tree and forgets an encoding without pages."""
 
     def __init__(self, tree: RadixTree):
         self._tree = tree
-        self._sizes: dict[Namespace, int] = {}  # in bytes
-        self._lengths: dict[Namespace, Counter[int]] = {}  # likewise, by the namespace of requests
+        self._sizes: dict[Namespace, int] = {}  # bytes of each encoding's key
+        self._lengths: dict[Namespace, Counter[int]] = {}  # by namespace of requests: how many keys have which size
         tree.watch(self)
 
     def __len__(self) -> int:
         return len(self._sizes)
 
     def match(self, key: bytes, encoding: Namespace) -> Match | None:
-        """The pages of a whole encoding; None if some of it is missing."""
+        """The match of a complete encoding; None if a page is missing."""
         found = self._tree.match(key, encoding)
         whole = len(found.pages) * self._tree.page_size * TOKEN_BYTES == len(key)
         return found if whole and found.pages else None
@@ -57,13 +57,13 @@ class Encodings(Watcher):
         return next(whole, 0) // TOKEN_BYTES
 
     def add(self, tokens: array[int], namespace: Namespace, encoding: Namespace) -> None:
-        """Remember an encoding of all of `tokens`, which is in the tree."""
+        """Index an encoding that is in the tree. `tokens`: the whole prefix; `namespace`: of requests."""
         if encoding not in self._sizes:
             self._sizes[encoding] = size = len(tokens) * TOKEN_BYTES
             self._lengths.setdefault(namespace, Counter())[size] += 1
 
     def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
-        """Forget an encoding of which nothing is left."""
+        """Forget an encoding when its first node leaves the tree."""
         is_first = node.parent is not None and node.parent.parent is None
         if kept_pages or not is_first or (size := self._sizes.pop(node.namespace, None)) is None:
             return
@@ -79,15 +79,15 @@ class Encodings(Watcher):
 class BoundaryStore(LRUCache[tuple[Namespace | None, int, int], torch.Tensor]):
     """An LRU store of boundary states, float32 [rows, hidden], by encoding, number of rows and depth.
 
-    They depend on these alone, so no entry grows stale. A lost entry is computed again at the next refresh.
+    The states depend on this key alone, so they never become stale. The next refresh recomputes evicted states.
     """
 
     def __init__(self, max_bytes: int):
-        """`max_bytes`: bound on all entries together; 0 keeps none."""
+        """`max_bytes`: limit for the sum of all entries; 0 disables the store."""
         super().__init__(max_bytes, getsizeof=lambda states: states.nbytes)
 
     def put(self, encoding: Namespace | None, depth: int, states: torch.Tensor) -> None:
-        """Keep states, unless they alone exceed the bound."""
+        """Store states, unless they exceed the store's limit alone."""
         key = (encoding, len(states), depth)
         if key not in self and states.nbytes <= self.maxsize:
             self[key] = states

@@ -1,16 +1,16 @@
-"""Divergence measured while a prefix is served, the reuse depth that follows from it, and the record of both."""
+"""Reuse depths that follow from the divergence measured while requests with a prefix are served."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.reuse.bicache.depth_table import DepthTable
 
-# A prefix is measured with this many first requests until it is settled, and then with one in as many.
+# The first 16 requests of a prefix measure until its depth is settled; after that every 16th request measures.
 _FIRST = _AGAIN = 16
-# Depths no further apart than this are told apart only when the prefix is measured again: a trial costs a pass, which
-# so few more layers bring back in a dozen requests, if they hold.
+# The first requests do not distinguish depths that differ by this or less: a trial costs a forward pass, and a gain of
+# so few layers needs about twelve requests to repay it.
 _LAYERS_APART = 7
-# Means follow the requests: a measurement counts for at least one in this many.
+# A new measurement changes the mean by at least 1 / 16 of its difference, so that means follow recent requests.
 _WINDOW = 16
 
 
@@ -27,14 +27,14 @@ class Tally:
 
 
 class MeasuredDepths:
-    """Mean divergence by depth, in requests of which a prefix is about the same share.
+    """Mean divergence by depth, over requests in which the prefix has about the same share.
 
-    It grows with the depth, and depth 1 is exact.
+    Divergence is assumed to grow with the depth; depth 1 is exact.
 
     Attributes:
-        tallies: by depth, with the prefix refreshed at that step, against no reuse.
-        reach: a depth that is likely within the bound, and so the next to try; 0: none is known.
-        requests: admitted so far.
+        tallies: by depth, the divergence of a refreshing step from the same step without reuse.
+        reach: the next depth to try, since its cached values are near the exact ones; 0: unknown.
+        requests: number of admitted requests.
     """
 
     def __init__(self) -> None:
@@ -45,13 +45,13 @@ class MeasuredDepths:
         self.tallies.setdefault(depth, Tally()).add(nats)
 
     def choose(self, bound: float, start: int) -> int:
-        """The largest depth measured within the bound; 1 if there is none, `start` before any measurement."""
+        """The largest measured depth within the bound, else 1. `start`: the result before any measurement."""
         if bound == 0:
             return min(start, 1)
         return self._around(bound)[0] if self.tallies else start
 
     def trial(self, bound: float, start: int, top: int) -> int:
-        """The depth to measure next, at most `top`; 1, which needs no measurement, if nothing is left to try."""
+        """The depth to measure next, at most `top`. A result of 1 means that no measurement is needed."""
         if not self.tallies and 1 < start <= top:
             return start
         low, high = self._around(bound)
@@ -60,7 +60,7 @@ class MeasuredDepths:
         return low if _is_near(low, high, 1) else (low + high) // 2
 
     def is_settled(self, bound: float, top: int) -> bool:
-        """Whether the depths above the chosen one are known to exceed the bound, `top` or `reach`."""
+        """Whether the chosen depth is final: the larger depths exceed the bound, `top` or `reach`."""
         low, high = self._around(bound)
         unlikely = self.reach + 1 if high is None and self.reach else high
         return bound == 0 or low >= top or (unlikely is not None and _is_near(low, unlikely, _LAYERS_APART))
@@ -71,7 +71,7 @@ class MeasuredDepths:
         return top > 1 and (is_new or self.requests % _AGAIN == 0)
 
     def _around(self, bound: float) -> tuple[int, int | None]:
-        """The smallest depth that exceeds the bound, and before it the largest below."""
+        """The largest measured depth within the bound, and the smallest that exceeds it (None: there is none)."""
         high = min((depth for depth, tally in self.tallies.items() if tally.mean > bound), default=None)
         within = (depth for depth in self.tallies if high is None or depth < high)
         return max(within, default=1), high
@@ -82,7 +82,7 @@ def _is_near(low: int, high: int, apart: int) -> bool:
 
 
 class Measured:
-    """The measured depths of a prefix, by the tenth of a request that it is."""
+    """The measured depths of a prefix, separate for each tenth of its share of a request."""
 
     def __init__(self) -> None:
         self._depths: dict[int, MeasuredDepths] = {}
@@ -92,7 +92,7 @@ class Measured:
         return self._depths.setdefault(int(10 * ratio + 1e-9), MeasuredDepths())
 
     def describe(self) -> dict[str, dict[str, dict[str, float]]]:
-        """Mean nats by depth, by the least percentage that the prefix is of a request."""
+        """Mean nats by depth, by the lower end of the prefix's share of a request in percent."""
         return {
             str(10 * tenth): {"depth": {str(depth): round(t.mean, 4) for depth, t in sorted(found.tallies.items())}}
             for tenth, found in sorted(self._depths.items())

@@ -1,9 +1,9 @@
 """The rows of a BiCache step (section 5.2): a shared prefix is reused in the first layers and refreshed in the others.
 
-With depth d, layers 1 to d read the KV that was computed for the prefix alone; no other layer reads it. At a refresh,
-the prefix's rows join before layer d, with the states in which they left layer d - 1 when the prefix was encoded. Layer
-d still reads the cached KV, but its output has seen the request, so layer d + 1 projects keys and values of this
-request. Joining after layer d would reuse layer d + 1 as well.
+With depth d, exactly the layers 1 to d read the cached KV of the prefix. At a refresh, the prefix's rows enter layer d
+with the states that left layer d - 1 when the prefix was encoded. Layer d still reads the cached KV, but its output
+depends on the request, so layer d + 1 computes keys and values for this request. If the rows entered layer d + 1
+instead, the KV of layer d + 1 would be the encoding's as well.
 """
 
 from collections.abc import Callable
@@ -24,27 +24,27 @@ from runtime.reuse.bicache.measured import ShallowMeta
 
 @dataclass(slots=True)
 class Share:
-    """The prefix that a diffusion request shares. It is looked up again each time the waiting request is tried.
+    """The prefix that a diffusion request shares. Each attempt to admit the request looks the prefix up again.
 
     Attributes:
         reuse: whether prefixes are shared.
-        declared: leading prompt tokens that the request declares as shared; None: it declares nothing.
-        wanted_depth: layers in which the prefix is to be reused; None: as the table says.
-        bound: most divergence in nats that measured depths may bring; None: nothing is measured.
+        declared: number of leading prompt tokens that the request declares as shared; None: no declaration.
+        wanted_depth: the depth that the request sets; None: the depth of the table.
+        bound: largest mean divergence in nats of a measured depth; None: depths are not measured.
         interval: denoising steps between two refreshes of the prefix.
-        drift: decides on refreshes in place of the interval; None: the interval does.
-        length: shared leading positions, whole pages; 0: none.
-        depth: layers in which they are reused.
+        drift: decides when to refresh; None: `interval` does.
+        length: number of shared leading positions, in whole pages; 0: none.
+        depth: number of layers in which the prefix is reused.
         encoding: the prefix's namespace in the tree; None without reuse.
         unshared: why no prefix is shared: reuse is `off`, `no_prefix` is known, the prefix is `too_short` for a page,
-            the pool has `no_room` for it, or `no_layer` is to be reused.
+            the pool has `no_room` for it, or the depth is 0 (`no_layer`).
         is_encoding: whether the next step encodes the prefix alone.
-        boundary: states with which the prefix enters layer `depth`, float32 [length, hidden], once they are known.
+        boundary: hidden states that enter layer `depth`, float32 [length, hidden]; None: not computed yet.
         refreshed_at: the number of the last denoising step that refreshed; -1: none has.
         refreshes: number of refreshes.
         meta: the record of the encoding's nodes.
-        measures: whether this request measures a depth, for which it has pages for a second canvas.
-        divergence: nats, of the measured depth with which this request was served.
+        measures: whether this request measures a depth; its pages then have room for a second canvas.
+        divergence: measured divergence in nats of the depth in use; None: not measured.
     """
 
     reuse: bool = True
@@ -68,14 +68,14 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A depth whose outputs the first refresh compares with its own: a second row set of the step, on its own pages.
+    """A depth that the first refresh measures, by a second row set with pages of its own.
 
-    The request is served from the exact row set, which computes the prefix in all layers.
+    The first row set computes the prefix in all layers. The request continues from this exact result.
 
     Attributes:
         depth: layers in which the prefix is reused.
         boundary: see `Share`.
-        note: takes the divergence in nats.
+        note: callback for the divergence in nats.
     """
 
     depth: int
@@ -85,11 +85,11 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class DenoiseRows:
-    """The rows of a denoising step beside its active ones.
+    """The rows that a denoising step computes in addition to the canvas' active rows.
 
     Attributes:
-        refresh: whether the prefix's rows are computed in the layers in which it is not reused.
-        unprompted: positions that are computed once more without the prompt, in all layers, for guidance.
+        refresh: whether the prefix's rows are computed in the layers that do not reuse it.
+        unprompted: positions that guidance computes a second time, without the prompt, in all layers.
     """
 
     refresh: bool = False
@@ -98,7 +98,7 @@ class DenoiseRows:
 
 
 def next_work(request: Request, num_layers: int, trial: Callable[[], Trial | None]) -> Work:
-    """The next step of a request that has all its pages; `trial`: the depth that its first refresh measures, if any."""
+    """The next step of an admitted request. `trial`: called at the first refresh of a request that measures."""
     share, canvas = request.reuse, request.canvas
     if share.is_encoding:
         return Work(request, 0, share.length, share.length, detail=DenoiseRows())
@@ -117,9 +117,9 @@ def next_work(request: Request, num_layers: int, trial: Callable[[], Trial | Non
 
 
 def _is_due(share: Share, canvas: BidirectionalCanvas) -> bool:
-    """Whether the prefix is refreshed: after `interval` steps or for its drift.
+    """Whether this step refreshes the prefix, because of `interval` or drift.
 
-    With a Fast-dLLM cache, only at a block's beginning.
+    With a Fast-dLLM cache, only the first step of a block refreshes.
     """
     if canvas.params.cache != "none" and not canvas.is_block_start:
         return False
@@ -131,7 +131,7 @@ def _is_due(share: Share, canvas: BidirectionalCanvas) -> bool:
 
 
 def plan_rows(work: Work, num_layers: int, page_size: int) -> list[RowSet]:
-    """The row sets of a step: the canvas (or the prefix, while it is encoded), and the canvas without its prompt."""
+    """The row sets of a step: the canvas or the prefix to encode, then a trial or the canvas without its prompt."""
     share, rows = work.request.reuse, work.detail
     if share.is_encoding:
         return [_encode(work.request, num_layers, page_size)]
@@ -146,12 +146,12 @@ def plan_rows(work: Work, num_layers: int, page_size: int) -> list[RowSet]:
 
 
 def entry_layer(depth: int) -> int:
-    """The index of the layer before which the prefix's rows join; at 0 they join as embeddings."""
+    """The index from 0 of the layer that the prefix's rows enter at a refresh; they enter layer 0 as embeddings."""
     return max(depth - 1, 0)
 
 
 def _encode(request: Request, num_layers: int, page_size: int) -> RowSet:
-    """The prefix alone; the states with which it leaves the layer before its entry are saved."""
+    """The prefix alone. Saves the hidden states that a refresh loads."""
     (segment,), length = request.segments, request.reuse.length
     positions = np.arange(length)
     pages = np.frombuffer(segment.pages, dtype=np.int32)
@@ -165,7 +165,7 @@ def _encode(request: Request, num_layers: int, page_size: int) -> RowSet:
 
 
 def _guide(work: Work, num_layers: int, page_size: int) -> RowSet:
-    """The canvas with masks in place of its prompt, which shares nothing; its pages follow those of the canvas."""
+    """The canvas with masks in place of its prompt, for guidance. It uses the second half of the request's pages."""
     canvas, rows = work.request.canvas, work.detail.unprompted
     length, spec = len(canvas.tokens), canvas.spec
     num_own = -(-length // page_size)
@@ -185,16 +185,16 @@ def _denoise(
     boundary: torch.Tensor | None,
     second: bool = False,
 ) -> RowSet:
-    """The active rows of a canvas, and at a refresh `num_prefix` rows of the prefix behind them.
+    """The active rows of a canvas, followed at a refresh by the `num_prefix` rows of the prefix.
 
-    `second`: on the second half of the request's pages.
+    `second`: whether the rows use the second half of the request's pages.
     """
     request, share, tokens = work.request, work.request.reuse, work.request.canvas.tokens
     num_own, active = -(-len(tokens) // page_size), work.count
     own = np.frombuffer(request.sequence.pages, dtype=np.int32)[num_own * second :][:num_own]
     positions = np.concatenate((np.arange(work.start, work.start + active), np.arange(num_prefix)))
     slots, prefix_rows = slots_of(own, positions, page_size), np.arange(active, active + num_prefix)
-    # Behind the reused layers, all rows read and write the request's own pages alone.
+    # After the reused layers, all rows read and write only the request's own pages.
     stages = [Stage(range(depth, num_layers), slots, [Read(own, len(tokens))])]
     if depth:
         (segment,) = request.segments
@@ -204,7 +204,7 @@ def _denoise(
         unwritten = np.concatenate((slots[:active], np.full(num_prefix, -1)))  # the tree has the prefix's KV
         joined = Stage(range(entry, depth), unwritten, [prefix, rest])
         if num_prefix and boundary is None:
-            # The prefix is computed as if it were alone.
+            # The boundary states were evicted: compute them again, with rows of the prefix that see only the prefix.
             before = Stage(range(entry), unwritten, [prefix, replace(rest, rows=slice(0, active))], save=prefix_rows)
         else:
             alive = np.arange(active) if num_prefix else None

@@ -1,4 +1,4 @@
-"""The `bicache` strategy of diffusion models: chooses the prefix that a request shares, and encodes it once."""
+"""The `bicache` strategy of diffusion models: a shared prefix is encoded once and reused in the first layers."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _BOUNDARY_BYTES = 1 << 28
 
 
 class BiCache(Strategy):
-    """Requests encode their shared prefix, or find it encoded, and read it in shallow layers.
+    """A request finds or encodes its shared prefix and reads this encoding in the layers `[0, depth)`.
 
-    The encoding is the request's one segment, valid in layers `[0, depth)`. The sequence has pages for every position
-    of the canvas: the KV of prefix rows in the layers that are not reused lies there. With guidance it has as many
-    again, for the canvas without its prompt. A request gets all its pages when it is admitted.
+    The encoding is the request's only segment. The sequence has pages for every position of the canvas, because the
+    other layers write KV of the prefix there. Guidance and measurements need a second canvas, with as many pages. A
+    request gets all its pages when it is admitted.
     """
 
     name = "bicache"
@@ -54,7 +54,7 @@ class BiCache(Strategy):
 
     @classmethod
     def load(cls, config: Config, directory: Path, spec: ModelSpec, cache: PagedCache) -> BiCache:
-        """The strategy for a model, with its depth table. Raises ModelError if the table cannot be used."""
+        """The strategy for a model, with its depth table. Raises ModelError if the table is invalid."""
         table = choose_table(config.diffusion.depth_table, directory, spec)
         return cls(config.diffusion, table, spec, cache, by_default=config.cache.reuse == "auto")
 
@@ -72,12 +72,12 @@ class BiCache(Strategy):
         )
 
     def _default_interval(self, depth: int | None) -> int:
-        """Without a table nothing is known that approximation could rest on: depth 1, always refreshed, is exact."""
+        """Denoising steps between refreshes; 1 without a table or a depth, which is exact with the default depth 1."""
         is_exact = self.table is NO_TABLE and depth is None
         return 1 if is_exact else self.table.interval or _INTERVAL
 
     def open(self, request: Request, asked: dict[str, Any]) -> None:
-        """A request without a canvas encodes its whole prompt, whether it is encoded already or not."""
+        """A request without a canvas asks for no tokens: it only encodes its whole prompt."""
         if request.canvas is None:
             request.reuse = Share(declared=request.prompt_len, wanted_depth=1)
             return
@@ -97,7 +97,7 @@ class BiCache(Strategy):
         return [Run(tokens, encoding_of(tokens.tobytes(), namespace))]
 
     def reads(self, request: Request) -> list[Run]:
-        """The prefix that it shares, if it is known which one that is."""
+        """The shared prefix; empty if the request shares none."""
         self.find(request)
         share = request.reuse
         if share.encoding is None or request.canvas is None:
@@ -115,10 +115,9 @@ class BiCache(Strategy):
     # -- which prefix ----------------------------------------------------------------------------------------
 
     def find(self, request: Request) -> Found:
-        """Settles the request's `Share`.
+        """Updates the request's `Share`: prefix, depth, encoding and whether the request measures.
 
-        Whole pages are shared. The row from which the first mask is read is never part of them: the head runs on rows
-        that are computed at every step.
+        The shared pages never contain the row that predicts the first mask, because every step needs its logits.
         """
         share = request.reuse
         share.measures, share.unshared = False, None
@@ -143,7 +142,7 @@ class BiCache(Strategy):
         return Found(share.length, match) if match is not None and share.depth else Found()
 
     def _shared_length(self, request: Request) -> int:
-        """Tokens of the declared prefix, encoded or not, or of the longest encoded one that is found."""
+        """Tokens in whole pages of the declared prefix; without a declaration, of the longest encoded prefix."""
         share, page_size = request.reuse, self.cache.page_size
         if not (share.reuse and self.cache.enabled):
             return 0
@@ -156,7 +155,7 @@ class BiCache(Strategy):
         return length
 
     def _num_private(self, request: Request) -> int:
-        """Pages for the canvas, and with guidance or for a measurement for a second one."""
+        """Number of pages for the canvas, twice as many with guidance or a measurement."""
         if request.canvas is None:
             return 0
         has_second = request.canvas.params.cfg_scale or request.reuse.measures
@@ -174,7 +173,7 @@ class BiCache(Strategy):
         return min(depth, self.num_layers)
 
     def peer(self, request: Request, found: Found, computing: Sequence[Request]) -> tuple[Request, int] | None:
-        """One that encodes the same prefix."""
+        """A running request that is encoding the same prefix."""
         encoding = request.reuse.encoding
         for other in computing:
             if encoding is not None and other.reuse.is_encoding and other.reuse.encoding == encoding:
@@ -184,7 +183,7 @@ class BiCache(Strategy):
     # -- running ---------------------------------------------------------------------------------------------
 
     def admit(self, request: Request, found: Found, headroom: int) -> bool:
-        """While the prefix is encoded, its pages are still the request's own."""
+        """Allocate all pages. Pages of a prefix that the request encodes stay its own until `book` inserts them."""
         cache, share, match = self.cache, request.reuse, found.detail
         node = None if match is None else cache.tree.lock_match(match)
         is_encoding = share.encoding is not None and match is None
@@ -213,7 +212,7 @@ class BiCache(Strategy):
         return next_work(request, self.num_layers, lambda: self._trial(request))
 
     def shrink(self, work: Work) -> bool:
-        """Rows that see each other cannot be cut."""
+        """False: rows with bidirectional attention cannot be split into several steps."""
         return False
 
     def rows(self, work: Work) -> list[RowSet]:
@@ -246,9 +245,9 @@ class BiCache(Strategy):
         return True
 
     def _insert(self, request: Request, seconds: float) -> None:
-        """Hand the prefix that a request has encoded to the tree, if it may be kept.
+        """Insert the encoded prefix into the tree, if the request allows it.
 
-        Where the tree still had some pages of this encoding, they stay: their KV is the same.
+        Pages of this encoding that the tree has already are kept, because their KV is the same.
         """
         share, (segment,) = request.reuse, request.segments
         share.is_encoding = False
@@ -266,7 +265,7 @@ class BiCache(Strategy):
         self.cache.release(request)
 
     def distrust(self, request: Request) -> None:
-        """The encoding goes, unless it is pinned or another live request reads it."""
+        """Remove the encoding from the cache, unless it is pinned or another running request reads it."""
         self.cache.release(request)
         encoding = request.reuse.encoding
         if encoding is None:
@@ -308,7 +307,7 @@ class BiCache(Strategy):
         return found
 
     def _can_measure(self, request: Request) -> bool:
-        """Whether a request shares an encoding under a bound, and there is room for a second canvas."""
+        """Whether a request has a bound and an encoding, no guidance, and room in the pool for a second canvas."""
         share, canvas = request.reuse, request.canvas
         if not share.bound or share.encoding is None or canvas is None:
             return False
@@ -316,7 +315,7 @@ class BiCache(Strategy):
         return not canvas.params.cfg_scale and room <= self.cache.pool.num_pages
 
     def _trial(self, request: Request) -> Trial | None:
-        """The trial of the first refresh, while all is masked."""
+        """The depth to measure at the first refresh, when all output is masked; None: nothing left to measure."""
         share = request.reuse
         start = self.table.depth(share.length / request.max_length)
         depth = self._measured(request).trial(share.bound, start, self.num_layers)
@@ -326,7 +325,7 @@ class BiCache(Strategy):
         return Trial(depth, boundary, lambda nats: self._note(request, depth, nats))
 
     def _note(self, request: Request, depth: int, nats: float) -> None:
-        """Note a divergence, and choose the request's depth anew: it has just computed the prefix in all layers."""
+        """Record a divergence and choose the request's depth anew; this step computed the prefix in all layers."""
         share, measured = request.reuse, self._measured(request)
         measured.note(depth, nats)
         fresh, cached = (

@@ -1,4 +1,4 @@
-"""Entries: tokens that are encoded together and see nothing else; some of their rows are kept for other requests."""
+"""Entries: runs of tokens that are encoded alone, so that many requests can read the KV of their kept rows."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Entry:
 
     Attributes:
         sequence: its tokens and their positions.
-        is_kept: bool [n], the rows that are kept.
-        namespace: in which the kept rows lie in the tree; equal tokens, anchors and holes give the same one.
-        num_kept: int32 [n], how many rows up to each one, itself included, are kept.
-        length: how many are kept in all; num_holes: how many are not.
-        tokens: of the kept rows.
-        key: the same as the tree's key: whole pages; what the last one lacks is -1, which no token is.
+        is_kept: bool [n], false for placeholder rows ("holes"), which are encoded but not kept.
+        namespace: of the kept rows in the tree, equal for equal tokens, anchors and holes.
+        num_kept: int32 [n], the number of kept rows up to and including each row.
+        length, num_holes: total number of kept rows, and of the other rows.
+        tokens: tokens of the kept rows.
+        key: `tokens` as the tree's key, padded to whole pages with -1, which is not a token.
     """
 
     name: str
@@ -51,17 +51,17 @@ class Entry:
         self.key = (self.tokens + array("i", [-1]) * (-self.length % page_size)).tobytes()
 
     def run(self, meta: EntryMeta | None = None) -> Run:
-        """The run of the tree in which the kept rows lie."""
+        """The run of the tree that holds the kept rows."""
         return Run(array("i", self.key), self.namespace, self.name, meta)
 
 
 @dataclass(frozen=True, slots=True)
 class EntryMeta:
-    """The record of an entry's run in the tree: the name that it had first, and its rows without the padding.
+    """The record of an entry on its nodes in the tree.
 
     Attributes:
-        kind: what the strategy calls an entry: `module`, `document`.
-        more: other fields.
+        kind, name: `module` or `document`, and the entry's name in the first request that encoded it.
+        tokens: number of kept rows, without the padding.
     """
 
     kind: str
@@ -74,12 +74,12 @@ class EntryMeta:
 
 
 def digest(content: bytes) -> str:
-    """A name for content, for namespaces."""
+    """A hash of content, as a name within namespaces."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def read_fields(kind: type[Fields], asked: dict[str, Any]) -> Fields:
-    """The `reuse` fields of a message. Raises InvalidRequest for fields of other types."""
+    """The `reuse` fields of a message. Raises InvalidRequest for a field of a wrong type."""
     try:
         return msgspec.convert(asked, kind)
     except msgspec.ValidationError as error:
@@ -95,9 +95,9 @@ def read_tokens(data: bytes, vocab_size: int, what: str) -> array[int]:
 
 
 def read_anchors(anchors: Pairs, length: int, context_length: int, what: str) -> Pairs:
-    """Anchors without those that change nothing. Raises InvalidRequest for positions behind the context.
+    """Anchors without redundant ones. Raises InvalidRequest for positions beyond the context.
 
-    An anchor behind the last token places those that follow.
+    An anchor after the last token sets the position of the tokens that follow later, i.e. of the output.
     """
     found: Pairs = []
     for index, position in anchors:

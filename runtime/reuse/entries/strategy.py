@@ -1,4 +1,4 @@
-"""Entries in a request's life: found, encoded by the first request that lacks them, kept, and read."""
+"""The base of strategies with entries: looks entries up, lets a request encode missing ones, keeps and reads them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ NO_ROWS = np.zeros(0, dtype=np.int64)
 
 @dataclass(slots=True, eq=False)
 class Encoding:
-    """An entry that a request encodes.
+    """An entry that a request is encoding.
 
     Attributes:
-        at: the next row to encode. Rows before it lie in the tree, or in `pages` and `scratch`.
-        pages: int32 page ids of the rows that are kept, those in the tree first.
-        scratch: of the placeholder rows; freed when the entry is complete.
-        held: what keeps these pages for the request meanwhile.
-        seconds: what the rows took so far.
+        at: index of the next row to encode; the rows before it have KV in `pages` and `scratch`.
+        pages: int32 page ids of the kept rows; pages that the tree had already come first.
+        scratch: int32 page ids of the placeholder rows, freed when the entry is complete.
+        held: segments that keep these pages allocated or locked during the encoding.
+        seconds: compute time so far.
     """
 
     entry: Entry
@@ -46,7 +46,7 @@ class Encoding:
 
 @dataclass(slots=True)
 class Imports:
-    """A request's entries, and those that it encodes itself, one after the other.
+    """A request's entries. `encodings`: the entries that it encodes itself, in order.
 
     `computed`: the entries that were missing when the request was first admitted.
     """
@@ -57,11 +57,11 @@ class Imports:
 
     @property
     def left(self) -> int:
-        """Rows that are still to be encoded."""
+        """Number of rows that still have to be encoded."""
         return sum(len(one.entry.is_kept) - one.at for one in self.encodings)
 
     def parts(self, count: int) -> Iterator[tuple[Encoding, int, int]]:
-        """The next `count` rows, as ranges of entries."""
+        """The next `count` rows to encode, as (encoding, start, stop) with indices of the entry's rows."""
         for one in self.encodings:
             first, stop = one.at, min(one.at + count, len(one.entry.is_kept))
             if first < stop:
@@ -70,15 +70,15 @@ class Imports:
 
 
 class EntryStrategy(PrefixStrategy):
-    """Entries are found by their content; the first request that reads a missing one encodes it.
+    """Looks entries up by their content. The first request that needs a missing entry encodes it.
 
-    An entry is encoded alone: causal among its own rows, at its own positions. Rows of placeholders go to scratch
-    pages, the others side by side into whole pages, so that readers need no mask.
+    An entry is encoded alone, with causal attention among its own rows and at its own positions. The KV of placeholder
+    rows goes to scratch pages. The kept rows fill whole pages, so readers need no mask.
 
-    A request's own tokens are cached as by `PrefixStrategy`, in a namespace of what they read. Its segments are this
-    prefix, if there is one, and its entries. `request.reuse` is an `Imports`.
+    A request's own tokens are cached as in `PrefixStrategy`, in a namespace that depends on the entries they read. The
+    request's segments are the cached prefix of its own tokens, if any, and its entries. `request.reuse`: an `Imports`.
 
-    The first of `counted` is the number of entries that were encoded. `kind` is what the strategy calls an entry.
+    The first of `counted` counts encoded entries. `kind` is the strategy's word for an entry in messages.
     """
 
     kind: ClassVar[str]
@@ -90,21 +90,21 @@ class EntryStrategy(PrefixStrategy):
     # -- what is asked ---------------------------------------------------------------------------------------
 
     def _check_count(self, count: int) -> None:
-        """Raise InvalidRequest for more entries than the pool has pages: each takes one."""
+        """Raise InvalidRequest for more entries than the pool has pages, since each entry takes at least one page."""
         if (most := self.cache.pool.num_pages) < count:
             message = f"the prompt reads {count} entries; the KV pool has {most} pages"
             raise InvalidRequest(message, param="reuse", code="context_length_exceeded")
 
     def _bound(self, request: Request, pages: int, most: int) -> None:
-        """Set the output's limit where the request sets none.
+        """Limit the output by context and pool, if the request sets no limit.
 
         Args:
-            request: laid out.
-            pages: that it needs besides its own tokens' pages.
-            most: own tokens and output that the context has room for.
+            request: a request whose own tokens are known.
+            pages: pages that it needs in addition to those of its own tokens and output.
+            most: number of own tokens and output tokens that fit into the context.
 
         Raises:
-            InvalidRequest: if the pool could never hold its pages.
+            InvalidRequest: if the request needs more pages than the pool has.
         """
         pool = self.cache.pool
         if request.sampler.params.max_new_tokens is None:
@@ -121,14 +121,14 @@ class EntryStrategy(PrefixStrategy):
     # -- which entries exist ---------------------------------------------------------------------------------
 
     def find(self, request: Request) -> Found:
-        """`detail`: the match of the request's own tokens, and the matches of its entries."""
+        """`Found.detail` is the `Found` of the request's own tokens, and a `Match` for each entry."""
         own = super().find(request)
         matches = [self._match(entry) for entry in request.reuse.entries]
         whole = sum(e.length for e, match in zip(request.reuse.entries, matches, strict=True) if self._all(e, match))
         return Found(own.tokens + whole, (own, matches))
 
     def reads(self, request: Request) -> list[Run]:
-        """Own tokens and all entries."""
+        """The runs of the request's own tokens and of all its entries."""
         entries = request.reuse.entries
         return [
             *super().reads(request),
@@ -144,7 +144,7 @@ class EntryStrategy(PrefixStrategy):
         return len(match.pages) == self.cache.pages_for(entry.length)
 
     def peer(self, request: Request, found: Found, computing: Sequence[Request]) -> tuple[Request, int] | None:
-        """One that encodes an entry which this one lacks, or that computes the same own tokens."""
+        """A running request that is encoding an entry this request needs, or computing the same own tokens."""
         own, matches = found.detail
         if self.cache.enabled:
             pairs = zip(request.reuse.entries, matches, strict=True)
@@ -184,10 +184,10 @@ class EntryStrategy(PrefixStrategy):
         return True
 
     def _there(self, request: Request, entry: Entry, pages: array[int]) -> None:
-        """Take note of the pages of an entry that a request can read from now on."""
+        """Called when an entry is complete; `pages`: its int32 page ids. Does nothing by default."""
 
     def _meta(self, request: Request, entry: Entry) -> EntryMeta | None:
-        """The record of an entry's run in the tree; None for an exact prefix."""
+        """The record for an entry's nodes in the tree; None for an exact prefix."""
         return EntryMeta(self.kind, entry.name, entry.length) if entry.namespace.entry else None
 
     def meta_of(self, namespace: Namespace, described: dict[str, Any]) -> EntryMeta | None:
@@ -197,9 +197,9 @@ class EntryStrategy(PrefixStrategy):
         return EntryMeta(self.kind, more.pop(self.kind), more.pop(f"{self.kind}_tokens"), more)
 
     def _start(self, request: Request, entry: Entry, match: Match) -> int:
-        """The row at which an entry is encoded: behind its whole pages in the tree, if none of them has a hole.
+        """The first row of an entry to encode: after its pages in the tree that precede the first hole.
 
-        An entry that may not be kept has all its pages to itself.
+        A request whose KV must not be stored encodes the whole entry into its own pages.
         """
         if not request.message.store:
             return 0
@@ -208,7 +208,7 @@ class EntryStrategy(PrefixStrategy):
         return min(len(match.pages), before_holes // page_size) * page_size
 
     def _begin(self, request: Request, entry: Entry, match: Match, node: Node | None, fresh: array[int]) -> array[int]:
-        """Let a request encode an entry, in the first of some fresh pages; returns the others."""
+        """Start encoding an entry in the first pages of `fresh`; returns the other pages."""
         start = self._start(request, entry, match)
         before = match.pages[: start // self.cache.page_size]
         kept = self.cache.pages_for(entry.length) - len(before)
@@ -223,7 +223,7 @@ class EntryStrategy(PrefixStrategy):
         return fresh[size:]
 
     def work(self, request: Request, limit: int) -> Work:
-        """Entries come first, as many in one step as there is room for."""
+        """The request's share of the next step: missing entries first, as many rows as fit, then own tokens."""
         imports = request.reuse
         if not imports.encodings:
             return super().work(request, limit)
@@ -236,7 +236,7 @@ class EntryStrategy(PrefixStrategy):
         return [self._encode(*part) for part in work.request.reuse.parts(work.count)]
 
     def _encode(self, one: Encoding, first: int, stop: int) -> RowSet:
-        """Rows of an entry: each sees those before it, kept ones and placeholders."""
+        """Rows of an entry with causal attention among its own rows, placeholders included."""
         entry, page_size = one.entry, self.cache.page_size
         kept, num_kept = entry.is_kept[first:stop], entry.num_kept[first:stop]
         num_holes = np.arange(first + 1, stop + 1, dtype=np.int32) - num_kept
@@ -267,7 +267,7 @@ class EntryStrategy(PrefixStrategy):
         return False
 
     def _keep(self, request: Request, complete: list[Encoding]) -> None:
-        """Hand complete entries to the tree, from which the request reads them."""
+        """Insert complete entries into the tree and make them segments of the request."""
         imports, known = request.reuse, set(complete)
         imports.encodings = [one for one in imports.encodings if one not in known]
         held = {id(segment) for one in complete for segment in one.held}
@@ -276,7 +276,7 @@ class EntryStrategy(PrefixStrategy):
         self.counters[self.counted[0]] += len(complete)
 
     def _insert(self, request: Request, one: Encoding) -> Segment:
-        """The segment of a complete entry; its pages stay private where nothing may be kept."""
+        """The segment of a complete entry. Its pages stay the request's own if its KV must not be stored."""
         cache, entry = self.cache, one.entry
         cache.allocator.release(one.scratch)
         node, pages = None, one.pages
@@ -295,10 +295,10 @@ class EntryStrategy(PrefixStrategy):
 
     @abstractmethod
     def _describe(self, request: Request) -> dict[str, Any]:
-        """The strategy's own fields of a report."""
+        """The fields that the strategy adds to `report`."""
 
     def report(self, request: Request) -> dict[str, Any] | None:
-        """With the first token: nothing of it changes later."""
+        """Reported once, with the first token, because no field changes later."""
         if request.num_output > 1:
             return None
         reused = max(request.cached_tokens, 0)
@@ -307,7 +307,7 @@ class EntryStrategy(PrefixStrategy):
 
 
 def _see(pages: array[int], seen: np.ndarray, page_size: int) -> Read:
-    """A read of the first rows of some pages; `seen`: int32 [n], ascending, how many of them each row sees."""
+    """A read of the first rows in `pages`. `seen`: int32 [n], ascending, how many rows each query row sees."""
     length, blind = int(seen[-1]), int(np.searchsorted(seen, 1))
     table = np.frombuffer(pages, dtype=np.int32)[: -(-length // page_size)]
     visible = seen[blind:] if len(seen) - blind > 1 else None

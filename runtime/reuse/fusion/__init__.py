@@ -1,1 +1,1 @@
-"""Documents anywhere in a prompt: chunks that were encoded alone, and a few of their rows computed again."""
+"""Reuse of documents anywhere in a prompt: chunks are encoded alone, and prompts recompute a few of their rows."""

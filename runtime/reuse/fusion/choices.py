@@ -1,4 +1,4 @@
-"""The rows that were chosen for recent prompts: a prompt that comes again, or goes on, keeps them."""
+"""Remembers the rows that were chosen for recent prompts, for equal prompts and later turns of the conversation."""
 
 import hashlib
 
@@ -14,16 +14,16 @@ _MOST_TURNS = 16
 
 
 class Choices:
-    """A conversation's later turns read the same documents: what the first question chose serves them all, and the
-    cache has it. The conversations that were read longest ago are forgotten when all of them have too many rows.
+    """Later turns of a conversation read the same documents. They use the rows that an earlier turn chose, because the
+    KV of these rows is cached. At most `MOST_ROWS` rows are remembered, by LRU over conversations.
     """
 
     def __init__(self) -> None:
-        # By conversation its turns, the longest first: their length, a digest of their end, and the chosen rows.
+        # By conversation, its turns, longest first: prompt length, digest of the text after the documents, chosen rows.
         self._known: LRUCache[bytes, list[tuple[int, bytes, np.ndarray]]] = LRUCache(MOST_ROWS, getsizeof=_rows)
 
     def recall(self, layout: Layout, namespace: Namespace) -> tuple[np.ndarray, int] | None:
-        """The rows int64 that were chosen for the longest beginning of the prompt, and its length."""
+        """The choice (rows, int64) made for the longest known prefix of the prompt, and this prefix's length."""
         for length, end, chosen in self._known.get(_key(layout, namespace), ()):
             if length <= len(layout.prompt) and end == _tail(layout, length):
                 return chosen, length
@@ -45,7 +45,7 @@ def _rows(turns: list[tuple[int, bytes, np.ndarray]]) -> int:
 
 
 def _key(layout: Layout, namespace: Namespace) -> bytes:
-    """Documents, what stands before and between them, and what is asked of them."""
+    """A hash of the prompt up to the end of the last document, and of the `reuse` options."""
     before = layout.prompt[: layout.asked.documents[-1][1]].tobytes()
     content = msgspec.msgpack.encode((namespace.to_bytes(), before, msgspec.to_builtins(layout.asked)))
     return hashlib.blake2b(content, digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""Where a prompt reads entries, and which of its rows are read or computed."""
+"""The layout of a prompt with documents: which rows are read from entries, and which rows are computed."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import torch
 from runtime.batch import Read
 from runtime.reuse.entries.entry import Entry
 
-# Rows of the question that choose document rows; more of them would hold up all requests.
+# Only the last rows of a longer question choose document rows, so that the choice does not delay other requests.
 LONGEST_QUESTION = 512
 
 
 class Asked(msgspec.Struct):
-    """The `reuse` fields of a message, whose ranges the front end has checked.
+    """The `reuse` fields of a message. The front end has checked the document ranges.
 
     Attributes:
         select: name of the method that chooses which rows are computed again.
         documents: ranges [start, stop) of the prompt's tokens, ascending.
-        names: of the documents, shown in answers.
-        ratio: share of the documents' rows that are computed again; None: the method's own.
-        granularity: whether single rows are chosen, or whole pages of them.
+        names: the documents' names, shown in answers.
+        ratio: share of the documents' rows that are computed again (A3's paper: of all rows); None: the default.
+        granularity: whether the method chooses single rows (`token`) or whole pages.
         chunk_tokens: longer documents are encoded in pieces of this many tokens.
-        k: leading rows of each chunk (LegoLink).
+        k: number of leading rows of each chunk that LegoLink computes again.
     """
 
     select: str
@@ -40,12 +40,12 @@ class Asked(msgspec.Struct):
     k: int = 16
 
     def options(self) -> dict[str, Any]:
-        """The options that the answer repeats; `k` where LegoLink takes it."""
+        """The options that the answer repeats; `k` only if LegoLink uses it."""
         found = {"ratio": self.ratio, "granularity": self.granularity, "chunk_tokens": self.chunk_tokens}
         return {**found, "k": self.k} if self.select == "legolink" and self.ratio is None else found
 
     def chunks(self) -> Iterator[tuple[int, int, str]]:
-        """Ranges of the prompt that are encoded alone, and the name of the document that each belongs to."""
+        """The chunks as (start, stop, name of the document); each is a range of the prompt that is encoded alone."""
         names = self.names or [f"document {i + 1}" for i in range(len(self.documents))]
         for (start, stop), name in zip(self.documents, names, strict=True):
             for at in range(start, stop, self.chunk_tokens):
@@ -54,13 +54,13 @@ class Asked(msgspec.Struct):
 
 @dataclass(slots=True, eq=False)
 class EntryPlace:
-    """A run of a prompt's rows that is read from an entry.
+    """A range of the prompt whose KV is read from an entry.
 
     Attributes:
-        start: index of the entry's first row in the prompt, and the distance by which its keys are moved.
-        is_document: whether rows of it may be computed again.
-        kept: bool [length], the rows that are read.
-        pages: int32 page ids of the whole entry, once it is there.
+        start: index of the entry's first row in the prompt; also the shift of its keys, which were encoded from 0 on.
+        is_document: whether the method may choose rows of it.
+        kept: bool [length], false for rows that are computed again and therefore not read.
+        pages: int32 page ids of the whole entry; empty until it is encoded.
     """
 
     entry: Entry
@@ -72,7 +72,7 @@ class EntryPlace:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is the exact prefix before all documents."""
+        """Whether the entry is the exact prefix before all documents."""
         return not self.entry.namespace.entry
 
     def keep(self, kept: np.ndarray) -> None:
@@ -82,7 +82,7 @@ class EntryPlace:
         self.pages, self._thinned = pages, None
 
     def reads(self, positions: np.ndarray, page_size: int) -> Iterator[Read]:
-        """The kept rows before each of ascending positions int64 [n], as one read, or none."""
+        """At most one read: queries at ascending positions, int64 [n], see the kept rows before their position."""
         if self._thinned is None:
             self._thinned = self._thin(page_size)
         whole, rows = self._thinned
@@ -100,7 +100,7 @@ class EntryPlace:
         )
 
     def _thin(self, page_size: int) -> tuple[Read, np.ndarray]:
-        """The pages with kept rows, and the rows of the prompt, int64, that lie there, up to the last kept one."""
+        """A read of the pages with kept rows, up to the last kept row, and the prompt index of each row, int64."""
         kept = np.flatnonzero(self.kept)
         pages = np.unique(kept // page_size)
         rows = (pages[:, None] * page_size + np.arange(page_size)).ravel()
@@ -116,12 +116,12 @@ class Layout:
     """A prompt with documents.
 
     Attributes:
-        prompt: int32 [n], all its tokens.
-        places: in the order of the prompt. The first one may be the exact prefix before all documents.
-        is_own: bool [n], rows that are computed whatever is chosen.
-        num_prefix: tokens of the exact prefix.
-        candidates: int64, the document rows among which a method chooses, ascending.
-        pages: int64, the page of each candidate; pages with candidates are numbered from 0 over the whole prompt.
+        prompt: int32 [n], all tokens of the prompt.
+        places: the entries in the order of the prompt. The first may be the exact prefix before all documents.
+        is_own: bool [n], rows that are computed with any choice.
+        num_prefix: number of tokens of the exact prefix.
+        candidates: int64, the document rows from which a method chooses, ascending.
+        pages: int64, the page of each candidate. Pages with candidates are numbered from 0 over the whole prompt.
     """
 
     prompt: np.ndarray
@@ -143,7 +143,7 @@ class Layout:
                 rows.append(place.start + own)
                 pages.append(at + own // self.page_size)
                 at = int(pages[-1][-1]) + 1
-        self.is_own[-1] = True  # its logits are wanted
+        self.is_own[-1] = True  # its logits give the first token
         candidates, pages_of = np.concatenate(rows), np.concatenate(pages)
         free = ~self.is_own[candidates]
         self.candidates, self.pages = candidates[free], np.unique(pages_of[free], return_inverse=True)[1]
@@ -152,17 +152,17 @@ class Layout:
 
     @property
     def question(self) -> int:
-        """The first row of the question: all rows behind the last document, up to a bound; the last row at least."""
+        """The first row of the question: the last `LONGEST_QUESTION` rows after the documents, at least one row."""
         return min(max(self.asked.documents[-1][1], len(self.prompt) - LONGEST_QUESTION), len(self.prompt) - 1)
 
     def computed(self, chosen: np.ndarray) -> np.ndarray:
-        """The rows of the prompt, int64 ascending, that a request computes if some rows are chosen."""
+        """The prompt rows that a request computes with a choice of rows: own and chosen rows, int64 ascending."""
         is_computed = self.is_own.copy()
         is_computed[chosen] = True
         return np.flatnonzero(is_computed)
 
     def keep(self, computed: np.ndarray) -> None:
-        """Let places be read without the rows that are computed."""
+        """Exclude computed rows, int64, from the reads of all places."""
         is_kept = np.ones(len(self.prompt), dtype=bool)
         is_kept[computed] = False
         for place in self.places:

@@ -1,4 +1,4 @@
-"""Passes over a prompt before its rows are chosen: of all rows in the first layer, or of the question in all layers."""
+"""Looks: passes before rows are chosen, over all rows in the first layer or over the question in all layers."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from runtime.reuse.fusion.layout import Layout
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
-# Number of evenly spread layers in which the attention of a question is measured, about.
+# Approximate number of evenly spaced layers in which the attention of a question is measured.
 _PROBED = 8
-# Neighbours over which A3 smooths its scores.
+# Width of the mean by which A3 smooths its scores.
 _POOLING = 5
-# Attention weights, over all heads, that are computed at once: a long question has gigabytes of them.
+# Most attention weights, over all heads, in memory at once: all weights of a long question would take gigabytes.
 _MOST_WEIGHTS = 1 << 24
 
 
 class Look(ABC):
-    """A pass in chunks.
+    """A pass over a prompt, in chunks, before rows are chosen.
 
     Attributes:
-        num_rows, done: rows to be computed, and how many are.
-        writes_pages: whether it takes pages of its own for all rows behind the exact prefix.
+        num_rows, done: number of rows of the pass, and how many of them are computed.
+        writes_pages: whether the pass needs temporary pages for all rows after the exact prefix.
     """
 
     writes_pages: ClassVar[bool] = False
 
     def __init__(self, layout: Layout, sequence: Own, pages: array[int], executor: Executor):
-        """`pages`: int32, its own; `sequence`: the request's, of own rows alone."""
+        """`pages`: int32, the temporary pages; `sequence`: the request's sequence, which has only own rows so far."""
         self.layout, self.sequence, self.pages, self.executor = layout, sequence, pages, executor
         self.num_rows, self.done = self.length(layout), 0
         self._queries: list[list[torch.Tensor]] = []
@@ -48,25 +48,25 @@ class Look(ABC):
     @staticmethod
     @abstractmethod
     def length(layout: Layout) -> int:
-        """Rows that it computes."""
+        """Number of rows of the pass."""
 
     @abstractmethod
     def rows(self, first: int, stop: int) -> RowSet:
-        """Some of its rows."""
+        """Rows `first` to `stop` (exclusive) of the pass."""
 
     @abstractmethod
     def take(self, first: int, stop: int, saved: torch.Tensor | None) -> None:
-        """Take what some of its rows gave."""
+        """Process the results of these rows. `saved`: the states that the step saved, float32 [n, hidden]."""
 
     def _project(self, layer: int, states: torch.Tensor, positions: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """Queries, keys, values, float32 [n, heads, head_dim]."""
+        """Queries, keys and values of a layer for states [n, hidden], float32 [n, heads, head_dim] each."""
         spec = self.executor.spec
         heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         return self.executor.project(layer, states, torch.from_numpy(positions)).split(heads, dim=1)
 
 
 class DenseLook(Look):
-    """Layer 0 of all rows behind the exact prefix, which is exact, and what they give as keys and values of layer 1."""
+    """Computes layer 0 of all rows after the exact prefix, and from its result the exact KV of layer 1."""
 
     writes_pages = True
 
@@ -101,24 +101,24 @@ class DenseLook(Look):
         self._queries.append([q[max(self.layout.question - before - first, 0) :]])
 
     def read(self, positions: np.ndarray) -> Read:
-        """Of these pages, rows at ascending positions read all rows up to their own."""
+        """A causal read of the temporary pages by rows at ascending positions, int64 [n]."""
         seen = positions - self.layout.num_prefix + 1
         table = np.frombuffer(self.pages, dtype=np.int32)[: -(-int(seen[-1]) // self.layout.page_size)]
         return Read(table, int(seen[-1]), visible=seen.astype(np.int32) if len(seen) > 1 else None)
 
     def queries(self) -> torch.Tensor:
-        """The question's, of layer 1: float32 [n, heads, head_dim], rotated."""
+        """Rotated queries of the question in layer 1, float32 [n, heads, head_dim]."""
         return torch.cat([several[0] for several in self._queries])
 
     def true(self, tensor: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-        """Rows of layer 1 as full prefill gives them, float32 [n, kv_heads, head_dim]; keys are rotated.
+        """Keys (rotated) or values of layer 1 as full prefill computes them, float32 [n, kv_heads, head_dim].
 
-        `tensor`: the pool's keys or values.
+        `tensor`: the pool's keys or values; `rows`: int64 [n], of the prompt.
         """
         return gather(tensor[1], self.pages, rows - self.layout.num_prefix, self.layout.page_size)
 
     def stored_values(self, rows: np.ndarray) -> torch.Tensor:
-        """Values of layer 1 in the chunks, float32 [n, kv_heads, head_dim]; `rows`: of documents, ascending."""
+        """Cached values of layer 1, float32 [n, kv_heads, head_dim], of ascending document rows, int64 [n]."""
         found = []
         for place in self.layout.places:
             first, last = np.searchsorted(rows, (place.start, place.start + place.entry.length))
@@ -129,7 +129,7 @@ class DenseLook(Look):
 
 
 class QuestionLook(Look):
-    """Own rows in all layers, behind the stored rows of all documents."""
+    """Computes own rows in all layers, over the stored rows of all documents."""
 
     @staticmethod
     def length(layout: Layout) -> int:
@@ -169,15 +169,15 @@ class QuestionLook(Look):
         self._queries.append([self._project(layer, one, asking)[0] for layer, one in states])
 
     def scores(self) -> torch.Tensor:
-        """Attention of the question to each candidate, float32 [candidates]: the mean over layers, heads and rows."""
+        """Mean attention of the question to each candidate over probed layers, heads and rows, float32 [candidates]."""
         layers = [torch.cat(runs) for runs in zip(*self._queries, strict=True)]
         mean = torch.stack([self._attention(*one) for one in zip(self._probed, layers, strict=True)]).mean(0)
         return mean[torch.from_numpy(self.layout.candidates).to(mean.device)]
 
     def _attention(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Attention in one layer to each row of the prompt that is read from an entry, float32 [prompt].
+        """Mean attention in one layer to each prompt row, float32 [prompt]; 0 for rows that no entry holds.
 
-        `q`: float32 [n, heads, head_dim], queries of the last n own rows.
+        `q`: float32 [n, heads, head_dim], rotated queries of the last n own rows.
         """
         layout, page_size, places = self.layout, self.layout.page_size, self.layout.places
         pool, own = self.executor.pool.k[layer], self.sequence.positions(0, self.num_rows)
@@ -199,17 +199,17 @@ class QuestionLook(Look):
 
 
 def smooth(scores: torch.Tensor) -> torch.Tensor:
-    """Scores float32 [n], each the mean of itself and its neighbours."""
+    """Moving average of scores, float32 [n]."""
     return F.avg_pool1d(scores[None], _POOLING, stride=1, padding=_POOLING // 2)[0]
 
 
 def gather(tensor: torch.Tensor, pages: array[int], rows: np.ndarray, page_size: int) -> torch.Tensor:
-    """float32 rows [n, kv_heads, head_dim] of a layer of the pool."""
+    """Rows of one layer of the pool, float32 [n, kv_heads, head_dim]. `rows`: indices into the rows of `pages`."""
     return tensor[torch.from_numpy(slots_of(pages, rows, page_size)).to(tensor.device)].float()
 
 
 def _logits(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """float32 [n, heads, m] of queries [n, heads, head_dim] and keys [m, kv_heads, head_dim]."""
+    """Scaled products, float32 [n, heads, m], of queries [n, heads, head_dim] and keys [m, kv_heads, head_dim]."""
     heads, kv_heads = q.shape[1], k.shape[1]
     grouped = q.unflatten(1, (kv_heads, heads // kv_heads))
     return torch.einsum("nkgd,mkd->nkgm", grouped, k).flatten(1, 2) / math.sqrt(q.shape[-1])

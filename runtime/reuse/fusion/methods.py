@@ -1,4 +1,4 @@
-"""Fusion methods: which document rows are computed again."""
+"""Fusion methods choose the document rows that are computed again."""
 
 import math
 from abc import ABC, abstractmethod
@@ -14,12 +14,12 @@ RATIO = 0.15
 
 
 class Method(ABC):
-    """Chooses rows, all at once, after a look at the prompt if it takes one.
+    """Chooses all rows at once, after a look if the method needs one.
 
     Attributes:
-        name: by which requests ask for it.
-        look: the pass before the choice; None: the choice needs none.
-        reuses_question: whether the rows behind the last document are an entry, too, but for the last one.
+        name: the method's name in requests.
+        look: the pass before the choice; None: the method chooses from the layout alone.
+        reuses_question: whether the question, except for its last row, is encoded alone and reused, too.
     """
 
     name: ClassVar[str]
@@ -30,17 +30,17 @@ class Method(ABC):
         self.layout = layout
 
     def count(self) -> int:
-        """The number of document rows that are chosen at most, behind a look."""
+        """Largest number of rows that a method with a look may choose: `ratio` x the number of document rows."""
         ratio = self.layout.asked.ratio
         return int(len(self.layout.candidates) * (RATIO if ratio is None else ratio))
 
     @abstractmethod
     def choose(self, look: Look | None) -> np.ndarray:
-        """Rows of the prompt, int64 ascending; none but `layout.candidates`."""
+        """The chosen rows, a subset of `layout.candidates`, int64 ascending."""
 
 
 class Scored(Method):
-    """Methods that give each row a score; that of a page is the sum of its rows'. The best are chosen."""
+    """Chooses the rows with the highest scores, or the pages whose rows have the highest sum of scores."""
 
     def choose(self, look: Look | None) -> np.ndarray:
         layout, count = self.layout, self.count()
@@ -56,13 +56,13 @@ class Scored(Method):
 
     @abstractmethod
     def scores(self, look: Look | None) -> torch.Tensor:
-        """float [candidates]."""
+        """A score for each candidate, float [candidates]; higher scores are chosen."""
 
 
 class A3(Scored):
-    """A3 (attention-aware fusion): the rows to which the question attends in layer 1.
+    """A3 (attention-aware fusion): chooses the rows that get the most attention of the question in layer 1.
 
-    One softmax over the concatenated heads for each row of the question, summed, and smoothed over neighbours.
+    One softmax over concatenated heads for each question row, then a smoothed sum. The paper's ratio counts all rows.
     """
 
     name = "a3"
@@ -73,7 +73,7 @@ class A3(Scored):
         candidates, queries = self.layout.candidates, look.queries()
         question = np.arange(self.layout.question, len(self.layout.prompt))
         keys = look.true(look.executor.pool.k, np.concatenate((candidates, question)))
-        grouped = queries.unflatten(1, (keys.shape[1], -1)).sum(2)  # as if each key stood beside its several queries
+        grouped = queries.unflatten(1, (keys.shape[1], -1)).sum(2)  # equals repeating keys for their query heads
         logits = grouped.flatten(1) @ keys.flatten(1).T / math.sqrt(queries[0].numel())
         later = torch.ones(len(question), len(question), dtype=torch.bool, device=logits.device).triu(1)
         logits[:, len(candidates) :].masked_fill_(later, -torch.inf)
@@ -82,7 +82,7 @@ class A3(Scored):
 
 
 class CacheBlend(Scored):
-    """CacheBlend (Yao et al. 2024): the rows whose values in layer 1 differ most, squared, from the stored ones."""
+    """CacheBlend (Yao et al. 2024): chooses rows by the squared difference of exact and stored values in layer 1."""
 
     name = "cacheblend"
     look = DenseLook
@@ -95,7 +95,7 @@ class CacheBlend(Scored):
 
 
 class ProphetKV(Scored):
-    """After ProphetKV: the rows to which the question attends, on average over some layers, behind the stored rows."""
+    """After ProphetKV: chooses the rows that get the most attention of the question, averaged over some layers."""
 
     name = "prophetkv"
     look = QuestionLook
@@ -106,9 +106,9 @@ class ProphetKV(Scored):
 
 
 class LegoLink(Method):
-    """LegoLink-k (EPIC, Hu et al. 2024): the first rows of each chunk, which draw attention as the prompt's first do.
+    """LegoLink-k (EPIC, Hu et al. 2024): chooses the first rows of each chunk, which act as attention sinks.
 
-    `asked.k` rows of each, or with a ratio this share of it. A chunk that begins the prompt has none.
+    It takes `asked.k` rows of each chunk, or the share `ratio` of them, but none of a chunk that begins the prompt.
     """
 
     name = "legolink"
@@ -127,7 +127,7 @@ class LegoLink(Method):
 
 
 class Pie(Method):
-    """PIE (positional integrity encoding, He et al. 2024): rows of documents are moved, and none is computed again."""
+    """PIE (positional integrity encoding, He et al. 2024): document keys are only shifted; no row is chosen."""
 
     name = "pie"
 
@@ -136,7 +136,7 @@ class Pie(Method):
 
 
 class Full(Pie):
-    """Full reuse, the baseline of the papers: of the question, the last row alone is computed."""
+    """Full reuse, the baseline of the papers: the question is reused, too, and only its last row is computed."""
 
     name = "full"
     reuses_question = True

@@ -1,4 +1,4 @@
-"""The `fusion` strategy: documents are read wherever they stand, and a few of their rows are computed again."""
+"""The `fusion` strategy: prompts read cached documents at any position and recompute a few of their rows."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 class Phase(Enum):
-    """What a running request computes now; the phases follow each other in this order.
+    """What a running request computes now. The phases have this order; a phase without work is skipped.
 
-    ENCODE: chunks that are missing, and whole pages before the first document.
-    LOOK: the pass before rows are chosen. Its end chooses them.
-    FUSE: own and chosen rows, up to the end of the prompt for which rows were chosen.
-    DECODE: all rows behind these; the rest of a later turn's prompt, and output.
+    ENCODE: missing chunks, and whole pages before the first document.
+    LOOK: the pass before rows are chosen. The method chooses at its end.
+    FUSE: own and chosen rows, up to the end of the prompt for which the rows were chosen.
+    DECODE: all later rows: the rest of the prompt in a later turn, and the output.
     """
 
     ENCODE = auto()
@@ -48,16 +48,16 @@ class Phase(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class Fused(Imports):
-    """A request that reads documents.
+    """The state of a request that reads documents.
 
     Attributes:
-        namespace: of the request, before it was that of its own rows.
-        phase: of a running request.
-        selected: int64, the document rows that are computed again, ascending; None: that is not known yet.
-        selected_for: leading tokens of the prompt for which they were chosen, before later turns.
-        num_fused: rows of the sequence up to there.
-        look: the pass before rows are chosen; a `DenseLook` until they are fused.
-        held: its pages, and pages for the rows to be chosen.
+        namespace: the tenant's namespace; `request.namespace` is the namespace of the request's own rows instead.
+        phase: the current phase of a running request.
+        selected: int64 ascending, the document rows that are computed again; None: not chosen yet.
+        selected_for: number of leading prompt tokens for which the rows were chosen; less than all in a later turn.
+        num_fused: number of rows of the sequence that belong to these tokens.
+        look: the pass before rows are chosen; a `DenseLook` stays until its rows are fused. None: no pass.
+        held: two segments: the temporary pages of `look`, and pages for the rows that the method will choose.
     """
 
     layout: Layout
@@ -72,20 +72,19 @@ class Fused(Imports):
 
     @property
     def chosen(self) -> np.ndarray:
-        """`selected`, none as long as that is not known."""
+        """`selected`; empty before the choice."""
         return _NO_ROWS if self.selected is None else self.selected
 
 
 class Fusion(EntryStrategy):
-    """Chunks of documents are entries, encoded alone at position 0, and read with a shift.
+    """Chunks of documents are entries that are encoded alone at position 0 and read with a shift.
 
-    The sequence holds own rows and chosen document rows by position. Each row reads the rows of entries that lie before
-    it and were not chosen, and the sequence up to itself. Whole pages before the first document are an entry, too: an
-    exact one, in the request's own namespace.
+    The sequence has the request's own rows and the chosen document rows, by position. Each row reads the earlier entry
+    rows that were not chosen, and the sequence up to itself. Whole pages before the first document are also an
+    entry: an exact prefix, in the request's own namespace.
 
-    A request goes through the phases of `Phase`; LOOK is for methods that look at the prompt before they choose rows.
-    Behind a `DenseLook`, fused rows read in layer 1 what it computed there for all rows; rows that are decoded later
-    read the stored KV.
+    A request goes through the phases of `Phase`, with LOOK only if the method has a look. After a `DenseLook`, fused
+    rows read the exact KV that it computed in layer 1. Rows of the phase DECODE read the stored KV there.
     """
 
     name = "fusion"
@@ -144,12 +143,12 @@ class Fusion(EntryStrategy):
         return EntryPlace(entry, start, is_document, kept)
 
     def runs(self, tokens: array[int], namespace: Namespace, asked: dict[str, Any]) -> list[Run]:
-        """One for each chunk."""
+        """One run for each different chunk of a document."""
         entries = [p.entry for p in self._layout(tokens, asked, namespace).places if p.is_document]
         return [entry.run() for entry in {entry.namespace: entry for entry in entries}.values()]
 
     def _look_pages(self, fused: Fused) -> int:
-        """Pages for a look and for rows that it may choose."""
+        """Number of pages for the look and for the rows that the method may choose."""
         if fused.method.look is None or not (count := fused.method.count()):
             return 0
         own = fused.method.look.length(fused.layout) if fused.method.look.writes_pages else 0
@@ -158,7 +157,7 @@ class Fusion(EntryStrategy):
     # -- which rows are computed -----------------------------------------------------------------------------
 
     def _arrange(self, request: Request, chosen: np.ndarray) -> None:
-        """Make a sequence of own rows and chosen ones."""
+        """Rebuild the request's sequence from own and chosen rows; nothing of it is computed yet."""
         fused = request.reuse
         layout, sequence = fused.layout, request.sequence
         rows = layout.computed(chosen)
@@ -172,7 +171,7 @@ class Fusion(EntryStrategy):
         is_read[rows] = False
         request.entry_tokens = array("i", layout.prompt[is_read].tobytes())
         layout.keep(rows)
-        # Nothing is committed before rows are chosen. Requests with the same prompt wait for the choice.
+        # No row is committed before the choice. This namespace makes requests with the same prompt wait for it.
         fused.num_fused = len(rows)
         request.namespace = fused.namespace.for_entry("fused", digest(layout.prompt.tobytes()))
 
@@ -183,15 +182,15 @@ class Fusion(EntryStrategy):
         fused.selected, fused.selected_for = chosen, chosen_for
         fused.num_fused = int(np.searchsorted(fused.layout.computed(chosen), chosen_for))
         places = [(digest(place.entry.key), place.start) for place in fused.layout.places]
-        # Behind a dense look, rows up to there read other KV than those that follow.
+        # After a dense look, rows up to `chosen_for` read other KV in layer 1 than later rows.
         until = chosen_for if self._is_dense(fused) else 0
-        # A last row that lies in a document is computed for its logits: here, but not in a longer prompt.
+        # If the prompt ends with a document, its last row is computed for the logits, but not in a longer prompt.
         forced = len(fused.layout.prompt) if fused.layout.asked.documents[-1][1] == len(fused.layout.prompt) else 0
         content = msgspec.msgpack.encode((places, chosen.tobytes(), until, forced))
         request.namespace = fused.namespace.for_entry("fused", digest(content))
 
     def _recall(self, request: Request) -> None:
-        """Take the rows that were chosen for the prompt before, or for that of an earlier turn."""
+        """Apply a remembered choice for the same prompt or for an earlier turn, if there is one."""
         fused = request.reuse
         if (choice := self._choices.recall(fused.layout, fused.namespace)) is not None:
             self._select(request, *choice)
@@ -209,7 +208,7 @@ class Fusion(EntryStrategy):
         return Found(self._num_there(fused, *found.detail), found.detail)
 
     def _num_there(self, fused: Fused, own: Found, matches: Sequence[Match]) -> int:
-        """Tokens that need not be computed; a row of a document that was computed again, too, counts once."""
+        """Number of prompt tokens with cached KV. A document row with stored and with recomputed KV counts once."""
         there = {e.namespace for e, match in zip(fused.entries, matches, strict=True) if self._all(e, match)}
         is_there = np.zeros(len(fused.layout.prompt), dtype=bool)
         for place in fused.layout.places:
@@ -226,7 +225,7 @@ class Fusion(EntryStrategy):
 
     def admit(self, request: Request, found: Found, headroom: int) -> bool:
         fused = request.reuse
-        # Fused rows read what a dense look computed, so that it comes again where not all of them are cached.
+        # Fused rows read the result of the dense look, so it is repeated unless all fused rows are cached.
         misses = self._is_dense(fused) and found.detail[0].tokens < fused.num_fused
         look = fused.method.look if fused.selected is None or misses else None
         num_pages = self._look_pages(fused) if look else 0
@@ -246,13 +245,13 @@ class Fusion(EntryStrategy):
         return True
 
     def grow(self, request: Request, ahead: int = 0) -> bool:
-        """No row is computed ahead of the last fused one, as the rows behind a dense look read other KV."""
+        """No drafts during a look or fusion: rows after the last fused row read other KV in layer 1."""
         return not (ahead and request.reuse.look is not None) and super().grow(request, ahead)
 
     # -- phases ----------------------------------------------------------------------------------------------
 
     def _advance(self, request: Request) -> None:
-        """Enter the next phases, as far as the present one has nothing left to compute."""
+        """Enter the next phase, repeatedly, while the current phase has nothing left to compute."""
         fused, done = request.reuse, request.sequence.num_computed
         if fused.phase is Phase.ENCODE and not fused.encodings:
             fused.phase = Phase.FUSE if fused.look is None else Phase.LOOK
@@ -264,7 +263,7 @@ class Fusion(EntryStrategy):
             fused.phase = Phase.DECODE
 
     def work(self, request: Request, limit: int) -> Work:
-        """Rows behind the end of a phase, or of the prompt, read other KV and wait for the next step."""
+        """The request's share of the next step. A step ends with the phase and with the prompt."""
         fused, done = request.reuse, request.sequence.num_computed
         if fused.phase is Phase.LOOK:
             count = min(fused.look.num_rows - fused.look.done, limit)
@@ -311,7 +310,7 @@ class Fusion(EntryStrategy):
         return has_logits
 
     def _choose(self, request: Request) -> None:
-        """Choose rows after a look; those that a retracted request has chosen before stay."""
+        """Choose rows after a look. A retracted request keeps the rows that it chose before."""
         fused, sequence = request.reuse, request.sequence
         if fused.selected is None:
             chosen = fused.method.choose(fused.look)
@@ -356,7 +355,7 @@ class Fusion(EntryStrategy):
 
 
 def _own_read(request: Request, first: int, stop: int, page_size: int) -> Read:
-    """The sequence, as far as each of its rows sees it."""
+    """A causal read of the sequence by its rows `first` to `stop` (exclusive)."""
     sequence = request.sequence
     pages = sequence.pages[: -(-(stop - sequence.start) // page_size)]
     if sequence.start:
@@ -365,6 +364,6 @@ def _own_read(request: Request, first: int, stop: int, page_size: int) -> Read:
 
 
 def _anchors(rows: np.ndarray) -> Pairs:
-    """Anchors of a sequence of rows of the prompt, whose output follows behind the last one."""
+    """Anchors, pairs (index, position), of a sequence that consists of these ascending prompt rows."""
     jumps = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
     return list(zip(jumps.tolist(), rows[jumps].tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""The `modules` strategy (Prompt Cache): requests read entries that were encoded alone, wherever these lie."""
+"""The `modules` strategy (Prompt Cache): requests read entries that were encoded alone, at fixed positions."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from runtime.reuse.entries.strategy import EntryStrategy, Imports
 
 
 class EntryFields(msgspec.Struct):
-    """An entry as a message has it.
+    """The fields of an entry in a message.
 
     Attributes:
         tokens: int32 little-endian, placeholders included.
-        anchors: (index, position) pairs, see `runtime.request.Sequence`.
+        anchors: (index, position) pairs, see `runtime.kv.segments.Sequence`.
         holes: ranges [start, stop) of indices: placeholder rows, which are encoded but not kept.
-        name: shown in answers; no part of the entry's key.
+        name: shown in answers; not part of the entry's key.
     """
 
     tokens: bytes
@@ -38,7 +38,7 @@ class EntryFields(msgspec.Struct):
 class ModuleFields(msgspec.Struct):
     """The `reuse` fields of a message: the entries that a request reads, and the anchors of its own tokens.
 
-    `schema` is a name that the tree shows.
+    `schema` is a name for display in the tree.
     """
 
     entries: list[EntryFields]
@@ -48,20 +48,20 @@ class ModuleFields(msgspec.Struct):
 
 @dataclass(slots=True)
 class ModuleImports(Imports):
-    """`schema`: its name, shown in the tree."""
+    """The state of a request with modules. `schema`: the schema's name, shown in the tree."""
 
     schema: str = ""
 
 
 class Modules(EntryStrategy):
-    """Modules are entries, and are read wherever their schema has placed them: own rows see all of them."""
+    """Modules are entries at positions that their schema fixes. Own rows see all of a request's modules."""
 
     name = "modules"
     kind = "module"
     counted = ("encoded_modules",)
 
     def open(self, request: Request, asked: dict[str, Any]) -> None:
-        """A request without tokens of its own only encodes."""
+        """Read and check the message. A request without own tokens only encodes its modules."""
         layout = read_fields(ModuleFields, asked)
         entries = self._entries(layout, request.namespace)
         own, anchors = request.sequence, layout.anchors
@@ -86,11 +86,11 @@ class Modules(EntryStrategy):
             entry = read_entry(fields, namespace, self._model)
             if entry is not None and found.setdefault(entry.namespace, entry) is not entry:
                 raise InvalidRequest(f"entry {entry.name!r} is imported twice", param="reuse")
-        # The same order in all requests, the longest first: those that read the same are neighbours in a step.
+        # One order in all requests, longest first, so that requests with the same modules are neighbours in a step.
         return sorted(found.values(), key=lambda entry: (-entry.length, entry.namespace))
 
     def _probe(self, request: Request, entries: list[Entry]) -> Pairs:
-        """Give a request one token, whose logits show that its entries are numbers; returns its anchors."""
+        """Give a request without tokens one token, whose logits show whether the entries are finite; its anchors."""
         if not entries or request.wants_tokens:
             raise InvalidRequest("the prompt has no tokens of its own", param="prompt")
         last = entries[-1].sequence
@@ -99,7 +99,7 @@ class Modules(EntryStrategy):
         return [(0, last.position(len(last.tokens) - 1))]
 
     def runs(self, tokens: array[int], namespace: Namespace, asked: dict[str, Any]) -> list[Run]:
-        """One for each entry."""
+        """One run for each entry."""
         return [entry.run() for entry in self._entries(read_fields(ModuleFields, asked), namespace)]
 
     def _meta(self, request: Request, entry: Entry) -> EntryMeta:
@@ -115,7 +115,7 @@ class Modules(EntryStrategy):
 
 
 def read_entry(fields: EntryFields, namespace: Namespace, model: ModelInfo) -> Entry | None:
-    """The entry that a message describes; None if no row of it is kept. Raises InvalidRequest."""
+    """The entry that a message describes; None if it consists of holes only. Raises InvalidRequest."""
     what = f"entry {fields.name!r}"
     tokens = read_tokens(fields.tokens, model.vocab_size, what)
     is_kept = np.ones(len(tokens), dtype=bool)
@@ -136,6 +136,6 @@ def _names_of(entries: Iterable[Entry]) -> list[str]:
 
 
 def _own_namespace(namespace: Namespace, entries: list[Entry], anchors: Pairs) -> Namespace:
-    """The namespace of own rows behind some entries: their KV depends on what they read, and on their positions."""
+    """The namespace of own rows, whose KV depends on the entries that they read and on their positions."""
     content = msgspec.msgpack.encode((sorted(entry.namespace.entry for entry in entries), anchors))
     return namespace.for_entry("rows", digest(content))

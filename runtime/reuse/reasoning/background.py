@@ -1,4 +1,4 @@
-"""Work beside the engine's steps: one thread, few calls at a time, and a bounded share of a core."""
+"""A background thread for work beside the engine's steps, with a short queue and a bounded share of a core."""
 
 import logging
 import time
@@ -9,19 +9,19 @@ from typing import Any
 
 log = logging.getLogger("ramet.engine")
 
-# Of one core, in the long run; what may be saved up for a busy moment, seconds; calls that wait or run.
+# Long-term share of one core; largest burst in CPU seconds; most calls that wait or run.
 _SHARE, _BURST, _MOST = 0.05, 1.0, 64
 
 
 class Background:
-    """Runs calls in a thread, in order, and hands back their results when the engine asks.
+    """Runs calls in a thread, in order. The engine collects the results with `take`.
 
     Attributes:
-        seconds: CPU time of all calls so far.
+        seconds: CPU time of all collected calls.
     """
 
     def __init__(self, executor: Executor | None = None, clock: Callable[[], float] = time.monotonic):
-        """`executor`: default: a thread, which begins with the first call and ends with this object."""
+        """`executor`: runs the calls; default: one thread, which starts with the first call."""
         self.seconds = 0.0
         self._executor = executor or ThreadPoolExecutor(1, "ramet-reasoning")
         self._clock = clock
@@ -29,7 +29,7 @@ class Background:
         self._credit, self._at = _BURST, clock()
 
     def offer(self, call: Callable[[], Any]) -> bool:
-        """Run a call; False if too many wait, or their time is used up. Returns at once."""
+        """Queue a call without waiting; False if the queue is full or the CPU time is used up."""
         now = self._clock()
         self._credit, self._at = min(_BURST, self._credit + _SHARE * (now - self._at)), now
         if len(self._calls) >= _MOST or self._credit <= 0:
@@ -38,11 +38,11 @@ class Background:
         return True
 
     def take(self) -> Iterator[Any]:
-        """Results of ended calls, in order."""
+        """The results of finished calls, in order. A failed call is logged and skipped."""
         while self._calls and self._calls[0].done():
             ended = self._calls.popleft()
             if (error := ended.exception()) is not None:
-                # The request goes on, exactly.
+                # The request continues without sharing these pages.
                 log.error("reasoning steps could not be compared", exc_info=error)
                 continue
             result, seconds = ended.result()
@@ -51,7 +51,7 @@ class Background:
             yield result
 
     def wait(self) -> None:
-        """Until all calls have ended; no step of a server does."""
+        """Wait for all calls. For tests and benches: a server never waits."""
         wait(self._calls)
 
 

@@ -6,7 +6,7 @@ import torch
 
 from runtime.kv.pool import KVPool
 
-# Elements of an operation. From 32,768 on, torch on a CPU wakes other threads, which the engine's steps need.
+# Most elements of one operation. On a CPU, torch uses more threads from 32,768 elements on; the engine needs these.
 _MOST_ON_CPU, _MOST = 32_767, 1 << 24
 
 
@@ -15,8 +15,8 @@ class MeasuredPage:
     """A full page.
 
     Attributes:
-        id: in the pool.
-        squares: float32 [2, layers], squared norms of its keys and values; None: not measured yet.
+        id: page id in the pool.
+        squares: float32 [2, layers], squared norms of its keys and values; None: not computed yet.
     """
 
     id: int
@@ -24,10 +24,10 @@ class MeasuredPage:
 
 
 class Distances:
-    """Measures pages of a pool.
+    """Measures the distance of two pages of a pool.
 
-    D = mean over layers of (|K - K'| + |V - V'|) / (rows of a page x KV heads), Euclidean norms in float32, by
-    |x - y|^2 = |x|^2 + |y|^2 - 2 x.y, where each page's squares are computed once.
+    D = mean over layers of (|K - K'| + |V - V'|) / (rows of a page x KV heads), with Euclidean norms in float32. The
+    norms use |x - y|^2 = |x|^2 + |y|^2 - 2 x.y, so the squares of each page are computed only once.
     """
 
     def __init__(self, pool: KVPool):
@@ -36,7 +36,7 @@ class Distances:
         most = _MOST_ON_CPU if pool.k.device.type == "cpu" else _MOST
         per_layer = pool.page_size * self._num_heads * pool.k.shape[3]
         self._layers = max(most // per_layer, 1)
-        # A stream of its own, so that no step waits. The rows of full pages were written by finished steps.
+        # A separate stream, so that no step waits. It needs no synchronisation: finished steps wrote all full pages.
         self._stream = torch.cuda.Stream(pool.k.device) if pool.k.is_cuda else None
 
     @torch.inference_mode()
@@ -52,7 +52,7 @@ class Distances:
         return page.squares
 
     def _dots(self, a: MeasuredPage, b: MeasuredPage) -> torch.Tensor:
-        """Scalar products float32 [2, layers] of keys and of values."""
+        """Scalar products of the keys and of the values of two pages, float32 [2, layers]."""
         found = []
         for first in range(0, self._num_layers, self._layers):
             pairs = zip(self._rows(a, first), self._rows(b, first), strict=True)
@@ -60,7 +60,7 @@ class Distances:
         return torch.cat(found, 1)
 
     def _rows(self, page: MeasuredPage, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values float32 [layers, rows, heads, dim] of some layers."""
+        """Keys and values, float32 [layers, rows, heads, dim] each, of `self._layers` layers from `first` on."""
         pool, start = self._pool, page.id * self._pool.page_size
         place = slice(first, first + self._layers), slice(start, start + pool.page_size)
         return pool.k[place].float(), pool.v[place].float()

@@ -1,4 +1,4 @@
-"""The collaborative filter: from new tokens to pages that could be shared (ReasonCache, section IV-A)."""
+"""The collaborative filter finds pages of new tokens that could be shared (ReasonCache, section IV-A)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from runtime.reuse.reasoning.distance import Distances, MeasuredPage
 from runtime.reuse.reasoning.steps import Splitter, Step, similarity, threshold
 from runtime.reuse.reasoning.structure import equivalent
 
-# Steps whose pages are compared with those of a new one: the most alike, the latest first.
+# Most earlier steps whose pages are compared with a new step's: the most similar, and of equal ones the latest.
 _MOST_CANDIDATES = 4
 
 
 @dataclass(slots=True, eq=False)
 class StepHistory:
-    """The steps of a request's output since its admission. The filter's thread alone uses it.
+    """The steps of a request's output since its admission. Only the filter's thread reads or changes this object.
 
     Attributes:
-        prompt_len: tokens before the output.
-        output: tokens so far.
-        steps: closed ones, in order.
-        measured: pages by index in the sequence and id: in one admission, a page id is computed for an index once.
+        prompt_len: number of tokens before the output.
+        output: output tokens so far.
+        steps: closed steps, in order.
+        measured: pages by (index in the sequence, page id). During one admission, such a page never changes its KV.
     """
 
     prompt_len: int
@@ -40,12 +40,12 @@ class StepHistory:
 
 @dataclass(slots=True, frozen=True)
 class Match:
-    """A page and the most similar earlier one.
+    """A page and an earlier page that could replace it.
 
     Attributes:
         index, page: the page's index in the sequence, and its id.
-        source_index, source_page: likewise, of the page that could be read instead.
-        distance: of the two.
+        source_index, source_page: index and id of the earlier page.
+        distance: their distance D, see `Distances`.
     """
 
     index: int
@@ -56,28 +56,28 @@ class Match:
 
 
 class CollaborativeFilter:
-    """Splits outputs into steps, filters the earlier steps for each one, and measures their pages."""
+    """Splits an output into steps. For each step, it filters the earlier steps and measures the pages of the rest."""
 
     def __init__(self, distances: Distances, load_tokenizer: Callable[[], Tokenizer], page_size: int):
-        """`load_tokenizer`: called at first use."""
+        """`load_tokenizer`: called once, at the first evaluation."""
         self._distances, self._load_tokenizer = distances, load_tokenizer
         self._tokenizer: Tokenizer | None = None
         self._page_size = page_size
 
     def evaluate(self, history: StepHistory, pages: array[int], first: int, tokens: array[int]) -> list[Match]:
-        """The best match of each page of the steps that new tokens close.
+        """The best match of each page in the steps that new tokens close.
 
         Args:
-            history: of the request.
-            pages: its page ids now. Those before index `first` lie in the tree and are not given up.
-            tokens: int32, new tokens of the output whose KV is computed.
+            history: the request's history, which is updated.
+            pages: the request's int32 page ids now. Pages before index `first` are in the tree and never replaced.
+            tokens: int32, the new output tokens, whose KV is computed.
         """
         tokenizer = self._tokenizer = self._tokenizer or self._load_tokenizer()
         history.output.extend(tokens)
         pushed = [history.splitter.push(token, tokenizer.token_text(token)) for token in tokens]
         matches: list[Match] = []
         for step in (step for step in pushed if step is not None):
-            # Some tokenizers put spaces right only in whole texts.
+            # With some tokenizers, the texts of single tokens lack spaces that the whole text has.
             step = replace(step, text=tokenizer.decode(history.output[step.start : step.end]))
             matches += self._matches(history, step, pages, first)
             history.steps.append(step)
@@ -96,7 +96,7 @@ class CollaborativeFilter:
                 yield min(found, key=lambda match: match.distance)
 
     def _inside(self, history: StepHistory, step: Step) -> range:
-        """The indices of the whole pages within a step."""
+        """Indices in the sequence of the pages that lie completely within a step."""
         first, stop = history.prompt_len + step.start, history.prompt_len + step.end
         return range(-(-first // self._page_size), stop // self._page_size)
 
@@ -106,7 +106,7 @@ class CollaborativeFilter:
 
 
 def _candidates(history: StepHistory, step: Step) -> list[Step]:
-    """Earlier steps that pass the lexical and the structural filter."""
+    """Earlier steps that pass the lexical and the structural filter, most similar first."""
     earlier, params = history.steps, history.params
     scores = [similarity(step, other) for other in earlier]
     least = threshold(scores, params.tau_max, params.tau_min)

@@ -1,4 +1,4 @@
-"""The distances of late, and their percentiles (ReasonCache, section IV-A2)."""
+"""The latest distances and their percentiles (ReasonCache, section IV-A2)."""
 
 import math
 from collections import deque
@@ -10,14 +10,14 @@ _MOST = 4096
 
 
 class Reservoir:
-    """The latest distances of pages to their best candidates, of all requests.
+    """The latest distances between pages and their best candidates, over all requests.
 
     Attributes:
-        latest: in the order in which they came.
+        latest: the distances, oldest first.
     """
 
     def __init__(self, warm_up: int = WARM_UP, most: int = _MOST):
-        """`warm_up`: distances before which there is no percentile; `most`: that are kept."""
+        """`warm_up`: number of distances before pages are shared; `most`: number of distances that are kept."""
         self._warm_up, self._most = warm_up, most
         self.latest: deque[float] = deque()
         self._sorted: SortedList = SortedList()
@@ -32,9 +32,9 @@ class Reservoir:
         self._sorted.add(distance)
 
     def threshold(self, percentile: float) -> float:
-        """The largest distance that is shared: linear between neighbours; -inf during the warm-up.
+        """The largest distance at which a page is shared, interpolated linearly; -inf during the warm-up.
 
-        The percentile 100 lets all pass, whatever was seen: the filters before decide alone.
+        Percentile 100 gives infinity, even during the warm-up: then the filters alone decide.
         """
         if percentile >= 100:
             return math.inf

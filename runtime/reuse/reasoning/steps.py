@@ -1,4 +1,4 @@
-"""Reasoning steps: generated text cut at blank lines, and how alike two of them are (ReasonCache, section IV-A1)."""
+"""Reasoning steps: splits an output at blank lines and compares the words of steps (ReasonCache, section IV-A1)."""
 
 import math
 from collections import Counter
@@ -15,10 +15,10 @@ class Step:
     """A closed step.
 
     Attributes:
-        start, end: its tokens in the output, its delimiter's last token included.
-        text: of these tokens.
+        start, end: range of the step's tokens in the output, including the delimiter; `end` is exclusive.
+        text: the text of these tokens.
         counts: how often each token id occurs.
-        fence: the first line of the code fence in whose midst the step begins; empty: there is none.
+        fence: the first line of the code fence within which the step begins; empty: it begins outside of a fence.
     """
 
     start: int
@@ -29,15 +29,15 @@ class Step:
 
     @property
     def formal_text(self) -> str:
-        """The text, code within a fence in any case."""
+        """The text, with the opening line of its code fence added if the step begins within a fence."""
         return f"{self.fence}\n{self.text}" if self.fence else self.text
 
 
 class Splitter:
     """Cuts an output into steps, one token at a time.
 
-    A step ends with the token in which the first blank line behind its first visible character ends. So further line
-    breaks belong to the next step, and no step is blank.
+    A step ends with the token that completes the first blank line after visible text. Further line breaks belong to the
+    next step, so no step is blank.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Splitter:
         self._before = ""  # a line break at the end of the text so far, which may be half of a delimiter
 
     def push(self, token: int, text: str) -> Step | None:
-        """Take the next token and its text; the step that it closes."""
+        """Add the next token; returns the step that it closes, if any."""
         self._tokens.append(token)
         self._texts.append(text)
         if self._is_blank:
@@ -83,10 +83,10 @@ def _square(counts: Mapping[int, int]) -> int:
 
 
 def threshold(scores: Sequence[float], tau_max: float, tau_min: float) -> float:
-    """The score that a step must exceed: lower, the more the step is like all those before it, whose scores these are.
+    """The score that an earlier step must exceed to pass. It falls as the mean of all scores rises.
 
     Args:
-        scores: of all earlier steps; none: `tau_max`.
+        scores: similarity of the new step to each earlier step; the threshold is `tau_max` if there are none.
         tau_max, tau_min: threshold for a mean score of 0 and of 1.
     """
     mean = sum(scores) / len(scores) if scores else 0.0

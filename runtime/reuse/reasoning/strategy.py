@@ -1,4 +1,4 @@
-"""The `reasoncache` strategy: prefix caching, and pages of reasoning steps that repeat are shared (ReasonCache)."""
+"""The `reasoncache` strategy: prefix caching that also shares pages of repeated reasoning steps (ReasonCache)."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Reasoning:
     """The state of a request whose reasoning steps are compared.
 
     Attributes:
-        history: since its admission, for the filter's thread; None while it is not admitted.
-        substituted: indices of its pages that are read in place of its own, since its admission.
-        num_full: full pages when the filter last got tokens.
-        num_given: output tokens that the filter got since the admission.
-        first_substituted: the output token at which the first page begins that was ever substituted.
-        exact_tokens: output tokens that were chosen before the first substitution. Both are None without one.
-        num_recomputed: admissions that computed again, exactly, what had been substituted before.
-        reported: substituted pages and all pages, as last reported.
+        history: the steps since the admission, for the filter's thread; None while the request is not admitted.
+        substituted: indices of pages that were replaced by earlier pages since the admission.
+        num_full: number of full pages when the filter last got tokens.
+        num_given: number of output tokens that the filter got since the admission.
+        first_substituted: index of the output token at which the first page ever replaced begins; None: no page was.
+        exact_tokens: number of output tokens that were chosen before the first substitution; None: no substitution.
+        num_recomputed: number of admissions that recomputed substituted pages exactly.
+        reported: number of substituted pages and of all pages in the last report.
     """
 
     params: ReasoningParams
@@ -50,18 +50,18 @@ class Reasoning:
 
 
 class ReasonCache(PrefixStrategy):
-    """A page of a reasoning step is replaced by a similar page of an earlier step, and freed.
+    """Replaces a page of a reasoning step by a similar page of an earlier step, and frees it.
 
     Each time a page is full, the new tokens go to a thread, which splits them into steps and measures the pages of
     closed steps. Matches are applied between two steps of the engine, if both pages are still at their indices. A step
-    in flight may still read a page that is freed; a later step writes to it.
+    in flight may still read the freed page; this is safe, because only later steps overwrite it.
 
-    A request is exact up to its first substituted page, and only whole pages before that are committed under its
-    tokens. A retracted request computes the rest again, exactly.
+    The KV of a request is exact up to its first substituted page. Only whole pages before it are committed to the tree.
+    A retracted request recomputes the rest exactly.
 
     Attributes:
         reservoir: distances of all requests.
-        num_saved: pages that substitutions save now.
+        num_saved: number of pages that substitutions save now.
     """
 
     name = "reasoncache"
@@ -105,9 +105,9 @@ class ReasonCache(PrefixStrategy):
         return True
 
     def _evaluate(self, request: Request) -> None:
-        """Give the filter the tokens since the last time, if they fill another page."""
+        """Give the filter the new tokens, if they fill another page."""
         reasoning, sequence = request.reuse, request.sequence
-        # Draft tokens are computed before they are known to be right.
+        # `num_computed` may include drafted tokens that were rejected.
         ready = min(sequence.num_computed, len(sequence.tokens))
         if ready // self.cache.page_size == reasoning.num_full:
             return
@@ -121,8 +121,8 @@ class ReasonCache(PrefixStrategy):
             self.counters["deferred_evaluations"] += 1
 
     def _consider(self, request: Request, match: Match) -> None:
-        """Share a page, if it is close enough."""
-        # A page that was freed meanwhile may have been measured with the rows of another request.
+        """Apply a match if both pages are still in place and their distance is small enough."""
+        # If a page was freed meanwhile, the measured rows may belong to another request.
         held = self._page(request, match.index), self._page(request, match.source_index)
         if held != (match.page, match.source_page) or not math.isfinite(match.distance):
             return
@@ -137,11 +137,11 @@ class ReasonCache(PrefixStrategy):
         return in_tree[index] if index < len(in_tree) else request.sequence.pages[index - len(in_tree)]
 
     def substitute(self, request: Request, index: int, source_index: int) -> None:
-        """Read the page at an earlier index of the sequence in place of another, which is freed if nothing shares it.
+        """Replace a page by an earlier page of the sequence, and free it. Pages with other readers stay.
 
         Args:
-            index: of a whole page of the output that the request owns.
-            source_index: of an earlier page, which may lie in the tree.
+            index: index in the sequence of the page to replace: a full page of the output that the request owns.
+            source_index: index of the earlier page, which may be in the tree.
         """
         page_size, allocator = self.cache.page_size, self.cache.allocator
         reasoning, sequence = request.reuse, request.sequence
@@ -161,7 +161,7 @@ class ReasonCache(PrefixStrategy):
         self.counters["substituted_pages"] += 1
 
     def _sure(self, request: Request) -> int:
-        """Pages of the output stay the request's own until its release, for its steps are compared."""
+        """Number of tokens to commit. Output pages stay out of the tree while steps are compared with them."""
         computed: int = super()._sure(request)
         return computed if request.reuse.history is None else min(computed, request.prompt_len)
 
@@ -174,7 +174,7 @@ class ReasonCache(PrefixStrategy):
         super().release(request, keep)
 
     def _cut(self, request: Request) -> None:
-        """Leave only pages that may be committed: those before all substituted ones."""
+        """Release the pages from the first substituted page on, so that only exact pages are committed."""
         sequence, substituted = request.sequence, request.reuse.substituted
         first = sequence.start // self.cache.page_size
         exact = min(substituted, default=first + len(sequence.pages)) - first
@@ -183,7 +183,7 @@ class ReasonCache(PrefixStrategy):
         sequence.num_computed = min(sequence.num_computed, (first + exact) * self.cache.page_size)
 
     def report(self, request: Request) -> dict[str, Any] | None:
-        """Whenever another page is full or substituted."""
+        """Reported whenever the number of pages or of substituted pages has changed."""
         reasoning: Reasoning = request.reuse
         substituted = 0 if reasoning.history is None else len(reasoning.substituted)
         pages = self.cache.pages_for(len(request.tokens))
@@ -206,5 +206,5 @@ class ReasonCache(PrefixStrategy):
 
 
 def _in_tree(request: Request) -> array[int]:
-    """Pages of the tree that a request reads, which are its first ones."""
+    """The int32 ids of a request's leading pages, which are in the tree."""
     return request.segments[0].pages if request.segments else array("i")

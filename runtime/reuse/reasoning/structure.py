@@ -8,11 +8,11 @@ from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
 
-# A longer step is not parsed.
+# Longer steps are not parsed and match no step.
 _MOST_CHARACTERS = 8192
 _FENCE = re.compile(r"^[ \t]*(```|~~~)[^\n]*$", re.MULTILINE)
-# No part crosses another opening delimiter, so that the search is linear. As in pandoc, no space stands within single
-# dollars, and no digit behind them: two prices are no formula.
+# A formula contains no opening delimiter, so the search takes linear time. As in pandoc, a space after the opening
+# dollar or a digit after the closing one rules out a formula, so that two prices are not taken for one.
 _MATH = re.compile(
     r"\$\$([^$]+)\$\$|\\\[((?:(?!\\\[).)+?)\\\]|\\\(((?:(?!\\\().)+?)\\\)"
     r"|\\begin\{(\w+\*?)\}((?:(?!\\begin\{).)+?)\\end\{\4\}"
@@ -21,7 +21,7 @@ _MATH = re.compile(
 )
 _REST_OF_LATEX = re.compile(r"\\(?:[\[\]()]|[A-Za-z]{2,})")
 
-# Formulas without delimiters: numbers, single letters, functions and brackets, with a sign before one of them.
+# Formulas without delimiters: numbers, single letters, functions and brackets, joined by at least one sign.
 _SIGN = r"(?:<=|>=|!=|==|\*\*|->|[-+*/^=<>×·÷−±≤≥≠≈])"
 _OPERAND = (
     r"(?:\d+(?:[.,]\d+)*[²³%!]?|(?<=\d)[A-Za-z]{1,2}(?![A-Za-z])[²³]?|[()]"
@@ -30,7 +30,7 @@ _OPERAND = (
 _BARE = re.compile(rf"[-+−]?{_OPERAND}(?:[ \t$]*(?:{_SIGN}|{_OPERAND}))*")
 _HAS_SIGN = re.compile(rf".{_SIGN}[ \t$]*{_OPERAND}")
 
-# Normalisation of formulas: spacing and sizes of brackets, thousands, powers, and different signs of one meaning.
+# Normalisation of formulas: spacing, bracket sizes, thousands separators, powers, and signs with the same meaning.
 _SPACING = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|quad|qquad|displaystyle|limits)(?![A-Za-z])|\\[,;:! ]|~")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _POWERS = str.maketrans({"²": "^2", "³": "^3"})
@@ -49,7 +49,7 @@ _SAME = {
 }
 
 _PYTHON = frozenset({"", "python", "python3", "py"})
-# Grammars by the names that languages have in fences.
+# Tree-sitter grammars by the language name that a fence gives.
 _GRAMMARS = {
     **{"c": "c", "h": "c", "cpp": "cpp", "c++": "cpp", "cc": "cpp", "hpp": "cpp", "java": "java"},
     **{"go": "go", "golang": "go", "rust": "rust", "rs": "rust"},
@@ -58,22 +58,22 @@ _GRAMMARS = {
 
 
 def equivalent(a: str, b: str) -> bool:
-    """Whether all code of two steps has equal syntax trees, and all formulas have equal tokens, in order.
+    """Whether two steps have the same syntax trees of code and the same tokens of formulas, in the same order.
 
-    Two steps without code or formulas are equivalent. A step with code that cannot be parsed is equivalent to none.
+    Two steps without code and formulas are equivalent. A step whose code cannot be parsed is not equivalent to any.
     """
     first = _structure(a)
     return first is not None and first == _structure(b)
 
 
 def open_fence(text: str) -> str:
-    """The first line of a code fence that a text leaves open; empty: it leaves none."""
+    """The first line of the code fence that is open at the end of a text; empty: no fence is open."""
     return _fences(text)[1]
 
 
 @lru_cache(256)
 def _structure(text: str) -> tuple[Hashable, ...] | None:
-    """The syntax trees of a text's code and the tokens of its formulas; None: a part cannot be parsed."""
+    """The syntax trees of code and the tokens of formulas in a text; None: the text is too long or not parsable."""
     if len(text) > _MOST_CHARACTERS:
         return None
     try:
@@ -96,7 +96,7 @@ def _parse(text: str) -> Iterator[Hashable]:
 
 
 def _fences(text: str) -> tuple[list[tuple[str | None, str]], str]:
-    """The parts of a text, each with the first line of its fence or None; and the first line of a fence left open."""
+    """The parts of a text as (first line of the part's fence or None, content), and the last fence if it is open."""
     parts: list[tuple[str | None, str]] = []
     at, opening = 0, ""
     for fence in _FENCE.finditer(text):
@@ -136,7 +136,7 @@ def _parse_code(language: str, code: str) -> Hashable:
 
 @cache
 def _parser(grammar: str) -> Any:
-    """A parser of tree-sitter; None: there is none of that name."""
+    """The tree-sitter parser of a language; None: it is not installed."""
     try:
         from tree_sitter import Language, Parser
 
@@ -146,7 +146,7 @@ def _parser(grammar: str) -> Any:
 
 
 def _nodes(root: Any) -> Iterator[str]:
-    """A tree in preorder: kinds of inner nodes, texts of leaves, and ends."""
+    """A tree in preorder: the types of inner nodes, types and texts of leaves, and ")" at the end of a node."""
     pending = [root]
     while pending:
         node = pending.pop()
