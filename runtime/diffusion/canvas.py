@@ -1,4 +1,4 @@
-"""Canvases of masks: each step decides some of a canvas' masks."""
+"""Canvases of masks: each denoising step replaces some masks by tokens."""
 
 import math
 from typing import Generic, TypeVar
@@ -16,16 +16,15 @@ Params = TypeVar("Params", bound=MaskParams)
 
 
 class Canvas(Generic[Params]):
-    """The canvas of one request, from all masks to none.
+    """The canvas of one request: the prompt followed by masks, in blocks that are denoised from left to right.
 
-    A canvas is the prompt and further positions, in blocks that are denoised from left to right. The mask itself is
-    never chosen. Steps that would decide nothing are skipped.
+    The mask token is never chosen. Steps of the schedule that would decide no mask are skipped.
 
     Attributes:
         tokens: int64 [N], the canvas.
-        block: positions of the current block; empty once no mask is left.
+        block: positions of the current block; empty when no mask is left.
         is_block_start: whether the next step is the block's first.
-        num_steps: steps done.
+        num_steps: number of finished steps.
     """
 
     def __init__(
@@ -51,11 +50,11 @@ class Canvas(Generic[Params]):
         self._begin(self.prompt_len)
 
     def _layout(self) -> tuple[int, int, int]:
-        """The position at which blocks begin, the steps of each, and the length of the canvas."""
+        """The start of the first block, the number of steps for each block, and the length of the canvas."""
         raise NotImplementedError
 
     def _begin(self, start: int) -> None:
-        """Enter the block that begins at a position."""
+        """Start the block that contains the position `start`, from there on."""
         first = start - (start - self._origin) % self._length
         self.block = range(start, min(first + self._length, len(self.tokens)))
         self._step = 0
@@ -72,35 +71,35 @@ class Canvas(Generic[Params]):
 
     @property
     def shown(self) -> np.ndarray:
-        """The canvas as streams show it."""
+        """The tokens of the canvas for streams, int64 [N]."""
         return self.tokens
 
     @property
     def num_decided(self) -> int:
-        """Number of positions after the prompt that are decided without a gap, for good."""
+        """Number of positions between the prompt and the first position that may still change."""
         undecided = self._undecided[self.prompt_len :]
         return int(undecided.argmax()) if undecided.any() else len(undecided)
 
     def candidates(self) -> np.ndarray:
-        """Positions, int64 [n], whose logits the next step wants: the block's masks."""
+        """Positions, int64 [n], whose logits the next step needs: the block's masks."""
         return self.block.start + np.flatnonzero(self._undecided[self.block.start : self.block.stop])
 
     @torch.inference_mode()
     def commit(self, logits: torch.Tensor) -> None:
-        """Decide this step's masks.
+        """Decide the tokens of this step.
 
         Args:
-            logits: float32 [n, vocab], of the `candidates`; overwritten.
+            logits: float32 [n, vocab], for the `candidates`; overwritten.
 
         Raises:
-            BadLogits: if a row has a value that is not finite and could be chosen.
+            BadLogits: if a row has a NaN or an infinite value that could be chosen.
         """
         positions = self.candidates()
         logits[:, self.spec.mask_token_id] = -math.inf
         if self._bias is not None:
             logits.index_add_(1, self._bias[0], self._bias[1].expand(len(logits), -1))
         tokens, confidence = self._choose(logits)
-        # One such value makes all probabilities of its row NaN.
+        # One bad value makes all probabilities of its row NaN.
         if not bool(confidence.isfinite().all()):
             raise BadLogits
         decided = self._decide(positions, tokens, confidence)
@@ -114,13 +113,13 @@ class Canvas(Generic[Params]):
             self._skip()
 
     def _decide(self, positions: np.ndarray, tokens: torch.Tensor, confidence: torch.Tensor) -> np.ndarray:
-        """Indices of the candidates whose tokens are taken; counts the step."""
+        """Indices of the candidates that get their token now; advances the schedule."""
         decided = self._select(confidence).cpu().numpy()
         self._step += 1
         return decided
 
     def _is_left(self, num_changed: int) -> bool:
-        """Whether the block is done."""
+        """Whether the block is finished. `num_changed`: number of tokens that this step set."""
         return not self._undecided[self.block.start : self.block.stop].any()
 
     def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,7 +144,7 @@ class Canvas(Generic[Params]):
         return tokens, confidence
 
     def _choose_llada(self, logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gumbel-max with noise in float64, as LLaDA's quality depends on it; confidence without the noise."""
+        """Gumbel-max with float64 noise, which LLaDA's quality depends on; the confidence ignores noise."""
         probs = logits.softmax(-1)
         if not temperature:
             confidence, tokens = probs.max(-1)
@@ -168,24 +167,24 @@ class Canvas(Generic[Params]):
         if params.alg_temp and params.algorithm != "low_confidence":
             weights = (confidence / params.alg_temp).softmax(-1)
             noise = torch.empty_like(weights).exponential_(generator=self._generator)
-            confidence = weights / noise  # the largest of these races are a draw without replacement
+            confidence = weights / noise  # exponential races: the largest values are a draw without replacement
         return confidence.topk(min(self._count(), len(confidence))).indices
 
     def _share(self) -> float:
-        """Dream's schedule: the share of the masks that is decided at this step; all of them at the last."""
+        """Dream's schedule: the share of the remaining masks to decide in this step; 1 in the last step."""
         if self._step >= self._steps - 1:
             return 1.0
         return float(1 - self._times[self._step + 1] / self._times[self._step])
 
     def _count(self) -> int:
-        """Number of masks that this step decides, where the schedule fixes it."""
+        """Number of masks that this step decides; 1 if the confidence or a draw determines the number."""
         if self.params.threshold is not None or self.params.factor is not None or self.params.algorithm == "origin":
-            return 1  # at least
+            return 1
         if self.params.algorithm == "low_confidence":
             each, more = divmod(self._length, self._steps)
             return each + (self._step < more)
         left = int(self._undecided[self.block.start : self.block.stop].sum())
-        # In float32, in which the published schedule rounds.
+        # In float32, like the published schedule.
         return int(torch.tensor(float(left)) * self._share()) if self._step < self._steps - 1 else left
 
 
@@ -200,17 +199,17 @@ class BidirectionalCanvas(Canvas[BidirectionalParams]):
         return self.prompt_len, steps, self.prompt_len + params.gen_length
 
     def active(self, first: int) -> range:
-        """The positions, from `first` on, whose rows the next step computes."""
+        """The positions that the next step computes, without those before `first`."""
         rows = range(first, len(self.tokens))
         return active_rows(self.params.cache, self.is_block_start, self.block, self.spec.logits_shift, rows)
 
 
 class BlockCanvas(Canvas[BlockParams]):
-    """The canvas of a block diffusion model, which attends by blocks that begin at position 0.
+    """The canvas of a block diffusion model, whose attention blocks begin at position 0.
 
-    So the first block has some of the prompt, and the canvas ends with a whole one. `steps` are those of each block
-    that is denoised; these divide the blocks of attention. With the joint threshold, decided tokens may change until
-    their block is left.
+    So the first denoised block may contain prompt tokens, and the canvas ends with a whole attention block, which has
+    one or more denoised blocks. `steps` counts the steps of one denoised block. With the joint threshold, decided
+    tokens may change until their block is finished.
     """
 
     def _layout(self) -> tuple[int, int, int]:
@@ -230,22 +229,22 @@ class BlockCanvas(Canvas[BlockParams]):
 
     @property
     def leads(self) -> bool:
-        """Whether the next token is read from the last row of the blocks before its own, which must be whole."""
+        """Whether the next step only predicts a block's first token, from the last row of the block before it."""
         start = self.block.start
         return self.spec.logits_shift > 0 and start % self._unit == 0 and bool(self._undecided[start])
 
     @property
     def settled(self) -> int:
-        """Leading positions in blocks of attention that are decided: their KV will not change."""
+        """Number of leading positions in decided attention blocks, whose KV is final once it is computed."""
         return (self.block.start if self.block else len(self.tokens)) // self._unit * self._unit
 
     @property
     def end(self) -> int:
-        """The position up to which the next step needs rows."""
+        """End (exclusive) of the positions that the next step computes."""
         return self.settled + (0 if self.leads else self._unit)
 
     def candidates(self) -> np.ndarray:
-        """The block's masks, or all positions that it may edit."""
+        """The block's masks, int64; with the joint threshold all positions of the block, which may be edited."""
         if self.leads:
             return np.array((self.block.start,))
         return np.array(self.block) if self._edits else super().candidates()
@@ -259,12 +258,12 @@ class BlockCanvas(Canvas[BlockParams]):
         return self._select_joint(positions, tokens, confidence)
 
     def _is_left(self, num_changed: int) -> bool:
-        """Whether the block has no mask, and none of its tokens may still be edited."""
+        """Whether the block has no masks, and its tokens are not edited further."""
         may_edit = self._edits and num_changed and self._post_edits < (self.params.max_post_edit_steps or 0)
         return super()._is_left(num_changed) and not may_edit
 
     def _select_joint(self, positions: np.ndarray, tokens: torch.Tensor, confidence: torch.Tensor) -> np.ndarray:
-        """Indices of the masks to decide, by the threshold, and of the tokens to replace, by that of edits."""
+        """Indices of masks to decide, by `threshold`, and of tokens to replace, by `edit_threshold`."""
         params, masked = self.params, self._undecided[positions]
         sure, changed = confidence.cpu(), tokens.cpu().numpy() != self.tokens[positions]
         selected = ~masked & changed & (sure > (params.edit_threshold or 0.0)).numpy()
@@ -277,7 +276,7 @@ class BlockCanvas(Canvas[BlockParams]):
 
 
 def restrict(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Logits [n, vocab] with minus infinity for tokens that top-p and then, as in Dream, top-k leave out."""
+    """Logits [n, vocab] with -inf for the tokens that top-p, and then top-k, exclude (Dream's order)."""
     if sampling.top_p < 1:
         values, tokens = logits.softmax(-1).sort(descending=True)
         dropped = values.cumsum(-1) - values >= sampling.top_p
@@ -289,7 +288,7 @@ def restrict(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
 
 
 def bias_of(sampling: SamplingParams, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Tokens int64 [n] whose logits are changed, and by how much, float32 [n]."""
+    """`logit_bias` as tokens, int64 [n], and their biases, float32 [n]; None: no bias."""
     if not sampling.logit_bias:
         return None
     tokens = torch.tensor(list(sampling.logit_bias), dtype=torch.int64, device=device)

@@ -19,14 +19,14 @@ from runtime.sampler_state import StepResult
 
 log = logging.getLogger("ramet.engine")
 
-# Of distributions that are none.
+# The divergence that is reported for logits that are not finite.
 _MOST_NATS = 1e4
 
 
 def divergence(exact: torch.Tensor, other: torch.Tensor, mask_token_id: int) -> float:
-    """KL divergence in nats of other distributions from exact ones, the mean over rows, of logits [n, vocab].
+    """Mean over rows of the KL divergence in nats of other distributions from exact ones, given as logits [n, vocab].
 
-    The mask is never chosen, so it belongs to no distribution. The result is finite, whatever the logits are.
+    The mask token is left out, because it is never chosen. The result is finite even if the logits are not.
     """
     p, q = (logits.index_fill(1, _index(mask_token_id, logits), -1e4).log_softmax(-1) for logits in (exact, other))
     nats = float((p.exp() * (p - q)).sum(-1).mean())
@@ -38,7 +38,7 @@ def _index(token: int, logits: torch.Tensor) -> torch.Tensor:
 
 
 class CanvasDecoding(Decoding):
-    """Decides positions of a request's canvas: its prompt, followed by masks or by noise."""
+    """Decides tokens of a request's canvas, which is the prompt followed by masks or random tokens."""
 
     counted = ("denoise_steps",)
 
@@ -49,7 +49,7 @@ class CanvasDecoding(Decoding):
         vocab_size: int = 0,
         soften: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ):
-        """`device`: of the logits; `vocab_size`, `soften`: for canvases of noise, see `NoiseCanvas`."""
+        """`device`: of the logits; `vocab_size`, `soften`: only for DiffusionGemma, see `NoiseCanvas`."""
         super().__init__()
         self._spec, self._device = spec, device
         self._vocab_size, self._soften = vocab_size, soften
@@ -75,16 +75,16 @@ class CanvasDecoding(Decoding):
         request.max_length = request.prompt_len + (params.gen_length or 0)
 
     def wanted(self, work: Work) -> np.ndarray:
-        """The rows that predict the masks of the block, if the work goes so far."""
+        """The rows that predict the block's masks, int64; none if this step ends before the block."""
         if work.request.canvas is None:
             return np.empty(0, dtype=np.int64)
         rows = work.request.canvas.candidates() - self._spec.logits_shift - work.start
         return rows if rows[-1] < work.count else rows[:0]
 
     def book(self, work: Work, result: StepResult) -> TokenEvent | None:
-        """Book a denoising step.
+        """Take the logits of a denoising step.
 
-        A second row set is the canvas without its prompt, for guidance, or one with which the first is compared.
+        A second row set is either the canvas without its prompt, for guidance, or the trial of a reuse depth.
         """
         request, (logits, places, *_) = work.request, result
         canvas = request.canvas
@@ -108,9 +108,9 @@ class CanvasDecoding(Decoding):
         return self._report(request)
 
     def _report(self, request: Request) -> TokenEvent | None:
-        """New final tokens of this step: those before the first mask or the noise, up to the first stop token.
+        """The event of new final tokens: those before the first undecided position, up to the first stop token.
 
-        These never change. So the request ends at a stop token that follows the prompt without a gap.
+        Final tokens never change, so a stop token among them ends the request.
         """
         canvas = request.canvas
         output = canvas.shown[request.prompt_len : request.max_length]

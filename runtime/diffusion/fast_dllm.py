@@ -6,16 +6,16 @@ import torch
 
 
 def by_threshold(confidence: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Indices of the most confident mask and of every other with at least `threshold`; `confidence` is [n]."""
+    """Indices of the masks with a confidence, [n], of at least `threshold`, and always of the most confident mask."""
     accepted = confidence >= threshold
     accepted[confidence.argmax()] = True
     return accepted.nonzero()[:, 0]
 
 
 def by_factor(confidence: torch.Tensor, factor: float) -> torch.Tensor:
-    """Indices of the most confident masks, the n-th of them as long as confidence >= 1 - factor / (n + 1).
+    """Indices of the most confident masks: the n-th is accepted while its confidence >= 1 - factor / (n + 1).
 
-    The first is always accepted; the first that falls short ends the selection.
+    The most confident mask is always accepted.
     """
     values, order = confidence.sort(descending=True)
     short = values < 1 - factor / (torch.arange(len(values), device=values.device) + 2)

@@ -1,4 +1,4 @@
-"""The canvas of DiffusionGemma: random tokens, of which each step accepts some and draws the others anew."""
+"""The canvas of DiffusionGemma: each step accepts some of its random tokens and draws the others again."""
 
 from collections import deque
 from collections.abc import Callable
@@ -12,29 +12,29 @@ from runtime.diffusion.canvas import bias_of, restrict
 from runtime.params import SamplingParams
 from runtime.sampling.sampler import BadLogits
 
-# Below, quotients of capped logits would leave float32.
+# With a lower temperature, logits / temperature could overflow float32.
 _LEAST_TEMPERATURE = 1e-4
-# Computed together; each takes several copies of its logits, which are large.
+# Rows whose entropy is computed at once, since each row needs several copies of its large logits.
 _ENTROPY_ROWS = 16
 
 
 class NoiseCanvas:
     """The canvases of one request, one after the other.
 
-    A step draws a token for each position at a temperature that falls from `t_max` to `t_min`, and accepts those of
-    least entropy, while the entropies of the others that are accepted add up to no more than `entropy_bound`
-    (Ben-Hamu et al., 2025). All other positions are drawn anew from the whole vocabulary. The step's distributions
-    come back as soft embeddings. A canvas ends after `steps`, or as soon as the likeliest tokens did not change in
-    `stability_threshold` steps and their mean entropy is below `confidence_threshold`; they are the answer.
+    A step draws a token for each position, at a temperature that falls from `t_max` to `t_min`. It accepts positions by
+    ascending entropy, while the entropies of those accepted before sum to at most `entropy_bound` (Ben-Hamu et al.,
+    2025). All other positions get uniformly random tokens. The next step reads the distributions as soft embeddings.
+    A canvas ends after `steps`, or when the likeliest tokens equal those of the last `stability_threshold` steps and
+    their mean entropy is below `confidence_threshold`. Then the likeliest tokens are the answer.
 
-    The draws are those of transformers' `generate` for a batch of one, from the request's own generator.
+    With the same seed, the draws equal those of transformers' `generate` for a batch of one.
 
     Attributes:
-        tokens: int64 [n], the prompt, the canvases that ended, and the present one's noise.
-        shown: likewise, with the present one's likeliest tokens, once it has any, in place of the noise.
-        soft: [block, hidden], see `CanvasRows`.
-        settled: leading tokens that will not change.
-        num_steps: steps done.
+        tokens: int64 [n], the prompt, the finished canvases and the current canvas with its random tokens.
+        shown: `tokens` with the likeliest tokens of the last step in the current canvas; before it, without the canvas.
+        soft: soft embeddings [block, hidden], see `CanvasRows`; None in a canvas' first step.
+        settled: number of leading tokens that will not change.
+        num_steps: number of finished steps.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class NoiseCanvas:
         self._begin(prompt.astype(np.int64))
 
     def _begin(self, before: np.ndarray) -> None:
-        """Enter the canvas behind some tokens."""
+        """Start the next canvas after the tokens `before`, int64."""
         self.settled = len(before)
         self.soft: torch.Tensor | None = None
         self._left = self.params.steps or 1
@@ -69,7 +69,7 @@ class NoiseCanvas:
 
     @property
     def end(self) -> int:
-        """The position up to which the next step needs rows."""
+        """End (exclusive) of the positions that the next step computes."""
         return len(self.tokens)
 
     @property
@@ -78,12 +78,12 @@ class NoiseCanvas:
         return self.settled - self.prompt_len
 
     def candidates(self) -> np.ndarray:
-        """Positions, int64 [block], whose logits the next step wants."""
+        """Positions, int64 [block], whose logits the next step needs."""
         return np.arange(self.settled, self.end)
 
     @torch.inference_mode()
     def commit(self, logits: torch.Tensor) -> None:
-        """Denoise by this step's logits, float32 [block, vocab]. Raises BadLogits where they are not finite."""
+        """Denoise with this step's logits, float32 [block, vocab]. Raises BadLogits if they are not finite."""
         if self._bias is not None:
             logits = logits.index_add(1, self._bias[0], self._bias[1].expand(len(logits), -1))
         logits = logits / self._temperature()
@@ -105,13 +105,13 @@ class NoiseCanvas:
         self.tokens = np.concatenate((before, torch.where(self._accepted(entropy), drawn, noise).cpu().numpy()))
 
     def _temperature(self) -> torch.Tensor:
-        """In float32, in which the published schedule rounds."""
+        """The temperature of this step, in float32 like the published schedule."""
         low, high = self.params.t_min or 0.0, self.params.t_max or 0.0
         share = torch.tensor(self._left, dtype=torch.int32) / (self.params.steps or 1)
         return (low + (high - low) * share).clamp_min(_LEAST_TEMPERATURE)
 
     def _draw(self, logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-        """A token for each row, int64 [block], with the request's own temperature, top-p and top-k upon the model's."""
+        """Draw a token for each row, int64 [block], with the request's temperature, top-p and top-k."""
         if self._sampling.greedy:
             return best
         if self._sampling.temperature != 1:
@@ -120,7 +120,7 @@ class NoiseCanvas:
         return torch.multinomial(probs, num_samples=1, generator=self._generator)[:, 0]
 
     def _accepted(self, entropy: torch.Tensor) -> torch.Tensor:
-        """The accepted positions, bool [block]: by ascending entropy, while those before add up to the bound."""
+        """Whether each position is accepted, bool [block], from its entropy [block]; see the class."""
         least, order = entropy.sort()
         within = least.cumsum(-1) - least <= (self.params.entropy_bound or 0.0)
         return torch.zeros_like(within).scatter(-1, order, within)

@@ -15,7 +15,7 @@ from runtime.sampling.sampler import Sampled, Sampler
 _NO_ROWS, _ONE_ROW = np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
 
 
-# Rows of the logits, None for all of them in order; their requests; what drafts expect, see `Sampler.sample`.
+# Rows of the logits (None: all in order), the request of each row, and `expected` of `Sampler.sample`.
 _Asking = tuple[list[int] | None, list[Request], list[int | None]]
 
 
@@ -29,7 +29,7 @@ class NextToken(Decoding):
         self._asking: _Asking = None, [], []
 
     def wanted(self, work: Work) -> np.ndarray:
-        """The last row if it gives a token; more rows for log-probabilities of the prompt."""
+        """The rows that need logits, int64: the last row if it gives a token, drafts, and scored prompt rows."""
         request = work.request
         if request.wants_prompt_logprobs:
             skipped = max((request.sampler.prompt_logprobs_from or 0) - 1 - work.start, 0)
@@ -41,7 +41,7 @@ class NextToken(Decoding):
         return _ONE_ROW if work.count == 1 else np.array((work.count - 1,))
 
     def choose(self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor) -> Sampled | None:
-        if places is not self._places:  # else the requests are those of the step before, one row each
+        if places is not self._places:  # the same object means a reused plan: same requests, one row each
             self._places, self._asking = places, _asking(work, places, len(logits))
         index, requests, expected = self._asking
         if not requests:
@@ -63,7 +63,7 @@ class NextToken(Decoding):
             prompt_logprobs = self._prompt_logprobs(work, result.logits, result.places[0])
         is_read = work.samples and not request.wants_tokens
         if is_read:
-            tokens = []  # one was chosen to see that the logits are numbers
+            tokens = []  # the request wants no token; one was chosen to check that the logits are finite
         if not tokens and prompt_logprobs is None and not is_read:
             return None
         if not tokens:

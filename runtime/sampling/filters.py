@@ -4,7 +4,7 @@ import torch
 
 from runtime.params import SamplingParams
 
-# From this many tokens on, top-p counts them by classes of probability before it sorts.
+# With more tokens than this, top-p first groups them by probability, so that it sorts one group only.
 _MANY = 2048
 _ONE = 2.0**52
 
@@ -16,7 +16,7 @@ def has_filters(params: SamplingParams) -> bool:
 def filter_probs(probs: torch.Tensor, params: SamplingParams, may_wait: bool = True) -> torch.Tensor:
     """A distribution [vocab] after top-k, then top-p, typical-p and min-p; dropped tokens have 0.
 
-    `may_wait`: whether top-p may wait for the device, which makes it faster.
+    `may_wait`: whether top-p may synchronise with the device. This makes it faster.
     """
     if 0 < params.top_k < len(probs):
         values, tokens = probs.topk(params.top_k)
@@ -32,7 +32,7 @@ def filter_probs(probs: torch.Tensor, params: SamplingParams, may_wait: bool = T
 
 
 def keep_top(probs: torch.Tensor, mass: float, may_wait: bool) -> torch.Tensor:
-    """Keep the fewest likeliest tokens of a distribution [vocab] that reach `mass`; of equal ones, the first.
+    """Top-p: keep the fewest most likely tokens of a distribution [vocab] that reach `mass`; of equal ones, lower ids.
 
     `may_wait`: see `filter_probs`.
     """
@@ -50,7 +50,7 @@ def keep_top(probs: torch.Tensor, mass: float, may_wait: bool) -> torch.Tensor:
 
 
 def _split_top(probs: torch.Tensor, tokens: torch.Tensor, rest: float) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Tokens kept for sure, the tokens of nearly equal probability among which `rest` is reached, and theirs of it."""
+    """Split at the class of nearly equal probabilities in which `rest` is reached: kept tokens, class, its share."""
     bits = probs.view(torch.int32)
     classes = bits[tokens] >> 16  # exponent and 7 bits of the fraction, in the order of the numbers
     sums = torch.bincount(classes, _whole(probs[tokens]))
@@ -61,12 +61,12 @@ def _split_top(probs: torch.Tensor, tokens: torch.Tensor, rest: float) -> tuple[
 
 
 def _whole(probs: torch.Tensor) -> torch.Tensor:
-    """Probabilities as multiples of 1 / `_ONE`, float64: sums of these are exact, in any order."""
+    """Probabilities in units of 1 / `_ONE`, float64. Their sums are exact, so that the order does not matter."""
     return (probs.double() * _ONE).floor_()
 
 
 def keep_typical(probs: torch.Tensor, mass: float) -> torch.Tensor:
-    """Locally typical sampling (Meister et al., 2023): only tokens whose surprise is nearest to the entropy.
+    """Locally typical sampling (Meister et al., 2023): keep the tokens whose surprise is nearest to the entropy.
 
     Args:
         probs: [vocab]; dropped tokens have 0.

@@ -40,7 +40,7 @@ _KEPT = 64
 
 _MAX_MESSAGE = 300
 
-# A trigger at the start of the output is searched in this many bytes.
+# Most bytes at the start of the output in which a trigger is searched that must stand there.
 _MOST_HELD = 1024
 
 

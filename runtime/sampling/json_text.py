@@ -8,10 +8,10 @@ import numpy as np
 
 # Nesting depth: far above what templates and schemas need, far below the stack's limit.
 MAX_DEPTH = 64
-# Lists, objects, names and fractions, which take longest to parse and write. 4,096 messages with a tool call each
-# have fewer.
+# Limit for lists, objects, names and fractions, which take longest to parse and write. 4,096 messages with one tool
+# call each stay below it.
 MAX_NODES = 1 << 16
-# Values in lists and objects: a prompt with this many token ids fills the largest body.
+# Limit for values in lists and objects; a prompt of this many token ids fills the largest allowed body.
 MAX_VALUES = 1 << 20
 
 _NODES = b"[{:.eE"
@@ -43,12 +43,12 @@ def _refuse(name: str) -> NoReturn:
 
 
 def check_shape(text: bytes) -> None:
-    """Raise ValueError for JSON text that is not UTF-8, too deep, or has too many nodes or values to be parsed.
+    """Raise ValueError for JSON text that is not UTF-8, too deep, or has too many nodes or values.
 
-    Parsing a megabyte of `[]` takes a fifth of a second and 30 MiB; counting takes milliseconds. For invalid JSON, the
+    Parsing a megabyte of `[]` takes a fifth of a second and 30 MiB; counting takes milliseconds. In invalid JSON, the
     counts are right up to the first error.
     """
-    if b"\0" in text:  # UTF-16, whose letters look like quotation marks, and which Python's parser takes
+    if b"\0" in text:  # UTF-16: Python's parser accepts it, but its bytes can look like quotation marks
         raise ValueError("NUL bytes: JSON is UTF-8")
     if len(text) <= _SHORT and text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
         return
@@ -63,19 +63,19 @@ def check_shape(text: bytes) -> None:
 
 
 def check_texts(texts: Iterable[str]) -> None:
-    """Raise ValueError if texts have too many nodes together, should all of them be parsed as JSON."""
+    """Raise ValueError if all texts together, parsed as JSON, would have too many nodes."""
     bare = map(_without_escapes, (text.encode() for text in texts))
-    # A text with half a string is no JSON.
+    # A text with an unclosed string is not JSON.
     _check_nodes(_outside_strings(b",".join(text for text in bare if text.count(b'"') % 2 == 0)))
 
 
 def _without_escapes(text: bytes) -> bytes:
-    """JSON text whose quotation marks are the ends of its strings."""
+    """JSON text without escaped quotation marks, so that every remaining one begins or ends a string."""
     return text.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in text else text
 
 
 def _outside_strings(text: bytes) -> np.ndarray:
-    """The bytes that tell the shape of a JSON text without escapes."""
+    """The structural bytes (brackets, colons, commas, number marks) of JSON text without escapes, uint8."""
     marks = np.frombuffer(text.translate(None, _NO_MARKS), dtype=np.uint8)
     return marks[np.cumsum(marks == ord('"'), dtype=np.uint8) & 1 == 0]
 

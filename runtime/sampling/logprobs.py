@@ -6,18 +6,18 @@ import torch
 
 from runtime.protocol import TokenLogprob
 
-# Log-probabilities of given tokens float32 [n]; the most likely tokens int64 [n, top], and theirs float32 [n, top].
+# Log-probabilities of given tokens, float32 [n]; the likeliest tokens, int64 [n, top]; their values, float32 [n, top].
 Measured = Sequence[torch.Tensor]
 
 _LEAST = -9999.0  # JSON has no infinity
-# Rows that are measured at a time: on a CPU, their log-probabilities fit into its caches.
+# Rows measured at a time, so that their log-probabilities fit into a CPU's caches.
 _ROWS = 32
 
 
 def measure_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Measured:
     """Log-probabilities of tokens int64 [n] and of the `top` most likely ones, from float32 logits [n, vocab].
 
-    They stay on the device of the logits, without a wait.
+    The results stay on the device of the logits, and the call does not wait for it.
     """
     pieces = [_measure(*piece, top) for piece in zip(logits.split(_ROWS), tokens.split(_ROWS), strict=True)]
     return pieces[0] if len(pieces) == 1 else [torch.cat(parts) for parts in zip(*pieces, strict=True)]
@@ -37,5 +37,5 @@ def list_logprobs(tokens: Sequence[int], measured: Measured) -> list[TokenLogpro
 
 
 def report_logprobs(logits: torch.Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
-    """`measure_logprobs` and `list_logprobs` of n tokens."""
+    """The `TokenLogprob`s of n tokens from logits [n, vocab], each with the `top` likeliest tokens."""
     return list_logprobs(tokens, measure_logprobs(logits, torch.tensor(tokens, device=logits.device), top))

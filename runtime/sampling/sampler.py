@@ -22,10 +22,10 @@ NO_TOKEN = -1
 
 _WORD = (1 << 64) - 1
 
-# Bits of a position from this one on count repeated draws of its token.
+# A token that is drawn again gets another random stream: the number of the try, shifted by this many bits, is added.
 _TRIES = 40
 
-# Size of a block: first a block is drawn, then a token in it.
+# Tokens in a block: `draw` first draws a block, then a token in it.
 _BLOCK = 64
 _LEAST_NOISE = 1e-30
 
@@ -34,7 +34,7 @@ _TOGETHER = 64
 
 
 class BadLogits(RametError):
-    """A row of logits that is not finite."""
+    """The logits of a row are not finite."""
 
     def __init__(self) -> None:
         super().__init__("the model's logits for this request are not finite numbers")
@@ -59,14 +59,14 @@ class Sampled:
             failures: errors of rows without a token, except for bad logits.
             tops: number of alternatives, for rows whose requests want log-probabilities.
             measured: log-probabilities of the rows in `tops`.
-            requests, expected: as for `Sampler.sample`.
+            requests, expected: see `Sampler.sample`.
         """
         self._tokens, self._failures, self._tops = tokens, failures, tops
         self._requests, self._expected = requests, expected
         self._download = Download([tokens, *measured], tokens.device)
 
     def on_device(self, requests: Sequence[Request]) -> torch.Tensor:
-        """Tokens int64 [n] of some of the requests, without a wait; 0 in place of a failure."""
+        """Tokens of some of the requests, int64 [n], without waiting for the device; 0 for a failed row."""
         tokens = self._tokens.clamp_min(0)
         if requests == self._requests:
             return tokens
@@ -75,17 +75,17 @@ class Sampled:
         return tokens[upload(index, tokens.device)]
 
     def read(self) -> list[int | RametError]:
-        """Wait for the tokens; an error in place of the token of a row that failed."""
+        """Wait for the transfer; returns the token of each row, or the error of a failed row."""
         tokens = self._download.wait()[0].tolist()
         return [self._failures.get(i) or BadLogits() if t == NO_TOKEN else t for i, t in enumerate(tokens)]
 
     def chosen(self) -> dict[Request, list[int] | RametError]:
-        """Wait for the tokens; the next ones of each request, or its error.
+        """Wait for the transfer; returns the next tokens of each request, or its error.
 
-        There are several where a draft was right. Behind right ones an error is left to the next step.
+        A request has several tokens if its draft was right. An error after a right token is left to the next step.
         """
         found: dict[Request, list[int] | RametError] = {}
-        following: list[int] = []  # tokens of the request whose rows come now; none once one of them is wrong
+        following: list[int] = []  # accepted tokens of the current request; empty after a wrong draft token
         expected = self._expected or [None] * len(self._requests)
         for request, before, token in zip(self._requests, expected, self.read(), strict=True):
             if before is None:
@@ -98,7 +98,7 @@ class Sampled:
         return found
 
     def logprobs(self) -> dict[Request, list[TokenLogprob]]:
-        """Log-probabilities of the tokens, for requests that want them; for drafts more than `chosen` has tokens."""
+        """Log-probabilities for requests that want them, one for each row: rejected draft rows are included."""
         found: dict[Request, list[TokenLogprob]] = {}
         if not self._tops:
             return found
@@ -111,14 +111,14 @@ class Sampled:
 
 
 def highest(logits: torch.Tensor) -> torch.Tensor:
-    """The highest tokens, int64 [n], of logits [n, vocab]; `NO_TOKEN` for a row that is not finite there."""
+    """The tokens with the highest logits [n, vocab], int64 [n]; `NO_TOKEN` if this logit is not finite."""
     best = logits.argmax(-1)
-    # argmax takes a NaN for the maximum, so that the chosen logit shows whether the row has one.
+    # argmax treats NaN as the maximum, so the chosen logit shows whether the row has a NaN.
     return best.where(logits.gather(-1, best[:, None])[:, 0].isfinite(), NO_TOKEN)
 
 
 class Sampler:
-    """Samples one token for each of several requests.
+    """Samples one token for each row of logits.
 
     Args:
         vocab_size: columns of the logits.
@@ -142,9 +142,9 @@ class Sampler:
         ahead: int = 0,
         expected: Sequence[int | None] | None = None,
     ) -> Sampled:
-        """Choose the next tokens; waits for the device only for requests with a grammar, or with a draft and penalties.
+        """Choose the next tokens. This waits for the device only for a grammar, or for a draft with penalties.
 
-        Rows after a rejected draft token get an arbitrary token or none, without effect on their requests.
+        Rows after a rejected draft token get an arbitrary token or none, which is never used.
 
         Args:
             logits: float32 [n, vocab]; neither changed nor read after the return.
@@ -204,7 +204,7 @@ class Sampler:
         return upload(torch.tensor(index, dtype=torch.int64), self.device)
 
     def _draw_all(self, logits: torch.Tensor, requests: Sequence[Request], aheads: Sequence[int]) -> torch.Tensor:
-        """Draw int64 [n] for requests that do not adjust their logits [n, vocab]."""
+        """Draw tokens, int64 [n], from logits [n, vocab], without bias, penalties and grammar."""
         if self._may_wait and len(logits) > _TOGETHER:
             pieces = [slice(at, at + _TOGETHER) for at in range(0, len(logits), _TOGETHER)]
             return torch.cat([self._draw_all(logits[one], requests[one], aheads[one]) for one in pieces])
@@ -230,7 +230,7 @@ class Sampler:
         return upload(torch.tensor(values, dtype=torch.float32), self.device)[:, None]
 
     def _one(self, logits: torch.Tensor, best: torch.Tensor, request: Request, ahead: int) -> torch.Tensor:
-        """The token of a request that adjusts its logits [vocab]; `best`: the highest one before."""
+        """The token of a request with bias, penalties or a grammar, from logits [vocab]; `best`: their argmax."""
         logits = self._adjust(logits.clone(), request, ahead)
         for tries in count():
             # New noise for each try: the grammar refused the last token.
@@ -266,7 +266,7 @@ class Sampler:
     def _penalise(self, logits: torch.Tensor, request: Request) -> None:
         params = request.sampler.params
         if request.sampler.counts is None:
-            # From here on the counts stay on the device, because the host may not have read the last token.
+            # The counts stay on the device from now on, because the host may not have read the last token yet.
             ids = torch.tensor(request.entry_tokens + request.tokens, dtype=torch.int64)
             request.sampler.prompt_ids = upload(ids[: request.num_prompt].unique(), self.device)
             counts = torch.bincount(ids[request.num_prompt :], minlength=self.vocab_size)
@@ -290,14 +290,14 @@ class Sampler:
 
 
 def draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Draw int64 [n] by weights [n, vocab] and exponential noise; `NO_TOKEN` for weights that are no numbers.
+    """Draw tokens, int64 [n], with probabilities proportional to weights [n, vocab]; `NO_TOKEN` for NaN weights.
 
-    The largest weight over its noise wins: first among the sums of blocks, then in the block. Unlike a search in sums
-    over the vocabulary, the outcome hardly depends on how other weights were rounded.
+    The largest weight / noise wins (exponential races): first among the sums of blocks, then within the block. Unlike
+    a search in cumulative sums, the result hardly depends on the rounding of other weights.
 
     Args:
         weights: not negative.
-        noise: [n, number of blocks + size of one].
+        noise: exponential noise [n, number of blocks + size of a block].
     """
     if more := -weights.shape[-1] % _BLOCK:
         weights = torch.nn.functional.pad(weights, (0, more))
@@ -310,7 +310,7 @@ def draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(seed: int, place: int) -> int:
-    """63 bits that all depend on seed and place (SplitMix64's finalizer)."""
+    """A 63-bit hash of the seed and a token's index (SplitMix64's finalizer)."""
     z = (seed + (place + 1) * 0x9E3779B97F4A7C15) & _WORD
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -327,7 +327,7 @@ def _aheads(rows: int, ahead: int, expected: Sequence[int | None] | None) -> lis
 
 
 def _ended(request: Request, token: int, num_drafted: int) -> bool:
-    """Whether a request ends with a token, `num_drafted` of a draft included."""
+    """Whether a token ends a request whose output has grown by `num_drafted` drafted tokens."""
     done = request.sampler.grammar is not None and request.sampler.grammar.complete
     return done or request.stops_at(token, request.num_output + num_drafted)
 

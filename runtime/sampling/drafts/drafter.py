@@ -13,7 +13,7 @@ from runtime.sampling.drafts.pace import LEAST_GAIN, Acceptance, Pace, share_out
 
 # Most drafted rows of a request and of all, in a step.
 LONGEST, _ROWS = 32, 128
-# After a lookup without a worthwhile draft: lookups that may cost as much time as one step.
+# Lookups that cost about as much as one step. After lookups without gain, n requests pause for n / 8 steps.
 _LOOKUPS = 8
 # Tokens read from the tree at a time.
 _TREE_TOKENS = 256

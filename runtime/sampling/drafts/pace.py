@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# Least cost of an additional row as a share of the step's time, where it has not been measured: half the measured cost
-# of a row, but at least the first figure. Any drafts cost at least the second figure, as their step is planned anew.
+# Shares of a step's time. An unmeasured additional row costs half as much as a measured row, but at least `_HOPED`.
+# Drafts of any length cost at least `_LEAST`, because their step needs a new plan.
 _HOPED, _LEAST = 0.005, 0.03
-# Steps that were never measured have at most this many drafted rows, or four times the largest measured number.
+# A step has at most this many drafted rows, or four times the largest number that was measured.
 _TRIED = 8
 _RECENT = 0.2
 # Latest times kept for each kind of step, and the number from which on they are trusted.
