@@ -1,4 +1,4 @@
-"""Low-rank adapters of Ramet's own decoders: fused as the weights are, and the rows of a step that they change."""
+"""Low-rank adapters of Ramet's own decoders, fused like the weights that they change."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from runtime.errors import ModelError
 from runtime.models.adapters.lora import LoraAdapter, LowRank
 from runtime.models.spec import LlamaSpec
 
-# Linear layers that read the same input are one product.
+# Linear layers that are computed as one product, because they read the same input.
 _FUSED = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o": ("self_attn.o_proj",),
@@ -18,12 +18,12 @@ _FUSED = {
     "down": ("mlp.down_proj",),
 }
 
-# What is added to the products of each layer, by their names.
+# The low-rank updates of an adapter: for each layer, by name of the product.
 FusedAdapter = list[dict[str, LowRank]]
 
 
 class Adapted(NamedTuple):
-    """Rows `first` to `stop` of a layer group, and what is added to their products."""
+    """Rows `first` to `stop` (exclusive) of a layer group, and their adapter."""
 
     adapter: FusedAdapter
     first: int
@@ -31,7 +31,7 @@ class Adapted(NamedTuple):
 
 
 def fuse(adapter: LoraAdapter, spec: LlamaSpec) -> FusedAdapter:
-    """An adapter by layers, float32. Raises ModelError where it does not fit the model."""
+    """The fused updates of an adapter, float32. Raises ModelError if the adapter does not fit the model."""
     left, shapes = dict(adapter.factors), spec.expected_tensors()
     fused: FusedAdapter = [{} for _ in range(spec.num_layers)]
     for index, layer in enumerate(fused):
@@ -53,7 +53,7 @@ def fuse(adapter: LoraAdapter, spec: LlamaSpec) -> FusedAdapter:
 
 
 def _side_by_side(factors: Sequence[LowRank | None], sizes: Sequence[int]) -> LowRank:
-    """One addition to products of `sizes` columns that lie side by side."""
+    """One update for several products that are fused side by side; `sizes`: their columns."""
     present = [factor for factor in factors if factor is not None]
     a = torch.cat([factor.a for factor in present])
     b = torch.zeros(sum(sizes), len(a))
@@ -67,7 +67,7 @@ def _side_by_side(factors: Sequence[LowRank | None], sizes: Sequence[int]) -> Lo
 
 
 def rows_within(adapters: Sequence[AdapterRows], alive: torch.Tensor | None) -> list[AdapterRows]:
-    """The rows of a step that have an adapter, as rows of a layer group; `alive`: see `LayerGroup.rows`."""
+    """Convert row ranges of a step into row ranges of a layer group; `alive`: see `LayerGroup.rows`."""
     if alive is None or not adapters:
         return list(adapters)
     edges = torch.tensor([[rows.first, rows.stop] for rows in adapters])
@@ -76,7 +76,7 @@ def rows_within(adapters: Sequence[AdapterRows], alive: torch.Tensor | None) -> 
 
 
 def add(adapted: Sequence[Adapted], layer: int, product: str, out: torch.Tensor, x: torch.Tensor) -> None:
-    """Add to a layer's product of rows x [n, in] what their adapters add, in place; out: [n, out]."""
+    """Add the adapters' updates for rows x [n, in] to a layer's product `out` [n, out], in place."""
     for one in adapted:
         if (low_rank := one.adapter[layer].get(product)) is not None:
             low_rank.add(out[one.first : one.stop], x[one.first : one.stop])

@@ -32,8 +32,8 @@ def choose_device(config: ModelConfig) -> torch.device:
 def choose_dtype(config: ModelConfig, device: torch.device, native: bool) -> torch.dtype:
     """The dtype of `--dtype`; auto is bfloat16 unless torch would have to emulate it.
 
-    The native kernels read bfloat16 and compute in float32 on processors without bfloat16 products: half the memory
-    traffic, the same arithmetic.
+    On processors without bfloat16 products, the native kernels read bfloat16 and compute in float32. This halves the
+    memory traffic.
     """
     if config.dtype != "auto":
         return DTYPES[config.dtype]
@@ -41,7 +41,7 @@ def choose_dtype(config: ModelConfig, device: torch.device, native: bool) -> tor
 
 
 def choose_attention(config: ModelConfig, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """The backend of `--kernels`; auto is FlashInfer if it is installed, on CUDA, where it can compute."""
+    """The backend of `--kernels`; auto is FlashInfer on CUDA if it is installed and supports dtype and head size."""
     installed = find_spec("flashinfer") is not None
     if config.kernels == "flashinfer":
         if device.type != "cuda":
@@ -58,10 +58,10 @@ def choose_attention(config: ModelConfig, device: torch.device, dtype: torch.dty
 
 
 def choose_overlap(config: Config, device: torch.device) -> bool:
-    """Whether a decode step is launched before the previous one's tokens are read; auto: on CUDA with one rank.
+    """Whether a decode step is launched before the tokens of the previous step are read; auto: on CUDA with one rank.
 
-    On a CPU the launch is the computation. Raises ModelError for `on` with several ranks, which get tokens and not
-    their place on the device.
+    A CPU gains nothing, because launching a step computes it. Raises ModelError for `on` with several ranks, which
+    receive tokens from the host.
     """
     several = config.model.tensor_parallel > 1
     if config.engine.overlap == "on" and several:
@@ -70,12 +70,12 @@ def choose_overlap(config: Config, device: torch.device) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a computation failed for lack of memory, so that a smaller one may succeed."""
+    """Whether a computation ran out of memory, so that a smaller one may succeed."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def is_lost(device: torch.device) -> bool:
-    """Whether a kernel has failed in a way that leaves the GPU unusable for this process."""
+    """Whether a failed kernel has made the GPU unusable for this process."""
     if device.type != "cuda":
         return False
     try:

@@ -53,12 +53,12 @@ class Executor:
     Attributes:
         backend_name: attention kernels: `native-` and an instruction set, `cpu` (torch) or `flashinfer`.
         least_saved_tokens: see `AttentionBackend`.
-        argmax: the highest tokens, int64 [n], of logits [n, vocab], the first one among equals; -1 for a row that is
-            not finite there. None: torch finds them.
-        implementation: `ramet` or `transformers`, whose code computes the model.
-        has_windows: whether some layers see only the nearest positions, so that they need every row's position.
-        soften: the mean embeddings [n, hidden] of distributions, by their logits [n, vocab], for models that read them.
-        rope, project: of Ramet's own code; `project`: see `LlamaModel.project`; of this rank's heads.
+        argmax: returns the tokens with the highest logits [n, vocab], int64 [n], the first of equal ones; -1 if this
+            logit is not finite. None: use torch.
+        implementation: `ramet` or `transformers`: the code that computes the model.
+        has_windows: whether some layers see only the nearest positions.
+        soften: returns mean embeddings [n, hidden] of the distributions of logits [n, vocab]; only for DiffusionGemma.
+        rope, project: rotary embedding and `LlamaModel.project` for this rank's heads; not with transformers' code.
     """
 
     spec: ModelSpec
@@ -77,7 +77,7 @@ class Executor:
         self._group = group
         self._graphs: DecodeGraphs | None = None
         self._windows: list[Window | None] = []
-        # Whether layers with a window are groups of their own even where all keys are within it.
+        # Whether layers with a window always form separate groups, because their rotary embedding differs.
         self._split = False
         spec = own_spec(config.model, path)
         if spec is None:
@@ -102,7 +102,7 @@ class Executor:
         log.info("%s computes %s", whose, self.spec.architecture)
 
     def _open_transformers(self, config: Config, path: Path) -> None:
-        # Imports transformers, which Ramet's own code does without.
+        # Imported here, because importing transformers is slow and Ramet's own code does not need it.
         from runtime.execution.transformers.model import TransformersModel
 
         if config.model.kernels == "flashinfer":
@@ -128,7 +128,7 @@ class Executor:
             self.has_windows, self._split = True, spec.near_rope is not None
         ops = FlashInferOps(self.context_length, group) if backend == "flashinfer" else Ops(group)
         check_weights(spec, self.dtype, self.device, config.cache.memory_fraction, group.size if group else 1)
-        if self.device.type == "cpu":  # the size is known here, so report an error before reading the weights
+        if self.device.type == "cpu":  # report a pool that is too large before reading the weights
             self._pool_pages(config, share)
         shard = None if group is None else Shard(group.rank, group.size)
         if config.model.random_weights:
@@ -144,7 +144,7 @@ class Executor:
             self._decoder = native = NativeDecoder(library, model, self.pool, threads, int8)
             self.backend_name, self._forward, self.argmax = native.name, native.forward, native.argmax
             self.project = native.project
-            # Torch's threads spin after each parallel operation, on the cores that the kernels use.
+            # After a parallel operation, torch's threads spin on the cores that the kernels use.
             torch.set_num_threads(1)
         else:
             torch.set_num_threads(config.engine.threads or ALL_THREADS)
@@ -161,7 +161,7 @@ class Executor:
             self.project = model.project
 
     def _pool_pages(self, config: Config, spec: ModelSpec) -> tuple[int, int]:
-        """Pages of the pool, and bytes of a token in it."""
+        """Number of pages of the pool, and bytes per token."""
         per_token = KVPool.bytes_per_token(spec.num_layers, spec.num_kv_heads, spec.head_dim, self.kv_dtype)
         return pool_pages(config.cache, per_token, self.device), per_token
 
@@ -178,7 +178,7 @@ class Executor:
                 raise
             size = num_pages * cache.page_size * per_token / (1 << 30)
             raise ModelError(
-                f"the KV pool of {size:.1f} GiB cannot be had: lower --pool-tokens, --pool-memory or --memory-fraction"
+                f"the KV pool of {size:.1f} GiB does not fit: lower --pool-tokens, --pool-memory or --memory-fraction"
             ) from None
 
     def _choose_kernels(self, config: Config, spec: LlamaSpec) -> Library | None:
@@ -195,8 +195,8 @@ class Executor:
         return library
 
     def _graph_sizes(self, config: Config) -> list[int]:
-        """Batch sizes of the graphs; none with several ranks, and for models without decode steps or with experts."""
-        experts = isinstance(self.spec, LlamaSpec) and self.spec.experts is not None  # counts their rows on the host
+        """Batch sizes of the CUDA graphs; empty with several ranks, for diffusion models and for experts."""
+        experts = isinstance(self.spec, LlamaSpec) and self.spec.experts is not None  # a graph cannot wait for counts
         if self._group is not None or self.spec.diffusion is not None or experts:
             return []
         sizes = sorted({int(size) for size in config.engine.cuda_graph_batches.split(",") if size})
@@ -211,21 +211,21 @@ class Executor:
             self._decoder.load_adapter(adapter)
 
     def drop_adapter(self, digest: str) -> None:
-        """Unload an adapter that no later step uses."""
+        """Unload an adapter. No later step may use it."""
         self._decoder.adapters.pop(digest, None)
 
     @property
     def step_tokens(self) -> int:
-        """Default number of rows of a step.
+        """Default for the largest number of rows in a step.
 
-        On a CPU, 256 rows are nearly as efficient as more, and decoding requests wait less.
+        On a CPU, 256 rows are nearly as efficient as more rows, and decoding requests wait less for prompts.
         """
         return 2048 if self.device.type == "cuda" else 256
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """Run one step; float32 logits [S, vocab] of `batch.logits_rows`, valid until the next step.
+        """Run one step. Returns float32 logits [S, vocab] of `batch.logits_rows`, valid until the next step.
 
-        Raises ValueError for a position outside the context: FlashInfer would read past the end of its table.
+        Raises ValueError for a position outside the context, where FlashInfer would read past its table of angles.
         """
         if (last := int(batch.positions.numpy().max())) >= self.context_length:
             raise ValueError(f"position {last} is outside a context of {self.context_length}")
@@ -235,7 +235,7 @@ class Executor:
         return self._forward(batch) if logits is None else logits
 
     def on_death(self, call: Callable[[EngineDead], None]) -> None:
-        """Register `call` for the end of another rank's process before `close`; it runs on a thread of its own."""
+        """Register a callback for the case that the process of another rank ends before `close`; runs on a thread."""
 
     def close(self) -> None:
         """End the processes of other ranks."""

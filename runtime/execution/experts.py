@@ -1,4 +1,4 @@
-"""Mixtures of experts in torch: each row's router, and the sum of the experts that it chose."""
+"""Mixtures of experts in torch: a router chooses experts for each row, and their outputs are summed."""
 
 from dataclasses import dataclass
 
@@ -16,9 +16,9 @@ class Experts:
 
     Attributes:
         router: float32 [count, hidden].
-        gate_up: [count, 2 * inner, hidden], gates above.
+        gate_up: [count, 2 * inner, hidden], the rows of gate before the rows of up.
         down: [count, hidden, inner].
-        bias: float32 [count], on the scores by which experts are chosen.
+        bias: float32 [count], added to the scores only for the choice of experts.
         router_bias: float32 [count].
         gate_up_bias, down_bias: [count, 2 * inner] and [count, hidden].
     """
@@ -34,7 +34,7 @@ class Experts:
     down_bias: torch.Tensor | None = None
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Experts int64 [T, chosen] of rows [T, hidden], and their weights, float32 [T, chosen]."""
+        """The chosen experts of rows [T, hidden], int64 [T, chosen], and their weights, float32 [T, chosen]."""
         spec = self.spec
         scores = self._scores(x)
         scores = scores.sigmoid() if spec.sigmoid else scores.softmax(-1)
@@ -48,12 +48,12 @@ class Experts:
         experts = ranks.topk(spec.chosen).indices
         weights = scores.gather(1, experts)
         if spec.normalized:
-            # All sigmoids may underflow.
+            # The sum is 0 if all sigmoids underflow.
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return experts, weights * spec.scale
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of each row's experts, [T, hidden], summed in float32; one product for each expert."""
+        """The weighted sum of each row's experts, [T, hidden]. Sums in float32; computes one expert after the other."""
         experts, weights = self.choose(x)
         order = experts.flatten().argsort()
         rows, weights = order // self.spec.chosen, weights.flatten()[order, None]
@@ -72,7 +72,7 @@ class Experts:
         return F.linear(x.float(), self.router, self.router_bias)
 
     def _expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        """[n, hidden] of rows [n, hidden]."""
+        """The output of one expert, [n, hidden], for rows [n, hidden]."""
         inner = self._gated(_product(x, self.gate_up, self.gate_up_bias, expert))
         return _product(inner, self.down, self.down_bias, expert)
 
@@ -90,9 +90,9 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, e
 
 
 def take_fused(weights: dict[str, torch.Tensor], mlp: str, spec: ExpertSpec, like: torch.Tensor, ops: Ops) -> Experts:
-    """The experts of gpt-oss, whose tensors begin with `mlp`.
+    """The experts of a gpt-oss layer, whose tensor names begin with `mlp`.
 
-    `like`: any weight of the model, in its dtype and on its device.
+    `like`: any weight of the model; sets dtype and device.
     """
 
     def take(name: str) -> torch.Tensor:

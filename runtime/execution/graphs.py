@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one launch instead of several hundred, for a ladder of batch sizes."""
+"""Decode steps as CUDA graphs, one for each batch size: one launch instead of several hundred."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -16,19 +16,19 @@ from runtime.execution.llama import Attend, LlamaModel
 from runtime.execution.transfers import upload
 from runtime.kv.pool import KVPool
 
-# Page table entries that a call of a graph has room for: 16 MiB of them.
+# Most page table entries of a call in a graph; they take 16 MiB.
 _MAX_PAGES = 1 << 22
 
 
 class GraphCall:
-    """A decode call of `size` rows with fixed buffers. Missing rows read one row of the spare page.
+    """A decode call of `size` rows with fixed buffers. Unused rows read one row of the spare page.
 
     Attributes:
-        calls: the call, for each layer; its buffers keep their addresses.
+        calls: the call, which every layer uses; its buffers keep their addresses.
     """
 
     def __init__(self, backend: FlashInferAttention, size: int, max_pages: int):
-        """`max_pages`: page table entries of the call."""
+        """`max_pages`: most page table entries of the call."""
         self._backend, self._size = backend, size
         backend.reserve(size)
         lengths = {"indptr": size + 1, "indices": max_pages, "last_page_len": size}
@@ -40,7 +40,7 @@ class GraphCall:
         self.calls = GroupCalls([Call(self._wrapper, slice(0, size), None, slice(0, size))])
 
     def plan(self, plan: AttentionPlan) -> None:
-        """Plan the wrapper for a step of `decode_plan`, within the backend's `planning`."""
+        """Plan the wrapper for a result of `decode_plan`; call within the backend's `planning`."""
         index = paged_index(plan, self._backend.pool.page_size)
         self._backend.plan_decode(self._wrapper, self._pad(index))
 
@@ -58,7 +58,7 @@ class GraphCall:
 
 
 def decode_plan(plan: AttentionPlan, page_size: int) -> AttentionPlan | None:
-    """The plan with one edge per row, in their order; None unless each row alone reads one unshifted span."""
+    """The plan with one edge per row, in order; None if rows share spans, or read several spans or shifted ones."""
     calls = by_call(plan, page_size)
     single = calls.get("causal")
     if single is None or len(calls) > 1 or len(single.edges) != plan.num_rows:
@@ -72,7 +72,7 @@ def decode_plan(plan: AttentionPlan, page_size: int) -> AttentionPlan | None:
 class DecodeGraph:
     """A decode step of up to `size` rows with fixed buffers.
 
-    Missing rows compute an arbitrary token into the pool's spare page.
+    Unused rows compute an arbitrary token and write its KV to the pool's spare page.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DecodeGraph:
         max_pages: int,
         memory: Any,
     ):
-        """`max_pages`: see `GraphCall`. `memory`: pool shared by all graphs, as one runs at a time."""
+        """`max_pages`: see `GraphCall`. `memory`: pool that all graphs share, since only one runs at a time."""
         self._memory = memory
         self._model, self._pool, self._backend = model, pool, backend
         device = pool.k.device
@@ -97,7 +97,7 @@ class DecodeGraph:
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, plan: AttentionPlan) -> torch.Tensor:
-        """Run a step that fits; float32 logits [rows, vocab], overwritten by the next step."""
+        """Run a step of at most `size` rows. The next step overwrites the float32 logits [rows, vocab]."""
         with self._backend.planning():
             self._call.plan(plan)
         rows, spare = len(batch.tokens), self._pool.num_pages * self._pool.page_size
@@ -107,7 +107,7 @@ class DecodeGraph:
         slots = batch.groups[0].kv_write
         places[1, :rows] = slots.where(slots >= 0, spare)
         self._places.copy_(upload(places, self._places.device), non_blocking=True)
-        # Already on the device if an earlier step chose them and the host has not read them.
+        # With overlapping steps, the tokens are already on the device.
         self._tokens[:rows].copy_(upload(batch.tokens, self._tokens.device), non_blocking=True)
         if self._replay is None:
             self._replay = capture(self._compute, self._memory, self._tokens.device)
@@ -120,11 +120,11 @@ class DecodeGraph:
 
 
 class DecodeGraphs:
-    """Decode graphs for a ladder of batch sizes, each captured when it is first used.
+    """Decode graphs for several batch sizes. Each is captured when it is first used.
 
     A step runs without a graph if
     - it has several layer groups, or loads or saves hidden states;
-    - it does not want the logits of all rows in their order;
+    - it does not need the logits of all rows in order;
     - it has more rows than the largest size, or more page table entries than a graph;
     - rows share pages or read several spans (`decode_plan`).
     """
@@ -139,7 +139,7 @@ class DecodeGraphs:
         self._graphs: dict[int, DecodeGraph] = {}
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
-        """`DecodeGraph.run` of the smallest graph that fits; None if the step has to run without one."""
+        """Run the smallest graph that fits, see `DecodeGraph.run`; None: the step must run without a graph."""
         rows = len(batch.tokens)
         if rows > self.sizes[-1] or not torch.equal(batch.logits_rows, torch.arange(rows)):
             return None
@@ -159,18 +159,18 @@ class DecodeGraphs:
 
 
 def capture(compute: Callable[[], torch.Tensor], memory: Any, device: torch.device) -> Callable[[], torch.Tensor]:
-    """Capture `compute` on `device`; the function replays it and returns its result, which stays in one place."""
-    # Streams are made on the current device, which each thread has for itself.
+    """Capture `compute` on `device`. The returned function replays it and always returns the same result tensor."""
+    # Streams are created on the current device, which is a setting of each thread.
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # Twice: kernels are loaded and workspaces allocated, which a graph may not do.
+            # Warm up: the first runs load kernels and allocate workspaces, which a capture may not do.
             compute()
             compute()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Reasoning steps are compared in another thread, whose allocations are no part of the capture.
+        # Allocations of other threads, e.g. for comparing reasoning steps, must not fail the capture.
         with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             result = compute()
 

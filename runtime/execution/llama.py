@@ -1,4 +1,4 @@
-"""The decoder of Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, gpt-oss, Gemma 3, SmolLM2 and LLaDA2, by `ForwardBatch`es."""
+"""The torch decoder of Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, gpt-oss, Gemma 3, SmolLM2 and LLaDA2."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ from runtime.models.spec import LlamaSpec
 
 @dataclass(slots=True)
 class Layer:
-    """Weights of one decoder layer; q, k, v and gate, up are fused, as they read the same input.
+    """Weights of one decoder layer. q, k, v are fused, and so are gate and up, because they read the same input.
 
-    `o_norm` and `down_norm` normalise the outputs of o and down, before the residual is added; `post_norm` normalises
-    the input of the MLP. With `experts`, gate, up and down are the shared expert's; without one they have no columns.
+    `o_norm` and `down_norm` normalise the outputs of o and down before the residual is added; `post_norm` the input of
+    the MLP. With `experts`, gate, up and down belong to the shared expert, and are empty if there is none.
     """
 
     input_norm: torch.Tensor
@@ -48,12 +48,12 @@ class Layer:
 
 @dataclass(slots=True)
 class Attend:
-    """Attention of a layer group, with the writing of its new KV.
+    """Writes the new KV of a layer group and computes its attention.
 
     Attributes:
         prepared: the group's plan, prepared by `backend`.
-        slots: int64 [n], pool slots that are written.
-        written: int64 [n], the rows that write them; None: all.
+        slots: int64 [n], pool slots to write.
+        written: int64 [n], the row that writes each slot; None: all rows, in order.
     """
 
     pool: KVPool
@@ -74,9 +74,9 @@ class LlamaModel:
     """The decoder stack and head over a paged pool.
 
     Attributes:
-        adapters: by digest.
+        adapters: loaded adapters by digest.
         near_rope: rotary embedding of layers with a window.
-        embedding_scale: factor on embeddings, rounded to the weights' dtype.
+        embedding_scale: factor on embeddings, rounded to the dtype of the weights.
     """
 
     def __init__(self, spec: LlamaSpec, weights: dict[str, torch.Tensor], device: torch.device, ops: Ops | None = None):
@@ -84,9 +84,9 @@ class LlamaModel:
 
         Args:
             spec: the model, or this rank's shard of it.
-            weights: result of `load_weights`; emptied, so that no copy stays.
-            device: of the weights.
-            ops: small operations, and sums over the ranks.
+            weights: the result of `load_weights`. The dictionary is emptied, so that no copy stays in memory.
+            device: where the weights go.
+            ops: norms, rotation and products, with sums over the ranks.
         """
         self.spec = spec
         self.ops = ops or Ops()
@@ -106,7 +106,7 @@ class LlamaModel:
         self.adapters: dict[str, FusedAdapter] = {}
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
-        """Raises ModelError where it does not fit."""
+        """Load an adapter. Raises ModelError if it does not fit the model."""
         dtype, device = self.embedding.dtype, self.embedding.device
         self.adapters[adapter.digest] = [
             {product: one.to(dtype, device) for product, one in layer.items()} for layer in fuse(adapter, self.spec)
@@ -114,7 +114,7 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool, backend: AttentionBackend) -> torch.Tensor:
-        """Run one step: write the new K and V into `pool`, return float32 logits [S, vocab] of `logits_rows`."""
+        """Run one step: write new K and V into `pool` and return float32 logits [S, vocab] of `logits_rows`."""
         prepared = backend.prepare_step([group.attention for group in batch.groups])
         hidden = F.embedding(self._upload(batch.tokens), self.embedding)
         if self.spec.gemma:
@@ -166,11 +166,11 @@ class LlamaModel:
         """Hidden states [T', hidden] after `layers`.
 
         Args:
-            layers: consecutive layers, all with a window or all without, where these are rotated otherwise.
-            x: [T', hidden], the states before them; may be overwritten.
+            layers: consecutive layers with the same rotary embedding.
+            x: [T', hidden], the states before these layers; may be overwritten.
             positions: int64 [T'].
-            attend: attention of the rows.
-            adapted: rows with an adapter.
+            attend: attention of the layer group.
+            adapted: the rows with an adapter.
         """
         eps, ops = self.spec.rms_norm_eps, self.ops
         is_near = bool(self.spec.windows) and self.spec.windows[layers.start] is not None
@@ -213,9 +213,9 @@ class LlamaModel:
 
     @torch.inference_mode()
     def project(self, layer: int, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Queries and keys, rotated for int64 positions [n], and values, float32 [n, heads + 2 kv_heads, head_dim].
+        """Rotated queries, rotated keys and values of a layer, float32 [n, heads + 2 kv_heads, head_dim].
 
-        `states`: float32 [n, hidden], with which the rows enter the layer.
+        `states`: float32 [n, hidden], the input of the layer; `positions`: int64 [n].
         """
         weights, device = self.layers[layer], self.embedding.device
         normed = self.ops.rms_norm(states.to(device, self.embedding.dtype), weights.input_norm, self.spec.rms_norm_eps)
@@ -224,7 +224,7 @@ class LlamaModel:
         return torch.cat((q, k, v), dim=1).float()
 
     def _split(self, layer: Layer, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys side by side [T, heads + kv_heads, head_dim], to be rotated together, and values."""
+        """Queries and keys in one tensor [T, heads + kv_heads, head_dim], to be rotated together, and values."""
         spec = self.spec
         sizes = (spec.num_heads + spec.num_kv_heads, spec.num_kv_heads)
         qk, v = qkv.view(len(qkv), -1, spec.head_dim).split(sizes, dim=1)
@@ -236,7 +236,7 @@ class LlamaModel:
 
 
 def _finish_norms(weights: dict[str, torch.Tensor], spec: LlamaSpec) -> None:
-    """Turn the norms of Gemma into factors, with the scale of queries among them."""
+    """Replace Gemma's norm weights w by the factors 1 + w; include the scale of queries in `q_norm`."""
     for name, weight in weights.items():
         if name.endswith("norm.weight"):
             scale = spec.query_scale if name.endswith("q_norm.weight") else 1.0
@@ -244,7 +244,7 @@ def _finish_norms(weights: dict[str, torch.Tensor], spec: LlamaSpec) -> None:
 
 
 def _order_pairs(weights: dict[str, torch.Tensor], spec: LlamaSpec) -> None:
-    """Order the dimensions of queries and keys of which a part is rotated; see `pairs_in_halves`."""
+    """Reorder the head dimensions of partially rotated queries and keys; see `pairs_in_halves`."""
     order, turned = pairs_in_halves(spec.rope, spec.head_dim), spec.num_heads + spec.num_kv_heads
     for name, weight in weights.items():
         if name.endswith(("q_norm.weight", "k_norm.weight")):
@@ -297,7 +297,7 @@ def _take_layer(weights: dict[str, torch.Tensor], index: int, model: LlamaModel)
 
 
 def _take_experts(weights: dict[str, torch.Tensor], prefix: str, spec: ExpertSpec, model: LlamaModel) -> Experts:
-    """Take a layer's experts. Without a shared expert, add its weights without columns."""
+    """Take a layer's experts out of `weights`. Without a shared expert, add empty weights for it."""
     device, mlp = model.embedding.device, f"{prefix}mlp."
 
     def stacked(*names: str) -> torch.Tensor:

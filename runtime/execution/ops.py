@@ -1,4 +1,4 @@
-"""The model's small operations: in torch, as the reference, and with FlashInfer's kernels."""
+"""Norms, rotation, activations and linear layers: in torch, as the reference, and with FlashInfer's kernels."""
 
 from typing import Any
 
@@ -14,20 +14,20 @@ class Ops:
     """Operations in torch, on any device and in any dtype.
 
     Args:
-        group: ranks that each hold a part of the weights; None: this process holds all.
+        group: the ranks that share the weights; None: this process has all weights.
     """
 
     def __init__(self, group: RankGroup | None = None):
         self.group = group
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMSNorm over the last dimension, computed in float32; `weight` may be float32 where x is not."""
+        """RMSNorm over the last dimension, in float32; the result has x's dtype. `weight` may have another dtype."""
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
     def add_linear(
         self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """x + y @ weight^T (+ bias); weight's columns are divided among the ranks."""
+        """x + y @ weight^T (+ bias), summed over ranks, each of which has some columns of `weight`."""
         if self.group is not None:
             return self.group.sum(F.linear(y, weight, bias)).add_(x)
         # The residual is added within the matrix product.
@@ -43,31 +43,31 @@ class Ops:
         norm: torch.Tensor,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`add_linear`, and its RMSNorm; x may be overwritten."""
+        """The result of `add_linear`, and its RMSNorm. May overwrite x."""
         x = self.add_linear(x, y, weight, bias)
         return x, self.rms_norm(x, norm, eps)
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """SiLU(gate) * up of [rows, 2 * n], gate beside up."""
+        """SiLU(gate) * up, [rows, n], of [rows, 2 * n] with the columns of gate before those of up."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """GELU(gate), by its tanh, * up; see `silu_and_mul`."""
+        """GELU(gate) * up with the tanh approximation; see `silu_and_mul`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh").mul_(up)
 
     def angles(self, rope: RotaryEmbedding, positions: torch.Tensor) -> Any:
-        """Angles of int64 positions [rows], for `rotate_qk`."""
+        """The argument `angles` of `rotate_qk` for int64 positions [rows]."""
         return rope.cos_sin(positions)
 
     def rotate_qk(self, qk: torch.Tensor, num_heads: int, angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotated queries and keys of [rows, num_heads + kv_heads, head_dim], which may be overwritten."""
+        """Rotated queries and keys of qk [rows, num_heads + kv_heads, head_dim]. May overwrite qk."""
         q, k = rotate(qk, *angles).split((num_heads, qk.shape[1] - num_heads), dim=1)
         return q, k
 
     def logits(self, x: torch.Tensor, head: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """x @ head^T, float32 [rows, vocab_size]; head's rows are divided among the ranks."""
+        """x @ head^T, float32 [rows, vocab_size], gathered from the ranks, each of which has some rows of `head`."""
         if self.group is None:
             return F.linear(x, head).float()
         return self.group.side_by_side(F.linear(x, head))[:, :vocab_size].float()
@@ -77,7 +77,7 @@ class FlashInferOps(Ops):
     """Operations as one CUDA kernel each, in half precision."""
 
     def __init__(self, context_length: int, group: RankGroup | None = None):
-        """`context_length`: bound of all positions (not of the number of tokens)."""
+        """`context_length`: all positions are below it."""
         super().__init__(group)
         self.context_length = context_length
         self._flashinfer = load_flashinfer()
@@ -95,7 +95,7 @@ class FlashInferOps(Ops):
         norm: torch.Tensor,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Ops.add_linear_norm`; the sum is in x."""
+        """See `Ops.add_linear_norm`. Writes the sum into x."""
         product = F.linear(y, weight, bias)
         if self.group is not None:
             self.group.sum(product)
@@ -106,7 +106,7 @@ class FlashInferOps(Ops):
         return self._flashinfer.silu_and_mul(gate_up) if gate_up.numel() else gate_up
 
     def angles(self, rope: RotaryEmbedding, positions: torch.Tensor) -> Any:
-        """The positions, and cos beside sin of all positions of the context, float32 [context, head_dim]."""
+        """The positions, and a table of cos and sin for every position, float32 [context, head_dim]."""
         if self._cos_sin is None:
             every = torch.arange(self.context_length, device=positions.device)
             self._cos_sin = torch.cat(rope.cos_sin(every), dim=-1)

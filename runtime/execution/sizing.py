@@ -1,4 +1,4 @@
-"""Sizing: whether the weights fit, and the size of the KV pool in the memory that they leave."""
+"""Memory: checks whether the weights fit, and sizes the KV pool."""
 
 import math
 import os
@@ -34,7 +34,7 @@ def check_weights(
 
 
 def main_memory() -> int:
-    """Bytes of main memory, or of what this container may use of it."""
+    """Bytes of main memory that this process may use: the machine's, or the container's limit."""
     machine, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), Path("/sys/fs/cgroup/memory.max")
     try:
         return min(machine, int(limit.read_text()))
@@ -43,7 +43,7 @@ def main_memory() -> int:
 
 
 def pool_pages(config: CacheConfig, bytes_per_token: int, device: torch.device) -> int:
-    """Pages of the pool, once the weights are on the device. Raises ModelError for fewer than two, or too many."""
+    """Number of pages of the pool; call with the weights on the device. Raises ModelError for < 2 or too many."""
     if config.pool_tokens is not None:
         tokens = config.pool_tokens
     elif device.type == "cuda":

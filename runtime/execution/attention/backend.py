@@ -1,4 +1,4 @@
-"""The interface of attention backends: a plan is prepared once per layer group, then run by each of its layers."""
+"""The interface of attention backends: prepare a plan once per layer group, then run it for each layer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ class AttentionBackend(ABC):
     """Runs attention plans over the paged pool."""
 
     name: str
-    # Reads of KV rows that an edge over shared pages must save to pay for the merge of its partial results.
+    # An edge over shared pages must save at least this many reads of KV rows, because it costs a merge of results.
     least_saved_tokens = 256
 
     def prepare_step(self, plans: Sequence[AttentionPlan]) -> list[Any]:
-        """`prepare` the plans of all layer groups of a step; results for earlier steps become invalid."""
+        """`prepare` the plans of all layer groups of a step. Results of earlier steps become invalid."""
         return [self.prepare(plan) for plan in plans]
 
     @abstractmethod
@@ -31,7 +31,7 @@ class AttentionBackend(ABC):
         Args:
             prepared: result of `prepare`.
             q: [T', heads, head_dim], rotated for its own positions.
-            layer: index of the layer; its new K and V are in the pool already.
+            layer: index of the layer, whose new K and V are in the pool already.
 
         Returns:
             [T', heads, head_dim] in q's dtype. A row without any visible key gives zeros.

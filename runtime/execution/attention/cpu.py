@@ -1,4 +1,4 @@
-"""Attention in torch, on any device; contiguous pages are read without a gather."""
+"""Attention in torch, on any device. Runs of adjacent pages are read as views, without a copy."""
 
 import math
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ from runtime.execution.attention.paged_index import is_causal, visible_of, visib
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding, rotate
 
-# Mean rows of an extent from which on extents are read as views; below, one gather beats several kernel calls.
+# Runs of adjacent pages are read as views if they have this many rows on average. Shorter runs: one gather is faster.
 _VIEW_FROM_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Differences of a layer's scores from q k^T / sqrt(head_dim).
+    """How a layer's attention differs from softmax(q k^T / sqrt(head_dim)) v; None: it does not.
 
     Attributes:
-        scale: in place of 1 / sqrt(head_dim).
+        scale: replaces 1 / sqrt(head_dim).
         cap: scores become cap * tanh(score / cap).
-        sinks: [heads], a score of each head whose value is 0.
-        kv_heads: key-value heads of the layer, where the pool has more.
+        sinks: [heads], the score of an additional key per head, whose value is 0 (attention sink).
+        kv_heads: number of key-value heads of the layer, if the pool has more.
     """
 
     scale: float | None = None
@@ -39,15 +39,15 @@ PLAIN = Scores()
 
 @dataclass(slots=True)
 class KernelCall:
-    """One kernel call: query rows against some pool rows.
+    """One kernel call: attention of some query rows to some pool rows.
 
     Attributes:
-        rows: rows of the layer group.
+        rows: query rows, as rows of the layer group.
         slots: pool rows; a slice if they are contiguous.
-        causal: whether row i sees the first i + 1 of as many keys as rows.
-        cos_sin: rotation of the queries, float32 [1, head_dim / 2] each; None: as they are.
-        bias: float [n, length], 0 or -inf; None: all visible.
-        first: whether these rows have no result of an earlier part to merge with.
+        causal: whether query i sees keys 0 to i; then there are as many keys as queries.
+        cos_sin: rotation of the queries, float32 [1, head_dim / 2] each; None: no rotation.
+        bias: float [n, length], 0 for visible keys, else -inf; None: all keys are visible.
+        first: whether this is the first call for these rows; results of later calls are merged.
     """
 
     rows: slice | torch.Tensor
@@ -64,7 +64,7 @@ class CPUAttention(AttentionBackend):
     name = "cpu"
 
     def __init__(self, pool: KVPool, rope: RotaryEmbedding | None = None, scores: Sequence[Scores] = ()):
-        """`rope`: needed for spans with a shift; `scores`: of each layer, if some are not `PLAIN`."""
+        """`rope`: needed for spans with a shift. `scores`: one for each layer; empty: all layers are `PLAIN`."""
         self.pool = pool
         self.rope = rope
         self.scores = scores
@@ -72,7 +72,7 @@ class CPUAttention(AttentionBackend):
         self.bias_dtype = pool.k.dtype if pool.k.dtype.itemsize > 1 else torch.float32
 
     def prepare(self, plan: AttentionPlan) -> list[KernelCall]:
-        """See `AttentionBackend.prepare`; spans are resolved to pool rows."""
+        """See `AttentionBackend.prepare`. Resolves pages to pool rows."""
         touched = torch.zeros(plan.num_rows, dtype=torch.bool)
         parts: list[KernelCall] = []
         for edge in plan.edges:
@@ -83,10 +83,10 @@ class CPUAttention(AttentionBackend):
         return parts
 
     def _parts(self, edge: Edge, plan: AttentionPlan) -> list[KernelCall]:
-        """The part of the span that all rows see, and the rest: a square where it is causal, else under a mask."""
+        """Calls without a mask for the keys that all rows see; for other keys, a causal call or one with a mask."""
         span, visible = plan.spans[edge.span], visible_of(edge, plan)
         least, most = int(visible.min()), int(visible.max())
-        # Rows before `first` are seen by none, rows [low, least) by all.
+        # No query sees keys before `first`; all queries see keys [low, least).
         first, low = (0, 0) if edge.hidden is None else (int(edge.hidden.min()), int(edge.hidden.max()))
         if first == most:
             return []
@@ -107,7 +107,7 @@ class CPUAttention(AttentionBackend):
             return [masked(first, most)]
         rest: list[KernelCall] = []
         if len(visible) > 1 and is_causal(visible):
-            least -= 1  # the square begins with the last key that the first row sees
+            least -= 1  # the causal call begins with the last key that the first row sees
             own = self._pieces(span, least, most)
             rest = [part(own[0] if len(own) == 1 else self._gathered(span, least, most), causal=True)]
         elif least < most:
@@ -117,7 +117,7 @@ class CPUAttention(AttentionBackend):
         return rest + [part(slots) for slots in self._pieces(span, low, least)]
 
     def _pieces(self, span: Span, start: int, stop: int) -> list[slice | torch.Tensor]:
-        """Pool rows of a part of a span: slices of its extents, or all its slots if these are short."""
+        """Pool rows of a part of a span: a slice for each run of adjacent pages, or one tensor if runs are short."""
         page_size = self.pool.page_size
         if start == stop:
             return []
@@ -170,8 +170,8 @@ class CPUAttention(AttentionBackend):
         n, heads, dim = q.shape
         kv_heads = k.shape[1]
         groups = heads // kv_heads
-        # Heads that share keys form one batch entry: as further query rows if all rows see the same keys, as heads
-        # over keys of stride 0 under a diagonal. Neither copies a key.
+        # Query heads that share keys form one batch entry, so that no key is copied. If all rows see the same keys,
+        # the heads become more query rows. A causal call keeps them as heads, with keys expanded by stride 0.
         grouped = q.view(n, kv_heads, groups, dim).permute(1, 2, 0, 3)
         keys, values = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]
         bias = None if part.bias is None else part.bias.to(q.dtype)
@@ -229,7 +229,7 @@ def attend(
 def merge(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge two partial results of the same rows: out [n, heads, dim] float32, lse [n, heads]."""
+    """Merge two partial results of the same rows: out float32 [n, heads, dim] and lse float32 [n, heads]."""
     lse = torch.logaddexp(lse_a, lse_b)
     base = torch.where(torch.isneginf(lse), 0.0, lse)
     weight_a, weight_b = (lse_a - base).exp(), (lse_b - base).exp()

@@ -16,10 +16,10 @@ from runtime.execution.transfers import Mark, pin, upload
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding, rotate
 
-# FlashInfer's recommendation; partial results of split KV may need more.
+# FlashInfer recommends this size; `reserve` enlarges it if partial results need more.
 _WORKSPACE_BYTES = 128 << 20
 
-# Reading shared pages once costs another call and a merge in every layer: about the time of reading this much.
+# Reading shared pages once costs another call and a merge in every layer, about as much as reading 32 MiB.
 _MERGE_BYTES = 32 << 20
 
 
@@ -28,9 +28,9 @@ class Call:
     """One planned wrapper.
 
     Attributes:
-        rows: rows of the layer group whose queries it gets; a slice if they are contiguous.
-        cos_sin: rotation of the queries by their spans' shifts, float32 [rows, head_dim / 2] each.
-        place: its partial results within `GroupCalls.out`.
+        rows: query rows, as rows of the layer group; a slice if they are contiguous.
+        cos_sin: rotation of the queries by the shifts of their spans, float32 [rows, head_dim / 2] each.
+        place: where the call writes its partial results in `GroupCalls.out`.
     """
 
     wrapper: Any
@@ -41,13 +41,13 @@ class Call:
 
 @dataclass(slots=True)
 class GroupCalls:
-    """Planned calls of each layer of a group.
+    """The planned calls of a layer group, which each of its layers runs.
 
     Attributes:
-        calls: without a `table`, a single one for all rows in order.
-        table: int64 [rows, n], see `merge_table`.
-        out, lse: buffers of the E partial results, [E + 1, heads, dim] and float32 [E + 1, heads] (base 2); the last
-            one is empty.
+        calls: the calls; if `table` is None, one call for all rows in order.
+        table: int64 [rows, n], see `merge_table`; None: there is nothing to merge.
+        out, lse: buffers for E partial results, [E + 1, heads, dim] and float32 [E + 1, heads] (base 2). The last
+            entry stays empty, for the padding of `table`.
     """
 
     calls: list[Call]
@@ -57,9 +57,9 @@ class GroupCalls:
 
 
 class FlashInferAttention(AttentionBackend):
-    """A cascade: every edge is a virtual request of a batched call, for any number of levels of sharing.
+    """Cascade attention: each edge is a virtual request of a batched call, for any number of sharing levels.
 
-    `by_call` says which edges form a call. A plan without sharing takes one call and no merge.
+    `by_call` groups the edges into calls. A plan without sharing needs one call and no merge.
     """
 
     name = "flashinfer"
@@ -77,7 +77,7 @@ class FlashInferAttention(AttentionBackend):
         self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 1
         self._workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.reserve(0)
-        # The device copies a wrapper's plan from pinned memory of that wrapper, in the order of the stream.
+        # The device copies plans from the wrappers' pinned memory, in stream order; this marks the end of the copies.
         self._plans_copied = Mark(self.device)
         self._wrappers: dict[str, list[Any]] = {"prefill": [], "decode": []}
         self._used = dict.fromkeys(self._wrappers, 0)
@@ -89,10 +89,10 @@ class FlashInferAttention(AttentionBackend):
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """Context in which a step's wrappers are planned, also those of an earlier step.
+        """Context for planning wrappers, including wrappers that an earlier step used.
 
-        Waits until the device has copied earlier plans. It does so when it begins their step, so that only a host
-        that is more than one step ahead waits.
+        Waits until the device has copied the earlier plans. The device copies them at the beginning of their step, so
+        the host waits only if it is more than one step ahead.
         """
         self._plans_copied.wait()
         try:
@@ -101,10 +101,10 @@ class FlashInferAttention(AttentionBackend):
             self._plans_copied.set()
 
     def reserve(self, rows: int) -> None:
-        """Enlarge the workspace for a graph's decode call of `rows` rows; 0: for calls without a graph.
+        """Enlarge the workspace for a decode call of `rows` rows in a graph, or with 0 for calls without a graph.
 
-        FlashInfer keeps float32 partial results of each tile of query rows that is possible (in a graph) or that runs
-        at the same time (without).
+        FlashInfer keeps float32 partial results of tiles of query rows: in a graph for every possible tile, otherwise
+        for the tiles that run at the same time.
         """
         _, kv_heads, head_dim = self.pool.k.shape[1:]
         group = self.num_heads // kv_heads
@@ -112,13 +112,13 @@ class FlashInferAttention(AttentionBackend):
         tiles = max(2 * self._num_sms // kv_heads, -(-rows * group // tile) + rows - 1)
         size = max(_WORKSPACE_BYTES, tiles * tile * self.num_heads * (head_dim + 1) * 4)
         if size > len(self._workspace):
-            # Kernels run one after the other, so that all wrappers share it; older ones keep the smaller workspace.
-            # The split kernels count in it from zero.
+            # All wrappers share the workspace, as kernels run one after the other. Older wrappers keep the old one.
+            # The split kernels have counters in it, which must start at zero.
             self._workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def _wrapper(self, kind: str) -> Any:
-        # A plan is copied from its wrapper's buffers while the step runs: each call of a step, in any layer group,
-        # needs a wrapper of its own.
+        # The device copies a plan from the wrapper's buffers while the step runs, so each call of a step needs its own
+        # wrapper, in all layer groups.
         wrappers, index = self._wrappers[kind], self._used[kind]
         self._used[kind] += 1
         if index == len(wrappers):
@@ -130,14 +130,14 @@ class FlashInferAttention(AttentionBackend):
         return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, kv_layout="NHD", backend="fa2")
 
     def make_decode(self, **buffers: Any) -> Any:
-        """A wrapper for one query per request; `buffers`: of a CUDA graph."""
+        """A wrapper for one query per request; `buffers`: the fixed buffers of a CUDA graph."""
         return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, kv_layout="NHD", use_tensor_cores=self.uses_tensor_cores, backend="fa2", **buffers
         )
 
     @property
     def uses_tensor_cores(self) -> bool:
-        """Whether enough query heads share keys for decode to be a matrix product."""
+        """Whether enough query heads share keys to compute decode steps as matrix products."""
         return self.num_heads // self.pool.k.shape[2] >= 4
 
     def prepare(self, plan: AttentionPlan) -> GroupCalls:

@@ -1,4 +1,4 @@
-"""Index arrays by which paged kernels read an attention plan, and by which their partial results are merged."""
+"""Index arrays for paged kernels: how they read an attention plan, and how to merge their partial results."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +15,11 @@ class PagedIndex:
 
     Attributes:
         rows: int64 [Q], the plan's row of each query of the batch.
-        qo_indptr: int32 [n + 1], the first query of each virtual request.
-        kv_indptr: int32 [n + 1], its first page in `kv_indices`.
+        qo_indptr: int32 [n + 1], the first query of each of n virtual requests.
+        kv_indptr: int32 [n + 1], the first page of each request in `kv_indices`.
         kv_indices: int32, page ids.
-        last_page_len: int32 [n], used rows of its last page.
-        shift: int64 [Q], the span's shift for each query.
+        last_page_len: int32 [n], used rows of each request's last page.
+        shift: int64 [Q], the shift of the span that each query reads.
     """
 
     rows: np.ndarray
@@ -40,7 +40,7 @@ class PagedIndex:
 
 
 def paged_index(plan: AttentionPlan, page_size: int) -> PagedIndex:
-    """Index arrays of a plan's edges, in order; `visible` and `keep` are not part of them."""
+    """Index arrays for the edges of a plan, in order. They ignore `visible`, `hidden` and `keep`."""
     rows = [rows_of(edge, plan.num_rows) for edge in plan.edges]
     spans = [plan.spans[edge.span] for edge in plan.edges]
     counts = [len(r) for r in rows]
@@ -55,19 +55,19 @@ def paged_index(plan: AttentionPlan, page_size: int) -> PagedIndex:
 
 
 def rows_of(edge: Edge, num_rows: int) -> np.ndarray:
-    """An edge's rows, int64 [n]; `num_rows`: of the plan."""
+    """An edge's rows, int64 [n]. `num_rows`: number of rows of the plan."""
     if isinstance(edge.rows, slice):
         return np.arange(*edge.rows.indices(num_rows), dtype=np.int64)
     return edge.rows.cpu().numpy()
 
 
 def first_row(edge: Edge, num_rows: int) -> int:
-    """An edge's first row, by which edges are sorted: the results of one call are then in the order of the rows."""
+    """An edge's first row. Sorting edges by it keeps the results of a call in the order of the rows."""
     return edge.rows.indices(num_rows)[0] if isinstance(edge.rows, slice) else int(edge.rows[0])
 
 
 def visible_of(edge: Edge, plan: AttentionPlan) -> np.ndarray:
-    """`Edge.visible`, int32 [n], also if that is None."""
+    """`Edge.visible`, int32 [n]; if it is None, the length of the span for every row."""
     if edge.visible is not None:
         return edge.visible
     return np.full(len(rows_of(edge, plan.num_rows)), plan.spans[edge.span].length, dtype=np.int32)
@@ -79,7 +79,7 @@ def is_causal(visible: np.ndarray) -> bool:
 
 
 def visible_pairs(edge: Edge, plan: AttentionPlan) -> torch.Tensor:
-    """Mask of an edge, bool [rows, length of the span], by `hidden`, `visible` and `keep`."""
+    """The mask of an edge, bool [rows, length of the span], from `hidden`, `visible` and `keep`."""
     span = plan.spans[edge.span]
     rows = torch.arange(span.length)
     seen = rows < torch.from_numpy(visible_of(edge, plan))[:, None]
@@ -89,11 +89,11 @@ def visible_pairs(edge: Edge, plan: AttentionPlan) -> torch.Tensor:
 
 
 def by_call(plan: AttentionPlan, page_size: int) -> dict[str, AttentionPlan]:
-    """Split a plan into those of up to three batched calls, each with its edges in the order of their first rows.
+    """Split a plan into the plans of up to three batched calls, whose edges are sorted by their first rows.
 
     - `full`: all rows of an edge see its whole span.
-    - `causal`: an edge's rows are the last ones of its span; single rows belong here.
-    - `masked`: all other edges. The whole pages that all rows of such an edge see are cut off as a `full` edge.
+    - `causal`: row i of n sees the span without its last n - 1 - i rows; single rows belong here.
+    - `masked`: all other edges. The whole pages that all rows of such an edge see become a `full` edge.
     """
     found: dict[str, AttentionPlan] = {}
     for edge in sorted(plan.edges, key=lambda edge: first_row(edge, plan.num_rows)):
@@ -103,7 +103,7 @@ def by_call(plan: AttentionPlan, page_size: int) -> dict[str, AttentionPlan]:
 
 
 def _cut(edge: Edge, plan: AttentionPlan, page_size: int) -> Iterator[tuple[str, Span, np.ndarray | None]]:
-    """Parts of an edge: the call, a part of the span, and `Edge.visible` for it."""
+    """Split an edge into parts: (name of the call, part of the span, `Edge.visible` for this part)."""
     span = plan.spans[edge.span]
     if edge.visible is None and edge.hidden is None and span.keep is None:
         yield "causal" if len(rows_of(edge, plan.num_rows)) == 1 else "full", span, None
@@ -131,10 +131,10 @@ def _cut(edge: Edge, plan: AttentionPlan, page_size: int) -> Iterator[tuple[str,
 
 
 def merge_table(rows: np.ndarray, num_rows: int) -> torch.Tensor:
-    """The partial results of each row, for rows int64 [E] of E partial results.
+    """Which partial results belong to each row. `rows`: int64 [E], the row of each of E partial results.
 
     Returns:
-        int64 [num_rows, n], in ascending order, where n is the largest number of results of a row; padded with E.
+        int64 [num_rows, n], ascending indices of results, where n is the largest number for a row; padded with E.
     """
     counts = np.bincount(rows, minlength=num_rows)
     order = np.argsort(rows, kind="stable")

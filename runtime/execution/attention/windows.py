@@ -12,23 +12,23 @@ from runtime.execution.attention.paged_index import rows_of, visible_of
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Positions that a row of some layers sees, before and with its own.
+    """The window of a layer: which positions up to its own a row sees.
 
     Attributes:
-        size: number of positions.
-        chunked: whether windows are consecutive chunks of positions, and a row sees its own chunk only.
+        size: number of positions, the row's own included.
+        chunked: whether positions are divided into fixed chunks of `size`, and a row sees only its own chunk.
     """
 
     size: int
     chunked: bool = False
 
     def first(self, positions: np.ndarray) -> np.ndarray:
-        """The first position that is seen from each of `positions`, int64; less than 0: all are."""
+        """The first visible position for each of `positions`, int64; negative: all positions are visible."""
         return positions // self.size * self.size if self.chunked else positions - self.size + 1
 
 
 def within(plan: AttentionPlan, positions: np.ndarray, window: Window, page_size: int) -> AttentionPlan:
-    """The plan of rows at int64 `positions` that see a window only; whole pages that no row sees are left out."""
+    """Narrow a plan, whose rows have int64 `positions`, to a window; whole pages that no row sees are left out."""
     narrow = AttentionPlan(plan.num_rows)
     for edge in plan.edges:
         span, visible = plan.spans[edge.span], visible_of(edge, plan)
@@ -51,9 +51,9 @@ def within(plan: AttentionPlan, positions: np.ndarray, window: Window, page_size
 
 
 def narrowed(batch: ForwardBatch, windows: Sequence[Window | None], page_size: int) -> ForwardBatch:
-    """The batch of a model whose layers have these windows: its layer groups are cut where the window changes.
+    """Split the layer groups of a batch wherever the window of the layers changes, and narrow their plans.
 
-    Layers with one window share a plan; within the window, it is that of layers without one.
+    Layers with the same window share a plan. If all positions are within the window, the plan is not changed.
     """
     groups: list[LayerGroup] = []
     for group in batch.groups:

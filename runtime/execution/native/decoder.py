@@ -1,4 +1,4 @@
-"""`LlamaModel.forward` with the native kernels: packed weights, one call per step, or per layer with experts."""
+"""The decoder in native kernels: packed weights, and one call per step, or one per layer in models with experts."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from runtime.models.spec import LlamaSpec
 class NativeDecoder:
     """The decoder stack and head over a paged pool on the CPU.
 
-    Weights and pool are float32 or bfloat16; arithmetic is float32 with two exceptions: `avx512bf16` rounds
-    activations, queries and attention's weights to bfloat16 for products with bfloat16 weights, keys and values, and
-    `int8` rounds weights and activations to 8 bits, with a scale for each 64 of a row.
+    Weights and pool are float32 or bfloat16. Arithmetic is float32, with two exceptions. `avx512bf16` rounds
+    activations, queries and attention weights to bfloat16 if the other factor is bfloat16. `int8` rounds weights and
+    activations to 8 bits, with a scale for each 64 values of a row.
 
     Attributes:
-        name: `native-` and the instruction set.
-        adapters: by digest.
+        name: `native-`, the instruction set, and `-int8` if it applies.
+        adapters: loaded adapters by digest.
     """
 
     def __init__(
         self, library: Library, model: llama.LlamaModel, pool: KVPool, threads: int, int8: bool = False
     ) -> None:
-        """Pack the weights of `model` and delete them there.
+        """Pack the weights of `model` and delete the originals.
 
         Raises:
-            MemoryError: they do not fit.
-            ModelError: `int8` on a processor without AVX-512 VNNI.
+            MemoryError: if the packed weights do not fit into memory.
+            ModelError: for `int8` on a processor without AVX-512 VNNI.
         """
         if int8 and not library.has_int8():
             raise ModelError("--quantization int8 needs a processor with AVX-512 VNNI")
@@ -58,7 +58,7 @@ class NativeDecoder:
         self.team = Team(library, threads)
         self._weights = PackedWeights(self.team, _model_bytes(library, model, int8))
         self._layers = (c.LayerStruct * self.spec.num_layers)()
-        # Experts and the norm before them, for layers that the kernels compute only up to attention.
+        # Experts and the norm before them, by layer. The kernels compute these layers only up to the attention output.
         self._experts: dict[int, tuple[NativeExperts, torch.Tensor]] = {}
         for index in range(self.spec.num_layers):
             if (experts := model.layers[index].experts) is not None:
@@ -73,7 +73,7 @@ class NativeDecoder:
         self._logits = torch.empty(0, self.spec.vocab_size)
         self._plans: list[NativePlan] = []
         self._near_rope = model.near_rope
-        # cos and sin by position, by rotary embedding.
+        # Tables of cos and sin by position, for each rotary embedding.
         self._angles: dict[RotaryEmbedding, tuple[np.ndarray, np.ndarray]] = {}
 
     def _pack_layer(self, layer: llama.Layer, index: int) -> c.LayerStruct:
@@ -94,7 +94,7 @@ class NativeDecoder:
         )
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
-        """Raises ModelError where it does not fit. In 8 bits, too, it stays in the type of the other weights."""
+        """Pack an adapter in the model's dtype, even with `int8`. Raises ModelError if it does not fit the model."""
         self.adapters[adapter.digest] = PackedAdapter(self.team, adapter, self.spec, self._dtype)
 
     def _float(self, weight: torch.Tensor | None) -> int | None:
@@ -120,16 +120,16 @@ class NativeDecoder:
             layers=self._layers,
             norm=self._float(model.norm),
             head=self._weights.add(model.head, int8=self._int8),
-            # A tied embedding is read out of the packed head.
+            # A tied embedding is read from the packed head.
             embedding=None if spec.tie_embeddings else self._weights.keep(model.embedding),
             embedding_is_bf16=model.embedding.dtype == torch.bfloat16,
         )
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Run one step: write the new K and V into the pool, return float32 logits [S, vocab] of `logits_rows`.
+        """Run one step: write new K and V into the pool and return float32 logits [S, vocab] of `logits_rows`.
 
-        The next step overwrites the logits: fresh memory in each step costs more than the work on it.
+        The next step overwrites the logits, because allocating new memory in each step would cost too much.
         """
         return self._forward_experts(batch) if self._experts and batch.groups else self._forward(batch)
 
@@ -155,7 +155,7 @@ class NativeDecoder:
         return self._forward(replace(batch, groups=[part]))
 
     def _add_experts(self, index: int, states: torch.Tensor, rows: torch.Tensor | None) -> None:
-        """Add the output of a layer's experts to its states float32 [T, hidden]; `rows`: the rows that are alive."""
+        """Add the output of a layer's experts to the states, float32 [T, hidden]. `rows`: alive rows; None: all."""
         experts, norm = self._experts[index]
         x = states if rows is None else states[rows]
         x = x + experts(F.rms_norm(x, norm.shape, norm, self.spec.rms_norm_eps))
@@ -222,7 +222,7 @@ class NativeDecoder:
         return several
 
     def _turns(self, positions: torch.Tensor, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """`RotaryEmbedding.cos_sin` of a layer, from a table that grows with the largest position."""
+        """`RotaryEmbedding.cos_sin` for a layer, from a table that grows with the largest position."""
         is_near = bool(self.spec.windows) and self.spec.windows[layer] is not None
         rope, index = self._near_rope if is_near else self.rope, positions.numpy()
         if rope not in self._angles or int(index.max()) >= len(self._angles[rope][0]):
@@ -232,7 +232,7 @@ class NativeDecoder:
         return cosines[index], sines[index]
 
     def _native_plan(self, plan: AttentionPlan) -> NativePlan:
-        """The cached plan for the kernels: one that runs again has only grown. Layers with a window have their own."""
+        """The plan for the kernels. Two are cached (one for windows): a plan that runs again has only grown."""
         for known in self._plans:
             if known.plan is plan:
                 known.grow()
@@ -258,12 +258,12 @@ class NativeDecoder:
         return out
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `Executor.argmax`; of float32 logits."""
+        """See `Executor.argmax`; the logits are float32."""
         logits = logits.contiguous()
         out = np.empty(len(logits), dtype=np.int64)
         self.library.argmax(self.team.handle, logits.data_ptr(), *logits.shape, out.ctypes.data)
-        # A Python loop: between two steps, caches are cold, and one operation of torch or numpy takes as long as
-        # dozens of iterations.
+        # A Python loop, because CPU caches are cold after a step: one torch or numpy operation takes as long as dozens
+        # of iterations.
         rows = logits.numpy()
         for row, token in enumerate(out.tolist()):
             if not math.isfinite(rows.item(row, token)):
@@ -283,7 +283,7 @@ class PackedAdapter:
 
     Attributes:
         layers: ctypes array of `library.AdapterLayer`.
-        most_rank: of its fused products.
+        most_rank: the largest rank of its fused products.
     """
 
     def __init__(self, team: Team, adapter: LoraAdapter, spec: LlamaSpec, dtype: torch.dtype):
@@ -309,7 +309,7 @@ def _is_paired(product: str, name: str) -> bool:
 
 
 class NativePlan:
-    """A plan's spans and edges as C arrays, whose pointers are valid as long as this object lives.
+    """The spans and edges of a plan as C arrays. Their pointers are valid while this object exists.
 
     Attributes:
         plan: the original plan.
@@ -344,7 +344,7 @@ class NativePlan:
         self.grow()
 
     def grow(self) -> None:
-        """Update the lengths and pages of the spans; nothing else may have changed."""
+        """Update lengths and pages of the spans, after the planner has lengthened the plan."""
         for i, (to, span) in enumerate(zip(self.spans, self.plan.spans, strict=True)):
             to.length = span.length
             if span.pages is not self._pages[i]:

@@ -1,4 +1,4 @@
-"""Mixtures of experts whose products are the native kernels'."""
+"""Mixtures of experts whose matrix products run in the native kernels."""
 
 import ctypes
 
@@ -17,7 +17,7 @@ class NativeExperts(Experts):
     def __init__(self, experts: Experts, team: Team, int8: bool):
         """Move the weights out of `experts`. Raises MemoryError."""
         gate_up, down = experts.gate_up, experts.down
-        # No views, which would keep the weights.
+        # New tensors, because views would keep the weights in memory.
         experts.gate_up, experts.down = gate_up.new_empty(0), down.new_empty(0)
         super().__init__(experts.spec, experts.ops, experts.router, experts.gate_up, experts.down, experts.bias)
         is_paired = self.spec.limit is None
@@ -30,7 +30,7 @@ class NativeExperts(Experts):
         self._down = _Stack(packed, down, experts.down_bias, False, int8)
 
     def _scores(self, x: torch.Tensor) -> torch.Tensor:
-        # With torch, rounding would depend on the number of rows.
+        # Not with torch, whose rounding depends on the number of rows.
         return self._router.multiply(x, 0)
 
     def _expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
@@ -39,7 +39,7 @@ class NativeExperts(Experts):
 
 
 class _Stack:
-    """A weight of each expert; `paired`: their product is SiLU(gate) * up."""
+    """One weight for each expert, [experts, out, in]. `paired`: it is gate over up, and `multiply` applies SiLU."""
 
     def __init__(
         self, packed: PackedWeights, weight: torch.Tensor, bias: torch.Tensor | None, paired: bool, int8: bool
@@ -50,7 +50,7 @@ class _Stack:
         self._columns, self._into = weight.shape[1] // (2 if paired else 1), c.SILU if paired else 0
 
     def multiply(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        """float32 [n, out] of rows [n, in]."""
+        """The product of rows [n, in] and one expert's weight, float32 [n, out]."""
         x = x.float().contiguous()
         out = x.new_empty(len(x), self._columns)
         product = c.Product(

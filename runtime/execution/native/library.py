@@ -8,13 +8,13 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-# Best first. Each is a library of its own, compiled from the same sources with other flags.
+# Best first. Each has its own library, compiled from the same sources with other flags.
 ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2")
 
-# Result of `ramet_interface` in libraries with these declarations.
+# Libraries whose `ramet_interface` returns another number do not match the declarations below.
 _INTERFACE = 10
 
-# `Into` of gates, in src/gemm.h.
+# Values of `Into` for gated activations, in src/gemm.h.
 SILU, GELU = 2, 3
 
 
@@ -144,7 +144,7 @@ class Library:
 
     Attributes:
         isa: one of `ISAS`.
-        path: its file.
+        path: file of the library.
     """
 
     def __init__(self, isa: str, path: Path):
@@ -162,7 +162,7 @@ class Library:
 
 @cache
 def load(isa: str) -> Library | None:
-    """The library for one of `ISAS`; None if it was not built or this processor does not support it."""
+    """The library for one of `ISAS`; None: it was not built, or this processor does not support it."""
     for suffix in EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(f"_{isa}{suffix}")
         if path.exists():
@@ -173,10 +173,10 @@ def load(isa: str) -> Library | None:
 
 
 def open_library(isa: str, path: Path) -> Library | None:
-    """The library in a file; None if it is of another version or this processor does not support it."""
+    """The library in a file; None: another version, or this processor does not support it."""
     try:
         library = Library(isa, path)
-    except (OSError, AttributeError):  # of another system, or of a build that lacks a function
+    except (OSError, AttributeError):  # built for another system, or by a version without some function
         return None
     return library if library.interface() == _INTERFACE and library.supported() else None
 

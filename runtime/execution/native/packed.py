@@ -1,4 +1,4 @@
-"""Weights as the native kernels read them, and the threads that compute with them."""
+"""Weights in the layout of the native kernels, and the kernels' thread pool."""
 
 import ctypes
 import weakref
@@ -21,7 +21,7 @@ class Team:
 
 
 class PackedWeights:
-    """One allocation in huge pages, into which matrices are packed one after the other."""
+    """One allocation in huge pages, which packed matrices fill one after the other."""
 
     def __init__(self, team: Team, num_bytes: int):
         """Raises MemoryError."""
@@ -37,7 +37,7 @@ class PackedWeights:
     def add(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, paired: bool = False, int8: bool = False
     ) -> c.Matrix:
-        """Pack a weight [n, k], float32 or bfloat16, with its bias [n]; `paired`: it is gate over up."""
+        """Pack a weight [n, k], float32 or bfloat16, with its bias [n]. `paired`: gate over up in one weight."""
         library, weight = self.team.library, (weight.float() if int8 else weight).contiguous()
         matrix = describe(weight, paired, int8)
         matrix.data = self._next
@@ -51,18 +51,18 @@ class PackedWeights:
         return matrix
 
     def keep(self, tensor: torch.Tensor) -> int:
-        """The address of a tensor, which is kept as long as the weights."""
+        """Keep a tensor as long as the weights; returns its address."""
         tensor = tensor.contiguous()
         self._kept.append(tensor)
         return tensor.data_ptr()
 
 
 def describe(weight: torch.Tensor, paired: bool = False, int8: bool = False) -> c.Matrix:
-    """The matrix of a weight [n, k], without its data."""
+    """The description of a weight [n, k], without data."""
     n, k = weight.shape
     return c.Matrix(n=n, k=k, storage=2 if int8 else int(weight.dtype == torch.bfloat16), is_paired=paired)
 
 
 def packed_bytes(library: Library, matrix: c.Matrix) -> int:
-    """Bytes of a matrix in `PackedWeights`."""
+    """Bytes that a matrix takes in `PackedWeights`."""
     return -(-library.matrix_bytes(ctypes.byref(matrix)) // _ALIGNMENT) * _ALIGNMENT

@@ -1,1 +1,1 @@
-"""Tensor parallelism: one model over several processes, each with a part of the heads and of the inner dimension."""
+"""Tensor parallelism: several processes run one model, each with some of the heads and MLP columns."""

@@ -1,4 +1,4 @@
-"""The first rank of a tensor parallel model, which drives the others."""
+"""The driver of a tensor parallel model: its first rank, which sends orders to the other ranks."""
 
 import contextlib
 import logging
@@ -29,20 +29,20 @@ from runtime.models.shards import split_spec
 log = logging.getLogger("ramet.engine")
 
 _STOP_SECONDS = 10
-# A rank's end shows in its collectives before the process is reaped.
+# Time to wait for the exit code of a rank after a collective with it has failed.
 _REAP_SECONDS = 2
 
 
 class Workers:
-    """The processes of the other ranks. They end with this process: their standard input is a pipe from it.
+    """The processes of the other ranks. They end when this process ends, because it closes their standard input.
 
     Attributes:
-        processes: of ranks 1 and up.
-        on_death: called once, on a thread of its own, if one of them ends before `close`.
+        processes: the processes of ranks 1 and up.
+        on_death: called on a separate thread if a process ends before `close`.
     """
 
     def __init__(self, config: Config, path: Path, size: int, port: int):
-        """Start ranks 1 to `size - 1`, which meet at `port`."""
+        """Start ranks 1 to `size - 1`; `port`: of the store through which all ranks connect."""
         self.processes = [
             subprocess.Popen([sys.executable, "-P", "-m", "runtime.execution.parallel.worker"], stdin=subprocess.PIPE)
             for _ in range(1, size)
@@ -57,7 +57,7 @@ class Workers:
         self._finalizer = weakref.finalize(self, _hang_up, self.processes)
 
     def meet(self, store: dist.TCPStore) -> None:
-        """Wait until all ranks are about to join. Raises ModelError if one ends before."""
+        """Wait until all ranks are ready to join the group. Raises ModelError if a rank ends before."""
         ranks = [f"rank{rank}" for rank in range(1, len(self.processes) + 1)]
         while not store.check(ranks):
             if any(process.poll() is not None for process in self.processes):
@@ -65,14 +65,14 @@ class Workers:
             time.sleep(0.02)
 
     def send(self, order: Order) -> None:
-        """Send an order to all ranks. Raises EngineDead if one has ended."""
+        """Send an order to all ranks. Raises EngineDead if a rank has ended."""
         data = encode_order(order)
         with self._lock:
             for process in self.processes:
                 self._write(process, data)
 
     def scatter(self, pages: Sequence[int], theirs: Sequence[np.ndarray]) -> None:
-        """Fill pages of all ranks, each with its part."""
+        """Fill pages of the other ranks' pools; `theirs`: uint8 [2, layers, pages, bytes] for each of these ranks."""
         with self._lock:
             for process, data in zip(self.processes, theirs, strict=True):
                 self._write(process, encode_order(WritePages(list(pages), np.ascontiguousarray(data))))
@@ -94,7 +94,7 @@ class Workers:
                 self.on_death(error)
 
     def explain(self) -> EngineDead:
-        """The reason why a step failed, with the rank that has ended, if any."""
+        """An error that explains why a step failed; it names the rank that has ended, if any."""
         deadline = time.monotonic() + _REAP_SECONDS
         while time.monotonic() < deadline:
             for rank, process in enumerate(self.processes, start=1):
@@ -104,12 +104,12 @@ class Workers:
         return EngineDead("the ranks of the model no longer compute together")
 
     def hang_up(self) -> None:
-        """Close their pipes: they end after the orders that they have."""
+        """Close the pipes to the ranks, which end after the orders that they have received."""
         self.closing = True
         self._finalizer()
 
     def close(self) -> None:
-        """`hang_up`, and wait for their end."""
+        """`hang_up`, and wait for the processes to end; kills those that take too long."""
         self.hang_up()
         for process in self.processes:
             try:
@@ -127,7 +127,7 @@ def _hang_up(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 class ParallelExecutor(Executor):
-    """An executor that runs every step on all ranks, the first of which it is. A failed step ends the engine."""
+    """An executor that is the first rank and runs every step on all ranks. A failed step ends the engine."""
 
     def __init__(self, config: Config, path: Path):
         """Start the other ranks and load the model directory `path` with them. Raises ModelError."""
@@ -161,7 +161,7 @@ class ParallelExecutor(Executor):
         self.workers.send(CopyRows(source_page, target_page, rows))
 
     def gather(self, pages: Sequence[int], mine: torch.Tensor) -> torch.Tensor:
-        """See `OtherPools`; between two steps."""
+        """See `OtherPools`. Only call this between two steps."""
         self.workers.send(ReadPages(list(pages)))
         return self.group.side_by_side(mine.view(1, -1)).view(-1, *mine.shape[1:])
 
@@ -184,5 +184,5 @@ class ParallelExecutor(Executor):
 
 
 def open_executor(config: Config, path: Path) -> Executor:
-    """The executor of the model directory `path`, with `--tensor-parallel` ranks. Raises ModelError."""
+    """Load the model directory `path` on `--tensor-parallel` ranks. Raises ModelError."""
     return Executor(config, path) if config.model.tensor_parallel == 1 else ParallelExecutor(config, path)

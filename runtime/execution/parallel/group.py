@@ -10,12 +10,12 @@ import torch.distributed as dist
 from runtime.errors import ModelError
 
 _HOST = "127.0.0.1"
-# Collectives run within a step and during the start; between steps no rank waits in one.
+# Applies to collectives within a step and during the start. Between steps, no rank waits in a collective.
 _TIMEOUT = timedelta(minutes=5)
 
 
 def rank_device(device: torch.device, rank: int, size: int) -> torch.device:
-    """The device of a rank if the first one's is `device`. Raises ModelError if there are too few GPUs."""
+    """The device of a rank. `device`: that of rank 0. Raises ModelError if there are too few GPUs."""
     if device.type == "cpu":
         return device
     first, available = device.index or 0, torch.cuda.device_count()
@@ -28,13 +28,13 @@ class RankGroup:
     """Collectives among the ranks: gloo between CPUs, NCCL between GPUs.
 
     Attributes:
-        rank: of this process; 0 is the driver.
+        rank: the rank of this process; 0 is the driver.
         size: number of ranks.
-        device: of this rank.
+        device: the device of this rank.
     """
 
     def __init__(self, store: dist.TCPStore, rank: int, size: int, device: torch.device):
-        """Join the other ranks at `store`; blocks until all are there."""
+        """Join the group through `store`. Blocks until all ranks have joined."""
         if device.type == "cuda":
             torch.cuda.set_device(device)
         # All ranks are on this machine, whatever its host name resolves to.
@@ -46,14 +46,14 @@ class RankGroup:
 
     @staticmethod
     def open_store(size: int) -> dist.TCPStore:
-        """The driver's store, on a free port. Raises ModelError in a process that is in a group."""
+        """Open the driver's store on a free port. Raises ModelError if this process already is in a group."""
         if dist.is_initialized():
             raise ModelError("--tensor-parallel: this process is in a process group of torch.distributed already")
         return dist.TCPStore(_HOST, 0, size, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
 
     @staticmethod
     def find_store(port: int, size: int) -> dist.TCPStore:
-        """The driver's store, for another rank."""
+        """Connect another rank to the driver's store."""
         return dist.TCPStore(_HOST, port, size, is_master=False, timeout=_TIMEOUT)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ class RankGroup:
         return x
 
     def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
-        """All ranks' tensors [n, m], equal in shape, as [n, size * m]."""
+        """Concatenate all ranks' tensors [n, m] by columns, [n, size * m], in the order of ranks."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, dim=-1)
@@ -74,7 +74,7 @@ class RankGroup:
         return int(least)
 
     def abort(self) -> None:
-        """Abort a collective that waits for a rank that has ended; gloo's fail by themselves."""
+        """Abort a collective that waits for an ended rank. Only NCCL needs this; gloo fails by itself."""
         if self.device.type == "cuda" and dist.group.WORLD is not None:
             dist.group.WORLD.abort()
 
@@ -83,6 +83,6 @@ class RankGroup:
 
     @staticmethod
     def abandon() -> None:
-        """Leave the group, if there is one, after a failed load: this process may load another model."""
+        """Leave the group, if any, after a failed load, so that this process can load another model."""
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Orders of the driver to the other ranks, in msgpack with tensors as extensions."""
+"""Orders from the driver to the other ranks, encoded in msgpack with extension types for tensors."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,7 @@ class CopyRows:
 
 @dataclass(slots=True)
 class ReadPages:
-    """Give the driver a copy of pages."""
+    """Send the contents of pages to the driver."""
 
     pages: list[int]
 
@@ -42,7 +42,7 @@ _TENSOR, _ARRAY, _SLICE, _RANGE = range(4)
 
 
 def encode_order(order: Order) -> bytes:
-    """An order as bytes, without `LayerGroup.save`: only the driver keeps states."""
+    """Encode an order. `LayerGroup.save` is left out, because only the driver saves states."""
     for name, kind in _KINDS.items():
         if isinstance(order, kind):
             return _encoder.encode([name, order])
@@ -52,7 +52,7 @@ def encode_order(order: Order) -> bytes:
 
 
 def decode_order(data: bytes) -> Order:
-    """The inverse of `encode_order`; tensors are on the CPU."""
+    """Decode an order; its tensors are on the CPU."""
     kind, fields = _decoder.decode(data)
     if kind in _KINDS:
         return _KINDS[kind](**fields)

@@ -1,6 +1,6 @@
 """A rank other than the driver: `python -m runtime.execution.parallel.worker`, started by `Workers`, never by hand.
 
-Standard input carries a `RankBoot` message, then orders, each after its length. It ends with the driver.
+Reads a `RankBoot` message and then orders from standard input, each after its length. The process ends with the driver.
 """
 
 import logging
@@ -28,12 +28,12 @@ log = logging.getLogger("ramet.engine")
 
 LENGTH = struct.Struct("<Q")
 
-# Time for a rank that waits in a collective to end after the driver has.
+# Time that a rank has to end after the driver; it may be waiting in a collective.
 _END_SECONDS = 10
 
 
 class RankBoot(msgspec.Struct):
-    """First message to a rank."""
+    """The first message to a rank: configuration (JSON), model directory, rank, and port of the store."""
 
     config: str
     path: str
@@ -42,10 +42,10 @@ class RankBoot(msgspec.Struct):
 
 
 class Inbox:
-    """Messages from standard input, read on a thread, so that the driver's end is noticed within a step, too."""
+    """Messages from standard input. A thread reads them, so the end of the driver is noticed even within a step."""
 
     def __init__(self) -> None:
-        # Not through sys.stdin: its lock, held by the thread, would break the interpreter's shutdown.
+        # Not sys.stdin: the thread would hold its lock and block the interpreter's shutdown.
         self._file = open(0, "rb", closefd=False)  # noqa: SIM115
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
 
@@ -56,7 +56,7 @@ class Inbox:
         return msgspec.json.decode(data, type=RankBoot)
 
     def get(self) -> Order | None:
-        """The next order; None: the driver has hung up."""
+        """Wait for the next order; None: the driver has closed the pipe."""
         return self._orders.get()
 
     def _fill(self) -> None:
@@ -72,7 +72,7 @@ class Inbox:
 
 
 def main() -> int:
-    """Compute until the driver hangs up."""
+    """Execute orders until the driver closes the pipe; returns the exit code."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     inbox = Inbox()

@@ -1,4 +1,4 @@
-"""Low-rank adapters of models in transformers' code: what they add is added behind the linear layers that they name."""
+"""Low-rank adapters of models in transformers' code, added by forward hooks on linear layers."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -17,9 +17,9 @@ class HookedAdapters:
     """The adapters of a model.
 
     Attributes:
-        rows: of the step that runs, which have an adapter.
-        num_rows: of that step.
-        loaded: factors by module, by digest.
+        rows: ranges of rows with an adapter in the running step.
+        num_rows: number of rows of the running step.
+        loaded: by digest of the adapter, its factors by module.
     """
 
     def __init__(self, model: transformers.PreTrainedModel):
@@ -30,12 +30,12 @@ class HookedAdapters:
         self.loaded: dict[str, dict[str, LowRank]] = {}
 
     def load(self, adapter: LoraAdapter, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises ModelError where it does not fit the model."""
+        """Load an adapter. Raises ModelError if it does not fit the model."""
         modules, kind = dict(self._model.named_modules()), type(self._model).__name__
         head = self._model.get_output_embeddings()
         for name, factor in adapter.factors.items():
             module = modules.get(name)
-            # Experts see the rows that were sent to them, in an order of their own.
+            # Experts get only the rows routed to them, in another order, so a hook could not tell the rows apart.
             if not isinstance(module, nn.Linear) or ".experts." in name or module is head:
                 raise ModelError(f"the adapter changes {name}, which is no linear layer of {kind}'s decoder")
             if (shape := (len(factor.b), factor.a.shape[1])) != tuple(module.weight.shape):

@@ -1,4 +1,4 @@
-"""The text of DiffusionGemma: its canvases begin as noise, and what a step made of them comes back in the next one."""
+"""The text model of DiffusionGemma, whose encoder and decoder share their weights."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ from runtime.errors import ModelError
 
 
 class DiffusionGemma(nn.Module):
-    """Encoder and decoder as one decoder, since their weights are the same: a step may have rows of both.
+    """Encoder and decoder as one model, so that a step may have rows of both.
 
-    What differs are the embeddings of a canvas' rows, which take in what the last step made of them, the factors of
-    the layers, and the mask, which is the plan's. The image tower is left to the garbage collector.
+    Canvas rows (of the decoder) differ in three ways: their embeddings include the soft embeddings of the last step,
+    the layers have other scalar factors, and the mask is bidirectional, as the attention plan says.
 
     Attributes:
-        canvases: of the step that runs, rows that the model's decoder would compute; its encoder would the others.
+        canvases: the canvas rows of the running step; all other rows belong to the encoder.
     """
 
     def __init__(self, model: transformers.DiffusionGemmaForBlockDiffusion):
@@ -46,7 +46,7 @@ class DiffusionGemma(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool, logits_to_keep: torch.Tensor
     ) -> CausalLMOutput:
-        """Tokens and positions int64 [1, T]; the logits [1, n, vocab] of n rows."""
+        """Logits [1, n, vocab] of the rows `logits_to_keep`, int64 [n]; tokens and positions are int64 [1, T]."""
         states = self._embed(input_ids)
         denoised = torch.zeros(len(input_ids[0]), 1, dtype=torch.bool, device=input_ids.device)
         for first, stop, soft in self.canvases:
@@ -61,7 +61,7 @@ class DiffusionGemma(nn.Module):
 
     @torch.inference_mode()
     def soften(self, logits: torch.Tensor) -> torch.Tensor:
-        """The mean embeddings [n, hidden] of the distributions that logits [n, vocab] are."""
+        """The mean embeddings, [n, hidden], under the distributions of logits [n, vocab]."""
         weight = self._embed.weight
         probs = logits.to(weight.dtype).softmax(-1, dtype=torch.float32).to(weight.dtype)
         return probs @ weight * self._embed.embed_scale.to(weight.dtype)

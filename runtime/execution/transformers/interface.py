@@ -1,4 +1,4 @@
-"""The attention and the masks that transformers' modelling code calls, in place of its own."""
+"""Attention and mask functions that transformers' modelling code calls instead of its own."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -13,12 +13,12 @@ from runtime.execution.attention.windows import Window
 
 NAME = "ramet"
 
-# Arguments of attention functions that do not change its result here.
+# Arguments of attention functions that have no effect on the result here.
 _HARMLESS = {"dropout", "sliding_window", "position_ids", "cache_position", "output_attentions", "is_causal"}
 
 
 class LayerCall(NamedTuple):
-    """A layer's call of attention: q [T, heads, dim], k and v [T, kv_heads, dim], rotated if they are to be."""
+    """A layer's call of attention: q [T, heads, dim], k and v [T, kv_heads, dim]; q and k already have RoPE, if any."""
 
     module: nn.Module
     q: torch.Tensor
@@ -28,7 +28,7 @@ class LayerCall(NamedTuple):
     scores: Scores
 
 
-# Of the pass that runs on this thread: rows [T, heads, dim of v] of a layer.
+# Computes the attention of a layer, [T, heads, dim of v], in the forward pass that runs on this thread.
 attention: ContextVar[Callable[[LayerCall], torch.Tensor]] = ContextVar("attention")
 
 
@@ -43,7 +43,7 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' signature: [1, heads, T, dim] each; returns [1, T, heads, dim]."""
+    """Attention with transformers' signature: q, k, v [1, heads, T, dim]; returns [1, T, heads, dim]."""
     unknown = [name for name, value in others.items() if isinstance(value, torch.Tensor) and name not in _HARMLESS]
     if unknown:
         raise NotImplementedError(f"its attention has an argument {unknown[0]!r}")
@@ -57,7 +57,7 @@ def _attend(
 
 
 def _mask(*, config: Any, local_size: int | None = None, **_: Any) -> Window | None:
-    """The window of a layer's type, which comes back as `attention_mask`; None: all keys before a row are seen."""
+    """The window of a layer type, which transformers passes to `_attend` as `attention_mask`; None: no window."""
     if local_size is None:
         return None
     return Window(local_size, chunked=local_size != getattr(config, "sliding_window", None))

@@ -1,4 +1,4 @@
-"""Any decoder that transformers knows, with its own modelling code over the paged pool."""
+"""Decoders in transformers' modelling code, with attention over the paged pool."""
 
 import inspect
 import json
@@ -36,18 +36,18 @@ from runtime.models.weights import find_weights
 
 # Layer types that keep a state in place of keys and values, as configurations spell them.
 _STATEFUL = ("linear", "mamba", "recurrent", "conv", "rwkv")
-# Rotary embeddings whose frequencies depend on the length of the sequence: cached keys would be of another one.
+# Rotary embeddings whose frequencies change with the sequence length, so that cached keys would become wrong.
 _VARYING_ROPE = ("dynamic",)
 _NO_INTERFACE = "its attention does not go through transformers' attention interface"
-# Fields of a configuration on which nothing that is computed depends.
+# Fields of a configuration that do not affect the computation.
 _NAMES = ("_name_or_path", "transformers_version")
-# Largest error of checked logits, as a share of their spread: float32, and types with fewer bits.
+# Largest error of the checked logits as a share of their spread: in float32, and in smaller types.
 _MOST_ERROR, _MOST_ERROR_HALF = 1e-3, 0.2
 
 
 @dataclass(slots=True)
 class _Shapes:
-    """Shapes of the layers, as a forward pass shows them: query heads, key-value heads and head size by index."""
+    """Collects the layers' shapes in a forward pass: (query heads, key-value heads, head size) by layer index."""
 
     found: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     windows: set[Window] = field(default_factory=set)
@@ -67,10 +67,10 @@ class _Step:
     """The attention of one step.
 
     Attributes:
-        places: the pool's layer by a module's index.
-        slots: int64 [n], pool slots that are written.
-        written: int64 [n], the rows that write them; None: all.
-        prepared: the plan by window, as `backend` prepared it.
+        places: the layer of the pool for each attention module, by its `layer_idx`.
+        slots: int64 [n], pool slots to write.
+        written: int64 [n], the row that writes each slot; None: all rows, in order.
+        prepared: for each window, the narrowed plan, prepared by `backend`.
     """
 
     places: dict[int, int]
@@ -102,12 +102,12 @@ class _Step:
 
 
 class TransformersModel:
-    """A decoder in transformers' modelling code. Its rows lie side by side in one sequence, with explicit positions.
+    """A decoder in transformers' modelling code. The rows of a step form one sequence with explicit positions.
 
     Attributes:
-        spec: its shapes.
-        windows: those of its layers, besides full attention.
-        soften: see `Executor`; None: the model does not read such embeddings.
+        spec: the shapes of the model.
+        windows: the different windows of its layers.
+        soften: see `Executor`; None: the model is not DiffusionGemma.
     """
 
     def __init__(self, path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device):
@@ -146,11 +146,11 @@ class TransformersModel:
 
     @property
     def adapters(self) -> dict[str, dict[str, LowRank]]:
-        """By digest."""
+        """By digest of the adapter, its factors by module."""
         return self._adapters.loaded
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
-        """Load an adapter, and run it once. Raises ModelError where it does not fit."""
+        """Load an adapter and run it once as a test. Raises ModelError if it does not fit the model."""
         self._adapters.load(adapter, self._dtype, self._device)
         self._adapters.rows, self._adapters.num_rows = [AdapterRows(adapter.digest, 0, 2)], 2
         try:
@@ -164,14 +164,14 @@ class TransformersModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool, backend: CPUAttention) -> torch.Tensor:
-        """Run one step of whole layers: write the new K and V, return float32 logits [S, vocab] of `logits_rows`."""
+        """Run one step with a single layer group: write new K and V; returns float32 logits of `logits_rows`."""
         (group,) = batch.groups
         assert group.rows is None
         assert not group.load
         assert not group.save
         positions = batch.positions.clone() if batch.canvases else batch.positions
         for first, stop, _ in batch.canvases:
-            positions[first:stop] = positions[first].item()  # all rows of a canvas have the window of the first one
+            positions[first:stop] = positions[first].item()  # all rows of a canvas have the window of its first row
         written = None if bool((group.kv_write >= 0).all()) else (group.kv_write >= 0).nonzero()[:, 0]
         slots = group.kv_write if written is None else group.kv_write[written]
         step = _Step(
@@ -200,7 +200,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def _probe(self) -> tuple[_Shapes, int]:
-        """The layers' shapes, and the number of logits."""
+        """Run two tokens to find the layers' shapes and the number of logits per row."""
         shapes, rows = _Shapes(), torch.arange(2)
         token = attention.set(shapes.attend)
         try:
@@ -213,9 +213,9 @@ class TransformersModel:
 
     @torch.inference_mode()
     def _check(self) -> None:
-        """Compare two sequences, one in two chunks, with transformers' own attention.
+        """Compare the logits of two sequences, one of them in two chunks, with transformers' own attention.
 
-        What reaches from row to row by another way than attention, and positions that are not used, show here.
+        The comparison fails for a model that ignores positions, or whose rows interact outside of attention.
         """
         draw = torch.Generator().manual_seed(0)
         most = self.spec.context_length
@@ -243,7 +243,7 @@ class TransformersModel:
 
 
 def _batch(runs: list[tuple[torch.Tensor, int, int]]) -> ForwardBatch:
-    """A step over runs of tokens, each with its first position and the first pool row of its sequence."""
+    """A step over runs (tokens, first position, first pool row of the sequence)."""
     plan = AttentionPlan(sum(len(tokens) for tokens, _, _ in runs))
     row = 0
     for tokens, position, first in runs:
@@ -259,7 +259,7 @@ def _batch(runs: list[tuple[torch.Tensor, int, int]]) -> ForwardBatch:
 
 @contextmanager
 def _refusing(name: str) -> Iterator[None]:
-    """Turn anything that a model's code raises into a ModelError: it may be any exception."""
+    """Turn every exception of a model's code into a ModelError."""
     try:
         yield
     except ModelError:
@@ -267,7 +267,7 @@ def _refusing(name: str) -> Iterator[None]:
     except NotImplementedError as error:
         raise ModelError(f"{name} cannot be served: {error}") from None
     except KeyError as error:
-        # Older code looks its class of attention up by the implementation's name.
+        # Older modelling code looks up its attention class by the name of the implementation.
         reason = _NO_INTERFACE if error.args == (NAME,) else f"KeyError: {error}"
         raise ModelError(f"{name} cannot be served: {reason}") from None
     except Exception as error:
@@ -277,7 +277,7 @@ def _refusing(name: str) -> Iterator[None]:
 def _load(
     path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[transformers.PretrainedConfig, Any]:
-    """The configuration and the model in `dtype` on `device`, of safetensors alone. Raises ModelError."""
+    """Load configuration and model, from safetensors only, in `dtype` on `device`. Raises ModelError."""
     given = read_json(path / "config.json")
     name = (given.get("architectures") or ["(none named)"])[0]
     if name not in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), DIFFUSION_GEMMA):
@@ -297,7 +297,7 @@ def _load(
         find_weights(path)
         if not sys.stderr.isatty():
             disable_progress_bar()
-        # Tensors that do not fit are in the report, by name.
+        # Tensors of a wrong shape are listed in the report instead of raising an error.
         options |= {"use_safetensors": True, "local_files_only": True, "ignore_mismatched_sizes": True}
         if name == DIFFUSION_GEMMA:  # which refuses a generation_config.json with fields that it does not know
             options["generation_config"] = kind.generation_config_class()
@@ -320,7 +320,7 @@ def _refuse_stateful(kind: type[nn.Module], settings: transformers.PretrainedCon
 
 
 def _ropes(settings: transformers.PretrainedConfig) -> list[dict[str, Any]]:
-    """Parameters of the rotary embeddings: one for all layers, or one for each type of layer."""
+    """Parameters of the rotary embeddings: one for all layers, or one for each layer type."""
     given = getattr(settings, "rope_parameters", None) or {}
     several = [rope for rope in given.values() if isinstance(rope, dict)]
     return several or [given]
@@ -332,7 +332,7 @@ def _fingerprint(settings: transformers.PretrainedConfig) -> str:
 
 
 def _context(settings: transformers.PretrainedConfig) -> int:
-    """Positions that are computed exactly: longrope has other frequencies in sequences beyond the original context."""
+    """The context length. longrope changes its frequencies beyond the original context, so the context ends there."""
     context = getattr(settings, "max_position_embeddings", None)
     if not isinstance(context, int):
         raise ModelError("config.json has no max_position_embeddings")
