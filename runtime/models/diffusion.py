@@ -1,4 +1,4 @@
-"""Diffusion models: their config keys and tensor names, the mask token, and their authors' settings."""
+"""Diffusion models: config keys, tensor names, mask tokens, and the settings that their authors recommend."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ FAMILIES = {
 }
 
 DIFFUSION_GEMMA = "DiffusionGemmaForBlockDiffusion"
-# Its settings by their names in generation_config.json, with transformers' defaults.
+# DiffusionGemma's settings: names in generation_config.json, Ramet's names and transformers' defaults.
 _NOISE = {
     "max_denoising_steps": ("steps", 48),
     "t_min": ("t_min", 0.4),
@@ -77,23 +77,23 @@ _LLADA2_PARTS = {
     "self_attn.k_norm": "attention.key_layernorm",
 }
 
-# <|eot_id|> ends a turn of LLaDA's instruct models; their configuration has only <|endoftext|>.
+# <|eot_id|>, which ends a turn of LLaDA's instruct models. Their configuration lists only <|endoftext|>.
 _LLADA_END_OF_TURN = 126348
 
 
 @dataclass(frozen=True, slots=True)
 class DiffusionSpec:
-    """A diffusion model.
+    """The properties of a diffusion model.
 
     Attributes:
-        mask_token_id: the token of undecided positions; -1: none, canvases start with random tokens.
-        logits_shift: the logits of token i are read from row i - logits_shift.
-        algorithm: its authors' sampler.
-        attended: positions of a block that attends to itself and all before it (block diffusion); None: every position
-            attends to all.
+        mask_token_id: the token of undecided positions; -1: no mask, canvases start with random tokens.
+        logits_shift: the logits of token i are in row i - logits_shift.
+        algorithm: the sampler of the model's authors.
+        attended: size of the attention blocks, in which a position sees its own block and those before it (block
+            diffusion); None: every position sees all positions.
         block: default number of positions that are denoised together.
-        threshold: default confidence from which masks are decided; None: a schedule decides.
-        edits: whether requests may let it replace decided tokens (joint threshold).
+        threshold: default confidence at which a mask is decided; None: a schedule decides.
+        edits: whether requests may use `joint_threshold`, which replaces decided tokens.
         defaults: the model's defaults for other fields of `NoiseParams`.
     """
 
@@ -108,11 +108,11 @@ class DiffusionSpec:
 
 
 _SDAR = DiffusionSpec(151669, 0, "low_confidence", attended=4, block=4, threshold=0.85)
-# Block diffusion models as they were published. A configuration may name its mask and its block.
+# Published block diffusion models. A configuration may override the mask token and the block size.
 _BLOCKS = {
     "SDARForCausalLM": _SDAR,
     "SDARMoeForCausalLM": _SDAR,
-    # LLaDA2.0 and 2.1, which learned to edit, have the same configuration.
+    # Only LLaDA2.1 was trained to edit, but LLaDA2.0 has the same configuration.
     "LLaDA2MoeModelLM": DiffusionSpec(156895, 0, "low_confidence", attended=32, block=32, threshold=0.95, edits=True),
     "Fast_dLLM_QwenForCausalLM": DiffusionSpec(151665, 1, "low_confidence", attended=32, block=8, threshold=0.9),
 }
@@ -120,7 +120,7 @@ _BLOCK_NAMES = ("block_length", "block_size", "bd_size")
 
 
 def diffusion_spec(config: dict[str, Any], architecture: str) -> DiffusionSpec | None:
-    """The DiffusionSpec of a configuration; None for a causal model. Raises KeyError, ModelError."""
+    """The DiffusionSpec of a configuration; None for a causal model. Raises KeyError (missing key), ModelError."""
     if architecture not in FAMILIES:
         return None
     published = _BLOCKS.get(architecture)
@@ -141,7 +141,7 @@ def diffusion_spec(config: dict[str, Any], architecture: str) -> DiffusionSpec |
 
 
 def canvas_spec(config: dict[str, Any], generation: dict[str, Any]) -> DiffusionSpec:
-    """The spec of DiffusionGemma, whose rows are causal except on the canvas. Raises ModelError."""
+    """The spec of DiffusionGemma, from config.json and generation_config.json. Raises ModelError."""
     length = positive_size(config, "canvas_length", 256)
     context = config.get("text_config", {}).get("max_position_embeddings", length + 1)
     if length >= context:
@@ -166,7 +166,7 @@ def canvas_spec(config: dict[str, Any], generation: dict[str, Any]) -> Diffusion
 
 
 def _by_config(published: DiffusionSpec, mask: int, config: dict[str, Any]) -> DiffusionSpec:
-    """A block diffusion model with the block of its configuration. Raises ModelError."""
+    """The published spec with the mask token and block size of a configuration. Raises ModelError."""
     name = next((name for name in _BLOCK_NAMES if config.get(name) is not None), _BLOCK_NAMES[0])
     attended = positive_size(config, name, published.attended)
     block = attended if attended % published.block else published.block
@@ -174,7 +174,7 @@ def _by_config(published: DiffusionSpec, mask: int, config: dict[str, Any]) -> D
 
 
 def as_llama(config: dict[str, Any]) -> dict[str, Any]:
-    """LLaDA's configuration in Llama's keys. Raises KeyError, and ModelError for unsupported switches."""
+    """Translate LLaDA's configuration to Llama's keys. Raises KeyError (missing key), ModelError (switches)."""
     _check_switches(config, _LLADA_SWITCHES)
     width, heads = config["d_model"], config["n_heads"]
     vocab = config.get("embedding_size") or config["vocab_size"]
@@ -206,21 +206,21 @@ def _check_switches(config: dict[str, Any], switches: dict[str, Any]) -> None:
 
 
 def as_qwen3(config: dict[str, Any]) -> dict[str, Any]:
-    """LLaDA2's configuration with its authors' defaults. Raises ModelError for unsupported switches."""
+    """LLaDA2's configuration with the authors' defaults filled in. Raises ModelError for unsupported switches."""
     _check_switches(config, _LLADA2_SWITCHES)
     given = {name: value for name, value in config.items() if value is not None}
     return {"partial_rotary_factor": 0.5, "eos_token_id": config.get("pad_token_id")} | given
 
 
 def llada2_name(name: str) -> str:
-    """LLaDA2's name of a tensor."""
+    """The name of a Llama tensor in LLaDA2's checkpoints."""
     for ours, theirs in _LLADA2_PARTS.items():
         name = name.replace(ours, theirs)
     return name
 
 
 def llada_name(name: str) -> str:
-    """LLaDA's name of a Llama's tensor."""
+    """The name of a Llama tensor in LLaDA's checkpoints."""
     module, _, kind = name.rpartition(".")
     if module in _LLADA_OUTER:
         return f"model.transformer.{_LLADA_OUTER[module]}.{kind}"

@@ -1,4 +1,4 @@
-"""Mixtures of experts: their config keys and tensor names."""
+"""Mixtures of experts: config keys and tensor names."""
 
 import math
 from dataclasses import dataclass
@@ -6,27 +6,27 @@ from typing import Any
 
 from runtime.errors import ModelError
 
-# Values that share a scale.
+# Number of values that share a scale.
 MXFP4_BLOCK = 32
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
-    """Experts that replace a layer's MLP; each row uses a few of them.
+    """Experts that replace the MLP of a layer. Each row uses a few of them.
 
     Attributes:
         layers: indices of the layers with experts.
-        count, chosen: experts per layer, and experts per row.
-        inner: an expert's inner columns.
-        shared: inner columns of the expert that every row uses; 0: none.
-        sigmoid: scores are sigmoids, with a bias that affects only the choice; otherwise a softmax.
-        normalized: whether the chosen experts' weights are scaled to sum to 1.
-        groups, chosen_groups: experts are chosen from the groups with the largest sum of their two best scores.
+        count, chosen: number of experts per layer, and number that each row uses.
+        inner: inner columns of an expert.
+        shared: inner columns of the expert that every row uses; 0: there is none.
+        sigmoid: whether scores are sigmoids, with a bias that affects only the choice; otherwise a softmax.
+        normalized: whether the weights of a row's experts are scaled to sum to 1.
+        groups, chosen_groups: experts are chosen only from the groups whose two best scores have the largest sums.
         scale: factor on the weights.
-        limit: bound of gate and up; None: unbounded. Only gpt-oss has it: its experts have biases and lie in one
-            tensor, with gate and up interleaved.
-        alpha: factor within their SiLU.
-        packed: whether the checkpoint has their weights in MXFP4.
+        limit: bound of gate and up; None: unbounded. Only gpt-oss has a limit. Its experts also have biases and are
+            stored in one tensor, with gate and up interleaved.
+        alpha: factor in the argument of the gate's sigmoid.
+        packed: whether the checkpoint has the experts' weights in MXFP4.
     """
 
     layers: tuple[int, ...]
@@ -56,7 +56,7 @@ class ExpertSpec:
             )
 
     def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of a layer's tensors, from the layer on."""
+        """Names, without the layer's prefix, and shapes of a layer's tensors; `hidden`: hidden size."""
         if self.limit is not None:
             return self._fused_tensors(hidden)
         shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (self.count, hidden)}
@@ -89,12 +89,12 @@ class ExpertSpec:
 
 
 def expert_spec(config: dict[str, Any], architecture: str) -> ExpertSpec | None:
-    """The experts of a configuration, if its architecture has some. Raises KeyError, ModelError."""
+    """The experts of a configuration; None: the model has none. Raises KeyError (missing key), ModelError."""
     if architecture == "GptOssForCausalLM":
         return _gpt_oss(config)
     if architecture not in ("Qwen3MoeForCausalLM", "SDARMoeForCausalLM", "LLaDA2MoeModelLM"):
         return None
-    # The newer key of transformers, and the published one.
+    # Newer versions of transformers write `num_local_experts`, published checkpoints have `num_experts`.
     count = config.get("num_local_experts") or config["num_experts"]
     chosen, inner = config["num_experts_per_tok"], config["moe_intermediate_size"]
     layers = range(config["num_hidden_layers"])

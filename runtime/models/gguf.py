@@ -13,18 +13,18 @@ from runtime.models.spec import LlamaSpec
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
-# Architectures that transformers converts, in memory.
+# Architectures that transformers converts, with the whole model in memory.
 BY_TRANSFORMERS = ("gemma3",)
 
-# Divisors of Llama 3's rotary frequencies, a tensor in GGUF and a setting in config.json.
+# Tensor with the divisors of Llama 3's rotary frequencies, which config.json describes by `rope_scaling`.
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
 def convert_gguf(path: Path, work: Path) -> None:
-    """Write the files of the Hugging Face directory of a GGUF file into the directory `work`.
+    """Convert a GGUF file into a Hugging Face model directory, written to the existing directory `work`.
 
-    Quantised tensors are stored as float32, which is exact; float16 and bfloat16 tensors are kept. One tensor is in
-    memory at a time, except for models that transformers converts.
+    Quantised tensors become float32, which is exact; float16 and bfloat16 tensors keep their type. Only one tensor at a
+    time is in memory, except for models that transformers converts.
 
     Raises:
         ModelError: if the file is not a complete GGUF file of a supported architecture.
@@ -85,7 +85,7 @@ def _write_by_transformers(path: Path, metadata: dict[str, Any], work: Path) -> 
     model, report = load(path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):
         raise ModelError(f"{path.name} has no tensor for {missing[0]}, which its metadata requires")
-    # The tensors are plain, but newer versions note their origin and would refuse to save them.
+    # Newer versions of transformers remember that the tensors were quantised and would refuse to save them.
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)
     model.generation_config.eos_token_id = _ends(metadata)
@@ -140,7 +140,7 @@ def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: li
 
 
 def _ends(metadata: dict[str, Any]) -> int | list[int] | None:
-    """Ids for end of sequence, and end of turn and of message if the file has them."""
+    """The token ids for end of sequence, end of turn and end of message that the file has."""
     found = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ids = list(dict.fromkeys(i for i in found if i is not None))
     return ids if len(ids) > 1 else ids[0] if ids else None
@@ -174,7 +174,7 @@ def _rope_scaling(
 
 
 def _llama3_scaling(path: Path, factors: np.ndarray, config: dict[str, Any]) -> dict[str, Any]:
-    """Llama 3's scaling from its divisor of each frequency; all published models share these constants."""
+    """Llama 3's `rope_scaling` from the divisor of each frequency. Raises ModelError if the constants differ."""
     low, high, original, factor = 1.0, 4.0, 8192, float(factors.max())
     wavelength = 2 * np.pi * config["rope_theta"] ** (np.arange(len(factors)) / len(factors))
     smooth = np.clip((original / wavelength - low) / (high - low), 0, 1)
@@ -240,7 +240,7 @@ def _stored(tensor: Any) -> tuple[str, int]:
 
 
 def _values(path: Path, tensor: Any) -> np.ndarray:
-    """The values of a tensor, flat or shaped, as float32, or as uint16 words of a 16-bit type."""
+    """The values of a tensor as float32, or the bits of a 16-bit type as uint16; the shape may be flat."""
     from gguf.quants import dequantize
 
     if _stored(tensor)[1] == 2:
@@ -254,7 +254,7 @@ def _values(path: Path, tensor: Any) -> np.ndarray:
 
 
 def _unpermute(data: np.ndarray, heads: int) -> np.ndarray:
-    """Rows in Hugging Face's order, for rotation by halves; llama.cpp stores q and k for interleaved rotation."""
+    """Reorder the rows of q or k from llama.cpp's order (interleaved RoPE) to Hugging Face's (half-split RoPE)."""
     rows = len(data)
     return data.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(data.shape)
 

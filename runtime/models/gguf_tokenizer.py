@@ -22,7 +22,7 @@ _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 def build_tokenizer(path: Path, metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer and its tokenizer_config.json. Raises ModelError for unsupported kinds."""
+    """The tokenizer of a GGUF file, and its tokenizer_config.json. Raises ModelError for unsupported kinds."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
         raise ModelError(f"{path.name} has no tokenizer")
@@ -93,14 +93,14 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
 
 
 def _settings(metadata: dict[str, Any], tokens: list[str], fast: Tokenizer, kind: str) -> dict[str, Any]:
-    """The dict of tokenizer_config.json; a BOS is also added to the post-processor."""
+    """The contents of tokenizer_config.json. Also makes the tokenizer's post-processor add the BOS."""
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for name, field in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token = metadata.get(f"tokenizer.ggml.{field}_token_id")
         if token is not None and 0 <= token < len(tokens):
             settings[f"{name}_token"] = tokens[token]
     bos = settings.get("bos_token")
-    # Unless the file says otherwise, llama.cpp adds a BOS for these two.
+    # For these two kinds, llama.cpp adds a BOS unless the file says otherwise.
     implied = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
     if bos and metadata.get("tokenizer.ggml.add_bos_token", implied):
         fast.post_processor = processors.TemplateProcessing(

@@ -9,14 +9,14 @@ from runtime.models.config_json import Unsupported, read_json, refuse_quantised
 from runtime.models.diffusion import DIFFUSION_GEMMA
 from runtime.models.spec import LlamaSpec, is_packed
 
-# Sections of configurations for inputs other than text.
+# Sections of config.json that describe inputs other than text.
 _SENSES = {"vision_config": "images", "audio_config": "sound", "speech_config": "sound"}
 
 
 def own_spec(config: ModelConfig, directory: Path) -> LlamaSpec | None:
-    """The spec of a model that Ramet's own code computes; None if transformers' code computes it (not imported here).
+    """The spec of a model that Ramet's own code computes; None: transformers' code computes it (not imported here).
 
-    Raises ModelError if neither can, or if the one of `--model-impl` cannot.
+    Raises ModelError if neither code can compute the model, or if the code that `--model-impl` names cannot.
     """
     given = read_json(directory / "config.json")
     if config.model_impl != "transformers":
@@ -46,7 +46,7 @@ def is_diffusion_gemma(config: dict[str, Any]) -> bool:
 
 
 def check_served(config: dict[str, Any]) -> None:
-    """Raise ModelError for a configuration that transformers' code cannot serve here either."""
+    """Raise ModelError for a configuration that cannot be served with transformers' code either."""
     architecture = (config.get("architectures") or ["(none named)"])[0]
     if is_diffusion_gemma(config):
         _check_diffusion_gemma(config)
@@ -58,7 +58,7 @@ def check_served(config: dict[str, Any]) -> None:
 
 
 def _check_diffusion_gemma(config: dict[str, Any]) -> None:
-    """Raise ModelError for variants of DiffusionGemma that are not served. Its images are not served either."""
+    """Raise ModelError for unsupported variants of DiffusionGemma. Its section for images is ignored."""
     if not config.get("tie_word_embeddings", True):
         raise ModelError(f"{DIFFUSION_GEMMA} is served with the weights of its decoder tied to those of its encoder")
     if not isinstance(text := config.get("text_config"), dict):

@@ -1,6 +1,6 @@
-"""Marks: random message contents at which the rendered text of a chat template is cut.
+"""Marks: random message contents that show where a chat template puts the contents of messages.
 
-Marks are random, so user text is never mistaken for template text, nor the other way round.
+Marks are random, so that neither user text nor template text contains one.
 """
 
 import secrets
@@ -14,7 +14,7 @@ def new_mark() -> str:
 
 
 def cut(text: str, marks: Sequence[str]) -> list[str] | None:
-    """The text before, between and after marks; None unless each occurs exactly once, in this order."""
+    """The text before, between and after the marks; None unless each mark occurs exactly once, in this order."""
     pieces = []
     for mark in marks:
         before, found, text = text.partition(mark)
@@ -30,9 +30,9 @@ def new_place() -> str:
 
 
 def find_place(text: str, marked: str, mark: str) -> int:
-    """The position in `text` that corresponds to the mark in `marked`, another rendering; 0 if the mark is missing.
+    """The position in `text` of the mark in `marked`, another rendering of the same chat; 0: the mark is missing.
 
-    A template may trim contents, so the text before the mark may differ: then this is where the difference begins.
+    A template may trim contents, so the texts before the mark may differ. Then the result is the first difference.
     """
     before, found, _ = marked.partition(mark)
     if not found:

@@ -1,4 +1,4 @@
-"""Weights in MXFP4: numbers of 4 bits, 32 of which share a power of two (OCP Microscaling Formats, 2023)."""
+"""MXFP4 weights: 4-bit floats in blocks of 32 that share a power of two (OCP Microscaling Formats, 2023)."""
 
 import torch
 
@@ -7,14 +7,14 @@ _EXPONENT_BIAS = 127
 
 
 def unpack(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers [experts, out, in] of a packed weight, on the CPU; one expert at a time is float32.
+    """Unpack a weight on the CPU; returns [experts, out, in]. To save memory, one expert at a time is float32.
 
     Args:
-        blocks: uint8 [experts, out, in / 32, 16], two numbers a byte, the first one in the lower half.
-        scales: uint8 [experts, out, in / 32], exponents.
-        dtype: of the result; bfloat16 and float32 hold every number exactly.
+        blocks: uint8 [experts, out, in / 32, 16], two numbers per byte, the first in the lower half.
+        scales: uint8 [experts, out, in / 32], biased exponents.
+        dtype: dtype of the result; bfloat16 and float32 represent every number exactly.
     """
-    # Both numbers of each byte.
+    # `pairs` maps a byte to its two numbers.
     values = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)])
     pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=1)
     out = torch.empty(*blocks.shape[:2], 2 * blocks[0, 0].numel(), dtype=dtype)

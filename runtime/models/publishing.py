@@ -1,4 +1,4 @@
-"""Atomic publishing of directories that Ramet makes."""
+"""Atomic creation of directories in Ramet's cache."""
 
 import contextlib
 import fcntl
@@ -10,18 +10,18 @@ from pathlib import Path
 
 from runtime.errors import ModelError
 
-# Suffix of made directories: raised when a conversion changes, so that older results are not used.
+# Suffix of the directories. It is raised when a conversion changes, so that older results are not used.
 FORMAT = 2
 
 
 def provide(target: Path, make: Callable[[Path], None]) -> Path:
-    """The directory `target`, which `make` fills if it is missing.
+    """Return the directory `target`; if it is missing, `make` creates its contents.
 
-    `make` gets an empty directory, which becomes `target` once its files are complete and on disk. Temporary files
-    beside it are removed.
+    `make` fills an empty directory, which is renamed to `target` when all files are on disk. It may use the parent of
+    this directory for temporary files, which are removed.
 
     Raises:
-        ModelError: as `make`, or if `target` cannot be written.
+        ModelError: raised by `make`, or if `target` cannot be written.
     """
     if target.is_dir():
         return target
@@ -47,15 +47,15 @@ def provide(target: Path, make: Callable[[Path], None]) -> Path:
 
 @contextlib.contextmanager
 def scratch(parent: Path, prefix: str) -> Iterator[Path]:
-    """A new private directory in `parent`, removed at the end, as are directories of killed processes.
+    """A new private directory in `parent`, removed at the end. Also removes directories of killed processes.
 
-    The owner holds a lock in it, which the system releases when the owner ends in any way.
+    The owner locks a file in the directory. The system releases this lock when the owner ends, however it ends.
     """
     for remains in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError), (remains / "lock").open("r+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(remains)
-    # Locked before it gets the name that others look for.
+    # Lock the directory before it gets the prefix for which other processes search.
     directory = Path(tempfile.mkdtemp(prefix=f"new{prefix}", dir=parent))
     try:
         with (directory / "lock").open("wb") as lock:

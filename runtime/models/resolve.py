@@ -18,7 +18,7 @@ _HUB_IGNORED = ["*/*", "consolidated*"]
 
 
 def resolve_model(config: ModelConfig) -> Path:
-    """The Hugging Face directory of `--model`; fetched or converted the first time.
+    """The model directory of `--model`. The first call fetches or converts the model.
 
     Raises:
         ModelError: if the model cannot be found, fetched or converted.
@@ -47,7 +47,7 @@ def resolve_model(config: ModelConfig) -> Path:
 
 
 def _siblings(path: Path) -> list[str]:
-    """Files and directories beside a path."""
+    """Files and directories in the same directory as a path, at most 1,000."""
     try:
         return [str(path.with_name(other.name)) for other in islice(path.parent.iterdir(), 1000)]
     except (OSError, ValueError):
@@ -55,7 +55,7 @@ def _siblings(path: Path) -> list[str]:
 
 
 def model_name(config: ModelConfig, path: Path) -> str:
-    """The model's first name for clients."""
+    """The default name of the model for clients."""
     if names := served_names(config):
         return names[0]
     given = Path(config.model).expanduser()
@@ -65,12 +65,12 @@ def model_name(config: ModelConfig, path: Path) -> str:
 
 
 def served_names(config: ModelConfig) -> list[str]:
-    """The names of `--served-model-name`, which `/v1/models` lists."""
+    """The names in `--served-model-name`, which `/v1/models` lists."""
     return [name for name in _given_names(config) if name != "*"]
 
 
 def serves_any_name(config: ModelConfig) -> bool:
-    """Whether requests may use any name."""
+    """Whether requests may use any name: `--served-model-name` contains `*`."""
     return "*" in _given_names(config)
 
 

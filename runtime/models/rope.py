@@ -1,4 +1,4 @@
-"""Rotary position embeddings of explicit position ids, with scalings that are linear in the position."""
+"""Rotary position embeddings of explicit positions. Angles are linear in the position, so keys can be shifted."""
 
 import math
 
@@ -12,7 +12,7 @@ class RotaryEmbedding:
     """Half-split RoPE.
 
     Attributes:
-        inv_freq: float32 [head_dim / 2], radians per position; 0 for pairs that are not rotated.
+        inv_freq: float32 [head_dim / 2], radians per position; 0 for pairs of dimensions that are not rotated.
         amplitude: factor on cos and sin (yarn's attention scaling; else 1).
     """
 
@@ -34,18 +34,18 @@ class RotaryEmbedding:
         return angles.cos() * self.amplitude, angles.sin() * self.amplitude
 
     def shift(self, shifts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, float32 [T, head_dim / 2], that move rotated rows by int64 [T] positions.
+        """cos and sin, float32 [T, head_dim / 2], that move already rotated rows by `shifts` positions, int64 [T].
 
-        The rows have the amplitude already. Angles are float64: they add to the float32 ones of the positions.
+        The amplitude is left out, since the rows have it already. float64 angles add no error to those of the rows.
         """
         angles = shifts.double()[:, None] * self.inv_freq
         return angles.cos().float(), angles.sin().float()
 
 
 def pairs_in_halves(rope: RopeSpec, head_dim: int) -> torch.Tensor:
-    """The order of a head's dimensions, int64 [head_dim], in which a partial rotation becomes a rotation by halves.
+    """An order of a head's dimensions, int64 [head_dim], that turns a partial rotation into half-split RoPE.
 
-    Ordering the weights of queries and keys this way leaves their products unchanged.
+    Query-key products do not change if the weights of both are reordered this way.
     """
     turned = rope.rotated or head_dim
     parts = torch.arange(turned), torch.arange(turned, head_dim)
@@ -55,7 +55,7 @@ def pairs_in_halves(rope: RopeSpec, head_dim: int) -> torch.Tensor:
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate [rows, heads, head_dim] by half-split RoPE with float32 cos and sin [rows or 1, head_dim / 2].
 
-    The arithmetic is float32: cos and sin rounded to bfloat16 would rotate by another angle.
+    The arithmetic is float32, because cos and sin in bfloat16 would change the angle. The result has x's dtype.
     """
     half, cos, sin = x.shape[-1] // 2, cos[:, None], sin[:, None]
     wide = x.float()

@@ -1,4 +1,4 @@
-"""Rotary embeddings as configurations describe them."""
+"""Specifications of rotary embeddings, read from config.json."""
 
 import math
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding; `kind` decides which fields matter.
+    """A rotary embedding. `kind` decides which fields apply.
 
     Attributes:
-        original_context: the context before scaling (llama3, yarn).
+        original_context: context length before scaling (llama3, yarn).
         amplitude: factor on cos and sin (yarn).
         rotated: number of leading dimensions of a head that are rotated; 0: all.
     """
@@ -36,7 +36,7 @@ class RopeSpec:
 def read_rope(config: dict[str, Any], divided: int | None) -> RopeSpec:
     """The rotary embedding, from `rope_theta` and `rope_scaling` or from the newer `rope_parameters`.
 
-    `divided`: the head size of models that may rotate only a part of it; None: the whole head must rotate.
+    `divided`: the head size, if the model may rotate only a part of each head; None: the whole head must rotate.
     """
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if any(isinstance(value, dict) for value in scaling.values()):
@@ -75,7 +75,7 @@ def read_rope(config: dict[str, Any], divided: int | None) -> RopeSpec:
 
 
 def read_gemma_ropes(config: dict[str, Any]) -> tuple[RopeSpec, RopeSpec]:
-    """The rotary embeddings of Gemma 3's layers of full attention, and of those with a window."""
+    """Gemma 3's rotary embeddings: for layers with full attention, and for layers with a window."""
     given = config.get("rope_parameters") or {}
     far = {"rope_theta": config.get("rope_theta", 1e6), **(config.get("rope_scaling") or {})}
     near = {"rope_theta": config.get("rope_local_base_freq", 1e4)}

@@ -1,4 +1,4 @@
-"""Sandbox of chat templates: neither the templates, which come with models, nor their input are trusted."""
+"""A sandbox for chat templates, since neither the templates, which come with models, nor their input are trusted."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Timeout of a chat template, seconds; thousands of messages take milliseconds.
+# Timeout of a chat template in seconds. Thousands of messages take milliseconds.
 TEMPLATE_S = 5.0
 _MAX_POWER = 64
 
@@ -24,9 +24,9 @@ class TemplateTimeout(Exception):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """A jinja2 environment without access to this process, and with a timeout.
+    """A jinja2 environment with a timeout whose templates cannot access this process.
 
-    A thread cannot be killed, so every lookup and call of a template checks the clock.
+    Every lookup and call of a template checks the timeout, because a thread cannot be killed.
     """
 
     def _check(self) -> None:

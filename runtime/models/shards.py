@@ -1,4 +1,4 @@
-"""Shards of a model for tensor parallelism, as in Megatron: columns of q, k, v, gate and up; rows of o and down."""
+"""Shards of a model for tensor parallelism, as in Megatron: q, k, v, gate, up by outputs; o and down by inputs."""
 
 from dataclasses import dataclass, replace
 
@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from runtime.errors import ModelError
 from runtime.models.spec import LlamaSpec
 
-# Dimension of a stored [out, in] weight that is sharded.
+# The sharded dimension of a stored weight [out, in].
 _CUT = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
 
 
 def split_spec(spec: LlamaSpec, size: int) -> LlamaSpec:
-    """The spec of each of `size` ranks. Raises ModelError for experts, Gemma, and heads that do not divide."""
+    """The spec of one of `size` equal ranks. Raises ModelError for experts, Gemma, and shapes that do not divide."""
     if (spec.experts is not None or spec.gemma) and size > 1:
         raise ModelError(f"--tensor-parallel is {size}; the layers of {spec.architecture} are served by one rank")
     sizes = {
@@ -32,7 +32,7 @@ def split_spec(spec: LlamaSpec, size: int) -> LlamaSpec:
 
 
 def share_of(name: str, size: int) -> int:
-    """Number of shards of a tensor of the model."""
+    """Number of shards into which a tensor is cut; 1: every rank has the whole tensor."""
     return size if name == "lm_head.weight" or name.split(".")[-2] in _CUT else 1
 
 
@@ -44,10 +44,10 @@ class Shard:
     size: int
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of a weight; the whole weight if every rank needs it.
+        """This rank's shard of a tensor; the whole tensor if every rank needs it.
 
-        The head is sharded over the vocabulary and padded with zeros. A bias added to a sum over ranks is zero on all
-        ranks but the first.
+        The head is sharded over the vocabulary and padded with zeros. The biases of o and down are added to a sum over
+        ranks, so only the first rank has them; the other ranks get zeros.
         """
         if name == "lm_head.weight":
             return self.head(tensor)
@@ -60,7 +60,7 @@ class Shard:
         return tensor.chunk(self.size, dim=dimension)[self.rank]
 
     def head(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of the head [vocab, hidden], padded to the same number on all ranks."""
+        """This rank's rows of the head [vocab, hidden], padded with zeros to the same number on all ranks."""
         count = -(-len(whole) // self.size)
         rows = whole[self.rank * count : (self.rank + 1) * count]
         return F.pad(rows, (0, 0, 0, count - len(rows)))

@@ -29,9 +29,9 @@ from runtime.models.rope_spec import RopeSpec, read_gemma_ropes, read_rope
 
 _CAUSAL = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3", "GptOss")
 SUPPORTED = (*(f"{family}ForCausalLM" for family in _CAUSAL), *FAMILIES)
-# Families with `attention_bias` in their configurations.
+# Families whose configurations have `attention_bias`.
 _ATTENTION_BIAS = ("Llama", "Qwen3", "Gemma3", "GptOss")
-# Published values of optional fields.
+# Published values of gpt-oss' optional fields.
 _GPT_OSS = {
     **{"rope_theta": 150000.0, "sliding_window": 128, "attention_bias": True, "rms_norm_eps": 1e-5},
     "rope_scaling": {"type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
@@ -40,12 +40,12 @@ _GPT_OSS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder; `diffusion` is set if it has no causal mask.
+    """The shapes and limits of a decoder.
 
     Attributes:
-        num_layers, num_kv_heads, head_dim: of the KV pool.
-        num_heads: the largest number of query heads of a layer.
-        fingerprint: properties that affect KV, besides the weights.
+        num_layers, num_heads, num_kv_heads, head_dim: the largest values of all layers, also the pool's shape.
+        fingerprint: properties other than the weights that affect KV.
+        diffusion: set for diffusion models; None: the model is causal.
     """
 
     architecture: str
@@ -63,7 +63,7 @@ class ModelSpec:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Identifies the model of a measured table: models with equal values may share one."""
+        """Identifies the model to which a measured table belongs. Models with equal values may share a table."""
         names = ("model_type", "num_layers", "hidden_size", "vocab_size")
         return {name: getattr(self, name) for name in names}
 
@@ -73,13 +73,13 @@ class LlamaSpec(ModelSpec):
     """A decoder of the Llama family, which Ramet's own code computes.
 
     Attributes:
-        windows: for each layer, positions that a row sees up to its own; None: all. Empty: no layer has a window.
-        fused_qkv: whether the checkpoint has q, k and v as one tensor.
+        windows: for each layer, how many positions a row sees, its own included; None: all. Empty: no windows.
+        fused_qkv: whether the checkpoint has q, k and v in one tensor.
         experts: experts that replace the MLP in some layers.
         gemma: whether layers follow Gemma 3: norms multiply by 1 + weight and also follow attention and MLP, embeddings
             are scaled, and the gate is a GELU.
-        near_rope: rotary embedding of layers with a window, if it differs.
-        query_scale: factor on queries, besides head_dim ** -0.5.
+        near_rope: rotary embedding of layers with a window; None: the same as `rope`.
+        query_scale: factor on queries, in addition to head_dim ** -0.5.
         sinks: whether each head has an attention sink, as in gpt-oss.
     """
 
@@ -101,15 +101,15 @@ class LlamaSpec(ModelSpec):
 
     @property
     def needs_torch(self) -> bool:
-        """Whether FlashInfer cannot compute it.
+        """Whether FlashInfer cannot compute this model.
 
-        Its operations take norms in half precision, one rotary embedding for all layers, and no sinks.
+        FlashInfer's operations need norms in half precision and one rotary embedding, and do not support sinks.
         """
         return self.gemma or self.sinks
 
     @property
     def unpacked(self) -> LlamaSpec:
-        """This model with unpacked float weights."""
+        """The spec of this model after its packed experts have been unpacked to floats."""
         return self if self.experts is None else replace(self, experts=replace(self.experts, packed=False))
 
     @classmethod
@@ -117,7 +117,7 @@ class LlamaSpec(ModelSpec):
         """Read `config.json` (and the end-of-sequence ids of `generation_config.json`).
 
         Raises:
-            ModelError: if a file is missing or broken, or the model is unsupported.
+            ModelError: if a file is missing or invalid, or the model is unsupported.
         """
         config = read_json(directory / "config.json")
         try:
@@ -164,7 +164,7 @@ class LlamaSpec(ModelSpec):
         return shapes
 
     def stored_name(self, name: str) -> str:
-        """The checkpoint's name of one of the `expected_tensors`."""
+        """The name in the checkpoint of one of the `expected_tensors`."""
         if self.architecture == "LLaDA2MoeModelLM":
             return llada2_name(name)
         return llada_name(name) if self.model_type == "llada" else name
@@ -253,14 +253,14 @@ def _refuse_unsupported(config: dict[str, Any], architecture: str) -> None:
 
 
 def is_packed(config: dict[str, Any]) -> bool:
-    """Whether this is gpt-oss in MXFP4, the only quantised checkpoint that is read, by Ramet's own code."""
+    """Whether this is gpt-oss in MXFP4, the only supported quantised checkpoint (Ramet's own code only)."""
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     return (config.get("architectures"), method) == (["GptOssForCausalLM"], "mxfp4")
 
 
 def _windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:
-    """The sliding window of each layer; a missing field means the published default, null means none."""
+    """The sliding window of each layer. A missing field means the published default; null means no window."""
     active = family in ("Mistral", "Gemma3", "GptOss") or (
         family != "Llama" and bool(config.get("use_sliding_window", False))
     )

@@ -22,14 +22,14 @@ from runtime.models.sandbox import Sandbox, TemplateTimeout, start_clock
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-# Most tokens of an incomplete UTF-8 character, which has at most three bytes.
+# Most tokens of an incomplete UTF-8 character: it has at most three bytes.
 _INCOMPLETE = 3
-# Decoding this many tokens takes milliseconds.
+# Longer decodes take milliseconds, so they release the interpreter lock.
 _LONG = 4096
 
 
 class _NoPanic:
-    """Turns a panic of the library, which does not derive from Exception, into a RametError."""
+    """Turns a panic of the tokenizers library, which is no Exception, into a RametError."""
 
     def __enter__(self) -> None:
         pass
@@ -49,7 +49,7 @@ class Tokenizer:
         self._fast = fast
         self._config = config
         self.chat_template = chat_template
-        # The text of one token, special ones included.
+        # Returns the text of one token, also for special tokens.
         self.token_text: Callable[[int], str] = _TokenTexts(self).__getitem__
 
     @classmethod
@@ -57,16 +57,16 @@ class Tokenizer:
         """Read the tokenizer of a model directory.
 
         Args:
-            directory: holds tokenizer.json (or a sentencepiece tokenizer.model) and tokenizer_config.json.
+            directory: has tokenizer.json (or a sentencepiece tokenizer.model) and tokenizer_config.json.
             chat_template: a Jinja file that replaces the model's own template.
 
         Raises:
-            ModelError: if there is no tokenizer, or it cannot be read.
+            ModelError: if the tokenizer is missing or cannot be read.
         """
         path = directory / "tokenizer_config.json"
         config = read_json(path) if path.exists() else {}
         fast = _load_fast(directory)
-        # A tokenizer.json may hold the truncation and padding of a training run.
+        # A tokenizer.json may contain truncation and padding settings of a training run.
         fast.no_truncation()
         fast.no_padding()
         _apply_bos_eos(fast, config)
@@ -81,26 +81,26 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` adds the model's BOS, if it has one."""
         with _no_panic:
-            # Unlike `encode`, this releases the interpreter lock; megabytes take seconds.
+            # Unlike the library's `encode`, this releases the interpreter lock; megabytes take seconds.
             return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_with_places(
         self, text: str, places: list[int], add_special_tokens: bool = True
     ) -> tuple[list[int], list[int]]:
-        """Like `encode`; also the number of leading tokens that end at or before each place (a character index)."""
+        """Like `encode`, and for each place (a character index) the number of tokens that end at or before it."""
         with _no_panic:
             encoding = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         ends = list(accumulate((end for _, end in encoding.offsets), max))
         return encoding.ids, [bisect_right(ends, place) for place in places]
 
     def encode_each(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of many texts, each alone and without special tokens around it."""
+        """Token ids of each text, encoded separately and without BOS."""
         with _no_panic:
             return [encoding.ids for encoding in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         with _no_panic:
-            if len(ids) > _LONG:  # as `encode_batch_fast`
+            if len(ids) > _LONG:  # a batch releases the interpreter lock
                 return self._fast.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
             return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -115,12 +115,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, including added tokens."""
+        """Number of tokens, including added ones."""
         return self._fast.get_vocab_size()
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the vocabulary's longest token."""
+        """Length in characters of the longest token in the vocabulary."""
         return max(map(len, self._fast.get_vocab()), default=1)
 
     @cached_property
@@ -136,10 +136,10 @@ class Tokenizer:
 
     @cached_property
     def placeholder(self) -> int:
-        """The token for text that is not known yet: the tokenizer's unknown token, otherwise a space.
+        """The token for a module's parameter: the unknown token, as in the Prompt Cache paper, otherwise a space.
 
-        Byte-level tokenizers have no unknown text. The `unk_token` in their configuration ends a text, so it would
-        signal a new document to the model.
+        Byte-level tokenizers have no unknown token. The `unk_token` in their configuration usually is the end-of-text
+        token, which the model would read as the start of a new document.
         """
         unknown = getattr(self._fast.model, "unk_token", None)
         token = None if unknown is None else self.token_to_id(unknown)
@@ -199,14 +199,14 @@ class Tokenizer:
             raise InvalidRequest(f"the model's chat template cannot be read: {error}") from None
 
     def _token_names(self) -> dict[str, str]:
-        """The named special tokens. Missing ones stay undefined, because templates test for that."""
+        """The named special tokens. Missing ones stay undefined, because templates check whether they are defined."""
         values = {name: self._config.get(name) for name in _TOKEN_NAMES}
         texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
         return {name: text for name, text in texts.items() if text}
 
 
 class _TokenTexts(dict[int, str]):
-    """Texts of single tokens; each is decoded once."""
+    """A cache of the texts of single tokens."""
 
     def __init__(self, tokenizer: Tokenizer):
         super().__init__()
@@ -220,9 +220,9 @@ class _TokenTexts(dict[int, str]):
 class Detokenizer:
     """Incremental text of a token sequence, in whole characters.
 
-    Each step decodes only the tokens since the last shown text, with those shown just before as context. The pieces add
-    up to `Tokenizer.decode` of all tokens, with one exception: tokenizers with byte fallback turn a whole run of byte
-    tokens into replacement characters if any of them is not UTF-8, even those already shown.
+    Each `push` decodes only the tokens since the last shown text, with the tokens of that text as context. The pieces
+    add up to `Tokenizer.decode` of all tokens, with one exception: with byte fallback, a run of byte tokens that is not
+    UTF-8 becomes replacement characters as a whole, but its beginning may be shown already.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
@@ -234,7 +234,7 @@ class Detokenizer:
 
     def push(self, ids: list[int]) -> str:
         """Add tokens; returns the new text, which never ends within a UTF-8 character."""
-        # Tokens without text are dropped; they would stay in the window for ever.
+        # Tokens without text are dropped; otherwise they would stay in the window forever.
         text_of, name_of = self._tokenizer.token_text, self._tokenizer.id_to_token
         self._ids += [i for i in ids if i not in self._skip and (text_of(i) or name_of(i) is not None)]
         before, text = self._window(self._shown), self._window(len(self._ids))
@@ -248,7 +248,7 @@ class Detokenizer:
         return ""
 
     def flush(self) -> str:
-        """The held-back text, after the last token."""
+        """Call after the last token: returns the text that `push` has held back."""
         before, text = self._window(self._shown), self._window(len(self._ids))
         self._context = self._shown = len(self._ids)
         return text[len(before) :]

@@ -14,9 +14,9 @@ from runtime.models.spec import LlamaSpec, ModelSpec
 
 _BAR_FROM_BYTES = 1 << 30
 _DIGESTED_BYTES = 1 << 24
-# Other types (float8, integers) are quantised and would need scales.
+# Supported types. Others (float8, integers) are quantised and would need scales.
 _DTYPES = ("F32", "BF16", "F16", "F64")
-# Dtypes of packed experts.
+# Suffixes of packed experts' tensors, which are stored as bytes.
 _BYTES = ("_blocks", "_scales")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -24,13 +24,13 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 def load_weights(
     directory: Path, spec: LlamaSpec, dtype: torch.dtype, shard: Shard | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of `spec.expected_tensors()` by name, in `dtype`, on the CPU; packed ones stay packed.
+    """The tensors of `spec.expected_tensors()` by name, in `dtype`, on the CPU. Packed tensors stay packed.
 
-    With a shard, its part of each tensor, and an `lm_head.weight` even for tied models, since only the head is sharded.
-    Peak memory is the result and one tensor; a stored `lm_head` of a tied model is not read.
+    With a shard, each tensor is this rank's part. Tied models then also get an `lm_head.weight`, because the head is
+    sharded but the embedding is not. Peak memory is the result plus one tensor.
 
     Raises:
-        ModelError: if a file is missing or truncated, or a tensor is missing, of another shape or not of a float type.
+        ModelError: if a file is missing or truncated, or a tensor is missing or has a wrong shape or type.
     """
     expected = spec.expected_tensors()
     names = {spec.stored_name(name): name for name in expected}
@@ -44,7 +44,7 @@ def load_weights(
             with _open(path) as file:
                 for name in stored:
                     own = names[name]
-                    # Kept in float32: small differences between experts' scores, and Gemma's norms, which add 1.
+                    # float32 for small differences between experts' scores, and for Gemma's factors 1 + weight.
                     wide = own.endswith(".expert_bias") or (spec.gemma and own.endswith("norm.weight"))
                     kept = torch.float32 if wide else dtype
                     tensor = _read(file, path, name, expected[own], kept)
@@ -56,7 +56,7 @@ def load_weights(
 
 
 def find_weights(directory: Path) -> list[Path]:
-    """The files of all tensors, none of which is quantised. Raises ModelError."""
+    """All safetensors files of a model. Raises ModelError if there are none, or a tensor is float8."""
     files = _find(directory)
     for path in files:
         with _open(path) as file:
@@ -67,7 +67,7 @@ def find_weights(directory: Path) -> list[Path]:
 
 
 def digest_weights(directory: Path, spec: ModelSpec) -> str:
-    """A digest of all bytes of the files from which the model's weights are read. Raises ModelError."""
+    """A digest of the contents of all files with the model's weights. Raises ModelError."""
     state = xxhash.xxh3_128()
     if isinstance(spec, LlamaSpec):
         files = sorted(_locate(directory, [spec.stored_name(name) for name in spec.expected_tensors()]))
@@ -83,7 +83,7 @@ def digest_weights(directory: Path, spec: ModelSpec) -> str:
 def random_weights(
     spec: LlamaSpec, dtype: torch.dtype, device: torch.device, shard: Shard | None = None
 ) -> dict[str, torch.Tensor]:
-    """Random tensors in place of `load_weights`, the same in every call, on `device`; norms are 1 and biases 0."""
+    """Random weights on `device`, like a result of `load_weights`; equal in every call. Norms are 1, biases 0."""
     weights = {}
     for name, shape in spec.unpacked.expected_tensors().items():
         if len(shape) == 1 or name.endswith("bias"):
@@ -107,7 +107,7 @@ def _read(file: safe_open, path: Path, name: str, shape: tuple[int, ...], dtype:
     tensor = file.get_tensor(name)
     if name.endswith(_BYTES):
         dtype = torch.uint8
-    # The clone of an unconverted tensor releases the file's mapping.
+    # Clone a tensor that needs no conversion, because it would keep the file mapped.
     return tensor.clone() if tensor.dtype == dtype else tensor.to(dtype)
 
 
@@ -132,7 +132,7 @@ def _locate(directory: Path, expected: list[str]) -> dict[Path, list[str]]:
 def _find(directory: Path) -> list[Path]:
     single = directory / "model.safetensors"
     if single.exists():
-        # Other files beside it are variants or adapters.
+        # Other safetensors files in this directory are variants or adapters.
         return [single]
     files = sorted(directory.glob("*.safetensors"))
     if not files:

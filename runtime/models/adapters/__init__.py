@@ -4,5 +4,5 @@ from importlib.resources import files
 
 _SUFFIX = ".safetensors"
 
-# Short names for `--model`, each of an adapter file in this package.
+# Short names for `--model`, one for each adapter file in this package.
 ADAPTERS = tuple(sorted(f.name.removesuffix(_SUFFIX) for f in files(__package__).iterdir() if f.name.endswith(_SUFFIX)))

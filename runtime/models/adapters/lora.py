@@ -1,4 +1,4 @@
-"""Low-rank adapters as PEFT writes them: `adapter_config.json` and `adapter_model.safetensors`."""
+"""Reads low-rank adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime.errors import ModelError
 from runtime.models.config_json import read_json
 
 _CONFIG, _WEIGHTS, _PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-# Prefixes of module names that come from PEFT's wrappers.
+# Prefix of module names, from PEFT's wrappers.
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 # Fields that, unless empty or false, request more than W + scale B A.
@@ -26,12 +26,12 @@ _MORE = (
     *("lora_bias", "target_parameters", "trainable_token_indices", "use_qalora", "alora_invocation_tokens"),
     *("arrow_config", "use_bdlora"),
 )
-# Initialisations that keep the base's weights; others (PiSSA, OLoRA, LoftQ) change the base.
+# Initialisations that do not change the base model's weights, as PiSSA, OLoRA and LoftQ do.
 _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 class LowRank(NamedTuple):
-    """The update b a of a weight [out, in]: a [rank, in], b [out, rank] including the scale."""
+    """The update b @ a of a weight [out, in], with a [rank, in] and b [out, rank], which includes the scale."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -40,7 +40,7 @@ class LowRank(NamedTuple):
         return LowRank(self.a.to(device, dtype), self.b.to(device, dtype))
 
     def add(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Add the product of x [n, in] to out [n, out], in place."""
+        """Add the update's product with x [n, in] to out [n, out], in place."""
         out += x @ self.a.t() @ self.b.t()
 
 
@@ -49,9 +49,9 @@ class LoraAdapter:
     """A low-rank adapter.
 
     Attributes:
-        digest: of its configuration and weights.
-        rank: of each of its products.
-        factors: float32 on the CPU, by the module whose weight they change.
+        digest: hash of its configuration and weights.
+        rank: rank of every update.
+        factors: updates, float32 on the CPU, by name of the module whose weight they change.
     """
 
     digest: str
@@ -60,7 +60,7 @@ class LoraAdapter:
 
 
 def read_lora(directory: Path) -> LoraAdapter:
-    """Read an adapter. Raises ModelError if it is damaged or has more than low-rank products."""
+    """Read an adapter. Raises ModelError if it is invalid, or changes more than weights by low-rank products."""
     weights = directory / _WEIGHTS
     if not weights.is_file():
         if (directory / _PICKLE).exists():
@@ -90,9 +90,9 @@ def read_lora(directory: Path) -> LoraAdapter:
 
 
 def low_rank_pairs(tensors: Mapping[str, torch.Tensor], path: Path) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """The modules whose weights a file changes, with A [rank, in] and B [out, rank].
+    """The changed modules of an adapter file as (name, A [rank, in], B [out, rank]).
 
-    Raises ModelError for other tensors than these, and if there are none.
+    Raises ModelError if there are other tensors, or no such pairs.
     """
     modules = sorted(name.removesuffix(_A) for name in tensors if name.endswith(_A))
     pairs = {name for module in modules for name in (module + _A, module + _B)}
@@ -110,7 +110,7 @@ def low_rank_pairs(tensors: Mapping[str, torch.Tensor], path: Path) -> Iterator[
 
 
 def _scale(config: dict[str, Any], path: Path) -> tuple[int, float]:
-    """The rank, and the factor of B A. Raises ModelError."""
+    """The rank, and the factor on B A. Raises ModelError for options that are not supported."""
     if config.get("peft_type") != "LORA":
         raise ModelError(f"{path}: peft_type is {config.get('peft_type')!r}; only 'LORA' is served")
     for name in _MORE:

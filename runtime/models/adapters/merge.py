@@ -1,4 +1,4 @@
-"""Merge of a low-rank adapter with its base checkpoint into a diffusion model's checkpoint."""
+"""Merges a causal checkpoint and a low-rank adapter into the checkpoint of a diffusion model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runtime.models.spec import LlamaSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-# `<empty_output>`, which SmolLM2's vocabulary reserves and no text contains.
+# `<empty_output>`: a token that SmolLM2's vocabulary reserves, and that text never contains.
 MASK_TOKEN_ID = 16
 MASK_EMBEDDING = "mask_embedding"
 
@@ -31,7 +31,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_confi
 
 
 def build_adapted(name: str, cache_dir: Path) -> Path:
-    """The directory of an adapted default model in `cache_dir`; merged the first time.
+    """The directory in `cache_dir` of the default model with the adapter `name`. The first call merges them.
 
     Raises:
         ModelError: if the default model cannot be fetched, the adapter does not fit it, or the disk is full.
@@ -41,25 +41,25 @@ def build_adapted(name: str, cache_dir: Path) -> Path:
 
 
 def merge_adapter(base: Path, adapter: Path, models: Path, name: str) -> Path:
-    """The directory `models`/`name`-DIGEST-FORMAT, merged the first time.
+    """The directory `models`/`name`-DIGEST-FORMAT with the merged model. The first call merges it.
 
     Args:
         base: directory of the causal model that the adapter was trained on.
         adapter: safetensors file with `TENSOR.lora_A.weight` [rank, in] and `TENSOR.lora_B.weight` [out, rank] for
-            weights of the base, `mask_embedding` [hidden], and rank and alpha as metadata. ADAPTER.depth_table.json
-            beside ADAPTER.safetensors is its depth table, if it has one.
+            weights of the base, `mask_embedding` [hidden], and rank and alpha as metadata. Its optional depth table is
+            ADAPTER.depth_table.json in the same directory.
         models: directory of merged models.
-        name: beginning of the directory's name.
+        name: prefix of the directory's name.
 
     Raises:
-        ModelError: as `build_adapted`.
+        ModelError: see `build_adapted`.
     """
     table = adapter.with_suffix(f".{DEPTH_TABLE_FILE}")
     tables = [table] if table.exists() else []
     target = models / f"{name}-{_digest([adapter, *tables])}-{FORMAT}"
 
     def make(work: Path) -> None:
-        # Imported here, as the server process needs only the names, and no torch.
+        # Imported here, because the server process imports this module without torch.
         import torch
         from safetensors.torch import save_file
 
@@ -82,7 +82,7 @@ def merge_adapter(base: Path, adapter: Path, models: Path, name: str) -> Path:
 
 
 def diffusion_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of the masked diffusion model that is made of a causal Llama."""
+    """The configuration of the masked diffusion model, from that of the causal Llama model."""
     own = {"architectures": ["LlamaDiffusionModel"], "model_type": "llama_diffusion"}
     return config | own | {"mask_token_id": MASK_TOKEN_ID, "logits_shift": 1}
 
