@@ -1,6 +1,6 @@
 // The entry points, called through ctypes (runtime/execution/native/library.py): plain C, raw pointers, no Python.
 //
-// Every instruction set is a library of its own: the same sources under other compiler flags.
+// Each instruction set has its own library, compiled from the same sources with other flags.
 #pragma once
 
 #include <sys/mman.h>
@@ -10,7 +10,7 @@
 
 #define RAMET_API extern "C" __attribute__((visibility("default")))
 
-// Version of the structures and functions that the Python side declares: libraries of other versions are not used.
+// Version of the structures and functions below. Python refuses libraries with another version.
 RAMET_API int64_t ramet_interface() { return 10; }
 
 // Whether this processor has the instruction sets that the library was compiled for.
@@ -30,13 +30,13 @@ RAMET_API int64_t ramet_supported() {
 #endif
 }
 
-// Whether matrices may be kept in 8 bits.
+// Whether this library supports 8-bit matrices.
 RAMET_API int64_t ramet_has_int8() { return ramet::kMultipliesBytes; }
 
 RAMET_API ramet::Team* ramet_team_create(int64_t threads) { return new ramet::Team(int(threads)); }
 RAMET_API void ramet_team_destroy(ramet::Team* team) { delete team; }
 
-// Zeroed memory in huge pages where the system has them, as the weights are one long stream. Null: none left.
+// Zeroed memory, in huge pages if the system has them, because weights are read as one long stream. Null: no memory.
 RAMET_API void* ramet_allocate(int64_t bytes) {
     void* data = mmap(nullptr, size_t(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) return nullptr;
@@ -48,7 +48,7 @@ RAMET_API void* ramet_allocate(int64_t bytes) {
 RAMET_API void ramet_free(void* data, int64_t bytes) { munmap(data, size_t(bytes)); }
 
 RAMET_API int64_t ramet_matrix_bytes(const ramet::Matrix* w) { return w->bytes(); }
-// Columns of a panel; a matrix's bias has panels x this many entries.
+// Number of columns in all panels of a matrix, padding included; its bias has as many entries.
 RAMET_API int64_t ramet_matrix_columns(const ramet::Matrix* w) { return w->panels() * ramet::kPanel; }
 // The source row of column `i` of the panels, -1 for padding.
 RAMET_API int64_t ramet_matrix_source_row(const ramet::Matrix* w, int64_t i) {
@@ -65,7 +65,7 @@ RAMET_API void ramet_multiply(ramet::Team* team, const ramet::Product* product) 
     });
 }
 
-// One layer's attention on its own: q and out [num_rows, heads, dim], q rotated for its own positions.
+// The attention of one layer, without the other operations: q (rotated) and out are [num_rows, heads, dim].
 RAMET_API void ramet_attend(ramet::Team* team, const ramet::Shape* shape, const ramet::LayerKV* kv,
                             const ramet::Span* spans, const ramet::Edge* edges, int64_t num_edges, int64_t num_rows,
                             const float* q, float* out) {

@@ -1,4 +1,4 @@
-// Greedy sampling: the first of the highest logits of each row, or the first NaN, as in torch.
+// Greedy sampling: the index of the first highest logit of each row, or of its first NaN, as in torch.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace ramet {
 
 inline int64_t argmax(const float* x, int64_t n) {
     Vec tops[4] = {set1(kMinusInfinity), set1(kMinusInfinity), set1(kMinusInfinity), set1(kMinusInfinity)};
-    Vec sums[4] = {zero(), zero(), zero(), zero()};  // no number if there is a NaN
+    Vec sums[4] = {zero(), zero(), zero(), zero()};  // NaN if there is a NaN
     int64_t i = 0;
     for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
         for (int j = 0; j < 4; ++j) {
@@ -28,7 +28,7 @@ inline int64_t argmax(const float* x, int64_t n) {
     return std::find(x, x + n, top) - x;
 }
 
-// One row [n] after the other, shared out among the threads.
+// Each thread takes one row [n] after the other.
 inline void argmax(Team& team, const float* rows, int64_t num_rows, int64_t n, int64_t* out) {
     team.run([&](int) {
         for (int64_t row; (row = team.take()) < num_rows;) out[row] = argmax(rows + row * n, n);

@@ -1,4 +1,4 @@
-// Attention over a plan of query rows x spans: partial results with log-sum-exp, merged per row.
+// Attention over a plan of query rows and spans. Partial results are merged by log-sum-exp for each row.
 #pragma once
 
 #include <cmath>
@@ -11,9 +11,9 @@ namespace ramet {
 struct Span {
     const int32_t* pages;
     int64_t length;
-    const uint8_t* keep;  // [length], 0 for rows that are left out; null: none is
-    const float* turn;    // cos and sin [2, dim / 2] that rotate its queries by minus the shift; null: no shift
-    int64_t position;     // of row 0 in its sequence
+    const uint8_t* keep;  // [length], 0 for rows that no query sees; null: all rows are seen
+    const float* turn;    // cos and sin [2, dim / 2] that rotate the queries by minus the shift; null: no shift
+    int64_t position;     // position of row 0 in its sequence
 };
 
 // Query rows that attend to a span; see Edge in runtime/batch.py.
@@ -21,8 +21,8 @@ struct Edge {
     int64_t num_rows;
     int64_t span;
     const int32_t* rows;
-    const int32_t* visible;  // [num_rows], number of the span's first rows that each sees; null: all
-    const int32_t* hidden;   // [num_rows], number of the span's first rows that each does not see; null: none
+    const int32_t* visible;  // [num_rows], end of the span's rows that each query sees; null: the span's length
+    const int32_t* hidden;   // [num_rows], first of the span's rows that each query sees; null: 0
 };
 
 struct Shape {
@@ -30,42 +30,42 @@ struct Shape {
     int64_t kv_heads;
     int64_t dim;
     int64_t page_size;
-    int64_t is_bf16;  // of the pool
+    int64_t is_bf16;  // whether the pool is bfloat16, else float32
 };
 
 // One layer's keys and values: [slots, kv_heads, dim] each.
 struct LayerKV {
     void* k;
     void* v;
-    const float* sinks;  // [heads], a score of each head whose value is 0; null: none
+    const float* sinks;  // [heads], score of one more key per head whose value is 0; null: no such key
 };
 
-// A plan, cut into pieces that threads take: some rows of an edge, one kv head, some of the span's keys.
+// Cuts a plan into pieces, which threads take: some rows of an edge, one kv head, and some keys of the span.
 //
 // Query heads that share a kv head are folded into the rows, so that a key is read once for all of them: folded row
 // f is row f / group, head kv_head * group + f % group. A piece is a flash attention (Dao et al., 2022) over blocks of
-// keys. Each block is brought into the micro-kernel's form once, for all rows of the piece, or read in place if these
-// are few. Where pairs of bfloat16 are multiplied, queries and weights are rounded to such; sums stay float32. Few rows
-// over many keys (decoding) are cut along the keys, many rows (prefill) along the rows.
+// keys. A block is packed for the micro-kernel once for all rows of the piece; for few rows it is read in place.
+// Kernels that multiply bfloat16 pairs round queries and weights to bfloat16; sums stay float32. Few rows over many
+// keys (decoding) are cut along the keys, many rows (prefill) along the rows.
 //
-// However a plan is cut, and whatever other rows a row is computed with, it gets the same bits where pairs are
-// multiplied. Blocks, and sections of several blocks, are counted from the beginning of the sequence. A block is summed
-// from zero; blocks are added to a section in order, and sections to the whole. All weights are relative to a power of
-// two, so that changing it is exact.
+// With bfloat16 pairs, the result of a row is the same to the bit, however the plan is cut and whichever other rows are
+// computed with it. Blocks, and sections of several blocks, are counted from the beginning of the sequence. A block is
+// summed from zero; blocks are added to a section in order, and sections to the total. All weights are relative to a
+// power of two, so changing this base is exact.
 class Attention {
   public:
-    // `gives_pairs`: results are rounded for the next product.
+    // `gives_pairs`: whether results are rounded to bfloat16 pairs for the next product.
     explicit Attention(const Shape& shape, bool gives_pairs = false)
         : shape_(shape), gives_pairs_(gives_pairs), group_(shape.heads / shape.kv_heads),
           wide_(round_up(shape.dim, kPanel)) {}
 
-    // Cut the plan; called by one thread before the others `run` it.
+    // Cut the plan. One thread calls this before all threads call `run`.
     void plan(const Span* spans, const Edge* edges, int64_t num_edges, int64_t num_rows, int threads) {
         spans_ = spans, edges_ = edges, num_rows_ = num_rows;
         pieces_.clear();
         slot_.clear();
         const int64_t most_rows = std::max<int64_t>(kFoldedRows / group_, 1);
-        // In keys x tiles of rows, the cost of a piece.
+        // The cost of a piece is measured in keys x tiles of rows.
         int64_t work = 0;
         row_parts_.assign(num_rows + 1, 0);
         for_each_rows(num_edges, most_rows, [&](const Edge& edge, int64_t from, int64_t rows, int64_t, int64_t keys) {
@@ -78,7 +78,7 @@ class Attention {
         const int64_t share = work / (threads * kPiecesPerThread) + 1;
         auto cut = [&](const Edge& edge, int64_t from, int64_t rows, int64_t low, int64_t keys) {
             const bool few = reads_in_place(edge, from, rows);
-            // A piece within a section leaves a partial result for each block, which is much for many rows.
+            // A piece smaller than a section writes a partial result for each block, which is expensive for many rows.
             const bool fine = few || share / tiles(rows) < kSection / 4;
             const int64_t unit = fine ? kLeastKeys : kSection, at = place(edge), high = low + keys;
             const int64_t most = std::max(share / tiles(rows), unit), parts = (keys + most / 2) / most;
@@ -100,7 +100,7 @@ class Attention {
             }
         };
         for_each_rows(num_edges, most_rows, cut);
-        // The largest first, so that the threads end together.
+        // Largest pieces first, so that all threads finish at about the same time.
         std::stable_sort(pieces_.begin(), pieces_.end(), [this](const Piece& a, const Piece& b) {
             return (a.end - a.begin) * tiles(a.rows) > (b.end - b.begin) * tiles(b.rows);
         });
@@ -123,18 +123,18 @@ class Attention {
         }
     }
 
-    // A thread's room for one piece.
+    // A thread's buffers for one piece.
     struct Scratch {
         Buffer<float> q, keys, values, scores, bias;
-        Buffer<float> out, top, sum;  // of a part
-        Buffer<float> all;            // of the parts so far, as partial results
+        Buffer<float> out, top, sum;  // sums of values, base and sum of weights of the current part
+        Buffer<float> all;            // partial results of the parts so far
         Buffer<int64_t> offsets;
         Upcoming upcoming;
-        int64_t fetches;  // rows of it that are fetched after each product of a tile
+        int64_t fetches;  // number of upcoming rows to fetch after each product of a tile
     };
 
-    // This thread's share, one phase of a team: queries [num_rows, heads, dim] of row stride `ldq`, rotated for their
-    // own positions, give out [num_rows, heads, dim] of row stride `ldo` lanes. `merge` must follow if `merges`.
+    // This thread's share of the attention, as one phase of a team: rotated queries q [num_rows, heads, dim] with row
+    // stride `ldq`, results `out` [num_rows, heads, dim] with row stride `ldo`. If `merges`, call `merge` next.
     void run(Team& team, const LayerKV& kv, const float* q, int64_t ldq, float* out, int64_t ldo, Scratch& scratch) {
         const int64_t count = int64_t(pieces_.size());
         for (int64_t next = team.take(); next < count;) {
@@ -149,10 +149,10 @@ class Attention {
         }
     }
 
-    // Whether some rows have no or several partial results.
+    // Whether a row has no partial result or several, so that `merge` is needed.
     bool merges() const { return merges_; }
 
-    // This thread's share of merging partial results, one phase of a team. A row without visible keys gets zeros.
+    // This thread's share of merging partial results, as one phase of a team. Rows without visible keys get zeros.
     void merge(Team& team, const LayerKV& kv, float* out, int64_t ldo) {
         constexpr int64_t kRun = 4;
         const int64_t heads = shape_.heads, size = partial_size();
@@ -178,11 +178,11 @@ class Attention {
 
   private:
     static constexpr int64_t kSection = 16 * kKeys;
-    static constexpr int64_t kFoldedRows = 192;     // in a piece: enough to pay for a block's preparation
-    static constexpr int64_t kLeastKeys = 256;      // in a piece: a partial result has a cost, too
+    static constexpr int64_t kFoldedRows = 192;     // of a piece: enough to repay packing a block
+    static constexpr int64_t kLeastKeys = 256;      // of a piece: fewer would not repay its partial result
     static constexpr int64_t kPiecesPerThread = 6;
-    static constexpr int kFewRows = 4;         // computed together over keys that are read in place
-    static constexpr int64_t kMostKeys = 4 * kKeys;  // at once
+    static constexpr int kFewRows = 4;         // most folded rows computed together over keys read in place
+    static constexpr int64_t kMostKeys = 4 * kKeys;  // most keys in a block
     static constexpr int64_t kScoreStride = kMostKeys + 16;
 
     struct Piece {
@@ -190,28 +190,28 @@ class Attention {
         int64_t from, rows;  // within the edge
         int64_t head;        // kv head
         int64_t begin, end;  // keys
-        bool few;            // few rows: keys are read in place
-        bool whole;          // its rows have no other piece for this head
+        bool few;            // whether it has few rows, so that keys are read in place
+        bool whole;          // whether its rows have no other piece for this head
         int64_t first_slot;  // index into slot_ of row `from`
 
-        // Keys at once: many pay for the search of the tops, but must stay in the cache.
+        // Keys of a block: many repay the search for the largest scores, but they must stay in the cache.
         int64_t block(bool pairs) const { return few || pairs ? kMostKeys : kKeys; }
     };
 
-    // Of a partial result: kLanes sums of weights, the sums [dim] of values, and the base of the weights.
+    // Floats of a partial result: kLanes sums of weights, the weighted sum [dim] of values, and the weights' base.
     int64_t partial_size() const { return kLanes + shape_.dim + 1; }
-    // The first partial result of a row of a piece.
+    // Index of the first partial result of a row of a piece.
     int64_t partial(const Piece& piece, int64_t row) const {
         return row_parts_[piece.edge->rows[piece.from + row]] + slot_[piece.first_slot + row];
     }
-    // The place of a span's row 0 within a section.
+    // The offset of a span's row 0 from the beginning of its section.
     int64_t place(const Edge& edge) const {
         const int64_t position = spans_[edge.span].position;
         return position % kKeys == 0 ? position % kSection : 0;
     }
 
-    // Call visit(begin, end) for the keys of a piece that are added up before anything else: sections, or single blocks
-    // where another piece may have the section's beginning.
+    // Call visit(begin, end) for the ranges of keys of a piece that are summed separately: whole sections, or single
+    // blocks if another piece may have the beginning of the section.
     template <class Visit>
     void each_part(const Piece& piece, const Visit& visit) const {
         for (int64_t begin = piece.begin, end; begin < piece.end; begin = end) {
@@ -241,7 +241,7 @@ class Attention {
         add_part(to, part + kLanes + shape_.dim, part, part + kLanes);
     }
 
-    // A head's part of a row's result `out` [heads, dim].
+    // Write a head's result into a row `out` [heads, dim]: its sums divided by the sum of weights.
     void finish(float* all, const LayerKV& kv, int64_t head, float* out) const {
         const float sum = reduce_add(load(all)), base = all[kLanes + shape_.dim];
         const float sink = kv.sinks != nullptr && sum > 0 ? std::exp2(kv.sinks[head] * kLog2E - base) : 0;
@@ -257,7 +257,7 @@ class Attention {
 
     int64_t tiles(int64_t rows) const { return (rows * group_ + kMaxRows - 1) / kMaxRows; }
 
-    // The fewest and the most keys that rows [from, to) of an edge see.
+    // The smallest and the largest `visible` of rows [from, to) of an edge.
     std::pair<int64_t, int64_t> limits(const Edge& edge, int64_t from, int64_t to) const {
         const int64_t length = spans_[edge.span].length;
         if (edge.visible == nullptr) return {length, length};
@@ -265,14 +265,14 @@ class Attention {
         return {*least, *most};
     }
 
-    // The fewest and the most keys that are hidden from rows [from, to) of an edge.
+    // The smallest and the largest `hidden` of rows [from, to) of an edge.
     static std::pair<int64_t, int64_t> hidden(const Edge& edge, int64_t from, int64_t to) {
         if (edge.hidden == nullptr) return {0, 0};
         auto [least, most] = std::minmax_element(edge.hidden + from, edge.hidden + to);
         return {*least, *most};
     }
 
-    // Call visit(edge, first row, rows, first key, keys) for runs of rows that see any key.
+    // Call visit(edge, first row, number of rows, first key, number of keys) for runs of rows that see any key.
     template <class Visit>
     void for_each_rows(int64_t num_edges, int64_t most_rows, const Visit& visit) const {
         for (int64_t e = 0; e < num_edges; ++e) {
@@ -286,7 +286,7 @@ class Attention {
         }
     }
 
-    // Whether to read keys and values in place; then each row must see all keys of the piece.
+    // Whether to read keys and values in place. This needs few rows, each of which sees all keys of the piece.
     bool reads_in_place(const Edge& edge, int64_t from, int64_t rows) const {
         if (rows * group_ > 2 * kFewRows || shape_.dim % kPanel != 0) return false;
         const auto [least, most] = limits(edge, from, from + rows);
@@ -301,7 +301,7 @@ class Attention {
         const int64_t dim = shape_.dim, folded = piece.rows * group_, size = partial_size();
         float* queries = s.q.reserve(folded * wide_);
         s.out.reserve(folded * wide_), s.top.reserve(folded), s.sum.reserve(folded * kLanes);
-        // Scores are in powers of two, so that exp2 needs no factor.
+        // Scores are scaled by log2(e), so that weights are powers of two.
         const float factor = kLog2E / std::sqrt(float(dim));
         auto head_of = [&](int64_t f) { return piece.head * group_ + f % group_; };
         for (int64_t f = 0; f < folded; ++f) {
@@ -335,7 +335,7 @@ class Attention {
         }
     }
 
-    // Keys [begin, end) of a piece.
+    // Attention of a piece to its keys [begin, end), block by block.
     template <class T>
     void attend_part(const Piece& piece, const Piece* after, const LayerKV& kv, int64_t begin, int64_t end,
                      Scratch& s) {
@@ -359,7 +359,7 @@ class Attention {
         }
     }
 
-    // The piece's block of keys that begins at `begin`, for its head.
+    // What to prefetch: the block of keys and values that begins at `begin`, for the piece's head.
     Upcoming upcoming(const Piece& piece, const LayerKV& kv, int64_t begin) const {
         const int64_t bytes = shape_.dim * (shape_.is_bf16 ? 2 : 4);
         const int64_t end = std::min(begin + piece.block(kMultipliesPairs && shape_.is_bf16), piece.end);
@@ -368,7 +368,7 @@ class Attention {
                         static_cast<const char*>(kv.v) + piece.head * bytes, shape_.kv_heads * bytes, bytes);
     }
 
-    // A block of keys for few rows.
+    // Attention of few rows to a block of keys, read in place.
     template <class T>
     void attend_in_place(const Piece& piece, const LayerKV& kv, int64_t begin, int64_t count, Scratch& s) {
         const int64_t bytes = shape_.dim * int64_t(sizeof(T)), stride = shape_.kv_heads * bytes;
@@ -399,7 +399,7 @@ class Attention {
                          s.upcoming);
     }
 
-    // A block of keys for many rows.
+    // Attention of many rows to a block of keys, which is packed first.
     template <class T>
     void attend_block(const Piece& piece, const LayerKV& kv, int64_t begin, int64_t count, Scratch& s) {
         const Span& span = spans_[piece.edge->span];
@@ -420,7 +420,7 @@ class Attention {
         }
     }
 
-    // A query, turned and scaled; as pairs if keys are multiplied so.
+    // Load a query: rotate and scale it, and round it to pairs if keys are multiplied as pairs.
     template <class T>
     void load_query(const float* from, const float* turn, float factor, float* to) const {
         const int64_t dim = shape_.dim, half = dim / 2;
@@ -436,8 +436,8 @@ class Attention {
         if constexpr (kPairs<T>) round_to_pairs(to, dim, reinterpret_cast<uint32_t*>(to));
     }
 
-    // Keys [begin, begin + count) of a head, transposed into panels as `dot_f32` or `dot_pairs` reads them, and values
-    // as such panels.
+    // Pack keys [begin, begin + count) of a head, transposed, and their values into the panels that `dot_f32` or
+    // `dot_pairs` reads.
     template <class T>
     void prepare_block(const Span& span, const LayerKV& kv, int64_t head, int64_t begin, int64_t count,
                        float* key_panels, float* value_panels) const {
@@ -451,7 +451,7 @@ class Attention {
             keys[i] = k + slot * stride, values[i] = v + slot * stride;
             ++i;
         });
-        // The last key is repeated up to the end; these scores are not used.
+        // Repeat the last key up to the end of the block; these scores are not used.
         for (; i < kKeys; ++i) keys[i] = keys[count - 1], values[i] = values[count - 1];
         for (int64_t first = 0; first < round_up(count, kPanel); first += kLanes) {
             float* panel = key_panels + first / kPanel * (kPairs<T> ? lanes : dim) * kPanel + first % kPanel;
@@ -488,7 +488,7 @@ class Attention {
         }
     }
 
-    // Panels of pairs of keys.
+    // Pack values into panels of bfloat16 pairs; a pair has the values of two successive keys.
     void prepare_value_pairs(const char* const* values, int64_t count, float* panels) const {
         const int64_t dim = shape_.dim;
         uint32_t* panel = reinterpret_cast<uint32_t*>(panels);
@@ -517,10 +517,10 @@ class Attention {
         }
     }
 
-    // The keys of a block that a tile computes: from a multiple of kKeys on.
+    // The keys of a block that a tile computes. `begin` is a multiple of kKeys.
     struct Seen {
         int64_t begin, end;
-        const float* bias;  // [rows, kMostKeys] of 0 and -infinity for keys from `biased` on; null: all are seen
+        const float* bias;  // [rows, kMostKeys], 0 or -infinity for keys from `biased` on; null: all keys are seen
         int64_t biased;
     };
 
@@ -549,7 +549,7 @@ class Attention {
         return seen;
     }
 
-    // R folded rows from `from` on, against the block in the scratch.
+    // Attention of R folded rows, from `from` on, to the block in the scratch buffers.
     template <int R, bool Pairs>
     static void attend_tile(Attention& self, int64_t from, const Seen& seen, Scratch& s) {
         static constexpr auto kOnes = [] { std::array<float, R> ones; ones.fill(1); return ones; }();
@@ -602,9 +602,9 @@ class Attention {
         }
     }
 
-    // Scores [R, padded] become weights 2^(score - the row's top), as pairs if values are multiplied so; `padded` is a
-    // multiple of kPanel. Tops, which are whole, and sums [R, kLanes] are updated; decay [R] is the factor of earlier
-    // results. Not inline: or the compiler, which has the tile to keep, would spill here.
+    // Turn scores [R, padded] into weights 2^(score - the row's top), as pairs if values are multiplied as pairs.
+    // `padded` is a multiple of kPanel. Updates tops (whole numbers) and sums [R, kLanes]; sets decay [R], the factor
+    // for earlier results. Not inline, because the compiler would spill registers to keep the caller's tile.
     template <int R, bool Pairs>
     [[gnu::noinline]] static void weigh(float* scores, int64_t stride, int64_t padded, float* tops, float* sums,
                                         float* decay) {
@@ -624,7 +624,7 @@ class Attention {
         }
         const Vec old = load(tops, R), top = max(old, round(highest[0]));
         store(tops, top, R);
-        // No key seen so far: any finite base makes all weights 0.
+        // If no key was seen so far, any finite base makes all weights 0.
         float bases[kLanes];
         store(bases, max(top, set1(-1e30f)));
         store(decay, exp2(old, load(bases)));
@@ -669,9 +669,9 @@ class Attention {
     int64_t num_rows_ = 0;
     bool merges_ = false;
     std::vector<Piece> pieces_;
-    std::vector<int64_t> slot_;       // of each row of each edge: its first partial result among the row's
-    std::vector<int64_t> row_parts_;  // [num_rows + 1], where each row's partial results begin
-    std::vector<uint8_t> begins_section_;  // of each partial result
+    std::vector<int64_t> slot_;       // by row of a piece: its first partial result, counted from the row's first
+    std::vector<int64_t> row_parts_;  // [num_rows + 1], index of each row's first partial result
+    std::vector<uint8_t> begins_section_;  // whether a partial result is the first of its section
     Buffer<float> partials_;          // [parts, heads, partial_size()]
 };
 

@@ -1,4 +1,4 @@
-// Memory that grows, aligned and zeroed.
+// Aligned, zeroed memory that grows.
 #pragma once
 
 #include <cstdlib>
@@ -9,7 +9,7 @@
 
 namespace ramet {
 
-// An array of T that keeps its room from step to step; its contents are lost when it grows.
+// An array of T that keeps its memory from step to step. Growing loses the contents.
 template <class T>
 class Buffer {
   public:
@@ -18,7 +18,7 @@ class Buffer {
     Buffer& operator=(const Buffer&) = delete;
     ~Buffer() { std::free(data_); }
 
-    // Room for `count` elements, zero where they have never been written.
+    // Memory for `count` elements; elements that were never written are zero.
     T* reserve(int64_t count) {
         if (count > capacity_) {
             std::free(data_);

@@ -1,4 +1,4 @@
-// The decoder stack: every layer of a group in one call, every phase by all threads.
+// The decoder stack: one call computes a step, and all threads work on each phase of a layer.
 #pragma once
 
 #include "attention.h"
@@ -8,18 +8,18 @@ namespace ramet {
 struct Layer {
     const float* input_norm;  // [hidden]
     const float* post_norm;   // [hidden]
-    const float* q_norm;      // [dim], null: none
+    const float* q_norm;      // [dim]; null: no norm
     const float* k_norm;      // [dim]
-    const float* o_norm;      // [hidden], of the product before the residual is added; null: none
-    const float* down_norm;   // [hidden]
+    const float* o_norm;      // [hidden], normalises the product before the residual is added; null: no norm
+    const float* down_norm;   // [hidden], likewise
     Matrix qkv;
     Matrix o;
-    Matrix gate_up;  // paired; no columns: the layer ends behind its attention
+    Matrix gate_up;  // paired; without columns, the layer ends after its attention
     Matrix down;
     LayerKV kv;
 };
 
-// What a low-rank adapter adds to a product: b (a x). No data: nothing.
+// The update b (a x) that a low-rank adapter adds to a product. Without data, nothing is added.
 struct LowRank {
     Matrix a;
     Matrix b;
@@ -53,7 +53,7 @@ struct Model {
     const Layer* layers;
     const float* norm;  // [hidden]
     Matrix head;
-    const void* embedding;  // [vocab, hidden]; null: tied, read out of the head
+    const void* embedding;  // [vocab, hidden]; null: tied to the head and read from it
     int64_t embedding_is_bf16;
 };
 
@@ -94,7 +94,7 @@ struct Step {
     float* logits;  // [num_logits, vocab]
 };
 
-// Queries, keys and values of some rows at the entrance of a layer.
+// Computes queries, keys and values of a layer for given input states.
 struct Projection {
     int64_t layer;
     int64_t num_rows;
@@ -111,7 +111,7 @@ class Decoder {
           pairs_(kMultipliesPairs && model.head.storage == Storage::kBfloat16), attention_(model.shape, pairs_),
           scratch_(new Scratch[team.size()]) {
         const Shape& shape = model.shape;
-        // An odd number of cache lines, so that the rows of a tile do not fall into one set of the cache.
+        // An odd number of cache lines, so that the rows of a tile use different sets of the cache.
         auto stride = [](int64_t n) { return round_up(n, kPanel) + (round_up(n, kPanel) / 16 % 2 ? 0 : 16); };
         ld_hidden_ = stride(model.hidden);
         ld_qkv_ = stride((shape.heads + 2 * shape.kv_heads) * shape.dim);
@@ -187,14 +187,14 @@ class Decoder {
         Buffer<uint32_t> product;
     };
 
-    // Rows of a group that a thread treats with the others, or alone.
+    // The rows of a group that a thread computes: all rows together with the other threads, or its own rows alone.
     struct Worker {
         Share share;
         Scratch& scratch;
         int64_t begin, end;
     };
-    // Rows for each thread from which on each goes alone from attention to attention: what it writes, it reads again,
-    // and would find in another core's cache.
+    // With at least this many rows per thread, each thread computes its own rows from one attention to the next. So it
+    // reads what it has written itself, not what lies in another core's cache.
     static constexpr int64_t kAlone = 96;
 
     void copy_rows(const float* from, const int64_t* from_rows, float* to, const int64_t* to_rows, int64_t count) {
@@ -215,7 +215,7 @@ class Decoder {
         }
     }
 
-    // This thread's share of a phase that treats rows one by one; ends the phase.
+    // This thread's share of a phase that computes rows one by one. Ends the phase.
     template <class Treat>
     void each_row(Worker& worker, const Treat& treat) {
         constexpr int64_t kRun = 8;
@@ -249,7 +249,7 @@ class Decoder {
         });
     }
 
-    // x: all rows of the group.
+    // Compute one layer. `x`: the states of all rows of the group.
     void run_layer(int64_t index, const Group& group, float* x, Worker& worker) {
         const Layer& layer = model_.layers[index];
         const int64_t begin = worker.begin, m = worker.end - begin;
@@ -267,7 +267,7 @@ class Decoder {
             multiply(worker, {in.data() + begin * ld_in, ld_in, m, &w, out + begin * ld_out, ld_out, ld_out, into,
                               pairs_, gives_pairs});
         };
-        // x += the product, behind its norm if it has one.
+        // x += the product, normalised first if there is a norm.
         auto add_product = [&](const Matrix& w, const Buffer<float>& in, int64_t ld_in, const float* norm,
                                LowRank AdapterLayer::* product) {
             float* out = norm == nullptr ? x : normed_.data();
@@ -308,7 +308,7 @@ class Decoder {
         add_product(layer.down, inner_, ld_inner_, layer.down_norm, &AdapterLayer::down);
     }
 
-    // out [m, ...] += b (a in): two phases.
+    // out [m, ...] += b (a in), in two phases.
     void add_low_rank(Worker& worker, const LowRank& added, const float* in, int64_t ld_in, int64_t m, float* out,
                       int64_t ld_out) {
         if (added.a.data == nullptr) return;
@@ -317,7 +317,7 @@ class Decoder {
         multiply(worker, {low_rank_.data(), ld, m, &added.b, out, ld_out, ld_out, Into::kAdd});
     }
 
-    // What `model_.gate` does, of a row of gates_.
+    // Apply the gated activation to a row of gates_; the result goes to inner_.
     void close_gates(int64_t panels, int64_t row) {
         const float* gates = gates_.data() + row * ld_gates_;
         float* out = inner_.data() + row * ld_inner_;
@@ -328,7 +328,7 @@ class Decoder {
         round_row(out, model_.inner);
     }
 
-    // RMSNorm of some rows of x into normed_, in order, for a product.
+    // RMSNorm of some rows of x, written to normed_ in order.
     void normalise(Worker& worker, const float* x, const int64_t* rows, const float* weight) {
         each_row(worker, [&](int64_t i) {
             float* out = normed_.data() + i * ld_hidden_;
@@ -337,7 +337,7 @@ class Decoder {
         });
     }
 
-    // Activations as products take them, in place.
+    // Round activations to pairs in place, if products take pairs.
     void round_row(float* row, int64_t n) const {
         if (pairs_) round_to_pairs(row, n, reinterpret_cast<uint32_t*>(row));
     }
@@ -371,7 +371,7 @@ class Decoder {
         }
     }
 
-    // A row's keys and values go to the pool.
+    // Write a row's keys and values to the pool.
     void write_row(const Layer& layer, int64_t slot, int64_t row) {
         const Shape& shape = model_.shape;
         const int64_t width = shape.kv_heads * shape.dim;
@@ -393,7 +393,7 @@ class Decoder {
 
     const Model model_;
     Team& team_;
-    const bool pairs_;  // activations are rounded where they are written, not where they are multiplied
+    const bool pairs_;  // whether activations are rounded to pairs when they are written, not at each product
     Attention attention_;
     std::unique_ptr<Scratch[]> scratch_;
     int64_t ld_hidden_, ld_qkv_, ld_attention_, ld_inner_, ld_gates_;

@@ -1,26 +1,26 @@
-// Attention of few rows: keys and values are read in place. Bringing a block into the micro-kernel's form pays only
-// for more rows.
+// Attention of few rows, which reads keys and values in place. Packing a block for the micro-kernel pays off only with
+// more rows.
 #pragma once
 
 #include "gemm.h"
 
 namespace ramet {
 
-// Keys that are summed together: the scores of a tile stay in the first-level cache.
+// Keys of a block: few enough that the scores of a tile stay in the first-level cache.
 constexpr int64_t kKeys = 64;
 
-// Keys and values that a thread needs next. It prefetches them into the second-level cache bit by bit while it
-// computes: all at once they would exceed a core's outstanding loads and stall it.
+// Keys and values that a thread needs next. The thread prefetches them into the second-level cache a few at a time
+// while it computes. Prefetching all at once would exceed a core's outstanding loads and stall it.
 class Upcoming {
   public:
     Upcoming() = default;
-    // Rows [begin, end) of a span; `k` and `v` point to the head's part of slot 0, `stride` and `bytes` are of a row.
+    // Rows [begin, end) of a span. `k`, `v`: the part of a head in slot 0, of `bytes`; slots are `stride` bytes apart.
     Upcoming(const int32_t* pages, int64_t page_size, int64_t begin, int64_t end, const char* k, const char* v,
              int64_t stride, int64_t bytes)
         : page_(pages + begin / page_size), page_size_(page_size), row_(begin % page_size), left_(end - begin),
           k_(k), v_(v), stride_(stride), bytes_(bytes) {}
 
-    // Always inline, as `prefetch_ahead`.
+    // Always inline, for the reason given at `Ahead::fetch`.
     [[gnu::always_inline]] void fetch(int64_t rows) {
         for (rows = std::min(rows, left_), left_ -= rows; rows > 0; --rows) {
             if (row_ == page_size_) ++page_, row_ = 0;
@@ -75,7 +75,7 @@ void score_rows(const float* q, int64_t ldq, int64_t dim, const char* k, const i
     }
 }
 
-// The same of pairs, summed in the order of `dot_pairs`, so that a row alone gets the bits that it gets among others.
+// The same for pairs, summed in the order of `dot_pairs`, so that a row gets the same bits alone and with other rows.
 template <int R, class T>
     requires(kPairs<T>)
 void score_rows(const float* q, int64_t ldq, int64_t dim, const char* k, const int64_t* offsets, int64_t count,
@@ -103,8 +103,8 @@ void score_rows(const float* q, int64_t ldq, int64_t dim, const char* k, const i
     }
 }
 
-// tile += the weights [R, count] times the values at `v` + offsets, of kPanel dimensions. Weights are as `weigh` gives
-// them; of pairs, one behind the last is 0.
+// tile += weights [R, count] * values at `v` + offsets, for kPanel dimensions. The weights come from `weigh`; of pairs
+// with an odd count, the weight after the last is 0.
 template <int R, class T>
 [[gnu::always_inline]] inline void dot_values(Tile<R>& tile, const float* weights, int64_t stride, const char* v,
                                               const int64_t* offsets, int64_t count) {
@@ -131,7 +131,7 @@ template <int R, class T>
     }
 }
 
-// out [R, dim], `split<T>` unless in pairs, becomes out * decay + weights [R, count] * the values at `v` + offsets.
+// out [R, dim] = out * decay + weights [R, count] * values at `v` + offsets; without pairs in the order of `split<T>`.
 template <int R, class T>
 void add_values(const float* weights, int64_t stride, const char* v, const int64_t* offsets, int64_t count,
                 const float* decay, float* out, int64_t ldo, int64_t dim, Upcoming& upcoming) {

@@ -1,4 +1,4 @@
-// Activations times packed weights: one micro-kernel for one row and for a thousand.
+// Activations times packed weights, with the same micro-kernel for any number of rows.
 #pragma once
 
 #include <array>
@@ -9,8 +9,8 @@
 
 namespace ramet {
 
-// A walk along up to kMaxRows rows of 32-bit lanes. There is a base for every third row, so that one base and the
-// stride (times 0, 1, 2) reach all rows, and the general registers suffice.
+// An iterator along up to kMaxRows rows of 32-bit lanes. It has one base pointer for each three rows, which it reaches
+// by 0, 1 or 2 strides, so that the general registers suffice.
 template <int R>
 struct Rows {
     static constexpr int kBases = (R + 2) / 3;
@@ -21,7 +21,7 @@ struct Rows {
 #pragma GCC unroll 8
         for (int i = 0; i < kBases; ++i) base[i] = static_cast<const char*>(data) + 3 * i * stride;
     }
-    // The lane `i` lanes ahead in row r, in every lane of a vector.
+    // The value `i` lanes ahead in row r, broadcast to a vector.
     [[gnu::always_inline]] Vec at(int r, int i = 0) const {
         return set1(*(reinterpret_cast<const float*>(base[r / 3] + (r % 3) * stride) + i));
     }
@@ -29,13 +29,13 @@ struct Rows {
 #pragma GCC unroll 8
         for (int i = 0; i < kBases; ++i) {
             base[i] += lanes * 4;
-            // Or the compiler would keep a pointer for every row, which is more than there are registers.
+            // Without this, the compiler would keep a pointer for every row, and run out of registers.
             asm("" : "+r"(base[i]));
         }
     }
 };
 
-// The accumulators of a micro-kernel. Loops over them are unrolled by hand, or they would not stay in registers.
+// The accumulators of a micro-kernel. Loops over them have unroll pragmas, so that they stay in registers.
 template <int R>
 using Tile = Vec[R][2];
 
@@ -45,7 +45,7 @@ template <int R>
     for (int r = 0; r < R; ++r) tile[r][0] = tile[r][1] = zero();
 }
 
-// Rows [R, kPanel] of a matrix become the tile plus themselves times a factor each.
+// rows [R, kPanel] = rows * factors [R] + tile.
 template <int R>
 [[gnu::always_inline]] inline void add_scaled(float* rows, int64_t stride, const float* factors, const Tile<R>& tile) {
 #pragma GCC unroll 16
@@ -65,13 +65,13 @@ template <int R>
     }
 }
 
-// Weights that are needed later; `step` bytes are fetched with each kPanel lanes of the current ones.
+// Weights to prefetch: `step` bytes for each kPanel lanes of the current weights.
 struct Ahead {
     static constexpr int64_t kLine = 64;
     const char* at = nullptr;
     int64_t step = 0;
 
-    // Always inline: GCC takes a function that only prefetches for one without effect, and drops the calls.
+    // Always inline, because GCC drops calls to a function that only prefetches.
     [[gnu::always_inline]] void fetch() {
         _mm_prefetch(at, _MM_HINT_T1);
         if (step > kLine) _mm_prefetch(at + kLine, _MM_HINT_T1);
@@ -79,10 +79,10 @@ struct Ahead {
     }
 };
 
-// One stream of weights, 8 KiB ahead of the current ones.
+// Prefetch 8 KiB ahead in the current stream of weights.
 inline Ahead stream(const uint32_t* w) { return {reinterpret_cast<const char*>(w) + (8 << 10), kPanel * 4}; }
 
-// tile += a [R, count] * float32 panel [count, kPanel]. `Fetches`: also what lies ahead.
+// tile += a [R, count] * float32 panel [count, kPanel]. `Fetches`: whether to prefetch `ahead`.
 template <int R, bool Fetches>
 [[gnu::always_inline]] inline void dot_f32(Tile<R>& tile, const void* a, int64_t lda, const uint32_t* w, int64_t count,
                                            Ahead ahead = {}) {
@@ -106,7 +106,7 @@ template <int R>
 [[gnu::always_inline]] inline void dot_bf16(Tile<R>& tile, const void* a, int64_t lda, const uint32_t* w, int64_t count,
                                             Ahead ahead) {
     Rows<R> rows(a, lda);
-    // Few rows have too few sums to hide the latency of an addition: the odd k get sums of their own.
+    // With few rows, separate sums for even and odd k hide the latency of additions.
     constexpr bool kTwice = R <= kMaxRows / 3;
     Tile<kTwice ? R : 1> odd;
     clear<kTwice ? R : 1>(odd);
@@ -157,8 +157,8 @@ template <int R, bool Fetches>
     }
 }
 
-// A row [k] of activations in 8 bits, by groups as the weights are: -128 times the sum of the group, which makes the
-// weights' bytes signed; four values in each lane; the group's scale.
+// Lanes of a row [k] of 8-bit activations. Each group of kGroup values has one lane for -128 times its sum, which
+// corrects for the unsigned bytes of the weights, then four values per lane, then one lane for its scale.
 constexpr int64_t int8_lanes(int64_t k) { return (k + 3) / 4 + 2 * groups(k); }
 
 #if defined(__AVX512VNNI__)
@@ -169,7 +169,7 @@ inline void to_int8(const float* in, int64_t k, uint32_t* out) {
         for (int i = 0; i < count; i += kLanes) {
             Vec x = load(in + from + i, std::min(kLanes, count - i));
             most = max(most, _mm512_abs_ps(x));
-            defect = fma(x, zero(), defect);  // NaN and infinities stay what they are
+            defect = fma(x, zero(), defect);  // NaN if a value is NaN or infinite
         }
         const float largest = reduce_max(most);
         const Vec inverse = set1(largest > 0 ? 127 / largest : 0);
@@ -189,7 +189,7 @@ inline void to_int8(const float* in, int64_t k, uint32_t* out) {
 template <int R>
 using Sums = Bits[R][2];
 
-// sums = one group's product, exactly. Not inline: or the compiler, which also has the tile to keep, would spill here.
+// The exact product of one group. Not inline, because the compiler would spill registers to keep the caller's tile.
 template <int R>
 [[gnu::noinline]] void dot_group(Sums<R>& out, const void* a, int64_t lda, const uint32_t* w, int64_t count,
                                  Ahead ahead) {
@@ -242,7 +242,7 @@ constexpr bool kMultipliesBytes = true;
 constexpr bool kMultipliesBytes = false;
 #endif
 
-// Use of a product.
+// What happens to a product.
 enum class Into : int64_t {
     kStore,  // c = product + bias
     kAdd,    // c += product + bias: the residual
@@ -250,7 +250,7 @@ enum class Into : int64_t {
     kGelu,   // c = gelu(gate) * up
 };
 
-// One matrix product: c [m, columns] from a [m, k]. Rows of `a` must hold a finite number behind an odd k.
+// One matrix product: c [m, columns] from a [m, k]. If k is odd, rows of `a` need a finite number after the last.
 struct Product {
     const float* a;  // strides of a and c count 32-bit lanes
     int64_t lda;
@@ -258,10 +258,10 @@ struct Product {
     const Matrix* w;
     float* c;
     int64_t ldc;
-    int64_t columns;  // of c; may be more than the matrix has, up to its panels' width
+    int64_t columns;  // of c; may include the padding of the matrix's panels
     Into into;
-    int64_t takes_pairs = 0;  // `a` is rounded already; where pairs are multiplied
-    int64_t gives_pairs = 0;  // c is rounded, of a gate
+    int64_t takes_pairs = 0;  // whether `a` is already rounded to pairs
+    int64_t gives_pairs = 0;  // whether to round c to pairs; only for kSilu and kGelu
 };
 
 template <int R>
@@ -298,7 +298,7 @@ template <int R>
     }
 }
 
-// R rows from `row` on, one panel. `a` is where these rows begin, in the form that the dot product takes.
+// Compute R rows from `row` on, for one panel. `a`: these rows in the format of the dot product.
 template <int R>
 void compute(const Product& product, const void* a, int64_t lda, int64_t row, int64_t panel, Ahead ahead) {
     const Matrix& w = *product.w;
@@ -326,13 +326,13 @@ constexpr std::array<Compute, sizeof...(R)> compute_table(std::integer_sequence<
 }
 constexpr auto kCompute = compute_table(std::make_integer_sequence<int, kMaxRows>());
 
-// The `t`-th of `tiles` parts of a panel, each of which is fetched during the products of one tile.
+// Prefetch part `t` of `tiles` parts of a panel. Each tile of rows prefetches one part.
 inline Ahead part_of_panel(const Matrix& w, int64_t panel, int64_t t, int64_t tiles) {
     const int64_t bytes = w.panel_lanes() * 4;
     return {reinterpret_cast<const char*>(w.panel(panel)) + t * bytes / tiles, kPanel * 4 / tiles + 1};
 }
 
-// Rows of a product's activations as its weights take them, if not as they are.
+// Round rows of a product's activations to 8 bits or to bfloat16 pairs, as its weights need.
 inline void round_rows(const Product& product, int64_t begin, int64_t end, uint32_t* out, int64_t lanes) {
     for (int64_t r = begin; r < end; ++r, out += lanes) {
         const float* in = product.a + r * product.lda;
@@ -346,19 +346,18 @@ inline void round_rows(const Product& product, int64_t begin, int64_t end, uint3
     }
 }
 
-// This thread's share of a product, one phase of a Team or a Share.
+// This thread's share of a product, as one phase of a Team or a Share.
 //
-// Rows are cut into blocks whose activations stay in the second-level cache while panel after panel passes; a panel
-// is read from memory once per block. `room` is the thread's own, for activations rounded to bfloat16 or 8 bits where
-// these are multiplied.
+// Rows are cut into blocks whose activations stay in the second-level cache while all panels are read; a panel is read
+// from memory once per block. `room`: the thread's buffer for rounded activations.
 template <class Workers>
 void multiply(Workers& team, const Product& product, Buffer<uint32_t>& room) {
-    // Of floats; pairs take half of it.
+    // Size of a block in float32; pairs take half as much.
     constexpr int64_t kBlockBytes = (kMultipliesPairs ? 896 : 768) << 10;
     const Matrix& w = *product.w;
     int64_t most = std::max<int64_t>(kBlockBytes / (w.k * 4) / kMaxRows * kMaxRows, kMaxRows);
     int64_t blocks = (product.m + most - 1) / most, panels = w.panels();
-    // Long runs of panels read memory best, short ones share the work best.
+    // Long runs of panels use the memory bandwidth best; short runs balance the work best.
     int64_t run = std::clamp<int64_t>(panels / (team.size() * 8), 1, 8), runs = (panels + run - 1) / run;
     const bool is_int8 = w.storage == Storage::kInt8;
     const bool rounds = is_int8 || (kMultipliesPairs && w.storage == Storage::kBfloat16 && !product.takes_pairs);
@@ -376,7 +375,7 @@ void multiply(Workers& team, const Product& product, Buffer<uint32_t>& room) {
         }
         const int64_t tiles = (end - begin + kMaxRows - 1) / kMaxRows, end_panel = std::min(first_panel + run, panels);
         for (int64_t panel = first_panel; panel < end_panel; ++panel) {
-            // The threads take turns as a rule.
+            // Guess this thread's next run: usually, threads take runs in turn.
             const int64_t after = panel + 1 < end_panel ? panel + 1 : (piece + team.size()) % runs * run;
             for (int64_t t = 0; t < tiles; ++t) {
                 int64_t from = t * (end - begin) / tiles, to = (t + 1) * (end - begin) / tiles;

@@ -1,4 +1,4 @@
-// A weight matrix as the micro-kernels read it.
+// Packed weight matrices, in the layout of the micro-kernels.
 #pragma once
 
 #include <algorithm>
@@ -11,19 +11,19 @@ namespace ramet {
 
 enum class Storage : int64_t { kFloat32, kBfloat16, kInt8 };
 
-constexpr int64_t kGroup = 64;  // k that share a scale where they are kept in 8 bits
+constexpr int64_t kGroup = 64;  // number of 8-bit values that share a scale
 
 constexpr int64_t groups(int64_t k) { return (k + kGroup - 1) / kGroup; }
 
-// [n, k] weights in panels of kPanel output columns, one contiguous stream: all k of the first panel, then the next.
+// Weights [n, k] in panels of kPanel output columns, stored one after the other. A panel has all k of its columns.
 //
-// float32: for each k, the panel's kPanel weights. bfloat16: for each pair of k, kPanel 32-bit lanes with k in the low
-// half and k + 1 in the high half; this is what the dot product of bfloat16 pairs (vdpbf16ps) takes, too. int8: for
-// each four k, kPanel 32-bit lanes with four bytes of scale * (byte - 128), and after kGroup of k the kPanel scales;
-// this is what the dot product of bytes (vpdpbusd) takes. Columns beyond n and a k beyond the last are zero.
+// float32: for each k, kPanel weights. bfloat16: for each pair of k, kPanel 32-bit lanes with k in the low half and
+// k + 1 in the high half, as the dot product of bfloat16 pairs (vdpbf16ps) needs. int8: for each four k, kPanel 32-bit
+// lanes of four bytes that mean scale * (byte - 128), as the dot product of bytes (vpdpbusd) needs, and after each
+// kGroup of k kPanel scales. Padding (columns beyond n, a k after the last) is zero.
 //
-// A paired matrix holds two of n / 2 columns (gate and up): a panel's first vector are columns of the one, its second
-// the same columns of the other, so that both results meet in registers.
+// A paired matrix consists of two matrices of n / 2 columns (gate and up). The first vector of a panel has columns of
+// gate, the second vector the same columns of up, so that both results are in registers together.
 struct Matrix {
     void* data;         // `bytes(...)` long, 64-byte aligned
     const float* bias;  // [panels * kPanel] in the order of the panels; null: none
@@ -35,7 +35,7 @@ struct Matrix {
     int64_t panels() const {
         return is_paired ? (n / 2 + kLanes - 1) / kLanes : (n + kPanel - 1) / kPanel;
     }
-    // 32-bit lanes that one panel takes.
+    // Number of 32-bit lanes in a panel.
     int64_t panel_lanes() const {
         if (storage == Storage::kInt8) return ((k + 3) / 4 + groups(k)) * kPanel;
         return (storage == Storage::kBfloat16 ? (k + 1) / 2 : k) * kPanel;
@@ -43,7 +43,7 @@ struct Matrix {
     int64_t bytes() const { return panels() * panel_lanes() * 4; }
     const uint32_t* panel(int64_t p) const { return static_cast<const uint32_t*>(data) + p * panel_lanes(); }
 
-    // The source row of a panel's column, -1 for padding.
+    // The row of the source weights for a column of the panels; -1: padding.
     int64_t source_row(int64_t p, int64_t column) const {
         if (!is_paired) return p * kPanel + column < n ? p * kPanel + column : -1;
         int64_t i = p * kLanes + column % kLanes;
@@ -51,7 +51,7 @@ struct Matrix {
     }
 };
 
-// One column of an int8 panel from its k weights: each group's largest becomes 127.
+// Quantise one column of an int8 panel from its k weights. The largest value of each group becomes 127.
 inline void pack_int8(const float* in, int64_t k, uint32_t* out) {
     for (int64_t from = 0; from < k; from += kGroup) {
         const int64_t count = std::min(kGroup, k - from);
@@ -71,7 +71,7 @@ inline void pack_int8(const float* in, int64_t k, uint32_t* out) {
     }
 }
 
-// Fill `w` from row-major weights [n, k] of its own dtype, or of float32 for 8 bits.
+// Pack row-major weights [n, k] into `w`. They have the dtype of `w`, or float32 for int8.
 inline void pack(Team& team, const Matrix& w, const void* source) {
     auto pack_panel = [&](int64_t p) {
         uint32_t* out = const_cast<uint32_t*>(w.panel(p));
@@ -99,7 +99,7 @@ inline void pack(Team& team, const Matrix& w, const void* source) {
     });
 }
 
-// Read row `row` of an unpaired matrix back, as float32 [k]: the embedding of a model that ties it to its head.
+// Read row `row` of an unpaired matrix as float32 [k]: an embedding that is tied to the head.
 inline void unpack_row(const Matrix& w, int64_t row, float* out) {
     const uint32_t* in = w.panel(row / kPanel) + row % kPanel;
     if (w.storage == Storage::kInt8) {

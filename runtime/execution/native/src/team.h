@@ -1,4 +1,4 @@
-// Threads that run a step together, phase by phase.
+// A thread pool that runs a step phase by phase.
 #pragma once
 
 #include <immintrin.h>
@@ -11,11 +11,11 @@
 
 namespace ramet {
 
-// A fixed number of threads, of which the caller of `run` is one.
+// A fixed number of threads, including the caller of `run`.
 //
-// All of them execute the same function. Within it they take pieces of work from a shared counter (`take`), and meet
-// at a barrier after each phase. A waiting thread spins for some tens of microseconds, which bridges the phases of
-// a step, and then sleeps in the kernel, so that an idle engine uses no CPU.
+// All threads execute the same function. In it, they take pieces of work from a shared counter (`take`) and wait for
+// each other at a barrier after each phase. A waiting thread spins for some tens of microseconds, longer than most
+// phases take, and then sleeps in the kernel, so that an idle engine uses no CPU.
 class Team {
   public:
     explicit Team(int size) : size_(size) {
@@ -31,7 +31,7 @@ class Team {
 
     int size() const { return size_; }
 
-    // Run job(thread index) on every thread; returns when all are done.
+    // Run job(thread index) on every thread. Returns when all threads are done.
     template <class Job>
     void run(const Job& job) {
         job_ = [](const void* context, int thread) { (*static_cast<const Job*>(context))(thread); };
@@ -43,10 +43,10 @@ class Team {
         barrier();
     }
 
-    // The next piece of work of this phase. Pieces are numbered from 0; the phase ends where they run out.
+    // The number of the next piece of work in this phase, counted from 0.
     int64_t take() { return next_.fetch_add(1, std::memory_order_relaxed); }
 
-    // End a phase: wait for all, and start counting pieces anew.
+    // End a phase: wait for all threads and reset the counter of pieces.
     void barrier() {
         if (size_ == 1) {
             next_.store(0, std::memory_order_relaxed);
@@ -64,7 +64,7 @@ class Team {
     }
 
   private:
-    static constexpr uint64_t kSpinCycles = 100'000;  // of the time stamp counter: 30 to 50 microseconds
+    static constexpr uint64_t kSpinCycles = 100'000;  // cycles of the time stamp counter: 30 to 50 microseconds
 
     static void wait_while(std::atomic<int>& value, int old) {
         uint64_t start = __rdtsc();
@@ -88,14 +88,14 @@ class Team {
     void (*job_)(const void*, int) = nullptr;
     const void* context_ = nullptr;
     std::vector<std::thread> workers_;
-    // On cache lines of their own, as all threads write them.
+    // Each on its own cache line, because all threads write to them.
     alignas(64) std::atomic<int> epoch_{0};
     alignas(64) std::atomic<int> phase_{0};
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<int64_t> next_{0};
 };
 
-// A thread's share of phases: of the team's, or of its own where the thread works alone on rows of its own.
+// The phases of a thread: shared with the team, or its own if the thread works alone on its own rows.
 class Share {
   public:
     Share(Team& team, bool alone) : team_(team), alone_(alone) {}

@@ -1,8 +1,8 @@
-// One vector of floats, for the instruction set that this file is compiled for.
+// Vector operations for the instruction set that this file is compiled for.
 //
-// Everything above this file is written once in terms of `Vec` (kLanes floats) and `Bits` (kLanes 32-bit lanes).
-// A bfloat16 is the upper half of a float, so a 32-bit lane that holds two of them becomes two floats by a shift
-// and by a mask; no conversion instruction is needed.
+// All other files use `Vec` (kLanes floats) and `Bits` (kLanes 32-bit lanes), and so are written only once. A bfloat16
+// is the upper half of a float. So a shift and a mask turn a 32-bit lane with two of them into two floats, without a
+// conversion instruction.
 #pragma once
 
 #include <immintrin.h>
@@ -57,19 +57,19 @@ inline float reduce_add(Vec v) { return _mm512_reduce_add_ps(v); }
 inline float reduce_max(Vec v) { return _mm512_reduce_max_ps(v); }
 inline Vec round(Vec v) { return _mm512_roundscale_ps(v, 0); }
 
-// p * 2^n for a p around 1 and an n from `round`. Infinity where floats end, and 0 already where they lose bits:
-// a vector with such a number takes a processor a hundred times as long.
+// p * 2^n for p near 1 and n from `round`. Overflow gives infinity. Results that would be subnormal are 0, because
+// processors compute with subnormal numbers a hundred times slower.
 inline Vec scale(Vec p, Vec n) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, set1(-125), _CMP_GE_OQ), p, n);
 }
 
-// Each 128 bits: sums over the four lanes of a, b, c, d there.
+// In each 128 bits: the sums over the four lanes of a, of b, of c and of d.
 inline Vec sum4(Vec a, Vec b, Vec c, Vec d) {
     Vec ab = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
     Vec cd = add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
     return add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
 }
-// Lane 4 i + j: the sum over lane j of all 128 bits of m[i].
+// Lane 4 i + j: the sum of lane j over all 128-bit parts of m[i].
 inline Vec sum_quarters(const Vec (&m)[4]) {
     Vec a = add(_mm512_shuffle_f32x4(m[0], m[1], 0x88), _mm512_shuffle_f32x4(m[0], m[1], 0xdd));
     Vec b = add(_mm512_shuffle_f32x4(m[2], m[3], 0x88), _mm512_shuffle_f32x4(m[2], m[3], 0xdd));
@@ -150,7 +150,7 @@ inline float reduce_max(Vec v) {
 }
 inline Vec round(Vec v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
-// The same for an n of at most 128, which gives infinity.
+// The same for n up to 128, which gives infinity.
 inline Vec scale(Vec p, Vec n) {
     Vec small = _mm256_cmp_ps(n, set1(-125), _CMP_NGE_UQ);
     __m256i exponent = _mm256_cvtps_epi32(max(n, set1(-125)));
@@ -198,11 +198,11 @@ constexpr int kPanel = 2 * kLanes;  // columns that a micro-kernel computes at o
 // Arithmetic with pairs of bfloat16, the first in the lower half of a lane: only where kMultipliesPairs.
 // c + the two products of each lane, summed in float32.
 Vec fma_pairs(Bits a, Bits b, Vec c);
-// kPanel floats in order, rounded.
+// kPanel floats in order, rounded to pairs.
 Bits to_pairs(Vec a, Vec b);
-// The first n floats, rounded.
+// The first n floats, rounded to pairs.
 void store(bf16* p, Vec v, int n);
-// kPanel pairs of a number at `a` and the one as far behind `b`, as two vectors in order.
+// kPanel pairs (a[i], b[i]), as two vectors in order.
 void load_pairs(const void* a, const void* b, Bits& first, Bits& second);
 #if defined(__AVX512BF16__)
 constexpr bool kMultipliesPairs = true;
@@ -222,7 +222,7 @@ inline void load_pairs(const void* a, const void* b, Bits& first, Bits& second) 
 #else
 constexpr bool kMultipliesPairs = false;
 #endif
-// Floats [n] as pairs [(n + 1) / 2], in place where `out` is `in`. A finite number must follow an odd n.
+// Round floats [n] to pairs [(n + 1) / 2]; `out` may be `in`. If n is odd, a finite number must follow the last.
 inline void round_to_pairs(const float* in, int64_t n, uint32_t* out) {
     int64_t i = 0;
     if constexpr (kMultipliesPairs) {
@@ -233,17 +233,17 @@ inline void round_to_pairs(const float* in, int64_t n, uint32_t* out) {
         std::memcpy(out + i / 2, &lane, sizeof(lane));
     }
 }
-// Whether numbers of a T are multiplied as pairs.
+// Whether numbers of type T are multiplied as pairs.
 template <class T>
 constexpr bool kPairs = kMultipliesPairs && sizeof(T) == 2;
 
-// kPanel numbers as two vectors: floats in order, of bfloat16 those at even places and those at odd ones.
+// kPanel numbers as two vectors: floats in order; of bfloat16, first the numbers at even indices, then at odd ones.
 inline void load_panel(const float* p, Vec& a, Vec& b) { a = load(p), b = load(p + kLanes); }
 inline void load_panel(const bf16* p, Vec& a, Vec& b) {
     Bits bits = load_bits(p);
     a = low_bf16(bits), b = high_bf16(bits);
 }
-// Bring floats, of a multiple of kPanel, into the order that `load_panel` gives a T, and back.
+// Reorder floats, a multiple of kPanel, into the order in which `load_panel` returns numbers of type T, and back.
 template <class T>
 inline void split(float* x, int64_t n) {
     if (sizeof(T) == 4) return;
@@ -261,13 +261,13 @@ inline void join(float* x, int64_t n) {
     }
 }
 
-// 2^(x - base) for a whole base and an x - base of at most 128, within 2 units in the last place; 0 below -125.5, where
-// `scale` drops what the series gives (of -infinity, a NaN), and for a NaN.
+// 2^(x - base) for a whole base and x - base <= 128, within 2 units in the last place. 0 for x - base < -125.5,
+// including -infinity, and for NaN: `scale` drops these results.
 //
-// Another base gives the same number times a power of two, to the bit.
+// Another base gives the same result times a power of two, to the bit.
 inline Vec exp2(Vec x, Vec base) {
     Vec n = round(x), f = sub(x, n);
-    // 2^f on [-1/2, 1/2] within 1e-7 of itself, and exact for 0: the polynomial of least relative error.
+    // The polynomial of least relative error (1e-7) for 2^f on [-1/2, 1/2]; exact for 0.
     Vec p = set1(1.3264728e-3f);
     p = fma(p, f, set1(9.6715130e-3f));
     p = fma(p, f, set1(5.5507336e-2f));
@@ -284,14 +284,14 @@ constexpr float kLog2E = 1.44269504f;
 
 // x / (1 + e^-y): SiLU for y = x.
 inline Vec gated(Vec x, Vec y) {
-    // 2^128 is infinity already; an infinite exponent would make the series undefined.
+    // 2^128 is infinity already; clamp, because an infinite exponent would give NaN.
     Vec power = exp2(min(mul(y, set1(-kLog2E)), set1(128)), zero());
     return div(x, add(set1(1), power));
 }
 
 inline Vec silu(Vec x) { return gated(x, x); }
 
-// By its tanh, as (1 + tanh y) / 2 = 1 / (1 + e^-2y): 2 sqrt(2 / pi) (x + 0.044715 x^3).
+// GELU with the tanh approximation: x (1 + tanh y) / 2 = x / (1 + e^-2y), 2y = 2 sqrt(2 / pi) (x + 0.044715 x^3).
 inline Vec gelu(Vec x) {
     return gated(x, mul(x, fma(mul(x, x), set1(0.0713548163f), set1(1.5957691216f))));
 }
