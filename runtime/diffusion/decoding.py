@@ -49,7 +49,7 @@ class CanvasDecoding(Decoding):
         vocab_size: int = 0,
         soften: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ):
-        """`device`: of the logits; `vocab_size`, `soften`: only for DiffusionGemma, see `NoiseCanvas`."""
+        """`device`: where the logits are; `vocab_size`, `soften`: only for DiffusionGemma, see `NoiseCanvas`."""
         super().__init__()
         self._spec, self._device = spec, device
         self._vocab_size, self._soften = vocab_size, soften

@@ -43,7 +43,7 @@ def main_memory() -> int:
 
 
 def pool_pages(config: CacheConfig, bytes_per_token: int, device: torch.device) -> int:
-    """Number of pages of the pool; call with the weights on the device. Raises ModelError for < 2 or too many."""
+    """Number of pages for the KV pool in the memory that is free now. Raises ModelError if the number is unusable."""
     if config.pool_tokens is not None:
         tokens = config.pool_tokens
     elif device.type == "cuda":

@@ -36,7 +36,7 @@ class RotaryEmbedding:
     def shift(self, shifts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, float32 [T, head_dim / 2], that move already rotated rows by `shifts` positions, int64 [T].
 
-        The amplitude is left out, since the rows have it already. float64 angles add no error to those of the rows.
+        The amplitude is left out, since the rows have it already. Angles are computed in float64 to add no error.
         """
         angles = shifts.double()[:, None] * self.inv_freq
         return angles.cos().float(), angles.sin().float()

@@ -220,9 +220,9 @@ class _TokenTexts(dict[int, str]):
 class Detokenizer:
     """Incremental text of a token sequence, in whole characters.
 
-    Each `push` decodes only the tokens since the last shown text, with the tokens of that text as context. The pieces
-    add up to `Tokenizer.decode` of all tokens, with one exception: with byte fallback, a run of byte tokens that is not
-    UTF-8 becomes replacement characters as a whole, but its beginning may be shown already.
+    Each `push` decodes only the tokens since the last shown text, with the tokens of that text as context. All pieces
+    together equal `Tokenizer.decode` of all tokens, except for invalid UTF-8 in byte tokens: `decode` replaces the
+    whole run of byte tokens, but its valid beginning may be shown already.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):

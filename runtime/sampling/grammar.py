@@ -180,9 +180,9 @@ class GrammarCompiler:
 
     Args:
         load_tokenizer: returns the text of the model's tokenizer.json; called for the first grammar.
-        vocab_size: of the logits.
+        vocab_size: number of logits per row.
         eos: tokens that end a sequence.
-        timeout_s: limit for compiling one grammar; queueing does not count.
+        timeout_s: limit for compiling one grammar, without the time in the queue.
     """
 
     def __init__(

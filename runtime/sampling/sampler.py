@@ -29,7 +29,7 @@ _TRIES = 40
 _BLOCK = 64
 _LEAST_NOISE = 1e-30
 
-# Most rows that a CPU samples at once: larger buffers are allocated anew each time, which costs more than the work.
+# Most rows that a CPU samples at once. Larger buffers would be allocated each time, which costs more than sampling.
 _TOGETHER = 64
 
 
@@ -122,15 +122,15 @@ class Sampler:
 
     Args:
         vocab_size: columns of the logits.
-        device: of the logits.
-        argmax: `highest`, or the executor's own.
+        device: device of the logits.
+        argmax: `highest`, or `Executor.argmax`.
     """
 
     def __init__(self, vocab_size: int, device: torch.device, argmax: Callable[[torch.Tensor], torch.Tensor] = highest):
         self.vocab_size = vocab_size
         self.device = device
         self._argmax = argmax
-        # The second generator is seeded anew for every token of a request with a seed.
+        # The second generator is seeded again for every token of a request with a seed.
         self._unseeded, self._seeded = torch.Generator(device), torch.Generator(device)
         self._unseeded.seed()
         self._may_wait = device.type == "cpu"

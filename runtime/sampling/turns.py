@@ -35,7 +35,7 @@ class Turns:
 
     Args:
         threads: number of threads.
-        name: of the threads.
+        name: prefix of the threads' names.
         most: threads that one account may occupy; default: all but one.
     """
 

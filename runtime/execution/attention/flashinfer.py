@@ -65,7 +65,7 @@ class FlashInferAttention(AttentionBackend):
     name = "flashinfer"
 
     def __init__(self, pool: KVPool, rope: RotaryEmbedding, num_heads: int, dtype: torch.dtype = torch.bfloat16):
-        """`num_heads` and `dtype` are those of the queries."""
+        """`num_heads`, `dtype`: number of query heads, and dtype of queries."""
         self.pool = pool
         self.rope = rope
         self.num_heads = num_heads

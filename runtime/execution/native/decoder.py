@@ -232,7 +232,7 @@ class NativeDecoder:
         return cosines[index], sines[index]
 
     def _native_plan(self, plan: AttentionPlan) -> NativePlan:
-        """The plan for the kernels. Two are cached (one for windows): a plan that runs again has only grown."""
+        """The plan for the kernels, from a cache of two: `AttentionPlan`s that run again only have longer spans."""
         for known in self._plans:
             if known.plan is plan:
                 known.grow()

@@ -22,7 +22,7 @@ class DiffusionGemma(nn.Module):
     """
 
     def __init__(self, model: transformers.DiffusionGemmaForBlockDiffusion):
-        """Raises ModelError if the encoder has weights of its own."""
+        """Raises ModelError if the encoder does not share all its weights with the decoder."""
         super().__init__()
         decoder = model.model.decoder
         self._layers, self._embed = model.model.encoder.language_model, decoder.embed_tokens

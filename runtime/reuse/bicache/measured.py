@@ -102,15 +102,15 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class ShallowMeta:
-    """The record of a run in the tree, from which a reader learns in how many layers it may be reused.
+    """BiCache's record on a node of an encoded prefix: it says in how many layers the KV may be reused.
 
-    Under bidirectional attention the KV of a token depends on the whole input, so on the end of the prefix. A split
-    leaves both parts with the same record, as its numbers count from the root.
+    Under bidirectional attention, the KV of a token depends on the whole prefix. So if a node is split, both parts keep
+    the same record, whose numbers describe the whole prefix.
 
     Attributes:
-        encoded_tokens: length of the encoded prefix, with this run's tokens and those behind them.
-        table: depths and similarities by the prefix's share of a request, which only its reader knows.
-        measured: divergences measured while it was served.
+        encoded_tokens: length of the whole encoded prefix, of which this node holds a part.
+        table: depths and similarities by the prefix's share of a request.
+        measured: divergences measured in requests that shared the prefix.
     """
 
     encoded_tokens: int

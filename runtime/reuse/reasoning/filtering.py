@@ -56,7 +56,7 @@ class Match:
 
 
 class CollaborativeFilter:
-    """Splits an output into steps. For each step, it filters the earlier steps and measures the pages of the rest."""
+    """Splits an output into steps, and compares the pages of each step with the pages of similar earlier steps."""
 
     def __init__(self, distances: Distances, load_tokenizer: Callable[[], Tokenizer], page_size: int):
         """`load_tokenizer`: called once, at the first evaluation."""

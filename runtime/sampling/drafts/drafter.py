@@ -63,7 +63,7 @@ class Drafter:
         self._idle = 0  # steps until the next lookup
 
     def propose(self, requests: Sequence[Request], room: int, beside: int) -> dict[Request, array[int]]:
-        """Drafts for decoding requests. `room`: rows that the step has left; `beside`: its prompt rows."""
+        """Drafts for decoding requests. `room`: most drafted rows; `beside`: number of prompt rows in the step."""
         found = [(request, draft) for request in requests if (draft := self._find(request))]
         seconds = self._pace.seconds(len(requests), min(room, _ROWS), beside) if found else None
         drafts = [(self._rate(request).rate, len(draft)) for request, draft in found]

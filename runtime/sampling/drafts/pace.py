@@ -78,10 +78,10 @@ class Pace:
             cost.note(seconds, requests + drafted, at)
 
     def seconds(self, requests: int, most: int, beside: int = 0) -> list[float] | None:
-        """Expected seconds of steps with 0 to at most `most` drafted rows; None without measurements without drafts.
+        """Expected seconds of steps with 0 to at most `most` drafted rows; None: steps without drafts are unmeasured.
 
-        In a step with prompt rows, a drafted row costs at least as much as a prompt row: only cheaper tokens than later
-        ones may delay prompts.
+        In a step with prompt rows (`beside`), a drafted row costs at least as much as a prompt row, because it delays
+        prompts.
         """
         batch = _bucket(requests)
         costs, now = self._costs.get(batch, {}), self._steps.get(batch, 0)
