@@ -13,7 +13,7 @@ SOURCES = Path("runtime/execution/native/src")
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"]
 VNNI = [*AVX512, "-mavx512vnni"]
 ISA_FLAGS = {
-    "avx2": ["-mavx2", "-mfma"],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": AVX512,
     "avx512vnni": VNNI,
     "avx512bf16": [*VNNI, "-mavx512bf16"],

@@ -60,8 +60,10 @@ class ModelConfig(Section):
         "auto",
         description="type of weights and KV; auto: bfloat16, or float32 on a CPU without bfloat16 and native kernels",
     )
-    quantization: Literal["none", "int8"] = Field(
-        "none", description="int8: 8-bit weights and activations, for the native CPU kernels with AVX-512 VNNI"
+    quantization: Literal["auto", "none", "int4", "int8"] = Field(
+        "auto",
+        description="weights for the native CPU kernels; int4, int8: rounded to 4 or 8 bits; none: plain; auto: "
+        "a GGUF file's own types if --dtype is auto, otherwise none; quantised weights round activations to 8 bits",
     )
     model_impl: Literal["auto", ModelCode] = Field(
         "auto",

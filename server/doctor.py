@@ -44,7 +44,7 @@ def _facts(config: Config) -> Iterator[tuple[str, str]]:
     yield "cores", f"{_cores()} of {os.cpu_count()} may be used"
     yield "instructions", ", ".join(flag for flag in _FLAGS if flag in flags) or "none that the kernels use"
     yield "kernels", f"native, for {library.isa}" if library else "none: torch computes"
-    yield "8 bits", "--quantization int8" if library and library.has_int8() else "not on this processor"
+    yield "4 and 8 bits", "GGUF files, --quantization int4 and int8" if library else "unpacked: torch computes"
     yield "GPU", _gpu()
     yield "memory", f"{main_memory() / _GIB:.1f} GiB, {_free_memory() / _GIB:.1f} of it free"
     yield "pool", f"{config.cache.pool_memory:g} GiB (--pool-memory)"
@@ -64,8 +64,8 @@ def _hints() -> Iterator[str]:
     library, (_, flags) = load_best(), _processor()
     if library is None and "avx2" in flags:
         yield "Install a C++20 compiler and reinstall Ramet: native kernels are several times faster than torch."
-    elif library is not None and library.has_int8():
-        yield "--quantization int8 halves the bytes of weights that a decode step reads (about 1.5 times the tokens/s)."
+    elif library is not None:
+        yield "A GGUF file of 4 bits, or --quantization int8, makes decode steps read fewer bytes of weights."
     if "avx512f" in flags and "avx512_bf16" not in flags:
         yield "A processor with bfloat16 products (AVX512-BF16) computes prompts faster."
     if _cores() < (os.cpu_count() or 1):

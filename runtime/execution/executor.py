@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from runtime.batch import ForwardBatch
-from runtime.config import Config, ModelCode, unusable
+from runtime.config import Config, ModelCode, ModelConfig, unusable
 from runtime.errors import EngineDead, ModelError
 from runtime.execution.attention.backend import AttentionBackend
 from runtime.execution.attention.cpu import CPUAttention, Scores
@@ -26,16 +26,20 @@ from runtime.execution.sizing import check_weights, pool_pages
 from runtime.kv.pool import KVPool
 from runtime.models.adapters.lora import LoraAdapter
 from runtime.models.config_json import read_json
+from runtime.models.gguf_tensors import GGUFTensors
 from runtime.models.implementation import is_diffusion_gemma, own_spec
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.shards import Shard, split_spec
 from runtime.models.spec import LlamaSpec, ModelSpec
-from runtime.models.weights import load_weights, random_weights
+from runtime.models.weights import load_vectors, load_weights, random_weights
 
 log = logging.getLogger("ramet.engine")
 
 # Torch's default, which follows $OMP_NUM_THREADS; read before an executor changes it.
 ALL_THREADS = torch.get_num_threads()
+
+# Bits of `--quantization`.
+_BITS = {"int4": 4, "int8": 8}
 
 
 class _Adaptable(Protocol):
@@ -90,8 +94,10 @@ class Executor:
             raise ModelError(f"--kernels flashinfer is not served with {spec.architecture}")
         self.implementation: ModelCode = "transformers" if spec is None else "ramet"
         library = None if spec is None else self._choose_kernels(config, spec)
-        if library is None and (config.model.quantization != "none" or config.model.kernels == "native"):
-            raise ModelError("--quantization int8 and --kernels native need the native kernels of a CPU")
+        if library is None and (config.model.quantization in _BITS or config.model.kernels == "native"):
+            raise ModelError("--quantization int4 or int8 and --kernels native need the native kernels of a CPU")
+        given = config.model.quantization
+        self.quantization: str = given if given in _BITS else "none"
         self.dtype = choose_dtype(config.model, self.device, library is not None)
         self.kv_dtype = torch.float8_e4m3fn if config.cache.kv_dtype == "fp8" else self.dtype
         if spec is None:
@@ -131,8 +137,11 @@ class Executor:
         if self.device.type == "cpu":  # report a pool that is too large before reading the weights
             self._pool_pages(config, share)
         shard = None if group is None else Shard(group.rank, group.size)
+        linked = GGUFTensors.open(path) if library is not None and _keeps_codes(config.model) else None
         if config.model.random_weights:
             weights = random_weights(spec, self.dtype, self.device, shard)
+        elif linked is not None:
+            weights, self.quantization = load_vectors(linked, spec, self.dtype), "gguf"
         else:
             weights = load_weights(path, spec, self.dtype, shard)
         model = LlamaModel(share, weights, self.device, ops)
@@ -140,8 +149,9 @@ class Executor:
         graphs = self._graph_sizes(config) if backend == "flashinfer" else []
         self.pool = self._make_pool(config, share, spare_pages=1 if graphs else 0)
         if library is not None:
-            threads, int8 = config.engine.threads or ALL_THREADS, config.model.quantization == "int8"
-            self._decoder = native = NativeDecoder(library, model, self.pool, threads, int8)
+            threads, bits = config.engine.threads or ALL_THREADS, _BITS.get(config.model.quantization, 0)
+            stored = None if linked is None else (linked, path)
+            self._decoder = native = NativeDecoder(library, model, self.pool, threads, bits, stored)
             self.backend_name, self._forward, self.argmax = native.name, native.forward, native.argmax
             self.project = native.project
             # After a parallel operation, torch's threads spin on the cores that the kernels use.
@@ -246,3 +256,8 @@ def _context_length(config: Config, spec: ModelSpec) -> int:
     if asked is not None and asked > spec.context_length:
         raise ModelError(f"--context-length is {asked}; the model supports at most {spec.context_length}")
     return asked or spec.context_length
+
+
+def _keeps_codes(config: ModelConfig) -> bool:
+    """Whether the weights of a GGUF file are computed as they are stored."""
+    return config.quantization == "auto" and config.dtype == "auto" and not config.random_weights

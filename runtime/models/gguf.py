@@ -1,14 +1,14 @@
-"""Conversion of GGUF files to Hugging Face directories: tensors, names, row order, configuration, tokenizer."""
+"""Conversion of GGUF files to Hugging Face directories: configuration, tokenizer, and tensors or their places."""
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from runtime.errors import ModelError
+from runtime.models.gguf_tensors import ROPE_FACTORS, GGUFTensors, read_gguf
 from runtime.models.spec import LlamaSpec
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -16,62 +16,45 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen
 # Architectures that transformers converts, with the whole model in memory.
 BY_TRANSFORMERS = ("gemma3",)
 
-# Tensor with the divisors of Llama 3's rotary frequencies, which config.json describes by `rope_scaling`.
-_ROPE_FACTORS = "rope_freqs.weight"
 
-
-def convert_gguf(path: Path, work: Path) -> None:
+def convert_gguf(path: Path, work: Path, linked: bool = False) -> None:
     """Convert a GGUF file into a Hugging Face model directory, written to the existing directory `work`.
 
     Quantised tensors become float32, which is exact; float16 and bfloat16 tensors keep their type. Only one tensor at a
-    time is in memory, except for models that transformers converts.
+    time is in memory, except for models that transformers converts. With `linked`, the directory has no tensors of
+    models that Ramet's own code computes: it names the file instead.
 
     Raises:
         ModelError: if the file is not a complete GGUF file of a supported architecture.
         OSError: if the disk is full.
     """
-    metadata, tensors = _read(path)
+    metadata, tensors = read_gguf(path)
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES and architecture not in BY_TRANSFORMERS:
         supported = ", ".join((*ARCHITECTURES, *BY_TRANSFORMERS))
         raise ModelError(f"{path.name}: architecture {architecture!r}; supported in GGUF are {supported}")
     try:
         if architecture in ARCHITECTURES:
-            _write(path, metadata, tensors, architecture, work)
+            _write(path, metadata, tensors, architecture, work, linked)
         else:
             _write_by_transformers(path, metadata, work)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{path.name} has metadata of the wrong kind: {error}") from None
 
 
-def _read(path: Path) -> tuple[dict[str, Any], list[Any]]:
-    import gguf
-
-    try:
-        with path.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise ModelError(f"{path} is not a GGUF file")
-        reader = gguf.GGUFReader(path)
-        if reader.byte_order != "I" or sys.byteorder != "little":
-            raise ModelError(f"{path} is a big-endian GGUF file; supported are little-endian ones")
-        # Large arrays are decoded once here; the reader's accessor of a single element is quadratic.
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
-        if metadata.get("split.count", 1) > 1:
-            raise ModelError(f"{path} is one of {metadata['split.count']} parts; join them to one file first")
-    except ModelError:
-        raise
-    except Exception as error:  # the reader has no exception type: a truncated file raises almost anything
-        raise ModelError(f"{path} is truncated, or not a readable GGUF file: {error}") from None
-    return metadata, reader.tensors
-
-
-def _write(path: Path, metadata: dict[str, Any], tensors: list[Any], architecture: str, work: Path) -> None:
+def _write(
+    path: Path, metadata: dict[str, Any], tensors: list[Any], architecture: str, work: Path, linked: bool
+) -> None:
     config = _config(path, metadata, architecture, tensors)
     _write_json(work / "config.json", config)
     ids = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(k) is not None}
     _write_json(work / "generation_config.json", ids)
     _write_tokenizer(path, metadata, work)
-    _write_tensors(path, _named(path, tensors, architecture, LlamaSpec.load(work)), config, architecture, work)
+    stored = GGUFTensors.named(path, tensors, architecture, LlamaSpec.load(work))
+    if linked:
+        stored.link(work)
+    else:
+        stored.write(work / "model.safetensors")
 
 
 def _write_by_transformers(path: Path, metadata: dict[str, Any], work: Path) -> None:
@@ -149,7 +132,7 @@ def _ends(metadata: dict[str, Any]) -> int | list[int] | None:
 def _rope_scaling(
     path: Path, metadata: dict[str, Any], architecture: str, config: dict[str, Any], tensors: list[Any]
 ) -> dict[str, Any] | None:
-    factors = next((t.data for t in tensors if t.name == _ROPE_FACTORS), None)
+    factors = next((t.data for t in tensors if t.name == ROPE_FACTORS), None)
     if factors is not None:
         return _llama3_scaling(path, np.asarray(factors, dtype=np.float64), config)
     prefix = f"{architecture}.rope.scaling."
@@ -187,76 +170,6 @@ def _llama3_scaling(path: Path, factors: np.ndarray, config: dict[str, Any]) -> 
         "high_freq_factor": high,
         "original_max_position_embeddings": original,
     }
-
-
-def _named(path: Path, tensors: list[Any], architecture: str, spec: LlamaSpec) -> dict[str, Any]:
-    """The file's tensors by their Hugging Face names. Raises ModelError if names or shapes do not fit the model."""
-    import gguf
-
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], spec.num_layers)
-    stored = {tensor.name: tensor for tensor in tensors if tensor.name != _ROPE_FACTORS}
-    named: dict[str, Any] = {}
-    for name, shape in spec.expected_tensors().items():
-        module, kind = name.rsplit(".", 1)
-        if (tensor := stored.pop(f"{names[module]}.{kind}", None)) is None:
-            raise ModelError(f"{path.name} has no tensor for {name}, which its metadata requires")
-        if (found := _shape(tensor)) != shape:
-            raise ModelError(f"{path.name}: {tensor.name} has shape {list(found)}; expected is {list(shape)}")
-        named[name] = tensor
-    if stored:
-        raise ModelError(f"{path.name} has a tensor {next(iter(stored))}, which this model does not use")
-    return named
-
-
-def _shape(tensor: Any) -> tuple[int, ...]:
-    return tuple(int(size) for size in reversed(tensor.shape))
-
-
-def _write_tensors(path: Path, tensors: dict[str, Any], config: dict[str, Any], architecture: str, work: Path) -> None:
-    """Write model.safetensors, one tensor at a time; the library's writer needs all of them in memory."""
-    from tqdm import tqdm
-
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        kind, size = _stored(tensor)
-        begin, end = end, end + int(np.prod(_shape(tensor))) * size
-        header[name] = {"dtype": kind, "shape": _shape(tensor), "data_offsets": [begin, end]}
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    with (work / "model.safetensors").open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for name, tensor in tqdm(tensors.items(), desc=f"converting {path.name}", unit="tensor", disable=None):
-            data = _values(path, tensor).reshape(_shape(tensor))
-            if architecture == "llama" and (module := name.split(".")[-2]) in heads:
-                data = _unpermute(data, heads[module])
-            file.write(np.ascontiguousarray(data).data)
-
-
-def _stored(tensor: Any) -> tuple[str, int]:
-    """The stored type of a tensor: safetensors' name and bytes per value."""
-    return {"F16": ("F16", 2), "BF16": ("BF16", 2)}.get(tensor.tensor_type.name, ("F32", 4))
-
-
-def _values(path: Path, tensor: Any) -> np.ndarray:
-    """The values of a tensor as float32, or the bits of a 16-bit type as uint16; the shape may be flat."""
-    from gguf.quants import dequantize
-
-    if _stored(tensor)[1] == 2:
-        return tensor.data.view(np.uint16)
-    try:
-        return dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-    except (NotImplementedError, KeyError):
-        raise ModelError(
-            f"{path.name}: {tensor.name} has quantisation {tensor.tensor_type.name}; it is not supported"
-        ) from None
-
-
-def _unpermute(data: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of q or k from llama.cpp's order (interleaved RoPE) to Hugging Face's (half-split RoPE)."""
-    rows = len(data)
-    return data.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(data.shape)
 
 
 def _write_tokenizer(path: Path, metadata: dict[str, Any], work: Path) -> None:

@@ -28,7 +28,7 @@ def resolve_model(config: ModelConfig) -> Path:
     if path.is_dir():
         return path
     if path.is_file():
-        return _from_file(path, default_cache_dir())
+        return _from_file(path, default_cache_dir(), config.model_impl != "transformers")
     if name == DEFAULT_MODEL:
         return fetch_default(default_cache_dir())
     if name in ADAPTERS:
@@ -83,19 +83,19 @@ def known_names(config: ModelConfig) -> list[str]:
     return [*served_names(config), config.model, Path(config.model).name]
 
 
-def _from_file(path: Path, cache_dir: Path) -> Path:
+def _from_file(path: Path, cache_dir: Path, linked: bool) -> Path:
     if path.suffix != ".gguf":
         raise ModelError(f"--model {path} is a file, but not a .gguf file; a model directory or a GGUF file is needed")
 
     def make(work: Path) -> None:
         from runtime.models.gguf import convert_gguf
 
-        convert_gguf(path, work)
+        convert_gguf(path, work, linked)
 
     state = path.stat()
     identity = f"{path.resolve()}\n{state.st_size}\n{state.st_mtime_ns}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
-    return provide(cache_dir / "models" / f"{path.stem}-{digest}-{FORMAT}", make)
+    return provide(cache_dir / "models" / f"{path.stem}-{digest}{'-link' if linked else ''}-{FORMAT}", make)
 
 
 def _from_hub(name: str, config: ModelConfig) -> Path:

@@ -1,6 +1,7 @@
 """Weights from safetensors files, checked against the model's spec."""
 
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from runtime.errors import ModelError
+from runtime.models.gguf_tensors import GGUFTensors
 from runtime.models.shards import Shard
 from runtime.models.spec import LlamaSpec, ModelSpec
 
@@ -32,11 +34,40 @@ def load_weights(
     Raises:
         ModelError: if a file is missing or truncated, or a tensor is missing or has a wrong shape or type.
     """
+    linked = GGUFTensors.open(directory)
+    if linked is None:
+        tensors = _read_tensors(directory, spec, dtype)
+    else:
+        tensors = ((n, read_linked(linked, n, _dtype_of(n, spec, dtype))) for n in spec.expected_tensors())
+    weights = {name: tensor if shard is None else shard.cut(name, tensor).clone() for name, tensor in tensors}
+    if shard is not None and spec.tie_embeddings:
+        weights["lm_head.weight"] = shard.head(weights["model.embed_tokens.weight"]).clone()
+    return weights
+
+
+def load_vectors(linked: GGUFTensors, spec: LlamaSpec, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """`load_weights` of a GGUF file without its matrices, which are [rows, 0]."""
+    return {
+        name: torch.empty(shape[0], 0, dtype=dtype)
+        if len(shape) == 2
+        else read_linked(linked, name, _dtype_of(name, spec, dtype))
+        for name, shape in spec.expected_tensors().items()
+    }
+
+
+def read_linked(linked: GGUFTensors, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of a GGUF file. Raises ModelError if its type is not known."""
+    values = torch.from_numpy(linked.values(name).copy())
+    if values.dtype == torch.uint16:
+        values = values.view({"F16": torch.float16, "BF16": torch.bfloat16}[linked.kind(name)])
+    return values.to(dtype)
+
+
+def _read_tensors(directory: Path, spec: LlamaSpec, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     expected = spec.expected_tensors()
     names = {spec.stored_name(name): name for name in expected}
     files = _locate(directory, list(names))
     total = sum(path.stat().st_size for path in files)
-    weights: dict[str, torch.Tensor] = {}
     # None: tqdm shows its bar on terminals only.
     disable = None if total >= _BAR_FROM_BYTES else True
     with tqdm(total=len(expected), desc="loading", unit="tensor", disable=disable) as bar:
@@ -44,15 +75,14 @@ def load_weights(
             with _open(path) as file:
                 for name in stored:
                     own = names[name]
-                    # float32 for small differences between experts' scores, and for Gemma's factors 1 + weight.
-                    wide = own.endswith(".expert_bias") or (spec.gemma and own.endswith("norm.weight"))
-                    kept = torch.float32 if wide else dtype
-                    tensor = _read(file, path, name, expected[own], kept)
-                    weights[own] = tensor if shard is None else shard.cut(own, tensor).clone()
+                    yield own, _read(file, path, name, expected[own], _dtype_of(own, spec, dtype))
                     bar.update()
-    if shard is not None and spec.tie_embeddings:
-        weights["lm_head.weight"] = shard.head(weights["model.embed_tokens.weight"]).clone()
-    return weights
+
+
+def _dtype_of(name: str, spec: LlamaSpec, dtype: torch.dtype) -> torch.dtype:
+    # float32 for small differences between experts' scores, and for Gemma's factors 1 + weight.
+    wide = name.endswith(".expert_bias") or (spec.gemma and name.endswith("norm.weight"))
+    return torch.float32 if wide else dtype
 
 
 def find_weights(directory: Path) -> list[Path]:
@@ -69,7 +99,9 @@ def find_weights(directory: Path) -> list[Path]:
 def digest_weights(directory: Path, spec: ModelSpec) -> str:
     """A digest of the contents of all files with the model's weights. Raises ModelError."""
     state = xxhash.xxh3_128()
-    if isinstance(spec, LlamaSpec):
+    if (linked := GGUFTensors.open(directory)) is not None:
+        files = [linked.path]
+    elif isinstance(spec, LlamaSpec):
         files = sorted(_locate(directory, [spec.stored_name(name) for name in spec.expected_tensors()]))
     else:
         files = find_weights(directory)

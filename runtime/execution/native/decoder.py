@@ -6,6 +6,8 @@ import ctypes
 import math
 import weakref
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,6 @@ import torch
 import torch.nn.functional as F
 
 from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, HiddenRows
-from runtime.errors import ModelError
 from runtime.execution import llama
 from runtime.execution.adapters import fuse, rows_within
 from runtime.execution.attention.paged_index import rows_of
@@ -21,18 +22,22 @@ from runtime.execution.native import library as c
 from runtime.execution.native.experts import NativeExperts
 from runtime.execution.native.library import Library
 from runtime.execution.native.packed import PackedWeights, Team, describe, packed_bytes
+from runtime.execution.native.stored import StoredMatrices
 from runtime.kv.pool import KVPool
 from runtime.models.adapters.lora import LoraAdapter
+from runtime.models.gguf_tensors import GGUFTensors
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.spec import LlamaSpec
+
+Stored = tuple[GGUFTensors, Path]
 
 
 class NativeDecoder:
     """The decoder stack and head over a paged pool on the CPU.
 
-    Weights and pool are float32 or bfloat16. Arithmetic is float32, with two exceptions. `avx512bf16` rounds
-    activations, queries and attention weights to bfloat16 if the other factor is bfloat16. `int8` rounds weights and
-    activations to 8 bits, with a scale for each 64 values of a row.
+    Weights and pool are float32 or bfloat16, or weights are codes of 4 to 8 bits. Arithmetic is float32, with two
+    exceptions. `avx512bf16` rounds activations, queries and attention weights to bfloat16 if the other factor is
+    bfloat16. For codes, activations are rounded to 8 bits, with a scale for each 16 or 32 values of a row.
 
     Attributes:
         name: `native-`, the instruction set, and `-int8` if it applies.
@@ -40,30 +45,38 @@ class NativeDecoder:
     """
 
     def __init__(
-        self, library: Library, model: llama.LlamaModel, pool: KVPool, threads: int, int8: bool = False
+        self,
+        library: Library,
+        model: llama.LlamaModel,
+        pool: KVPool,
+        threads: int,
+        bits: int = 0,
+        stored: Stored | None = None,
     ) -> None:
         """Pack the weights of `model` and delete the originals.
 
+        Args:
+            bits: 4 or 8 rounds the matrices to codes of that size; 0 keeps them.
+            stored: a GGUF file and the model's directory. The matrices are the file's; those of `model` are [rows, 0].
+
         Raises:
             MemoryError: if the packed weights do not fit into memory.
-            ModelError: for `int8` on a processor without AVX-512 VNNI.
         """
-        if int8 and not library.has_int8():
-            raise ModelError("--quantization int8 needs a processor with AVX-512 VNNI")
-        self.name = f"native-{library.isa}" + ("-int8" if int8 else "")
-        self.library, self._int8 = library, int8
+        self.name = f"native-{library.isa}" + (f"-int{bits}" if bits else "-gguf" if stored else "")
+        self.library, self._bits = library, bits
         self.spec, self.rope, self.pool = model.spec, model.rope, pool
         self._dtype = model.embedding.dtype
         self.adapters: dict[str, PackedAdapter] = {}
         self.team = Team(library, threads)
-        self._weights = PackedWeights(self.team, _model_bytes(library, model, int8))
+        self._stored = StoredMatrices(self.team, self.spec, self._dtype, *stored) if stored else None
+        self._weights = PackedWeights(self.team, 0 if stored else _model_bytes(library, model, bits))
         self._layers = (c.LayerStruct * self.spec.num_layers)()
         # Experts and the norm before them, by layer. The kernels compute these layers only up to the attention output.
         self._experts: dict[int, tuple[NativeExperts, torch.Tensor]] = {}
         for index in range(self.spec.num_layers):
             if (experts := model.layers[index].experts) is not None:
                 norm = model.layers[index].post_norm.float()
-                self._experts[index] = NativeExperts(experts, self.team, int8), norm
+                self._experts[index] = NativeExperts(experts, self.team, bits), norm
             self._layers[index] = self._pack_layer(model.layers[index], index)
             model.layers[index] = None  # type: ignore[call-overload]
         self._model = self._describe_model(model)
@@ -79,6 +92,17 @@ class NativeDecoder:
     def _pack_layer(self, layer: llama.Layer, index: int) -> c.LayerStruct:
         pack = self._weights
         k, v = self.pool.k[index], self.pool.v[index]
+        if self._stored is None:
+            add = partial(pack.add, bits=self._bits)
+            qkv = [add(layer.qkv, layer.qkv_bias)]
+            o, down = add(layer.o, layer.o_bias), add(layer.down, layer.down_bias)
+            gate_up = add(layer.gate_up, layer.gate_up_bias, paired=True)
+        else:
+            qkv, o, gate_up, down = self._stored.layer(index)
+            biases = layer.qkv_bias.split([w.n for w in qkv]) if layer.qkv_bias is not None else [None] * len(qkv)
+            given = [*zip(qkv, biases, strict=True), (o, layer.o_bias), (gate_up, layer.gate_up_bias)]
+            for matrix, bias in (*given, (down, layer.down_bias)):
+                matrix.bias = pack.keep_bias(matrix, bias)
         return c.LayerStruct(
             input_norm=self._float(layer.input_norm),
             post_norm=self._float(layer.post_norm),
@@ -86,22 +110,24 @@ class NativeDecoder:
             k_norm=self._float(layer.k_norm),
             o_norm=self._float(layer.o_norm),
             down_norm=self._float(layer.down_norm),
-            qkv=pack.add(layer.qkv, layer.qkv_bias, int8=self._int8),
-            o=pack.add(layer.o, layer.o_bias, int8=self._int8),
-            gate_up=pack.add(layer.gate_up, layer.gate_up_bias, paired=True, int8=self._int8),
-            down=pack.add(layer.down, layer.down_bias, int8=self._int8),
+            qkv=(c.Matrix * 3)(*qkv),
+            o=o,
+            gate_up=gate_up,
+            down=down,
             kv=c.LayerKV(k=k.data_ptr(), v=v.data_ptr(), sinks=self._float(layer.sinks)),
         )
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
-        """Pack an adapter in the model's dtype, even with `int8`. Raises ModelError if it does not fit the model."""
+        """Pack an adapter in the model's dtype, even beside codes. Raises ModelError if it does not fit the model."""
         self.adapters[adapter.digest] = PackedAdapter(self.team, adapter, self.spec, self._dtype)
 
     def _float(self, weight: torch.Tensor | None) -> int | None:
         return None if weight is None else self._weights.keep(weight.float())
 
     def _describe_model(self, model: llama.LlamaModel) -> c.Model:
-        spec, pool = self.spec, self.pool
+        spec, pool, stored = self.spec, self.pool, self._stored
+        head = self._weights.add(model.head, bits=_head_bits(self._bits)) if stored is None else stored.head
+        is_table = stored is not None or spec.tie_embeddings
         return c.Model(
             hidden=spec.hidden_size,
             inner=spec.intermediate_size,
@@ -119,9 +145,10 @@ class NativeDecoder:
             ),
             layers=self._layers,
             norm=self._float(model.norm),
-            head=self._weights.add(model.head, int8=self._int8),
+            head=head,
             # A tied embedding is read from the packed head.
-            embedding=None if spec.tie_embeddings else self._weights.keep(model.embedding),
+            table=head if stored is None else stored.table,
+            embedding=None if is_table else self._weights.keep(model.embedding),
             embedding_is_bf16=model.embedding.dtype == torch.bfloat16,
         )
 
@@ -271,11 +298,17 @@ class NativeDecoder:
         return torch.from_numpy(out)
 
 
-def _model_bytes(library: Library, model: llama.LlamaModel, int8: bool) -> int:
-    weights = [(model.head, False)]
+def _model_bytes(library: Library, model: llama.LlamaModel, bits: int) -> int:
+    weights = []
     for layer in model.layers:
         weights += [(layer.qkv, False), (layer.o, False), (layer.gate_up, True), (layer.down, False)]
-    return sum(packed_bytes(library, describe(weight, paired, int8)) for weight, paired in weights)
+    head = packed_bytes(library, describe(model.head, bits=_head_bits(bits)))
+    return head + sum(packed_bytes(library, describe(weight, paired, bits)) for weight, paired in weights)
+
+
+def _head_bits(bits: int) -> int:
+    """Fewer than 8 bits cost most in the head, which is also the embedding of tied models."""
+    return 8 if bits else 0
 
 
 class PackedAdapter:

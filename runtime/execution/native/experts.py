@@ -14,20 +14,20 @@ class NativeExperts(Experts):
 
     __slots__ = ("_down", "_gate_up", "_router")
 
-    def __init__(self, experts: Experts, team: Team, int8: bool):
+    def __init__(self, experts: Experts, team: Team, bits: int):
         """Move the weights out of `experts`. Raises MemoryError."""
         gate_up, down = experts.gate_up, experts.down
         # New tensors, because views would keep the weights in memory.
         experts.gate_up, experts.down = gate_up.new_empty(0), down.new_empty(0)
         super().__init__(experts.spec, experts.ops, experts.router, experts.gate_up, experts.down, experts.bias)
         is_paired = self.spec.limit is None
-        described = [describe(gate_up[0], is_paired, int8), describe(down[0], int8=int8)] * self.spec.count
+        described = [describe(gate_up[0], is_paired, bits), describe(down[0], bits=bits)] * self.spec.count
         described.append(describe(experts.router))
         packed = PackedWeights(team, sum(packed_bytes(team.library, one) for one in described))
         bias = None if experts.router_bias is None else experts.router_bias[None]
-        self._router = _Stack(packed, experts.router[None], bias, False, False)
-        self._gate_up = _Stack(packed, gate_up, experts.gate_up_bias, is_paired, int8)
-        self._down = _Stack(packed, down, experts.down_bias, False, int8)
+        self._router = _Stack(packed, experts.router[None], bias, False, 0)
+        self._gate_up = _Stack(packed, gate_up, experts.gate_up_bias, is_paired, bits)
+        self._down = _Stack(packed, down, experts.down_bias, False, bits)
 
     def _scores(self, x: torch.Tensor) -> torch.Tensor:
         # Not with torch, whose rounding depends on the number of rows.
@@ -41,12 +41,10 @@ class NativeExperts(Experts):
 class _Stack:
     """One weight for each expert, [experts, out, in]. `paired`: it is gate over up, and `multiply` applies SiLU."""
 
-    def __init__(
-        self, packed: PackedWeights, weight: torch.Tensor, bias: torch.Tensor | None, paired: bool, int8: bool
-    ):
+    def __init__(self, packed: PackedWeights, weight: torch.Tensor, bias: torch.Tensor | None, paired: bool, bits: int):
         biases = [None] * len(weight) if bias is None else bias
         self._packed = packed
-        self._matrices = [packed.add(one, b, paired, int8) for one, b in zip(weight, biases, strict=True)]
+        self._matrices = [packed.add(one, b, paired, bits) for one, b in zip(weight, biases, strict=True)]
         self._columns, self._into = weight.shape[1] // (2 if paired else 1), c.SILU if paired else 0
 
     def multiply(self, x: torch.Tensor, expert: int) -> torch.Tensor:

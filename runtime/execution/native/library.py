@@ -12,10 +12,11 @@ from pathlib import Path
 ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2")
 
 # Libraries whose `ramet_interface` returns another number do not match the declarations below.
-_INTERFACE = 10
+_INTERFACE = 11
 
-# Values of `Into` for gated activations, in src/gemm.h.
+# Values of `Into` for gated activations, in src/gemm.h, and of `Storage` for codes, in src/matrix.h.
 SILU, GELU = 2, 3
+CODES = 2
 
 
 def _fields(integers: str = "", pointers: str = "") -> list[tuple[str, type]]:
@@ -25,7 +26,11 @@ def _fields(integers: str = "", pointers: str = "") -> list[tuple[str, type]]:
 class Matrix(Structure):
     """Packed weights [n, k] (`src/matrix.h`)."""
 
-    _fields_ = (("data", c_void_p), ("bias", c_void_p), *_fields("n k storage is_paired"))
+    _fields_ = (
+        ("data", c_void_p),
+        ("bias", c_void_p),
+        *_fields("n k storage is_paired bits group has_minima is_nested"),
+    )
 
 
 class Product(Structure):
@@ -58,7 +63,8 @@ class LayerKV(Structure):
 class LayerStruct(Structure):
     _fields_ = (
         *_fields(pointers="input_norm post_norm q_norm k_norm o_norm down_norm"),
-        *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
+        ("qkv", Matrix * 3),
+        *((name, Matrix) for name in ("o", "gate_up", "down")),
         ("kv", LayerKV),
     )
 
@@ -68,7 +74,7 @@ class Model(Structure):
         *_fields("hidden inner vocab num_layers"),
         *(("eps", c_float), ("embedding_scale", c_float), ("gate", c_int64), ("shape", Shape)),
         *(("layers", POINTER(LayerStruct)), ("norm", c_void_p)),
-        *(("head", Matrix), ("embedding", c_void_p), ("embedding_is_bf16", c_int64)),
+        *(("head", Matrix), ("table", Matrix), ("embedding", c_void_p), ("embedding_is_bf16", c_int64)),
     )
 
 
@@ -114,7 +120,6 @@ class Projection(Structure):
 _INTO_LIBRARY: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "interface": (c_int64, ()),
     "supported": (c_int64, ()),
-    "has_int8": (c_int64, ()),
     "team_create": (c_void_p, (c_int64,)),
     "team_destroy": (None, (c_void_p,)),
     "allocate": (c_void_p, (c_int64,)),
@@ -145,6 +150,7 @@ class Library:
     Attributes:
         isa: one of `ISAS`.
         path: file of the library.
+        panel: number of columns in a panel (`src/matrix.h`).
     """
 
     def __init__(self, isa: str, path: Path):
@@ -155,6 +161,7 @@ class Library:
             function = getattr(self._library, f"ramet_{name}")
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
+        self.panel: int = self.matrix_columns(ctypes.byref(Matrix(n=1, k=1)))
 
     def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:
         raise AttributeError(name)

@@ -3,10 +3,13 @@
 import ctypes
 import weakref
 
+import numpy as np
 import torch
 
 from runtime.execution.native import library as c
+from runtime.execution.native.codes import pack_into
 from runtime.execution.native.library import Library
+from runtime.models.ggml import encode
 
 _ALIGNMENT = 4096
 
@@ -26,7 +29,7 @@ class PackedWeights:
     def __init__(self, team: Team, num_bytes: int):
         """Raises MemoryError."""
         self.team = team
-        library = team.library
+        library, num_bytes = team.library, max(num_bytes, _ALIGNMENT)
         self._next = library.allocate(num_bytes)
         if self._next is None:
             raise MemoryError(f"{num_bytes} bytes for the packed weights")
@@ -35,20 +38,30 @@ class PackedWeights:
         self._finalizer = weakref.finalize(self, library.free, self._next, num_bytes)
 
     def add(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, paired: bool = False, int8: bool = False
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, paired: bool = False, bits: int = 0
     ) -> c.Matrix:
-        """Pack a weight [n, k], float32 or bfloat16, with its bias [n]. `paired`: gate over up in one weight."""
-        library, weight = self.team.library, (weight.float() if int8 else weight).contiguous()
-        matrix = describe(weight, paired, int8)
+        """Pack a weight [n, k], float32 or bfloat16, with its bias [n].
+
+        Args:
+            paired: whether the weight is gate over up.
+            bits: 4 or 8 rounds the weight to codes of that size; 0 keeps it.
+        """
+        matrix = describe(weight, paired, bits)
         matrix.data = self._next
-        self._next += packed_bytes(library, matrix)
+        self._next += packed_bytes(self.team.library, matrix)
         assert self._next <= self._end
-        library.pack(self.team.handle, ctypes.byref(matrix), weight.data_ptr())
-        if bias is not None:
-            columns = range(library.matrix_columns(ctypes.byref(matrix)))
-            rows = torch.tensor([library.matrix_source_row(ctypes.byref(matrix), i) for i in columns])
-            matrix.bias = self.keep(bias.float()[rows.clamp_min(0)].masked_fill(rows < 0, 0))
+        pack(self.team, matrix, weight)
+        matrix.bias = self.keep_bias(matrix, bias)
         return matrix
+
+    def keep_bias(self, matrix: c.Matrix, bias: torch.Tensor | None) -> int | None:
+        """The address of a bias [n] in the order of the matrix's columns."""
+        if bias is None:
+            return None
+        library, given = self.team.library, ctypes.byref(matrix)
+        rows = [library.matrix_source_row(given, i) for i in range(library.matrix_columns(given))]
+        order = torch.tensor(rows)
+        return self.keep(bias.float()[order.clamp_min(0)].masked_fill(order < 0, 0))
 
     def keep(self, tensor: torch.Tensor) -> int:
         """Keep a tensor as long as the weights; returns its address."""
@@ -57,10 +70,23 @@ class PackedWeights:
         return tensor.data_ptr()
 
 
-def describe(weight: torch.Tensor, paired: bool = False, int8: bool = False) -> c.Matrix:
-    """The description of a weight [n, k], without data."""
+def describe(weight: torch.Tensor, paired: bool = False, bits: int = 0) -> c.Matrix:
+    """The description of a weight [n, k], without data; see `PackedWeights.add`."""
     n, k = weight.shape
-    return c.Matrix(n=n, k=k, storage=2 if int8 else int(weight.dtype == torch.bfloat16), is_paired=paired)
+    if bits:
+        return c.Matrix(n=n, k=k, storage=c.CODES, is_paired=paired, bits=bits, group=32, has_minima=bits == 4)
+    return c.Matrix(n=n, k=k, storage=int(weight.dtype == torch.bfloat16), is_paired=paired)
+
+
+def pack(team: Team, matrix: c.Matrix, weight: torch.Tensor) -> None:
+    """Write a weight [n, k] to `matrix.data`."""
+    library = team.library
+    if matrix.storage == c.CODES:
+        size = library.matrix_bytes(ctypes.byref(matrix))
+        to = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(matrix.data))
+        pack_into(to, matrix, lambda rows: encode(weight[rows].float().numpy(), matrix.bits), library.panel)
+    else:
+        library.pack(team.handle, ctypes.byref(matrix), weight.contiguous().data_ptr())
 
 
 def packed_bytes(library: Library, matrix: c.Matrix) -> int:

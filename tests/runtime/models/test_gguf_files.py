@@ -36,7 +36,7 @@ def tensors(seed=0):
 
 
 def write(path, values=None, kind=None, endianess=gguf.GGUFEndian.LITTLE, **fields):
-    """A small llama file; matrices are stored as `kind`."""
+    """A small llama file; matrices are stored as `kind`, or as a dict says by the last part of their names."""
     writer = gguf.GGUFWriter(path, "llama", endianess=endianess)
     counts = {"block_count": LAYERS, "context_length": 99, "embedding_length": HIDDEN, "feed_forward_length": HIDDEN}
     counts |= {"attention.head_count": HEADS, "attention.head_count_kv": HEADS}
@@ -50,10 +50,11 @@ def write(path, values=None, kind=None, endianess=gguf.GGUFEndian.LITTLE, **fiel
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([f"t{i}" for i in range(TOKENS)])
     for name, value in (values or tensors()).items():
-        if kind is None or value.ndim == 1:
+        own = kind.get(name.split(".")[-2]) if isinstance(kind, dict) else kind
+        if own is None or value.ndim == 1:
             writer.add_tensor(name, value)
         else:
-            writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
+            writer.add_tensor(name, gguf.quants.quantize(value, own), raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -18,7 +18,7 @@ from runtime.models.resolve import model_name, resolve_model, served_names, serv
 def test_a_gguf_file_is_converted_once_for_each_state(tmp_path, monkeypatch):
     calls = []
 
-    def convert(path, work):
+    def convert(path, work, linked):
         calls.append(path)
         (work / "config.json").write_text("{}")
 

@@ -11,7 +11,7 @@
 #define RAMET_API extern "C" __attribute__((visibility("default")))
 
 // Version of the structures and functions below. Python refuses libraries with another version.
-RAMET_API int64_t ramet_interface() { return 10; }
+RAMET_API int64_t ramet_interface() { return 11; }
 
 // Whether this processor has the instruction sets that the library was compiled for.
 RAMET_API int64_t ramet_supported() {
@@ -29,9 +29,6 @@ RAMET_API int64_t ramet_supported() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
 }
-
-// Whether this library supports 8-bit matrices.
-RAMET_API int64_t ramet_has_int8() { return ramet::kMultipliesBytes; }
 
 RAMET_API ramet::Team* ramet_team_create(int64_t threads) { return new ramet::Team(int(threads)); }
 RAMET_API void ramet_team_destroy(ramet::Team* team) { delete team; }

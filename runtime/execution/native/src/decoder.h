@@ -12,7 +12,7 @@ struct Layer {
     const float* k_norm;      // [dim]
     const float* o_norm;      // [hidden], normalises the product before the residual is added; null: no norm
     const float* down_norm;   // [hidden], likewise
-    Matrix qkv;
+    Matrix qkv[3];            // side by side, as their storage may differ; unused ones have no columns
     Matrix o;
     Matrix gate_up;  // paired; without columns, the layer ends after its attention
     Matrix down;
@@ -53,7 +53,8 @@ struct Model {
     const Layer* layers;
     const float* norm;  // [hidden]
     Matrix head;
-    const void* embedding;  // [vocab, hidden]; null: tied to the head and read from it
+    Matrix table;           // embeddings; equal to the head if they are tied
+    const void* embedding;  // [vocab, hidden], used instead of the table; null: the table is used
     int64_t embedding_is_bf16;
 };
 
@@ -108,7 +109,7 @@ class Decoder {
   public:
     Decoder(const Model& model, Team& team)
         : model_(model), team_(team),
-          pairs_(kMultipliesPairs && model.head.storage == Storage::kBfloat16), attention_(model.shape, pairs_),
+          pairs_(kMultipliesPairs && is_bf16(model)), attention_(model.shape, pairs_),
           scratch_(new Scratch[team.size()]) {
         const Shape& shape = model.shape;
         // An odd number of cache lines, so that the rows of a tile use different sets of the cache.
@@ -173,7 +174,7 @@ class Decoder {
                 normalise_row(wanted.states + row * model_.hidden, layer.input_norm, model_.hidden,
                               normed_.data() + row * ld_hidden_);
             });
-            multiply(worker, {normed_.data(), ld_hidden_, m, &layer.qkv, qkv_.data(), ld_qkv_, ld_qkv_, Into::kStore});
+            multiply_qkv(worker, layer, 0, m, false);
             each_row(worker, [&](int64_t row) {
                 rotate(layer, wanted.cosine, wanted.sine, row);
                 std::copy_n(qkv_.data() + row * ld_qkv_, width, wanted.out + row * width);
@@ -182,6 +183,17 @@ class Decoder {
     }
 
   private:
+    static bool is_bf16(const Model& model) {
+        bool all = model.head.storage == Storage::kBfloat16;
+        for (int64_t i = 0; i < model.num_layers; ++i) {
+            const Layer& layer = model.layers[i];
+            for (const Matrix* w : {layer.qkv, &layer.o, &layer.gate_up, &layer.down}) {
+                all = all && (w->n == 0 || w->storage == Storage::kBfloat16);
+            }
+        }
+        return all;
+    }
+
     struct Scratch {
         Attention::Scratch attention;
         Buffer<uint32_t> product;
@@ -236,7 +248,7 @@ class Decoder {
             float* to = x + row * ld_hidden_;
             const int64_t token = step.tokens[row], hidden = model_.hidden;
             if (model_.embedding == nullptr) {
-                unpack_row(model_.head, token, to);
+                unpack_row(model_.table, token, to);
             } else if (model_.embedding_is_bf16) {
                 const bf16* from = static_cast<const bf16*>(model_.embedding) + token * hidden;
                 for (int64_t i = 0; i < hidden; ++i) to[i] = to_float(from[i]);
@@ -281,7 +293,7 @@ class Decoder {
             });
         };
         normalise(worker, x, nullptr, layer.input_norm);
-        multiply_rows(layer.qkv, normed_, ld_hidden_, qkv_.data(), ld_qkv_, Into::kStore);
+        multiply_qkv(worker, layer, begin, m, pairs_);
         adapt(&AdapterLayer::qkv, normed_, ld_hidden_, qkv_.data(), ld_qkv_);
         each_row(worker, [&](int64_t row) {
             rotate(layer, group.cosine, group.sine, row);
@@ -306,6 +318,18 @@ class Decoder {
             multiply_rows(layer.gate_up, normed_, ld_hidden_, inner_.data(), ld_inner_, model_.gate);
         }
         add_product(layer.down, inner_, ld_inner_, layer.down_norm, &AdapterLayer::down);
+    }
+
+    // Compute queries, keys and values of rows [begin, begin + m) of normed_.
+    void multiply_qkv(Worker& worker, const Layer& layer, int64_t begin, int64_t m, bool takes_pairs) {
+        const float* in = normed_.data() + begin * ld_hidden_;
+        int64_t column = 0;
+        for (const Matrix& w : layer.qkv) {
+            if (w.n == 0) continue;
+            multiply(worker, {in, ld_hidden_, m, &w, qkv_.data() + begin * ld_qkv_ + column, ld_qkv_,
+                              ld_qkv_ - column, Into::kStore, takes_pairs});
+            column += w.n;
+        }
     }
 
     // out [m, ...] += b (a in), in two phases.

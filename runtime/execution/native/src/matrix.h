@@ -9,18 +9,26 @@
 
 namespace ramet {
 
-enum class Storage : int64_t { kFloat32, kBfloat16, kInt8 };
+enum class Storage : int64_t { kFloat32, kBfloat16, kCodes };
 
-constexpr int64_t kGroup = 64;  // number of 8-bit values that share a scale
-
-constexpr int64_t groups(int64_t k) { return (k + kGroup - 1) / kGroup; }
+constexpr int64_t kChunk = 256;  // number of k whose codes and scales are stored together
 
 // Weights [n, k] in panels of kPanel output columns, stored one after the other. A panel has all k of its columns.
 //
 // float32: for each k, kPanel weights. bfloat16: for each pair of k, kPanel 32-bit lanes with k in the low half and
-// k + 1 in the high half, as the dot product of bfloat16 pairs (vdpbf16ps) needs. int8: for each four k, kPanel 32-bit
-// lanes of four bytes that mean scale * (byte - 128), as the dot product of bytes (vpdpbusd) needs, and after each
-// kGroup of k kPanel scales. Padding (columns beyond n, a k after the last) is zero.
+// k + 1 in the high half, as the dot product of bfloat16 pairs (vdpbf16ps) needs. Padding (columns beyond n, a k after
+// the last) is zero.
+//
+// Codes are unsigned integers q of `bits` bits. Each `group` of k shares a scale s and, with minima, a minimum m. A
+// weight is s q + m, or s (q - 2^(bits - 1)) without minima. k is padded to a multiple of 32. Each chunk of at most
+// kChunk k consists of:
+// - with 8 bits: for each four k, kPanel 32-bit lanes of four codes, as the dot product of bytes (vpdpbusd) needs;
+//   with fewer: for each eight k, kPanel lanes of the codes' low four bits: the first four k in the low halves of the
+//   bytes, the other four k in the high halves;
+// - for each further bit, and each four k: that bit of kPanel x 4 codes;
+// - for each group: kPanel scales, then kPanel minima, as halves (16-bit floats);
+// - nested scales and minima are signed bytes instead, and factors follow them: kPanel halves for all scales of the
+//   chunk, then kPanel halves for all minima.
 //
 // A paired matrix consists of two matrices of n / 2 columns (gate and up). The first vector of a panel has columns of
 // gate, the second vector the same columns of up, so that both results are in registers together.
@@ -31,17 +39,30 @@ struct Matrix {
     int64_t k;
     Storage storage;
     int64_t is_paired;
+    int64_t bits;  // of codes
+    int64_t group;
+    int64_t has_minima;
+    int64_t is_nested;
 
     int64_t panels() const {
         return is_paired ? (n / 2 + kLanes - 1) / kLanes : (n + kPanel - 1) / kPanel;
     }
-    // Number of 32-bit lanes in a panel.
-    int64_t panel_lanes() const {
-        if (storage == Storage::kInt8) return ((k + 3) / 4 + groups(k)) * kPanel;
-        return (storage == Storage::kBfloat16 ? (k + 1) / 2 : k) * kPanel;
+    // Bytes of `count` codes of each column, with their scales.
+    int64_t chunk_bytes(int64_t count) const {
+        const int64_t scales = count / group * (1 + has_minima) * (is_nested ? 1 : 2) + is_nested * (1 + has_minima) * 2;
+        return (count * bits / 8 + scales) * kPanel;
     }
-    int64_t bytes() const { return panels() * panel_lanes() * 4; }
-    const uint32_t* panel(int64_t p) const { return static_cast<const uint32_t*>(data) + p * panel_lanes(); }
+    int64_t panel_bytes() const {
+        if (storage == Storage::kCodes) {
+            const int64_t rest = round_up(k, 32) % kChunk;
+            return k / kChunk * chunk_bytes(kChunk) + (rest ? chunk_bytes(rest) : 0);
+        }
+        return (storage == Storage::kBfloat16 ? (k + 1) / 2 : k) * kPanel * 4;
+    }
+    int64_t bytes() const { return panels() * panel_bytes(); }
+    const uint32_t* panel(int64_t p) const {
+        return reinterpret_cast<const uint32_t*>(static_cast<const char*>(data) + p * panel_bytes());
+    }
 
     // The row of the source weights for a column of the panels; -1: padding.
     int64_t source_row(int64_t p, int64_t column) const {
@@ -51,37 +72,18 @@ struct Matrix {
     }
 };
 
-// Quantise one column of an int8 panel from its k weights. The largest value of each group becomes 127.
-inline void pack_int8(const float* in, int64_t k, uint32_t* out) {
-    for (int64_t from = 0; from < k; from += kGroup) {
-        const int64_t count = std::min(kGroup, k - from);
-        float most = 0;
-        for (int64_t i = 0; i < count; ++i) most = std::max(most, std::abs(in[from + i]));
-        const float inverse = most > 0 ? 127 / most : 0;
-        for (int64_t i = 0; i < count; i += 4, out += kPanel) {
-            uint32_t lane = 0;
-            for (int64_t j = 0; j < 4; ++j) {
-                float x = i + j < count ? in[from + i + j] * inverse : 0;
-                lane |= uint32_t(std::lrint(x) + 128) << (8 * j);
-            }
-            *out = lane;
-        }
-        *out = std::bit_cast<uint32_t>(most / 127);
-        out += kPanel;
-    }
-}
+// Read a column of a panel of codes, as float32 [k].
+void unpack_column(const Matrix& w, int64_t panel, int64_t column, float* out);
 
-// Pack row-major weights [n, k] into `w`. They have the dtype of `w`, or float32 for int8.
+// Pack row-major weights [n, k] into `w`, which holds floats of the same dtype.
 inline void pack(Team& team, const Matrix& w, const void* source) {
     auto pack_panel = [&](int64_t p) {
         uint32_t* out = const_cast<uint32_t*>(w.panel(p));
         for (int64_t column = 0; column < kPanel; ++column) {
             int64_t row = w.source_row(p, column);
-            int64_t lanes = w.panel_lanes() / kPanel;
+            int64_t lanes = w.panel_bytes() / (4 * kPanel);
             if (row < 0) {
                 for (int64_t i = 0; i < lanes; ++i) out[i * kPanel + column] = 0;
-            } else if (w.storage == Storage::kInt8) {
-                pack_int8(static_cast<const float*>(source) + row * w.k, w.k, out + column);
             } else if (w.storage == Storage::kBfloat16) {
                 const bf16* in = static_cast<const bf16*>(source) + row * w.k;
                 for (int64_t i = 0; i < lanes; ++i) {
@@ -102,15 +104,8 @@ inline void pack(Team& team, const Matrix& w, const void* source) {
 // Read row `row` of an unpaired matrix as float32 [k]: an embedding that is tied to the head.
 inline void unpack_row(const Matrix& w, int64_t row, float* out) {
     const uint32_t* in = w.panel(row / kPanel) + row % kPanel;
-    if (w.storage == Storage::kInt8) {
-        for (int64_t from = 0; from < w.k; from += kGroup) {
-            const int64_t count = std::min(kGroup, w.k - from), lanes = (count + 3) / 4;
-            const float scale = std::bit_cast<float>(in[lanes * kPanel]);
-            for (int64_t i = 0; i < count; ++i) {
-                out[from + i] = scale * float(int(in[i / 4 * kPanel] >> (i % 4 * 8) & 255) - 128);
-            }
-            in += (lanes + 1) * kPanel;
-        }
+    if (w.storage == Storage::kCodes) {
+        unpack_column(w, row / kPanel, row % kPanel, out);
     } else if (w.storage == Storage::kBfloat16) {
         for (int64_t i = 0; i < w.k; ++i) out[i] = to_float(bf16(in[i / 2 * kPanel] >> (i % 2 * 16)));
     } else {

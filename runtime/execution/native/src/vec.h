@@ -106,6 +106,38 @@ inline void transpose(Vec (&m)[kLanes]) {
     for (int i = 0; i < 16; ++i) m[i] = t[i];
 }
 
+// kLanes halves, or signed bytes.
+inline Vec load_halves(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
+inline Vec load_int8(const void* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+}
+inline Vec to_floats(Bits b) { return _mm512_cvtepi32_ps(b); }
+// The lower and upper four bits of each byte.
+inline Bits low_halves(Bits b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }
+inline Bits high_halves(Bits b) { return low_halves(_mm512_srli_epi16(b, 4)); }
+// Bytes, to which `Value` is added where the bits at `p`, one for each byte, are set.
+template <int Value>
+inline Bits add_bits(Bits b, const void* p) {
+    __mmask64 mask;
+    std::memcpy(&mask, p, sizeof(mask));
+    return _mm512_mask_add_epi8(b, mask, b, _mm512_set1_epi8(Value));
+}
+// Each lane of `sum` plus the products of its four bytes in `codes`, which have no sign, and in `x`. Without `Wide`,
+// codes have at most 6 bits.
+template <bool Wide>
+inline Bits dot_bytes(Bits sum, Bits codes, Bits x) {
+#if defined(__AVX512VNNI__)
+    return _mm512_dpbusd_epi32(sum, codes, x);
+#else
+    if constexpr (Wide) {  // in two halves, as pairs of products of whole codes exceed 16 bits
+        const Bits low = _mm512_maddubs_epi16(low_halves(codes), x), high = _mm512_maddubs_epi16(high_halves(codes), x);
+        sum = _mm512_add_epi32(sum, _mm512_madd_epi16(high, _mm512_set1_epi16(16)));
+        return _mm512_add_epi32(sum, _mm512_madd_epi16(low, _mm512_set1_epi16(1)));
+    }
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(codes, x), _mm512_set1_epi16(1)));
+#endif
+}
+
 #else  // AVX2 and FMA
 
 using Vec = __m256;
@@ -189,6 +221,34 @@ inline void transpose(Vec (&m)[kLanes]) {
     }
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) m[i] = t[i];
+}
+
+inline Vec load_halves(const void* p) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
+inline Vec load_int8(const void* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
+}
+inline Vec to_floats(Bits b) { return _mm256_cvtepi32_ps(b); }
+inline Bits low_halves(Bits b) { return _mm256_and_si256(b, _mm256_set1_epi8(15)); }
+inline Bits high_halves(Bits b) { return low_halves(_mm256_srli_epi16(b, 4)); }
+template <int Value>
+inline Bits add_bits(Bits b, const void* p) {
+    int32_t mask;
+    std::memcpy(&mask, p, sizeof(mask));
+    // Byte i: the byte of `mask` with its bit, then that bit alone.
+    const Bits spread = _mm256_shuffle_epi8(
+        _mm256_set1_epi32(mask), _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303));
+    const Bits bit = _mm256_set1_epi64x(int64_t(0x8040201008040201));
+    const Bits is_set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit);
+    return _mm256_add_epi8(b, _mm256_and_si256(is_set, _mm256_set1_epi8(Value)));
+}
+template <bool Wide>
+inline Bits dot_bytes(Bits sum, Bits codes, Bits x) {
+    if constexpr (Wide) {
+        const Bits low = _mm256_maddubs_epi16(low_halves(codes), x), high = _mm256_maddubs_epi16(high_halves(codes), x);
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(high, _mm256_set1_epi16(16)));
+        return _mm256_add_epi32(sum, _mm256_madd_epi16(low, _mm256_set1_epi16(1)));
+    }
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
 }
 
 #endif

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from runtime.execution.native import library as c
 from runtime.execution.native.packed import PackedWeights, Team, describe, packed_bytes
+from runtime.models.ggml import encode
 
 STORE, ADD, SILU = 0, 1, 2
 
@@ -17,12 +18,10 @@ class Packed:
 
     def __init__(self, library, weight, bias=None, paired=False, threads=2, storage=torch.float32):
         self.library, self.team = library, Team(library, threads)
-        int8 = storage == torch.int8
-        if int8 and not library.has_int8():
-            pytest.skip("this processor does not multiply bytes, or the library is not for those that do")
-        weight = weight if int8 else weight.to(storage)
-        self.weights = PackedWeights(self.team, packed_bytes(library, describe(weight, paired, int8)))
-        self.matrix = self.weights.add(weight, bias, paired, int8)
+        bits = storage if isinstance(storage, int) else 0
+        weight = weight if bits else weight.to(storage)
+        self.weights = PackedWeights(self.team, packed_bytes(library, describe(weight, paired, bits)))
+        self.matrix = self.weights.add(weight, bias, paired, bits)
 
     def multiply(self, a, c_in, into, **options):
         out = c_in.clone()
@@ -47,20 +46,19 @@ def rows(count: int, k: int) -> torch.Tensor:
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """Rows of float32 in 8 bits, each 64 with their largest as 127, in float64."""
-    out = torch.empty(x.shape, dtype=torch.float64)
-    for begin in range(0, x.shape[1], 64):
-        group = x[:, begin : begin + 64]
-        most = group.abs().amax(1, keepdim=True)
-        out[:, begin : begin + 64] = (group * torch.tensor(127.0).div(most)).round().double() * (most / 127).double()
-    return out
+    """Rows of float32 in 8 bits, each 32 with their largest as 127, in float64."""
+    groups = F.pad(x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
+    most = groups.abs().amax(2, keepdim=True).clamp_min(1e-30)
+    whole = (groups * torch.tensor(127.0).div(most)).round().double()
+    return (whole * (most / 127).double()).flatten(1)[:, : x.shape[1]]
 
 
 def product(a, weight, bias, storage):
-    """Rows times weights as stored, in float64."""
+    """Rows times weights as stored, in float64; `storage` is a dtype or a number of bits."""
     bias = None if bias is None else bias.double()
-    if storage == torch.int8:
-        return F.linear(rounded(a), rounded(weight), bias)
+    if isinstance(storage, int):
+        stored = torch.from_numpy(encode(weight.numpy(), storage).values())[:, : weight.shape[1]]
+        return F.linear(rounded(a), stored.double(), bias)
     return F.linear(a.double(), weight.to(storage).double(), bias)
 
 
@@ -71,7 +69,7 @@ def check(library, got, wanted, storage):
     assert error < (2e-2 if rounds else 5e-6)
 
 
-@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, 4, 8])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (31, 7), (64, 64), (100, 33), (960, 576), (48, 1537)])
 def test_any_number_of_rows(library, storage, threads, n, k):
@@ -84,7 +82,7 @@ def test_any_number_of_rows(library, storage, threads, n, k):
         check(library, got, product(a, weight, bias, storage), storage)
 
 
-@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, 4, 8])
 def test_blocks_of_rows(library, storage):
     """More rows than fit into one block of the second-level cache."""
     weight, a = torch.randn(70, 900), rows(1000, 900)
@@ -92,7 +90,7 @@ def test_blocks_of_rows(library, storage):
     check(library, got, product(a, weight, None, storage), storage)
 
 
-@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, 4, 8])
 @pytest.mark.parametrize("biased", [False, True])
 def test_residual_is_added(library, storage, biased):
     weight, bias = torch.randn(50, 40), torch.randn(50) if biased else None
@@ -101,7 +99,7 @@ def test_residual_is_added(library, storage, biased):
     check(library, got, residual + product(a, weight, bias, storage), storage)
 
 
-@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, 4, 8])
 @pytest.mark.parametrize("inner", [1, 16, 80, 100])
 def test_gate_and_up(library, storage, inner):
     weight, bias = torch.randn(2 * inner, 24), torch.randn(2 * inner)

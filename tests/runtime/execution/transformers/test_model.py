@@ -108,7 +108,7 @@ def test_pickles_and_quantised_and_incomplete_weights_are_refused(copy):
         ({"tensor_parallel": 2}, "--tensor-parallel is 2"),
         ({"reuse": "cacheblend"}, "--reuse cacheblend"),
         ({"reuse": "reasoncache"}, "--reuse reasoncache"),
-        ({"quantization": "int8"}, "--quantization int8"),
+        ({"quantization": "int8"}, "--quantization int4 or int8"),
         ({"context_length": 300}, "at most 256"),
     ],
 )

@@ -1,0 +1,143 @@
+"""The tensors of a GGUF file by their Hugging Face names."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime.errors import ModelError
+from runtime.models.spec import LlamaSpec
+
+# Tensor with the divisors of Llama 3's rotary frequencies, which config.json describes by `rope_scaling`.
+ROPE_FACTORS = "rope_freqs.weight"
+# File of a model directory that says where the GGUF file and its tensors are.
+GGUF_LINK = "gguf.json"
+
+
+def read_gguf(path: Path) -> tuple[dict[str, Any], list[Any]]:
+    """Metadata and tensors of a file. Raises ModelError."""
+    import gguf
+
+    try:
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ModelError(f"{path} is not a GGUF file")
+        reader = gguf.GGUFReader(path)
+        if reader.byte_order != "I" or sys.byteorder != "little":
+            raise ModelError(f"{path} is a big-endian GGUF file; supported are little-endian ones")
+        # Large arrays are decoded once here; the reader's accessor of a single element is quadratic.
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        if metadata.get("split.count", 1) > 1:
+            raise ModelError(f"{path} is one of {metadata['split.count']} parts; join them to one file first")
+    except ModelError:
+        raise
+    except Exception as error:  # the reader has no exception type: a truncated file raises almost anything
+        raise ModelError(f"{path} is truncated, or not a readable GGUF file: {error}") from None
+    return metadata, reader.tensors
+
+
+class GGUFTensors:
+    """The tensors of a model in a GGUF file, in the order of `LlamaSpec.expected_tensors`.
+
+    `tensors`: by Hugging Face name: GGUF's name of the type, the shape, and the offset in the file.
+    """
+
+    def __init__(self, path: Path, tensors: dict[str, list[Any]], heads: dict[str, int]):
+        self.path, self._tensors, self._heads = path, tensors, heads
+        self._file = np.memmap(path, np.uint8, "r")
+
+    @classmethod
+    def named(cls, path: Path, tensors: list[Any], architecture: str, spec: LlamaSpec) -> "GGUFTensors":
+        """The tensors of a reader. Raises ModelError if names or shapes do not fit the model."""
+        import gguf
+
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], spec.num_layers)
+        stored = {tensor.name: tensor for tensor in tensors if tensor.name != ROPE_FACTORS}
+        table: dict[str, list[Any]] = {}
+        for name, shape in spec.expected_tensors().items():
+            module, kind = name.rsplit(".", 1)
+            if (tensor := stored.pop(f"{names[module]}.{kind}", None)) is None:
+                raise ModelError(f"{path.name} has no tensor for {name}, which its metadata requires")
+            if (found := tuple(int(size) for size in reversed(tensor.shape))) != shape:
+                raise ModelError(f"{path.name}: {tensor.name} has shape {list(found)}; expected is {list(shape)}")
+            table[name] = [tensor.tensor_type.name, list(shape), int(tensor.data_offset)]
+        if stored:
+            raise ModelError(f"{path.name} has a tensor {next(iter(stored))}, which this model does not use")
+        # llama.cpp stores Llama's queries and keys for interleaved rotation.
+        heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads} if architecture == "llama" else {}
+        return cls(path, table, heads)
+
+    @classmethod
+    def open(cls, directory: Path) -> "GGUFTensors | None":
+        """The tensors of the file that a model's directory was made of; None: it holds its own. Raises ModelError."""
+        if not (link := directory / GGUF_LINK).exists():
+            return None
+        found = json.loads(link.read_text("utf-8"))
+        try:
+            return cls(Path(found["path"]), found["tensors"], found["heads"])
+        except OSError as error:
+            raise ModelError(f"cannot read {found['path']}: {error.strerror or error}") from None
+
+    def link(self, directory: Path) -> None:
+        """Let `open` find the tensors without reading the file's metadata, which takes seconds."""
+        found = {"path": str(self.path.resolve()), "tensors": self._tensors, "heads": self._heads}
+        (directory / GGUF_LINK).write_text(json.dumps(found), encoding="utf-8")
+
+    def kind(self, name: str) -> str:
+        """GGUF's name of a tensor's type."""
+        return self._tensors[name][0]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name][1])
+
+    def blocks(self, name: str) -> np.ndarray:
+        """uint8 [rows, bytes of a row] as stored, in Hugging Face's order of rows; a vector has one for each number."""
+        import gguf
+
+        kind, shape, offset = self._tensors[name]
+        values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        width = (shape[1] // values if len(shape) == 2 else 1) * size
+        rows = self._file[offset : offset + shape[0] * width].reshape(-1, width)
+        if (heads := self._heads.get(name.split(".")[-2])) is None:
+            return rows
+        # In the order for rotation by halves.
+        return rows.reshape(heads, len(rows) // heads // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
+
+    def values(self, name: str) -> np.ndarray:
+        """The values of a tensor as float32, or as uint16 words of a 16-bit type, in its own shape."""
+        import gguf
+
+        kind, shape, _ = self._tensors[name]
+        blocks = np.ascontiguousarray(self.blocks(name))
+        if _stored(kind)[1] == 2:
+            return blocks.view(np.uint16).reshape(shape)
+        try:
+            values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
+        except (NotImplementedError, KeyError):
+            raise ModelError(f"{self.path.name}: {name} has quantisation {kind}; it is not supported") from None
+        return values.astype(np.float32, copy=False).reshape(shape)
+
+    def write(self, target: Path) -> None:
+        """Write a safetensors file, one tensor at a time; the library's writer needs all of them in memory."""
+        from tqdm import tqdm
+
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, (kind, shape, _) in self._tensors.items():
+            dtype, size = _stored(kind)
+            begin, end = end, end + math.prod(shape) * size
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        encoded = json.dumps(header).encode()
+        encoded += b" " * (-len(encoded) % 8)
+        with target.open("wb") as file:
+            file.write(len(encoded).to_bytes(8, "little") + encoded)
+            for name in tqdm(self._tensors, desc=f"converting {self.path.name}", unit="tensor", disable=None):
+                file.write(self.values(name).data)
+
+
+def _stored(kind: str) -> tuple[str, int]:
+    """The type in which a tensor is written: safetensors' name and bytes per value."""
+    return {"F16": ("F16", 2), "BF16": ("BF16", 2)}.get(kind, ("F32", 4))

@@ -1,0 +1,109 @@
+"""GGUF files that are computed as they are stored."""
+
+import errno
+import os
+from functools import partial
+
+import pytest
+import torch
+
+from runtime.errors import ModelError
+from runtime.execution.attention.cpu import CPUAttention
+from runtime.execution.llama import LlamaModel
+from runtime.execution.native import stored
+from runtime.execution.native.decoder import NativeDecoder
+from runtime.models.gguf import convert_gguf
+from runtime.models.gguf_tensors import GGUFTensors
+from runtime.models.publishing import provide
+from runtime.models.spec import LlamaSpec
+from runtime.models.weights import load_vectors, load_weights
+from tests.runtime.engine.driver import make_core
+from tests.runtime.execution.native.test_decoder import CPU, make_pool, mixed_batch
+from tests.runtime.models.test_gguf_files import TOKENS, Kind, tensors, write
+
+# Queries and keys are one matrix, values another; gate and up differ, and are unpacked; so is what is in 16 bits.
+MIXED = {
+    **{"token_embd": Kind.Q8_0, "attn_q": Kind.Q4_0, "attn_k": Kind.Q4_0, "attn_v": Kind.Q5_1},
+    **{"attn_output": Kind.F16, "ffn_gate": Kind.Q4_1, "ffn_up": Kind.Q5_0, "ffn_down": Kind.Q5_0, "output": Kind.BF16},
+}
+
+
+def make_file(path, kinds, tied):
+    values = {name: value / 4 if value.ndim == 2 else value for name, value in tensors().items()}
+    if not tied:
+        values["output.weight"] = tensors(1)["token_embd.weight"] / 4
+    return write(path, values, kinds)
+
+
+def link(path, target):
+    return provide(target, partial(convert_gguf, path, linked=True))
+
+
+def make_native(library, directory):
+    spec, linked = LlamaSpec.load(directory), GGUFTensors.open(directory)
+    model = LlamaModel(spec, load_vectors(linked, spec, torch.float32), CPU)
+    pool = make_pool(spec, torch.float32)
+    return NativeDecoder(library, model, pool, 2, stored=(linked, directory)), pool
+
+
+@pytest.mark.parametrize(("kinds", "tied"), [(Kind.Q4_1, True), (Kind.Q8_0, False), (MIXED, False), (MIXED, True)])
+def test_logits_are_near_those_of_unpacked_weights(library, tmp_path, kinds, tied):
+    directory = link(make_file(tmp_path / "m.gguf", kinds, tied), tmp_path / "out")
+    spec = LlamaSpec.load(directory)
+    reference = LlamaModel(spec, load_weights(directory, spec, torch.float32), CPU)
+    batch, pool = mixed_batch(spec.num_layers), make_pool(spec, torch.float32)
+    batch.tokens %= TOKENS
+    wanted = reference.forward(batch, pool, CPUAttention(pool, reference.rope))
+    for _ in range(2):  # packed, and mapped
+        native, native_pool = make_native(library, directory)
+        got = native.forward(batch)
+        assert 0 < (got - wanted).norm() / wanted.norm() < 0.1
+        assert (native_pool.v - pool.v).norm() / pool.v.norm() < 0.05
+        rows = batch.logits_rows.clone()
+        batch.logits_rows = rows[[2]]
+        assert torch.equal(native.forward(batch), got[[2]])
+        batch.logits_rows = rows
+
+
+def test_a_second_engine_maps_what_the_first_packed(library, tmp_path):
+    directory = link(make_file(tmp_path / "m.gguf", Kind.Q4_0, True), tmp_path / "out")
+    make_native(library, directory)
+    [packed] = directory.glob("codes-*.bin")
+    before = packed.stat()
+    native, _ = make_native(library, directory)
+    assert (packed.stat().st_ino, packed.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    with open(f"/proc/{os.getpid()}/maps") as maps:
+        assert str(packed) in maps.read()
+    del native
+
+
+def test_a_full_disk(library, tmp_path, monkeypatch):
+    directory = link(make_file(tmp_path / "m.gguf", Kind.Q4_0, True), tmp_path / "out")
+    batch = mixed_batch(2)
+    batch.tokens %= TOKENS
+    wanted = make_native(library, directory)[0].forward(batch).clone()
+    [packed] = directory.glob("codes-*.bin")
+    packed.unlink()
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(stored, "scratch", refuse)
+    assert torch.equal(make_native(library, directory)[0].forward(batch), wanted)
+    assert not list(directory.glob("codes-*.bin"))
+
+
+def test_an_engine_keeps_codes_unless_a_dtype_is_given(tmp_path):
+    path = link(make_file(tmp_path / "m.gguf", Kind.Q4_1, True), tmp_path / "out")
+    kept, plain = (make_core(path, **options) for options in ({"dtype": "auto"}, {"dtype": "float32"}))
+    assert kept.executor.quantization == "gguf"
+    assert plain.executor.quantization == "none"
+    assert "gguf" not in plain.executor.backend_name
+
+
+def test_a_file_that_has_gone_is_named(tmp_path):
+    path = make_file(tmp_path / "m.gguf", Kind.Q4_0, True)
+    directory = link(path, tmp_path / "out")
+    path.unlink()
+    with pytest.raises(ModelError, match=r"m\.gguf"):
+        GGUFTensors.open(directory)
