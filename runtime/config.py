@@ -18,7 +18,8 @@ _ENDPOINT = "^(tcp|ipc|inproc)://."
 _ORIGIN = r"(\*|null|[^\s,/]+://[^\s,/]+)"
 _NAMES = r"^[^\s,]+(\s*,\s*[^\s,]+)*$"
 # Host names. A scheme or a port is refused, because no host would match it.
-_HOSTS = r"^[^\s,/:]+(\s*,\s*[^\s,/:]+)*$"
+_HOST = r"(\[[0-9A-Fa-f:.]+\]|[^\s,/:\[\]]+)"
+_HOSTS = rf"^{_HOST}(\s*,\s*{_HOST})*$"
 
 ModelCode = Literal["ramet", "transformers"]
 
@@ -121,8 +122,11 @@ class CacheConfig(Section):
     pin_budget: float = Field(0.5, ge=0, le=1, description="share of the pool that pins may hold together")
     page_size: int = Field(16, ge=1, le=1024, description="tokens in a page of the pool")
     pool_tokens: int | None = Field(None, ge=1, description="size of the pool in tokens; overrides --pool-memory")
-    pool_memory: float = Field(1.0, gt=0, description="size of the pool in GiB (CPU)")
-    memory_fraction: float = Field(0.85, gt=0, lt=1, description="share of the GPU for weights and pool (CUDA)")
+    pool_memory: float | None = Field(
+        None,
+        gt=0,
+        description="size of the pool in GiB; default: 1, and on a GPU what weights leave of 85 % of its memory",
+    )
     kv_dtype: Literal["auto", "fp8"] = Field(
         "auto", description="type of KV; auto: as --dtype; fp8: e4m3 without scales, half the memory, slow on CPUs"
     )
@@ -143,6 +147,9 @@ class TierConfig(Section):
         None,
         pattern=r"^(rediss?://|dir:).",
         description="store of KV that replicas share: redis://HOST:PORT, rediss://... or dir:PATH",
+    )
+    tier_root: Path | None = Field(
+        None, description="directory below which admins may attach directories as tiers over HTTP; default: nowhere"
     )
     kv_encryption_key_file: Path | None = Field(
         None, description="file with a secret; KV on disks and in stores is encrypted with a key for each tenant"
@@ -232,11 +239,14 @@ class ServerConfig(Section):
     api_keys: Path | None = Field(
         None, description="file of API keys, a line each: NAME KEY and its permissions; also $RAMET_API_KEYS"
     )
+    open_admin: bool = Field(
+        False, description="without keys, let clients on other machines use the routes for admins, too"
+    )
     allowed_hosts: str | None = Field(
         None,
         pattern=_HOSTS,
         description="host names of a server without keys that clients may use, separated by commas; * allows all; "
-        "addresses, localhost and this machine's name are allowed anyway",
+        "the server's own address, localhost and this machine's name are allowed anyway",
     )
     max_body_bytes: int = Field(
         8 << 20, ge=1024, description="most bytes of a request's body; larger bodies are refused with 413"
@@ -254,8 +264,9 @@ class ServerConfig(Section):
         pattern=rf"^{_ORIGIN}(\s*,\s*{_ORIGIN})*$",
         description="origins of web pages that may use the server, separated by commas; * allows all",
     )
-    ssl_certfile: Path | None = Field(None, description="serve HTTPS with this certificate (PEM)")
-    ssl_keyfile: Path | None = Field(None, description="the certificate's private key (PEM)")
+    ssl_certfile: str | None = Field(
+        None, description="serve HTTPS with this certificate and its private key (PEM): FILE or CERTIFICATE,KEY"
+    )
     trusted_proxies: str | None = Field(
         None,
         pattern=_NAMES,

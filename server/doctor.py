@@ -47,7 +47,7 @@ def _facts(config: Config) -> Iterator[tuple[str, str]]:
     yield "4 and 8 bits", "GGUF files, --quantization int4 and int8" if library else "unpacked: torch computes"
     yield "GPU", _gpu()
     yield "memory", f"{main_memory() / _GIB:.1f} GiB, {_free_memory() / _GIB:.1f} of it free"
-    yield "pool", f"{config.cache.pool_memory:g} GiB (--pool-memory)"
+    yield "pool", f"{config.cache.pool_memory or 1:g} GiB (--pool-memory)"
     where = default_cache_dir()
     yield "disk", f"{shutil.disk_usage(_existing(where)).free / _GIB:.1f} GiB free at {where}"
     yield "model", f"{config.model.model}: {_is_there(config)}"

@@ -71,21 +71,24 @@ def serve(config: Config) -> NoReturn:
 
 
 def _check_certificate(config: Config) -> None:
-    """Raise BadCertificate if `--ssl-certfile` or `--ssl-keyfile` cannot be used."""
-    certificate, key = config.server.ssl_certfile, config.server.ssl_keyfile
-    if key is not None and certificate is None:
-        raise BadCertificate("--ssl-keyfile needs --ssl-certfile")
-    if certificate is not None:
+    """Raise BadCertificate if `--ssl-certfile` cannot be used."""
+    if (certificate := config.server.ssl_certfile) is not None:
         try:
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(*_pem(certificate))
         except (OSError, ValueError) as error:
-            named = f"--ssl-certfile {certificate}" + (f" and --ssl-keyfile {key}" if key is not None else "")
-            raise BadCertificate(f"{named} cannot be used: {error}") from None
+            raise BadCertificate(f"--ssl-certfile {certificate} cannot be used: {error}") from None
+
+
+def _pem(certificate: str) -> tuple[str, str | None]:
+    """The files of a certificate and of its key; None: the same file."""
+    first, _, second = certificate.partition(",")
+    return first, second or None
 
 
 def _warn(config: Config, tenants: list[Tenant]) -> None:
     if not tenants and not Hosts(config.server.host, []).own_machine:
-        log.warning("no --api-keys: anyone who can reach this server is admin")
+        most = "is admin" if config.server.open_admin else "may use all but the routes for admins (see --open-admin)"
+        log.warning("no --api-keys: anyone who can reach this server %s", most)
     if tenants and config.cache.kv_events is not None and config.cache.kv_events_of == "public":
         log.warning("KV events contain only public prefixes; --kv-events-of all adds those of all keys")
 
@@ -232,6 +235,7 @@ def _make_server(
     except OSError as error:  # another server has taken the port
         raise CannotListen(config, error) from None
     host, port = listener.getsockname()[:2]
+    certificate, key = _pem(options.ssl_certfile) if options.ssl_certfile else (None, None)
     settings = uvicorn.Config(
         app,
         ws="none",
@@ -242,8 +246,8 @@ def _make_server(
         timeout_keep_alive=_IDLE_S,
         proxy_headers=options.trusted_proxies is not None,
         forwarded_allow_ips=options.trusted_proxies,
-        ssl_certfile=options.ssl_certfile,
-        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
         server_header=False,
     )
     settings.load()

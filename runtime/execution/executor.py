@@ -133,7 +133,7 @@ class Executor:
             self._windows = [None if size is None else Window(size) for size in spec.windows]
             self.has_windows, self._split = True, spec.near_rope is not None
         ops = FlashInferOps(self.context_length, group) if backend == "flashinfer" else Ops(group)
-        check_weights(spec, self.dtype, self.device, config.cache.memory_fraction, group.size if group else 1)
+        check_weights(spec, self.dtype, self.device, group.size if group else 1)
         if self.device.type == "cpu":  # report a pool that is too large before reading the weights
             self._pool_pages(config, share)
         shard = None if group is None else Shard(group.rank, group.size)
@@ -188,7 +188,7 @@ class Executor:
                 raise
             size = num_pages * cache.page_size * per_token / (1 << 30)
             raise ModelError(
-                f"the KV pool of {size:.1f} GiB does not fit: lower --pool-tokens, --pool-memory or --memory-fraction"
+                f"the KV pool of {size:.1f} GiB does not fit: lower --pool-tokens or --pool-memory"
             ) from None
 
     def _choose_kernels(self, config: Config, spec: LlamaSpec) -> Library | None:

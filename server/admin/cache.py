@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from array import array
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi import Path as PathParameter
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from radix import Namespace
 from runtime.calls import AttachTier, DetachTier, EraseTenant, GetPins, GetQuota, GetState, GetTree, OnNode, RemovePin
@@ -156,8 +158,10 @@ class TierRequest(Body):
     model_config = example(path="/var/cache/ramet", space=50)
 
     space: float | None = Field(None, gt=0, le=1 << 20, description="GiB")
-    path: Text | None = Field(None, min_length=1)
-    address: Text | None = Field(None, description="redis://HOST:PORT, rediss://... or dir:PATH")
+    path: Text | None = Field(None, min_length=1, max_length=4096, description="absolute, and below --tier-root")
+    address: Text | None = Field(
+        None, max_length=4096, description="that of --kv-store, or dir:PATH with a path as for `disk`"
+    )
 
 
 TierName = Literal["host", "disk", "store"]
@@ -182,16 +186,30 @@ async def attach_tier(context: Ctx, name: TierName, body: TierRequest) -> dict[s
     names, given = _TIER_OPTIONS[name], body.model_dump(exclude_none=True)
     if given.keys() != names.keys():
         raise InvalidRequest(f"a tier {name} takes {' and '.join(names)}", param=next(iter(given), "space"))
-    try:
-        options = TierConfig(**{names[field]: value for field, value in given.items()})
-    except ValidationError as error:
-        raise InvalidRequest(error.errors()[0]["msg"], param="address") from None
+    if body.path is not None:
+        given["path"] = _below_root(context, body.path, "path")
+    if body.address is not None and body.address != context.config.tiers.kv_store:
+        kind, _, path = body.address.partition(":")
+        if kind != "dir":
+            raise Forbidden("the address must be that of --kv-store, or dir:PATH", param="address")
+        given["address"] = f"dir:{_below_root(context, path, 'address')}"
+    options = TierConfig(**{names[field]: value for field, value in given.items()})
     try:
         return await context.engine.call(AttachTier(options.model_dump(mode="json")))
     except EngineDead:
         raise
     except RametError as error:
         raise Conflict(error.message, code="tier_not_attached") from None
+
+
+def _below_root(context: Context, given: str, param: str) -> str:
+    """A directory's path without symbolic links. Raises Forbidden, with nothing said of files."""
+    root = context.config.tiers.tier_root
+    if root is not None and os.path.isabs(given) and "\0" not in given:
+        path = Path(os.path.realpath(given))
+        if Path(os.path.realpath(root)) in path.parents:
+            return str(path)
+    raise Forbidden("the path must be absolute, and below --tier-root", param=param)
 
 
 @router.delete("/tiers/{name}")

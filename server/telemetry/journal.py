@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import time
 from collections import deque
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from secrets import token_bytes
@@ -87,7 +89,8 @@ class Trace:
 
     def __init__(self, path: Path, names: dict[str, str]):
         try:
-            self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
+            private = partial(os.open, mode=0o600)
+            self._file: IO[str] = open(path, "a", encoding="utf-8", buffering=1, opener=private)  # noqa: SIM115
         except OSError as error:
             raise BadTrace(f"--record-trace {path} cannot be written: {error.strerror}") from None
         self._names = names

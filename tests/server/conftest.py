@@ -123,7 +123,7 @@ def guarded(tiny_dir, tmp_path_factory) -> Iterator[LiveServer]:
     directory = tmp_path_factory.mktemp("guarded")
     keys = directory / "keys"
     keys.write_text("boss boss-secret-key admin\nalice alice-secret-key\n")
-    options = ["--pool-tokens", "4096", "--api-keys", str(keys), "--host-memory", "0.1"]
+    options = ["--pool-tokens", "4096", "--api-keys", str(keys), "--host-memory", "0.1", "--tier-root", str(directory)]
     server = start(directory / "log", "--model", str(tiny_dir), *options)
     yield server
     assert stop(server) == 0

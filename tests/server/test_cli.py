@@ -48,7 +48,7 @@ def test_every_option_of_the_configuration_is_there_and_explained(capsys):
         (["serve", "--kv-events", "nonsense"], "argument --kv-events: "),
         *(
             (["serve", "--allowed-hosts", host], "argument --allowed-hosts: ")
-            for host in ("a b", "http://a", "b, a:80")
+            for host in ("a b", "http://a", "b, a:80", "::1", "[x]")
         ),
         (["serve", "--trusted-proxies", "10.0.0.1 10.0.0.2"], "argument --trusted-proxies: "),
         (["serve", "--disk-space", "5"], "argument --disk-space: needs --disk-cache"),
@@ -180,9 +180,9 @@ def test_options_that_the_model_cannot_use_are_refused(tiny_dir, option, value):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--ssl-keyfile", "none"], "--ssl-keyfile needs --ssl-certfile"),
         (["--ssl-certfile", "none"], "--ssl-certfile none cannot be used: "),
-        (["--ssl-certfile", __file__, "--ssl-keyfile", __file__], f" and --ssl-keyfile {__file__} cannot be used: "),
+        (["--ssl-certfile", __file__], f"--ssl-certfile {__file__} cannot be used: "),
+        (["--ssl-certfile", f"{__file__},{__file__}"], f"--ssl-certfile {__file__},{__file__} cannot be used: "),
     ],
 )
 def test_a_bad_certificate_is_one_line_before_the_model_is_loaded(options, words, capsys):

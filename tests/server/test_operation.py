@@ -46,7 +46,7 @@ def operated(tiny_dir, tmp_path_factory):
         *("--model", str(tiny_dir), "--pool-tokens", "16384", "--api-keys", str(directory / "keys")),
         *("--max-waiting", "6", "--key-share", "0.05", "--max-output-tokens", "460"),  # three of 70 for each key
         *("--client-timeout", "3", "--cors-origins", "https://a.example", "--trusted-proxies", "127.0.0.1"),
-        *("--log-format", "json", "--log-level", "info", "--debug-invariants"),
+        *("--log-format", "json", "--log-level", "debug", "--debug-invariants"),
     )
     yield server
     assert stop(server) == 0
@@ -355,7 +355,7 @@ def test_https_and_traces_that_go_to_a_collector(tiny_dir, tmp_path, monkeypatch
         capture_output=True,
     )
     trusted = ssl.create_default_context(cafile=str(tmp_path / "cert"))
-    options = ["--ssl-certfile", str(tmp_path / "cert"), "--ssl-keyfile", str(tmp_path / "key")]
+    options = ["--ssl-certfile", f"{tmp_path / 'cert'},{tmp_path / 'key'}"]
     collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
     collector.received = []
     threading.Thread(target=collector.serve_forever, args=(0.02,), daemon=True).start()

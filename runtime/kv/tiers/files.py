@@ -1,4 +1,4 @@
-"""A store of blocks as files, one for each block, in a directory that only this user may read."""
+"""A store of blocks as files, one for each block, which only this user may read."""
 
 import fcntl
 import logging
@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from secrets import token_bytes, token_hex
 from threading import Lock
@@ -102,8 +103,6 @@ class FileStore:
         if self._unfinished.name not in names and names - {"lost+found"}:
             raise ModelError(f"{option}: {directory} holds other things than blocks")
         try:
-            if (mode := directory.stat().st_mode) & 0o077:
-                directory.chmod(mode & 0o700)
             self._unfinished.mkdir(mode=0o700, exist_ok=True)
             for path in self._unfinished.iterdir():  # of killed writers
                 with suppress(FileNotFoundError):
@@ -213,7 +212,7 @@ class FileStore:
     def _write(self, key: BlockKey, buffers: Iterable[Buffer], now: float) -> None:
         path, unfinished = self.path(key), self._unfinished / token_hex(8)
         try:
-            with open(unfinished, "xb", buffering=0) as file:
+            with open(unfinished, "xb", buffering=0, opener=partial(os.open, mode=0o600)) as file:
                 for buffer in buffers:
                     view = memoryview(buffer).cast("B")
                     while view:

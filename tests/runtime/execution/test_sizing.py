@@ -27,22 +27,21 @@ def test_weights_that_do_not_fit_are_refused(tiny_dir, memory):
     spec = LlamaSpec.load(tiny_dir)
     count = sum(torch.Size(shape).numel() for shape in spec.expected_tensors().values())
     gib = 2 * count / 2**30
-    memory(1.01 * gib + 0.1, 1.0)
-    check_weights(spec, torch.bfloat16, CUDA, 0.9)
-    with pytest.raises(ModelError, match=r"weights take 0\.0 GiB of cuda, .* raise --memory-fraction \(now 0.8\)"):
-        check_weights(spec, torch.bfloat16, CUDA, 0.8)
-    memory(0.8 * gib + 0.1, 1.0)
-    with pytest.raises(ModelError):
-        check_weights(spec, torch.bfloat16, CUDA, 0.9)
-    check_weights(spec, torch.bfloat16, CUDA, 0.9, num_ranks=2)
+    memory(1.01 * gib, 1.0)
+    check_weights(spec, torch.bfloat16, CUDA)
+    memory(0.99 * gib, 1.0)
+    with pytest.raises(ModelError, match=r"weights take 0\.0 GiB of cuda, .* raise --tensor-parallel"):
+        check_weights(spec, torch.bfloat16, CUDA)
+    check_weights(spec, torch.bfloat16, CUDA, num_ranks=2)
 
 
-def test_the_pool_takes_its_fraction_of_what_the_weights_leave(memory):
-    memory(6.0, 8.0)
-    assert pool_pages(CacheConfig(memory_fraction=0.75, page_size=16), 1 << 20, CUDA) == 4 * 1024 // 16
+def test_the_pool_takes_what_the_weights_leave_of_a_gpu_or_what_it_is_told(memory):
+    memory(7.0, 20.0)
+    assert pool_pages(CacheConfig(page_size=16), 1 << 20, CUDA) == 4 * 1024 // 16
     memory(1.0, 8.0)
     with pytest.raises(ModelError, match="the KV pool would hold 0 tokens"):
-        pool_pages(CacheConfig(memory_fraction=0.75), 1 << 20, CUDA)
+        pool_pages(CacheConfig(), 1 << 20, CUDA)
+    assert pool_pages(CacheConfig(pool_memory=0.5, page_size=16), 1 << 20, CUDA) == 512 // 16
 
 
 def test_fp8_halves_the_pool_and_serves(tiny_dir):

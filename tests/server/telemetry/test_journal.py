@@ -1,6 +1,7 @@
 """The journal of ended requests, and the trace of all of them."""
 
 import json
+import stat
 from array import array
 from types import SimpleNamespace
 
@@ -51,6 +52,7 @@ def test_failed_requests_are_listed_with_what_they_had_reached_and_not_traced(tm
 
 def test_a_trace_tells_what_is_shared_and_no_text(tmp_path):
     journal = Journal(Trace(tmp_path / "trace", {"x": "alice"}))
+    assert stat.S_IMODE((tmp_path / "trace").stat().st_mode) == 0o600
     head = list(range(100, 100 + 2 * BLOCK_TOKENS))
     prompts = [([*head, 1], "x", ""), ([*head, 2], "x", ""), (head, "y", ""), (head, "x", "s")]
     for number, (tokens, account, salt) in enumerate(prompts):

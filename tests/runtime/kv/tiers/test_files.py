@@ -44,9 +44,18 @@ def shared(directory: Path) -> FileStore:
 
 
 def test_only_this_user_may_look(directory):
-    directory.mkdir(mode=0o755)
-    disk(directory)
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    before = os.umask(0)
+    try:
+        disk(directory / "new")
+        (directory / "old").mkdir(mode=0o755)
+        store = disk(directory / "old")
+        put_block(store, BLOCKS[0])
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in directory.rglob("*")}
+    assert (modes.pop("new"), modes.pop("old")) == (0o700, 0o755), "a directory that was there keeps its mode"
+    assert len(modes) == 4, "a file, a lock and folders"
+    assert all(mode & 0o077 == 0 for mode in modes.values())
 
 
 def test_a_directory_of_another_user_is_refused(directory):
