@@ -15,7 +15,7 @@ from runtime.frontend.async_engine import AsyncEngine
 from runtime.logs import set_up_logs
 from server import admin, anthropic, errors, objects, openai, responses, sglang
 from server.admin.dashboard import Feed
-from server.auth.keys import Guard, Tenant, read_keys
+from server.auth.keys import ANYONE, EVERYONE, Guard, Tenant, read_keys
 from server.errors import ErrorBody
 from server.explain.answers import Answers
 from server.generation.service import GenerationService
@@ -86,10 +86,11 @@ def create_app(
         _add_heads(app, router)
     errors.install(app)
     describe(app, bool(tenants))
-    origins = _split(options.cors_origins)
-    checks: list[Check] = [Origins(origins).check, Guard(tenants, routers).check]
+    origins, hosts = _split(options.cors_origins), Hosts(options.host, _split(options.allowed_hosts))
+    anyone = EVERYONE if options.open_admin or hosts.own_machine else ANYONE
+    checks: list[Check] = [Origins(origins).check, Guard(tenants, routers, anyone).check]
     if not tenants and "*" not in origins:
-        checks.append(Hosts(options.host, _split(options.allowed_hosts)).check)
+        checks.append(hosts.check)
     # The middleware added last runs first.
     app.add_middleware(
         AdmissionMiddleware, checks=checks, limit=BodyLimit(options.max_body_bytes, options.client_timeout)

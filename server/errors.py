@@ -58,6 +58,10 @@ class MessageError(BaseModel):
     request_id: str
 
 
+class BadKeys(RametError):
+    """The configured keys cannot be read, or their secret not kept. The message never contains a key."""
+
+
 class Unauthorized(RametError):
     """The key is missing or unknown (HTTP 401)."""
 

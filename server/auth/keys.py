@@ -2,15 +2,16 @@
 
 The file `--api-keys` and the environment variable RAMET_API_KEYS (lines separated by `;`) have one key a line:
 `NAME KEY [admin] [public] [quota=PAGES] [max_priority=NUMBER]`, or `NAME KEY metrics` for a scraper. Without keys the
-server is open, and all requests belong to one tenant.
+server is open, and all requests belong to one tenant. A line `* SECRET` is the secret of
+tenants' ids that several servers share.
 """
 
 import hashlib
 import hmac
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,8 +21,9 @@ from pydantic import Field
 from starlette.types import Scope
 
 from radix import Namespace
-from runtime.errors import InvalidRequest, RametError
-from server.errors import Forbidden, Unauthorized
+from runtime.errors import InvalidRequest
+from server.auth.secret import LEAST_CHARACTERS, installation_secret
+from server.errors import BadKeys, Forbidden, Unauthorized
 
 ENVIRONMENT = "RAMET_API_KEYS"
 # Routes without a key: health probes, and static pages that load their data from routes with a key.
@@ -40,10 +42,7 @@ _LINE = re.compile(
     r"(?P<name>[\w.-]{1,64})\s+(?P<key>\S{8,512})"
     r"(?P<flags>\s+metrics|(\s+(admin|public|quota=[1-9]\d{0,8}|max_priority=\d{1,9}))*)"
 )
-
-
-class BadKeys(RametError):
-    """The configured keys cannot be read. The message never contains a key."""
+_SECRET = re.compile(rf"\*\s+(?P<secret>\S{{{LEAST_CHARACTERS},512}})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +57,7 @@ class Tenant:
         quota: most cached pages; None: `--tenant-quota`.
         max_priority: highest priority of its requests; admins have no limit.
         metrics: whether only `/metrics` is allowed.
+        account: the tenant of its private cache namespaces.
     """
 
     name: str
@@ -67,11 +67,7 @@ class Tenant:
     quota: int | None = None
     max_priority: int = 0
     metrics: bool = False
-
-    @property
-    def account(self) -> str:
-        """The tenant's name in its private cache namespaces."""
-        return self.digest.hex()[:32]
+    account: str = ""
 
     def namespace(self, salt: str | None, scope: str) -> Namespace:
         """The cache namespace of a request. Raises Forbidden for a public scope that the key may not use."""
@@ -89,10 +85,12 @@ class Tenant:
 
 
 EVERYONE = Tenant("", b"", admin=True, public=True)
+# Clients of a server without keys that others reach, unless it has --open-admin.
+ANYONE = Tenant("", b"", public=True, max_priority=(1 << 31) - 1)
 
 
-def read_keys(path: Path | None) -> list[Tenant]:
-    """The tenants of the key file and the environment. Raises BadKeys."""
+def _lines(path: Path | None) -> Iterator[tuple[str, int, str]]:
+    """Sources, numbers and lines without comments of the environment and the key file. Raises BadKeys."""
     given = [(ENVIRONMENT, number, line) for number, line in enumerate(os.environ.get(ENVIRONMENT, "").split(";"), 1)]
     if path is not None:
         try:
@@ -101,10 +99,18 @@ def read_keys(path: Path | None) -> list[Tenant]:
             raise BadKeys(
                 f"--api-keys {path} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}"
             ) from None
-    tenants: list[Tenant] = []
     for source, number, line in given:
-        line = _COMMENT.sub("", line).strip()
-        if not line:
+        if line := _COMMENT.sub("", line).strip():
+            yield source, number, line
+
+
+def read_keys(path: Path | None) -> list[Tenant]:
+    """The tenants of the key file and the environment. Raises BadKeys."""
+    tenants: list[Tenant] = []
+    secret = None
+    for source, number, line in _lines(path):
+        if (shared := _SECRET.fullmatch(line)) is not None:
+            secret = shared["secret"].encode()
             continue
         found = _LINE.fullmatch(line)
         if found is None:
@@ -129,7 +135,10 @@ def read_keys(path: Path | None) -> list[Tenant]:
         )
     if path is not None and not tenants:
         raise BadKeys(f"--api-keys {path} has no key")  # else the server would be open by mistake
-    return tenants
+    if tenants and secret is None:
+        secret = installation_secret()
+    # Others see ids, in events and blocks: without the secret, weak keys could be guessed from them.
+    return [replace(each, account=hmac.digest(secret or b"", each.digest, "sha256").hex()[:32]) for each in tenants]
 
 
 class EveryKey(APIRouter):
@@ -137,10 +146,14 @@ class EveryKey(APIRouter):
 
 
 class Guard:
-    """Checks API keys. OPEN_PATHS need no key, routes of an `EveryKey` any key, others an admin's key."""
+    """Checks API keys. OPEN_PATHS need no key, routes of an `EveryKey` any key, others an admin's key.
 
-    def __init__(self, tenants: list[Tenant], routers: Sequence[APIRouter]):
-        self.tenants = tenants
+    Args:
+        tenants: empty: nobody has a key, and all clients are `anyone`.
+    """
+
+    def __init__(self, tenants: list[Tenant], routers: Sequence[APIRouter], anyone: Tenant = EVERYONE):
+        self.tenants, self.anyone = tenants, anyone
         self._own, self._closed = (
             [route for router in routers if isinstance(router, EveryKey) is own for route in _routes(router)]
             for own in (True, False)
@@ -151,16 +164,17 @@ class Guard:
         scope["state"]["tenant"] = self._authenticate(scope)
 
     def _authenticate(self, scope: Scope) -> Tenant:
-        if not self.tenants or scope["path"] in OPEN_PATHS:
+        if scope["path"] in OPEN_PATHS:
             return EVERYONE
-        tenant = self._find(scope["headers"])
+        tenant = self._find(scope["headers"]) if self.tenants else self.anyone
         path = scope["path"]
         if tenant.metrics:
             if path != METRICS_PATH:
                 raise Forbidden(f"this key is for {METRICS_PATH} alone")
             return tenant
         if not tenant.admin and self._is_closed(path, scope.get("method", "GET")):
-            raise Forbidden("this route is for admin keys")
+            needed = "" if self.tenants else "; this server has none, and serves other machines without --open-admin"
+            raise Forbidden(f"this route is for admin keys{needed}")
         return tenant
 
     def _is_closed(self, path: str, method: str) -> bool:

@@ -52,12 +52,18 @@ class Hosts:
     Args:
         bound: the address or name that the server is bound to. Unless it is this machine's own (loopback), private
             names are allowed as well: only attackers within the network can forge them, and they need no page.
+            A client may name the address to which it has connected.
         allowed: the names of `--allowed-hosts`; `*` allows all.
+
+    Attributes:
+        own_machine: whether the server is bound to this machine alone.
     """
 
     def __init__(self, bound: str, allowed: Collection[str]):
-        self.names = {name.lower() for name in (*allowed, bound, "localhost", socket.gethostname())}
-        self.own_machine = bound == "localhost" or (_is_address(bound) and ipaddress.ip_address(bound).is_loopback)
+        self.names = {name.lower().strip("[]") for name in (*allowed, bound, "localhost", socket.gethostname())}
+        address = _address(bound)
+        self.own_machine = bound == "localhost" or (address is not None and address.is_loopback)
+        self._with_loopback = self.own_machine or (address is not None and address.is_unspecified)
 
     def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Raise Forbidden for a Host that is not this server's."""
@@ -65,18 +71,22 @@ class Hosts:
         if not host or scope["scheme"] == "https" or scope["path"] in OPEN_PATHS or "*" in self.names:
             return
         found = _HOST.fullmatch(host)
-        if found is None or not self._is_own(found[1].strip("[]").removesuffix(".")):
+        if found is None or not self._is_own(found[1].strip("[]").removesuffix("."), scope):
             raise Forbidden("this server does not accept this host name; --allowed-hosts adds names")
 
-    def _is_own(self, name: str) -> bool:
-        if name in self.names or name.endswith(".localhost") or _is_address(name):
+    def _is_own(self, name: str, scope: Scope) -> bool:
+        if name in self.names or name.endswith(".localhost"):
             return True
+        if (address := _address(name)) is not None:
+            local, _ = scope.get("server") or ("", None)
+            return (self._with_loopback and address.is_loopback) or address == _address(local)
         return not self.own_machine and ("." not in name or name.endswith(_PRIVATE))
 
 
-def _is_address(name: str) -> bool:
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a name is, without an interface; None for other names."""
     try:
-        ipaddress.ip_address(name)
+        address = ipaddress.ip_address(name.partition("%")[0])
     except ValueError:
-        return False
-    return True
+        return None
+    return getattr(address, "ipv4_mapped", None) or address

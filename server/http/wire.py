@@ -78,7 +78,8 @@ class Body(BaseModel):
         KNOWN: the JSON names of all fields.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    # Errors that nobody has expected are logged, and inputs are prompts.
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     ALIASES: ClassVar[Mapping[str, str]] = {}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 from runtime.errors import InvalidRequest
 from server.errors import NotFound
@@ -14,8 +14,9 @@ from server.openai.tools import Function, Tool
 from server.openai.types import ChatRequest
 from server.responses import types
 
-_item: TypeAdapter[types.Item] = TypeAdapter(types.Item)
-_items: TypeAdapter[list[types.Item]] = TypeAdapter(list[types.Item])
+_HIDDEN = ConfigDict(hide_input_in_errors=True)
+_item: TypeAdapter[types.Item] = TypeAdapter(types.Item, config=_HIDDEN)
+_items: TypeAdapter[list[types.Item]] = TypeAdapter(list[types.Item], config=_HIDDEN)
 # Fields of a ChatRequest that are not copied from the request, because it lacks them or has another form.
 _OWN = frozenset(
     {"messages", "tools", "tool_choice", "response_format", "max_tokens", "stream_options", "reasoning_effort"}

@@ -108,8 +108,10 @@ def test_the_keys_that_are_made_are_what_the_server_takes(tmp_path, monkeypatch,
     for _ in range(2):
         subprocess.run([tmp_path / "make-secrets.sh"], check=True, capture_output=True)
     tenants = {tenant.name: tenant for tenant in read_keys(tmp_path / "secrets" / "api_keys")}
-    assert tenants.keys() == ({"boss", "prometheus"} if older else {"admin", "user", "prometheus"})
+    assert tenants.keys() == ({"boss"} if older else {"admin", "user"}) | {"prometheus", "loadgen"}
     scraper = (tmp_path / "secrets" / "metrics_key").read_bytes()
     assert tenants["prometheus"].digest == hashlib.sha256(scraper).digest()
+    loader = (tmp_path / "secrets" / "loadgen_key").read_bytes()
+    assert tenants["loadgen"].digest == hashlib.sha256(loader).digest()
     assert [name for name, tenant in tenants.items() if tenant.metrics] == ["prometheus"]
     assert [name for name, tenant in tenants.items() if tenant.admin] == ["boss" if older else "admin"]

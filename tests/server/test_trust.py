@@ -2,10 +2,17 @@
 
 import re
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
+
+from runtime.errors import RametError
+from server import responses
+from server.app import find_routers
+from server.http.wire import Body
 
 ROOT = Path(__file__).parents[2]
 TEXTS = {
@@ -41,6 +48,25 @@ def test_sockets_between_processes_are_their_owners_alone(server):
     for directory in directories:
         with suppress(FileNotFoundError):  # another test's server may end meanwhile
             assert stat.S_IMODE(directory.stat().st_mode) == 0o700, directory
+
+
+def bodies(kind: type[Body]) -> Iterator[type[Body]]:
+    for own in kind.__subclasses__():
+        yield from (own, *bodies(own))
+
+
+def test_no_unexpected_error_of_a_body_writes_a_prompt_into_the_log():
+    find_routers(responses)  # which imports the bodies
+    said = []
+    for kind in {*bodies(Body)}:
+        try:
+            kind.model_validate({name: ["quartz"] for name in kind.KNOWN})
+        except ValidationError as error:
+            said.append(str(error))
+        except RametError:  # which is expected
+            pass
+    assert len(said) > 30
+    assert not [text for text in said if "quartz" in text]
 
 
 # Modules that report the time of day, or note it for another process; all others measure durations, which a clock that

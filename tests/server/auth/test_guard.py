@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import stat
 from types import SimpleNamespace
 
 import httpx
@@ -9,20 +10,20 @@ import pytest
 from fastapi import APIRouter
 
 from radix import Namespace
-from runtime.config import Config
+from runtime.config import make_config
 from server.app import create_app
-from server.auth.keys import BadKeys, CurrentTenant, EveryKey, Guard, Tenant, read_keys
-from server.errors import Forbidden, Unauthorized
+from server.auth.keys import CurrentTenant, EveryKey, Guard, Tenant, read_keys
+from server.errors import BadKeys, Forbidden, Unauthorized
 
 KEYS = (
     "alice alice-key max_priority=3\nboss boss-key admin\nscraper scraper-key metrics\nlast last-key public quota=7\n"
 )
 
 
-def make_app(keys: str, tmp_path):
+def make_app(keys: str, tmp_path, **options):
     (tmp_path / "keys").write_text(keys)
     engine = SimpleNamespace(info=SimpleNamespace(name="x"))
-    app = create_app(engine, Config(), read_keys(tmp_path / "keys") if keys else [])
+    app = create_app(engine, make_config(**options), read_keys(tmp_path / "keys") if keys else [])
 
     @app.get("/who")
     def who(tenant: CurrentTenant) -> dict:
@@ -139,6 +140,33 @@ def test_without_keys_everybody_may_do_everything(tmp_path):
     assert send(app, "/cache/stats")[0] not in (401, 403)
 
 
+@pytest.mark.parametrize(
+    ("options", "opens"),
+    [
+        ({"host": "0.0.0.0"}, False),
+        ({"host": "::"}, False),
+        ({"host": "192.168.1.5"}, False),
+        ({"host": "box"}, False),
+        ({"host": "0.0.0.0", "open_admin": True}, True),
+        ({"host": "127.0.0.1"}, True),
+        ({"host": "::1"}, True),
+        ({"host": "localhost"}, True),
+    ],
+)
+def test_without_keys_others_are_admins_where_the_operator_says_so(tmp_path, options, opens):
+    app = make_app("", tmp_path, allowed_hosts="127.0.0.1", **options)
+    for method, path in (
+        ("GET", "/cache/stats"),
+        ("POST", "/shutdown"),
+        ("GET", "/metrics"),
+        ("PUT", "/cache/tiers/disk"),
+    ):
+        status, body = send(app, path, method=method)
+        assert (status == 403) is not opens, path
+        assert opens or "--open-admin" in body["error"]["message"]
+    assert send(app, "/who") == (200, {"name": "", "admin": opens, "public": True})
+
+
 def test_a_route_is_closed_unless_its_router_says_otherwise():
     plain, own = APIRouter(), EveryKey()
     for router, method, path in (
@@ -203,9 +231,9 @@ def test_every_field_of_a_line(read):
     plain, full, scraper = read(
         "a 12345678\nb.c-d_e  ключ5678\tquota=999999999 public admin max_priority=9\nm 87654321 metrics"
     )
-    assert plain == Tenant("a", digest("12345678"))
-    assert full == Tenant("b.c-d_e", digest("ключ5678"), True, True, 999_999_999, 9, False)
-    assert scraper == Tenant("m", digest("87654321"), metrics=True)
+    assert plain == Tenant("a", digest("12345678"), account=plain.account)
+    assert full == Tenant("b.c-d_e", digest("ключ5678"), True, True, 999_999_999, 9, False, full.account)
+    assert scraper == Tenant("m", digest("87654321"), metrics=True, account=scraper.account)
     assert (plain.quota, plain.max_priority, plain.admin, plain.public, plain.metrics) == (None, 0, False, False, False)
 
 
@@ -267,8 +295,7 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
 
 
 def test_the_namespaces_of_a_tenant():
-    tenant, marked = Tenant("a", digest("key")), Tenant("b", digest("other"), public=True)
-    assert tenant.account == digest("key").hex()[:32]
+    tenant, marked = Tenant("a", b"", account="1"), Tenant("b", b"", public=True, account="2")
     assert tenant.namespace(None, "private") == Namespace(tenant.account)
     assert tenant.namespace("s", "private") == Namespace(tenant.account, "s")
     assert marked.namespace("s", "public") == Namespace("public", "s")
@@ -278,3 +305,50 @@ def test_the_namespaces_of_a_tenant():
         with pytest.raises(Forbidden, match="may not use public prefixes") as error:
             unmarked.namespace("s", "public")
         assert (error.value.param, error.value.status) == ("cache_scope", 403)
+
+
+@pytest.fixture
+def ids(tmp_path, monkeypatch):
+    """Ids of tenants by names, for keys that are read with a cache directory."""
+
+    def ids(text: str, cache: str = "cache") -> dict[str, str]:
+        monkeypatch.setenv("RAMET_CACHE", str(tmp_path / cache))
+        monkeypatch.setenv("RAMET_API_KEYS", text)
+        return {tenant.name: tenant.account for tenant in read_keys(None)}
+
+    return ids
+
+
+def test_nobody_without_the_secret_of_the_installation_knows_an_id(ids, tmp_path):
+    first = ids("a password; b 87654321")
+    secret = tmp_path / "cache" / "tenants.secret"
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert [path.name for path in secret.parent.iterdir()] == ["tenants.secret"]
+    assert ids("b 87654321; c 12345678; a password")["a"] == first["a"], "also beside other keys, after a restart"
+    elsewhere = ids("a password; b 87654321", "other")
+    assert len({*first.values(), *elsewhere.values(), digest("password").hex()[:32]}) == 5
+    secret.write_text("short")
+    with pytest.raises(BadKeys, match=r"tenants\.secret has 5 bytes; the secret of tenants has 32 or more"):
+        ids("a password")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadKeys, match=r"cannot be kept in .*/file/tenants.secret: .*RAMET_CACHE, or add a line"):
+        ids("a password", "file")
+
+
+def test_servers_share_a_secret_by_a_line_of_their_keys(ids, tmp_path):
+    line = f"* {'s' * 32}"
+    assert ids(f"{line}; a password") == ids(f"a password;{line}", "other") != ids(f"{line}s; a password")
+    assert not list(tmp_path.iterdir()), "no secret is made"
+    assert ids(line) == {}, "which is no key"
+    with pytest.raises(BadKeys, match="line 1 of RAMET_API_KEYS is neither"):
+        ids(f"* {'s' * 31};a password")
+
+
+def test_two_servers_that_start_at_once_have_one_secret(ids, tmp_path, monkeypatch):
+    def link(new, path):
+        path.write_text("x" * 32)
+        raise FileExistsError
+
+    monkeypatch.setattr("os.link", link)
+    assert ids("a password") == ids("a password")
+    assert (tmp_path / "cache" / "tenants.secret").read_text() == "x" * 32

@@ -9,13 +9,14 @@ ADDRESS, LAN = "127.0.0.1:30000", "192.168.1.5:30000"
 POST, GET = ("POST", "/generate"), ("GET", "/server_info")
 
 
-def is_allowed(checks, host, route, scheme="http", **headers) -> bool:
+def is_allowed(checks, host, route, scheme="http", local="192.168.1.5", **headers) -> bool:
+    """`local`: the address of this machine that the client has connected to."""
     method, path = route
     given = {"host": host, **{name.replace("_", "-"): value for name, value in headers.items()}}
     sent = {name.encode(): value.encode() for name, value in given.items() if value is not None}
     try:
         for check in checks:
-            check.check({"scheme": scheme, "method": method, "path": path}, sent)
+            check.check({"scheme": scheme, "method": method, "path": path, "server": (local, 30000)}, sent)
     except Forbidden:
         return False
     return True
@@ -71,16 +72,13 @@ def test_an_origin_behind_a_proxy_may_have_another_scheme():
 @pytest.mark.parametrize(
     ("host", "on_machine", "on_network"),
     [
-        ("127.0.0.1:30000", True, True),
-        ("127.0.0.1", True, True),
-        ("192.168.1.5:30000", True, True),
-        ("[::1]:30000", True, True),
-        ("[fe80::1]", True, True),
         ("localhost:30000", True, True),
         ("LOCALHOST.", True, True),
         ("ramet.localhost:1", True, True),
         ("this-box:30000", True, True),
         ("api.example:30000", True, True),
+        ("10.0.0.7", True, True),
+        ("[FE80::7]:30000", True, True),
         (None, True, True),
         # names that only this network's name servers have
         ("ramet:30000", False, True),
@@ -103,12 +101,31 @@ def test_hosts(monkeypatch, host, on_machine, on_network):
     monkeypatch.setattr("socket.gethostname", lambda: "this-box")
     for bound, allowed in (("127.0.0.1", on_machine), ("::1", on_machine), ("localhost", on_machine),
                            ("0.0.0.0", on_network), ("192.168.1.5", on_network)):  # fmt: skip
-        check = Hosts(bound, ["API.example"])
+        check = Hosts(bound, ["API.example", "10.0.0.7", "[fe80::7]"])
         for route in (POST, GET):
             assert is_allowed([check], host, route) is allowed, bound
         assert is_allowed([check], host, ("GET", "/health")), "probes call a server as they like"
         assert is_allowed([check], host, POST, scheme="https"), "the certificate says whose name it is"
     assert is_allowed([Hosts("127.0.0.1", ["*"])], host, POST)
+
+
+@pytest.mark.parametrize(
+    ("bound", "local", "own", "others"),
+    [
+        ("127.0.0.1", "127.0.0.1", ["127.0.0.1", "[::1]"], ["192.168.1.5", "[fe80::1]", "0.0.0.0", "8.8.8.8"]),
+        ("localhost", "127.0.0.1", ["127.0.0.1", "127.0.0.2"], ["192.168.1.5"]),
+        ("192.168.1.5", "192.168.1.5", ["192.168.1.5"], ["127.0.0.1", "192.168.1.6", "[::ffff:192.168.1.6]"]),
+        ("0.0.0.0", "192.168.1.5", ["192.168.1.5", "127.0.0.1", "0.0.0.0"], ["192.168.1.6"]),
+        ("::", "::ffff:192.168.1.5", ["192.168.1.5", "[::1]"], ["192.168.1.6", "[fe80::1]"]),
+        ("::", "fe80::1%eth0", ["[fe80::1]"], ["[fe80::2]", "192.168.1.5"]),
+        ("box", "192.168.1.5", ["192.168.1.5"], ["127.0.0.1", "192.168.1.6"]),
+    ],
+)
+def test_an_address_is_the_one_that_the_client_has_connected_to(bound, local, own, others):
+    for host in own + others:
+        for port in ("", ":30000"):
+            assert is_allowed([Hosts(bound, [])], host + port, POST, local=local) is (host in own), host
+        assert is_allowed([Hosts(bound, [host])], host, POST, local=local), "--allowed-hosts names it"
 
 
 def test_a_rebound_page_is_of_this_origin_and_still_foreign():
