@@ -131,6 +131,17 @@ def test_what_a_pin_kept_until_its_time_was_over_has_expired_unless_it_was_used(
     assert life.gone.find(key(1, 2, 3, 4), 1, SPACES[0]) == Left(7.0, why)
 
 
+def test_a_run_that_is_cut_after_its_pin_has_expired_has_expired_as_a_whole():
+    life, run = Life(0), key(1, 2, 3, 4, 5, 6)
+    node, _ = life.tree.insert(run, array("i", [0, 1, 2]), SPACES[0])
+    life.tree.pin(node)
+    life.now = 5.0
+    life.tree.unpin(node, expired=True)
+    life.tree.unlock(life.tree.lock_match(life.tree.match(run[:8], SPACES[0])))
+    life.tree.evict(9)
+    assert [life.gone.find(run, page, SPACES[0]) for page in range(3)] == [Left(5.0, "expired")] * 3
+
+
 def test_a_pin_below_another_one_expires_alone():
     life = Life(0)
     node, _ = life.tree.insert(key(1, 2, 3, 4), array("i", [0, 1]), SPACES[0])

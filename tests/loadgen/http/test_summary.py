@@ -79,6 +79,8 @@ def test_a_run_without_answers_has_figures():
     figures = summarise([failed], Slo.parse(["ttft:1"]))
     assert (figures["errors"], figures["error_examples"]) == ({"stall": 1}, {"stall": "nothing came"})
     assert (figures["output_throughput"], figures["hit_ratio"], figures["goodput"]) == (0, None, 0)
+    good = Record(1, scheduled_s=1.0, sent_s=1.0, end_s=2.0, arrivals_s=[1.0], first_s=1.0, output_tokens=1)
+    assert summarise([good, failed], Slo.parse(["ttft:1"]))["goodput"] == 0.5, "a failure keeps no bound"
 
 
 def test_service_levels():

@@ -176,3 +176,8 @@ def test_prompt_and_output_logprobs_equal_transformers(ids_dir):
     everything = [entry for event in driver.events["all"] for entry in event.prompt_logprobs or []]
     assert [entry.token for entry in everything] == prompt
     assert everything[0].logprob is None
+    driver.flush()
+    driver.add("cold", prompt, max_new_tokens=1, logprobs=2, prompt_logprobs_from=25)
+    driver.run()
+    cold = [entry.token for event in driver.events["cold"] for entry in event.prompt_logprobs or []]
+    assert cold == prompt[25:], "chunks that end before the first wanted token report nothing"

@@ -178,6 +178,11 @@ def test_the_tree_says_which_tiers_hold_a_node(ids_dir, tmp_path):
     assert core.part(Tiering).tiers.keys == {}
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     assert places()[0] == ["disk"], "it has come from there"
+    call(core, FlushCache(tiers=True))
+    for _ in range(2):
+        driver.together(PROMPTS[:1], max_new_tokens=NEW)
+    core.part(Tiering).tiers.worker.drain()
+    assert places()[0] == ["disk"], "what was erased and is used twice is written again"
     core.close()
 
 

@@ -27,6 +27,7 @@ TEXTS = [
     "Grüße aus Zürich, 日本語, русский, العربية",
     "🌱🌳👩‍👩‍👧‍👦 e\u0301",
     "<|im_start|>user\nhi<|im_end|>\n",
+    "<|im_start|>user\nhi<|im_end|>\n" * 900,
     "1234567890 3.14159 0x1F",
     "",
     "\n\n\n",

@@ -163,6 +163,12 @@ def test_weights_that_are_no_numbers_draw_no_token_and_leave_the_others_alone():
     assert draw(weights, noise).tolist() == [67, NO_TOKEN, 0]
 
 
+def test_each_request_of_a_batch_gets_as_many_alternatives_as_it_wants():
+    asking = [make_request([1], logprobs=top) for top in (0, 3, None, 1)]
+    found = Sampler(9, CPU).sample(torch.randn(4, 9), asking).logprobs()
+    assert [len(found[one][0].top) if one in found else None for one in asking] == [0, 3, None, 1]
+
+
 def test_penalties():
     logits = torch.tensor([[1.0, 1.0, -1.0, 0.5]])
     sampler = Sampler(4, CPU)

@@ -159,6 +159,7 @@ def test_a_bad_field_is_named(client, each):
     ):
         answer = client.post(each.path, json=each.body("x") | fields)
         assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -66,6 +66,8 @@ def test_seed_stop_bias_and_the_names_of_limits(api):
     options = {"model": MODEL, "messages": CHAT, "seed": 3, "temperature": 1.2}
     first = api.chat.completions.create(**options, max_completion_tokens=10)
     second = api.chat.completions.create(**options, max_tokens=10)
+    none = api.chat.completions.create(**options, max_tokens=10, max_completion_tokens=0)
+    assert (none.choices[0].message.content, none.usage.completion_tokens) == ("", 0)
     assert first.choices[0].message.content == second.choices[0].message.content
     assert first.system_fingerprint == second.system_fingerprint
     assert first.system_fingerprint.startswith("ramet-")

@@ -36,11 +36,11 @@ def test_a_call_that_must_be_made_is_made(api, choice):
     assert arguments.keys() == {"city", "unit"}
     assert arguments["unit"] in ("C", "F")
     assert answer.message.content is None
-    chunks = list(api.chat.completions.create(**options, max_tokens=80, stream=True))
-    told = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []]
-    assert "".join(part.function.arguments for part in told) == call.function.arguments
-    assert [part.function.name for part in told] == ["get_weather"]
-    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    chunks = [chunk.choices[0] for chunk in api.chat.completions.create(**options, max_tokens=80, n=2, stream=True)]
+    for index in range(2):  # each choice has calls of its own
+        (told,) = [part for choice in chunks if choice.index == index for part in choice.delta.tool_calls or []]
+        assert (told.index, told.function.name, told.function.arguments) == (0, "get_weather", call.function.arguments)
+    assert [choice.finish_reason for choice in chunks if choice.finish_reason] == ["tool_calls"] * 2
     turns = [*ASK, answer.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "15 C, rain"}]
     after = api.chat.completions.create(model=MODEL, messages=turns, tools=[WEATHER], max_tokens=8)
     assert after.usage.prompt_tokens > 100

@@ -6,6 +6,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
+import httpx
+
 from tests.server.conftest import PATIENCE_S
 
 GREEDY = {"temperature": 0, "max_new_tokens": 8}
@@ -58,6 +60,13 @@ def test_batches_and_n(client):
     assert [entry["meta_info"]["id"] for entry in many] == ["r1", "r1", "r2", "r2"]
 
 
+def test_of_a_batch_that_is_refused_in_part_nothing_runs(client, server):
+    before = server.state()["aborted_requests"]
+    body = {"text": ["a", "b"], "rid": ["same", "same"], "sampling_params": ENDLESS}
+    assert client.post("/generate", json=body).status_code == 400
+    server.wait(lambda state: state["aborted_requests"] == before + 1)
+
+
 def test_stream_is_cumulative_with_deltas(client):
     whole = ask(client, text="Once upon a time", sampling_params=GREEDY)
     parts = events(client, text="Once upon a time", sampling_params=GREEDY)
@@ -92,6 +101,16 @@ def test_logprobs(client):
     assert text == " Paris"
     assert answer["input_token_logprobs"][0][0] is None
     assert len(answer["input_token_logprobs"]) == 5
+
+
+def test_an_event_of_a_stream_holds_so_many_log_probabilities(guarded):
+    """Of the prompt and the output together; a whole answer repeats nothing and has no bound."""
+    asked = {"input_ids": [5] * 509, "sampling_params": {"max_new_tokens": 1}, "top_logprobs_num": 128}
+    headers = {"Authorization": "Bearer alice-secret-key"}
+    for start, stream, refused in ((0, True, True), (508, True, False), (0, False, False)):
+        body = {**asked, "return_logprob": True, "logprob_start_len": start, "stream": stream}
+        answer = httpx.post(f"{guarded.url}/generate", json=body, headers=headers)
+        assert ('"param":"top_logprobs_num"' in answer.text) == refused
 
 
 def test_stop_strings(client):

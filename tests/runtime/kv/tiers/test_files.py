@@ -185,6 +185,16 @@ def test_processes_keep_one_bound_and_know_each_others_blocks(directory):
     assert 1 <= len(keys) <= 6
 
 
+def test_what_another_process_deletes_takes_no_room(directory):
+    one, other, gone = disk(directory), disk(directory), []
+    one.on_evict = gone.extend
+    for block in BLOCKS[:3]:
+        put_block(one, block)
+        other.delete([block.key])
+        assert one.usage() == Usage(0, 0, BOUND)
+    assert gone == [block.key for block in BLOCKS[:3]]
+
+
 def test_a_kill_leaves_nothing_that_is_believed(directory):
     bound, space = 40 * 5000, Namespace("alice")
 
