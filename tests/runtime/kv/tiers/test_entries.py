@@ -152,13 +152,6 @@ def test_entries_that_must_not_be_stored_outlive_nothing(ids_dir, deep_dir, tmp_
         assert driver.tokens[f"{rid} module"] == driver.tokens["module"]
         assert driver.cached(rid) == driver.cached(f"{rid} module") == 0
     assert driver.core.cache.tree.num_pages == 0
-    # A part of a module that lies in the tree is of no use to those who may not add to it.
-    prompt = module_prompt()
-    driver.ask("whole", prompt, by=modules)
-    driver.run()
-    driver.core.cache.allocator.release(driver.core.cache.tree.evict(5))
-    driver.ask("part", replace(prompt, tokens=[*prompt.tokens[:-1], 5]), by=modules, store=False)
-    driver.run()
     driver.core.close()
     denoiser = open_denoiser(deep_dir, tmp_path, "host")
     denoiser.denoise("one", [*PREFIX, 5, 6], **SETTING)

@@ -246,7 +246,7 @@ def test_nothing_approximate_lies_under_exact_keys(subject):
 
 
 def test_a_request_that_may_not_be_stored_leaves_nothing(subject):
-    """It reads what others have stored."""
+    """It reads what others have stored, all of it or a part."""
     world, (prompt, other) = World(subject, page_size=4), some(subject, 2)
     for i in range(2):
         world.one(f"private {i}", prompt, store=False)
@@ -257,6 +257,11 @@ def test_a_request_that_may_not_be_stored_leaves_nothing(subject):
     world.one("reads", other, store=False)
     assert world.cached("reads") > 0
     assert world.tree.num_pages == pages
+    for i in range(4):
+        assert world.evict()
+        pages = world.tree.num_pages
+        world.one(f"part {i}", other, store=False)
+        assert world.tree.num_pages == pages, "what is there in part is not completed"
     world.check()
 
 

@@ -7,6 +7,8 @@ from array import array
 import pytest
 import torch
 
+from radix import Namespace
+from runtime.calls import EraseTenant, FlushCache
 from runtime.engine.parts import Drafts
 from runtime.execution.native.library import load_best
 from runtime.params import SamplingParams
@@ -14,7 +16,7 @@ from runtime.sampling.drafts.drafter import LONGEST
 from runtime.sampling.drafts.pace import Pace
 from runtime.sampling.filters import filter_probs
 from runtime.sampling.sampler import Sampler
-from tests.runtime.engine.driver import Driver, greedy, make_core
+from tests.runtime.engine.driver import Driver, call, greedy, make_core
 from tests.runtime.requests import make_request
 
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"enum": ["x", "y"]}, "b": {"type": "integer"}},
@@ -208,6 +210,20 @@ def test_steps_that_fail_are_run_again_without_the_draft(tiny_dir, monkeypatch, 
     monkeypatch.setattr(core.executor, "run", fail)
     assert run(core, prompts[:2], monkeypatch, plain.tokens, 0.9).tokens == plain.tokens
     assert failed
+
+
+@pytest.mark.parametrize(
+    ("store", "asked", "is_known"),
+    [(True, None, True), (False, None, False), (True, FlushCache(), False), (True, EraseTenant(""), False)],
+)
+def test_nothing_is_drafted_from_outputs_that_may_not_be_kept(ids_dir, store, asked, is_known):
+    driver = Driver(make_core(ids_dir, drafts="auto", overlap="off"))
+    driver.add("a", [5, 6, 7, 8], max_new_tokens=4, store=store)
+    driver.run()
+    if asked is not None:
+        call(driver.core, asked)
+    found, _ = driver.core.part(Drafts).drafter._recent.find(Namespace(), array("i", [7, 8]), 4)
+    assert found.tolist() == (driver.tokens["a"] if is_known else [])
 
 
 def test_drawn_tokens_have_the_distribution_of_single_steps():
