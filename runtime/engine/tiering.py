@@ -86,8 +86,9 @@ class Tiering(Part):
 
     def _erase(self, tenant: str | None) -> Waiting:
         """Erase the blocks of a tenant, or of all (None)."""
-        self.tiers.erased(tenant)
-        blocks = yield from _wait(self._aside.submit(self._erase_aside, self._resume, tenant))
+        erasing = self._aside.submit(self._erase_aside, self._resume, tenant)
+        self.tiers.erased(tenant, erasing)
+        blocks = yield from _wait(erasing)
         return {"erased_blocks": blocks}
 
     def _erase_aside(self, resume: Resume | None, tenant: str | None) -> dict[str, int | None]:

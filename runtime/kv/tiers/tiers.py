@@ -72,6 +72,7 @@ class Tiers(Watcher):
         self._absent: TTLCache[BlockKey, None] = TTLCache(_MOST_ABSENT, _ABSENT_S, clock)
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="kv-fill")
         self._news = threading.Event()
+        self._erasing: list[tuple[str | None, Future[Any]]] = []
         cache.tree.watch(self)
         cache.on_use, cache.on_distrust = self.used, self.forget
         pool.before_write = self._copies.settle
@@ -141,7 +142,7 @@ class Tiers(Watcher):
             return None
         parts, joined = [], None
         for run in runs:
-            part = self._missing(run)
+            part = None if self._is_erased(run.namespace.tenant) else self._missing(run)
             if part is None:
                 continue
             load = self._bringing(part.blocks[0].key)
@@ -155,6 +156,9 @@ class Tiers(Watcher):
         self.loads.append(load)
         self._start()
         return load
+
+    def _is_erased(self, tenant: str) -> bool:
+        return any(erased in (None, tenant) and not done.done() for erased, done in self._erasing)
 
     def _missing(self, run: Run) -> RunLoad | None:
         """The blocks after the cached part of a run; None if there are none, or the stores just lacked the first."""
@@ -351,8 +355,12 @@ class Tiers(Watcher):
         self._filler.shutdown()
         self.worker.close(_CLOSE_S)
 
-    def erased(self, tenant: str | None) -> None:
-        """Void the loads of an erased tenant, or all loads (None), and forget what was written."""
+    def erased(self, tenant: str | None, done: Future[Any]) -> None:
+        """Void the loads of an erased tenant, or all loads (None), and forget what was written.
+
+        Until the erasure is `done`, the stores may still have blocks of the tenant, and no new load begins.
+        """
+        self._erasing = [*(one for one in self._erasing if not one[1].done()), (tenant, done)]
         self._written.clear()
         for load in self.loads:
             load.is_void = load.is_void or any(tenant in (None, part.run.namespace.tenant) for part in load.parts)

@@ -93,6 +93,34 @@ def test_a_tenant_is_erased_from_every_tier(ids_dir, tmp_path):
     core.close()
 
 
+def test_a_load_under_way_brings_back_nothing_of_an_erased_tenant(ids_dir, tmp_path):
+    core = open_core(ids_dir, **options_of("host", tmp_path))
+    driver = Driver(core)
+    for tenant in "ab":
+        driver.together([PROMPTS[0]], max_new_tokens=NEW, namespace=Namespace(tenant))
+    evict(core)
+    for tenant in "ab":
+        driver.add(tenant, PROMPTS[0], max_new_tokens=NEW, namespace=Namespace(tenant))
+    for load in core.part(Tiering).tiers.loads:
+        assert load.parts[0].loading.result(), "it is read, and not yet in the pool"
+    driver.begin(1, EraseTenant("a"))
+    driver.run()
+    assert [loaded(driver, tenant) for tenant in "ab"] == [{}, {"host": 192}]
+    core.close()
+
+
+def test_public_pages_that_are_loaded_count_for_who_asked_for_them(ids_dir, tmp_path):
+    core = open_core(ids_dir, tenant_quota=99, **options_of("host", tmp_path))
+    driver, pages = Driver(core), core.cache.tree.quotas.pages
+    for account in "ab":
+        driver.add(account, PROMPTS[0], max_new_tokens=NEW, namespace=Namespace("public"), account=account)
+        driver.run()
+        assert [pages(Namespace(name)) for name in (account, "public")] == [core.cache.tree.num_pages, 0]
+        evict(core)
+    assert loaded(driver, "b") == {"host": 192}
+    core.close()
+
+
 def test_a_flush_reaches_tiers_when_asked(ids_dir, tmp_path):
     core = open_core(ids_dir, **options_of("host", tmp_path))
     driver = Driver(core)
