@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI
@@ -63,6 +64,7 @@ def serve(config: Config) -> NoReturn:
     """
     engine, tenants = prepare(config)
     _check_certificate(config)
+    _check_replays(config, tenants)
     most_connections(config.scheduler)
     _warn(config, tenants)
     trace = open_trace(config.server.record_trace, tenants)
@@ -83,6 +85,17 @@ def _pem(certificate: str) -> tuple[str, str | None]:
     """The files of a certificate and of its key; None: the same file."""
     first, _, second = certificate.partition(",")
     return first, second or None
+
+
+def _check_replays(config: Config, tenants: list[Tenant]) -> None:
+    """Raise RametError if other machines could ask for the KV events of keys: the socket asks for no key."""
+    endpoint = config.cache.kv_events_replay or ""
+    is_local = not endpoint.startswith("tcp:") or Hosts(urlsplit(endpoint).hostname or "", []).own_machine
+    if tenants and not is_local:
+        raise RametError(
+            f"--kv-events-replay {endpoint}: with --api-keys, replays are for this machine alone; "
+            "give tcp://127.0.0.1:PORT, or ipc:// in a private directory"
+        )
 
 
 def _warn(config: Config, tenants: list[Tenant]) -> None:

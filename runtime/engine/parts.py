@@ -17,8 +17,8 @@ from runtime.request import Request, Work
 from runtime.sampling.drafts.drafter import Drafter
 from runtime.sampling.grammar import GrammarCompiler
 
-# An idle engine that publishes events wakes this often, to answer consumers that missed some.
-_IDLE_WITH_EVENTS_S = 0.2
+# An idle engine with tiers wakes this often to publish what they have written and dropped.
+_IDLE_WITH_TIERS_S = 0.2
 
 
 class Grammars(Part):
@@ -85,11 +85,10 @@ class Drafts(Part):
 class KVEvents(Part):
     """Publishes events of KV that enters or leaves the cache and its tiers."""
 
-    idle_s = _IDLE_WITH_EVENTS_S
-
     def __init__(self, publisher: EventPublisher, events: Any, tiering: Tiering | None):
         self.publisher = publisher
         self._events, self._tiering = events, tiering
+        self.idle_s = None if tiering is None else _IDLE_WITH_TIERS_S
 
     @staticmethod
     def open(core: EngineCore, tiering: Tiering | None) -> KVEvents | None:

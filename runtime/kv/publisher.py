@@ -3,12 +3,11 @@
 A message is `[topic, sequence number (8 bytes, big endian), msgpack]`; the payload is `[timestamp, events, rank]`, and
 an event is a map whose `type` is its name. A consumer that missed messages sends `[first number]` on a REQ socket, or
 `[b"", first number]` on a DEALER, to the replay socket. It gets `[number, payload]` for each kept message, then
-number -1.
+number -1. A gap in the numbers shows which messages are no longer kept.
 """
 
 import time
 from array import array
-from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -19,9 +18,8 @@ from radix import Namespace
 from radix.events import Event, Stored
 from runtime.config import CacheConfig
 from runtime.errors import ModelError
+from runtime.kv.replays import Kept, Replays
 
-KEPT_BATCHES = 10_000
-_END = (-1).to_bytes(8, "big", signed=True)
 # The pool is `GPU`, even on a CPU: routers take `GPU` for the memory that attention reads, and `CPU` for a slower tier.
 # The names of tiers are SGLang's, which Dynamo knows.
 POOL_MEDIUM = "GPU"
@@ -83,25 +81,25 @@ class EventPublisher:
     def __init__(self, config: CacheConfig):
         self._config = config
         self._context = zmq.Context()
-        self._publish = self._bind(zmq.PUB, "--kv-events", config.kv_events or "")
-        replay = config.kv_events_replay
-        self._replay = self._bind(zmq.ROUTER, "--kv-events-replay", replay) if replay else None
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT_BATCHES)
-        self._next = 0
+        self._publish = self._context.socket(zmq.PUB)
+        self._kept = Kept()
+        self._bind(self._publish, "--kv-events", config.kv_events or "")
+        if config.kv_events_replay:
+            socket = Replays.open_socket(self._context)
+            self._bind(socket, "--kv-events-replay", config.kv_events_replay)
+            Replays(socket, self._kept)
         self._encode = msgspec.msgpack.Encoder().encode
         self._send("", [AllBlocksCleared()])
 
-    def _bind(self, kind: int, option: str, endpoint: str) -> zmq.Socket:
-        socket = self._context.socket(kind)
+    def _bind(self, socket: zmq.Socket, option: str, endpoint: str) -> None:
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise ModelError(f"{option} {endpoint}: {error}") from None
-        return socket
 
     def publish(self, events: Sequence[Event], tier: str | None = None) -> None:
-        """Send a batch for each tenant under its topic, and answer replay requests.
+        """Send a batch for each tenant under its topic.
 
         `tier`: the tier of the events; None: the pool.
         """
@@ -111,7 +109,6 @@ class EventPublisher:
         topics = self._config.kv_events_of != "hashes"
         for topic, own in groupby(events, lambda event: event.namespace.tenant if topics else ""):
             self._send(topic, [self._wire(event, medium) for event in own])
-        self.answer_replays()
 
     def _wire(self, event: Event, medium: str) -> BlockStored | BlockRemoved:
         if not isinstance(event, Stored):
@@ -127,26 +124,12 @@ class EventPublisher:
 
     def _send(self, topic: str, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
         payload = self._encode(EventBatch(time.time(), events))
-        self._kept.append((self._next, payload))
-        self._publish.send_multipart([topic.encode(), self._next.to_bytes(8, "big"), payload])
-        self._next += 1
-
-    def answer_replays(self) -> None:
-        while self._replay is not None and self._replay.poll(0):
-            client, *_, start = self._replay.recv_multipart()
-            if len(start) != 8:
-                continue
-            first = int.from_bytes(start, "big", signed=True)
-            for number, payload in self._kept:
-                if number >= first:
-                    self._replay.send_multipart([client, b"", number.to_bytes(8, "big"), payload])
-            self._replay.send_multipart([client, b"", _END, b""])
+        number = self._kept.add(payload)
+        self._publish.send_multipart([topic.encode(), number.to_bytes(8, "big"), payload])
 
     def close(self) -> None:
         self._publish.close(linger=0)
-        if self._replay is not None:
-            self._replay.close(linger=0)
-        self._context.term()
+        self._context.term()  # waits for the thread of replays
 
 
 def _is_public(namespace: Namespace) -> bool:

@@ -19,10 +19,11 @@ import httpx
 import pytest
 
 from runtime.config import make_config
+from runtime.errors import RametError
 from runtime.logs import set_up_logs
 from server.auth.keys import Tenant
 from server.http.access import AccessLog
-from server.serve import _warn
+from server.serve import _check_replays, _warn
 from tests.server.conftest import PATIENCE_S, start, stop
 from tests.server.http.test_connections import logged
 from tests.server.test_faults import join
@@ -330,6 +331,23 @@ def test_an_operator_is_told_who_may_ask_and_whom_events_leave_out(logged_here, 
     options = {} if events is None else {"kv_events": "tcp://127.0.0.1:1", "kv_events_of": events}
     _warn(make_config(host=host, **options), [Tenant("a", b"")] if has_keys else [])
     assert len(logged_here()) == warnings
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "allowed"),
+    [
+        ("tcp://127.0.0.1:5558", True),
+        ("tcp://[::1]:5558", True),
+        ("ipc:///run/ramet/replay", True),
+        ("tcp://*:5558", False),
+        ("tcp://10.0.0.1:5558", False),
+    ],
+)
+def test_replays_of_the_events_of_keys_are_for_this_machine(endpoint, allowed):
+    config = make_config(kv_events_replay=endpoint)
+    _check_replays(config, [])
+    with contextlib.nullcontext() if allowed else pytest.raises(RametError, match="for this machine alone"):
+        _check_replays(config, [Tenant("a", b"")])
 
 
 class Collector(BaseHTTPRequestHandler):

@@ -50,7 +50,7 @@ def test_their_structs_decode_every_event(package, monkeypatch, tmp_path):
     publisher = EventPublisher(CacheConfig(kv_events=f"ipc://{tmp_path}/e", page_size=2, kv_events_of="all"))
     publisher.publish(EVENTS)
     publisher.close()
-    payloads = [payload for _, payload in publisher._kept]
+    payloads = [publisher._kept.read(n)[1] for n in range(3)]
     (cleared,), (everybodys,), (own, gone) = (msgspec.msgpack.decode(p, type=batch).events for p in payloads)
     assert type(cleared).__name__ == "AllBlocksCleared"
     assert (everybodys.block_hashes, everybodys.token_ids, everybodys.block_size) == ([5, 2**64 - 6], [0, 1, 2, 3], 2)

@@ -3,6 +3,8 @@
 import threading
 import time
 from array import array
+from contextlib import suppress
+from itertools import pairwise
 from socket import socket as Socket
 
 import msgspec
@@ -24,6 +26,7 @@ class Wire:
 
     def __init__(self, tmp_path, **options):
         events, replay = f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r"
+        self.replay_endpoint = replay
         self.context = zmq.Context()
         self.publisher = EventPublisher(CacheConfig(kv_events=events, kv_events_replay=replay, page_size=2, **options))
         self.heard = self.context.socket(zmq.SUB)
@@ -41,15 +44,26 @@ class Wire:
 
     def replay(self, *request: bytes) -> None:
         self.asks.send_multipart([b"", *request])
-        assert self.publisher._replay.poll(60_000)
-        self.publisher.answer_replays()
 
     def replayed(self, first: int) -> list[int]:
         self.replay(first.to_bytes(8, "big"))
-        numbers = [self.receive(self.asks)[0]]
+        return self.answer(self.asks)
+
+    def answer(self, asks: zmq.Socket) -> list[int]:
+        """The numbers of one replay."""
+        numbers = [self.receive(asks)[0]]
         while numbers[-1] != END:
-            numbers.append(self.receive(self.asks)[0])
+            numbers.append(self.receive(asks)[0])
         return numbers
+
+    def slow(self) -> zmq.Socket:
+        """A consumer that has asked for everything, and of whose answer hardly anything fits into its connection."""
+        asks = self.context.socket(zmq.DEALER)
+        asks.setsockopt(zmq.RCVHWM, 1)
+        asks.setsockopt(zmq.LINGER, 0)
+        asks.connect(self.replay_endpoint)
+        asks.send_multipart([b"", (0).to_bytes(8, "big")])
+        return asks
 
     def close(self) -> None:
         self.publisher.close()
@@ -67,7 +81,7 @@ def listen(wire: Wire) -> None:
     """Publish until the subscriber hears."""
     while not wire.heard.poll(20):
         wire.publisher.publish([STORED])
-    while wire.receive(wire.heard)[0] < wire.publisher._next - 1:
+    while wire.receive(wire.heard)[0] < wire.publisher._kept.next - 1:
         pass
 
 
@@ -83,7 +97,7 @@ def removed(*hashes: int) -> dict:
 
 def test_every_field_of_a_message(wire):
     listen(wire)
-    number = wire.publisher._next
+    number = wire.publisher._kept.next
     wire.publisher.publish([STORED, CHILD, Removed((6, 7), Namespace())])
     wire.publisher.publish([])
     wire.publisher.publish([Removed((5,), Namespace())])
@@ -105,7 +119,7 @@ LATER = Stored((12,), 11, array("i", [9, 9]).tobytes(), OWN)
 
 def test_tokens_of_tenants_and_of_salts_stay_here(wire):
     listen(wire)
-    number = wire.publisher._next
+    number = wire.publisher._kept.next
     wire.publisher.publish([*BLOCKS[:2], LATER, Removed((12,), OWN), Removed((20,), SALTED)])
     wire.publisher.publish([STORED, BLOCKS[0], BLOCKS[2]])
     heard = [stored([5, 6], None, [0, 1, 2, 3])]
@@ -119,7 +133,7 @@ def test_tokens_of_tenants_and_of_salts_stay_here(wire):
 def test_those_who_may_know_all_get_a_topic_for_each_tenant(tmp_path):
     wire = Wire(tmp_path, kv_events_of="all")
     listen(wire)
-    number = wire.publisher._next
+    number = wire.publisher._kept.next
     wire.publisher.publish([STORED, BLOCKS[0], LATER, Removed((12,), OWN), BLOCKS[1]])
     assert wire.receive(wire.heard) == (number, [stored([5, 6], None, [0, 1, 2, 3])])
     first = stored([10, 11], None, [10] * 4, extra_keys=[["acme/s#"], None], cache_salt="acme/s#")
@@ -141,7 +155,7 @@ def test_blocks_of_adapters_are_not_the_models(tmp_path):
         (tmp_path / given).mkdir()
         wire = Wire(tmp_path / given, kv_events_of=given)
         listen(wire)
-        number = wire.publisher._next
+        number = wire.publisher._kept.next
         wire.publisher.publish([blocks, Removed((40,), space), STORED])
         assert wire.receive(wire.heard) == (number, [*shown, stored([5, 6], None, [0, 1, 2, 3])])
         wire.close()
@@ -150,7 +164,7 @@ def test_blocks_of_adapters_are_not_the_models(tmp_path):
 def test_hashes_alone_tell_neither_tokens_nor_salts_nor_tenants(tmp_path):
     wire = Wire(tmp_path, kv_events_of="hashes")
     listen(wire)
-    number = wire.publisher._next
+    number = wire.publisher._kept.next
     wire.publisher.publish([STORED, BLOCKS[0], Removed((10,), OWN)])
     blocks = [stored([5, 6], None, []), stored([10, 11], None, [])]
     assert wire.receive(wire.heard) == (number, [*blocks, removed(10)])
@@ -161,7 +175,7 @@ def test_hashes_alone_tell_neither_tokens_nor_salts_nor_tenants(tmp_path):
 @pytest.mark.parametrize(("tier", "medium"), [("host", "CPU_PINNED"), ("disk", "DISK"), ("store", "EXTERNAL")])
 def test_the_tiers_have_words_of_their_own(wire, tier, medium):
     listen(wire)
-    number = wire.publisher._next
+    number = wire.publisher._kept.next
     wire.publisher.publish([CHILD, Removed((7,), Namespace())], tier)
     events = [stored([7], 6, [8, 9], medium=medium), removed(7) | {"medium": medium}]
     assert wire.receive(wire.heard) == (number, events)
@@ -170,7 +184,7 @@ def test_the_tiers_have_words_of_their_own(wire, tier, medium):
 def test_a_message_tells_its_time(wire):
     before = time.time()
     wire.publisher.publish([STORED])
-    _, payload = wire.publisher._kept[-1]
+    _, payload = wire.publisher._kept.read(1)
     assert before <= msgspec.msgpack.decode(payload)[0] <= time.time()
 
 
@@ -202,8 +216,6 @@ def test_a_malformed_request_is_passed_over(wire):
     assert wire.replayed(0) == [0, END]
     wire.asks.send_multipart([b"", b"short"])
     wire.asks.send_multipart([b"", (0).to_bytes(8, "big")])
-    while not wire.asks.poll(20):
-        wire.publisher.publish([])
     assert [wire.receive(wire.asks)[0] for _ in range(2)] == [0, END], "those behind it are answered, too"
 
 
@@ -225,8 +237,61 @@ def test_the_end_waits_for_no_consumer_that_does_not_read(tmp_path):
     wire.context.destroy(linger=0)
 
 
-def test_old_messages_are_forgotten(wire):
-    assert wire.publisher._kept.maxlen == 10_000
+KEPT = 10_000
+
+
+def fill(wire: Wire) -> None:
+    """Publish batches until five have been dropped again."""
+    while wire.publisher._kept.next < KEPT + 5:
+        wire.publisher.publish([STORED])
+
+
+def test_all_kept_batches_arrive_whatever_another_consumer_does(wire):
+    """The first number tells which ones are no longer kept."""
+    fill(wire)
+    slow = wire.slow()
+    slow.poll()  # its replay has begun
+    assert wire.replayed(0) == [*range(5, KEPT + 5), END]
+    assert wire.answer(slow) == [*range(5, KEPT + 5), END]
+
+
+def test_batches_that_are_dropped_during_a_replay_leave_a_gap(wire):
+    fill(wire)
+    slow = wire.slow()
+    slow.poll()
+    for _ in range(KEPT):
+        wire.publisher.publish([STORED])
+    *numbers, end = wire.answer(slow)
+    assert (numbers[0], numbers[-1], end) == (5, 2 * KEPT + 4, END)
+    assert all(a < b for a, b in pairwise(numbers))
+    assert len(numbers) < 2 * KEPT
+
+
+def test_a_flood_of_requests_stops_no_publisher(wire):
+    """One that never ends while events are published, of consumers that do not read."""
+    fill(wire)
+    published = threading.Event()
+
+    def flood() -> None:
+        asks = [wire.slow() for _ in range(20)]
+        while not published.is_set():
+            for ask in asks:
+                with suppress(zmq.Again):
+                    ask.send_multipart([b"", (0).to_bytes(8, "big")], zmq.NOBLOCK)
+
+    def publish() -> None:
+        for _ in range(200):
+            wire.publisher.publish([STORED])
+        published.set()
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (flood, publish)]
+    for thread in threads:
+        thread.start()
+    found = published.wait(60)
+    published.set()
+    for thread in threads:
+        thread.join(60)
+    assert found
 
 
 def test_no_replays_without_an_endpoint_and_a_clear_error_for_a_bad_one(tmp_path):
