@@ -8,6 +8,7 @@ from typing import Any
 from runtime.calls import Call, LoadAdapter, UnloadAdapter
 from runtime.engine.part import Answer, Handler, Part
 from runtime.errors import InvalidRequest, ModelError
+from runtime.execution.device import is_out_of_memory
 from runtime.execution.executor import Executor
 from runtime.models.adapters.lora import read_lora
 from runtime.protocol import Finish
@@ -41,8 +42,12 @@ class EngineAdapters(Part):
         try:
             adapter = read_lora(Path(call.path))
             self._executor.load_adapter(adapter)
-        except (ModelError, MemoryError) as error:
-            raise InvalidRequest(str(error), param="lora_path") from None
+        except ModelError as error:
+            raise InvalidRequest(error.message, param="lora_path") from None
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise InvalidRequest(f"{call.path} does not fit into memory", param="lora_path") from None
         self._leaving.discard(adapter.digest)
         self.requests.setdefault(adapter.digest, 0)
         return {"digest": adapter.digest, "rank": adapter.rank}

@@ -11,7 +11,7 @@ import torch
 from radix.stats import Histogram
 from runtime.config import Config
 from runtime.engine.part import Calls, Part, Parts
-from runtime.engine.requests import open_request
+from runtime.engine.requests import finish_of, open_request
 from runtime.engine.scheduler import Scheduler
 from runtime.errors import EngineDead, InvalidRequest, RametError
 from runtime.execution.device import choose_device, choose_overlap, is_lost, is_out_of_memory
@@ -179,8 +179,8 @@ class EngineCore:
             request = open_request(message, self.info, strategy, self.decoding, self._serial)
             for added in self.parts.added:
                 added(request)
-        except RametError as error:
-            return [TokenEvent(message.rid, [], _finish(error))]
+        except Exception as error:
+            return [TokenEvent(message.rid, [], finish_of(error, message.rid))]
         self.requests[request.rid] = request
         self.scheduler.add(request)
         self.counters["requests"] += 1
@@ -208,14 +208,19 @@ class EngineCore:
             item.ahead = 0  # the previous step has been read
         if any([item.is_live for item in work]):
             events += self._compute(work, flight)
-        elif work := self._schedule():
+        elif work := self._schedule(events):
             events += self._compute(work)
         if self.config.engine.debug_invariants:
             self.cache.check(self.scheduler.running)
         return events
 
-    def _schedule(self) -> list[Work]:
-        work = [] if self.paused else self.scheduler.schedule()
+    def _schedule(self, events: list[TokenEvent]) -> list[Work]:
+        """The work of the next step. `events` gets that of a request whose strategy fails; then there is no work."""
+        try:
+            work = [] if self.paused else self.scheduler.schedule()
+        except Exception as error:
+            events.append(self.fail(self.scheduler.at, error))
+            return []
         for item in work:
             if not item.request.admitted_s:
                 self._note_admitted(item.request)
@@ -266,9 +271,8 @@ class EngineCore:
 
     def _launch_next(self, flight: InFlight) -> InFlight | None:
         """Launch the step after `flight`, whose tokens are unread; None if its work is not known yet."""
-        if not self.overlap or self.paused:
-            return None
-        work = self.scheduler.follow([item for item in flight.work if item.is_live])
+        ahead = self.overlap and not self.paused
+        work = self.scheduler.follow([item for item in flight.work if item.is_live]) if ahead else []
         if not work:
             return None
         try:
@@ -304,7 +308,7 @@ class EngineCore:
                 measured = logprobs.get(request)
                 result = StepResult(flight.logits, places, chosen, measured and measured[: len(chosen)])
                 event = self.decoding.book(item, result)
-            except RametError as error:
+            except Exception as error:
                 events.append(self.fail(request, error))
                 continue
             if event is not None:
@@ -366,20 +370,24 @@ class EngineCore:
             middle = len(work) // 2
             return self._compute(work[:middle]) + self._compute(work[middle:])
         (item,) = work
-        if is_out_of_memory(error) and item.request.strategy.shrink(item):
+        try:
+            shrunk = is_out_of_memory(error) and item.request.strategy.shrink(item)
+        except Exception as broken:
+            error, shrunk = broken, False
+        if shrunk:
             log.warning("the rows of request %s did not fit into memory and are run again in halves", item.request.rid)
             return self._compute(work)
-        log.error("request %s failed", item.request.rid, exc_info=error)
-        message = f"the step that computed this request failed: {type(error).__name__}"
-        return [self.fail(item.request, RametError(message))]
+        return [self.fail(item.request, error)]
 
-    def fail(self, request: Request, error: RametError) -> TokenEvent:
-        """End a request with an error, and cache none of its KV."""
+    def fail(self, request: Request | None, error: Exception) -> TokenEvent:
+        """End a request with an error, and cache none of its KV. Raises the error if it is no single request's."""
+        if request is None or isinstance(error, EngineDead):
+            raise error
         self.counters["failed_requests"] += 1
         if isinstance(error, BadLogits):
             self.counters["bad_logits"] += 1
             request.strategy.distrust(request)
-        return self._end(request, _finish(error))
+        return self._end(request, finish_of(error, request.rid))
 
     def _end(self, request: Request, finish: Finish, event: TokenEvent | None = None) -> TokenEvent:
         """Remove a request; returns its terminal event."""
@@ -390,8 +398,3 @@ class EngineCore:
         if event is None:
             event, event.finish = request.event, finish
         return event
-
-
-def _finish(error: RametError) -> Finish:
-    refused = isinstance(error, InvalidRequest)
-    return Finish("error", message=error.message, refused=refused, code=error.code, param=error.param)

@@ -9,7 +9,7 @@ from sortedcontainers import SortedKeyList
 
 from radix import Namespace
 from runtime.config import SchedulePolicy
-from runtime.request import Request
+from runtime.request import Found, Request
 
 # Most waiting requests to match again in one pass, after new KV that they may share was computed.
 _REFRESHED = 16
@@ -92,7 +92,10 @@ class WaitingQueue:
         self._placed[request] = family
         self._order.add(request)
         if self._matches is not None:
-            self.matched[request] = request.strategy.find(request).tokens
+            try:
+                self.matched[request] = request.strategy.find(request).tokens
+            except Exception:
+                self.matched[request] = 0  # the look-up before admission fails, too, and ends this request alone
             self._matches.add(request)
             self._families.setdefault(family, OrderedDict())[request] = None
 
@@ -137,14 +140,14 @@ class WaitingQueue:
         if family in self._families:
             self._stale[family] = len(self._families[family])
 
-    def refresh(self) -> None:
+    def refresh(self, find: Callable[[Request], Found]) -> None:
         """Look up some of the requests noted by `computed`; later passes look up the others."""
         budget = _REFRESHED
         for family, count in list(self._stale.items()):
             members = self._families[family]
             for request in list(islice(members, min(count, budget))):
                 members.move_to_end(request)
-                self.rank_again(request, request.strategy.find(request).tokens)
+                self.rank_again(request, find(request).tokens)
             if count > budget:
                 self._stale[family] = count - budget
                 return

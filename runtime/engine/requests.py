@@ -1,14 +1,17 @@
 """Makes requests from messages."""
 
+import logging
 import time
 from array import array
 
-from runtime.errors import InvalidRequest
+from runtime.errors import InvalidRequest, RametError
 from runtime.kv.segments import Sequence
 from runtime.params import Lazy, SamplingParams
-from runtime.protocol import AddRequest, ModelInfo
+from runtime.protocol import AddRequest, Finish, ModelInfo
 from runtime.request import Decoding, Request, Strategy
 from runtime.sampler_state import SamplerState
+
+log = logging.getLogger("ramet.engine")
 
 
 def open_request(message: AddRequest, info: ModelInfo, strategy: Strategy, decoding: Decoding, serial: int) -> Request:
@@ -37,3 +40,12 @@ def open_request(message: AddRequest, info: ModelInfo, strategy: Strategy, decod
             refused = f"the request takes up to {used} {what} {limit} tokens"
             raise InvalidRequest(refused, param="prompt", code="context_length_exceeded")
     return request
+
+
+def finish_of(error: Exception, rid: str) -> Finish:
+    """The end of a request by an error. Of one that was not raised on purpose, the client learns the type alone."""
+    if not isinstance(error, RametError):
+        log.error("request %s failed", rid, exc_info=error)
+        return Finish("error", message=f"the step that computed this request failed: {type(error).__name__}")
+    refused = isinstance(error, InvalidRequest)
+    return Finish("error", message=error.message, refused=refused, code=error.code, param=error.param)

@@ -6,7 +6,7 @@ from itertools import count, islice
 from runtime.config import SchedulerConfig
 from runtime.engine.queue import WaitingQueue
 from runtime.kv.cache import PagedCache
-from runtime.request import Request, Status, Work
+from runtime.request import Found, Request, Status, Work
 
 # Share of the work for which the policy `balanced` prefers the longest match to arrival.
 OVERTAKE_SHARE = 0.1
@@ -31,6 +31,7 @@ class Scheduler:
 
     Attributes:
         blocked_on: functions that return the event that blocks a new request, or None.
+        at: the request for which a strategy works now, while `schedule` runs.
         blocked: blocked requests by the event that wakes them, with the progress that each request awaits. An event is
             a request id (for its grammar), a running request (for tokens to share) or a load from tiers.
     """
@@ -45,6 +46,7 @@ class Scheduler:
         self.waiting = WaitingQueue(config.schedule_policy, OVERTAKE_SHARE, self.step_tokens, cache.page_size)
         self.blocked: dict[Hashable, dict[Request, int]] = {}
         self.running: list[Request] = []
+        self.at: Request | None = None
         self.num_retracted = 0
         self._turns = count(1)
         self._last_turns: dict[Request, int] = {}  # of unchunkable requests
@@ -106,6 +108,7 @@ class Scheduler:
 
     def schedule(self) -> list[Work]:
         """The work of the next step; empty only if nothing can run."""
+        self.at = None
         while True:
             work = self._decode()
             budget = self.step_tokens - len(work)
@@ -148,6 +151,7 @@ class Scheduler:
     def _decode(self) -> list[Work]:
         work: list[Work] = []
         for request in list(self.running):
+            self.at = request
             if request.status is Status.RUNNING and _decodes(request) and self._grow(request, work):
                 work.append(request.strategy.work(request, 1))
         return work
@@ -198,7 +202,7 @@ class Scheduler:
         return most - budget
 
     def _take(self, work: list[Work], request: Request, budget: int) -> int:
-        limit = min(self._chunk_tokens, budget)
+        self.at, limit = request, min(self._chunk_tokens, budget)
         if request.wants_prompt_logprobs:  # a row with its logits costs about two others
             limit = min(limit, max(self._chunk_tokens // 2, 1))
         item = request.strategy.work(request, limit)
@@ -214,7 +218,7 @@ class Scheduler:
             return True
         self.cache.pins.expire()
         computing = [request for request in self.running if request.strategy.unchunkable or _prefills(request)]
-        self.waiting.refresh()
+        self.waiting.refresh(self._find)
         for request in islice(self.waiting.candidates(self._scarce), 2 * self.config.max_running):
             in_turns = request.strategy.unchunkable
             if (budget <= 0 and not in_turns) or len(self.running) >= self.config.max_running:
@@ -223,7 +227,7 @@ class Scheduler:
                 break
             if beside is not None and (in_turns or self.waiting.num_uncached(request) >= beside.num_remaining):
                 continue
-            found = request.strategy.find(request)
+            found = self._find(request)
             if self.waiting.rank_again(request, found.tokens):
                 continue
             alike = [other for other in computing if other.strategy is request.strategy and other.message.store]
@@ -231,7 +235,7 @@ class Scheduler:
                 self.waiting.remove(request)
                 self._block(request, *peer)
                 continue
-            if not request.strategy.admit(request, found, headroom=len(self.running)):
+            if not self._admit_one(request, found):
                 self._too_few = self.cache.num_available
                 return False
             self.waiting.admit(request, self._scarce())
@@ -243,6 +247,17 @@ class Scheduler:
                 budget -= self._take(work, request, budget)
         return True
 
+    def _admit_one(self, request: Request, found: Found) -> bool:
+        try:
+            return request.strategy.admit(request, found, headroom=len(self.running))
+        except Exception:
+            request.strategy.release(request, keep=False)
+            raise
+
+    def _find(self, request: Request) -> Found:
+        self.at = request
+        return request.strategy.find(request)
+
     def _scarce(self) -> bool:
         """Whether the next admission takes the last place."""
         return len(self.running) + 1 >= self.config.max_running
@@ -251,6 +266,7 @@ class Scheduler:
         waiting = [request for request in self.running if request.strategy.unchunkable]
         budget, turn = self.step_tokens - sum(item.num_rows for item in work), next(self._turns)
         for request in sorted(waiting, key=lambda request: self._last_turns.get(request, 0)):
+            self.at = request
             if request.status is not Status.RUNNING or not self._grow(request, work):
                 continue
             item = request.strategy.work(request, budget)

@@ -14,12 +14,20 @@ class Unsupported(ModelError):
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ModelError."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes(), path)
     except FileNotFoundError:
         raise ModelError(
             f"{path} is missing; a model directory needs config.json, safetensors and a tokenizer"
         ) from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+
+
+def parse_json(data: bytes, path: Path) -> dict[str, Any]:
+    """The JSON object in the content of the file `path`. Raises ModelError."""
+    try:
+        value = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} is not a JSON object")

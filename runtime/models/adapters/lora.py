@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from runtime.errors import ModelError
-from runtime.models.config_json import read_json
+from runtime.models.config_json import parse_json
 
 _CONFIG, _WEIGHTS, _PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 # Prefix of module names, from PEFT's wrappers.
@@ -68,14 +68,16 @@ def read_lora(directory: Path) -> LoraAdapter:
         raise ModelError(f"{directory} has no {_WEIGHTS}; a directory with an adapter of PEFT is needed")
     if not (directory / _CONFIG).is_file():
         raise ModelError(f"{directory} has no {_CONFIG}; a directory with an adapter of PEFT is needed")
-    config = read_json(directory / _CONFIG)
-    rank, scale = _scale(config, directory / _CONFIG)
+    try:  # each file once: another may take its place at any time
+        described, data = (directory / _CONFIG).read_bytes(), weights.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{directory} cannot be read: {error}") from None
+    rank, scale = _scale(parse_json(described, directory / _CONFIG), directory / _CONFIG)
     try:
-        data = weights.read_bytes()
         tensors = safetensors.torch.load(data)
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
+    except (SafetensorError, ValueError, KeyError) as error:
         raise ModelError(f"{weights} is not a complete safetensors file: {error}") from None
-    digest = hashlib.blake2b((directory / _CONFIG).read_bytes(), digest_size=16)
+    digest = hashlib.blake2b(described, digest_size=16)
     digest.update(data)
     factors = {}
     for module, a, b in low_rank_pairs(tensors, weights):

@@ -194,6 +194,21 @@ def test_one_that_does_not_fit_changes_nothing(tiny_dir, base, adapters, prompts
     assert ask_all(driver, prompts[:1], ["", digest]) == [expected[0][:1], expected[1][:1]]
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory: you tried to allocate 9 bytes")])
+def test_one_that_memory_has_no_room_for_is_refused(tiny_dir, adapters, prompts, expected, error, monkeypatch):
+    driver = Driver(make_core(tiny_dir))
+
+    def float_(tensor):
+        raise error
+
+    monkeypatch.setattr(torch.Tensor, "float", float_)
+    with pytest.raises(InvalidRequest, match="does not fit into memory"):
+        load(driver.core, adapters[0])
+    monkeypatch.undo()
+    digest = load(driver.core, adapters[0])
+    assert ask_all(driver, prompts[:1], [digest]) == [expected[1][:1]]
+
+
 def test_models_that_take_none(tiny_dir, adapters, tmp_path, default_model_dir):
     denoiser = make_core(save_diffusion("llada", tmp_path, tokenizer_from=default_model_dir))
     with pytest.raises(InvalidRequest, match="not served with a diffusion model"):

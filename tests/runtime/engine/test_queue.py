@@ -84,7 +84,7 @@ def test_random_comings_and_goings(policy):
         if here:
             queue.waiting.computed(draw.choice(here))
             queue.waiting.rank_again(draw.choice(here), draw.randrange(9))
-        queue.waiting.refresh()
+        queue.waiting.refresh(queue.find)
         assert sorted(r.rid for r in queue.waiting) == sorted(r.rid for r in here)
         assert len(set(queue.waiting.candidates(lambda: False))) == len(here)
         assert len(queue.waiting) == len(here)
@@ -177,7 +177,7 @@ def test_fcfs_and_priority_look_nothing_up():
         queue = Queue(policy)
         request = queue.add("a", [1, 2])
         queue.waiting.computed(request)
-        queue.waiting.refresh()
+        queue.waiting.refresh(queue.find)
         assert not queue.waiting.rank_again(request, 1)
         assert queue.matched == []
 
@@ -298,9 +298,9 @@ def test_only_those_are_matched_again_who_begin_like_what_was_computed():
     queue.waiting.remove(computed)
     queue.matched.clear()
     queue.waiting.computed(computed)
-    queue.waiting.refresh()
+    queue.waiting.refresh(queue.find)
     assert queue.matched == ["a", "d"]
-    queue.waiting.refresh()
+    queue.waiting.refresh(queue.find)
     assert queue.matched == ["a", "d"]
 
 
@@ -313,7 +313,7 @@ def test_a_pass_matches_sixteen_and_the_next_goes_on():
     passes = []
     for _ in range(4):
         queue.matched.clear()
-        queue.waiting.refresh()
+        queue.waiting.refresh(queue.find)
         passes.append(list(queue.matched))
     assert [len(names) for names in passes] == [16, 16, 2, 0]
     assert passes[0] == [f"a{i}" for i in range(16)]
@@ -326,7 +326,7 @@ def test_exactly_sixteen_are_one_pass():
     ones = [queue.add(f"a{i}", [1, i]) for i in range(16)]
     queue.add("b", [2])
     queue.waiting.computed(ones[0])
-    queue.waiting.refresh()
+    queue.waiting.refresh(queue.find)
     assert not queue.waiting._stale
     queue.waiting.computed(ones[0])
     for request in ones:

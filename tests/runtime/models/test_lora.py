@@ -1,6 +1,7 @@
 """PEFT's files: what is read of them, and what is refused by name."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,4 +99,32 @@ def test_damaged_and_missing_files_and_pickles(adapter, tmp_path):
         read_lora(tmp_path / "nowhere")
     (save_lora(adapter, nn.Sequential(nn.Linear(6, 10)), 1, targets=("0",)) / "adapter_config.json").unlink()
     with pytest.raises(ModelError, match=r"has no adapter_config\.json"):
+        read_lora(adapter)
+
+
+def test_deeply_nested_json_is_refused(adapter):
+    (adapter / "adapter_config.json").write_text('{"r": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(ModelError, match=r"adapter_config\.json cannot be read: maximum recursion depth"):
+        read_lora(adapter)
+
+
+def test_files_that_are_replaced_while_they_are_read(adapter, monkeypatch):
+    """What is computed is what the digest stands for; one that is gone by then is an error."""
+    original, real = read_lora(adapter), Path.read_bytes
+
+    def replaced(path):
+        data = real(path)
+        path.write_bytes(b"{}")
+        return data
+
+    monkeypatch.setattr(Path, "read_bytes", replaced)
+    found = read_lora(adapter)
+    assert (found.digest, found.rank) == (original.digest, original.rank)
+
+    def gone(path):
+        path.unlink()
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", gone)
+    with pytest.raises(ModelError, match="cannot be read"):
         read_lora(adapter)
