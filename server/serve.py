@@ -184,7 +184,9 @@ class _Server(uvicorn.Server):
             log.warning("%d requests did not end in time and are aborted", self.engine.num_open)
             self.engine.abort(None)
             await _wait_while(lambda: self.engine.num_open, _ABORT_S)
-            self.engine.give_up()
+            if self.engine.num_open:
+                log.error("the engine does not answer: %d requests are lost", self.engine.num_open)
+                self.engine.give_up("the engine does not answer; this request is lost")
         self.should_exit = True
 
 

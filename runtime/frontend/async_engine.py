@@ -106,9 +106,9 @@ class AsyncEngine:
         self.give_up()
         self._host.kill()
 
-    def give_up(self) -> None:
+    def give_up(self, why: str = "the server is shutting down") -> None:
         """End open requests with EngineDead, without waiting for the engine."""
-        self._fail(EngineDead("the server is shutting down"))
+        self._fail(EngineDead(why))
 
     async def stop(self) -> None:
         """End the engine; open requests end with EngineDead."""
@@ -119,6 +119,8 @@ class AsyncEngine:
             try:
                 await asyncio.wait_for(asyncio.shield(ended), _STOP_SECONDS)
             except TimeoutError:
+                log.error("the engine does not end and is killed")
+                self._dead.set()
                 self._host.kill()
                 await ended
         self._host.close()
@@ -145,7 +147,7 @@ class AsyncEngine:
         return self._watchdog.late
 
     async def wait_dead(self) -> None:
-        """Return when the engine has died without being stopped."""
+        """Return when the engine has died without being stopped, or had to be killed when it was."""
         await self._dead.wait()
 
     # -- use -------------------------------------------------------------------------------------------------

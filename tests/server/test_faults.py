@@ -59,6 +59,21 @@ def test_a_dead_engine_ends_every_stream_and_the_server(tiny_dir, tmp_path):
     assert server.process.wait(PATIENCE_S) == 70
 
 
+def test_a_server_whose_engine_does_not_answer_says_so_and_exits_with_70(tiny_dir, tmp_path):
+    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "8192", "--drain-time", "0")
+    threads, found = streams(server, 2)
+    os.kill(server.engine_pid(), signal.SIGSTOP)
+    server.process.send_signal(signal.SIGTERM)
+    join(threads)
+    for lines in found:
+        error = json.loads(lines[-2][6:])["error"]
+        assert (error["type"], error["message"]) == ("engine_dead", "the engine does not answer; this request is lost")
+    assert server.process.wait(PATIENCE_S) == 70
+    log = (tmp_path / "log").read_text()
+    assert "the engine does not answer: 2 requests are lost" in log
+    assert "the engine does not end and is killed" in log
+
+
 def test_too_many_requests_are_told_when_to_come_back_and_nothing_outlives_a_killed_server(
     tiny_dir, tmp_path, monkeypatch
 ):
