@@ -11,18 +11,19 @@ from runtime.errors import ModelError
 from runtime.models.gguf_tensors import ROPE_FACTORS, GGUFTensors, read_gguf
 from runtime.models.spec import LlamaSpec
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-
-# Architectures that transformers converts, with the whole model in memory.
-BY_TRANSFORMERS = ("gemma3",)
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
 
 
 def convert_gguf(path: Path, work: Path, linked: bool = False) -> None:
     """Convert a GGUF file into a Hugging Face model directory, written to the existing directory `work`.
 
     Quantised tensors become float32, which is exact; float16 and bfloat16 tensors keep their type. Only one tensor at a
-    time is in memory, except for models that transformers converts. With `linked`, the directory has no tensors of
-    models that Ramet's own code computes: it names the file instead.
+    time is in memory. With `linked`, the directory has no tensors: it names the file instead.
 
     Raises:
         ModelError: if the file is not a complete GGUF file of a supported architecture.
@@ -30,14 +31,11 @@ def convert_gguf(path: Path, work: Path, linked: bool = False) -> None:
     """
     metadata, tensors = read_gguf(path)
     architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES and architecture not in BY_TRANSFORMERS:
-        supported = ", ".join((*ARCHITECTURES, *BY_TRANSFORMERS))
+    if architecture not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
         raise ModelError(f"{path.name}: architecture {architecture!r}; supported in GGUF are {supported}")
     try:
-        if architecture in ARCHITECTURES:
-            _write(path, metadata, tensors, architecture, work, linked)
-        else:
-            _write_by_transformers(path, metadata, work)
+        _write(path, metadata, tensors, architecture, work, linked)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{path.name} has metadata of the wrong kind: {error}") from None
 
@@ -45,7 +43,10 @@ def convert_gguf(path: Path, work: Path, linked: bool = False) -> None:
 def _write(
     path: Path, metadata: dict[str, Any], tensors: list[Any], architecture: str, work: Path, linked: bool
 ) -> None:
-    config = _config(path, metadata, architecture, tensors)
+    if architecture == "gemma3":
+        config = _gemma_config(path, metadata, tensors)
+    else:
+        config = _config(path, metadata, architecture, tensors)
     _write_json(work / "config.json", config)
     ids = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(k) is not None}
     _write_json(work / "generation_config.json", ids)
@@ -57,23 +58,17 @@ def _write(
         stored.write(work / "model.safetensors")
 
 
-def _write_by_transformers(path: Path, metadata: dict[str, Any], work: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
+def _gemma_config(path: Path, metadata: dict[str, Any], tensors: list[Any]) -> dict[str, Any]:
+    """What transformers reads from the metadata."""
+    from transformers import AutoConfig
 
-    # Gemma 3 has rope scaling from 4 billion parameters on; transformers' converter ignores it.
+    # Gemma 3 has rope scaling from 4 billion parameters on; transformers ignores it.
     if found := [name for name in metadata if ".rope.scaling." in name]:
         raise ModelError(f"{path.name} has {found[0]}; supported in GGUF is this architecture without rope scaling")
-    load: Any = AutoModelForCausalLM.from_pretrained
-    model, report = load(path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True)
-    if missing := sorted(report["missing_keys"]):
-        raise ModelError(f"{path.name} has no tensor for {missing[0]}, which its metadata requires")
-    # Newer versions of transformers remember that the tensors were quantised and would refuse to save them.
-    model.hf_quantizer = None
-    vars(model.config).pop("quantization_config", None)
-    model.generation_config.eos_token_id = _ends(metadata)
-    model.save_pretrained(work)
-    _write_tokenizer(path, metadata, work)
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name).to_dict()
+    tied = all(tensor.name != "output.weight" for tensor in tensors)
+    own = {"architectures": [ARCHITECTURES["gemma3"]], "eos_token_id": _ends(metadata), "tie_word_embeddings": tied}
+    return config | own
 
 
 def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: list[Any]) -> dict[str, Any]:

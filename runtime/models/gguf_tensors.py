@@ -45,8 +45,8 @@ class GGUFTensors:
     `tensors`: by Hugging Face name: GGUF's name of the type, the shape, and the offset in the file.
     """
 
-    def __init__(self, path: Path, tensors: dict[str, list[Any]], heads: dict[str, int]):
-        self.path, self._tensors, self._heads = path, tensors, heads
+    def __init__(self, path: Path, tensors: dict[str, list[Any]], heads: dict[str, int], norm_offset: float):
+        self.path, self._tensors, self._heads, self._norm_offset = path, tensors, heads, norm_offset
         self._file = np.memmap(path, np.uint8, "r")
 
     @classmethod
@@ -68,7 +68,8 @@ class GGUFTensors:
             raise ModelError(f"{path.name} has a tensor {next(iter(stored))}, which this model does not use")
         # llama.cpp stores Llama's queries and keys for interleaved rotation.
         heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads} if architecture == "llama" else {}
-        return cls(path, table, heads)
+        # Its norms of Gemma have the 1 that the model adds.
+        return cls(path, table, heads, 1.0 if spec.gemma else 0.0)
 
     @classmethod
     def open(cls, directory: Path) -> "GGUFTensors | None":
@@ -77,13 +78,18 @@ class GGUFTensors:
             return None
         found = json.loads(link.read_text("utf-8"))
         try:
-            return cls(Path(found["path"]), found["tensors"], found["heads"])
+            return cls(Path(found["path"]), found["tensors"], found["heads"], found["norm_offset"])
         except OSError as error:
             raise ModelError(f"cannot read {found['path']}: {error.strerror or error}") from None
 
     def link(self, directory: Path) -> None:
         """Let `open` find the tensors without reading the file's metadata, which takes seconds."""
-        found = {"path": str(self.path.resolve()), "tensors": self._tensors, "heads": self._heads}
+        found = {
+            "path": str(self.path.resolve()),
+            "tensors": self._tensors,
+            "heads": self._heads,
+            "norm_offset": self._norm_offset,
+        }
         (directory / GGUF_LINK).write_text(json.dumps(found), encoding="utf-8")
 
     def kind(self, name: str) -> str:
@@ -118,7 +124,8 @@ class GGUFTensors:
             values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
         except (NotImplementedError, KeyError):
             raise ModelError(f"{self.path.name}: {name} has quantisation {kind}; it is not supported") from None
-        return values.astype(np.float32, copy=False).reshape(shape)
+        values = values.astype(np.float32, copy=False).reshape(shape)
+        return values - self._norm_offset if self._norm_offset and name.endswith("norm.weight") else values
 
     def write(self, target: Path) -> None:
         """Write a safetensors file, one tensor at a time; the library's writer needs all of them in memory."""
