@@ -2,6 +2,8 @@
 
 import ctypes
 import logging
+import mmap
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +55,9 @@ class StoredMatrices:
         table = self._plan(["model.embed_tokens.weight"])
         self._table = table
         self._head = table if spec.tie_embeddings else self._plan(["lm_head.weight"])
-        self._data = self._open(directory / f"codes-{team.library.panel}-{_LAYOUT}.bin")
+        # What is unpacked is stored in the dtype.
+        name = f"codes-{team.library.panel}-{str(dtype).removeprefix('torch.')}-{_LAYOUT}.bin"
+        self._data = self._open(directory / name)
         for one in self._every():
             one.matrix.data = self._data.ctypes.data + one.offset
 
@@ -103,17 +107,28 @@ class StoredMatrices:
             yield self._head
 
     def _open(self, path: Path) -> np.ndarray:
-        if not path.exists():
+        if not self._is_whole(path):
             try:
                 with scratch(path.parent, ".packing-") as directory:
-                    self._write(made := np.memmap(directory / path.name, np.uint8, "w+", shape=self._size))
-                    made.flush()
-                    (directory / path.name).rename(path)
+                    self._make(directory / path.name)
+                    # Map the file of another process that was faster, so that both share its memory.
+                    if not self._is_whole(path):
+                        (directory / path.name).rename(path)
             except OSError as error:
                 log.warning("packed weights stay in memory: cannot write %s: %s", path, error.strerror or error)
-                self._write(data := np.empty(self._size, np.uint8))
+                self._write(data := np.frombuffer(mmap.mmap(-1, self._size), np.uint8))
                 return data
         return np.memmap(path, np.uint8, "r")
+
+    def _is_whole(self, path: Path) -> bool:
+        return path.exists() and path.stat().st_size == self._size
+
+    def _make(self, path: Path) -> None:
+        with path.open("wb") as file:
+            # A full disk is an error here. At a write to the mapping, it would end the process.
+            os.posix_fallocate(file.fileno(), 0, self._size)
+        self._write(data := np.memmap(path, np.uint8, "r+"))
+        data.flush()
 
     def _write(self, data: np.ndarray) -> None:
         library, every = self._team.library, list(self._every())

@@ -39,10 +39,10 @@ def link(path, target):
     return provide(target, partial(convert_gguf, path, linked=True))
 
 
-def make_native(library, directory):
+def make_native(library, directory, dtype=torch.float32):
     spec, linked = LlamaSpec.load(directory), GGUFTensors.open(directory)
-    model = LlamaModel(spec, load_vectors(linked, spec, torch.float32), CPU)
-    pool = make_pool(spec, torch.float32)
+    model = LlamaModel(spec, load_vectors(linked, spec, dtype), CPU)
+    pool = make_pool(spec, dtype)
     return NativeDecoder(library, model, pool, 2, stored=(linked, directory)), pool
 
 
@@ -88,9 +88,46 @@ def test_a_full_disk(library, tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(stored, "scratch", refuse)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
     assert torch.equal(make_native(library, directory)[0].forward(batch), wanted)
     assert not list(directory.glob("codes-*.bin"))
+    assert not list(directory.glob(".packing-*"))
+
+
+def test_a_truncated_packed_file_is_packed_again(library, tmp_path):
+    directory = link(make_file(tmp_path / "m.gguf", Kind.Q4_0, True), tmp_path / "out")
+    batch = mixed_batch(2)
+    batch.tokens %= TOKENS
+    wanted = make_native(library, directory)[0].forward(batch).clone()
+    [packed] = directory.glob("codes-*.bin")
+    size = packed.stat().st_size
+    packed.write_bytes(packed.read_bytes()[: size // 2])
+    assert torch.equal(make_native(library, directory)[0].forward(batch), wanted)
+    assert packed.stat().st_size == size
+
+
+def test_engines_of_two_dtypes_share_no_packed_file(library, tmp_path):
+    directory = link(make_file(tmp_path / "m.gguf", MIXED, False), tmp_path / "out")
+    make_native(library, directory)
+    [before] = directory.glob("codes-*.bin")
+    make_native(library, directory, torch.bfloat16)
+    [other] = set(directory.glob("codes-*.bin")) - {before}
+    assert other.stat().st_size < before.stat().st_size
+
+
+def test_of_two_engines_that_pack_at_once_one_provides_the_file(library, tmp_path, monkeypatch):
+    directory = link(make_file(tmp_path / "m.gguf", Kind.Q4_0, True), tmp_path / "out")
+    write, inodes = stored.StoredMatrices._write, []
+
+    def write_late(matrices, data):
+        monkeypatch.undo()
+        make_native(library, directory)
+        inodes.extend(path.stat().st_ino for path in directory.glob("codes-*.bin"))
+        write(matrices, data)
+
+    monkeypatch.setattr(stored.StoredMatrices, "_write", write_late)
+    make_native(library, directory)
+    assert [path.stat().st_ino for path in directory.glob("codes-*.bin")] == inodes
 
 
 def test_an_engine_keeps_codes_unless_a_dtype_is_given(tmp_path):
