@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from runtime.errors import ModelError
+
 _CHUNK = 256  # k that share the factors of nested scales
 _MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
@@ -51,7 +53,7 @@ def _nested(scales: np.ndarray, factors: np.ndarray | None) -> np.ndarray:
 
 
 def decode(data: np.ndarray, kind: str) -> Codes:
-    """The codes of rows of GGUF's blocks, uint8 [n, bytes of a row]. Raises KeyError for a type that has none."""
+    """The codes of rows of GGUF's blocks, uint8 [n, bytes of a row]. Raises KeyError for a type without codes."""
     return _DECODERS[kind](data)
 
 
@@ -151,10 +153,12 @@ def _q6_k(data: np.ndarray) -> Codes:
 def _mxfp4(data: np.ndarray) -> Codes:
     """The numbers are 2 ** (exponent - 128) times whole ones from -12 to 12."""
     exponents, low = _blocks(data, 17, 1, 16)
-    if exponents.min() < 104 or exponents.max() > 143:
-        raise KeyError("an exponent beyond float16")
-    halves = np.ldexp(np.float16(1), exponents[..., 0].astype(np.int32) - 128)
-    return Codes(5, _flat((_MXFP4[_nibbles(low)] + 16).view(np.uint8)), halves)
+    numbers = _MXFP4[_nibbles(low)]
+    # A block of zeros may have any exponent.
+    used = np.where(numbers.any(axis=2), exponents[..., 0], 128).astype(np.int32)
+    if used.min() < 104 or used.max() > 143:
+        raise ModelError("an MXFP4 exponent is beyond float16; --quantization none unpacks the file")
+    return Codes(5, _flat((numbers + 16).view(np.uint8)), np.ldexp(np.float16(1), used - 128))
 
 
 _DECODERS = {
