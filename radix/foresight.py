@@ -8,14 +8,17 @@ from numpy.typing import NDArray
 
 from radix.eviction import Outlook, Policy, Victim
 from radix.node import Node
-from radix.returns import BUCKETS, EDGES, KINDS, Life, Returns, bucket, describe, gap_class
+from radix.returns import BUCKETS, EDGES, KINDS, Life, Returns, bucket, describe
 
 # Leaves to compare for one victim.
 _SAMPLE = 64
 # A node with more branches is a shared prefix; its uses do not predict which branch returns.
 _FEW = 3
-_LEARN_EVERY, _HALVE_EVERY = 512, 4096
-_WARM_USES = 1024
+# The policy learns whenever the number of uses has grown by a 64th, but after at least 32 and at most 1,024 uses.
+_LEARN_GROWTH, _LEARN_LEAST, _LEARN_MOST = 64, 32, 1024
+_HALVE_EVERY = 4096
+# Evicted nodes to remember beyond the number of pages: a loop over documents is longer than a small pool.
+_MORE_GHOSTS = 4096
 # If at least this share of returns reuses a prompt's last page, that page is not evicted before the others.
 _OFTEN = 0.9
 
@@ -44,18 +47,19 @@ class Foresight(Policy):
 
     Chats rarely return at once; most return after a while, then fewer and fewer. For each kind of leaf
     (`radix.returns`), the promise at an age is a Gittins index: expected hits per page and time. An older leaf that is
-    due to return outranks a new leaf that may never return. Until enough is known, the order is LRU.
+    due to return outranks a new leaf that may never return. Until something has returned, the order is LRU.
 
     Args:
-        capacity: number of pages in the pool; as many evicted nodes are remembered, each as a hash.
+        capacity: number of pages in the pool; as many evicted nodes and 4,096 more are remembered, each as a hash.
     """
 
     def __init__(self, capacity: int):
-        self._capacity = capacity
+        self._most_ghosts = capacity + _MORE_GHOSTS
         self._returns = Returns()
         self._ghosts: OrderedDict[int, Life] = OrderedDict()
         self._leaves = _Leaves()
-        self._now = self._uses = self._new_pages = 0
+        self._now = self._uses = 0
+        self._learn_at = _LEARN_LEAST
         # Returns that reused the previous prompt's last page, and returns that could have.
         self._used_last = self._could_use_last = 5.0
         self._reckon()
@@ -71,21 +75,20 @@ class Foresight(Policy):
         if self._uses % _HALVE_EVERY == 0:
             self._returns.halve()
             self._used_last, self._could_use_last = self._used_last / 2, self._could_use_last / 2
-        if self._uses % _LEARN_EVERY == 0:
+        if self._uses >= self._learn_at:
+            self._learn_at += min(max(self._uses // _LEARN_GROWTH, _LEARN_LEAST), _LEARN_MOST)
             self._returns.learn(tick)
             self._reckon()
 
     def _reckon(self) -> None:
         """Compute promises by kind and age. The table's second half is for leaves that are not settled."""
-        is_warm = self._uses >= _WARM_USES and self._new_pages >= 2 * self._capacity
-        promises = self._returns.promises() if is_warm else np.tile(0.3 / (EDGES[:-1] + 1), (KINDS, 1))
+        promises = self._returns.promises()
         share = self._used_last / self._could_use_last
         self._one_at_first = share < _OFTEN
         self._promises = np.concatenate((promises, promises * share)).ravel()
 
     def _first_life(self, leaf: Node, tick: int) -> Life:
         """The Life of a new leaf: it was evicted before and returns, continues its parent, or is a new sequence."""
-        self._new_pages += len(leaf.pages)
         mark = _fingerprint(leaf, 0)
         ghost = self._ghosts.pop(mark, None)
         above: _Record | None = leaf.parent.record if leaf.parent is not None else None
@@ -93,7 +96,7 @@ class Foresight(Policy):
             self._grow(above, mark)
         if ghost is not None and not ghost.is_over:
             self._returns.end(ghost, tick)
-            return self._returns.begin(tick, ghost.next_turn, gap_class(tick - ghost.tick))
+            return self._returns.begin(tick, *ghost.next_turn(tick))
         if above is not None and above.branches <= _FEW:
             if not above.life.is_over:
                 self._returns.cancel(above.life)
@@ -114,8 +117,7 @@ class Foresight(Policy):
             self._returns.end(life, tick)
             if not record.is_settled:
                 self._used_last, self._could_use_last = self._used_last + 1, self._could_use_last + 1
-        gap = gap_class(tick - life.tick)
-        record.life = self._returns.begin(tick, life.next_turn, gap, shared=record.branches > _FEW)
+        record.life = self._returns.begin(tick, *life.next_turn(tick), shared=record.branches > _FEW)
 
     def enter(self, node: Node) -> None:
         self._now = max(self._now, node.last_use)
@@ -138,7 +140,7 @@ class Foresight(Policy):
         mark = _fingerprint(node, 0)
         self._ghosts[mark] = record.life
         self._ghosts.move_to_end(mark)
-        if len(self._ghosts) > self._capacity:
+        if len(self._ghosts) > self._most_ghosts:
             self._ghosts.popitem(last=False)
 
     def absorb(self, parent: Node, child: Node) -> None:

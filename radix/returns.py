@@ -1,5 +1,6 @@
 """Statistics of how soon sequences of each kind return, and the hits to expect from a cached page."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cache
 from math import isqrt
@@ -12,16 +13,21 @@ BUCKETS = 34
 EDGES = np.array([0, *(isqrt((1 << k) - 1) + 1 for k in range(BUCKETS))])
 _WIDTHS = np.diff(EDGES)
 
-# Lower bounds of the gap classes 1 to 5.
-_GAPS = (64, 256, 1024, 4096, 16384)
+# Lower bounds of the gap classes 1 to 11.
+_GAPS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 _FIRST_TURN = 2 + len(_GAPS)
 KINDS = _FIRST_TURN + 1 + 3 * (len(_GAPS) + 1)
 _OPEN, _CANCELLED = 127, -1
 
 # At least this many Lives are remembered, and at most twice as many.
 _MEMORY = 1 << 16
-_PRIOR = 100.0
 _LEAST = 1e-12
+# Weights, in Lives, of what is expected of a kind and of all kinds before they have been observed.
+_PRIOR, _FIRST_PRIOR = 30.0, 50.0
+# Chances of a return by bucket before anything has returned; they make the order LRU.
+_FIRST_CHANCES = 0.001 * _WIDTHS / (EDGES[:-1] + _WIDTHS / 2 + 1)
+# The mean gap is that of this many waits.
+_MOST_TURNS = 10
 
 
 @dataclass(slots=True, eq=False)
@@ -32,8 +38,8 @@ class Life:
         number: serial number, from 0.
         tick: logical time at which the wait began.
         kind: number of the class of similar waits, see `kind_of`.
-        turn: uses of the sequence so far, at most 5.
-        gap: class of the previous wait's length, 0 to 5; 0 in the first turn.
+        turn: uses of the sequence so far, at most 10.
+        gap: mean length of the previous waits; 0 in the first turn.
         is_over: whether the sequence has returned, or another Life replaces this one.
     """
 
@@ -41,27 +47,24 @@ class Life:
     tick: int
     kind: int
     turn: int
-    gap: int
+    gap: float
     is_over: bool = False
 
-    @property
-    def next_turn(self) -> int:
-        return min(self.turn + 1, 5)
+    def next_turn(self, tick: int) -> tuple[int, float]:
+        """Turn and mean gap of the next wait, if the sequence returns at `tick`."""
+        return min(self.turn + 1, _MOST_TURNS), self.gap + (tick - self.tick - self.gap) / self.turn
 
 
 def bucket(age: int) -> int:
     return min((age * age).bit_length(), BUCKETS - 1)
 
 
-def gap_class(age: int) -> int:
-    return sum(age >= gap for gap in _GAPS)
-
-
-def kind_of(turn: int, gap: int, shared: bool) -> int:
-    """1 to 6: shared prefixes, by gap; 7: first turns; from 8: three kinds for each gap: turn 2, 3 to 4, 5 or later."""
-    if shared:
-        return 1 + gap
-    return _FIRST_TURN if turn == 1 else _FIRST_TURN + 1 + 3 * gap + (turn > 2) + (turn > 4)
+def kind_of(turn: int, gap: float, shared: bool) -> int:
+    """1 to 12: shared prefixes, by gap; 13: first turns; from 14: three kinds a gap: turn 2, 3 to 4, 5 or later."""
+    if turn == 1:
+        return _FIRST_TURN
+    gap_class = bisect_right(_GAPS, gap)
+    return 1 + gap_class if shared else _FIRST_TURN + 1 + 3 * gap_class + (turn > 2) + (turn > 4)
 
 
 @cache
@@ -71,9 +74,7 @@ def describe(kind: int) -> str:
         return "first turn"
     gap, turn = (kind - 1, -1) if kind < _FIRST_TURN else divmod(kind - _FIRST_TURN - 1, 3)
     name = ("turn 2", "turn 3 or 4", "turn 5 or later", "shared prefix")[turn]
-    return (
-        f"{name}, after less than {_GAPS[gap]} uses" if gap < len(_GAPS) else f"{name}, after {_GAPS[-1]} uses or more"
-    )
+    return f"{name}, mean gap " + (f"below {_GAPS[gap]} uses" if gap < len(_GAPS) else f"of {_GAPS[-1]} uses or more")
 
 
 class Returns:
@@ -89,7 +90,7 @@ class Returns:
         self._entered = np.zeros((KINDS, BUCKETS))
         self._ended = np.zeros((KINDS, BUCKETS))
 
-    def begin(self, tick: int, turn: int, gap: int, shared: bool = False) -> Life:
+    def begin(self, tick: int, turn: int, gap: float, shared: bool = False) -> Life:
         """Begin a wait at `tick`, which must be later than in earlier calls."""
         life = Life(self._begun, tick, kind_of(turn, gap, shared), turn, gap)
         if self._begun - self._forgotten == 2 * _MEMORY:
@@ -139,22 +140,25 @@ class Returns:
 
         This is a Gittins index: the largest ratio of hits to time, over all later ages at which to give up.
         """
-        chance = self._chances()
-        # The share of Lives that enters each bucket; returns happen halfway through a bucket on average.
-        present = np.cumprod(1 - chance, axis=1) / (1 - chance)
-        hits, time = present * chance, present * _WIDTHS * (1 - chance / 2)
-        later = np.tri(BUCKETS).T
-        hits, time = (np.cumsum(part[:, None, :] * later, axis=2) for part in (hits, time))
-        # If nothing has ever returned, the oldest still goes first.
-        return np.maximum(np.divide(hits, time, out=np.zeros_like(hits), where=time > 0).max(axis=2), _LEAST)
+        chance = self._chances().T.copy()
+        # Hits and time: in each bucket, and from bucket k to the end of each. Returns come halfway through a bucket.
+        each = np.stack((chance, (_WIDTHS[:, None] + _LEAST) * (1 - chance / 2)))
+        stays, sums, promises = 1 - chance, np.zeros_like(each), np.empty_like(chance)
+        for k in reversed(range(BUCKETS)):
+            later = sums[:, k:]
+            later *= stays[k]
+            later += each[:, k, None]
+            promises[k] = (later[0] / later[1]).max(axis=0)
+        return promises.T
 
     def _chances(self) -> NDArray[np.float64]:
         """The share of the Lives in a bucket that return in it; rare kinds are drawn towards the mean of all chats."""
         entered, ended = (_smooth(table[_FIRST_TURN:].sum(axis=0)) for table in (self._entered, self._ended))
-        usual = ended / np.maximum(entered, 1e-9)
+        usual = ended / (entered + _FIRST_PRIOR)
         often = (self._ended.sum(axis=1) + 5) / ((self._entered * usual).sum(axis=1) + 5)
         expected = _PRIOR * often[:, None] * usual
-        return np.minimum((self._ended + expected) / (self._entered + _PRIOR), 0.98) * (_WIDTHS > 0)
+        learned = (self._ended + expected) / (self._entered + _PRIOR)
+        return np.minimum(learned + _FIRST_CHANCES, 0.98) * (_WIDTHS > 0)
 
 
 def _smooth(counts: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from radix.node import Node
 
 BUCKETS = 34
-GAPS = [64, 256, 1024, 4096, 16384]
-KINDS = 26
+GAPS = [4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384]
+KINDS = 50
 
 
 def bucket(age: int, last: int = BUCKETS - 1) -> int:
@@ -30,8 +30,8 @@ BEHIND = [first_age_behind(k) for k in range(BUCKETS)]
 WIDTH = [behind - before for behind, before in zip(BEHIND, [0, *BEHIND], strict=False)]
 
 
-def gap_class(age: int) -> int:
-    return len([gap for gap in GAPS if gap <= age])
+def gap_class(gap: float) -> int:
+    return len([least for least in GAPS if least <= gap])
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class Wait:
     since: int
     kind: int
     turn: int
-    gap: int
+    gap: float
     end: int | None = None
     lost: bool = False
     seen: int = 0
@@ -49,6 +49,10 @@ class Wait:
     @property
     def over(self) -> bool:
         return self.lost or self.end is not None
+
+    def next(self, now: int) -> tuple[int, float]:
+        """The next turn, and the mean gap: of all gaps, and from the tenth turn on nine parts old and one part new."""
+        return min(self.turn + 1, 10), self.gap + (now - self.since - self.gap) / self.turn
 
 
 class Statistics:
@@ -59,13 +63,13 @@ class Statistics:
         self.entered = [[0.0] * BUCKETS for _ in range(KINDS)]
         self.returned = [[0.0] * BUCKETS for _ in range(KINDS)]
 
-    def begin(self, since: int, turn: int, gap: int, shared: bool = False) -> Wait:
-        if shared:
-            kind = gap + 1
-        elif turn == 1:
-            kind = 7
+    def begin(self, since: int, turn: int, gap: float, shared: bool = False) -> Wait:
+        if turn == 1:
+            kind = 13
+        elif shared:
+            kind = gap_class(gap) + 1
         else:
-            kind = 8 + 3 * gap + {2: 0, 3: 1, 4: 1, 5: 2}[turn]
+            kind = 14 + 3 * gap_class(gap) + {2: 0, 3: 1, 4: 1}.get(turn, 2)
         self.waits.append(Wait(since, kind, turn, gap))
         return self.waits[-1]
 
@@ -86,18 +90,20 @@ class Statistics:
     def promises(self) -> list[list[float]]:
         def pooled(table: list[list[float]], k: int) -> float:
             near = [min(max(i, 0), BUCKETS - 1) for i in (k - 1, k, k, k + 1)]
-            return sum(sum(row[i] for row in table[7:]) for i in near)
+            return sum(sum(row[i] for row in table[13:]) for i in near)
 
-        usual = [pooled(self.returned, k) / max(pooled(self.entered, k), 1e-9) for k in range(BUCKETS)]
+        usual = [pooled(self.returned, k) / (pooled(self.entered, k) + 50) for k in range(BUCKETS)]
         return [self._index(self._chances(kind, usual)) for kind in range(KINDS)]
 
     def _chances(self, kind: int, usual: list[float]) -> list[float]:
         entered, returned = self.entered[kind], self.returned[kind]
         often = (sum(returned) + 5) / (sum(e * u for e, u in zip(entered, usual, strict=True)) + 5)
-        return [
-            min(0.98, (returned[k] + 100 * often * usual[k]) / (entered[k] + 100)) if WIDTH[k] else 0.0
-            for k in range(BUCKETS)
-        ]
+        chances = []
+        for k in range(BUCKETS):
+            learned = (returned[k] + 30 * often * usual[k]) / (entered[k] + 30)
+            early = 0.001 * WIDTH[k] / (BEHIND[k] - WIDTH[k] / 2 + 1)
+            chances.append(min(0.98, learned + early) if WIDTH[k] else 0.0)
+        return chances
 
     @staticmethod
     def _index(chance: list[float]) -> list[float]:
@@ -124,21 +130,17 @@ class Notes:
 class PlainForesight:
     """The promises of `Foresight`, while all leaves fit into one sample."""
 
-    def __init__(self, capacity: int, warm_uses: int, learn_every: int, halve_every: int):
-        self.capacity, self.warm_uses, self.learn_every, self.halve_every = (
-            capacity,
-            warm_uses,
-            learn_every,
-            halve_every,
-        )
+    def __init__(self, most_ghosts: int, learn_after: tuple[int, int], halve_every: int):
+        self.most_ghosts, self.learn_after, self.halve_every = most_ghosts, learn_after, halve_every
+        self.learned_at = 0
         self.statistics = Statistics()
         self.notes: dict[Node, Notes] = {}
         self.entered: set[Node] = set()
         self.ghosts: dict[tuple, Wait] = {}
-        self.now = self.uses = self.pages = 0
+        self.now = self.uses = 0
         self.last_used = self.last_asked = 5.0
         self.share = 1.0
-        self.table = [[0.3 / (([0, *BEHIND])[k] + 1) for k in range(BUCKETS)] for _ in range(KINDS)]
+        self.table = self.statistics.promises()
 
     def mark(self, node: Node, place: int) -> tuple:
         size = len(node.key) // len(node.pages)
@@ -156,11 +158,12 @@ class PlainForesight:
             self.statistics.halve()
             self.last_used /= 2
             self.last_asked /= 2
-        if self.uses % self.learn_every == 0:
+        least, most = self.learn_after
+        if self.uses == self.learned_at + sorted((least, self.learned_at // 64, most))[1]:
+            self.learned_at = self.uses
             self.statistics.learn(tick)
             self.share = self.last_used / self.last_asked
-            if self.uses >= self.warm_uses and self.pages >= 2 * self.capacity:
-                self.table = self.statistics.promises()
+            self.table = self.statistics.promises()
 
     def comes_back(self, notes: Notes, tick: int) -> None:
         wait = notes.wait
@@ -170,10 +173,9 @@ class PlainForesight:
             if not notes.settled:
                 self.last_used += 1
                 self.last_asked += 1
-        notes.wait = self.statistics.begin(tick, min(5, wait.turn + 1), gap_class(age), notes.branches > 3)
+        notes.wait = self.statistics.begin(tick, *wait.next(tick), notes.branches > 3)
 
     def comes_new(self, node: Node, tick: int) -> Wait:
-        self.pages += len(node.pages)
         ghost, above = self.ghosts.pop(self.mark(node, 0), None), self.notes.get(node.parent)
         if above is not None:
             self.entered.discard(node.parent)
@@ -186,7 +188,7 @@ class PlainForesight:
         if ghost is not None and not ghost.over:
             age = tick - ghost.since
             ghost.end = bucket(age)
-            return self.statistics.begin(tick, min(5, ghost.turn + 1), gap_class(age))
+            return self.statistics.begin(tick, *ghost.next(tick))
         if above is None or above.branches > 3:
             return self.statistics.begin(tick, 1, 0)
         if not above.wait.over:
@@ -212,7 +214,7 @@ class PlainForesight:
             mark = self.mark(node, 0)
             self.ghosts.pop(mark, None)
             self.ghosts[mark] = notes.wait
-            if len(self.ghosts) > self.capacity:
+            if len(self.ghosts) > self.most_ghosts:
                 del self.ghosts[next(iter(self.ghosts))]
 
     def absorb(self, parent: Node, child: Node) -> None:

@@ -131,8 +131,8 @@ def test_the_last_evictions_and_why():
     clock[0] = 8.0
     tree.evict(3)
     assert list(told.last) == [
-        Eviction(8.0, 8.0, "room", 2, 0, a, Outlook("first turn", 3, pytest.approx(0.075))),
-        Eviction(8.0, 8.0, "room", 1, 1, a, Outlook("first turn", 2, pytest.approx(0.1))),
+        Eviction(8.0, 8.0, "room", 2, 0, a, Outlook("first turn", 3, pytest.approx(0.001 / 4.5, rel=1e-3))),
+        Eviction(8.0, 8.0, "room", 1, 1, a, Outlook("first turn", 2, pytest.approx(0.001 / 3.5, rel=1e-3))),
     ]
     tree.make_room(a, 9)
     assert [(one.cause, one.pages) for one in told.last] == [("quota", 1), ("quota", 2), ("quota", 2)]

@@ -9,7 +9,7 @@ import pytest
 from radix import Namespace, Policy, Quotas, RadixTree, foresight, returns
 from radix.foresight import Foresight
 from radix.node import Node
-from radix.returns import BUCKETS, EDGES, KINDS, Life, Returns, bucket, describe, gap_class, kind_of
+from radix.returns import BUCKETS, EDGES, KINDS, Life, Returns, bucket, describe, kind_of
 from tests.radix import foresight_model as plain
 
 
@@ -30,22 +30,26 @@ def test_buckets_are_two_an_octave():
 
 
 def test_kinds():
-    assert [gap_class(age) for age in (0, 63, 64, 255, 256, 1023, 1024, 4095, 4096, 16383, 16384)] == [
-        *(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5)
-    ]
-    assert [kind_of(turn, 0, False) for turn in (1, 2, 3, 4, 5)] == [7, 8, 9, 9, 10]
-    assert [kind_of(5, gap, False) for gap in range(6)] == [10, 13, 16, 19, 22, 25]
-    assert [kind_of(3, gap, True) for gap in range(6)] == [1, 2, 3, 4, 5, 6]
-    assert KINDS == 26
+    assert [kind_of(turn, 0.0, False) for turn in (1, 2, 3, 4, 5, 10)] == [13, 14, 15, 15, 16, 16]
+    assert [kind_of(5, gap, False) for gap in (3.9, 4.0, 1023.9, 4095.9, 4096.0, 1e6)] == [16, 19, 40, 43, 46, 49]
+    assert [kind_of(3, gap, True) for gap in (3.9, 4.0, 15.0, 511.0, 512.0, 16384.0)] == [1, 2, 3, 8, 9, 12]
+    assert KINDS == 50
+
+
+def test_the_mean_gap_follows_the_last_ten():
+    life = Life(0, 100, 13, 1, 0.0)
+    assert life.next_turn(130) == (2, 30.0)
+    assert Life(0, 130, 29, 2, 30.0).next_turn(140) == (3, 20.0)
+    assert Life(0, 0, 16, 10, 20.0).next_turn(120) == (10, 30.0)
 
 
 def test_kinds_in_words():
-    assert [describe(kind) for kind in (1, 6, 7)] == [
-        "shared prefix, after less than 64 uses", "shared prefix, after 16384 uses or more", "first turn"
+    assert [describe(kind) for kind in (1, 12, 13)] == [
+        "shared prefix, mean gap below 4 uses", "shared prefix, mean gap of 16384 uses or more", "first turn"
     ]  # fmt: skip
-    assert [describe(kind) for kind in (8, 12, 25)] == [
-        "turn 2, after less than 64 uses", "turn 3 or 4, after less than 256 uses",
-        "turn 5 or later, after 16384 uses or more",
+    assert [describe(kind) for kind in (14, 18, 49)] == [
+        "turn 2, mean gap below 4 uses", "turn 3 or 4, mean gap below 8 uses",
+        "turn 5 or later, mean gap of 16384 uses or more",
     ]  # fmt: skip
     assert len({describe(kind) for kind in range(1, KINDS)}) == KINDS - 1
 
@@ -59,7 +63,7 @@ def test_what_returns_after_a_while_promises_more_the_nearer_that_is():
         if tick > 100:
             learned.end(waiting[tick - 101], tick)
     learned.learn(4000)
-    promise = learned.promises()[7]
+    promise = learned.promises()[13]
     chance = 1 / 100
     assert promise[1] == pytest.approx(chance, rel=0.3)
     assert list(promise[: bucket(100)]) == sorted(promise[: bucket(100)])
@@ -79,10 +83,11 @@ def test_what_is_learned_equals_a_plain_count(seed, monkeypatch):
             forgotten += 300
             for _, wait in pairs[:forgotten]:
                 wait.seen = BUCKETS
-        turn, gap, shared = draw.randint(1, 5), draw.randrange(6), draw.random() < 0.2
+        turn, gap, shared = draw.randint(1, 10), draw.uniform(1, 20000), draw.random() < 0.2
         pairs.append((learned.begin(tick, turn, gap, shared), model.begin(tick, turn, gap, shared)))
         life, wait = pairs[max(int(step - draw.paretovariate(0.5)), 0)]
-        assert (life.kind, life.is_over, life.next_turn) == (wait.kind, wait.over, min(wait.turn + 1, 5))
+        assert (life.kind, life.is_over) == (wait.kind, wait.over)
+        assert life.next_turn(tick) == pytest.approx(wait.next(tick))
         if not wait.over:
             if wait.lost or draw.random() < 0.2:
                 learned.cancel(life)
@@ -106,9 +111,9 @@ def test_what_is_learned_equals_a_plain_count(seed, monkeypatch):
 class Both(Policy):
     """Tells foresight and its model the same, and compares what they say."""
 
-    def __init__(self, capacity: int, warm_uses: int, learn_every: int, halve_every: int):
+    def __init__(self, capacity: int, more_ghosts: int, learn_after: tuple[int, int], halve_every: int):
         self.real, self.victims = Foresight(capacity), 0
-        self.model = plain.PlainForesight(capacity, warm_uses, learn_every, halve_every)
+        self.model = plain.PlainForesight(capacity + more_ghosts, learn_after, halve_every)
 
     def used(self, node: Node, tick: int) -> None:
         self.model.used(node, tick)
@@ -211,31 +216,31 @@ class Traffic:
 
 def test_foresight_equals_its_plain_model(monkeypatch):
     """It learns from fewer uses than usual here, so that all of it happens within a second."""
-    for name, value in (("_WARM_USES", 150), ("_LEARN_EVERY", 30), ("_HALVE_EVERY", 200)):
+    for name, value in (("_MORE_GHOSTS", 5), ("_LEARN_LEAST", 30), ("_HALVE_EVERY", 200)):
         monkeypatch.setattr(foresight, name, value)
     for seed, (page_size, capacity) in enumerate(((1, 60), (2, 40), (1, 25), (1, 60))):
-        both = Both(capacity, 150, 30, 200)
+        both = Both(capacity, 5, (30, 1024), 200)
         traffic = Traffic(seed, both, capacity, page_size)
         for _ in range(300):
             traffic.step()
         traffic.tree.check()
-        assert both.victims > 200
+        assert both.victims > 100
         assert traffic.hits > 0
         assert both.model.share != 1.0
         assert both.real._promises[: KINDS * BUCKETS] == pytest.approx(np.array(both.model.table).ravel(), rel=1e-9)
-        assert len(both.real._ghosts) == len(both.model.ghosts) <= capacity
+        assert len(both.real._ghosts) == len(both.model.ghosts) <= capacity + 5
         places = {node: node.record.place for node in traffic.tree.nodes()}
         assert all(both.real._leaves._nodes[at] is node for node, at in places.items() if at >= 0)
         assert len(both.real._leaves._nodes) == sum(at >= 0 for at in places.values())
 
 
-def test_foresight_equals_its_plain_model_over_a_long_time():
-    both = Both(30, 1024, 512, 4096)
+def test_foresight_equals_its_plain_model_over_a_long_time(monkeypatch):
+    monkeypatch.setattr(foresight, "_LEARN_MOST", 50)
+    both = Both(30, 4096, (32, 50), 4096)
     traffic = Traffic(9, both, 30)
     for _ in range(2200):
         traffic.step()
     assert both.model.uses > 4096
-    assert both.model.table[7][5] != 0.3 / 5
 
 
 # -- by hand -----------------------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def test_gdsf_s_clock_stays_while_a_part_of_a_run_leaves():
 def test_policies_by_name(name, kind):
     policy = make_policy(name, 70)
     assert type(policy) is kind
-    assert kind is not Foresight or policy._capacity == 70
+    assert kind is not Foresight or policy._most_ghosts == 70 + 4096
 
 
 # -- all of them -------------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def test_what_is_configured():
     assert (len(event.hashes), event.tokens) == (2, key(1, 2, 3, 4))
     policies = {name: type(make_cache(eviction_policy=name).tree.policy).__name__ for name in ("lru", "gdsf")}
     assert policies == {"lru": "LRU", "gdsf": "GDSF"}
-    assert make_cache(pages=40).tree.policy._capacity == 40, "foresight, of the pool's size"
+    assert make_cache(pages=40).tree.policy._most_ghosts == 40 + 4096, "foresight, of the pool's size"
 
 
 def lost(cache, request):

@@ -219,7 +219,7 @@ def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
     root |= {"parent": None, "chained": 0}
     size = {"tokens": 16000, "total": 16000, "nodes": 100, "chained": 100, "parent": 0}
     rest = [common | size | {"id": i, "end": [i, 0], "start": 0} for i in range(499)]
-    outlook = {"kind": "turn 2, after less than 64 uses", "age": 40, "promise": 0.0012}
+    outlook = {"kind": "turn 2, mean gap below 64 uses", "age": 40, "promise": 0.0012}
     gone = {"tenant": "alice", "cause": "room", "pages": 1, "kept_pages": 8, "idle_s": 61.4, "outlook": outlook}
     rest[0]["outlook"] = outlook
     rest[1] |= {"outlook": outlook, "total": 16001}  # above another node
@@ -232,7 +232,7 @@ def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
     page.locator("#treefigures", has_text="16,000,000 tokens in 100,000 nodes, 49,900 of them shown").wait_for()
     page.locator("#chart-reasoning-steps", has_text="2 pages saved").wait_for()
     last = page.locator("#evictions tr").nth(1).inner_text()
-    told = "turn 2, after less than 64 uses; 40 uses ago; 1.2 hits a page in 1,000 uses"
+    told = "turn 2, mean gap below 64 uses; 40 uses ago; 1.2 hits a page in 1,000 uses"
     assert page.locator("#finished td.bad").get_attribute("title") == "it took too long"
     assert last.split("\t") == ["alice", "room was needed", "1 of 9", "61 s", told]
     page.locator("#icicle rect").nth(1).dispatch_event("mousemove", {"clientX": 9, "clientY": 9})
