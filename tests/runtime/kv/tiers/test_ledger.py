@@ -120,7 +120,8 @@ def test_an_engine_publishes_what_left_the_pool_for_a_tier(ids_dir, tmp_path):
     core.settle()
     evict(core)
     core.settle()
-    batches = [msgspec.msgpack.decode(payload)[1] for _, payload in core.part(KVEvents).publisher._kept]
+    kept = core.part(KVEvents).publisher._kept
+    batches = [msgspec.msgpack.decode(kept.read(number)[1])[1] for number in range(kept.next)]
     core.close()
     namespace = Namespace("acme", "s")
     expected = block_hashes(array("i", prompt[:128]).tobytes(), 32, None, namespace)
