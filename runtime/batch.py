@@ -127,6 +127,27 @@ class CanvasRows(NamedTuple):
 
 
 @dataclass(slots=True)
+class StateRows:
+    """Consecutive tokens of one sequence, which recurrent layers compute one after the other.
+
+    Attributes:
+        first, stop: range of rows of the step or of a row set.
+        slot: slot of the state pool with the state before row `first`. The layers leave the state after the last row
+            there, without the rows of a draft.
+        saves: (row, slot) pairs: the state after a row is also wanted in another slot.
+        draft: number of last rows that are guesses. The layers keep what a replay of these rows needs, by slot.
+        accepted: number of guesses of the slot's previous step that were right; the layers replay these rows first.
+    """
+
+    first: int
+    stop: int
+    slot: int
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    draft: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
 class ForwardBatch:
     """One step of the model over many requests. Tensors are on the host except where noted.
 
@@ -138,6 +159,7 @@ class ForwardBatch:
         logits_rows: int64 [S], the flat rows whose logits are computed.
         adapters: rows with an adapter, in order; the rows of one adapter are adjacent.
         canvases: rows of canvases that begin as noise.
+        states: for models with recurrent layers; each row of the step is in exactly one of them.
     """
 
     tokens: torch.Tensor
@@ -146,6 +168,7 @@ class ForwardBatch:
     logits_rows: torch.Tensor
     adapters: list[AdapterRows] = field(default_factory=list)
     canvases: list[CanvasRows] = field(default_factory=list)
+    states: list[StateRows] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -198,6 +221,7 @@ class RowSet:
         logits: int64, the rows whose logits are wanted, ascending.
         adapter: digest of the adapter that computes the rows; empty: none.
         canvas: the rows of a canvas that begins as noise; None: there is none.
+        state: all rows, for a model with recurrent layers; None for other models.
     """
 
     tokens: np.ndarray
@@ -206,6 +230,7 @@ class RowSet:
     logits: np.ndarray
     adapter: str = ""
     canvas: CanvasRows | None = None
+    state: StateRows | None = None
 
     @property
     def row_layers(self) -> int:

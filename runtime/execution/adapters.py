@@ -48,7 +48,8 @@ def fuse(adapter: LoraAdapter, spec: LlamaSpec) -> FusedAdapter:
             if any(factor is not None for factor in found):
                 layer[product] = _side_by_side(found, [out for out, _ in sizes])
     if left:
-        raise ModelError(f"the adapter changes {min(left)}, which is no linear layer of {spec.architecture}")
+        what = "which no adapter may change" if f"{min(left)}.weight" in shapes else "which is no linear layer"
+        raise ModelError(f"the adapter changes {min(left)}, {what} of {spec.architecture}")
     return fused
 
 

@@ -24,6 +24,7 @@ from runtime.execution.ops import FlashInferOps, Ops
 from runtime.execution.parallel.group import RankGroup
 from runtime.execution.sizing import check_weights, pool_pages
 from runtime.kv.pool import KVPool
+from runtime.kv.states import StatePool
 from runtime.models.adapters.lora import LoraAdapter
 from runtime.models.config_json import read_json
 from runtime.models.gguf_tensors import GGUFTensors
@@ -62,11 +63,13 @@ class Executor:
         implementation: `ramet` or `transformers`: the code that computes the model.
         has_windows: whether some layers see only the nearest positions.
         soften: returns mean embeddings [n, hidden] of the distributions of logits [n, vocab]; only for DiffusionGemma.
+        states: recurrent states of the live requests; None: the model has no recurrent layers.
         rope, project: rotary embedding and `LlamaModel.project` for this rank's heads; not with transformers' code.
     """
 
     spec: ModelSpec
     has_windows = False
+    states: StatePool | None = None
     _forward: Callable[[ForwardBatch], torch.Tensor]
     _decoder: _Adaptable
     rope: RotaryEmbedding
@@ -148,6 +151,7 @@ class Executor:
         self.rope, self._decoder = model.rope, model
         graphs = self._graph_sizes(config) if backend == "flashinfer" else []
         self.pool = self._make_pool(config, share, spare_pages=1 if graphs else 0)
+        model.states = self.states
         if library is not None:
             threads, bits = config.engine.threads or ALL_THREADS, _BITS.get(config.model.quantization, 0)
             stored = None if linked is None else (linked, path)
@@ -160,7 +164,7 @@ class Executor:
             torch.set_num_threads(config.engine.threads or ALL_THREADS)
             attention: AttentionBackend
             if backend == "cpu":
-                attention = CPUAttention(self.pool, model.rope, [Scores(sinks=layer.sinks) for layer in model.layers])
+                attention = CPUAttention(self.pool, model.rope, [Scores(sinks=sinks) for sinks in model.sinks])
             else:
                 attention = FlashInferAttention(self.pool, model.rope, share.num_heads, self.dtype)
                 if graphs:
@@ -172,7 +176,8 @@ class Executor:
 
     def _pool_pages(self, config: Config, spec: ModelSpec) -> tuple[int, int]:
         """Number of pages of the pool, and bytes per token."""
-        per_token = KVPool.bytes_per_token(spec.num_layers, spec.num_kv_heads, spec.head_dim, self.kv_dtype)
+        shape = spec.num_kv_heads, spec.head_dim
+        per_token = KVPool.bytes_per_token(spec.kv_layers, *shape, self.kv_dtype, spec.halves)
         return pool_pages(config.cache, per_token, self.device), per_token
 
     def _make_pool(self, config: Config, spec: ModelSpec, spare_pages: int = 0) -> KVPool:
@@ -180,9 +185,11 @@ class Executor:
         num_pages, per_token = self._pool_pages(config, spec)
         if self._group is not None:
             num_pages = self._group.least(num_pages)
-        shape = (spec.num_layers, num_pages, cache.page_size, spec.num_kv_heads, spec.head_dim)
+        shape = (spec.kv_layers, num_pages, cache.page_size, spec.num_kv_heads, spec.head_dim)
         try:
-            return KVPool(*shape, self.kv_dtype, self.device, spare_pages)
+            if spec.states:  # one slot of each request for its state, and one for a state within a step
+                self.states = StatePool(spec.states, 2 * config.scheduler.max_running, self.device, spec.records)
+            return KVPool(*shape, self.kv_dtype, self.device, spare_pages, spec.halves)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -193,8 +200,7 @@ class Executor:
 
     def _choose_kernels(self, config: Config, spec: LlamaSpec) -> Library | None:
         torch_only = config.model.kernels == "torch" or self._group is not None or config.cache.kv_dtype == "fp8"
-        shares = spec.experts is not None and spec.experts.shared
-        if self.device.type != "cpu" or torch_only or shares:
+        if self.device.type != "cpu" or torch_only:
             return None
         library = load_best()
         if library is None:
@@ -214,8 +220,9 @@ class Executor:
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
         """Load an adapter for later steps. Raises ModelError if it does not fit the model."""
-        if self._group is not None or self.spec.diffusion is not None:
-            where = "several ranks" if self._group is not None else "a diffusion model"
+        if self._group is not None or self.spec.diffusion is not None or self.spec.states:
+            where = "a diffusion model" if self.spec.diffusion is not None else "recurrent layers"
+            where = "several ranks" if self._group is not None else where
             raise ModelError(f"adapters are not served with {where}")
         if adapter.digest not in self._decoder.adapters:
             self._decoder.load_adapter(adapter)

@@ -41,7 +41,7 @@ class Experts:
         ranks = scores if self.bias is None else scores + self.bias
         if spec.groups > 1:
             grouped = ranks.unflatten(1, (spec.groups, -1))
-            best = grouped.topk(min(2, grouped.shape[-1])).values.sum(-1)
+            best = grouped.topk(min(spec.best, grouped.shape[-1])).values.sum(-1)
             hidden = torch.ones_like(best, dtype=torch.bool)
             hidden.scatter_(1, best.topk(spec.chosen_groups).indices, False)
             ranks = grouped.masked_fill(hidden[..., None], -torch.inf).flatten(1)

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from runtime.batch import AttentionPlan, ForwardBatch
 from runtime.execution.attention.flashinfer import Call, FlashInferAttention, GroupCalls
 from runtime.execution.attention.paged_index import PagedIndex, by_call, paged_index
-from runtime.execution.llama import Attend, LlamaModel
+from runtime.execution.llama import LlamaModel
+from runtime.execution.mixers.mixer import Attend
 from runtime.execution.transfers import upload
 from runtime.kv.pool import KVPool
 

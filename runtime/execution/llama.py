@@ -1,38 +1,42 @@
-"""The torch decoder of Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, gpt-oss, Gemma 3, SmolLM2 and LLaDA2."""
+"""The torch decoder of the Llama family, with layers of attention and recurrent layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from runtime.batch import AdapterRows, ForwardBatch, LayerGroup
+from runtime.batch import AdapterRows, ForwardBatch, LayerGroup, StateRows
 from runtime.execution.adapters import Adapted, FusedAdapter, add, fuse, rows_within
 from runtime.execution.attention.backend import AttentionBackend
 from runtime.execution.experts import Experts, take_fused
+from runtime.execution.mixers.attention import Attention
+from runtime.execution.mixers.delta_net import DeltaNet
+from runtime.execution.mixers.latent import LatentAttention
+from runtime.execution.mixers.mixer import Attend, LayerWeights, MixedRows, Mixer
+from runtime.execution.mixers.short_conv import ShortConv
 from runtime.execution.ops import Ops
 from runtime.execution.transfers import upload
 from runtime.kv.pool import KVPool
+from runtime.kv.states import StatePool
 from runtime.models.adapters.lora import LoraAdapter
 from runtime.models.experts import ExpertSpec
+from runtime.models.recurrence import ConvSpec
 from runtime.models.rope import RotaryEmbedding, pairs_in_halves
 from runtime.models.spec import LlamaSpec
 
 
 @dataclass(slots=True)
 class Layer:
-    """Weights of one decoder layer. q, k, v are fused, and so are gate and up, because they read the same input.
+    """One decoder layer. Gate and up are fused, because they read the same input.
 
-    `o_norm` and `down_norm` normalise the outputs of o and down before the residual is added; `post_norm` the input of
-    the MLP. With `experts`, gate, up and down belong to the shared expert, and are empty if there is none.
+    `o` multiplies what the mixer returns. `o_norm` and `down_norm` normalise the outputs of o and down before the
+    residual is added; `post_norm` the input of the MLP. With `experts`, gate, up and down belong to the shared expert,
+    and are empty if there is none. `shared_gate` [1, hidden]: its sigmoid multiplies what the shared expert gives.
     """
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    mixer: Mixer
     o: torch.Tensor
     o_bias: torch.Tensor | None
     o_norm: torch.Tensor | None
@@ -43,31 +47,7 @@ class Layer:
     down_bias: torch.Tensor | None
     down_norm: torch.Tensor | None
     experts: Experts | None
-    sinks: torch.Tensor | None
-
-
-@dataclass(slots=True)
-class Attend:
-    """Writes the new KV of a layer group and computes its attention.
-
-    Attributes:
-        prepared: the group's plan, prepared by `backend`.
-        slots: int64 [n], pool slots to write.
-        written: int64 [n], the row that writes each slot; None: all rows, in order.
-    """
-
-    pool: KVPool
-    backend: AttentionBackend
-    prepared: Any
-    slots: torch.Tensor
-    written: torch.Tensor | None
-
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Store k and v [T', kv_heads, head_dim] and attend with q [T', heads, head_dim]."""
-        if self.written is not None:
-            k, v = k[self.written], v[self.written]
-        self.pool.write(layer, self.slots, k, v)
-        return self.backend.run(self.prepared, q, layer)
+    shared_gate: torch.Tensor | None
 
 
 class LlamaModel:
@@ -77,6 +57,7 @@ class LlamaModel:
         adapters: loaded adapters by digest.
         near_rope: rotary embedding of layers with a window.
         embedding_scale: factor on embeddings, rounded to the dtype of the weights.
+        states: the pool of recurrent states, which the executor sets; None: there are no recurrent layers.
     """
 
     def __init__(self, spec: LlamaSpec, weights: dict[str, torch.Tensor], device: torch.device, ops: Ops | None = None):
@@ -90,7 +71,8 @@ class LlamaModel:
         """
         self.spec = spec
         self.ops = ops or Ops()
-        if spec.gemma:
+        self.states: StatePool | None = None
+        if spec.centered:
             _finish_norms(weights, spec)
         self.embedding = weights.pop("model.embed_tokens.weight").to(device)
         head = weights.pop("lm_head.weight", None)
@@ -100,10 +82,15 @@ class LlamaModel:
         self.near_rope = RotaryEmbedding(spec.near_rope or spec.rope, spec.head_dim, device)
         scale = torch.tensor(spec.hidden_size**0.5 if spec.gemma else 1.0, dtype=self.embedding.dtype)
         self.embedding_scale = float(scale)
-        if spec.rope.rotated:
+        if spec.rope.rotated and spec.latent is None:
             _order_pairs(weights, spec)
         self.layers = [_take_layer(weights, i, self) for i in range(spec.num_layers)]
         self.adapters: dict[str, FusedAdapter] = {}
+
+    @property
+    def sinks(self) -> list[torch.Tensor | None]:
+        """The attention sinks of each layer of the pool."""
+        return [layer.mixer.sinks for layer in self.layers if isinstance(layer.mixer, Attention)]
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
         """Load an adapter. Raises ModelError if it does not fit the model."""
@@ -126,7 +113,7 @@ class LlamaModel:
             attend = Attend(pool, backend, plan, *self._written(group))
             adapted = self._adapted(rows_within(batch.adapters, group.rows))
             if group.rows is None:
-                hidden = self.run_layers(group.layers, hidden, positions, attend, adapted)
+                hidden = self.run_layers(group.layers, hidden, positions, attend, adapted, batch.states)
             else:
                 rows = self._upload(group.rows)
                 alive = self.run_layers(group.layers, hidden[rows], positions[rows], attend, adapted)
@@ -162,6 +149,7 @@ class LlamaModel:
         positions: torch.Tensor,
         attend: Attend,
         adapted: Sequence[Adapted] = (),
+        states: Sequence[StateRows] = (),
     ) -> torch.Tensor:
         """Hidden states [T', hidden] after `layers`.
 
@@ -171,24 +159,22 @@ class LlamaModel:
             positions: int64 [T'].
             attend: attention of the layer group.
             adapted: the rows with an adapter.
+            states: the rows of each sequence, for recurrent layers.
         """
         eps, ops = self.spec.rms_norm_eps, self.ops
         is_near = bool(self.spec.windows) and self.spec.windows[layers.start] is not None
         angles = ops.angles(self.near_rope if is_near else self.rope, positions)
+        rows = MixedRows(attend, angles, adapted, states, self.states)
         normed = ops.rms_norm(x, self.layers[layers.start].input_norm, eps)
         for index in layers:
             layer = self.layers[index]
-            qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
-            add(adapted, index, "qkv", qkv, normed)
-            qk, v = self._split(layer, qkv)
-            q, k = ops.rotate_qk(qk, self.spec.num_heads, angles)
-            attended = attend.run(index, q, k, v).flatten(1)
+            mixed = layer.mixer.mix(normed, rows)
             if layer.o_norm is None:
-                add(adapted, index, "o", x, attended)
-                x, normed = ops.add_linear_norm(x, attended, layer.o, layer.o_bias, layer.post_norm, eps)
+                add(adapted, index, "o", x, mixed)
+                x, normed = ops.add_linear_norm(x, mixed, layer.o, layer.o_bias, layer.post_norm, eps)
             else:
-                out = F.linear(attended, layer.o, layer.o_bias)
-                add(adapted, index, "o", out, attended)
+                out = F.linear(mixed, layer.o, layer.o_bias)
+                add(adapted, index, "o", out, mixed)
                 x = x + ops.rms_norm(out, layer.o_norm, eps)
                 normed = ops.rms_norm(x, layer.post_norm, eps)
             if layer.experts is not None:
@@ -199,6 +185,8 @@ class LlamaModel:
             following = layer.input_norm if is_last else self.layers[index + 1].input_norm
             if layer.down_norm is None:
                 inner = ops.silu_and_mul(gate_up)
+                if layer.shared_gate is not None:
+                    inner *= F.linear(normed, layer.shared_gate).sigmoid()
                 add(adapted, index, "down", x, inner)
                 if is_last:
                     return ops.add_linear(x, inner, layer.down, layer.down_bias)
@@ -218,27 +206,15 @@ class LlamaModel:
         `states`: float32 [n, hidden], the input of the layer; `positions`: int64 [n].
         """
         weights, device = self.layers[layer], self.embedding.device
+        assert isinstance(weights.mixer, Attention | LatentAttention)
         normed = self.ops.rms_norm(states.to(device, self.embedding.dtype), weights.input_norm, self.spec.rms_norm_eps)
-        qk, v = self._split(weights, F.linear(normed, weights.qkv, weights.qkv_bias))
-        q, k = self.ops.rotate_qk(qk, self.spec.num_heads, self.ops.angles(self.rope, self._upload(positions)))
-        return torch.cat((q, k, v), dim=1).float()
-
-    def _split(self, layer: Layer, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys in one tensor [T, heads + kv_heads, head_dim], to be rotated together, and values."""
-        spec = self.spec
-        sizes = (spec.num_heads + spec.num_kv_heads, spec.num_kv_heads)
-        qk, v = qkv.view(len(qkv), -1, spec.head_dim).split(sizes, dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = self.ops.rms_norm(qk[:, : spec.num_heads], layer.q_norm, spec.rms_norm_eps)
-            k = self.ops.rms_norm(qk[:, spec.num_heads :], layer.k_norm, spec.rms_norm_eps)
-            qk = torch.cat((q, k), dim=1)
-        return qk, v
+        return weights.mixer.project(normed, self.ops.angles(self.rope, self._upload(positions)))
 
 
 def _finish_norms(weights: dict[str, torch.Tensor], spec: LlamaSpec) -> None:
     """Replace Gemma's norm weights w by the factors 1 + w; include the scale of queries in `q_norm`."""
     for name, weight in weights.items():
-        if name.endswith("norm.weight"):
+        if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             scale = spec.query_scale if name.endswith("q_norm.weight") else 1.0
             weights[name] = (1 + weight.float()) * scale
 
@@ -249,51 +225,51 @@ def _order_pairs(weights: dict[str, torch.Tensor], spec: LlamaSpec) -> None:
     for name, weight in weights.items():
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             weights[name] = weight[order]
-        elif name.endswith("qkv_proj.weight"):
-            qk = weight.unflatten(0, (-1, spec.head_dim))[:turned]
+        elif name.endswith(("qkv_proj.weight", "q_proj.weight", "k_proj.weight")):
+            # [heads, parts of a head, head_dim, hidden]; a head's queries and their gate are parts.
+            parts = weight.unflatten(0, (-1, 2 if spec.gated and ".q_proj" in name else 1, spec.head_dim))
+            qk = parts[:turned, 0]
             qk.copy_(qk[:, order])
 
 
 def _take_layer(weights: dict[str, torch.Tensor], index: int, model: LlamaModel) -> Layer:
-    spec, device, prefix = model.spec, model.embedding.device, f"model.layers.{index}."
-
-    def one(name: str) -> torch.Tensor | None:
-        tensor = weights.pop(prefix + name, None)
-        return None if tensor is None else tensor.to(device)
-
-    def must(name: str) -> torch.Tensor:
-        return weights.pop(prefix + name).to(device)
-
-    def fused(*names: str) -> torch.Tensor:
-        return torch.cat([must(name) for name in names])
-
-    def fused_bias(*names: str) -> torch.Tensor | None:
-        return fused(*names) if prefix + names[0] in weights else None
-
-    attention, mlp, parts, experts = "self_attn.", "mlp.", ("qkv",) if spec.fused_qkv else tuple("qkv"), None
+    spec, prefix = model.spec, f"model.layers.{index}."
+    taken = LayerWeights(weights, prefix, model.embedding.device)
+    mlp, experts = "mlp.", None
     if spec.experts is not None and index in spec.experts.layers:
         experts, mlp = _take_experts(weights, prefix, spec.experts, model), "mlp.shared_experts."
+    mixer, output = _take_mixer(taken, spec, model.ops, index)
     before_mlp, behind_attention = "post_attention_layernorm.weight", None
     if spec.gemma:
-        before_mlp, behind_attention = "pre_feedforward_layernorm.weight", one(before_mlp)
+        before_mlp, behind_attention = "pre_feedforward_layernorm.weight", taken.one(before_mlp)
     return Layer(
-        input_norm=must("input_layernorm.weight"),
-        qkv=fused(*(f"{attention}{n}_proj.weight" for n in parts)),
-        qkv_bias=fused_bias(*(f"{attention}{n}_proj.bias" for n in parts)),
-        q_norm=one(attention + "q_norm.weight"),
-        k_norm=one(attention + "k_norm.weight"),
-        o=must(attention + "o_proj.weight"),
-        o_bias=one(attention + "o_proj.bias"),
+        input_norm=taken.must("input_layernorm.weight"),
+        mixer=mixer,
+        o=taken.must(f"{output}.weight"),
+        o_bias=taken.one(f"{output}.bias"),
         o_norm=behind_attention,
-        post_norm=must(before_mlp),
-        gate_up=fused(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
-        gate_up_bias=fused_bias(mlp + "gate_proj.bias", mlp + "up_proj.bias"),
-        down=must(mlp + "down_proj.weight"),
-        down_bias=one(mlp + "down_proj.bias"),
-        down_norm=one("post_feedforward_layernorm.weight"),
+        post_norm=taken.must(before_mlp),
+        gate_up=taken.fused(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
+        gate_up_bias=taken.fused_bias(mlp + "gate_proj.bias", mlp + "up_proj.bias"),
+        down=taken.must(mlp + "down_proj.weight"),
+        down_bias=taken.one(mlp + "down_proj.bias"),
+        down_norm=taken.one("post_feedforward_layernorm.weight"),
         experts=experts,
-        sinks=one(attention + "sinks"),
+        shared_gate=taken.one("mlp.shared_expert_gate.weight"),
     )
+
+
+def _take_mixer(taken: LayerWeights, spec: LlamaSpec, ops: Ops, index: int) -> tuple[Mixer, str]:
+    """A layer's mixer, and the module of the product of what it returns."""
+    recurrence = spec.recurrence
+    if spec.latent is not None:
+        return LatentAttention.take(taken, spec.latent, ops, index, spec.num_heads), "self_attn.o_proj"
+    if recurrence is None or index not in recurrence.layers:
+        return Attention.take(taken, spec, ops, index, spec.kv_places[index]), "self_attn.o_proj"
+    order = recurrence.layers.index(index)
+    if isinstance(recurrence, ConvSpec):
+        return ShortConv(recurrence, taken, order), recurrence.output
+    return DeltaNet(recurrence, taken, order, spec.rms_norm_eps), recurrence.output
 
 
 def _take_experts(weights: dict[str, torch.Tensor], prefix: str, spec: ExpertSpec, model: LlamaModel) -> Experts:

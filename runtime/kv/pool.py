@@ -26,7 +26,7 @@ class KVPool:
 
     Attributes:
         k, v: [layers, num_pages * page_size, kv_heads, head_dim]; row `page * page_size + r` is row r of a page. Keys
-            are stored rotated for the position at which they were computed.
+            are stored rotated for the position at which they were computed. With latent attention, v is k.
         before_write: called in any thread before pages are written, with the page ids.
         others: pools of other ranks, which hold the other heads of these pages.
         ranks: number of pools, including this one.
@@ -42,17 +42,19 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
         spare_pages: int = 0,
+        halves: int = 2,
     ):
-        """`spare_pages`: extra pages at the end, for rows that are never read."""
+        """`spare_pages`: extra pages at the end, for rows that are never read. `halves`: 1 if values are the keys."""
         self.num_pages = num_pages
         self.page_size = page_size
         shape = (num_layers, (num_pages + spare_pages) * page_size, num_kv_heads, head_dim)
-        self.k = _zeros(shape, dtype, device)
-        self.v = _zeros(shape, dtype, device)
+        self.k = zeros(shape, dtype, device)
+        self.v = self.k if halves == 1 else zeros(shape, dtype, device)
+        self._halves = (self.k, self.v)[:halves]
         self.before_write: Callable[[Iterable[int]], None] | None = None
         self.others: OtherPools | None = None
         self.ranks = 1
-        self._pages = [t.view(torch.uint8).view(num_layers, num_pages + spare_pages, -1) for t in (self.k, self.v)]
+        self._pages = [t.view(torch.uint8).view(num_layers, num_pages + spare_pages, -1) for t in self._halves]
 
     @property
     def page_bytes(self) -> int:
@@ -60,14 +62,14 @@ class KVPool:
         return self.ranks * sum(half.shape[0] * half.shape[2] for half in self._pages)
 
     @staticmethod
-    def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, halves: int = 2) -> int:
         """Bytes of K and V that one token takes over all layers."""
-        return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+        return halves * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store new rows: `slots` int64 [T], `k` and `v` [T, kv_heads, head_dim], converted to the pool's dtype."""
-        for pool, rows in ((self.k[layer], k), (self.v[layer], v)):
-            rows = rows.to(pool.dtype)
+        for half, rows in zip(self._halves, (k, v), strict=False):
+            pool, rows = half[layer], rows.to(half.dtype)
             if pool.dtype.itemsize == 1:  # float8 has no index_copy_
                 pool, rows = pool.view(torch.uint8), rows.view(torch.uint8)
             pool.index_copy_(0, slots, rows)
@@ -79,12 +81,12 @@ class KVPool:
         if self.before_write is not None:
             self.before_write((target_page,))
         source, target = source_page * self.page_size, target_page * self.page_size
-        for tensor in (self.k, self.v):
+        for tensor in self._halves:
             tensor[:, target : target + rows] = tensor[:, source : source + rows]
 
     def read_pages(self, pages: Sequence[int]) -> torch.Tensor:
-        """A copy of pages, uint8 [2 * ranks, layers, pages, bytes], on the pool's device."""
-        shape = (2, len(self._pages[0]), len(pages), self._pages[0].shape[2])
+        """A copy of pages, uint8 [halves * ranks, layers, pages, bytes], on the pool's device."""
+        shape = (len(self._pages), len(self._pages[0]), len(pages), self._pages[0].shape[2])
         found = torch.empty(shape, dtype=torch.uint8, device=self.k.device)
         on_host = self.k.device.type == "cpu"
         for half, own in zip(found, self._pages, strict=True):
@@ -101,7 +103,7 @@ class KVPool:
         """
         if self.before_write is not None:
             self.before_write(pages)
-        shape = (self.ranks, 2, len(self._pages[0]), skipped + len(pages), self._pages[0].shape[2])
+        shape = (self.ranks, len(self._pages), len(self._pages[0]), skipped + len(pages), self._pages[0].shape[2])
         mine, *theirs = np.frombuffer(data, dtype=np.uint8).reshape(shape)[:, :, :, skipped:]
         if self.others is not None:
             self.others.scatter(pages, theirs)
@@ -121,7 +123,7 @@ def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             at = place
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros. In main memory, they take no time and no memory until they are first used."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.errors import ModelError
+from runtime.models.config_json import Unsupported
+from runtime.models.latent import LATENT
 
 # Number of values that share a scale.
 MXFP4_BLOCK = 32
@@ -21,12 +23,14 @@ class ExpertSpec:
         shared: inner columns of the expert that every row uses; 0: there is none.
         sigmoid: whether scores are sigmoids, with a bias that affects only the choice; otherwise a softmax.
         normalized: whether the weights of a row's experts are scaled to sum to 1.
-        groups, chosen_groups: experts are chosen only from the groups whose two best scores have the largest sums.
+        groups, chosen_groups: experts are chosen only from the groups whose best scores have the largest sums.
+        best: number of best scores of a group that are summed.
         scale: factor on the weights.
         limit: bound of gate and up; None: unbounded. Only gpt-oss has a limit. Its experts also have biases and are
             stored in one tensor, with gate and up interleaved.
         alpha: factor in the argument of the gate's sigmoid.
         packed: whether the checkpoint has the experts' weights in MXFP4.
+        shared_gate: whether each row's output of the shared expert is multiplied by a sigmoid.
     """
 
     layers: tuple[int, ...]
@@ -38,10 +42,12 @@ class ExpertSpec:
     normalized: bool = True
     groups: int = 1
     chosen_groups: int = 1
+    best: int = 2
     scale: float = 1.0
     limit: float | None = None
     alpha: float = 1.0
     packed: bool = False
+    shared_gate: bool = False
 
     def __post_init__(self) -> None:
         """Raises ModelError."""
@@ -65,6 +71,8 @@ class ExpertSpec:
         mlps = {f"mlp.experts.{i}": self.inner for i in range(self.count)}
         if self.shared:
             mlps["mlp.shared_experts"] = self.shared
+        if self.shared_gate:
+            shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
         for name, inner in mlps.items():
             shapes |= {f"{name}.{part}_proj.weight": (inner, hidden) for part in ("gate", "up")}
             shapes[f"{name}.down_proj.weight"] = (hidden, inner)
@@ -92,7 +100,9 @@ def expert_spec(config: dict[str, Any], architecture: str) -> ExpertSpec | None:
     """The experts of a configuration; None: the model has none. Raises KeyError (missing key), ModelError."""
     if architecture == "GptOssForCausalLM":
         return _gpt_oss(config)
-    if architecture not in ("Qwen3MoeForCausalLM", "SDARMoeForCausalLM", "LLaDA2MoeModelLM"):
+    if architecture in LATENT:
+        return _deepseek(config, architecture == "DeepseekV3ForCausalLM")
+    if architecture not in ("Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "SDARMoeForCausalLM", "LLaDA2MoeModelLM"):
         return None
     # Newer versions of transformers write `num_local_experts`, published checkpoints have `num_experts`.
     count = config.get("num_local_experts") or config["num_experts"]
@@ -103,7 +113,9 @@ def expert_spec(config: dict[str, Any], architecture: str) -> ExpertSpec | None:
         if every == 0:
             raise ModelError("config.json has decoder_sparse_step 0; it must be a positive integer")
         sparse = tuple(i for i in layers if i not in dense and (i + 1) % every == 0)
-        return ExpertSpec(sparse, count, chosen, inner, normalized=bool(config.get("norm_topk_prob", False)))
+        shared = config.get("shared_expert_intermediate_size", 0) if architecture == "Qwen3NextForCausalLM" else 0
+        normalized = bool(config.get("norm_topk_prob", False))
+        return ExpertSpec(sparse, count, chosen, inner, shared, normalized=normalized, shared_gate=bool(shared))
     return ExpertSpec(
         tuple(layers[config.get("first_k_dense_replace", 0) :]),
         count,
@@ -115,6 +127,33 @@ def expert_spec(config: dict[str, Any], architecture: str) -> ExpertSpec | None:
         groups=config["n_group"],
         chosen_groups=config["topk_group"],
         scale=float(config["routed_scaling_factor"]),
+    )
+
+
+def _deepseek(config: dict[str, Any], is_third: bool) -> ExpertSpec | None:
+    """Experts of DeepSeek-V2 or, if `is_third`, V3. As in transformers, only V3 normalises weights."""
+    layers, inner = range(config["num_hidden_layers"]), config["moe_intermediate_size"]
+    sparse = tuple(layers[config.get("first_k_dense_replace") or 0 :])
+    method = config.get("topk_method") or "greedy"
+    if not is_third and method not in ("greedy", "group_limited_greedy"):
+        raise Unsupported(f"the model's topk_method is {method!r}; supported are greedy and group_limited_greedy")
+    in_groups = is_third or method != "greedy"
+    return (
+        ExpertSpec(
+            sparse,
+            config["n_routed_experts"],
+            config["num_experts_per_tok"],
+            inner,
+            shared=inner * (config.get("n_shared_experts") or 0),
+            sigmoid=is_third,
+            normalized=is_third and bool(config.get("norm_topk_prob", True)),
+            groups=config["n_group"] if in_groups else 1,
+            chosen_groups=config["topk_group"] if in_groups else 1,
+            best=2 if is_third else 1,
+            scale=float(config.get("routed_scaling_factor", 1.0)),
+        )
+        if sparse
+        else None
     )
 
 

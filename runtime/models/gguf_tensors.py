@@ -69,7 +69,7 @@ class GGUFTensors:
         # llama.cpp stores Llama's queries and keys for interleaved rotation.
         heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads} if architecture == "llama" else {}
         # Its norms of Gemma have the 1 that the model adds.
-        return cls(path, table, heads, 1.0 if spec.gemma else 0.0)
+        return cls(path, table, heads, 1.0 if spec.centered else 0.0)
 
     @classmethod
     def open(cls, directory: Path) -> "GGUFTensors | None":

@@ -13,7 +13,7 @@ class RotaryEmbedding:
 
     Attributes:
         inv_freq: float32 [head_dim / 2], radians per position; 0 for pairs of dimensions that are not rotated.
-        amplitude: factor on cos and sin (yarn's attention scaling; else 1).
+        amplitude: factor on cos and sin of rotated pairs (yarn's attention scaling; else 1).
     """
 
     def __init__(self, rope: RopeSpec, head_dim: int, device: torch.device):
@@ -26,12 +26,14 @@ class RotaryEmbedding:
             inv_freq = _llama3(inv_freq, rope)
         elif rope.kind == "yarn":
             inv_freq, self.amplitude = _yarn(inv_freq, rope, turned)
-        self.inv_freq = F.pad(inv_freq, (0, (head_dim - turned) // 2)).to(device)
+        rest = (0, (head_dim - turned) // 2)
+        self._amplitudes = F.pad(torch.full_like(inv_freq, self.amplitude), rest, value=1.0).to(device)
+        self.inv_freq = F.pad(inv_freq, rest).to(device)
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, float32 [T, head_dim / 2], of int64 positions [T]."""
         angles = positions.float()[:, None] * self.inv_freq
-        return angles.cos() * self.amplitude, angles.sin() * self.amplitude
+        return angles.cos() * self._amplitudes, angles.sin() * self._amplitudes
 
     def shift(self, shifts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, float32 [T, head_dim / 2], that move already rotated rows by `shifts` positions, int64 [T].

@@ -13,8 +13,12 @@ _CUT = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_
 
 
 def split_spec(spec: LlamaSpec, size: int) -> LlamaSpec:
-    """The spec of one of `size` equal ranks. Raises ModelError for experts, Gemma, and shapes that do not divide."""
-    if (spec.experts is not None or spec.gemma) and size > 1:
+    """The spec of one of `size` equal ranks.
+
+    Raises ModelError for experts, Gemma, recurrent layers, latent attention, and shapes that do not divide.
+    """
+    is_whole = spec.experts is not None or spec.gemma or bool(spec.recurrent) or spec.latent is not None
+    if is_whole and size > 1:
         raise ModelError(f"--tensor-parallel is {size}; the layers of {spec.architecture} are served by one rank")
     sizes = {
         "query heads": spec.num_heads,

@@ -25,12 +25,23 @@ from runtime.models.diffusion import (
     llada_name,
 )
 from runtime.models.experts import ExpertSpec, expert_spec
+from runtime.models.latent import LATENT, LatentSpec, latent_spec
+from runtime.models.recurrence import (
+    HYBRIDS,
+    RecurrenceSpec,
+    as_hybrid,
+    kv_places,
+    lfm2_name,
+    recurrence_spec,
+    state_shapes,
+)
 from runtime.models.rope_spec import RopeSpec, read_gemma_ropes, read_rope
 
 _CAUSAL = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3", "GptOss")
-SUPPORTED = (*(f"{family}ForCausalLM" for family in _CAUSAL), *FAMILIES)
+SUPPORTED = (*(f"{family}ForCausalLM" for family in _CAUSAL), *LATENT, *HYBRIDS, *FAMILIES)
 # Families whose configurations have `attention_bias`.
-_ATTENTION_BIAS = ("Llama", "Qwen3", "Gemma3", "GptOss")
+_ATTENTION_BIAS = ("Llama", "Qwen3", "Gemma3", "GptOss", "Qwen3_5", "Qwen3Next")
+_QWEN_HYBRIDS = ("Qwen3_5", "Qwen3Next")
 # Published values of gpt-oss' optional fields.
 _GPT_OSS = {
     **{"rope_theta": 150000.0, "sliding_window": 128, "attention_bias": True, "rms_norm_eps": 1e-5},
@@ -44,8 +55,10 @@ class ModelSpec:
 
     Attributes:
         num_layers, num_heads, num_kv_heads, head_dim: the largest values of all layers, also the pool's shape.
+        halves: 2, keys and values, or 1 if the pool's rows are both at once.
         fingerprint: properties other than the weights that affect KV.
         diffusion: set for diffusion models; None: the model is causal.
+        states: shapes of the float32 tensors that recurrent layers keep of a sequence; empty: no such layers.
     """
 
     architecture: str
@@ -59,7 +72,19 @@ class ModelSpec:
     context_length: int
     eos_token_ids: tuple[int, ...]
     fingerprint: str
+    halves: int = 2
     diffusion: DiffusionSpec | None = None
+    states: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def kv_layers(self) -> int:
+        """Number of layers with keys and values."""
+        return self.num_layers
+
+    @property
+    def records(self) -> tuple[int, ...]:
+        """For each recurrent layer, the floats of a token from which the state can be replayed."""
+        return ()
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -76,11 +101,15 @@ class LlamaSpec(ModelSpec):
         windows: for each layer, how many positions a row sees, its own included; None: all. Empty: no windows.
         fused_qkv: whether the checkpoint has q, k and v in one tensor.
         experts: experts that replace the MLP in some layers.
-        gemma: whether layers follow Gemma 3: norms multiply by 1 + weight and also follow attention and MLP, embeddings
-            are scaled, and the gate is a GELU.
+        centered: whether norms multiply by 1 + weight.
+        gemma: whether layers follow Gemma 3: norms also follow attention and MLP, embeddings are scaled, and the gate
+            is a GELU.
         near_rope: rotary embedding of layers with a window; None: the same as `rope`.
         query_scale: factor on queries, in addition to head_dim ** -0.5.
         sinks: whether each head has an attention sink, as in gpt-oss.
+        recurrence: recurrent layers, which have no attention.
+        gated: whether the sigmoid of a second projection, beside each head's queries, multiplies the attention.
+        latent: latent attention; `head_dim` is the size of its rows.
     """
 
     intermediate_size: int
@@ -94,18 +123,41 @@ class LlamaSpec(ModelSpec):
     windows: tuple[int | None, ...] = ()
     fused_qkv: bool = False
     experts: ExpertSpec | None = None
+    centered: bool = False
     gemma: bool = False
     near_rope: RopeSpec | None = None
     query_scale: float = 1.0
     sinks: bool = False
+    recurrence: RecurrenceSpec | None = None
+    gated: bool = False
+    latent: LatentSpec | None = None
+
+    @property
+    def kv_layers(self) -> int:
+        return self.num_layers - len(self.recurrent)
+
+    @property
+    def recurrent(self) -> tuple[int, ...]:
+        """Indices of the recurrent layers."""
+        return () if self.recurrence is None else self.recurrence.layers
+
+    @property
+    def kv_places(self) -> dict[int, int]:
+        """The layer of the KV pool for each layer with attention."""
+        return kv_places(self.num_layers, self.recurrent)
+
+    @property
+    def records(self) -> tuple[int, ...]:
+        return () if self.recurrence is None else (self.recurrence.record,) * len(self.recurrent)
 
     @property
     def needs_torch(self) -> bool:
         """Whether FlashInfer cannot compute this model.
 
-        FlashInfer's operations need norms in half precision and one rotary embedding, and do not support sinks.
+        FlashInfer's operations need norms in half precision and one rotary embedding, and do not support sinks or rows
+        of latent attention.
         """
-        return self.gemma or self.sinks
+        return self.centered or self.sinks or bool(self.recurrent) or self.latent is not None
 
     @property
     def unpacked(self) -> LlamaSpec:
@@ -129,78 +181,95 @@ class LlamaSpec(ModelSpec):
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors in a checkpoint."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        separate = {"q": q, "k": kv, "v": kv}
-        fused = {"qkv": q + 2 * kv} if self.fused_qkv else separate
-        linear = {f"self_attn.{name}_proj": (rows, hidden, self.qkv_bias) for name, rows in fused.items()}
-        linear["self_attn.o_proj"] = (hidden, q, self.o_bias)
-        mlp = {
-            "mlp.gate_proj": (inner, hidden, self.mlp_bias),
-            "mlp.up_proj": (inner, hidden, self.mlp_bias),
-            "mlp.down_proj": (hidden, inner, self.mlp_bias),
-        }
-        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-        if self.gemma:
-            norms |= {"pre_feedforward_layernorm": hidden, "post_feedforward_layernorm": hidden}
-        if self.qk_norm:
-            norms |= {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim}
+        hidden = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if self.gemma:
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        attention, mlp = self._attention_tensors(), self._mlp_tensors()
         for i in range(self.num_layers):
-            prefix = f"model.layers.{i}."
-            experts = self.experts if self.experts and i in self.experts.layers else None
-            for name, (rows, columns, bias) in (linear if experts else linear | mlp).items():
-                shapes[f"{prefix}{name}.weight"] = (rows, columns)
-                if bias:
-                    shapes[f"{prefix}{name}.bias"] = (rows,)
-            shapes |= {f"{prefix}{name}.weight": (size,) for name, size in norms.items()}
-            if self.sinks:
-                shapes[f"{prefix}self_attn.sinks"] = (self.num_heads,)
-            if experts is not None:
-                shapes |= {prefix + name: shape for name, shape in experts.tensors(hidden).items()}
+            mixer = self.recurrence.tensors(hidden) if self.recurrence and i in self.recurrent else attention
+            inner = self.experts.tensors(hidden) if self.experts and i in self.experts.layers else mlp
+            layer = mixer | inner | {f"{name}.weight": (hidden,) for name in norms}
+            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
         shapes["model.norm.weight"] = (hidden,)
         if not self.tie_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
 
+    def _attention_tensors(self) -> dict[str, tuple[int, ...]]:
+        if self.latent is not None:
+            return self.latent.tensors(self.hidden_size, self.num_heads)
+        hidden, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        separate = {"q": q * (2 if self.gated else 1), "k": kv, "v": kv}
+        fused = {"qkv": q + 2 * kv} if self.fused_qkv else separate
+        linear = {f"self_attn.{name}_proj": (rows, hidden, self.qkv_bias) for name, rows in fused.items()}
+        linear["self_attn.o_proj"] = (hidden, q, self.o_bias)
+        shapes = _linear_tensors(linear)
+        if self.qk_norm:
+            shapes |= {f"self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
+        if self.sinks:
+            shapes["self_attn.sinks"] = (self.num_heads,)
+        return shapes
+
+    def _mlp_tensors(self) -> dict[str, tuple[int, ...]]:
+        hidden, inner, bias = self.hidden_size, self.intermediate_size, self.mlp_bias
+        shapes = {"gate": (inner, hidden, bias), "up": (inner, hidden, bias), "down": (hidden, inner, bias)}
+        return _linear_tensors({f"mlp.{name}_proj": shape for name, shape in shapes.items()})
+
     def stored_name(self, name: str) -> str:
         """The name in the checkpoint of one of the `expected_tensors`."""
         if self.architecture == "LLaDA2MoeModelLM":
             return llada2_name(name)
+        if self.architecture == "Lfm2ForCausalLM":
+            return lfm2_name(name)
+        if self.architecture == "Qwen3_5ForConditionalGeneration":
+            return name.replace("model.", "model.language_model.", 1)
+        if self.architecture == "Qwen3NextForCausalLM":
+            return name.replace("shared_experts.", "shared_expert.")
+        if self.architecture == "DeepseekV3ForCausalLM":
+            return name.replace("expert_bias", "e_score_correction_bias")
         return llada_name(name) if self.model_type == "llada" else name
+
+
+def _linear_tensors(shapes: dict[str, tuple[int, int, bool]]) -> dict[str, tuple[int, ...]]:
+    """Weights, and biases where the flag is set."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, (rows, columns, bias) in shapes.items():
+        found[f"{name}.weight"] = (rows, columns)
+        if bias:
+            found[f"{name}.bias"] = (rows,)
+    return found
 
 
 def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpec:
     architecture = (config.get("architectures") or ["(none named)"])[0]
     _refuse_unsupported(config, architecture)
-    if architecture == "LLaDAModelLM":
-        config = as_llama(config)
+    config, family = _translated(config, architecture)
     is_llada2 = architecture == "LLaDA2MoeModelLM"
-    if is_llada2:
-        config = as_qwen3(config)
-    family = FAMILIES.get(architecture) or architecture.removesuffix("ForCausalLM").removesuffix("Moe")
     is_gemma, is_gpt_oss, query_scale = family == "Gemma3", family == "GptOss", 1.0
-    if is_gpt_oss:
-        config = {**_GPT_OSS, **config}
     attention_bias = bool(config.get("attention_bias", False))
     diffusion = diffusion_spec(config, architecture)
     attended = diffusion.attended or 1 if diffusion else 1
     heads, hidden = positive_size(config, "num_attention_heads"), positive_size(config, "hidden_size")
-    head_dim = positive_size(config, "head_dim", hidden // heads)
+    latent = latent_spec(config, architecture)
+    head_dim = positive_size(config, "head_dim", hidden // heads) if latent is None else latent.row
     if is_gemma:
         rope, near_rope = read_gemma_ropes(config)
         query_scale = (head_dim / config.get("query_pre_attn_scalar", 256)) ** 0.5
     else:
-        rope, near_rope = read_rope(config, head_dim if is_llada2 else None), None
+        rope, near_rope = read_rope(config, head_dim if is_llada2 or family in _QWEN_HYBRIDS else None), None
+        rope = rope if latent is None else replace(rope, rotated=latent.rotated)
     experts, windows = expert_spec(config, architecture), _windows(config, family)
-    others = [one for one in (experts, near_rope, windows) if one]
+    recurrence = recurrence_spec(config, family)
+    others = [one for one in (experts, near_rope, windows, recurrence, latent) if one]
     spec = LlamaSpec(
         architecture=architecture,
         model_type=config.get("model_type") or "",
         hidden_size=hidden,
         num_layers=positive_size(config, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=positive_size(config, "num_key_value_heads", heads),
+        num_kv_heads=1 if latent else positive_size(config, "num_key_value_heads", heads),
         head_dim=head_dim,
         intermediate_size=positive_size(config, "intermediate_size"),
         vocab_size=positive_size(config, "vocab_size"),
@@ -209,7 +278,7 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpe
         qkv_bias=family == "Qwen2" or (family in _ATTENTION_BIAS and attention_bias),
         o_bias=family in _ATTENTION_BIAS and attention_bias,
         mlp_bias=family == "Llama" and bool(config.get("mlp_bias", False)),
-        qk_norm=family in ("Qwen3", "Gemma3"),
+        qk_norm=family in ("Qwen3", "Gemma3", "Lfm2", *_QWEN_HYBRIDS),
         context_length=positive_size(config, "max_position_embeddings") // attended * attended,
         eos_token_ids=token_ids(config.get("eos_token_id"), generation.get("eos_token_id")),
         rope=rope,
@@ -218,18 +287,40 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpe
         fused_qkv=is_llada2,
         experts=experts,
         diffusion=diffusion,
+        centered=is_gemma or family in _QWEN_HYBRIDS,
         gemma=is_gemma,
         near_rope=near_rope,
         query_scale=query_scale,
         sinks=is_gpt_oss,
+        recurrence=recurrence,
+        states=state_shapes(recurrence),
+        gated=family in _QWEN_HYBRIDS,
+        latent=latent,
+        halves=1 if latent else 2,
     )
     _check_shape(spec)
     return spec
 
 
+def _translated(config: dict[str, Any], architecture: str) -> tuple[dict[str, Any], str]:
+    """A configuration with the keys of Llama's family, and the name of its family."""
+    if architecture == "LLaDAModelLM":
+        config = as_llama(config)
+    elif architecture == "LLaDA2MoeModelLM":
+        config = as_qwen3(config)
+    elif architecture in HYBRIDS:
+        config = as_hybrid(config, architecture)
+    elif architecture == "GptOssForCausalLM":
+        config = {**_GPT_OSS, **config}
+    family = FAMILIES.get(architecture) or HYBRIDS.get(architecture)
+    return config, family or architecture.removesuffix("ForCausalLM").removesuffix("Moe")
+
+
 def _check_shape(spec: LlamaSpec) -> None:
     if spec.windows and spec.diffusion is not None:
         raise ModelError("the model has a sliding window; supported are diffusion models without one")
+    if spec.gated and spec.qkv_bias:
+        raise ModelError("the model has attention_bias; supported are models with gates of attention without it")
     if spec.num_heads % spec.num_kv_heads:
         raise ModelError(
             f"the model has {spec.num_heads} query heads, not a multiple of its {spec.num_kv_heads} key-value heads"

@@ -80,8 +80,8 @@ def _read_tensors(directory: Path, spec: LlamaSpec, dtype: torch.dtype) -> Itera
 
 
 def _dtype_of(name: str, spec: LlamaSpec, dtype: torch.dtype) -> torch.dtype:
-    # float32 for small differences between experts' scores, and for Gemma's factors 1 + weight.
-    wide = name.endswith(".expert_bias") or (spec.gemma and name.endswith("norm.weight"))
+    # float32 for small differences between experts' scores, for the decay of states, and for factors 1 + weight.
+    wide = name.endswith((".expert_bias", ".A_log", ".dt_bias")) or (spec.centered and name.endswith("norm.weight"))
     return torch.float32 if wide else dtype
 
 

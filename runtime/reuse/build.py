@@ -22,6 +22,7 @@ from runtime.batch import (
     RowSet,
     Span,
     Stage,
+    StateRows,
 )
 
 _BLOCK = 64  # tokens that the CPU kernels sum as one block (`kKeys`)
@@ -101,6 +102,7 @@ def build(
             for one, start in ordered
             if one.canvas is not None
         ],
+        states=[_state_rows(one.state, start) for one, start in ordered if one.state is not None],
     )
     return Plan(batch, logits, saved)
 
@@ -112,6 +114,11 @@ def _adapters(ordered: Sequence[tuple[RowSet, int]]) -> list[AdapterRows]:
         last, start = members[-1]
         found.append(AdapterRows(digest, first, start + len(last.tokens)))
     return [rows for rows in found if rows.digest]
+
+
+def _state_rows(one: StateRows, start: int) -> StateRows:
+    saves = [(start + row, slot) for row, slot in one.saves]
+    return StateRows(start + one.first, start + one.stop, one.slot, saves, one.draft, one.accepted)
 
 
 def _first_table(one: RowSet) -> bytes:

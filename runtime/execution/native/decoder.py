@@ -17,11 +17,16 @@ import torch.nn.functional as F
 from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, HiddenRows
 from runtime.execution import llama
 from runtime.execution.adapters import fuse, rows_within
-from runtime.execution.attention.paged_index import rows_of
+from runtime.execution.mixers.attention import Attention
+from runtime.execution.mixers.latent import LatentAttention
+from runtime.execution.mixers.recurrent import Recurrent
 from runtime.execution.native import library as c
 from runtime.execution.native.experts import NativeExperts
+from runtime.execution.native.latent import PackedLatent
 from runtime.execution.native.library import Library
 from runtime.execution.native.packed import PackedWeights, Team, describe, packed_bytes
+from runtime.execution.native.plan import NativePlan
+from runtime.execution.native.recurrence import describe_recurrence, layer_state, state_rows
 from runtime.execution.native.stored import StoredMatrices
 from runtime.kv.pool import KVPool
 from runtime.models.adapters.lora import LoraAdapter
@@ -64,19 +69,17 @@ class NativeDecoder:
         """
         self.name = f"native-{library.isa}" + (f"-int{bits}" if bits else "-gguf" if stored else "")
         self.library, self._bits = library, bits
-        self.spec, self.rope, self.pool = model.spec, model.rope, pool
+        self.spec, self.rope, self.pool, self._states = model.spec, model.rope, pool, model.states
         self._dtype = model.embedding.dtype
         self.adapters: dict[str, PackedAdapter] = {}
         self.team = Team(library, threads)
         self._stored = StoredMatrices(self.team, self.spec, self._dtype, *stored) if stored else None
+        # Experts and the norm before them, by layer. The kernels compute these layers only up to the attention output.
+        self._experts = {i: self._take_experts(layer, bits) for i, layer in enumerate(model.layers) if layer.experts}
         self._weights = PackedWeights(self.team, 0 if stored else _model_bytes(library, model, bits))
         self._layers = (c.LayerStruct * self.spec.num_layers)()
-        # Experts and the norm before them, by layer. The kernels compute these layers only up to the attention output.
-        self._experts: dict[int, tuple[NativeExperts, torch.Tensor]] = {}
+        self._latents: list[PackedLatent] = []
         for index in range(self.spec.num_layers):
-            if (experts := model.layers[index].experts) is not None:
-                norm = model.layers[index].post_norm.float()
-                self._experts[index] = NativeExperts(experts, self.team, bits), norm
             self._layers[index] = self._pack_layer(model.layers[index], index)
             model.layers[index] = None  # type: ignore[call-overload]
         self._model = self._describe_model(model)
@@ -89,33 +92,56 @@ class NativeDecoder:
         # Tables of cos and sin by position, for each rotary embedding.
         self._angles: dict[RotaryEmbedding, tuple[np.ndarray, np.ndarray]] = {}
 
+    def _take_experts(self, layer: llama.Layer, bits: int) -> tuple[NativeExperts, torch.Tensor]:
+        """Move a layer's experts, the shared one too, out of the layer."""
+        assert layer.experts is not None
+        shared, hidden = (layer.gate_up, layer.down), self.spec.hidden_size
+        layer.gate_up, layer.down = layer.gate_up.new_empty(0, hidden), layer.down.new_empty(hidden, 0)
+        return NativeExperts(layer.experts, self.team, bits, shared, layer.shared_gate), layer.post_norm.float()
+
     def _pack_layer(self, layer: llama.Layer, index: int) -> c.LayerStruct:
-        pack = self._weights
-        k, v = self.pool.k[index], self.pool.v[index]
-        if self._stored is None:
-            add = partial(pack.add, bits=self._bits)
-            qkv = [add(layer.qkv, layer.qkv_bias)]
-            o, down = add(layer.o, layer.o_bias), add(layer.down, layer.down_bias)
-            gate_up = add(layer.gate_up, layer.gate_up_bias, paired=True)
-        else:
-            qkv, o, gate_up, down = self._stored.layer(index)
-            biases = layer.qkv_bias.split([w.n for w in qkv]) if layer.qkv_bias is not None else [None] * len(qkv)
-            given = [*zip(qkv, biases, strict=True), (o, layer.o_bias), (gate_up, layer.gate_up_bias)]
-            for matrix, bias in (*given, (down, layer.down_bias)):
-                matrix.bias = pack.keep_bias(matrix, bias)
-        return c.LayerStruct(
+        pack, mixer = self._weights, layer.mixer
+        parts = c.LayerStruct(
             input_norm=self._float(layer.input_norm),
             post_norm=self._float(layer.post_norm),
-            q_norm=self._float(layer.q_norm),
-            k_norm=self._float(layer.k_norm),
             o_norm=self._float(layer.o_norm),
             down_norm=self._float(layer.down_norm),
-            qkv=(c.Matrix * 3)(*qkv),
-            o=o,
-            gate_up=gate_up,
-            down=down,
-            kv=c.LayerKV(k=k.data_ptr(), v=v.data_ptr(), sinks=self._float(layer.sinks)),
         )
+        add = partial(pack.add, bits=self._bits)
+        if isinstance(mixer, LatentAttention):
+            self._latents.append(PackedLatent(self.team, mixer, self.spec.hidden_size, self._bits))
+            parts.latent = ctypes.pointer(self._latents[-1].struct)
+        else:
+            assert isinstance(mixer, Attention | Recurrent)
+            if self._stored is None:
+                parts.inputs[0] = add(mixer.inputs, mixer.inputs_bias)
+        if isinstance(mixer, Recurrent):
+            assert self._states is not None
+            parts.state = layer_state(mixer, self._states, self._weights.keep)
+        else:
+            parts.kv.k, parts.kv.v = self.pool.k[mixer.place].data_ptr(), self.pool.v[mixer.place].data_ptr()
+        if isinstance(mixer, Attention):
+            parts.q_norm, parts.k_norm = self._float(mixer.q_norm), self._float(mixer.k_norm)
+            parts.kv.sinks = self._float(mixer.sinks)
+        if self._stored is None:
+            parts.o, parts.down = add(layer.o, layer.o_bias), add(layer.down, layer.down_bias)
+            parts.gate_up = add(layer.gate_up, layer.gate_up_bias, paired=True)
+        else:
+            self._link_layer(layer, index, parts)
+        return parts
+
+    def _link_layer(self, layer: llama.Layer, index: int, parts: c.LayerStruct) -> None:
+        """Use the matrices of the GGUF file."""
+        mixer = layer.mixer
+        assert self._stored is not None
+        assert isinstance(mixer, Attention | Recurrent)
+        inputs, parts.o, parts.gate_up, parts.down = self._stored.layer(index)
+        bias = mixer.inputs_bias
+        biases = [None] * len(inputs) if bias is None else bias.split([w.n for w in inputs])
+        given = [*zip(inputs, biases, strict=True), (parts.o, layer.o_bias), (parts.gate_up, layer.gate_up_bias)]
+        for matrix, bias in (*given, (parts.down, layer.down_bias)):
+            matrix.bias = self._weights.keep_bias(matrix, bias)
+        parts.inputs = (c.Matrix * 4)(*inputs)
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
         """Pack an adapter in the model's dtype, even beside codes. Raises ModelError if it does not fit the model."""
@@ -143,6 +169,8 @@ class NativeDecoder:
                 page_size=pool.page_size,
                 is_bf16=pool.k.dtype == torch.bfloat16,
             ),
+            is_gated=spec.gated,
+            recurrence=describe_recurrence(spec.recurrence),
             layers=self._layers,
             norm=self._float(model.norm),
             head=head,
@@ -234,6 +262,8 @@ class NativeDecoder:
             num_rows=batch.tokens.shape[0],
             groups=groups,
             num_groups=len(batch.groups),
+            states=state_rows(batch.states, kept),
+            num_states=len(batch.states),
             logits_rows=pointer(batch.logits_rows),
             num_logits=num_logits,
             logits=logits.data_ptr(),
@@ -301,7 +331,9 @@ class NativeDecoder:
 def _model_bytes(library: Library, model: llama.LlamaModel, bits: int) -> int:
     weights = []
     for layer in model.layers:
-        weights += [(layer.qkv, False), (layer.o, False), (layer.gate_up, True), (layer.down, False)]
+        if isinstance(layer.mixer, Attention | Recurrent):
+            weights.append((layer.mixer.inputs, False))
+        weights += [(layer.o, False), (layer.gate_up, True), (layer.down, False)]
     head = packed_bytes(library, describe(model.head, bits=_head_bits(bits)))
     return head + sum(packed_bytes(library, describe(weight, paired, bits)) for weight, paired in weights)
 
@@ -339,57 +371,3 @@ class PackedAdapter:
 
 def _is_paired(product: str, name: str) -> bool:
     return product == "gate_up" and name == "b"
-
-
-class NativePlan:
-    """The spans and edges of a plan as C arrays. Their pointers are valid while this object exists.
-
-    Attributes:
-        plan: the original plan.
-        spans, edges: ctypes arrays of `library.SpanStruct` and `library.EdgeStruct`.
-    """
-
-    def __init__(self, plan: AttentionPlan, rope: RotaryEmbedding):
-        self._kept: list[Any] = []
-        self.plan, self.num_edges = plan, len(plan.edges)
-        self._pages: list[np.ndarray | None] = [None] * len(plan.spans)
-        self.spans = (c.SpanStruct * len(plan.spans))()
-        self.edges = (c.EdgeStruct * self.num_edges)()
-        for to, span in zip(self.spans, plan.spans, strict=True):
-            to.position = span.position
-            if span.keep is not None:
-                to.keep = self._tensor(span.keep)
-            if span.shift:
-                to.turn = self._tensor(torch.cat(rope.shift(torch.tensor([-span.shift]))))
-        every_row = self._array(np.arange(plan.num_rows, dtype=np.int32), np.int32)
-        for to, edge in zip(self.edges, plan.edges, strict=True):
-            if isinstance(edge.rows, slice) and edge.rows.step in (None, 1):
-                start, stop, _ = edge.rows.indices(plan.num_rows)
-                to.rows, to.num_rows = every_row + 4 * start, max(stop - start, 0)
-            else:
-                rows = rows_of(edge, plan.num_rows)
-                to.rows, to.num_rows = self._array(rows, np.int32), len(rows)
-            to.span = edge.span
-            if edge.visible is not None:
-                to.visible = self._array(edge.visible, np.int32)
-            if edge.hidden is not None:
-                to.hidden = self._array(edge.hidden, np.int32)
-        self.grow()
-
-    def grow(self) -> None:
-        """Update lengths and pages of the spans, after the planner has lengthened the plan."""
-        for i, (to, span) in enumerate(zip(self.spans, self.plan.spans, strict=True)):
-            to.length = span.length
-            if span.pages is not self._pages[i]:
-                self._pages[i] = pages = np.ascontiguousarray(span.pages, dtype=np.int32)
-                to.pages = pages.ctypes.data
-
-    def _array(self, array: np.ndarray, dtype: type) -> int:
-        array = np.ascontiguousarray(array, dtype=dtype)
-        self._kept.append(array)
-        return array.ctypes.data
-
-    def _tensor(self, tensor: torch.Tensor) -> int:
-        tensor = tensor.contiguous()
-        self._kept.append(tensor)
-        return tensor.data_ptr()

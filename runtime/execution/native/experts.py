@@ -12,10 +12,22 @@ from runtime.execution.native.packed import PackedWeights, Team, describe, packe
 class NativeExperts(Experts):
     """The experts of one layer on a CPU, in float32 or bfloat16."""
 
-    __slots__ = ("_down", "_gate_up", "_router")
+    __slots__ = ("_down", "_gate", "_gate_up", "_router", "_shared")
 
-    def __init__(self, experts: Experts, team: Team, bits: int):
-        """Move the weights out of `experts`. Raises MemoryError."""
+    def __init__(
+        self,
+        experts: Experts,
+        team: Team,
+        bits: int,
+        shared: tuple[torch.Tensor, torch.Tensor] | None = None,
+        shared_gate: torch.Tensor | None = None,
+    ):
+        """Move the weights out of `experts`. Raises MemoryError.
+
+        Args:
+            shared: gate over up [2 * spec.shared, hidden] and down [hidden, spec.shared] of the expert of all rows.
+            shared_gate: [1, hidden]; its sigmoid multiplies what the shared expert gives.
+        """
         gate_up, down = experts.gate_up, experts.down
         # New tensors, because views would keep the weights in memory.
         experts.gate_up, experts.down = gate_up.new_empty(0), down.new_empty(0)
@@ -23,11 +35,32 @@ class NativeExperts(Experts):
         is_paired = self.spec.limit is None
         described = [describe(gate_up[0], is_paired, bits), describe(down[0], bits=bits)] * self.spec.count
         described.append(describe(experts.router))
+        shared = shared if self.spec.shared else None
+        if shared is not None:
+            described += [describe(shared[0], True, bits), describe(shared[1], bits=bits)]
+        if shared_gate is not None:
+            described.append(describe(shared_gate))
         packed = PackedWeights(team, sum(packed_bytes(team.library, one) for one in described))
         bias = None if experts.router_bias is None else experts.router_bias[None]
         self._router = _Stack(packed, experts.router[None], bias, False, 0)
         self._gate_up = _Stack(packed, gate_up, experts.gate_up_bias, is_paired, bits)
         self._down = _Stack(packed, down, experts.down_bias, False, bits)
+        self._shared: tuple[_Stack, _Stack] | None = None
+        if shared is not None:
+            both = zip(shared, (True, False), strict=True)
+            first, second = (_Stack(packed, one[None], None, paired, bits) for one, paired in both)
+            self._shared = first, second
+        self._gate = None if shared_gate is None else _Stack(packed, shared_gate[None], None, False, 0)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        total = super().__call__(x)
+        if self._shared is not None:
+            gate_up, down = self._shared
+            inner = gate_up.multiply(x, 0)
+            if self._gate is not None:
+                inner *= self._gate.multiply(x, 0).sigmoid()
+            total += down.multiply(inner, 0)
+        return total
 
     def _scores(self, x: torch.Tensor) -> torch.Tensor:
         # Not with torch, whose rounding depends on the number of rows.

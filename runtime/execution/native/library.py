@@ -12,11 +12,12 @@ from pathlib import Path
 ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2")
 
 # Libraries whose `ramet_interface` returns another number do not match the declarations below.
-_INTERFACE = 11
+_INTERFACE = 13
 
-# Values of `Into` for gated activations, in src/gemm.h, and of `Storage` for codes, in src/matrix.h.
+# Values of `Into` for gated activations, in src/gemm.h, of `Storage` for codes, in src/matrix.h, and of `Recurrent`.
 SILU, GELU = 2, 3
 CODES = 2
+SHORT_CONV, DELTA_NET = 1, 2
 
 
 def _fields(integers: str = "", pointers: str = "") -> list[tuple[str, type]]:
@@ -60,12 +61,40 @@ class LayerKV(Structure):
     _fields_ = _fields(pointers="k v sinks")
 
 
+class LatentStruct(Structure):
+    """Latent attention of a layer."""
+
+    _fields_ = (
+        *(("query_down", Matrix), ("query_norm", c_void_p), ("query", Matrix), ("row", Matrix), ("row_norm", c_void_p)),
+        *(("absorb", POINTER(Matrix)), ("expand", POINTER(Matrix))),
+        *(*_fields("rank plain rotated value"), ("factor", c_float), ("eps", c_float)),
+    )
+
+
+class RecurrenceShape(Structure):
+    """Shape of the recurrent layers (`src/recurrence.h`)."""
+
+    _fields_ = _fields("kind channels width record most_drafted k_heads v_heads k_dim v_dim is_tiled")
+
+
+class LayerState(Structure):
+    _fields_ = _fields(pointers="taps tap_bias rate dt_bias norm tail matrix records")
+
+
+class Save(Structure):
+    _fields_ = _fields("row slot")
+
+
+class StateRowsStruct(Structure):
+    _fields_ = (*_fields("first stop slot draft accepted"), ("saves", POINTER(Save)), ("num_saves", c_int64))
+
+
 class LayerStruct(Structure):
     _fields_ = (
         *_fields(pointers="input_norm post_norm q_norm k_norm o_norm down_norm"),
-        ("qkv", Matrix * 3),
+        ("inputs", Matrix * 4),
         *((name, Matrix) for name in ("o", "gate_up", "down")),
-        ("kv", LayerKV),
+        *(("kv", LayerKV), ("latent", POINTER(LatentStruct)), ("state", LayerState)),
     )
 
 
@@ -73,6 +102,7 @@ class Model(Structure):
     _fields_ = (
         *_fields("hidden inner vocab num_layers"),
         *(("eps", c_float), ("embedding_scale", c_float), ("gate", c_int64), ("shape", Shape)),
+        *(("is_gated", c_int64), ("recurrence", RecurrenceShape)),
         *(("layers", POINTER(LayerStruct)), ("norm", c_void_p)),
         *(("head", Matrix), ("table", Matrix), ("embedding", c_void_p), ("embedding_is_bf16", c_int64)),
     )
@@ -109,6 +139,7 @@ class GroupStruct(Structure):
 class StepStruct(Structure):
     _fields_ = (
         *(("tokens", c_void_p), ("num_rows", c_int64), ("groups", POINTER(GroupStruct)), ("num_groups", c_int64)),
+        *(("states", POINTER(StateRowsStruct)), ("num_states", c_int64)),
         *(("logits_rows", c_void_p), ("num_logits", c_int64), ("logits", c_void_p)),
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,9 @@ _MORE = (
 )
 # Initialisations that do not change the base model's weights, as PiSSA, OLoRA and LoftQ do.
 _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
+
+# Largest rank and scale. Python's integers have any size, and float32 ends at 3e38.
+_MOST_RANK, _MOST_ALPHA = 1 << 20, 1e30
 
 
 class LowRank(NamedTuple):
@@ -85,9 +87,10 @@ def read_lora(directory: Path) -> LoraAdapter:
             raise ModelError(f"{weights}: {module}{_A} does not begin with {_PREFIX}, as PEFT's tensors do")
         if len(a) != rank:
             raise ModelError(f"{weights}: {module}{_A} has rank {len(a)}; {_CONFIG} says r = {rank}")
-        if not (a.isfinite().all() and b.isfinite().all()):
+        factor = LowRank(a.float(), scale * b.float())
+        if not (factor.a.isfinite().all() and factor.b.isfinite().all()):
             raise ModelError(f"{weights}: {module} has values that are not finite")
-        factors[module.removeprefix(_PREFIX)] = LowRank(a.float(), scale * b.float())
+        factors[module.removeprefix(_PREFIX)] = factor
     return LoraAdapter(digest.hexdigest(), rank, factors)
 
 
@@ -123,6 +126,9 @@ def _scale(config: dict[str, Any], path: Path) -> tuple[int, float]:
     if (beginning := config.get("init_lora_weights")) not in _PLAIN_BEGINNINGS:
         raise ModelError(f"{path}: init_lora_weights is {beginning!r}, which changes the weights of the base as well")
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ModelError(f"{path}: r is {rank!r} and lora_alpha {alpha!r}; a count and a number are needed")
+    told = f"{path}: r is {rank!r:.40} and lora_alpha {alpha!r:.40}; a count and a number are needed"
+    if type(rank) is not int or not 1 <= rank <= _MOST_RANK:
+        raise ModelError(told)
+    if not isinstance(alpha, int | float) or not abs(alpha) <= _MOST_ALPHA:  # that is, nor is it NaN
+        raise ModelError(told)
     return rank, alpha / (rank**0.5 if config.get("use_rslora") else rank)

@@ -7,12 +7,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from radix import RadixTree
+from runtime.kv.states import MOST_DRAFTED
 from runtime.request import Request, Work
 from runtime.sampling.drafts.lookup import LEAST, Places, Recent, continuation
 from runtime.sampling.drafts.pace import LEAST_GAIN, Acceptance, Pace, share_out
 
 # Most drafted rows of a request and of all, in a step.
-LONGEST, _ROWS = 32, 128
+LONGEST, _ROWS = MOST_DRAFTED, 128
 # Lookups that cost about as much as one step. After lookups without gain, n requests pause for n / 8 steps.
 _LOOKUPS = 8
 # Tokens read from the tree at a time.

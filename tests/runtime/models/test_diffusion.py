@@ -11,7 +11,7 @@ from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span
 from runtime.config import make_config
 from runtime.errors import ModelError
 from runtime.execution.executor import Executor
-from runtime.models.diffusion import DiffusionSpec, canvas_spec
+from runtime.models.diffusion import DiffusionSpec, canvas_spec, diffusion_spec
 from runtime.models.shards import split_spec
 from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
@@ -51,6 +51,12 @@ def test_what_the_configuration_says(kind, shift, tmp_path):
     assert spec.diffusion == DiffusionSpec(MASK, shift, algorithm)
     assert spec.eos_token_ids == (EOS,)
     assert spec.qkv_bias == (kind == "dream")
+
+
+@pytest.mark.parametrize(("size", "block"), [(None, 8), (16, 8), (20, 20), (4, 4)])
+def test_a_block_fits_into_the_attention_of_the_configuration(size, block):
+    spec = diffusion_spec({"vocab_size": 200_000, "bd_size": size}, "Fast_dLLM_QwenForCausalLM")
+    assert (spec.attended, spec.block) == (size or 32, block)
 
 
 def edited(tmp_path, kind, **changes):

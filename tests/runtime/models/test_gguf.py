@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from runtime.errors import ModelError
-from runtime.models.gguf import convert_gguf
+from runtime.models.gguf import _ends, convert_gguf
 from runtime.models.publishing import provide
 from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
@@ -186,3 +186,11 @@ STORIES = [
     "Every stem that the walker passes grew from the same root, and each of them carries the same wood.",
     "When one stem falls, the root sends up another, and the forest does not notice.",
 ]
+
+
+@pytest.mark.parametrize(
+    ("ids", "ends"),
+    [({}, None), ({"eos": 2}, 2), ({"eos": 2, "eot": 2}, 2), ({"eos": 2, "eot": 7, "eom": 0}, [2, 7, 0])],
+)
+def test_ends_of_text_turn_and_message(ids, ends):
+    assert _ends({f"tokenizer.ggml.{name}_token_id": i for name, i in ids.items()}) == ends

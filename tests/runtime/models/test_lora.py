@@ -28,6 +28,7 @@ def change(adapter, **fields):
 def test_the_scale_is_within_b(adapter):
     tensors = load_file(adapter / "adapter_model.safetensors")
     wanted = tensors[B] @ tensors[A]
+    change(adapter, use_rslora=False)
     found = read_lora(adapter)
     assert (found.rank, list(found.factors)) == (4, ["0"])
     torch.testing.assert_close(found.factors["0"].b @ found.factors["0"].a, 2 * wanted)
@@ -58,6 +59,10 @@ def test_the_digest_is_of_the_content(adapter, tmp_path):
         ({"r": True}, "r is True"),
         ({"lora_alpha": None}, "lora_alpha None"),
         ({"lora_alpha": float("nan")}, "lora_alpha nan"),
+        ({"r": 10**400}, "r is 1000"),
+        ({"r": 10**400, "use_rslora": True}, "r is 1000"),
+        ({"lora_alpha": 10**400}, "lora_alpha 1000"),
+        ({"lora_alpha": -(10**400)}, "lora_alpha -1000"),
     ],
 )
 def test_what_is_more_than_low_rank_products_is_refused(adapter, fields, named):
@@ -76,6 +81,7 @@ def test_what_is_more_than_low_rank_products_is_refused(adapter, fields, named):
         ({"0.lora_A.weight": torch.ones(4, 6), "0.lora_B.weight": torch.ones(10, 4)}, "does not begin with"),
         ({A: torch.ones(4, 6), B: torch.ones(4)}, r"\[4, 6\] and \[4\]"),
         ({A: torch.full((4, 6), torch.inf), B: torch.ones(10, 4)}, "not finite"),
+        ({A: torch.ones(4, 6), B: torch.full((10, 4), 3e38)}, "not finite"),
     ],
 )
 def test_other_tensors_are_refused(adapter, tensors, named):

@@ -2,8 +2,23 @@
 #pragma once
 
 #include "attention.h"
+#include "recurrence.h"
 
 namespace ramet {
+
+// Latent attention; see LatentAttention in runtime/execution/mixers/latent.py.
+struct Latent {
+    Matrix query_down;        // without columns, queries are computed from the input
+    const float* query_norm;  // [query_down.n]
+    Matrix query;             // heads x (plain + rotated) columns
+    Matrix row;               // rank + rotated columns
+    const float* row_norm;    // [rank]
+    const Matrix* absorb;     // [heads], plain to rank
+    const Matrix* expand;     // [heads], dim to value
+    int64_t rank, plain, rotated, value;
+    float factor;  // on queries
+    float eps;     // of its norms
+};
 
 struct Layer {
     const float* input_norm;  // [hidden]
@@ -12,11 +27,15 @@ struct Layer {
     const float* k_norm;      // [dim]
     const float* o_norm;      // [hidden], normalises the product before the residual is added; null: no norm
     const float* down_norm;   // [hidden], likewise
-    Matrix qkv[3];            // side by side, as their storage may differ; unused ones have no columns
+    // What the mixer reads, side by side, as their storage may differ; unused ones have no columns. Of attention:
+    // queries, keys, values, and gates of the results if the model has them.
+    Matrix inputs[4];
     Matrix o;
     Matrix gate_up;  // paired; without columns, the layer ends after its attention
     Matrix down;
     LayerKV kv;
+    const Latent* latent;  // null: the layer has keys and values of its own
+    LayerState state;
 };
 
 // The update b (a x) that a low-rank adapter adds to a product. Without data, nothing is added.
@@ -50,6 +69,8 @@ struct Model {
     float embedding_scale;
     Into gate;
     Shape shape;
+    int64_t is_gated;  // whether a sigmoid multiplies the results of attention
+    RecurrenceShape recurrence;
     const Layer* layers;
     const float* norm;  // [hidden]
     Matrix head;
@@ -90,6 +111,8 @@ struct Step {
     int64_t num_rows;
     const Group* groups;
     int64_t num_groups;
+    const StateRows* states;  // of a model with recurrent layers
+    int64_t num_states;
     const int64_t* logits_rows;
     int64_t num_logits;
     float* logits;  // [num_logits, vocab]
@@ -109,14 +132,16 @@ class Decoder {
   public:
     Decoder(const Model& model, Team& team)
         : model_(model), team_(team),
-          pairs_(kMultipliesPairs && is_bf16(model)), attention_(model.shape, pairs_),
+          pairs_(kMultipliesPairs && is_bf16(model)), attention_(model.shape, pairs_ && !model.is_gated),
+          recurrence_(model.recurrence),
           scratch_(new Scratch[team.size()]) {
         const Shape& shape = model.shape;
         // An odd number of cache lines, so that the rows of a tile use different sets of the cache.
         auto stride = [](int64_t n) { return round_up(n, kPanel) + (round_up(n, kPanel) / 16 % 2 ? 0 : 16); };
         ld_hidden_ = stride(model.hidden);
-        ld_qkv_ = stride((shape.heads + 2 * shape.kv_heads) * shape.dim);
-        ld_attention_ = stride(shape.heads * shape.dim);
+        const int64_t gates = model.is_gated ? shape.heads : 0;
+        ld_qkv_ = stride(std::max((shape.heads + 2 * shape.kv_heads + gates) * shape.dim, model.recurrence.columns()));
+        ld_attention_ = stride(std::max(shape.heads * shape.dim, model.recurrence.outputs()));
         ld_inner_ = stride(model.inner);
         ld_gates_ = stride(2 * round_up(model.inner, kLanes));
     }
@@ -128,6 +153,8 @@ class Decoder {
         qkv_.reserve(step.num_rows * ld_qkv_);
         attended_.reserve(step.num_rows * ld_attention_);
         inner_.reserve(step.num_rows * ld_inner_);
+        reserve_latent(step.num_rows);
+        recurrence_.plan(step.states, step.num_states, step.num_rows);
         team_.run([&](int thread) { embed(step, x, thread); });
         for (int64_t g = 0; g < step.num_groups; ++g) {
             const Group& group = step.groups[g];
@@ -168,15 +195,20 @@ class Decoder {
         const int64_t m = wanted.num_rows, width = (shape.heads + 2 * shape.kv_heads) * shape.dim;
         normed_.reserve(m * ld_hidden_);
         qkv_.reserve(m * ld_qkv_);
+        reserve_latent(m);
         team_.run([&](int thread) {
             Worker worker = {{team_, false}, scratch_[thread], 0, m};
             each_row(worker, [&](int64_t row) {
-                normalise_row(wanted.states + row * model_.hidden, layer.input_norm, model_.hidden,
+                normalise_row(wanted.states + row * model_.hidden, layer.input_norm, model_.hidden, model_.eps,
                               normed_.data() + row * ld_hidden_);
             });
-            multiply_qkv(worker, layer, 0, m, false);
+            multiply_inputs(worker, layer, 0, m, false);
             each_row(worker, [&](int64_t row) {
                 rotate(layer, wanted.cosine, wanted.sine, row);
+                if (layer.latent != nullptr) {
+                    const float* last = qkv_.data() + row * ld_qkv_ + shape.heads * shape.dim;
+                    std::copy_n(last, shape.dim, qkv_.data() + row * ld_qkv_ + (shape.heads + 1) * shape.dim);
+                }
                 std::copy_n(qkv_.data() + row * ld_qkv_, width, wanted.out + row * width);
             });
         });
@@ -187,7 +219,7 @@ class Decoder {
         bool all = model.head.storage == Storage::kBfloat16;
         for (int64_t i = 0; i < model.num_layers; ++i) {
             const Layer& layer = model.layers[i];
-            for (const Matrix* w : {layer.qkv, &layer.o, &layer.gate_up, &layer.down}) {
+            for (const Matrix* w : {layer.inputs, &layer.o, &layer.gate_up, &layer.down}) {
                 all = all && (w->n == 0 || w->storage == Storage::kBfloat16);
             }
         }
@@ -288,26 +320,24 @@ class Decoder {
             if (norm == nullptr) return;
             each_row(worker, [&](int64_t row) {
                 float *from = out + row * ld_hidden_, *to = x + row * ld_hidden_;
-                normalise_row(from, norm, model_.hidden, from);
+                normalise_row(from, norm, model_.hidden, model_.eps, from);
                 for (int64_t i = 0; i < model_.hidden; ++i) to[i] += from[i];
             });
         };
         normalise(worker, x, nullptr, layer.input_norm);
-        multiply_qkv(worker, layer, begin, m, pairs_);
+        multiply_inputs(worker, layer, begin, m, pairs_);
         adapt(&AdapterLayer::qkv, normed_, ld_hidden_, qkv_.data(), ld_qkv_);
-        each_row(worker, [&](int64_t row) {
-            rotate(layer, group.cosine, group.sine, row);
-            write_row(layer, group.kv_write[row], row);
-        });
-        if (worker.share.size() != team_.size()) team_.barrier();
-        attention_.run(team_, layer.kv, qkv_.data(), ld_qkv_, attended_.data(), ld_attention_,
-                       worker.scratch.attention);
-        team_.barrier();
-        if (attention_.merges()) {
-            attention_.merge(team_, layer.kv, attended_.data(), ld_attention_);
-            team_.barrier();
+        if (layer.state.taps != nullptr) {
+            recur(layer, worker);
+        } else {
+            attend(layer, group, worker);
         }
-        add_product(layer.o, attended_, ld_attention_, layer.o_norm, &AdapterLayer::o);
+        if (layer.latent != nullptr) {
+            expand_latent(worker, *layer.latent);
+            add_product(layer.o, values_, ld_values_, layer.o_norm, &AdapterLayer::o);
+        } else {
+            add_product(layer.o, attended_, ld_attention_, layer.o_norm, &AdapterLayer::o);
+        }
         if (layer.gate_up.n == 0) return;
         normalise(worker, x, nullptr, layer.post_norm);
         if (group.num_adapted) {
@@ -320,15 +350,127 @@ class Decoder {
         add_product(layer.down, inner_, ld_inner_, layer.down_norm, &AdapterLayer::down);
     }
 
-    // Compute queries, keys and values of rows [begin, begin + m) of normed_.
-    void multiply_qkv(Worker& worker, const Layer& layer, int64_t begin, int64_t m, bool takes_pairs) {
+    void attend(const Layer& layer, const Group& group, Worker& worker) {
+        each_row(worker, [&](int64_t row) {
+            rotate(layer, group.cosine, group.sine, row);
+            write_row(layer, group.kv_write[row], row);
+        });
+        if (worker.share.size() != team_.size()) team_.barrier();
+        attention_.run(team_, layer.kv, qkv_.data(), ld_qkv_, attended_.data(), ld_attention_,
+                       worker.scratch.attention);
+        team_.barrier();
+        if (attention_.merges()) {
+            attention_.merge(team_, layer.kv, attended_.data(), ld_attention_);
+            team_.barrier();
+        }
+        if (!model_.is_gated) return;
+        const Shape& shape = model_.shape;
+        const int64_t width = shape.heads * shape.dim, gates = width + 2 * shape.kv_heads * shape.dim;
+        each_row(worker, [&](int64_t row) {
+            const float* gate = qkv_.data() + row * ld_qkv_ + gates;
+            float* out = attended_.data() + row * ld_attention_;
+            for (int64_t i = 0; i < width; i += kLanes) {
+                const int n = int(std::min<int64_t>(kLanes, width - i));
+                store(out + i, gated(load(out + i, n), load(gate + i, n)), n);
+            }
+            round_row(out, width);
+        });
+    }
+
+    void recur(const Layer& layer, Worker& worker) {
+        if (worker.share.size() != team_.size()) team_.barrier();
+        recurrence_.run(team_, layer.state, qkv_.data(), ld_qkv_, attended_.data(), ld_attention_);
+        each_row(worker, [&](int64_t row) {
+            float* out = attended_.data() + row * ld_attention_;
+            recurrence_.finish(layer.state, row, qkv_.data() + row * ld_qkv_, out, model_.eps);
+            round_row(out, model_.recurrence.outputs());
+        });
+    }
+
+    // Compute what the mixer reads, for rows [begin, begin + m) of normed_.
+    void multiply_inputs(Worker& worker, const Layer& layer, int64_t begin, int64_t m, bool takes_pairs) {
+        if (layer.latent != nullptr) return multiply_latent(worker, *layer.latent, takes_pairs);
         const float* in = normed_.data() + begin * ld_hidden_;
         int64_t column = 0;
-        for (const Matrix& w : layer.qkv) {
+        for (const Matrix& w : layer.inputs) {
             if (w.n == 0) continue;
             multiply(worker, {in, ld_hidden_, m, &w, qkv_.data() + begin * ld_qkv_ + column, ld_qkv_,
                               ld_qkv_ - column, Into::kStore, takes_pairs});
             column += w.n;
+        }
+    }
+
+    void reserve_latent(int64_t num_rows) {
+        for (int64_t i = 0; i < model_.num_layers; ++i) {
+            const Latent* latent = model_.layers[i].latent;
+            if (latent == nullptr) continue;
+            const int64_t heads = model_.shape.heads;
+            ld_values_ = round_up(heads * latent->value, kPanel);
+            low_.reserve(num_rows * latent->query_down.n);
+            queries_.reserve(num_rows * latent->query.n);
+            absorbed_.reserve(num_rows * heads * latent->rank);
+            rows_.reserve(num_rows * latent->row.n);
+            values_.reserve(num_rows * ld_values_);
+        }
+    }
+
+    // Compute the parts of queries and of the row, from normed_ to queries_, absorbed_ and rows_.
+    void multiply_latent(Worker& worker, const Latent& latent, bool takes_pairs) {
+        const int64_t begin = worker.begin, m = worker.end - begin, heads = model_.shape.heads;
+        auto put = [&](const Matrix& w, const float* in, int64_t ld_in, float* out, int64_t ld_out, bool pairs) {
+            multiply(worker, {in + begin * ld_in, ld_in, m, &w, out + begin * ld_out, ld_out, w.n, Into::kStore, pairs});
+        };
+        put(latent.row, normed_.data(), ld_hidden_, rows_.data(), latent.row.n, takes_pairs);
+        const int64_t low = latent.query_down.n, size = latent.plain + latent.rotated;
+        if (low == 0) {
+            put(latent.query, normed_.data(), ld_hidden_, queries_.data(), heads * size, takes_pairs);
+        } else {
+            put(latent.query_down, normed_.data(), ld_hidden_, low_.data(), low, takes_pairs);
+            each_row(worker, [&](int64_t row) {
+                float* x = low_.data() + row * low;
+                normalise_row(x, latent.query_norm, low, latent.eps, x);
+            });
+            put(latent.query, low_.data(), low, queries_.data(), heads * size, false);
+        }
+        for (int64_t head = 0; head < heads; ++head) {
+            put(latent.absorb[head], queries_.data() + head * size, heads * size, absorbed_.data() + head * latent.rank,
+                heads * latent.rank, false);
+        }
+    }
+
+    // Join a row's parts in qkv_, and rotate them. Each half of a head has rotated dimensions before the others.
+    void rotate_latent(const Latent& latent, const float* cosine, const float* sine, int64_t row) {
+        const int64_t heads = model_.shape.heads, half = model_.shape.dim / 2, turned = latent.rotated / 2;
+        auto join = [&](const float* rotated, const float* others, float factor, float* to) {
+            for (int64_t d = 0; d < turned; ++d) {
+                const float first = rotated[d] * factor, second = rotated[turned + d] * factor;
+                to[d] = first * cosine[d] - second * sine[d];
+                to[half + d] = second * cosine[d] + first * sine[d];
+            }
+            for (int64_t d = turned; d < half; ++d) {
+                to[d] = others[d - turned] * factor;
+                to[half + d] = others[half - 2 * turned + d] * factor;
+            }
+        };
+        float *to = qkv_.data() + row * ld_qkv_, *own = rows_.data() + row * latent.row.n;
+        const float* queries = queries_.data() + row * latent.query.n;
+        const float* absorbed = absorbed_.data() + row * heads * latent.rank;
+        for (int64_t head = 0; head < heads; ++head) {
+            const float* query = queries + head * (latent.plain + latent.rotated);
+            join(query + latent.plain, absorbed + head * latent.rank, latent.factor, to + head * model_.shape.dim);
+        }
+        normalise_row(own, latent.row_norm, latent.rank, latent.eps, own);
+        join(own + latent.rank, own, 1, to + heads * model_.shape.dim);
+    }
+
+    // Compute values_ from the sums of rows in attended_.
+    void expand_latent(Worker& worker, const Latent& latent) {
+        const int64_t begin = worker.begin, m = worker.end - begin, lanes = pairs_ ? 2 : 1;
+        for (int64_t head = 0; head < model_.shape.heads; ++head) {
+            const float* in = attended_.data() + begin * ld_attention_ + head * model_.shape.dim / lanes;
+            float* out = values_.data() + begin * ld_values_ + head * latent.value / lanes;
+            multiply(worker, {in, ld_attention_, m, &latent.expand[head], out, ld_values_, latent.value, Into::kStore,
+                              pairs_, pairs_});
         }
     }
 
@@ -356,7 +498,7 @@ class Decoder {
     void normalise(Worker& worker, const float* x, const int64_t* rows, const float* weight) {
         each_row(worker, [&](int64_t i) {
             float* out = normed_.data() + i * ld_hidden_;
-            normalise_row(x + (rows ? rows[i] : i) * ld_hidden_, weight, model_.hidden, out);
+            normalise_row(x + (rows ? rows[i] : i) * ld_hidden_, weight, model_.hidden, model_.eps, out);
             round_row(out, model_.hidden);
         });
     }
@@ -366,13 +508,13 @@ class Decoder {
         if (pairs_) round_to_pairs(row, n, reinterpret_cast<uint32_t*>(row));
     }
 
-    void normalise_row(const float* x, const float* weight, int64_t n, float* out) const {
+    static void normalise_row(const float* x, const float* weight, int64_t n, float eps, float* out) {
         Vec squares = zero();
         int64_t i = 0;
         for (; i + kLanes <= n; i += kLanes) squares = fma(load(x + i), load(x + i), squares);
         float sum = reduce_add(squares);
         for (; i < n; ++i) sum += x[i] * x[i];
-        float scale = 1 / std::sqrt(sum / float(n) + model_.eps);
+        float scale = 1 / std::sqrt(sum / float(n) + eps);
         for (i = 0; i < n; ++i) out[i] = x[i] * scale * weight[i];
     }
 
@@ -381,10 +523,13 @@ class Decoder {
         const Shape& shape = model_.shape;
         const int64_t half = shape.dim / 2;
         float* q = qkv_.data() + row * ld_qkv_;
+        if (layer.latent != nullptr) {
+            return rotate_latent(*layer.latent, cosines + row * half, sines + row * half, row);
+        }
         for (int64_t head = 0; head < shape.heads + shape.kv_heads; ++head) {
             float* x = q + head * shape.dim;
             if (layer.q_norm != nullptr) {
-                normalise_row(x, head < shape.heads ? layer.q_norm : layer.k_norm, shape.dim, x);
+                normalise_row(x, head < shape.heads ? layer.q_norm : layer.k_norm, shape.dim, model_.eps, x);
             }
             const float *cosine = cosines + row * half, *sine = sines + row * half;
             for (int64_t d = 0; d < half; ++d) {
@@ -401,13 +546,15 @@ class Decoder {
         const int64_t width = shape.kv_heads * shape.dim;
         const float* k = qkv_.data() + row * ld_qkv_ + shape.heads * shape.dim;
         if (slot < 0) return;
-        if (shape.is_bf16) {
-            write(k, width, static_cast<bf16*>(layer.kv.k) + slot * width);
-            write(k + width, width, static_cast<bf16*>(layer.kv.v) + slot * width);
-        } else {
-            write(k, width, static_cast<float*>(layer.kv.k) + slot * width);
-            write(k + width, width, static_cast<float*>(layer.kv.v) + slot * width);
-        }
+        auto put = [&](const float* from, void* to) {
+            if (shape.is_bf16) {
+                write(from, width, static_cast<bf16*>(to) + slot * width);
+            } else {
+                write(from, width, static_cast<float*>(to) + slot * width);
+            }
+        };
+        put(k, layer.kv.k);
+        if (layer.latent == nullptr) put(k + width, layer.kv.v);
     }
 
     static void write(const float* from, int64_t n, bf16* to) {
@@ -419,9 +566,11 @@ class Decoder {
     Team& team_;
     const bool pairs_;  // whether activations are rounded to pairs when they are written, not at each product
     Attention attention_;
+    Recurrence recurrence_;
     std::unique_ptr<Scratch[]> scratch_;
-    int64_t ld_hidden_, ld_qkv_, ld_attention_, ld_inner_, ld_gates_;
+    int64_t ld_hidden_, ld_qkv_, ld_attention_, ld_inner_, ld_gates_, ld_values_ = 0;
     Buffer<float> hidden_, alive_, normed_, qkv_, attended_, inner_, gates_, low_rank_;
+    Buffer<float> low_, queries_, absorbed_, rows_, values_;  // of latent attention
 };
 
 }  // namespace ramet

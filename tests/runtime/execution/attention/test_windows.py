@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
+from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Read, RowSet, Span, Stage, causal_visible
 from runtime.execution.attention.paged_index import rows_of, visible_pairs
 from runtime.execution.attention.windows import Window, narrowed, within
+from runtime.reuse.build import build
 
 
 def positions_seen(plan: AttentionPlan, page_size: int) -> dict[int, list[tuple[int, int]]]:
@@ -46,6 +47,26 @@ def test_rows_see_the_window_before_them(window, page_size):
         assert edge.hidden is None or int(edge.hidden.min()) < page_size
 
 
+@pytest.mark.parametrize("visible", [1, 5])
+def test_planned_spans_have_the_positions_of_their_rows(visible):
+    """Of requests that share 64, 128 and no pages; where one read is shared, and what each reads behind it."""
+    pages = np.arange(200, dtype=np.int32)
+    ends = np.array([300], np.int32), pages[180:]
+    tables = [pages[:160], np.append(pages[:128], ends[0]), np.append(pages[:64], ends[1]), pages[170:180]]
+    reads = [
+        Read(own, length, visible=None if visible == 1 else causal_visible(length, visible), position=at)
+        for own, length, at in zip(tables, (640, 514, 333, 39), (0, 0, 0, 7), strict=True)
+    ]
+    flat, writes = np.zeros(visible, np.int64), np.zeros(visible, np.int64)
+    plan = build([RowSet(flat, flat, [Stage(range(1), writes, [one])], flat) for one in reads], 1, 4)
+    found = positions_seen(plan.batch.groups[0].attention, 4)
+    for i, one in enumerate(reads):
+        slots = (one.pages[:, None] * 4 + np.arange(4)).flatten().tolist()
+        for row, seen in enumerate([one.length] if one.visible is None else one.visible):
+            expected = sorted((slots[at], one.position + at) for at in range(seen))
+            assert found[plan.logits[i].start + row] == expected
+
+
 def test_layer_groups_are_cut_where_windows_change():
     plan, positions = prefix_plan(4)
     group = LayerGroup(range(5), None, torch.arange(9), plan)
@@ -56,4 +77,6 @@ def test_layer_groups_are_cut_where_windows_change():
     assert [one.load for one in groups] == [["load"], [], []]
     assert [one.save for one in groups] == [[], [], ["save"]]
     assert groups[0].attention is groups[2].attention is plan
+    kept = [narrowed(batch, [Window(size)] * 5, 4).groups[0].attention is plan for size in (51, 52)]
+    assert kept == [False, True], "position 51 does not see position 0 if it is 51 before it"
     assert sum(len(span.pages) for span in groups[1].attention.spans) < sum(len(span.pages) for span in plan.spans)

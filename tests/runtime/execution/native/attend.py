@@ -5,8 +5,8 @@ import ctypes
 import torch
 
 from runtime.execution.native import library as c
-from runtime.execution.native.decoder import NativePlan
 from runtime.execution.native.packed import Team
+from runtime.execution.native.plan import NativePlan
 
 
 def attend_natively(library, plan, q, pool, rope, threads=2, sinks=None):

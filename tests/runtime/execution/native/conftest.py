@@ -5,7 +5,7 @@ import pytest
 from runtime.execution.native.library import ISAS, Library, load
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=ISAS, scope="module")
 def library(request) -> Library:
     """Every library that can be run here."""
     library = load(request.param)

@@ -30,7 +30,7 @@ def make_model(path, storage, dtype=None):
 
 
 def make_pool(spec, dtype):
-    pool = KVPool(spec.num_layers, PAGES, PAGE, spec.num_kv_heads, spec.head_dim, dtype, CPU)
+    pool = KVPool(spec.num_layers, PAGES, PAGE, spec.num_kv_heads, spec.head_dim, dtype, CPU, halves=spec.halves)
     torch.manual_seed(0)
     for tensor in (pool.k, pool.v):
         # Values that bfloat16 holds exactly, so that both pools begin alike.
@@ -122,7 +122,7 @@ def test_experts_and_sinks(library, experts_dir, make_batch):
     """Among them states that a group is given, and those that it is asked for."""
     reference, model = (make_model(experts_dir, torch.float32) for _ in range(2))
     pools = [make_pool(reference.spec, torch.float32) for _ in range(2)]
-    scores = [Scores(sinks=layer.sinks) for layer in reference.layers]
+    scores = [Scores(sinks=sinks) for sinks in reference.sinks]
     native = NativeDecoder(library, model, pools[1], 2)
     forwards = [
         partial(reference.forward, pool=pools[0], backend=CPUAttention(pools[0], reference.rope, scores)),

@@ -29,6 +29,16 @@ def random_experts(limit: float | None) -> Experts:
     return experts
 
 
+def test_the_bias_of_sigmoids_chooses_experts_and_does_not_weigh_them():
+    experts = random_experts(None)
+    experts.spec = ExpertSpec((0,), COUNT, 2, INNER, sigmoid=True, normalized=False, scale=2.0)
+    experts.bias = torch.tensor([0.0, 0.0, 9.0, 0.0, 8.0])
+    x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(2))
+    chosen, weights = experts.choose(x)
+    assert chosen.tolist() == [[2, 4]] * 3
+    torch.testing.assert_close(weights, 2 * (x @ experts.router.T).sigmoid()[:, [2, 4]])
+
+
 @pytest.mark.parametrize("limit", [None, 2.0])
 @pytest.mark.parametrize("rows", [1, 9])
 def test_products_are_those_of_torch(library, limit, rows):

@@ -44,6 +44,10 @@ def test_greedy_tokens_are_those_of_transformers(architecture, prompts, tmp_path
         ("Qwen3Moe", {"decoder_sparse_step": 2, "norm_topk_prob": True, "use_sliding_window": True}),
         ("Qwen3Moe", {"mlp_only_layers": [0]}),
         ("GptOss", {}),
+        ("DeepseekV2", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}),
+        ("DeepseekV2", {"q_lora_rank": None, "routed_scaling_factor": 1.5}),
+        ("DeepseekV3", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}),
+        ("DeepseekV3", {"rope_interleave": False, "first_k_dense_replace": 3, "norm_topk_prob": False}),
         ("GptOss", {"swiglu_limit": 0.5, "swiglu_alpha": 3.0, "attention_bias": False}),
     ],
 )

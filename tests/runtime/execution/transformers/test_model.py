@@ -54,7 +54,7 @@ REFUSED = {
         ["attention interface"],
     ),
     "Mamba": (transformers.MambaConfig(hidden_size=32, vocab_size=99, num_hidden_layers=2), ["recurrent state"]),
-    "Lfm2": (transformers.Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]), ["recurrent state", "conv"]),
+    "Lfm2": (transformers.Lfm2Config(**SIZES, layer_types=["conv", "conv"]), ["layer_types"]),
     "Bert": (transformers.BertConfig(**SIZES, architectures=["BertLMHeadModel"]), ["not causal"]),
     "Bart": (
         transformers.BartConfig(vocab_size=99, d_model=32, decoder_layers=2, is_encoder_decoder=False),

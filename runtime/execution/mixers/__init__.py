@@ -1,0 +1,1 @@
+"""What stands between a layer's input norm and the product whose result is added to the residual."""

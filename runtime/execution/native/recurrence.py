@@ -1,0 +1,58 @@
+"""Recurrent layers for the kernels (`src/recurrence.h`)."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from runtime.batch import StateRows
+from runtime.execution.mixers.delta_net import DeltaNet
+from runtime.execution.mixers.recurrent import Recurrent
+from runtime.execution.native import library as c
+from runtime.kv.states import MOST_DRAFTED, StatePool
+from runtime.models.recurrence import DeltaSpec, RecurrenceSpec
+
+
+def describe_recurrence(spec: RecurrenceSpec | None) -> c.RecurrenceShape:
+    """Zeros if there are no recurrent layers."""
+    if spec is None:
+        return c.RecurrenceShape()
+    shape = c.RecurrenceShape(
+        kind=c.SHORT_CONV,
+        channels=spec.channels,
+        width=spec.width,
+        record=spec.record,
+        most_drafted=MOST_DRAFTED,
+    )
+    if isinstance(spec, DeltaSpec):
+        shape.kind, shape.is_tiled = c.DELTA_NET, spec.tiled
+        for name in ("k_heads", "v_heads", "k_dim", "v_dim"):
+            setattr(shape, name, getattr(spec, name))
+    return shape
+
+
+def layer_state(mixer: Recurrent, pool: StatePool, keep: Callable[[torch.Tensor], int]) -> c.LayerState:
+    """Vectors and states of a layer. `keep`: returns the address of a tensor that is kept as long as the weights."""
+    tensors = mixer.tensors_in(pool)
+    state = c.LayerState(
+        taps=keep(mixer.taps),
+        tap_bias=None if mixer.tap_bias is None else keep(mixer.tap_bias),
+        tail=tensors[0].data_ptr(),
+        records=pool.records[mixer.order].data_ptr(),
+    )
+    if isinstance(mixer, DeltaNet):
+        state.rate, state.dt_bias, state.norm = keep(mixer.rate), keep(mixer.dt_bias), keep(mixer.norm)
+        state.matrix = tensors[1].data_ptr()
+    return state
+
+
+def state_rows(states: Sequence[StateRows], kept: list[Any]) -> Any:
+    """A ctypes array; what it points to is added to `kept`."""
+    several = (c.StateRowsStruct * len(states))()
+    for to, one in zip(several, states, strict=True):
+        saves = (c.Save * len(one.saves))(*(c.Save(*save) for save in sorted(one.saves)))
+        to.first, to.stop, to.slot, to.draft, to.accepted = one.first, one.stop, one.slot, one.draft, one.accepted
+        to.saves, to.num_saves = saves, len(saves)
+        kept.append(saves)
+    kept.append(several)
+    return several

@@ -1,0 +1,54 @@
+"""The recurrent states of live requests."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from runtime.kv.pool import zeros
+
+# Most guessed rows of a sequence in a step.
+MOST_DRAFTED = 32
+
+
+class StatePool:
+    """Recurrent states in slots, one for each live request; main memory is taken when a slot is first used.
+
+    Attributes:
+        tensors: for each shape of the layout, float32 [num_slots, *shape], contiguous.
+        records: for each recurrent layer, float32 [num_slots, MOST_DRAFTED, size], what a replay of the rows of the
+            latest draft needs.
+        state_bytes: bytes of one slot, without its records.
+    """
+
+    def __init__(
+        self, layout: Sequence[tuple[int, ...]], num_slots: int, device: torch.device, records: Sequence[int] = ()
+    ):
+        """`records`: see `ModelSpec`."""
+        self.num_slots = num_slots
+        self.records = [zeros((num_slots, MOST_DRAFTED, size), torch.float32, device) for size in records]
+        self.tensors = [zeros((num_slots, *shape), torch.float32, device) for shape in layout]
+        self.state_bytes = sum(math.prod(shape) for shape in layout) * torch.float32.itemsize
+
+    def clear(self, slot: int) -> None:
+        """Set a slot to the state before the first token."""
+        for tensor in self.tensors:
+            tensor[slot].zero_()
+
+    def copy(self, source: int, target: int) -> None:
+        for tensor in self.tensors:
+            tensor[target] = tensor[source]
+
+    def read(self, slot: int) -> np.ndarray:
+        """A copy of a slot, uint8 [state_bytes]."""
+        return np.concatenate([tensor[slot].cpu().numpy().reshape(-1).view(np.uint8) for tensor in self.tensors])
+
+    def write(self, slot: int, data: np.ndarray) -> None:
+        """Fill a slot with bytes of `read`, which other bytes may follow."""
+        at = 0
+        for tensor in self.tensors:
+            size = math.prod(tensor.shape[1:]) * 4
+            values = np.ascontiguousarray(data[at : at + size]).view(np.float32)
+            tensor[slot] = torch.from_numpy(values).view(tensor.shape[1:]).to(tensor.device)
+            at += size
