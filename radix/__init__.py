@@ -4,6 +4,7 @@ from radix.events import Event, EventLog, Eviction, Evictions, Removed, Stored, 
 from radix.eviction import Outlook, Policy
 from radix.gone import Gone, Left, WhyGone
 from radix.hashes import block_hashes
+from radix.holds import Holds
 from radix.inspection import Block, NodeView, outline, slices, view
 from radix.match import Match
 from radix.namespace import Namespace
@@ -21,6 +22,7 @@ __all__ = [
     "Eviction",
     "Evictions",
     "Gone",
+    "Holds",
     "Left",
     "Match",
     "Meta",

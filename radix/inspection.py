@@ -26,6 +26,7 @@ class _Shown:
         cost_s: seconds that it took to compute the run.
         locked, pinned: whether a live request protects the run, and whether a pin does. For a run with a pin, `locked`
             takes only the run itself into account and what lies below it in the same answer.
+        held_s: seconds for which the run is still held; 0: it is not held.
         meta: `Meta.describe()` of the run's record, None without a record.
         outlook: the eviction policy's expectation, None if the policy has none.
         preview: int32 tokens at the run's start, as one bytes object.
@@ -41,6 +42,7 @@ class _Shown:
     cost_s: float
     locked: bool
     pinned: bool
+    held_s: float
     meta: dict[str, Any] | None
     outlook: Outlook | None
     preview: bytes
@@ -129,6 +131,7 @@ def _view(
         cost_s=node.cost,
         locked=locked,
         pinned=node.pins > 0,
+        held_s=max(node.held_until_s - now, 0.0),
         meta=_describe(node),
         outlook=outlook,
         preview=node.key[: preview_tokens * TOKEN_BYTES],
@@ -290,6 +293,7 @@ class _Walk:
             idle_s=max(now - self._used_s[at], 0.0),
             locked=bool(self._locked[at]),
             pinned=not is_root and node.pins > 0,
+            held_s=max(node.held_until_s - now, 0.0),
             meta=_describe(node),
             outlook=None if is_root else self._tree.policy.outlook(end),
             preview=run[: preview_tokens * TOKEN_BYTES],

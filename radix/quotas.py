@@ -1,8 +1,8 @@
 """Quotas: limits on the number of pages that each tenant has in the tree."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from radix.eviction import LRU, Order, Victim
+from radix.eviction import LRU, Order, Policy, Victim
 from radix.namespace import Namespace
 from radix.node import Node
 
@@ -16,13 +16,17 @@ class Quotas:
     Args:
         limits: largest number of pages, by tenant.
         default: limit of tenants that are not in `limits`; None: no limit.
+
+    Attributes:
+        make_order: makes the victim order of an owner.
     """
 
     def __init__(self, limits: Mapping[str, int], default: int | None = None):
         self._limits = limits
         self._default = default
         self._pages: dict[Namespace, int] = {}
-        self._victims: dict[Namespace, LRU] = {}
+        self._victims: dict[Namespace, Policy] = {}
+        self.make_order: Callable[[], Policy] = lambda: LRU(Order("tenant_queued"))
 
     def limit(self, owner: Namespace) -> int | None:
         """Largest number of pages of an owner; None: no limit."""
@@ -47,7 +51,7 @@ class Quotas:
     def enter(self, node: Node) -> None:
         if self.limit(node.owner) is not None:
             if node.owner not in self._victims:
-                self._victims[node.owner] = LRU(Order("tenant_queued"))
+                self._victims[node.owner] = self.make_order()
             self._victims[node.owner].enter(node)
 
     def pop(self, owner: Namespace) -> Victim | None:

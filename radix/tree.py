@@ -130,13 +130,13 @@ class RadixTree:
                 above.used_s = now
             self._stamp(node, now)
             self.policy.used(node, self._tick)
-            self._enqueue(node)
+            self.enqueue(node)
 
     def touch(self, node: Node | None) -> None:
         """Renew the recency of the path that ends in `node`, without counting a use."""
         if node is not None:
             self._stamp(node, self._clock())
-            self._enqueue(node)
+            self.enqueue(node)
 
     def _stamp(self, node: Node, now: float) -> None:
         self._tick += 1
@@ -165,7 +165,7 @@ class RadixTree:
             node.refs -= 1
         self.num_locked_pages -= pages
         if last is not None and not last.children:
-            self._enqueue(last)
+            self.enqueue(last)
 
     def pin(self, node: Node) -> None:
         """Lock the path that ends in `node`; pins are counted apart from the locks of live requests."""
@@ -254,7 +254,7 @@ class RadixTree:
             self.quotas.add(leaf.owner, len(pages))
         self._stamp(leaf, now)
         self.policy.used(leaf, self._tick)
-        self._enqueue(leaf)
+        self.enqueue(leaf)
         self.num_nodes += 1
         self.num_pages += len(pages)
         for watcher in self._watchers:
@@ -327,7 +327,7 @@ class RadixTree:
             node.pages = node.pages[:kept]
             node.hashes = node.hashes and node.hashes[:kept]
             node.key = node.key[: kept * self._page_bytes]
-            self._enqueue(node)
+            self.enqueue(node)
         else:
             self._remove(node)
 
@@ -339,7 +339,7 @@ class RadixTree:
         if self.quotas is not None:
             self.quotas.add(node.owner, -pages)
 
-    def _enqueue(self, node: Node) -> None:
+    def enqueue(self, node: Node) -> None:
         """Enter a node into the victim orders, if it is an unreferenced leaf."""
         if node.is_free_leaf:
             self.policy.enter(node)
@@ -350,11 +350,11 @@ class RadixTree:
         parent = node.parent
         assert parent is not None
         parent.detach(node.key[: self._page_bytes])
-        node.parent = None
+        node.parent, node.key = None, b""  # victim orders keep the node for a while, but none of its tokens
         self.num_nodes -= 1
         if parent.parent is not None:
             self.policy.absorb(parent, node)
-            self._enqueue(parent)
+            self.enqueue(parent)
         elif not parent.children:
             del self._roots[parent.namespace]
 

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from radix import PolicyName
 from runtime.errors import ModelError
@@ -13,7 +13,8 @@ from runtime.params import DocumentMethod
 
 SchedulePolicy = Literal["balanced", "fcfs", "priority", "lpm"]
 
-_ENDPOINT = "^(tcp|ipc|inproc)://."
+_ENDPOINT = r"(tcp|ipc|inproc)://[^,]+"
+_SECONDS = r"\d{1,9}(\.\d{1,3})?"
 # The origin of a web page. A path or a slash after the host is refused, because no origin would match it.
 _ORIGIN = r"(\*|null|[^\s,/]+://[^\s,/]+)"
 _NAMES = r"^[^\s,]+(\s*,\s*[^\s,]+)*$"
@@ -101,6 +102,13 @@ class CacheConfig(Section):
         "BiCache for diffusion models, none for others",
     )
     eviction_policy: PolicyName = Field("foresight", description="which unused pages are evicted first")
+    hold_time: str = Field(
+        "0",
+        pattern=rf"^{_SECONDS}(:{_SECONDS})?$",
+        coerce_numbers_to_str=True,
+        description="seconds for which used prefixes are evicted last, within half of the pool: DEFAULT or "
+        "DEFAULT:MOST; MOST bounds requests' `hold_s`",
+    )
     tenant_quota: int | None = Field(
         None,
         ge=1,
@@ -108,11 +116,9 @@ class CacheConfig(Section):
     )
     kv_events: str | None = Field(
         None,
-        pattern=_ENDPOINT,
-        description="publish KV events on this ZeroMQ endpoint, e.g. tcp://127.0.0.1:5557",
-    )
-    kv_events_replay: str | None = Field(
-        None, pattern=_ENDPOINT, description="ZeroMQ endpoint for the replay of missed KV events"
+        pattern=rf"^{_ENDPOINT}(,{_ENDPOINT})?$",
+        description="publish KV events on a ZeroMQ endpoint, and replay missed ones on another: PUBLISH or "
+        "PUBLISH,REPLAY, e.g. tcp://127.0.0.1:5557,tcp://127.0.0.1:5558",
     )
     kv_events_of: Literal["public", "all", "hashes"] = Field(
         "public",
@@ -131,6 +137,34 @@ class CacheConfig(Section):
         "auto", description="type of KV; auto: as --dtype; fp8: e4m3 without scales, half the memory, slow on CPUs"
     )
 
+    @field_validator("hold_time")
+    @classmethod
+    def _is_bounded(cls, given: str) -> str:
+        default, _, most = given.partition(":")
+        if most and float(most) < float(default):
+            raise ValueError("DEFAULT is longer than MOST")
+        return given
+
+    @property
+    def hold_s(self) -> float:
+        """Seconds for which the prefixes of requests without `hold_s` are held."""
+        return float(self.hold_time.partition(":")[0])
+
+    @property
+    def most_hold_s(self) -> float:
+        """The largest `hold_s` of a request."""
+        return float(self.hold_time.rpartition(":")[2])
+
+    @property
+    def events_endpoint(self) -> str:
+        """Where KV events are published; empty: nowhere."""
+        return (self.kv_events or "").partition(",")[0]
+
+    @property
+    def replay_endpoint(self) -> str:
+        """Where KV events are replayed; empty: nowhere."""
+        return (self.kv_events or "").partition(",")[2]
+
     @property
     def document_method(self) -> DocumentMethod:
         """The document method of requests without `reuse`."""
@@ -148,8 +182,8 @@ class TierConfig(Section):
         pattern=r"^(rediss?://|dir:).",
         description="store of KV that replicas share: redis://HOST:PORT, rediss://... or dir:PATH",
     )
-    tier_root: Path | None = Field(
-        None, description="directory below which admins may attach directories as tiers over HTTP; default: nowhere"
+    admin_root: Path | None = Field(
+        None, description="directory below which admins may name tiers' and adapters' paths over HTTP; default: nowhere"
     )
     kv_encryption_key_file: Path | None = Field(
         None, description="file with a secret; KV on disks and in stores is encrypted with a key for each tenant"

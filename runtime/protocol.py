@@ -31,6 +31,7 @@ class AddRequest(msgspec.Struct, tag="add"):
         reuse: options of a reuse strategy, with its name as `method`; None: the model's default strategy.
         explain: whether the first event has a `Lookup`.
         store: whether the KV that the request computes may stay cached after its end.
+        hold_s: seconds from its end on for which the prefixes that it used are held; None: the configured time.
         breakpoints: pairs (tokens, seconds): the whole pages of the prompt's first `tokens` tokens are kept for the
             tenant until they have been unused for `seconds`, as far as the budget of pins allows.
     """
@@ -47,6 +48,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     reuse: dict[str, Any] | None = None
     explain: bool = False
     store: bool = True
+    hold_s: float | None = None
     breakpoints: list[tuple[int, float]] = []
 
 

@@ -9,6 +9,7 @@ from types import ModuleType
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRoute
+from starlette.types import ASGIApp
 
 from runtime.config import Config
 from runtime.frontend.async_engine import AsyncEngine
@@ -72,35 +73,42 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,  # a redirect would trust the client's Host header
     )
-    options = config.server
     metrics, journal, answers = Metrics(engine.info.name), Journal(trace), Answers()
     context = Context(engine, config, tenants, shutdown or ShutdownFlag())
     stores = DocumentStore(), SchemaStore()
     service = GenerationService(context, metrics, journal, answers)
     feed, chats = Feed(context, metrics, journal), ChatPrompts(context, *stores)
     provide(app, context, metrics, service, *stores, ResponseStore(), chats, feed)
-    rooms = (sglang, openai, responses, anthropic, objects, admin)
-    routers = [router for room in rooms for router in find_routers(room)]
-    for router in routers:
+    for router in _routers():
         app.include_router(router)
         _add_heads(app, router)
     errors.install(app)
     describe(app, bool(tenants))
-    origins, hosts = _split(options.cors_origins), Hosts(options.host, _split(options.allowed_hosts))
-    anyone = EVERYONE if options.open_admin or hosts.own_machine else ANYONE
-    checks: list[Check] = [Origins(origins).check, Guard(tenants, routers, anyone).check]
-    if not tenants and "*" not in origins:
-        checks.append(hosts.check)
     # The middleware added last runs first.
-    app.add_middleware(
-        AdmissionMiddleware, checks=checks, limit=BodyLimit(options.max_body_bytes, options.client_timeout)
-    )
-    if origins:
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(admit, config=config, tenants=tenants)
     if os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
         add_traces(app)
     app.add_middleware(AccessLog, count=metrics.count_request)
     return app
+
+
+def admit(app: ASGIApp, config: Config, tenants: list[Tenant]) -> ASGIApp:
+    """An application behind all that a request must pass before its body is read."""
+    options = config.server
+    origins, hosts = _split(options.cors_origins), Hosts(options.host, _split(options.allowed_hosts))
+    anyone = EVERYONE if options.open_admin or hosts.own_machine else ANYONE
+    checks: list[Check] = [Origins(origins).check, Guard(tenants, _routers(), anyone).check]
+    if not tenants and "*" not in origins:
+        checks.append(hosts.check)
+    admitted = AdmissionMiddleware(app, checks, BodyLimit(options.max_body_bytes, options.client_timeout))
+    if not origins:
+        return admitted
+    return CORSMiddleware(admitted, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+
+
+def _routers() -> list[APIRouter]:
+    rooms = (sglang, openai, responses, anthropic, objects, admin)
+    return [router for room in rooms for router in find_routers(room)]
 
 
 def _add_heads(app: FastAPI, router: APIRouter) -> None:

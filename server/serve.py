@@ -89,11 +89,11 @@ def _pem(certificate: str) -> tuple[str, str | None]:
 
 def _check_replays(config: Config, tenants: list[Tenant]) -> None:
     """Raise RametError if other machines could ask for the KV events of keys: the socket asks for no key."""
-    endpoint = config.cache.kv_events_replay or ""
+    endpoint = config.cache.replay_endpoint
     is_local = not endpoint.startswith("tcp:") or Hosts(urlsplit(endpoint).hostname or "", []).own_machine
     if tenants and not is_local:
         raise RametError(
-            f"--kv-events-replay {endpoint}: with --api-keys, replays are for this machine alone; "
+            f"--kv-events PUBLISH,{endpoint}: with --api-keys, replays are for this machine alone; "
             "give tcp://127.0.0.1:PORT, or ipc:// in a private directory"
         )
 

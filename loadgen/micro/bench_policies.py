@@ -17,7 +17,7 @@ from loadgen.harness import Bench, BenchError, Cell, Figure, Results, repeats_of
 from loadgen.http.workloads.trace import MOONCAKE
 from loadgen.micro.stress import STRESS, stress_trace
 from loadgen.micro.traffic import Trace, Traffic, read_traffic, reuse_gaps
-from radix import POLICIES, PolicyName, RadixTree, make_policy
+from radix import POLICIES, Holds, PolicyName, RadixTree, make_policy
 
 QUARTERS = 4
 BOUND, INFINITE = "offline bound", "infinite"
@@ -140,8 +140,13 @@ def _duration(seconds: float) -> str:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of a replay: blocks and cached blocks by quarter of the trace, operations needed and saved."""
+    """Counts of a replay: blocks and cached blocks by quarter of the trace, operations needed and saved.
 
+    Attributes:
+        found: cached blocks of each request.
+    """
+
+    found: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=lambda: [0] * QUARTERS)
     hits: list[int] = field(default_factory=lambda: [0] * QUARTERS)
     operations: float = 0.0
@@ -160,6 +165,7 @@ class Tally:
 
     def add(self, quarter: int, blocks: int, hits: int) -> None:
         """Count a prompt whose first `hits` blocks were cached."""
+        self.found.append(hits)
         self.blocks[quarter] += blocks
         self.hits[quarter] += hits
         self.operations += operations(0, blocks)
@@ -171,10 +177,14 @@ def operations(start: int, end: int) -> float:
     return (end - start) + (end * (end - 1) - start * (start - 1)) / 2 / 64
 
 
-def replay(trace: Trace, policy: PolicyName, capacity: int) -> Tally:
-    """Replay through a cache of `capacity` blocks."""
+def replay(trace: Trace, policy: PolicyName, capacity: int, hold_s: Sequence[float] = ()) -> Tally:
+    """Replay through a cache of `capacity` blocks, half of which may be held.
+
+    `hold_s`: hold time of each request; default: nothing is held.
+    """
     now = 0.0
     tree = RadixTree(1, make_policy(policy, capacity), lambda: now)
+    holds = Holds(tree, capacity // 2) if hold_s else None
     free, next_page, tally = capacity, 0, Tally()
     for number, (now, blocks) in enumerate(trace):  # noqa: B007 - the tree's clock reads it
         key = blocks.tobytes()
@@ -186,7 +196,9 @@ def replay(trace: Trace, policy: PolicyName, capacity: int) -> Tally:
         if fresh > free:
             free += len(tree.evict(fresh - free))
         pages = match.pages + array("i", range(next_page, next_page + fresh))
-        tree.insert(key, pages, cost=operations(hit, hit + fresh))
+        used, _ = tree.insert(key, pages, cost=operations(hit, hit + fresh))
+        if holds is not None and hold_s[number]:
+            holds.hold(used, hold_s[number])
         tree.unlock(node)
         free, next_page = free - fresh, (next_page + fresh) % (1 << 30)
         tally.add(number * QUARTERS // len(trace), len(blocks), hit)

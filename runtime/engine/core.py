@@ -29,7 +29,7 @@ log = logging.getLogger("ramet.engine")
 _COUNTED = (
     *("requests", "aborted_requests", "failed_requests", "failed_steps", "bad_logits", "prompt_tokens"),
     *("queries", "hits", "queried_tokens", "cached_tokens", "generation_tokens", "prefill_tokens", "steps"),
-    *("row_layers", "drafts", "drafted_tokens", "accepted_tokens"),
+    *("row_layers", "overlapped_steps", "drafts", "drafted_tokens", "accepted_tokens"),
 )
 
 # Bounds of the histogram of a step's token rows.
@@ -105,8 +105,7 @@ class EngineCore:
         self.requests: dict[str, Request] = {}
         self.install([])
         self._in_flight: InFlight | None = None
-        self._serial = 0
-        self._step_s = 0.0
+        self._serial, self._step_s = 0, 0.0
 
     def install(self, parts: Sequence[Part]) -> None:
         """Set the parts."""
@@ -259,6 +258,7 @@ class EngineCore:
         started = time.monotonic()
         batch, places, saved, row_layers = self.planner.plan(work)
         self.counters["row_layers"] += row_layers
+        self.counters["overlapped_steps"] += before is not None
         if before is not None:
             assert before.sampled is not None
             in_order = sorted(range(len(work)), key=lambda i: places[i][0].start)

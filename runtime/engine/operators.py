@@ -8,7 +8,7 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-from radix import Namespace, Node, outline, path, slices, view
+from radix import Holds, Namespace, Node, outline, path, slices, view
 from radix.stats import Histogram
 from runtime import calls
 from runtime.engine.core import EngineCore
@@ -66,6 +66,7 @@ class Operators(Part):
     def _erase(self, call: calls.EraseTenant) -> Answer:
         cache = self._cache
         self._forget()
+        self._slices = iter(())
         cache.pins.unpin_all(call.tenant)
         roots = [root for namespace, root in cache.tree.roots() if namespace.tenant == call.tenant]
         pages = sum(cache.drop(node) for root in roots for node in list(root.children.values()))
@@ -190,6 +191,7 @@ class Operators(Part):
             "pages_private": cache.pool.num_pages - cache.allocator.num_free - tree.num_pages,
             "pages_locked": tree.num_locked_pages - tree.num_pinned_pages,
             "pages_pinned": tree.num_pinned_pages,
+            **_held(cache.holds),
             "pins": len(cache.pins.pins),
             "pins_refused": cache.pins.num_refused,
             "pins_broken": cache.pins.num_broken,
@@ -203,6 +205,13 @@ class Operators(Part):
             "step_rows": _plain(core.step_rows),
             **{name: value for strategy in core.strategies.values() for name, value in strategy.figures().items()},
         }
+
+
+def _held(holds: Holds | None) -> dict[str, int]:
+    if holds is None:
+        return {"pages_held": 0, "held_pages_lost": 0, "held_pages_broken": 0}
+    holds.expire()
+    return {"pages_held": holds.num_pages, "held_pages_lost": holds.num_lost, "held_pages_broken": holds.num_broken}
 
 
 def _of(tenant: str | None) -> Callable[[Namespace], bool]:

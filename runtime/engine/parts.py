@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from radix import Namespace
+from runtime.calls import Call, EraseTenant
 from runtime.engine.core import EngineCore
-from runtime.engine.part import Part
+from runtime.engine.part import Answer, Handler, Part
 from runtime.engine.tiering import Tiering
 from runtime.errors import RametError
 from runtime.kv.publisher import EventPublisher
@@ -49,6 +51,13 @@ class Grammars(Part):
                 request.sampler.grammar = grammar
                 self._core.scheduler.wake(rid)
         return failed
+
+    def answers(self) -> Mapping[type[Call], Handler]:
+        return {EraseTenant: self._erase}
+
+    def _erase(self, call: EraseTenant) -> Answer:
+        self.compiler.erase(Namespace(call.tenant))
+        return {}
 
     def ended(self, request: Request, finish: Finish) -> None:
         if request.sampler.params.constrained:
@@ -101,6 +110,13 @@ class KVEvents(Part):
         if self._tiering is not None:
             for tier, events in self._tiering.tiers.worker.ledger.take().items():
                 self.publisher.publish(events, tier)
+
+    def answers(self) -> Mapping[type[Call], Handler]:
+        return {EraseTenant: self._erase}
+
+    def _erase(self, call: EraseTenant) -> Answer:
+        self.publisher.erase(call.tenant)
+        return {}
 
     def close(self) -> None:
         self.publisher.close()

@@ -4,6 +4,8 @@ import logging
 import time
 from array import array
 
+import numpy as np
+
 from runtime.errors import InvalidRequest, RametError
 from runtime.kv.segments import Sequence
 from runtime.params import Lazy, SamplingParams
@@ -16,7 +18,10 @@ log = logging.getLogger("ramet.engine")
 
 def open_request(message: AddRequest, info: ModelInfo, strategy: Strategy, decoding: Decoding, serial: int) -> Request:
     """The request of a message. Raises InvalidRequest if it can never be served."""
-    tokens = array("i")
+    tokens, ids = array("i"), np.frombuffer(message.tokens, np.int32)
+    if len(outside := ids[(ids < 0) | (ids >= info.vocab_size)]):
+        refused = f"token id {outside[0]} is out of range: the model has {info.vocab_size} tokens"
+        raise InvalidRequest(refused, param="prompt")
     tokens.frombytes(message.tokens)
     sampling = SamplingParams.model_construct(**message.sampling)
     if (lazy := message.sampling.get("lazy")) is not None:

@@ -1,5 +1,6 @@
 """The scheduler chooses the requests and rows of the next step, within its budget of rows and pages."""
 
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from itertools import count, islice
 
@@ -7,6 +8,8 @@ from runtime.config import SchedulerConfig
 from runtime.engine.queue import WaitingQueue
 from runtime.kv.cache import PagedCache
 from runtime.request import Found, Request, Status, Work
+
+log = logging.getLogger("ramet.engine")
 
 # Share of the work for which the policy `balanced` prefers the longest match to arrival.
 OVERTAKE_SHARE = 0.1
@@ -31,7 +34,7 @@ class Scheduler:
 
     Attributes:
         blocked_on: functions that return the event that blocks a new request, or None.
-        at: the request for which a strategy works now, while `schedule` runs.
+        at: the request for which a strategy works now, while `schedule` runs. If it fails, this request does.
         blocked: blocked requests by the event that wakes them, with the progress that each request awaits. An event is
             a request id (for its grammar), a running request (for tokens to share) or a load from tiers.
     """
@@ -47,6 +50,7 @@ class Scheduler:
         self.blocked: dict[Hashable, dict[Request, int]] = {}
         self.running: list[Request] = []
         self.at: Request | None = None
+        self._faults: dict[Request, Exception] = {}  # raised for new requests; `schedule` raises them again
         self.num_retracted = 0
         self._turns = count(1)
         self._last_turns: dict[Request, int] = {}  # of unchunkable requests
@@ -56,27 +60,40 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request, or block it until an event."""
         self._too_few = None
-        for blocked_on in self.blocked_on:
-            if (event := blocked_on(request)) is not None:
-                self._block(request, event)
-                return
+        try:
+            events = (blocked_on(request) for blocked_on in self.blocked_on)
+            event = next((event for event in events if event is not None), None)
+        except Exception as error:
+            self._faults[request], event = error, None
+        if event is not None:
+            self._block(request, event)
+            return
         request.status = Status.WAITING
         self.waiting.add(request)
 
     def remove(self, request: Request, keep: bool = True) -> None:
         """Remove a request in any state and release its pages; with `keep`, computed rows stay cached."""
-        self._too_few = None
+        self._too_few = self.at = None
         self._last_turns.pop(request, None)
+        self._faults.pop(request, None)
         if request.status is Status.RUNNING:
             self.running.remove(request)
             self.waiting.ended(request)
-            request.strategy.release(request, keep)
+            self._release(request, keep)
             self.wake(request)
         elif request.status is Status.BLOCKED:
             self._unblock(next(event for event, waits in self.blocked.items() if request in waits), request)
         else:
             self.waiting.remove(request)
         request.status = Status.ENDED
+
+    def _release(self, request: Request, keep: bool) -> None:
+        """Release all pages of a request that ends, also if its strategy fails; then none of its rows stay cached."""
+        try:
+            request.strategy.release(request, keep)
+        except Exception:
+            log.exception("the strategy of request %s could not release its pages", request.rid)
+            self.cache.release(request)
 
     @property
     def num_blocked(self) -> int:
@@ -109,6 +126,9 @@ class Scheduler:
     def schedule(self) -> list[Work]:
         """The work of the next step; empty only if nothing can run."""
         self.at = None
+        if self._faults:
+            self.at, fault = next(iter(self._faults.items()))
+            raise fault
         while True:
             work = self._decode()
             budget = self.step_tokens - len(work)
@@ -172,8 +192,10 @@ class Scheduler:
         return min(candidates, key=lambda request: (request.message.priority, self.cache.num_own_tokens(request)))
 
     def _retract(self, request: Request) -> None:
-        self.running.remove(request)
+        at, self.at = self.at, request
         request.strategy.release(request, keep=True)
+        self.at = at
+        self.running.remove(request)
         self.wake(request)
         self.add(request)
         self.num_retracted += 1
@@ -251,7 +273,7 @@ class Scheduler:
         try:
             return request.strategy.admit(request, found, headroom=len(self.running))
         except Exception:
-            request.strategy.release(request, keep=False)
+            self._release(request, keep=False)
             raise
 
     def _find(self, request: Request) -> Found:

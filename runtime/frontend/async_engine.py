@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from radix import Namespace
-from runtime.calls import AddPin, Call, GetCached, GetRuns, Pause, Ping
+from runtime.calls import AddPin, Call, EraseTenant, GetCached, GetRuns, Pause, Ping
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, EngineDead, RametError
 from runtime.frontend.adapters import Adapters
@@ -225,6 +225,11 @@ class AsyncEngine:
         if isinstance(call, Pause):
             self.paused = answer["paused"]
         return answer
+
+    async def erase(self, account: str) -> dict[str, Any]:
+        """Erase all that is kept of an account, except live requests; returns the answer to `EraseTenant`."""
+        self._work.erase(account)
+        return await self.call(EraseTenant(account))
 
     async def pin(self, prefix: Submission, name: str | None, ttl_s: float | None) -> dict[str, Any]:
         """Pin the whole pages of a prefix, which is computed first if necessary; returns a description of the pin.

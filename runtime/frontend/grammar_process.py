@@ -65,6 +65,11 @@ class GrammarProcesses:
         for process in list(self._all):
             self._end(process)
 
+    def forget(self) -> None:
+        """Kill the idle processes, each of which still has the grammar that it checked last."""
+        while self._idle:
+            self._end(self._idle.pop())
+
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         self._all.discard(process)
         process.kill()

@@ -73,6 +73,7 @@ class Submission:
         tokens: int32 tokens that the prompt itself computes, set by `Frontend.submit`.
         reuse: how to reuse documents or reasoning steps; None: the server's default.
         store: whether the KV that the submission computes may stay cached after its end.
+        hold_s: seconds for which the prefixes that it used are held afterwards; None: the configured time.
         breakpoints: pairs (tokens, seconds), at most MAX_BREAKPOINTS: the prompt's first tokens are kept until they
             have been unused for that time. Those of a `MarkedText` are set when it is tokenized.
         last_tokens: number of tokens to keep from the end of the prompt; -1: as many as fit; None: all.
@@ -96,6 +97,7 @@ class Submission:
     tokens: bytes = b""
     reuse: AnyReuse | None = None
     store: bool = True
+    hold_s: float | None = None
     breakpoints: list[tuple[int, float]] = field(default_factory=list)
     last_tokens: int | None = None
     show_tokens: bool = False

@@ -170,6 +170,7 @@ class Frontend:
                     explain=submission.explain and choice == 0,
                     reuse=reuse,
                     store=submission.store,
+                    hold_s=submission.hold_s,
                     breakpoints=[] if choice else submission.breakpoints,
                 )
             )

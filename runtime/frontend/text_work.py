@@ -63,6 +63,12 @@ class TextWork:
         if not follows and submission.otherwise is not None:
             submission.sampling = submission.otherwise
 
+    def erase(self, account: str) -> None:
+        """Forget the grammars of an account."""
+        for key in [key for key in self._checked if key[0] == account]:
+            del self._checked[key]
+        self._processes.forget()
+
     async def run(self, account: str, work: Callable[[], T]) -> T:
         """The result of `work`, in a turn of the account."""
         return await self._texts.run(account, work)

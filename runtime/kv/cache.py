@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from radix import EventLog, Evictions, Gone, Namespace, Node, Quotas, RadixTree, make_policy, path
+from radix import EventLog, Evictions, Gone, Holds, Namespace, Node, Quotas, RadixTree, make_policy, path
 from radix.node import TOKEN_BYTES
 from runtime.config import CacheConfig
 from runtime.kv.allocator import PageAllocator
@@ -27,6 +27,7 @@ class PagedCache:
         on_use: called after each use of a path, with its last node.
         on_distrust: called with a node whose KV may be damaged, like everything below it.
         held: locked paths and pages for KV that is being loaded.
+        holds: the hold times of used paths; None: the configuration allows none.
         missed: prompt tokens that were not cached, by reason; counted from the first call of `remember`.
     """
 
@@ -54,6 +55,8 @@ class PagedCache:
         watchers = (self.evictions,) if self.events is None else (self.evictions, self.events)
         self.tree = RadixTree(pool.page_size, policy, clock, limits, watchers)
         self.pins = PinBoard(self.tree, int(config.pin_budget * pool.num_pages))
+        self.holds = Holds(self.tree, pool.num_pages // 2) if config.most_hold_s else None
+        self._hold_s = config.hold_s
 
     def remember(self) -> Gone:
         """The memory of pages that leave the tree. It begins with the first call, since it makes evictions slower."""
@@ -102,18 +105,24 @@ class PagedCache:
         if node is not None and self.on_use is not None:
             self.on_use(node)
 
-    def leave(self, segment: Segment) -> None:
-        """Release a segment: unlock its node, or free its pages if they belong to the request alone."""
+    def leave(self, segment: Segment, hold_s: float | None = 0.0) -> None:
+        """Release a segment: unlock its node, or free its pages if they belong to the request alone.
+
+        `hold_s`: seconds for which the node's path is held from now on; None: the configured time.
+        """
         if segment.node is None:
             self.allocator.release(segment.pages)
         else:
             self.tree.touch(segment.node)
+            seconds = self._hold_s if hold_s is None else hold_s
+            if seconds and self.holds is not None:
+                self.holds.hold(segment.node, seconds)
             self.tree.unlock(segment.node)
 
-    def release(self, holder: Holder) -> None:
-        """Release all segments and pages of a request."""
+    def release(self, holder: Holder, hold_s: float | None = 0.0) -> None:
+        """Release all segments and pages of a request; `hold_s`: see `leave`."""
         for segment in holder.segments:
-            self.leave(segment)
+            self.leave(segment, hold_s)
         sequence = holder.sequence
         self.allocator.release(sequence.pages)
         self.allocator.release(self.tree.make_room(holder.owner, 0))
@@ -172,6 +181,8 @@ class PagedCache:
     def check(self, live: Iterable[Holder]) -> None:
         """Raise AssertionError unless free + tree + private == all, and nothing idle is locked."""
         self.tree.check()
+        if self.holds is not None:
+            self.holds.check()
         live = list(live)
         tree = [page for node in self.tree.nodes() for page in node.pages]
         private = [page for request in live for page in request.sequence.pages]

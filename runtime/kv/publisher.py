@@ -83,20 +83,20 @@ class EventPublisher:
         self._context = zmq.Context()
         self._publish = self._context.socket(zmq.PUB)
         self._kept = Kept()
-        self._bind(self._publish, "--kv-events", config.kv_events or "")
-        if config.kv_events_replay:
+        self._bind(self._publish, config.events_endpoint)
+        if config.replay_endpoint:
             socket = Replays.open_socket(self._context)
-            self._bind(socket, "--kv-events-replay", config.kv_events_replay)
+            self._bind(socket, config.replay_endpoint)
             Replays(socket, self._kept)
         self._encode = msgspec.msgpack.Encoder().encode
         self._send("", [AllBlocksCleared()])
 
-    def _bind(self, socket: zmq.Socket, option: str, endpoint: str) -> None:
+    def _bind(self, socket: zmq.Socket, endpoint: str) -> None:
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise ModelError(f"{option} {endpoint}: {error}") from None
+            raise ModelError(f"--kv-events {endpoint}: {error}") from None
 
     def publish(self, events: Sequence[Event], tier: str | None = None) -> None:
         """Send a batch for each tenant under its topic.
@@ -124,8 +124,13 @@ class EventPublisher:
 
     def _send(self, topic: str, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
         payload = self._encode(EventBatch(time.time(), events))
-        number = self._kept.add(payload)
+        number = self._kept.add(payload, topic)
         self._publish.send_multipart([topic.encode(), number.to_bytes(8, "big"), payload])
+
+    def erase(self, tenant: str) -> None:
+        """Drop the kept batches with a tenant's tokens."""
+        if self._config.kv_events_of != "hashes":
+            self._kept.drop(tenant)
 
     def close(self) -> None:
         self._publish.close(linger=0)

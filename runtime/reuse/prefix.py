@@ -171,7 +171,7 @@ class PrefixStrategy(Strategy):
     def release(self, request: Request, keep: bool) -> None:
         if keep:
             self._commit(request)
-        self.cache.release(request)
+        self.cache.release(request, request.message.hold_s)
 
     def distrust(self, request: Request) -> None:
         """Drop the whole paths that the request read and wrote, with all nodes below: any page may be damaged.

@@ -214,6 +214,12 @@ class GrammarCompiler:
         found = self.open.pop(rid, None)
         return found is not None and (found.cancel() or True)
 
+    def erase(self, tenant: Hashable) -> None:
+        """Forget the compiled grammars of a tenant."""
+        with self._lock:
+            for key in [key for key in self._kept if key[0] == tenant]:
+                del self._kept[key]
+
     def take(self) -> list[tuple[str, Grammar | RametError]]:
         """Remove the requests whose grammar is compiled or has failed."""
         done: list[tuple[str, Grammar | RametError]] = []

@@ -23,7 +23,7 @@ class LoadRequest(Body):
 
     lora_name: Name
     lora_path: Text = Field(
-        min_length=1, max_length=4096, description="directory on the server, written by PEFT's save_pretrained"
+        min_length=1, max_length=4096, description="directory below --admin-root, written by PEFT's save_pretrained"
     )
     load_inplace: bool = Field(False, description="replace the adapter of this name")
 
@@ -40,7 +40,8 @@ class UnloadRequest(Body):
 @router.post("/load_lora_adapter")
 async def load_adapter(context: Ctx, body: LoadRequest) -> dict[str, Any]:
     """Serve an adapter from now on."""
-    adapter = await context.engine.adapters.load(body.lora_name, body.lora_path, body.load_inplace)
+    path = context.below_root(body.lora_path, "lora_path")
+    adapter = await context.engine.adapters.load(body.lora_name, path, body.load_inplace)
     return {"success": True, "lora_name": adapter.name, "rank": adapter.rank, "digest": adapter.digest}
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from array import array
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -14,7 +12,7 @@ from fastapi import Path as PathParameter
 from pydantic import Field, model_validator
 
 from radix import Namespace
-from runtime.calls import AttachTier, DetachTier, EraseTenant, GetPins, GetQuota, GetState, GetTree, OnNode, RemovePin
+from runtime.calls import AttachTier, DetachTier, GetPins, GetQuota, GetState, GetTree, OnNode, RemovePin
 from runtime.config import TierConfig
 from runtime.errors import EngineDead, InvalidRequest, RametError
 from runtime.frontend.documents.prompt import in_messages
@@ -23,7 +21,7 @@ from runtime.params import SamplingParams
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
 from server.errors import Conflict, Forbidden, NotFound
 from server.generation.bodies import Scoped
-from server.http.context import Context, Ctx
+from server.http.context import Context, Ctx, erase
 from server.http.sse import while_there
 from server.http.wire import Body, Text, TokenIds, example
 from server.objects.documents import Documents, DocumentStore
@@ -158,7 +156,7 @@ class TierRequest(Body):
     model_config = example(path="/var/cache/ramet", space=50)
 
     space: float | None = Field(None, gt=0, le=1 << 20, description="GiB")
-    path: Text | None = Field(None, min_length=1, max_length=4096, description="absolute, and below --tier-root")
+    path: Text | None = Field(None, min_length=1, max_length=4096, description="absolute, and below --admin-root")
     address: Text | None = Field(
         None, max_length=4096, description="that of --kv-store, or dir:PATH with a path as for `disk`"
     )
@@ -187,12 +185,12 @@ async def attach_tier(context: Ctx, name: TierName, body: TierRequest) -> dict[s
     if given.keys() != names.keys():
         raise InvalidRequest(f"a tier {name} takes {' and '.join(names)}", param=next(iter(given), "space"))
     if body.path is not None:
-        given["path"] = _below_root(context, body.path, "path")
+        given["path"] = context.below_root(body.path, "path")
     if body.address is not None and body.address != context.config.tiers.kv_store:
         kind, _, path = body.address.partition(":")
         if kind != "dir":
             raise Forbidden("the address must be that of --kv-store, or dir:PATH", param="address")
-        given["address"] = f"dir:{_below_root(context, path, 'address')}"
+        given["address"] = f"dir:{context.below_root(path, 'address')}"
     options = TierConfig(**{names[field]: value for field, value in given.items()})
     try:
         return await context.engine.call(AttachTier(options.model_dump(mode="json")))
@@ -200,16 +198,6 @@ async def attach_tier(context: Ctx, name: TierName, body: TierRequest) -> dict[s
         raise
     except RametError as error:
         raise Conflict(error.message, code="tier_not_attached") from None
-
-
-def _below_root(context: Context, given: str, param: str) -> str:
-    """A directory's path without symbolic links. Raises Forbidden, with nothing said of files."""
-    root = context.config.tiers.tier_root
-    if root is not None and os.path.isabs(given) and "\0" not in given:
-        path = Path(os.path.realpath(given))
-        if Path(os.path.realpath(root)) in path.parents:
-            return str(path)
-    raise Forbidden("the path must be absolute, and below --tier-root", param=param)
 
 
 @router.delete("/tiers/{name}")
@@ -221,12 +209,15 @@ async def detach_tier(context: Ctx, name: TierName) -> dict[str, Any]:
 
 
 @router.delete("/tenants/{name}")
-async def erase_tenant(context: Ctx, name: str) -> dict[str, Any]:
-    """Erase a tenant's pages, pins and blocks from the cache and all tiers, except pages of live requests.
+async def erase_tenant(context: Ctx, name: str, request: Request) -> dict[str, Any]:
+    """Erase all that is kept of a tenant, except live requests: pages, pins and blocks of all tiers, stored objects and
+    responses, the journal and the recorded trace.
 
     `erased_blocks` is null for a failed tier, which is erased before its next use.
     """
-    return await context.engine.call(EraseTenant(context.tenant(name).account))
+    account = context.tenant(name).account
+    erase(request.app, account)
+    return await context.engine.erase(account)
 
 
 @router.get("/stats")

@@ -130,6 +130,12 @@ class Feed:
         """End all streams, because the server stops."""
         self._closing.set()
 
+    def erase(self, account: str) -> None:
+        """Forget the text that viewers have seen, which is read anew."""
+        Feed._decode.cache_clear()
+        for view in self._views.values():
+            view.tree, view.figures, view.walk_after_s, view.figures_s = {}, {}, float("-inf"), float("-inf")
+
     async def keep_history(self) -> None:
         """Record figures until the server stops."""
         while not self._closing.is_set():
@@ -205,8 +211,8 @@ class Feed:
         tokens = preview_tokens(block.pop("preview"))
         text = self._decode(tuple(tokens)) if tokens else ""
         # Whole seconds suffice for the colour; fractions would make every tree differ.
-        idle = round(block["idle_s"])
-        return self._named(block) | {"idle_s": idle, "preview": text}
+        times = {name: round(block[name]) for name in ("idle_s", "held_s")}
+        return self._named(block) | times | {"preview": text}
 
     def _named(self, shown: dict[str, Any]) -> dict[str, Any]:
         """Replace `namespace` by the tenant's name, the salt and the kind of entry."""

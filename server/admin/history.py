@@ -10,8 +10,8 @@ EVERY_S = 5.0
 MOST = int(3600 / EVERY_S)
 # Gauges and counters that a sample takes from the engine's state.
 _COUNTED = ("running", "waiting", "pages_total", "pages_free", "pages_tree", "pages_private", "pages_locked",
-            "pages_pinned", "tree_nodes", "queried_tokens", "cached_tokens", "substituted_pages", "saved_pages",
-            "evicted_tokens_by_cause")  # fmt: skip
+            "pages_pinned", "pages_held", "tree_nodes", "queried_tokens", "cached_tokens", "substituted_pages",
+            "saved_pages", "evicted_tokens_by_cause")  # fmt: skip
 
 
 def sample(state: dict[str, Any], context: Context, metrics: Metrics) -> dict[str, Any]:

@@ -59,3 +59,7 @@ class Answers:
             self._by_account[account][answer or submission.rid] = Asked(submission.namespace, submission.tokens)
         while sum(kept.currsize for kept in self._by_account.values()) > MOST_TOKENS:
             max(self._by_account.values(), key=lambda kept: kept.currsize).popitem()
+
+    def erase(self, account: str) -> None:
+        """Forget all prompts of an account."""
+        self._by_account.pop(account, None)

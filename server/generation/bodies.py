@@ -75,6 +75,9 @@ class CacheUse(Body):
     """How a request uses the prefix cache."""
 
     store: bool = Field(True, description="false: KV that the request computes is dropped at its end, in all tiers")
+    hold_s: float | None = Field(
+        None, ge=0, description="seconds for which the prefixes that the request used are evicted last; see --hold-time"
+    )
 
 
 class GenerationBody(Body, Scoped):
@@ -104,7 +107,7 @@ class GenerationBody(Body, Scoped):
         return namespace if adapter is None else namespace._replace(adapter=adapter.digest)
 
     def parameters(self, tenant: Tenant) -> dict[str, Any]:
-        return {"priority": tenant.priority(self.priority), "store": self.cache.store}
+        return {"priority": tenant.priority(self.priority), "store": self.cache.store, "hold_s": self.cache.hold_s}
 
 
 class Sampling(Body, SamplingParams, strict=True):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from fastapi import Request, Response
 
-from runtime.errors import RametError
+from runtime.errors import InvalidRequest, RametError
 from runtime.frontend.output import Output, Submission
 from runtime.frontend.stream import OutputStream
 from server.explain.answers import Answers
@@ -177,6 +177,9 @@ class GenerationService:
         if body.explain or body.earlier is not None:
             tokenizer = self.context.engine.tokenizer
             report = MissReport(tokenizer, self._answers, submissions, body.earlier, conversation)
+        most_s = self.context.config.cache.most_hold_s
+        if (body.cache.hold_s or 0) > most_s:
+            raise InvalidRequest(f"this server holds prefixes for {most_s:g} s at most", param="cache.hold_s")
         limits = [body.timeout_s, self.context.config.scheduler.max_timeout]
         timeout_s = min((limit for limit in limits if limit is not None), default=None)
         outputs = await self._open(request, submissions, body.names, timeout_s)
@@ -202,6 +205,11 @@ class GenerationService:
         outputs = await self._open(request, [submission], names or {}, timeout_s)
         (done,) = await while_there(request, Generation(outputs, self._metrics, self._journal).collect())
         return done
+
+    def erase(self, account: str) -> None:
+        """Erase an account's prompts and records. Raises BadTrace."""
+        self._answers.erase(account)
+        self._journal.erase(account)
 
     async def _open(
         self,

@@ -1,7 +1,9 @@
 """The objects that routes get through FastAPI's `Depends`: engine, configuration, stores and others."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
@@ -38,6 +40,15 @@ class Context:
             return found
         message = f"the model {name!r} does not exist; this server has {own!r}{adapters.nearest(name, own)}"
         raise NotFound(message, param="model", code="model_not_found")
+
+    def below_root(self, given: str, param: str) -> str:
+        """A directory's path without symbolic links. Raises Forbidden, with nothing said of files."""
+        root = self.config.tiers.admin_root
+        if root is not None and os.path.isabs(given) and "\0" not in given:
+            path = Path(os.path.realpath(given))
+            if Path(os.path.realpath(root)) in path.parents:
+                return str(path)
+        raise Forbidden("the path must be absolute, and below --admin-root", param=param)
 
     def check_model(self, name: str | None) -> str:
         """The name of the requested model or adapter for answers. Raises NotFound for unknown names."""
@@ -77,6 +88,13 @@ def provide(app: FastAPI, *objects: object) -> None:
 def find(app: FastAPI, kind: type[T]) -> T:
     """The provided object of a class."""
     return app.state.provided[kind]
+
+
+def erase(app: FastAPI, account: str) -> None:
+    """Erase an account from the provided objects that keep something of it, which have a method `erase`."""
+    for each in app.state.provided.values():
+        if (erase_there := getattr(each, "erase", None)) is not None:
+            erase_there(account)
 
 
 def provided(kind: type[T]) -> Any:

@@ -112,5 +112,9 @@ class Store(Generic[S]):
         if self.holds(account, stored):
             del self._by_account[account][stored.id]
 
+    def erase(self, account: str) -> None:
+        """Delete all objects of an account."""
+        self._by_account.pop(account, None)
+
     def _is_alive(self, stored: S) -> bool:
         return stored.expires_s is None or self.clock() < stored.expires_s

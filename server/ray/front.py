@@ -13,11 +13,12 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from runtime.config import make_config
-from runtime.errors import EngineDead, RametError
+from runtime.errors import EngineDead
 from runtime.protocol import ModelInfo
 from server.anthropic.messages import MessageStream
+from server.app import admit
+from server.auth.keys import read_keys
 from server.errors import error_response
-from server.http.limits import BodyLimit
 from server.http.sse import EventStream, TypedEventStream
 from server.ray.hasher import PromptHasher
 
@@ -39,7 +40,7 @@ class Front:
 
     def __init__(self, options: dict[str, Any], replicas: DeploymentHandle):
         self._config = make_config(**options)
-        self._limit = BodyLimit(self._config.server.max_body_bytes, self._config.server.client_timeout)
+        self._admit = admit(self._pass_on, self._config, read_keys(self._config.server.api_keys))
         self._replicas = replicas
         self._streaming = replicas.options(stream=True)
         self._hasher = asyncio.get_running_loop().create_task(self._make_hasher())
@@ -60,14 +61,12 @@ class Front:
         return _Passage(self)
 
     async def pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. If the replica dies during the answer, an error event ends it."""
-        try:
-            body = await self._limit.read(receive)
-        except RametError as error:
-            await error_response(error, scope["path"])(scope, receive, send)
-            return
-        if body is None:
-            return
+        """Answer one request, whose body is read if a replica would read it."""
+        await self._admit({name: scope[name] for name in _FIELDS if name in scope}, receive, send)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer an admitted request. If the replica dies during the answer, an error event ends it."""
+        body = (await receive())["body"]
         call = {name: scope[name] for name in _FIELDS if name in scope}
         # Shielded: a client that disconnects must not cancel the loading of the tokenizer, which all requests need.
         hashes = await (await asyncio.shield(self._hasher)).hashes(call, body)

@@ -28,8 +28,8 @@ class Replica:
     async def _start(self) -> None:
         host = ray.util.get_node_ip_address()
         self.metadata = {name: f"tcp://{host}:{_free_port(host)}" for name in ("events", "replay")}
-        events = {"kv_events": self.metadata["events"], "kv_events_replay": self.metadata["replay"]}
-        config = make_config(**{**self._options, **events, "kv_events_of": "hashes"})
+        endpoints = ",".join(self.metadata.values())
+        config = make_config(**{**self._options, "kv_events": endpoints, "kv_events_of": "hashes"})
         self._engine, tenants = prepare(config)
         await self._engine.start()
         self._app = create_app(self._engine, config, tenants)

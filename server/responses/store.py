@@ -76,6 +76,10 @@ class ResponseStore:
         self.get(account, name)
         del self._of(account)[name]
 
+    def erase(self, account: str) -> None:
+        """Delete all responses of an account."""
+        self._by_account.pop(account, None)
+
     def with_items(self, account: str, ids: set[str]) -> list[StoredResponse]:
         """The responses whose answers have one of these items."""
         return [stored for stored in self._of(account).values() if not ids.isdisjoint(stored.answered)]

@@ -88,8 +88,9 @@ class ResponseWriter(Writer):
             yield from self._close()
             yield from self._call(call)
         if last:
-            yield from self._close()
-            yield from self._end(output)
+            status = self._note_end(output)
+            yield from self._close(status)
+            yield self._event(f"response.{status}", response=self.response)
 
     def _add_text(self, text: str) -> Iterator[Event]:
         if self._message is None:
@@ -108,14 +109,14 @@ class ResponseWriter(Writer):
         if text:
             yield self._of_part("response.output_text.delta", delta=text, logprobs=entries)
 
-    def _close(self) -> Iterator[Event]:
-        """Complete the message that is being written, if any."""
+    def _close(self, status: str = "completed") -> Iterator[Event]:
+        """End the message that is being written, if any."""
         if self._message is None:
             return
         (part,) = self._message["content"]
         yield self._of_part("response.output_text.done", text=part["text"], logprobs=part["logprobs"])
         yield self._of_part("response.content_part.done", part=part)
-        self._message["status"] = "completed"
+        self._message["status"] = status
         yield self._of_item("response.output_item.done", item=self._message)
         self._message = None
 
@@ -138,7 +139,8 @@ class ResponseWriter(Writer):
         yield self._of_item(f"response.{kind}.done", **named, **{key: arguments}, **more)
         yield self._of_item("response.output_item.done", item=item)
 
-    def _end(self, output: Output) -> Iterator[Event]:
+    def _note_end(self, output: Output) -> str:
+        """Note why the response ends; returns its status."""
         assert output.finish is not None
         self.response["usage"] = {
             "input_tokens": output.prompt_tokens,
@@ -152,11 +154,12 @@ class ResponseWriter(Writer):
         else:
             reason = "max_output_tokens" if output.finish.type == "length" else None
             self.response |= {"status": "incomplete", "incomplete_details": {"reason": reason}}
-            if self.output:
-                self.output[-1]["status"] = "incomplete"
-        yield self._event(f"response.{self.response['status']}", response=self.response)
+        status: str = self.response["status"]
+        return status
 
     def fail(self, error: RametError) -> Event:
+        if self._message is not None:
+            self._message["status"] = "incomplete"
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
         return self._event("response.failed", response=self.response)
 

@@ -11,7 +11,7 @@ from collections import deque
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from secrets import token_bytes
+from secrets import token_bytes, token_hex
 from typing import IO, Any
 
 from runtime.errors import RametError
@@ -64,6 +64,12 @@ class Journal:
             entry |= {"queue_s": round(output.queue_s, 4), "prefill_s": round(output.prefill_s, 4)}
         self._last.setdefault(submission.account, deque(maxlen=_MOST)).append(entry)
 
+    def erase(self, account: str) -> None:
+        """Erase a tenant's completions, also from the trace. Raises BadTrace."""
+        self._last.pop(account, None)
+        if self._trace is not None:
+            self._trace.erase(account)
+
     def last(self, account: str | None) -> list[dict[str, Any]]:
         """The latest completions of a tenant (None: of all tenants), latest first; `tenant` is the account."""
         kept = ((name, entry) for name, entries in self._last.items() for entry in entries if account in (None, name))
@@ -74,6 +80,10 @@ class Journal:
 def open_trace(path: Path | None, tenants: list[Tenant]) -> Trace | None:
     """The trace of `--record-trace`, if there is one. Raises BadTrace."""
     return None if path is None else Trace(path, {tenant.account: tenant.name for tenant in tenants})
+
+
+def _append(path: Path) -> IO[str]:
+    return open(path, "a", encoding="utf-8", buffering=1, opener=partial(os.open, mode=0o600))
 
 
 class Trace:
@@ -88,13 +98,31 @@ class Trace:
     """
 
     def __init__(self, path: Path, names: dict[str, str]):
+        self._path, self._names, self._secret = path, names, token_bytes(32)
         try:
-            private = partial(os.open, mode=0o600)
-            self._file: IO[str] = open(path, "a", encoding="utf-8", buffering=1, opener=private)  # noqa: SIM115
+            self._file = _append(path)
         except OSError as error:
             raise BadTrace(f"--record-trace {path} cannot be written: {error.strerror}") from None
-        self._names = names
-        self._secret = token_bytes(32)
+
+    def erase(self, account: str) -> None:
+        """Remove a tenant's lines from the file, also those of earlier recordings. Raises BadTrace.
+
+        What a pipe has passed on cannot be removed.
+        """
+        if not self._path.is_file():
+            return
+        end = f'"tenant":{json.dumps(self._names.get(account, ""))}}}\n'
+        new = self._path.with_name(f"{self._path.name}.{token_hex(8)}")
+        try:
+            with open(self._path, encoding="utf-8") as old, _append(new) as kept:
+                kept.writelines(line for line in old if not line.endswith(end))
+            os.replace(new, self._path)
+            if not self._file.closed:
+                self._file.close()
+                self._file = _append(self._path)
+        except (OSError, ValueError) as error:
+            new.unlink(missing_ok=True)
+            raise BadTrace(f"--record-trace: the lines of the tenant are not erased: {error}") from None
 
     def add(self, submission: Submission, output: Output) -> None:
         """Append the line of an ended request."""

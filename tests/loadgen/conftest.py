@@ -80,9 +80,10 @@ class BadServer:
         self._started.set()
         self._loop.run_forever()
         server.close()
-        for task in asyncio.all_tasks(self._loop):
+        for task in (left := asyncio.all_tasks(self._loop)):
             task.cancel()
-        self._loop.run_until_complete(asyncio.sleep(0.05))
+        if left:
+            self._loop.run_until_complete(asyncio.wait(left))
         self._loop.close()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -28,6 +28,13 @@ def test_a_pin_of_a_run_s_beginning_adds_its_own_pages_alone():
     assert (tree.num_pinned_pages, tree.num_new_pinned_pages(tree.match(key(1, 2, 3, 4, 5, 6)))) == (2, 4)
 
 
+def test_a_node_that_left_has_no_tokens_whoever_still_keeps_it():
+    tree = RadixTree(1)
+    node, _ = insert(tree, [1, 2], [0, 1])
+    tree.flush()
+    assert (node.key, node.parent) == (b"", None)
+
+
 def test_partial_page_among_many_children_is_the_longest():
     tree = RadixTree(4)
     for i in range(40):

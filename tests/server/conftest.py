@@ -123,7 +123,7 @@ def guarded(tiny_dir, tmp_path_factory) -> Iterator[LiveServer]:
     directory = tmp_path_factory.mktemp("guarded")
     keys = directory / "keys"
     keys.write_text("boss boss-secret-key admin\nalice alice-secret-key\n")
-    options = ["--pool-tokens", "4096", "--api-keys", str(keys), "--host-memory", "0.1", "--tier-root", str(directory)]
+    options = ["--pool-tokens", "4096", "--api-keys", str(keys), "--host-memory", "0.1", "--admin-root", str(directory)]
     server = start(directory / "log", "--model", str(tiny_dir), *options)
     yield server
     assert stop(server) == 0
@@ -134,7 +134,7 @@ def server(default_model_dir, tmp_path_factory) -> Iterator[LiveServer]:
     """One server for all tests that leave it as they found it; its pages are checked at the end."""
     log = tmp_path_factory.mktemp("server") / "log"
     server = start(log, "--model", str(default_model_dir), "--served-model-name", "smollm2", "--pool-tokens", "8192",
-                   "--max-body-bytes", "100000", "--debug-invariants")  # fmt: skip
+                   "--max-body-bytes", "100000", "--hold-time", "0:600", "--debug-invariants")  # fmt: skip
     yield server
     server.check_idle()
     assert stop(server) == 0

@@ -52,7 +52,9 @@ def test_every_option_of_the_configuration_is_there_and_explained(capsys):
         ),
         (["serve", "--trusted-proxies", "10.0.0.1 10.0.0.2"], "argument --trusted-proxies: "),
         (["serve", "--disk-space", "5"], "argument --disk-space: needs --disk-cache"),
-        (["serve", "--kv-events-replay", "5557"], "argument --kv-events-replay: "),
+        (["serve", "--kv-events", "tcp://127.0.0.1:5557,5558"], "argument --kv-events: "),
+        (["serve", "--hold-time", "60:"], "argument --hold-time: "),
+        (["serve", "--hold-time", "60:30"], "argument --hold-time: Value error, DEFAULT is longer than MOST"),
         ([], "COMMAND"),
         (["serve", "--pool-memry", "2"], "unrecognized arguments: --pool-memry 2; did you mean --pool-memory?"),
         (["serve", "--xyz"], "unrecognized arguments: --xyz"),
@@ -223,6 +225,7 @@ def test_the_doctor_tells_what_there_is(capsys, tmp_path, monkeypatch):
     assert "3 GiB (--pool-memory)" in rows["pool"]
     assert "fetched at the first start" in rows["model"]
     assert "torch " in told
+    assert ("may not use all cores" in told) == (len(os.sched_getaffinity(0)) < os.cpu_count())
 
 
 def test_the_server_process_does_without_torch(server):

@@ -344,7 +344,7 @@ def test_an_operator_is_told_who_may_ask_and_whom_events_leave_out(logged_here, 
     ],
 )
 def test_replays_of_the_events_of_keys_are_for_this_machine(endpoint, allowed):
-    config = make_config(kv_events_replay=endpoint)
+    config = make_config(kv_events=f"ipc:///events,{endpoint}")
     _check_replays(config, [])
     with contextlib.nullcontext() if allowed else pytest.raises(RametError, match="for this machine alone"):
         _check_replays(config, [Tenant("a", b"")])

@@ -1,22 +1,20 @@
-"""Right answers under a long mixed load, and however often requests are retracted."""
+"""Right answers under a long mixed load."""
 
 import asyncio
 import json
 import random
 import time
 from collections import Counter
-from typing import Any
 
 import aiohttp
 import pytest
 
-from tests.soak.target import SCALE, Target, greedy, ids, scaled, target
+from tests.soak.target import SCALE, Target, greedy, ids, target
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7200)]
 _CLIENTS = 24
 _OBJECT = {"a": {"type": "integer"}, "b": {"type": "boolean"}}
 _SCHEMA = {"type": "object", "properties": _OBJECT, "required": ["a", "b"], "additionalProperties": False}
-_ARRAY = json.dumps({"type": "array", "items": {"type": "integer"}, "maxItems": 6})
 
 
 class Mixed:
@@ -121,48 +119,3 @@ def test_twenty_minutes_of_mixed_load_without_a_wrong_answer_or_a_leak(tiny_dir,
             await server.check(before)
 
     asyncio.run(scenario())
-
-
-def test_retracted_requests_are_answered_as_if_they_ran_alone(tiny_dir, tmp_path):
-    draw = random.Random(7)
-    bodies = list(_requests(draw, scaled(500, least=20)))
-
-    async def answers(at_once: int, *options: str) -> tuple[list[Any], int]:
-        limit = asyncio.Semaphore(at_once)
-
-        async def one(server: Target, body: dict[str, Any]) -> Any:
-            async with limit:
-                status, answer = await server.post("/generate", **body)
-            assert status == 200, answer
-            return [choice["output_ids"] for choice in (answer if isinstance(answer, list) else [answer])]
-
-        async with target(tiny_dir, tmp_path / f"log{at_once}", *options) as server:
-            found = await asyncio.gather(*(one(server, body) for body in bodies))
-            retracted = (await server.get("/server_info"))["state"]["retracted_requests"]
-            await server.check()
-        return found, retracted
-
-    small = ("--pool-tokens", "640", "--page-size", "4", "--max-running", "32", "--debug-invariants")
-    found, retracted = asyncio.run(answers(48, *small))
-    expected, _ = asyncio.run(answers(1, "--no-prefix-cache"))
-    assert found == expected
-    assert retracted >= len(bodies) // 5
-
-
-def _requests(draw: random.Random, count: int):
-    """Greedy, sampled, penalised and constrained requests behind common prefixes, some with several completions."""
-    roots = [ids(draw, 150) for _ in range(6)]
-    for _ in range(count):
-        prompt = draw.choice(roots)[: draw.randrange(150)] + ids(draw, draw.randrange(1, 60))
-        body = greedy(prompt, draw.randrange(8, 128), priority=draw.choice([0, 0, 0, 1, 5]))
-        sampling = body["sampling_params"]
-        kind = draw.random()
-        if kind < 0.3:
-            sampling |= {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": draw.randrange(1 << 32)}
-        elif kind < 0.4:
-            sampling |= {"temperature": 1.0, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "seed": 7}
-        elif kind < 0.5:
-            sampling |= {"json_schema": _ARRAY, "temperature": 0.7, "seed": 3, "ignore_eos": False}
-        if draw.random() < 0.15:
-            sampling |= {"n": draw.randrange(2, 4), "max_new_tokens": draw.randrange(8, 40), "seed": 5}
-        yield body

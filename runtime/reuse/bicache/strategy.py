@@ -262,7 +262,7 @@ class BiCache(Strategy):
         self.encodings.add(key, request.namespace, share.encoding)
 
     def release(self, request: Request, keep: bool) -> None:
-        self.cache.release(request)
+        self.cache.release(request, request.message.hold_s)
 
     def distrust(self, request: Request) -> None:
         """Remove the encoding from the cache, unless it is pinned or another running request reads it."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from radix import Match, Namespace, Node
+from radix.node import TOKEN_BYTES
 from runtime.batch import Read, RowSet, Stage
 from runtime.errors import InvalidRequest
 from runtime.kv.cache import PagedCache
@@ -123,7 +124,7 @@ class EntryStrategy(PrefixStrategy):
     def find(self, request: Request) -> Found:
         """`Found.detail` is the `Found` of the request's own tokens, and a `Match` for each entry."""
         own = super().find(request)
-        matches = [self._match(entry) for entry in request.reuse.entries]
+        matches = [self._match(request, entry) for entry in request.reuse.entries]
         whole = sum(e.length for e, match in zip(request.reuse.entries, matches, strict=True) if self._all(e, match))
         return Found(own.tokens + whole, (own, matches))
 
@@ -135,10 +136,16 @@ class EntryStrategy(PrefixStrategy):
             *(entry.run(self._meta(request, entry)) for entry in entries),
         ]
 
-    def _match(self, entry: Entry) -> Match:
+    def _match(self, request: Request, entry: Entry) -> Match:
+        """The pages of an entry that the request reads: all of them, or those before the rows that it encodes."""
         if not self.cache.enabled:
             return Match()
-        return self.cache.tree.match(entry.key, entry.namespace)
+        match = self.cache.tree.match(entry.key, entry.namespace)
+        if self._all(entry, match):
+            return match
+        # Other pages would be locked for nothing, and the pool may be too small for them beside the request's own.
+        start = self._start(request, entry, match)
+        return self.cache.tree.match(entry.key[: start * TOKEN_BYTES], entry.namespace)
 
     def _all(self, entry: Entry, match: Match) -> bool:
         return len(match.pages) == self.cache.pages_for(entry.length)

@@ -36,6 +36,10 @@ class Choices:
         if _rows(turns) <= self._known.maxsize:
             self._known[key] = turns
 
+    def forget(self, layout: Layout, namespace: Namespace) -> None:
+        """Drop what the turns of a conversation chose."""
+        self._known.pop(_key(layout, namespace), None)
+
     def clear(self) -> None:
         self._known.clear()
 

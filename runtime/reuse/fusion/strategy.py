@@ -117,7 +117,7 @@ class Fusion(EntryStrategy):
             self._arrange(request, _NO_ROWS)
             self._recall(request)
         pages = sum(self.cache.pages_for(entry.length) for entry in entries.values())
-        self._bound(request, pages + self._look_pages(request.reuse), request.max_length)
+        self._bound(request, pages + sum(self._look_pages(request.reuse)), request.max_length)
 
     def _layout(self, tokens: array[int], asked: dict[str, Any], namespace: Namespace) -> Layout:
         found = read_fields(Asked, asked)
@@ -147,12 +147,12 @@ class Fusion(EntryStrategy):
         entries = [p.entry for p in self._layout(tokens, asked, namespace).places if p.is_document]
         return [entry.run() for entry in {entry.namespace: entry for entry in entries}.values()]
 
-    def _look_pages(self, fused: Fused) -> int:
-        """Number of pages for the look and for the rows that the method may choose."""
+    def _look_pages(self, fused: Fused) -> tuple[int, int]:
+        """Number of pages for the look, and for rows that the method has yet to choose."""
         if fused.method.look is None or not (count := fused.method.count()):
-            return 0
+            return 0, 0
         own = fused.method.look.length(fused.layout) if fused.method.look.writes_pages else 0
-        return self.cache.pages_for(own) + self.cache.pages_for(count)
+        return self.cache.pages_for(own), self.cache.pages_for(count if fused.selected is None else 0)
 
     # -- which rows are computed -----------------------------------------------------------------------------
 
@@ -228,14 +228,13 @@ class Fusion(EntryStrategy):
         # Fused rows read the result of the dense look, so it is repeated unless all fused rows are cached.
         misses = self._is_dense(fused) and found.detail[0].tokens < fused.num_fused
         look = fused.method.look if fused.selected is None or misses else None
-        num_pages = self._look_pages(fused) if look else 0
+        own, more = self._look_pages(fused) if look else (0, 0)
         fused.layout.keep(fused.layout.computed(fused.chosen))
-        if not super().admit(request, found, headroom + num_pages):
+        if not super().admit(request, found, headroom + own + more):
             return False
         if look is not None:
-            pages = self.cache.allocate(num_pages, array("i"), request.owner, cached=0)
+            pages = self.cache.allocate(own + more, array("i"), request.owner, cached=0)
             assert pages is not None, "the room was counted above"
-            own = self.cache.pages_for(look.length(fused.layout)) if look.writes_pages else 0
             fused.held = [Segment(pages[:own], 0), Segment(pages[own:], 0)]
             request.segments += fused.held
             fused.look = look(fused.layout, request.sequence, pages[:own], self._executor)
@@ -334,6 +333,11 @@ class Fusion(EntryStrategy):
         super().release(request, keep)
         fused = request.reuse
         fused.look, fused.held = None, []
+
+    def distrust(self, request: Request) -> None:
+        """Also forget the rows that bad numbers may have chosen."""
+        self._choices.forget(request.reuse.layout, request.reuse.namespace)
+        super().distrust(request)
 
     def flush(self) -> None:
         self._choices.clear()

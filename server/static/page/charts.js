@@ -41,7 +41,7 @@ function showFigures(now) {
   const field = `evicted_tokens_by_${$("evictedby").value}`, total = (s, name) => Object.values(s[name] || {}).reduce((sum, n) => sum + n, 0);
   const since = samples.find((s) => s.at_s >= now.at_s - $("window").value), over = (name) => number(Math.max(total(now, name) - total(since, name), 0));
   const used = 100 * (1 - now.pages_free / now.pages_total), hit = hitRatio({ last: now });
-  chart("Pool", `${number(used)} % in use`, "%", [
+  chart("Pool", `${number(used)} % in use` + (now.pages_held ? `, ${number(100 * now.pages_held / now.pages_total)} % held` : ""), "%", [
     ["live requests", "--b", share((s) => s.pages_private + s.pages_locked)], ["pinned", "--d", share((s) => s.pages_pinned)],
     ["cached", "--a", share((s) => s.pages_tree - s.pages_locked - s.pages_pinned)]], { stack: true, top: 100, rest: "free" });
   chart("Hit ratio", hit == null ? "–" : `${number(hit, 1)} %`, "%", [[`of prompt tokens, over ${HIT_WINDOW_S} s`, "--c", hitRatio]], { top: 100 });

@@ -6,7 +6,7 @@ function showNode(block) {
   if (same && box.contains(document.activeElement) && document.activeElement.matches("pre")) return;
   const entries = [["tokens", `${number(block.tokens)}, after ${number(block.start)}`], ["from here on", block.total && `${number(block.total)} tokens in ${inNodes(block.nodes)}`], ["hits", number(block.hits)],
     ["last used", block.idle_s != null && `${ago(block.idle_s)} ago`], ["computed in", block.cost_s && `${number(block.cost_s, 2)} s`], ["owner", ownerOf(block)], ["kind", kindOf(block)], ["also in", (block.tiers || []).join(", ")],
-    ["kept by", [block.pinned && "pins", block.locked && "live requests"].filter(Boolean).join(" and ")], ["foreseen", foreseenOf(block)]];
+    ["kept by", [block.pinned && "pins", block.held_s && `its hold time for ${ago(block.held_s)}`, block.locked && "live requests"].filter(Boolean).join(" and ")], ["foreseen", foreseenOf(block)]];
   const list = make("dl");
   for (const [what, value] of entries) if (value) list.append(make("dt", what), make("dd", value));
   const focused = same && box.contains(document.activeElement) ? document.activeElement.textContent : null;

@@ -106,7 +106,7 @@ function showCrumbs(from) {
 function drawTree(top) {
   const svg = $("icicle"), width = svg.clientWidth || 1000, focused = svg.contains(document.activeElement), paint = colouring();
   svg.replaceChildren();
-  legend($("treekey"), [...paint.key, ["pinned", "border:2px solid var(--pin)"], ["locked by a live request", "border-bottom:3px solid var(--lock);border-radius:0"], ["smaller nodes, together", "background:var(--line)"]]);
+  legend($("treekey"), [...paint.key, ["pinned", "border:2px solid var(--pin)"], ["held for a time", "border:2px dashed var(--pin)"], ["locked by a live request", "border-bottom:3px solid var(--lock);border-radius:0"], ["smaller nodes, together", "background:var(--line)"]]);
   let deepest = 0, x = 0;
   const place = (block, x, w, row) => {
     if (w < 1 || row >= DEPTH) return;
@@ -138,10 +138,11 @@ function drawBlock(svg, block, x, w, row, paint) {
   const rect = draw(svg, "rect", {
     x: x + .5, y: row * ROW + 1, width: Math.max(w - 1.5, .5), height: ROW - 4, rx: Math.min(3, w / 4), tabindex: -1, "data-name": name, role: "treeitem",
     "aria-label": `${short(labelOf(block), 60)}, ${number(block.total)} tokens`, fill: root ? "var(--panel)" : paint.fill(block),
-    stroke: name === selected ? "var(--ink)" : block.pinned ? "var(--pin)" : root ? "var(--soft)" : "none", "stroke-width": root && name !== selected ? 1 : 2,
+    stroke: name === selected ? "var(--ink)" : block.pinned || block.held_s ? "var(--pin)" : root ? "var(--soft)" : "none", "stroke-width": root && name !== selected ? 1 : 2, "stroke-dasharray": block.held_s && !block.pinned && name !== selected ? "3 2" : "none",
     class: found(block) || root ? "" : "faded",
   });
   if (block.pinned) rect.dataset.pinned = "1";
+  if (block.held_s) rect.dataset.held = "1";
   if (block.locked && !root) { rect.dataset.locked = "1"; draw(svg, "line", { x1: x + 2, x2: x + Math.max(w - 2, 2.5), y1: row * ROW + ROW - 5, y2: row * ROW + ROW - 5, stroke: "var(--lock)", "stroke-width": 2, "pointer-events": "none" }); }
   if (w > 40) draw(svg, "text", { x: x + 6, y: row * ROW + 16, class: found(block) || root ? "" : "faded" }, short(labelOf(block), Math.floor((w - 10) / 6.2)));
   rect.addEventListener("mousemove", (event) => showTip(event, make("div", facts(block), { class: "soft" }), ...(block.preview ? [make("pre", block.preview)] : [])));
@@ -153,16 +154,17 @@ function zoomTo(block) { zoom = nameOf(block); cursor = zoom; showTree(); }
 function choose(block) { cursor = nameOf(block); if (block.id >= 0) selected = cursor; showTree(); }
 const depths = ({ depths, similarity }) => Object.entries(depths).sort((a, b) => a[0] - b[0]).map(([ratio, depth]) =>
   `${depth} layers from ${ratio} % of a request` + (similarity[ratio] == null ? "" : ` (similarity ${similarity[ratio]})`)).join(", ");
+const measured = (found) => Object.entries(found || {}).flatMap(([share, { depth }]) => Object.entries(depth).map(([layers, nats]) => `; measured from ${share} %: ${nats} nats in ${layers} layers`)).join("");
 const foreseen = (outlook) => outlook ? `${outlook.kind}; ${number(outlook.age)} uses ago; ${number(1000 * outlook.promise, outlook.promise < .01 ? 1 : 0)} hits a page in 1,000 uses` : "–";
 // Only what nothing continues can go next; the age of a node above others is not that of their uses.
 const foreseenOf = (block) => block.outlook && block.total === block.tokens ? foreseen(block.outlook) : "";
 const kindOf = ({ meta, kind }) => meta?.module != null ? `module ${meta.module} of the schema ${meta.schema}, ${number(meta.module_tokens)} tokens` :
-  meta?.depths ? `encoded with ${number(meta.encoded_tokens)} tokens, reusable in ${depths(meta)} (depth table ${meta.depth_table})` :
+  meta?.depths ? `encoded with ${number(meta.encoded_tokens)} tokens, reusable in ${depths(meta)} (depth table ${meta.depth_table})${measured(meta.measured)}` :
   meta?.document != null ? `document ${meta.document}, ${number(meta.document_tokens)} tokens` : { rows: "behind prompt modules", fused: "behind documents", bicache: "encoding" }[kind];
 function facts(block) {
   const root = block.id < 0, kind = kindOf(block);
   return [root ? `${number(block.total)} tokens in ${inNodes(block.nodes)}` : `${number(block.tokens)} tokens after ${number(block.start)}; ${number(block.total)} in ${inNodes(block.nodes)} from here on`,
-    `${number(block.hits)} hits`, `last used ${ago(block.idle_s)} ago`, ownerOf(block) && `of ${ownerOf(block)}`, block.pinned && "pinned", block.locked && "locked by a live request",
+    `${number(block.hits)} hits`, `last used ${ago(block.idle_s)} ago`, ownerOf(block) && `of ${ownerOf(block)}`, block.pinned && "pinned", block.held_s && `held for ${ago(block.held_s)}`, block.locked && "locked by a live request",
     foreseenOf(block) && `foreseen: ${foreseenOf(block)}`, kind].filter(Boolean).join("; ");
 }
 // One stop for the tabulator; arrows go along the tree as it is drawn.

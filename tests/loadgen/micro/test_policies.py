@@ -8,6 +8,7 @@ import pytest
 
 from loadgen.harness import BenchError
 from loadgen.harness.run import execute
+from loadgen.micro.bench_holds import mixed
 from loadgen.micro.bench_policies import Policies, capacities_of, offline_bound, operations, replay
 from loadgen.micro.stress import STRESS, stress_trace
 from loadgen.micro.traffic import read_traffic, reuse_gaps
@@ -46,6 +47,32 @@ def test_every_policy_stays_below_the_offline_bound(trace, policy):
     assert [sum(one.hits) for one in found] == HITS[policy]
     assert all(one.hit_ratio <= bound.hit_ratio for one, bound in zip(found, bounds, strict=True))
     assert replay(trace, policy, 10**6).hits == offline_bound(trace, 10**6).hits
+
+
+def test_who_holds_is_found_again_and_others_pay_for_it(tmp_path, measured):
+    trace = [(float(i), array("i", blocks)) for i, blocks in enumerate([[1, 2], [3, 4], [5, 6], [3, 4], [1, 2]])]
+    hold_s = [9.0, 0.0, 0.0, 0.0, 0.0]
+    assert replay(trace, "lru", 4).found == [0, 0, 0, 2, 0]
+    assert replay(trace, "lru", 4, hold_s).found == [0, 0, 0, 0, 2]
+    assert replay(trace, "lru", 4, [3.0, *hold_s[1:]]).found == [0, 0, 0, 0, 0], "it is over too soon"
+    assert replay(trace, "lru", 3, hold_s).found == replay(trace, "lru", 3).found, "half of the cache may be held"
+    path = tmp_path / "small.jsonl"
+    lines = [{**LENGTHS, "timestamp": 1000 * at_s, "hash_ids": list(blocks)} for at_s, blocks in trace]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    found = measured("holds", "--traces", path, "--hold-times", 0, 2)
+    assert {one["traffic"] for one in found} == {"small"}
+    assert len(found) == 2 * 2 * len(POLICIES)
+    assert all(one["holding"] == one["hits"] for one in found)
+
+
+def test_synthetic_traffic_of_those_who_hold_and_others():
+    shares = {}
+    for name in ("bursts", "agents", "few agents"):
+        trace, holds = mixed(name, random.Random(3))
+        assert [at_s for at_s, _ in trace] == sorted(at_s for at_s, _ in trace)
+        shares[name] = sum(holds) / len(trace)
+    assert 0.1 < shares["bursts"] < shares["agents"]
+    assert 0.01 < shares["few agents"] < shares["agents"] / 4
 
 
 def test_a_tally_by_quarter():

@@ -100,6 +100,19 @@ def test_a_step_s_time_is_divided_among_its_rows(ids_dir):
     assert 0 < costs[3] + costs[1] <= elapsed
 
 
+@pytest.mark.parametrize("token", [-1, 4096, 2**31 - 1])
+def test_a_token_that_the_model_does_not_have_is_refused(ids_dir, token):
+    """A kernel would read what lies behind the embeddings."""
+    driver = Driver(make_core(ids_dir))
+    driver.add("bad", [5, token, 6], max_new_tokens=2)
+    driver.add("good", [5, 4095, 6], max_new_tokens=2)
+    driver.run()
+    finish = driver.finish["bad"]
+    assert (finish.refused, finish.param) == (True, "prompt")
+    assert finish.message == f"token id {token} is out of range: the model has 4096 tokens"
+    assert driver.finish["good"].type == "length"
+
+
 def test_a_prompt_can_be_read_without_an_answer(ids_dir):
     driver = Driver(make_core(ids_dir, chunk_tokens=8))
     driver.add("read", list(range(40, 60)), max_new_tokens=0, prompt_logprobs_from=0, logprobs=0)

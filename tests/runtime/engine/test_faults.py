@@ -32,6 +32,55 @@ def break_hook(strategy, hook: str, after: int, before: bool, monkeypatch) -> No
 
 
 @pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("end", ["length", "abort", "error"])
+def test_a_request_whose_pages_cannot_be_kept_ends_as_it_would(core, end, before, monkeypatch):
+    plain, prompts = Driver(core), {rid: prompt_of(seed, 40) for seed, rid in enumerate(("good", "bad"))}
+    plain.flush()
+    for rid, prompt in prompts.items():
+        plain.add(rid, prompt, max_new_tokens=8)
+    plain.run()
+    break_hook(core.strategy, "release", 0, before, monkeypatch)
+    if end == "error":
+        break_hook(core.strategy, "report", 2, True, monkeypatch)
+    driver = Driver(core)
+    driver.flush()
+    for rid, prompt in prompts.items():
+        driver.add(rid, prompt, max_new_tokens=8)
+    while end == "abort" and not driver.tokens["bad"]:
+        driver.step()
+    if end == "abort":
+        driver.abort("bad")
+    driver.run()
+    assert (driver.finish["bad"].type, driver.finish["good"].type) == (end, "length")
+    assert driver.tokens["good"] == plain.tokens["good"]
+    assert end != "length" or driver.tokens["bad"] == plain.tokens["bad"]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_request_that_cannot_be_retracted_fails_alone(ids_dir, before, monkeypatch):
+    core = make_core(ids_dir, page_size=4, pool_tokens=128)
+    driver = Driver(core)
+    break_hook(core.strategy, "release", 0, before, monkeypatch)
+    for rid in ("good", "bad"):  # together they need more than the pool has, and the later one is retracted
+        driver.add(rid, prompt_of(len(rid), 40), max_new_tokens=60)
+    driver.run()
+    assert (driver.finish["bad"].type, driver.finish["good"].type) == ("error", "length")
+    assert 0 < len(driver.tokens["bad"]) < 60 == len(driver.tokens["good"])
+
+
+def test_a_request_whose_runs_cannot_be_told_fails_alone(ids_dir, monkeypatch):
+    core = make_core(ids_dir, page_size=4, host_memory=0.01)
+    driver = Driver(core)
+    break_hook(core.strategy, "reads", 0, True, monkeypatch)
+    for rid in ("good", "bad", "late"):
+        driver.add(rid, prompt_of(len(rid), 40), max_new_tokens=2)
+    driver.run()
+    assert [driver.finish[rid].type for rid in ("good", "bad", "late")] == ["length", "error", "length"]
+    assert driver.finish["bad"].message == "the step that computed this request failed: ZeroDivisionError"
+    core.close()
+
+
+@pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_fault_of_a_strategy_is_that_of_one_request(core, hook, after, before, monkeypatch):

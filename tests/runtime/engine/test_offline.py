@@ -1,6 +1,7 @@
 """Ramet as a library, on the real model."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from msgspec.structs import replace
@@ -207,14 +208,22 @@ def test_an_event_loop_that_is_left_ends_nothing(engine):
 
 
 def test_a_cancelled_batch_leaves_no_request(engine):
-    async def cancel(after_s: float) -> None:
+    async def cancel(reached: Callable[[], bool]) -> None:
         task = asyncio.create_task(engine.agenerate([[i + 3] * 9 for i in range(64)], LONG))
-        await asyncio.sleep(after_s)
+        await asyncio.sleep(0)
+        while not reached():
+            await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    for after_s in (0, 0.01, 0.2):
-        asyncio.run(cancel(after_s))
+    core = engine.core
+    generated = core.counters["generation_tokens"]
+    for reached in (
+        lambda: True,
+        lambda: bool(core.requests),
+        lambda: core.counters["generation_tokens"] > generated,
+    ):
+        asyncio.run(cancel(reached))
         assert engine.state()["running"] == engine.state()["waiting"] == 0
         assert not engine.core.requests

@@ -86,15 +86,19 @@ def test_a_step_is_launched_before_the_one_ahead_of_it_is_read(tiny_dir):
     assert driver.ahead == [2, 2, 2]
 
 
-def test_a_step_ahead_may_stop_at_the_minimum(tiny_dir, prompts, free):
+@pytest.mark.parametrize("bias", [{}, {0: -5.0}])
+def test_a_step_ahead_may_stop_at_the_minimum_and_not_before(tiny_dir, prompts, free, bias):
     tokens = free[0]
     least = next(i for i in range(3, NEW) if tokens[i] not in tokens[:i])
     driver = Overlapping(tiny_dir)
-    ends = {"min_new_tokens": least, "stop_token_ids": [tokens[least]]}
-    driver.add("a", prompts[0], max_new_tokens=NEW, logit_bias={0: -5.0}, **ends)
+    for rid, end in (("a", least), ("b", least - 1)):
+        ends = {"min_new_tokens": least, "stop_token_ids": [tokens[end]]}
+        driver.add(rid, prompts[0], max_new_tokens=NEW, logit_bias=bias, **ends)
     driver.run()
     assert driver.ahead
     assert driver.tokens["a"] == tokens[: least + 1]
+    assert driver.tokens["b"][: least - 1] == tokens[: least - 1]
+    assert driver.tokens["b"][least - 1] != tokens[least - 1]
 
 
 VARIANTS: list[dict[str, Any]] = [

@@ -17,6 +17,15 @@ from tests.runtime.frontend.test_request_ids import INFO
 TEXT = "One, two, three END four, five END six."
 
 
+def test_a_stop_string_counts_from_the_least_number_of_tokens_on(tiny_dir):
+    tokenizer = Tokenizer.load(tiny_dir)
+    tokens = tokenizer.encode(TEXT)
+    at = next(i for i in range(len(tokens)) if "END" in tokenizer.decode(tokens[:i]))
+    for least, text in ((at, "One, two, three "), (at + 1, "One, two, three END four, five ")):
+        found, _ = outputs_of(tokenizer, [[token] for token in tokens], stop=["END"], min_new_tokens=least)
+        assert found[-1].text == text
+
+
 def outputs_of(tokenizer, pieces, **params):
     """The Outputs of tokens that come in pieces, and whether the engine was told to stop."""
     found, sent = [], []

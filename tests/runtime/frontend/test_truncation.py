@@ -1,4 +1,4 @@
-"""Prompts of which only the last tokens are served."""
+"""Prompts of which only the last tokens are served, and outputs as long as the server allows."""
 
 import pytest
 
@@ -6,6 +6,8 @@ from runtime.config import SchedulerConfig
 from runtime.errors import InvalidRequest
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Submission
+from runtime.frontend.processor import Frontend
+from runtime.frontend.schemas.compile import ModulePrompt
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import ModelInfo
@@ -26,3 +28,25 @@ def test_the_last_tokens_that_fit(tiny_dir, last, new, kept):
     else:
         assert inputs.encode(submission) == ids[-kept:]
         assert submission.breakpoints == [(max(kept - 50, 0), 60.0), (kept, 3600.0)]
+
+
+@pytest.mark.parametrize(
+    ("most", "rows", "stop", "limit"),
+    [
+        *((None, 50, 50, None), (10, 50, 50, 10), (20, 50, 50, 14)),
+        *((20, 50, 60, 4), (60, 20, 63, 1), (60, 20, 15, 49), (60, 60, 15, 20)),
+    ],
+)
+def test_the_limit_of_the_server_is_the_length_of_an_output_without_one(tiny_dir, most, rows, stop, limit):
+    """Within the context, which counts positions, and the pool of 80 tokens; none lets the engine count."""
+    info, sent = ModelInfo("tiny", "", "", 10_000, 64, [2], "", "", "", 16, 80), []
+    frontend = Frontend(
+        InputProcessor(info, Tokenizer.load(tiny_dir), SchedulerConfig(max_output_tokens=most)), sent.append
+    )
+    given = [5] * rows if rows == stop else ModulePrompt([5], {}, [rows - 1], stop)
+    submission = Submission(given, SamplingParams(max_new_tokens=None))
+    frontend.submit(submission, frontend.inputs.encode(submission), 0, sent.append)
+    assert sent[0].sampling["max_new_tokens"] == limit
+    if most is not None:
+        with pytest.raises(InvalidRequest, match="this server allows"):
+            frontend.inputs.encode(Submission(given, SamplingParams(max_new_tokens=most + 1)))

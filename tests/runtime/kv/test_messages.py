@@ -14,6 +14,7 @@ import zmq
 from radix import Namespace, Removed, Stored
 from runtime.config import CacheConfig
 from runtime.errors import ModelError
+from runtime.kv import replays
 from runtime.kv.publisher import EventPublisher
 
 STORED = Stored((5, 6), None, array("i", [0, 1, 2, 3]).tobytes(), Namespace())
@@ -28,7 +29,7 @@ class Wire:
         events, replay = f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r"
         self.replay_endpoint = replay
         self.context = zmq.Context()
-        self.publisher = EventPublisher(CacheConfig(kv_events=events, kv_events_replay=replay, page_size=2, **options))
+        self.publisher = EventPublisher(CacheConfig(kv_events=f"{events},{replay}", page_size=2, **options))
         self.heard = self.context.socket(zmq.SUB)
         self.heard.setsockopt(zmq.SUBSCRIBE, b"")
         self.heard.connect(events)
@@ -193,9 +194,9 @@ def test_an_error_gives_the_first_endpoint_free():
         taken.bind(("127.0.0.1", 0))
         free = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
     with pytest.raises(ModelError) as failed:  # whose traceback keeps the publisher
-        EventPublisher(CacheConfig(kv_events=free, kv_events_replay="ipc:///no/such/place"))
+        EventPublisher(CacheConfig(kv_events=f"{free},ipc:///no/such/place"))
     EventPublisher(CacheConfig(kv_events=free)).close()
-    assert failed.value.message.startswith("--kv-events-replay")
+    assert failed.value.message.startswith("--kv-events ipc:///no/such/place")
 
 
 def test_replays_begin_where_they_are_asked_to(wire):
@@ -267,6 +268,22 @@ def test_batches_that_are_dropped_during_a_replay_leave_a_gap(wire):
     assert len(numbers) < 2 * KEPT
 
 
+def test_batches_wait_for_a_limited_number_of_consumers(wire, monkeypatch):
+    """A replay under way goes on; those of further consumers end at once until one leaves."""
+    monkeypatch.setattr(replays, "_MOST", 2)
+    fill(wire)
+    slow = wire.slow()
+    slow.poll()
+    assert wire.replayed(0)[0] == 5
+    third = wire.slow()
+    assert wire.answer(third) == wire.replayed(0) == [END]
+    assert wire.answer(slow) == [*range(5, KEPT + 5), END]
+    third.close()
+    while (numbers := wire.replayed(KEPT)) == [END]:  # until it has left
+        pass
+    assert numbers == [*range(KEPT, KEPT + 5), END]
+
+
 def test_a_flood_of_requests_stops_no_publisher(wire):
     """One that never ends while events are published, of consumers that do not read."""
     fill(wire)
@@ -298,7 +315,7 @@ def test_no_replays_without_an_endpoint_and_a_clear_error_for_a_bad_one(tmp_path
     publisher = EventPublisher(CacheConfig(kv_events=f"ipc://{tmp_path}/only"))
     publisher.publish([STORED])
     publisher.close()
-    with pytest.raises(ModelError, match="--kv-events-replay ipc://"):
-        EventPublisher(CacheConfig(kv_events=f"ipc://{tmp_path}/e", kv_events_replay=f"ipc://{tmp_path}/no/such/place"))
+    with pytest.raises(ModelError, match=r"--kv-events ipc://.*/no/such/place"):
+        EventPublisher(CacheConfig(kv_events=f"ipc://{tmp_path}/e,ipc://{tmp_path}/no/such/place"))
     with pytest.raises(ModelError, match="--kv-events ipc://"):
         EventPublisher(CacheConfig(kv_events=f"ipc://{tmp_path}/no/such/place"))

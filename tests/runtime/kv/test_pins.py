@@ -108,9 +108,10 @@ def test_a_request_that_waits_for_room_is_one_use_of_its_prefix(ids_dir):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_full_load_with_pins_and_quotas_at_their_limits(ids_dir, policy):
+def test_full_load_with_pins_holds_and_quotas_at_their_limits(ids_dir, policy):
     core = make_core(
-        ids_dir, pool_tokens=320, page_size=4, pin_budget=0.6, eviction_policy=policy, max_running=8, tenant_quota=60
+        ids_dir, pool_tokens=320, page_size=4, pin_budget=0.6, hold_time="9:99", eviction_policy=policy, max_running=8,
+        tenant_quota=60,
     )  # fmt: skip
     driver, draw = Driver(core), random.Random(5)
     plain = Driver(make_core(ids_dir, prefix_cache=False))
@@ -126,6 +127,7 @@ def test_full_load_with_pins_and_quotas_at_their_limits(ids_dir, policy):
             rid,
             prompt,
             max_new_tokens=draw.choice([4, 60]),
+            hold_s=draw.choice([None, 0.0, 99.0]),
             namespace=draw.choice([Namespace(), Namespace("t", "1"), Namespace("t", "2")]),
         )
     driver.run(between)
@@ -133,6 +135,7 @@ def test_full_load_with_pins_and_quotas_at_their_limits(ids_dir, policy):
     assert state["evicted_tokens_by_cause"]["quota"] > 0
     assert core.cache.tree.quotas.pages(Namespace("t")) <= 60
     assert state["pages_pinned"] > 0
+    assert (0 < state["pages_held"] <= 40, state["held_pages_lost"] > 0, state["held_pages_broken"] > 0) == (True,) * 3
     for rid in list(prompts)[:8]:
         assert driver.tokens[rid] == plain.together([prompts[rid]], max_new_tokens=len(driver.tokens[rid]))[0]
 

@@ -72,7 +72,7 @@ def context():
 
 def test_a_consumer_knows_what_the_engine_holds(tiny_dir, tmp_path, context):
     events, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
-    with Engine(str(tiny_dir), dtype="float32", pool_tokens=512, kv_events=events, kv_events_replay=replay) as engine:
+    with Engine(str(tiny_dir), dtype="float32", pool_tokens=512, kv_events=f"{events},{replay}") as engine:
         consumer = Consumer(context, events)
         while not consumer.until(lambda: bool(consumer.numbers), 0.2):  # until it has subscribed
             engine.generate([[7] * 50], {"max_new_tokens": 2})

@@ -21,7 +21,7 @@ def base(tiny_dir):
 
 @pytest.fixture(scope="module")
 def paths(base, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("adapters")
+    directory = tmp_path_factory.mktemp("root") / "adapters"
     return [save_lora(directory / name, base, seed) for seed, name in enumerate(("poems", "prose"))]
 
 
@@ -40,7 +40,7 @@ def server(tiny_dir, paths, tmp_path_factory):
     directory = tmp_path_factory.mktemp("served")
     (directory / "keys").write_text("boss boss-secret-key admin\nalice alice-secret-key\n")
     options = ["--model", str(tiny_dir), "--served-model-name", "tiny", "--pool-tokens", "4096"]
-    options += ["--api-keys", str(directory / "keys"), "--reuse", "a3"]
+    options += ["--api-keys", str(directory / "keys"), "--reuse", "a3", "--admin-root", str(paths[0].parents[1])]
     server = start(directory / "log", *options, "--lora", f"poems={paths[0]}")
     yield server
     assert stop(server) == 0
@@ -144,7 +144,18 @@ def test_names_that_cannot_be(boss, paths, name):
     assert load(boss, name, paths[0]).status_code in (400, 422)
 
 
-def test_a_broken_one_is_one_error_and_nothing_is_lost(alice, boss, tmp_path, texts):
+def test_nothing_is_said_of_what_lies_elsewhere(boss, paths, tmp_path):
+    (paths[0].parent / "link").symlink_to(tmp_path)
+    root = paths[0].parents[1]
+    for path in (tmp_path, root, root / ".." / "else", "adapters/prose", paths[0].parent / "link", "/no/such/place"):
+        error = load(boss, "elsewhere", path).json()["error"]
+        assert error["message"] == "the path must be absolute, and below --admin-root"
+        assert (error["type"], error["param"]) == ("permission_error", "lora_path")
+
+
+def test_a_broken_one_is_one_error_and_nothing_is_lost(alice, boss, paths, texts):
+    tmp_path = paths[0].parent / "broken"
+    tmp_path.mkdir()
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
     (tmp_path / "adapter_model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
     answer = load(boss, "broken", tmp_path)

@@ -12,8 +12,8 @@ SAYING = (
 )
 
 
-def generate(url, text, key=None):
-    body = {"text": text, "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
+def generate(url, text, key=None, hold_s=None):
+    body = {"text": text, "sampling_params": {"max_new_tokens": 2, "temperature": 0}, "cache": {"hold_s": hold_s}}
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     httpx.post(f"{url}/generate", json=body, headers=headers, timeout=120).raise_for_status()
 
@@ -32,7 +32,7 @@ def block(page, text):
 
 def test_the_tree_is_drawn_and_a_node_pinned_unpinned_and_evicted(page, server):
     httpx.post(f"{server.url}/flush_cache")
-    generate(server.url, SAYING * 2)
+    generate(server.url, SAYING * 2, hold_s=600)
     page.goto(server.url)
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
@@ -41,7 +41,11 @@ def test_the_tree_is_drawn_and_a_node_pinned_unpinned_and_evicted(page, server):
     rect = block(page, "Seven bakers")
     rect.hover()
     assert "Seven bakers argued" in page.locator("#tip").inner_text()
+    assert "held for 10 min" in page.locator("#tip").inner_text()
+    page.locator("#chart-pool .value", has_text="% held").wait_for()
     rect.click()
+    page.locator("#node", has_text="its hold time for").wait_for()
+    page.locator("#icicle rect[data-held]").first.wait_for()
     page.get_by_role("button", name="Pin", exact=True).click()
     page.locator("#icicle rect[data-pinned]").first.wait_for()
     assert len(httpx.get(f"{server.url}/cache/pins").json()["pins"]) == 1
@@ -214,7 +218,7 @@ def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
     figures |= {"finished": [refused]}
     before = figures | {"at_s": 1e9 - 60, "evicted_tokens_by_cause": {"room": 0}, "missed_tokens_by_reason": {}}
     common = {"tenant": "", "salt": "", "kind": "", "cost_s": 0.1, "chained": 1, "hits": 1, "locked": False}
-    common |= {"pinned": False, "meta": None, "preview": "text", "idle_s": 5}
+    common |= {"pinned": False, "meta": None, "preview": "text", "idle_s": 5, "held_s": 0}
     root = common | {"id": -1, "end": [-1, 0], "start": 0, "tokens": 0, "total": 16 * 10**6, "nodes": 10**5}
     root |= {"parent": None, "chained": 0}
     size = {"tokens": 16000, "total": 16000, "nodes": 100, "chained": 100, "parent": 0}
@@ -223,6 +227,9 @@ def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
     gone = {"tenant": "alice", "cause": "room", "pages": 1, "kept_pages": 8, "idle_s": 61.4, "outlook": outlook}
     rest[0]["outlook"] = outlook
     rest[1] |= {"outlook": outlook, "total": 16001}  # above another node
+    measured = {"10": {"depth": {"2": 0.0, "4": 0.0123}}}
+    meta = {"encoded_tokens": 32, "depth_table": "t", "depths": {"0": 1}, "similarity": {}}
+    rest[2]["meta"] = meta | {"measured": measured}
     evictions = [gone | {"outlook": None}, gone]
     tree = {"blocks": [root, *rest], "evictions": evictions, "pins": [], "pinned_tokens": 0, "budget_tokens": 0}
     told_events = ({"history": [before]}, {"figures": figures}, {"tree": tree})
@@ -239,6 +246,10 @@ def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
     assert f"foreseen: {told}" in page.locator("#tip").inner_text()
     page.locator("#icicle rect").nth(2).dispatch_event("mousemove", {"clientX": 9, "clientY": 9})
     assert "foreseen" not in page.locator("#tip").inner_text()
+    page.locator("#icicle rect").nth(3).dispatch_event("mousemove", {"clientX": 9, "clientY": 9})
+    depths = "reusable in 1 layers from 0 % of a request (depth table t)"
+    told = f"{depths}; measured from 10 %: 0 nats in 2 layers; measured from 10 %: 0.0123 nats in 4 layers"
+    assert told in page.locator("#tip").inner_text()
     # Blocks narrower than a pixel are not drawn, and what is not shown stands as one.
     assert page.locator("#icicle rect").count() <= 502
     assert page.locator("#icicle rect[data-rest]").count() == 1

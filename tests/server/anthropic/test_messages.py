@@ -10,8 +10,7 @@ from msgspec.structs import replace
 
 from runtime.errors import EngineDead, Overloaded, RametError, RateLimited
 from runtime.frontend.output import Output
-from runtime.protocol import Breakpoint, CacheUsage, Finish
-from server.anthropic.messages import MessageWriter
+from runtime.protocol import Breakpoint, CacheUsage
 from server.anthropic.messages import usage as usage_of
 from server.errors import Forbidden, Unauthorized, error_response
 
@@ -207,14 +206,6 @@ def test_each_status_has_its_type_of_error():
     assert json.loads(error_response(EngineDead("no"), "/v1/messages/count_tokens").body)["type"] == "error"
     assert json.loads(error_response(RametError("no"), "/v1/messages").body)["error"]["type"] == "api_error"
     assert "type" not in json.loads(error_response(RametError("no"), "/generate").body)
-
-
-@pytest.mark.parametrize(("prompt", "reason"), [(9, "max_tokens"), (10, "model_context_window_exceeded")])
-def test_an_answer_that_fills_the_context_says_so(prompt, reason):
-    writer = MessageWriter.__new__(MessageWriter)
-    writer._context_length = 12
-    output = Output(0, 0, "r", prompt_tokens=prompt, completion_tokens=2, finish=Finish("length"))
-    assert writer._stop(output, [])["stop_reason"] == reason
 
 
 def test_an_answer_that_is_aborted_is_an_error(client, server):

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import httpx
 import pytest
 
 LONG = "Something that two tenants ask in the very same words, long enough for two pages of sixteen tokens. " * 2
@@ -138,10 +139,56 @@ def test_an_answer_follows_a_schema(client, each):
     assert json.loads(each.text(ask(client, each, "A number:", 60, **each.shape(schema)))).keys() == {"n"}
 
 
+@pytest.mark.parametrize(
+    ("name", "unlimited", "end"),
+    [
+        ("generate", sampling(max_new_tokens=None), ("length", "meta_info", "finish_reason", "type")),
+        ("completions", {"max_tokens": -1}, ("length", "choices", 0, "finish_reason")),
+        ("chat", {"max_tokens": None}, ("length", "choices", 0, "finish_reason")),
+        ("messages", {}, ("model_context_window_exceeded", "stop_reason")),
+        ("responses", {"max_output_tokens": None}, ("max_output_tokens", "incomplete_details", "reason")),
+    ],
+)
+def test_an_answer_ends_with_the_context_and_says_so(guarded, name, unlimited, end):
+    """Without a limit; Anthropic's messages must have one."""
+    api, (expected, *at) = APIS[name], end
+    with httpx.Client(base_url=guarded.url, headers={"x-api-key": "alice-secret-key"}, timeout=60) as alice:
+
+        def ask(tokens: int, **fields) -> tuple[dict, int, int]:
+            body = api.body("Count them. " * 100, tokens) | {"model": None, **fields}
+            answer = alice.post(api.path, json=body).json()
+            used = answer.get("usage") or answer["meta_info"]
+            read = [used.get(f"cache_{what}_input_tokens", 0) for what in ("read", "creation")]
+            prompt = used.get("prompt_tokens") or used["input_tokens"] + sum(read)
+            return answer, prompt, used.get("completion_tokens") or used["output_tokens"]
+
+        _, prompt, _ = ask(1)
+        answer, again, output = ask(512 - prompt, **unlimited)
+    assert again == prompt < 500
+    assert again + output == 512
+    for key in at:
+        answer = answer[key]
+    assert answer == expected
+
+
 def test_salts_do_not_share(client, each):
     client.post("/flush_cache")
     found = [each.cached(ask(client, each, LONG, 1, cache_salt=salt)) for salt in ("one", "two", "one")]
     assert (found[0], found[1], found[2] > 0) == (0, 0, True)
+
+
+def test_a_request_holds_what_it_used_within_the_server_s_bound(client, each):
+    client.post("/flush_cache")
+    ask(client, each, LONG, 1, cache={"hold_s": 0})
+    assert client.get("/cache/stats").json()["pages_held"] == 0
+    ask(client, each, LONG, 1, cache={"hold_s": 600})
+    held = [node["held_s"] for node in client.get("/cache/tree").json()["nodes"]]
+    assert all(0 < left <= 600 for left in held), held
+    state = client.get("/cache/stats").json()
+    assert (state["pages_held"], state["held_pages_lost"]) == (state["pages_tree"], 0)
+    refused = client.post(each.path, json=each.body(LONG, 1, cache={"hold_s": 601}))
+    assert (refused.status_code, "600 s at most" in refused.text, "cache.hold_s" in refused.text) == (400, True, True)
+    client.post("/flush_cache")
 
 
 def test_a_miss_is_explained(client, each):

@@ -42,7 +42,10 @@ class Served:
 
     def run(self):
         self.loop.run_until_complete(asyncio.wait((self.accepting,)))
-        self.loop.run_until_complete(asyncio.sleep(0.1))
+        for task in (left := asyncio.all_tasks(self.loop)):
+            task.cancel()
+        if left:
+            self.loop.run_until_complete(asyncio.wait(left))
         self.loop.close()
 
     async def app(self, scope, receive, send):

@@ -81,7 +81,10 @@ def test_an_account_is_bounded(schema, monkeypatch):
         store.put("alice", schema("c"), None)
     assert error.value.code == "too_many_schemas"
     store.put("alice", schema("b"), None)
+    monkeypatch.setattr(SchemaStore, "most_size", schema("c").size)
     store.put("bob", schema("c"), None)
+    monkeypatch.undo()
+    monkeypatch.setattr(SchemaStore, "most", 2)
     store.remove("alice", "a")
     store.put("alice", schema("c"), None)
     monkeypatch.setattr(SchemaStore, "most_size", 500)

@@ -78,6 +78,14 @@ def test_seed_stop_bias_and_the_names_of_limits(api):
     assert " " not in answer.choices[0].logprobs.tokens
 
 
+def test_an_answer_has_its_least_number_of_tokens(client):
+    body = {"prompt": "One, two,", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    ids = client.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]
+    asked = [body | {"stop_token_ids": ids[:1], "min_tokens": least} for least in (0, 6)]
+    short, long = (client.post("/v1/completions", json=one).json()["usage"]["completion_tokens"] for one in asked)
+    assert short == 1 < 6 <= long
+
+
 def test_a_prompt_is_scored_without_an_answer(api):
     answer = api.completions.create(
         model=MODEL, prompt="The capital of France is", max_tokens=0, echo=True, logprobs=0, temperature=0

@@ -27,7 +27,7 @@ class Fleet:
 
     def open(self) -> None:
         events, replay = self.endpoints
-        config = CacheConfig(kv_events=events, kv_events_replay=replay, page_size=2, kv_events_of="hashes")
+        config = CacheConfig(kv_events=f"{events},{replay}", page_size=2, kv_events_of="hashes")
         self.publisher = EventPublisher(config)
 
     def follow(self) -> Follower[str]:

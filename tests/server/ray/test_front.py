@@ -67,8 +67,10 @@ class Client:
 
     def __init__(self):
         self.sent: list[dict] = []
+        self.heard = asyncio.Event()
 
     async def receive(self) -> dict:
+        self.heard.set()
         return {"type": "http.request", "body": b"", "more_body": False}
 
     async def send(self, message: dict) -> None:
@@ -86,7 +88,7 @@ def test_a_client_that_leaves_while_replicas_start_takes_nobody_along(front, tin
         handle = Handle(str(tiny_dir), [START, WHOLE])
         ingress = front.Front({"model": str(tiny_dir)}, handle)
         impatient = asyncio.create_task(ingress.pass_on(client.scope, client.receive, client.send))
-        await asyncio.sleep(0.05)  # it waits for the replicas
+        await client.heard.wait()  # the body is there, and it waits for the replicas
         impatient.cancel()
         await asyncio.wait([impatient])
         handle.there.set()
@@ -141,3 +143,44 @@ def test_an_answer_that_breaks_off_and_is_no_stream_is_cut(front, tiny_dir):
     with pytest.raises(EngineDead, match="this request is lost"):
         asyncio.run(ask())
     assert client.sent == [START, PART]
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [((b"authorization", b"Bearer of-nobody"), 401), ((b"origin", b"http://elsewhere"), 403)],
+)
+def test_a_body_is_read_once_its_client_may_send_it(front, tiny_dir, tmp_path, header, status):
+    (tmp_path / "keys").write_text("alice alice-secret-key\n* a-secret-of-two-servers-and-of-no-one-else\n")
+    client = Client()
+    headers = [(b"content-length", b"9"), (b"host", b"here"), header]
+
+    async def receive() -> dict:
+        assert client.sent, "the body is read before the client is answered"
+        return {"type": "http.disconnect"}
+
+    async def ask() -> None:
+        handle = Handle(str(tiny_dir))
+        handle.there.set()
+        ingress = front.Front({"model": str(tiny_dir), "api_keys": tmp_path / "keys"}, handle)
+        scope = {**client.scope, "method": "POST", "path": "/generate", "headers": headers}
+        await ingress.pass_on(scope, receive, client.send)
+
+    asyncio.run(ask())
+    assert client.sent[0]["status"] == status
+
+
+def test_a_page_of_an_allowed_origin_needs_no_key_to_ask_whether_it_may_send(front, tiny_dir, tmp_path):
+    (tmp_path / "keys").write_text("alice alice-secret-key\n")
+    client = Client()
+    headers = [(b"origin", b"http://page"), (b"access-control-request-method", b"POST")]
+
+    async def ask() -> None:
+        options = {"model": str(tiny_dir), "api_keys": tmp_path / "keys", "cors_origins": "http://page"}
+        scope = {**client.scope, "method": "OPTIONS", "path": "/generate", "headers": headers}
+        handle = Handle(str(tiny_dir))
+        handle.there.set()
+        await front.Front(options, handle).pass_on(scope, client.receive, client.send)
+
+    asyncio.run(ask())
+    assert client.sent[0]["status"] == 200
+    assert (b"access-control-allow-origin", b"http://page") in client.sent[0]["headers"]

@@ -54,6 +54,10 @@ def test_an_answer_and_its_events(api):
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     assert {*kinds[4:-4]} == {"output_text.delta"}
     assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert (events[-2].item.status, last.output[0].status, whole.output[0].status) == ("incomplete",) * 3
+    events, last = stream(api, **asked, extra_body={"stop": whole.output_text[5:9]})
+    assert (events[-2].item.status, last.output[0].status, last.status) == ("completed",) * 3
+    assert last.incomplete_details is None
 
 
 def test_items_are_the_conversation_that_a_chat_has(api):
@@ -180,6 +184,8 @@ def test_items_of_the_input(api):
     assert [part.text for item in items[:3] for part in item.content] == ["Name a tree.", first.output_text, "And?"]
     assert (items[3].name, items[3].arguments, items[4].output) == ("get_weather", "{}", "15 C")
     assert list(api.responses.input_items.list(second.id)) == items[::-1]
+    page = api.responses.input_items.list(second.id)
+    assert (page.first_id, page.last_id, page.has_more) == (items[-1].id, items[0].id, False)
     again = api.responses.create(**GREEDY, input=[item.model_dump(exclude_none=True) for item in items],
                                  max_output_tokens=4, store=False)  # fmt: skip
     assert (again.output_text, again.usage.input_tokens) == (second.output_text, second.usage.input_tokens)

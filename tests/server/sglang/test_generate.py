@@ -186,3 +186,13 @@ def test_routes_about_the_server(client):
     ):
         assert float(values[name + label]) > 0
     assert float(values["sglang:num_running_reqs" + label]) == 0
+
+
+def test_the_load_is_that_of_running_requests(client, server):
+    with server.leaving("/generate", {"text": "Count: 1, 2,", "sampling_params": ENDLESS}):
+        server.wait(lambda state: state["running"] == 1 and state["pages_private"] > 1)
+        (load,) = client.get("/v1/loads").json()["loads"]
+    assert (load["num_running_reqs"], load["num_waiting_reqs"]) == (1, 0)
+    assert load["num_used_tokens"] >= 32
+    assert load["num_used_tokens"] == round(load["token_usage"] * load["max_total_num_tokens"])
+    assert load["utilization"] == 1 / load["max_running_requests"]

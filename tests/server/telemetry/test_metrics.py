@@ -4,6 +4,8 @@ import socket
 import time
 from contextlib import ExitStack
 
+from runtime.frontend.output import Output
+from server.telemetry.metrics import Metrics
 from server.telemetry.rates import Recent
 from tests.server.conftest import PATIENCE_S
 
@@ -110,3 +112,10 @@ def test_a_rate_forgets():
     assert rate.per_second() == 2
     now = 200.0
     assert rate.per_second() == 0
+
+
+def test_tokens_that_come_together_share_the_time_between_two_outputs():
+    metrics = Metrics("m")
+    metrics.observe(Output(0, 0, "r", new_token_ids=[1], e2e_s=1.0), None)
+    metrics.observe(Output(0, 0, "r", new_token_ids=[1] * 4, e2e_s=3.0), 1.0)
+    assert (metrics._observed["itl"].total, sum(metrics._observed["itl"].counts)) == (2.0, 4)

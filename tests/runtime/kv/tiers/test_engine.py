@@ -97,6 +97,40 @@ def test_pages_that_nobody_has_copied_yet_are_copied_by_those_who_write_into_the
     core.close()
 
 
+def test_a_request_whose_loaded_kv_is_always_gone_is_computed(ids_dir, tmp_path, expected):
+    """After a few loads; a later request has as many again."""
+    core = open_core(ids_dir, **options_of("host", tmp_path))
+    driver, tiers = Driver(core), core.part(Tiering).tiers
+    driver.together(PROMPTS[:1], max_new_tokens=NEW)
+    evict(core)
+    wake = core.scheduler.wake
+    core.scheduler.wake = lambda *event: (evict(core), wake(*event))[1]
+    for again in (1, 2):
+        driver.add(f"{again}", PROMPTS[0], max_new_tokens=NEW)
+        while core.scheduler.blocked and tiers.counters["tier_loads"] < 20:
+            driver.step()
+        del core.scheduler.wake
+        driver.run()
+        core.scheduler.wake = lambda *event: (evict(core), wake(*event))[1]
+        assert driver.tokens[f"{again}"] == expected[0]
+        assert tiers.counters["tier_loads"] == 4 * again
+        assert not core.part(Tiering)._num_loads
+        evict(core)
+    core.close()
+
+
+def test_a_load_for_which_there_is_no_room_is_tried_once(ids_dir, tmp_path, expected):
+    core = open_core(ids_dir, pool_tokens=240, **options_of("host", tmp_path))
+    driver, tiers, begun = Driver(core), core.part(Tiering).tiers, []
+    driver.together(PROMPTS[:1], max_new_tokens=NEW)
+    evict(core)
+    begin = tiers._begin
+    tiers._begin = lambda load: (begun.append(load), begin(load))
+    assert driver.together(PROMPTS[:1], max_new_tokens=NEW) == expected[:1]
+    assert (len(begun), loaded(driver, "r1")) == (1, {})
+    core.close()
+
+
 def test_two_requests_that_want_the_same_blocks_share_a_load(ids_dir, tmp_path, expected):
     core = open_core(ids_dir, **options_of("host", tmp_path))
     driver = Driver(core)

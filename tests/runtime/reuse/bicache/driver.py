@@ -30,13 +30,14 @@ class DenoiseDriver(Driver):
         prompt: Sequence[int],
         sampling: dict[str, Any] | None = None,
         namespace: Namespace = Namespace(),
+        store: bool = True,
         **diffusion: Any,
     ) -> None:
         """Add a request; `diffusion` are fields of `DiffusionParams`."""
         params = SamplingParams(**{"temperature": 0, "ignore_eos": True, **(sampling or {})})
         filled = DiffusionParams(**diffusion).filled(self.core.info.diffusion, params)
         filled.check(self.core.info.diffusion, params, self.core.executor.spec.num_layers, len(prompt))
-        self.send(rid, prompt, sampling or {}, namespace=namespace, diffusion=filled.model_dump())
+        self.send(rid, prompt, sampling or {}, namespace=namespace, store=store, diffusion=filled.model_dump())
 
     def one(self, prompt: Sequence[int], **options: Any) -> list[int]:
         """Run one request alone; its tokens."""

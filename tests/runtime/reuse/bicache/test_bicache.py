@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from radix import Namespace
-from runtime.calls import GetPins, GetTree, OnNode, RemovePin
+from runtime.calls import EraseTenant, FlushCache, GetPins, GetTree, OnNode, RemovePin
 from runtime.reuse.bicache.encodings import encoding_of
 from runtime.reuse.build import build
 from tests.runtime.engine.driver import call
@@ -207,6 +207,13 @@ def test_the_longest_encoded_prefix_is_discovered(deep_dir):
     assert driver.report(driver.last())["cached_tokens"] == 0
 
 
+def test_a_prompt_that_is_its_prefix_shares_all_but_the_row_of_the_first_mask(any_dir):
+    driver = DenoiseDriver(make_core(any_dir))
+    driver.one(PREFIX, gen_length=8, prefix_tokens=48, depth=1)
+    shift = driver.core.executor.spec.diffusion.logits_shift
+    assert driver.report(driver.last())["encoded_tokens"] == 48 - 16 * shift
+
+
 def test_too_large_to_share_is_served_without(deep_dir):
     core = make_core(deep_dir, pool_tokens=96)
     driver = DenoiseDriver(core)
@@ -257,7 +264,7 @@ def test_pins_and_quotas_see_encodings(deep_dir):
     assert core.cache.pins.pins[again["id"]].node.namespace == namespace
     assert call(core, RemovePin(again["id"])) == {"found": True}
     assert call(core, RemovePin(pin["id"])) == {"found": True}
-    tenant = DenoiseDriver(make_core(deep_dir, tenant_quota=4))
+    tenant = DenoiseDriver(make_core(deep_dir, tenant_quota=4, hold_time="900"))
     for i in range(4):
         tenant.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4, namespace=Namespace("t"))
         tenant.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4, namespace=Namespace("u"))
@@ -266,7 +273,7 @@ def test_pins_and_quotas_see_encodings(deep_dir):
     for i in range(4):
         tenant.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4, namespace=Namespace(salt="s"))
     assert tenant.core.cache.tree.quotas.pages(Namespace(salt="s")) == 4, "nobody is named: the salt is the tenant"
-    assert tenant.core.cache.tree.num_pages == 12
+    assert tenant.core.cache.tree.num_pages == tenant.core.state()["pages_held"] == 12
     shown = call(tenant.core, GetTree(tenant="t"))["nodes"]
     version = tenant.core.strategy.table.version
     meta = {"encoded_tokens": 32, "depth_table": version, "depths": {"0": 1}, "similarity": {}}
@@ -294,13 +301,27 @@ def test_a_pin_of_what_is_being_encoded_waits_for_it(deep_dir):
 
 
 def test_damaged_encodings_that_two_requests_read_leave_the_cache(deep_dir):
+    """With the boundary states that were computed from them."""
     core = make_core(deep_dir)
-    driver = DenoiseDriver(core)
+    driver, setting = DenoiseDriver(core), {"prefix_tokens": 48, "gen_length": 8, "depth": 4, "refresh_interval": 1}
     for rid, more in (("a", 1), ("b", 3)):
-        driver.denoise(rid, [*PREFIX, more], prefix_tokens=48, gen_length=8)
+        driver.denoise(rid, [*PREFIX, more], **setting)
     driver.step()
     core.cache.pool.k[:, :64] = core.cache.pool.v[:, :64] = float("nan")
     driver.run()
     assert {finish.type for finish in driver.finish.values()} == {"error"}
-    driver.one([*PREFIX, 5], prefix_tokens=48, gen_length=8)
+    assert not core.strategy.boundaries
+    driver.one([*PREFIX, 5], **setting)
     assert driver.finish[driver.last()].type == "length"
+
+
+@pytest.mark.parametrize(
+    ("store", "asked", "is_known"),
+    [(True, None, True), (False, None, False), (True, FlushCache(), False), (True, EraseTenant(""), False)],
+)
+def test_boundary_states_are_kept_no_longer_than_the_kv(deep_dir, store, asked, is_known):
+    core = make_core(deep_dir)
+    DenoiseDriver(core).one(PROMPTS[1], gen_length=8, prefix_tokens=48, depth=4, store=store)
+    if asked is not None:
+        call(core, asked)
+    assert bool(core.strategy.boundaries) == is_known

@@ -173,6 +173,35 @@ def test_whatever_is_accepted_comes_to_its_end(subject):
     assert 2 <= accepted < 2 * len(pools), "it depends on the size"
 
 
+def test_in_the_least_pool_that_holds_it_a_request_ends(subject):
+    """Retracted at any step; stored or not, when some of its pages are there."""
+    if not subject.refuses:
+        pytest.skip("the frontend refuses its requests")
+    (prompt,), few, enough = some(subject, 1), 1, subject.needs
+    while enough - few > 1:
+        middle = (few + enough) // 2
+        world = World(subject, page_size=4, pool_tokens=4 * middle)
+        world.ask("a", prompt)
+        few, enough = (few, middle) if world.asked else (middle, enough)
+    world = World(subject, page_size=4, pool_tokens=4 * enough, step_tokens=24)
+    for steps in range(1, 12):
+        world.flush()
+        for store in (True, False):
+            rid = f"{steps} {store}"
+            world.ask(rid, prompt, store=store)
+            for _ in range(steps):
+                if world.core.busy:
+                    world.step()
+            if world.core.scheduler.running:
+                world.retract(rid)
+            for _ in range(100):
+                if world.core.busy:
+                    world.step()
+            assert rid in world.finish, "it waits for room that there never is"
+            world.evict()
+    world.check()
+
+
 def test_what_was_evicted_in_part_is_computed_again(subject):
     (prompt,), world = some(subject, 1), World(subject, page_size=4)
     world.one("cold", prompt)

@@ -5,9 +5,10 @@ from array import array
 from dataclasses import replace
 
 import pytest
+import torch
 
 from radix import Namespace
-from runtime.calls import AddPin, GetPins, GetTree, RemovePin
+from runtime.calls import AddPin, EraseTenant, FlushCache, GetPins, GetTree, RemovePin
 from tests.runtime.engine.driver import call
 from tests.runtime.reuse.contract.subject import NEW, World
 from tests.runtime.reuse.contract.subjects import Fusion, Prefix
@@ -272,6 +273,37 @@ def test_choices_are_forgotten_when_they_have_too_many_rows(ids_dir, monkeypatch
         world.one(f"{i}", ask)
         assert 0 < sum(len(chosen) + 1 for turns in choices._known.values() for _, _, chosen in turns) <= 60
     assert selected(world, "4") == selected(world, "0")
+    world.check()
+
+
+@pytest.mark.parametrize(
+    ("store", "asked", "is_known"),
+    [(True, None, True), (False, None, False), (True, FlushCache(), False), (True, EraseTenant(""), False)],
+)
+def test_choices_are_kept_no_longer_than_the_kv(ids_dir, store, asked, is_known):
+    draw, world = random.Random(42), World(Fusion(ids_dir), page_size=16)
+    first = build(draw, [draw_tokens(draw, 64)], 16, 9, method="prophetkv")
+    world.one("1", first, store=store)
+    if asked is not None:
+        call(world.core, asked)
+    world.one("2", replace(first, prompt=(*first.prompt, 7, 8, 9)))
+    assert world.report("2")["chosen_before"] == is_known
+    world.check()
+
+
+@pytest.mark.parametrize("method", ["cacheblend", "prophetkv"])
+def test_rows_that_bad_numbers_chose_are_forgotten(ids_dir, method):
+    draw, world = random.Random(43), World(Fusion(ids_dir), page_size=16)
+    one = build(draw, [draw_tokens(draw, 96)], 0, 9, method=method, granularity="token")
+    world.one("encoded", replace(one, method="pie", ratio=None))
+    for node in world.tree.nodes():
+        for page in node.pages:
+            world.core.executor.pool.v[:, page * 16] = torch.nan
+    world.one("bad", one)
+    assert "finite" in world.finish["bad"].message
+    del world.asked["bad"]
+    world.one("again", one)
+    assert not world.report("again")["reused_tokens"]
     world.check()
 
 

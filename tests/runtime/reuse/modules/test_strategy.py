@@ -281,6 +281,17 @@ def test_refusals_beside_the_fields(ids_dir):
                                                   "computed_tokens": 1}  # fmt: skip
 
 
+@pytest.mark.parametrize("gap", [0, 100])
+def test_without_a_limit_the_answer_ends_with_the_context(ids_dir, gap):
+    """Which counts positions, also those that no token has."""
+    draw, world = random.Random(18), World(Modules(ids_dir))
+    prompt = behind(draw, [module(draw, 30), module(draw, 20, 300 + gap, (4, 5))])
+    world.one("a", prompt, sampling={"max_new_tokens": None})
+    assert len(world.tokens["a"]) == world.core.info.context_length - (300 + gap + 20 + 5)
+    assert world.finish["a"].type == "length"
+    world.check(len(world.tokens["a"]))
+
+
 def test_an_adapter_has_modules_of_its_own(ids_dir, tmp_path):
     """Encoded and read with its weights, beside those of the model, of which it reads none."""
     model = AutoModelForCausalLM.from_pretrained(ids_dir, dtype=torch.float32)
