@@ -262,7 +262,7 @@ class NativeDecoder:
             num_rows=batch.tokens.shape[0],
             groups=groups,
             num_groups=len(batch.groups),
-            states=state_rows(batch.states, kept),
+            states=state_rows(batch.states, kept) if batch.states else None,
             num_states=len(batch.states),
             logits_rows=pointer(batch.logits_rows),
             num_logits=num_logits,
