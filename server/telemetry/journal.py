@@ -98,7 +98,7 @@ class Trace:
     """
 
     def __init__(self, path: Path, names: dict[str, str]):
-        self._path, self._names, self._secret = path, names, token_bytes(32)
+        self._path, self._names, self._secret = path.resolve(), names, token_bytes(32)
         try:
             self._file = _append(path)
         except OSError as error:

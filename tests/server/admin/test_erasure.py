@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import threading
+import traceback
 import types
 from array import array
 from collections.abc import Iterator
@@ -33,6 +34,8 @@ from server.responses.store import ResponseStore
 from server.telemetry.journal import open_trace
 
 OURS = ("radix", "runtime", "server")
+# What runs the tests keeps their names and parameters, and log records; it is reached through log handlers and hooks.
+RUNNERS = ("_pytest", "execnet", "hypothesis", "pluggy", "pytest", "pytest_timeout", "xdist")
 # The secret of texts, as a word and as its tokens; of names; and of outputs, as one token that is forced eight times.
 WORD, NAME, FORCED = "Wolpertinger", "wildebeest", 23456
 OTHERS = "Quaggaphile"
@@ -68,13 +71,21 @@ class Needles:
         return any(one in data or one in data.lower() for one in self.packed)
 
 
+def is_of(names: tuple[str, ...], module: object) -> bool:
+    return str(module).partition(".")[0] in names
+
+
 def parts_of(value: object) -> list[object]:
-    """What an object refers to, but not the modules of functions, nor classes of others."""
+    """What an object refers to, but not the modules of functions, nor classes of others, nor what runs the tests."""
+    if is_of(RUNNERS, type(value).__module__) or is_of(RUNNERS, getattr(value, "__module__", "")):
+        return []
+    if isinstance(value, types.FrameType):  # tests know the words, and call others or are called
+        return [] if is_of(("tests", *RUNNERS), value.f_globals.get("__name__")) else list(value.f_locals.values())
     if isinstance(value, msgspec.Struct):  # some are unknown to the collector
         return [getattr(value, name) for name in value.__struct_fields__]
     if isinstance(value, types.ModuleType) or (isinstance(value, dict) and "__builtins__" in value):
         return []
-    if isinstance(value, type) and not value.__module__.startswith(OURS):
+    if isinstance(value, type) and not is_of(OURS, value.__module__):
         return []
     return gc.get_referents(value)
 
@@ -102,12 +113,13 @@ def everything(*roots: object) -> Iterator[object]:
     """The roots, all that modules of ours keep, and the variables of threads that run."""
     yield from roots
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in OURS:
+        if is_of(OURS, name):
             yield from vars(module).values()
     for number, frame in sys._current_frames().items():
-        while number != threading.get_ident() and frame is not None:
-            yield from frame.f_locals.values()
-            frame = frame.f_back
+        frames = [found for found, _ in traceback.walk_stack(frame)]
+        runs_tests = any(is_of(RUNNERS, found.f_globals.get("__name__")) for found in frames)
+        if number != threading.get_ident() and not runs_tests:
+            yield from frames
 
 
 def files_with(needles: Needles, directory: Path) -> list[Path]:
@@ -235,8 +247,8 @@ async def seen_by_a_viewer(served: Served) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        "of a wolpertinger",
-        b"of a wolpertinger",
+        "of an elwetritsch",
+        b"of an elwetritsch",
         [0, 19481, 456, 862],
         (19481, 456, 862),
         array("i", [19481, 456, 862]),
@@ -245,7 +257,7 @@ async def seen_by_a_viewer(served: Served) -> None:
     ],
 )
 def test_the_search_finds_every_form(value):
-    needles = Needles([WORD], [[19481, 456, 862]])
+    needles = Needles(["Elwetritsch"], [[19481, 456, 862]])
 
     class Holder:
         __slots__ = ("kept",)
@@ -255,3 +267,9 @@ def test_the_search_finds_every_form(value):
     assert holders(needles, holder)
     assert holders(needles, lambda: holder)
     assert not holders(Needles(["other"], [[456, 19481]]), holder)
+
+
+def test_the_search_stays_out_of_what_runs_the_tests(request):
+    needles = Needles([request.node.name], [])
+    assert needles.within(request.node.nodeid)
+    assert not holders(needles, request.node.reportinfo, request.config.pluginmanager.hook, logging.root.handlers)

@@ -81,3 +81,15 @@ def test_a_trace_that_cannot_be_written(tmp_path, logged_here):
         Journal(trace).add(*ended("0", [1, 2]))
     assert [record.message.partition(": ")[0] for record in logged_here()] == ["--record-trace"]
     assert trace._file.closed
+
+
+def test_a_tenant_is_erased_where_a_link_leads(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "trace")
+    journal = Journal(Trace(tmp_path / "link", {"x": "alice", "y": "bob"}))
+    for account in ("x", "y", "x"):
+        journal.add(*ended("0", [1, 2, 3], account))
+    journal.erase("x")
+    journal.add(*ended("1", [1, 2, 3], "y"))
+    lines = (tmp_path / "trace").read_text().splitlines()
+    assert [json.loads(line)["tenant"] for line in lines] == ["bob", "bob"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "trace"]
