@@ -53,17 +53,20 @@ Event = Stored | Removed
 
 
 class EventLog(Watcher):
-    """Collects events until `take`. Splitting a node makes no event."""
+    """Collects events until `take`. Splitting a node makes no event; attached runs make none."""
 
     def __init__(self) -> None:
         self._pending: list[Event] = []
 
     def stored(self, node: Node) -> None:
+        if node.is_attached:
+            return
         hashes = tuple(node_hashes(node))
         self._pending.append(Stored(hashes, last_hash(node.parent), node.key, node.namespace))
 
     def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
-        self._pending.append(Removed(tuple(node_hashes(node)[kept_pages:]), node.namespace))
+        if not node.is_attached:
+            self._pending.append(Removed(tuple(node_hashes(node)[kept_pages:]), node.namespace))
 
     def take(self) -> list[Event]:
         """Return the events since the last call, oldest first."""

@@ -67,6 +67,11 @@ class Foresight(Policy):
     # -- what the tree reports -------------------------------------------------------------------------------
 
     def used(self, node: Node, tick: int) -> None:
+        host = _host(node)
+        if host is not node and node.record is None:
+            node.record = _Record(host.record.life, is_settled=True)
+            return
+        node = host
         if node.record is None:
             node.record = _Record(self._first_life(node, tick))
         else:
@@ -121,6 +126,7 @@ class Foresight(Policy):
 
     def enter(self, node: Node) -> None:
         self._now = max(self._now, node.last_use)
+        node.record.life = _host(node).record.life
         self._leaves.put(node, _row(node))
 
     def split(self, upper: Node, lower: Node) -> None:
@@ -137,6 +143,8 @@ class Foresight(Policy):
             record.is_settled = True
             return
         self._leaves.remove(record)
+        if _host(node) is not node:
+            return
         mark = _fingerprint(node, 0)
         self._ghosts[mark] = record.life
         self._ghosts.move_to_end(mark)
@@ -163,6 +171,12 @@ class Foresight(Policy):
         record, age = node.record, max(self._now - node.last_use, 0)
         promise = self._promises[_row(node) + bucket(age)]
         return Outlook(describe(record.life.kind), age, float(promise))
+
+
+def _host(node: Node) -> Node:
+    """The node whose uses are those of `node`: of an attached run, the end of its prefix."""
+    above = node.parent
+    return above if node.is_attached and above is not None and above.record is not None else node
 
 
 def _row(node: Node) -> int:

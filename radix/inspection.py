@@ -134,7 +134,7 @@ def _view(
         held_s=max(node.held_until_s - now, 0.0),
         meta=_describe(node),
         outlook=outlook,
-        preview=node.key[: preview_tokens * TOKEN_BYTES],
+        preview=b"" if node.is_attached else node.key[: preview_tokens * TOKEN_BYTES],
     )
 
 
@@ -181,13 +181,16 @@ def outline(
 def slices(
     tree: RadixTree, wanted: Callable[[Namespace], bool] = lambda namespace: True
 ) -> Iterator[list[tuple[Node, int]]]:
-    """All nodes with the number of tokens before each, parents first, a thousand at a time; the tree may change."""
+    """All nodes but attached runs, with the number of tokens before each, parents first, a thousand at a time.
+
+    The tree may change meanwhile.
+    """
     waiting = [(root, 0) for namespace, root in tree.roots() if wanted(namespace)]
     found: list[tuple[Node, int]] = []
     while waiting:
         node, start = waiting.pop()
         waiting.extend((child, start + len(node.key) // TOKEN_BYTES) for child in node.children.values())
-        if node.pages:  # not a root
+        if node.pages and not node.is_attached:  # not a root
             found.append((node, start))
         if len(found) == _SLICE or not waiting:
             yield found
@@ -296,5 +299,5 @@ class _Walk:
             held_s=max(node.held_until_s - now, 0.0),
             meta=_describe(node),
             outlook=None if is_root else self._tree.policy.outlook(end),
-            preview=run[: preview_tokens * TOKEN_BYTES],
+            preview=b"" if node.is_attached else run[: preview_tokens * TOKEN_BYTES],
         )

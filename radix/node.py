@@ -11,6 +11,8 @@ from sortedcontainers import SortedList
 from radix.namespace import Namespace
 
 TOKEN_BYTES = 4
+# The token that fills the pages of attached runs (`radix.attached`), int32.
+ATTACHED = (-2).to_bytes(TOKEN_BYTES, "little", signed=True)
 
 # Below this many children a scan for the best partial page is cheaper than keeping them sorted.
 _SORT_FROM = 9
@@ -35,6 +37,8 @@ class Node:
         pages: int32 page ids, one for each page of the run.
         hashes: uint64, one for each page; None until `node_hashes` computes them.
         children: by the bytes of their first page.
+        is_attached: whether the run is an attached one.
+        num_attached: number of children that are attached runs.
         only: the child if there is exactly one, else None; in a chain it spares a slice and a hash per node.
         refs: number of locks of this node, plus number of children with nonzero `refs`. So a node with a referenced
             descendant is referenced, and a lock need not climb beyond the first referenced ancestor.
@@ -53,9 +57,9 @@ class Node:
     """
 
     __slots__ = (
-        *("children", "cost", "created_s", "expired_s", "hashes", "heat", "held_until_s", "hits", "key"),
-        *("last_use", "meta", "namespace", "only", "order", "owner", "pages", "parent", "pins", "queued", "record"),
-        *("refs", "tenant_queued", "used_s"),
+        *("children", "cost", "created_s", "expired_s", "hashes", "heat", "held_until_s", "hits", "is_attached"),
+        *("key", "last_use", "meta", "namespace", "num_attached", "only", "order", "owner", "pages", "parent", "pins"),
+        *("queued", "record", "refs", "tenant_queued", "used_s"),
     )
 
     def __init__(self, key: bytes, pages: array[int], parent: Node | None, namespace: Namespace):
@@ -66,6 +70,8 @@ class Node:
         self.namespace = self.owner = namespace
         self.children: dict[bytes, Node] = {}
         self.only: Node | None = None
+        self.is_attached = key.endswith(ATTACHED)
+        self.num_attached = 0
         self.order: SortedList | None = None
         self.refs = self.pins = self.hits = 0
         self.last_use = self.queued = self.tenant_queued = 0
@@ -83,11 +89,12 @@ class Node:
         """Add a child, or replace the one with the same first page."""
         if self.order is not None and first_page not in self.children:
             self.order.add(first_page)
+        self.num_attached += child.is_attached and first_page not in self.children
         self.children[first_page] = child
         self.only = child if len(self.children) == 1 else None
 
     def detach(self, first_page: bytes) -> None:
-        del self.children[first_page]
+        self.num_attached -= self.children.pop(first_page).is_attached
         self.only = next(iter(self.children.values())) if len(self.children) == 1 else None
         if self.order is not None:
             self.order.remove(first_page)
@@ -107,7 +114,7 @@ class Node:
         best, best_tokens = None, 0
         for first_page in candidates:
             tokens = common_tokens(wanted, 0, first_page)
-            if tokens > best_tokens:
+            if tokens > best_tokens or (tokens == best_tokens and best is not None and best.is_attached):
                 best, best_tokens = self.children[first_page], tokens
         return best, best_tokens
 

@@ -6,11 +6,12 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 
+from radix.attached import num_before
 from radix.events import Watcher
 from radix.eviction import LRU, Policy, Victim
 from radix.match import Match
 from radix.namespace import Namespace
-from radix.node import TOKEN_BYTES, Meta, Node, common_tokens, path
+from radix.node import ATTACHED, TOKEN_BYTES, Meta, Node, common_tokens, path
 from radix.quotas import Quotas
 from radix.stats import Cause, Stats
 
@@ -57,6 +58,8 @@ class RadixTree:
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[Namespace, Node] = {}
         self._tick = 0
+        # Attached runs to evict first, each with its last use at that time.
+        self._spare: dict[Node, int] = {}
         self.num_nodes = 0
         self.num_pages = 0
         self.num_locked_pages = 0
@@ -106,6 +109,21 @@ class RadixTree:
         if rows:
             found.partial_page, found.partial_rows, found.partial_node = child.pages[whole], rows, child
 
+    def attached(self, key: bytes, match: Match, namespace: Namespace = _PUBLIC) -> tuple[Node | None, int]:
+        """The nearest attached run on the path of a match of `key`, and the tokens before it; (None, 0) without one."""
+        node, end = match.node or self._roots.get(namespace), len(match.pages)
+        if match.node is not None and match.node_pages < len(match.node.pages):
+            node, end = match.node.parent, end - match.node_pages
+        while node is not None:
+            tail = key[end * self._page_bytes : (end + 1) * self._page_bytes]
+            rows = min(len(tail) // TOKEN_BYTES, self.page_size - 1) if node.num_attached else -1
+            for row in range(rows, -1, -1):
+                first_page = tail[: row * TOKEN_BYTES] + ATTACHED * (self.page_size - row)
+                if (found := node.children.get(first_page)) is not None:
+                    return found, end * self.page_size + row
+            node, end = node.parent, end - len(node.pages)
+        return None, 0
+
     # -- using -----------------------------------------------------------------------------------------------
 
     def lock_match(self, match: Match) -> Node | None:
@@ -141,6 +159,10 @@ class RadixTree:
     def _stamp(self, node: Node, now: float) -> None:
         self._tick += 1
         node.last_use, node.used_s = self._tick, now
+
+    def spare(self, node: Node) -> None:
+        """Evict an attached run before everything else, unless it is used or locked until then."""
+        self._spare[node] = node.last_use
 
     def lock(self, node: Node | None) -> None:
         """Protect the path that ends in `node` from eviction; climbs up to the first referenced ancestor."""
@@ -209,11 +231,11 @@ class RadixTree:
         """Add the whole pages of `key`.
 
         Args:
-            key: at least `len(pages)` pages of tokens; the rest is ignored.
+            key: at least `len(pages)` pages of tokens; the rest is ignored. Its end may be an attached run.
             pages: page ids for the leading pages of `key`.
             namespace: the key's namespace.
             cost: cost of computing the pages that are new to the tree, for policies that weigh it.
-            meta: the reuse strategy's record of the new pages; splits keep it on both parts.
+            meta: the reuse strategy's record of the new pages, or of the attached run alone; splits keep it on both parts.
             owner: the namespace whose quota the new pages count against; default: the owner of `namespace`.
 
         Returns:
@@ -231,7 +253,13 @@ class RadixTree:
         while offset < end:
             child = node.children.get(key[offset : offset + self._page_bytes])
             if child is None:
-                node = self._grow(node, key[offset:], pages[offset // self._page_bytes :], cost, meta, owner)
+                rest, new = key[offset:], pages[offset // self._page_bytes :]
+                before = num_before(rest, self._page_bytes)
+                if 0 < before < len(new):
+                    node = self._grow(node, rest[: before * self._page_bytes], new[:before], 0.0, None, owner)
+                    rest, new = rest[before * self._page_bytes :], new[before:]
+                    held.extend(node.pages)
+                node = self._grow(node, rest, new, cost, meta, owner)
                 held.extend(node.pages)
                 break
             whole = common_tokens(key, offset, child.key) // self.page_size
@@ -284,7 +312,7 @@ class RadixTree:
 
     def evict(self, num_pages: int) -> array[int]:
         """Evict up to `num_pages` unreferenced pages, from the end of each victim; returns their ids."""
-        return self._evict(num_pages, "room", self.policy.pop)
+        return self._evict(num_pages, "room", lambda: self._pop_spare() or self.policy.pop())
 
     def flush(self) -> array[int]:
         """Remove every unreferenced page; returns their ids."""
@@ -306,14 +334,28 @@ class RadixTree:
         quotas = self.quotas
         if quotas is None or not (over := quotas.over(owner, num_pages)):
             return array("i")
-        return self._evict(over, "quota", lambda: quotas.pop(owner))
+        return self._evict(over, "quota", lambda: self._pop_spare(owner) or quotas.pop(owner))
 
     def _evict(self, num_pages: int, cause: Cause, pop: Callable[[], Victim | None]) -> array[int]:
         freed, now = array("i"), self._clock()
         while len(freed) < num_pages and (victim := pop()) is not None:
             node, most = victim
-            self._trim(node, min(most, num_pages - len(freed)), freed, now, cause)
+            want = len(node.pages) if node.is_attached else min(most, num_pages - len(freed))
+            self._trim(node, want, freed, now, cause)
         return freed
+
+    def _pop_spare(self, owner: Namespace | None = None) -> Victim | None:
+        """The oldest spare run, of an owner if one is given; None if there is none."""
+        found, stale = None, []
+        for node, used in self._spare.items():
+            if not node.is_free_leaf or node.last_use != used or node.held_until_s:
+                stale.append(node)
+            elif owner is None or node.owner == owner.owner:
+                found = node
+                break
+        for node in stale:
+            del self._spare[node]
+        return None if found is None else (found, len(found.pages))
 
     def _trim(self, node: Node, want: int, freed: array[int], now: float, cause: Cause) -> None:
         kept = len(node.pages) - want
@@ -350,6 +392,7 @@ class RadixTree:
         parent = node.parent
         assert parent is not None
         parent.detach(node.key[: self._page_bytes])
+        self._spare.pop(node, None)
         node.parent, node.key = None, b""  # victim orders keep the node for a while, but none of its tokens
         self.num_nodes -= 1
         if parent.parent is not None:
@@ -390,6 +433,8 @@ class RadixTree:
             assert n.pages
             assert len(n.key) == len(n.pages) * self._page_bytes
             assert n.parent.children[n.key[: self._page_bytes]] is n
+            assert not (n.is_attached and n.children)
+            assert n.num_attached == sum(child.is_attached for child in n.children.values())
             assert n.order is None or list(n.order) == sorted(n.children)
             assert n.refs >= sum(1 for c in n.children.values() if c.refs)
             assert n.pins >= sum(1 for c in n.children.values() if c.pins)

@@ -132,16 +132,18 @@ class StateRows:
 
     Attributes:
         first, stop: range of rows of the step or of a row set.
-        slot: slot of the state pool with the state before row `first`. The layers leave the state after the last row
-            there, without the rows of a draft.
+        slot: slot of the state pool with the state before row `first`.
+        target: slot for the state after the last row, without the rows of a draft. If it differs from `slot`, a step
+            that failed can be run again.
         saves: (row, slot) pairs: the state after a row is also wanted in another slot.
-        draft: number of last rows that are guesses. The layers keep what a replay of these rows needs, by slot.
-        accepted: number of guesses of the slot's previous step that were right; the layers replay these rows first.
+        draft: number of last rows that are guesses. The layers keep what a replay of these rows needs, for `target`.
+        accepted: number of guesses kept for `slot` that were right; the layers replay these rows first.
     """
 
     first: int
     stop: int
     slot: int
+    target: int
     saves: list[tuple[int, int]] = field(default_factory=list)
     draft: int = 0
     accepted: int = 0

@@ -114,6 +114,7 @@ class Lookup(msgspec.Struct):
         other: int32, the tokens with which the nearest other prompt of the namespace continues after `found` tokens.
         why: why the first missing page left the cache, `gone_s` seconds ago; None: unknown.
         known_s: seconds since the cache began to remember why pages leave.
+        point: number of leading tokens before the nearest resume point; None: the model needs none.
     """
 
     found: int
@@ -123,6 +124,7 @@ class Lookup(msgspec.Struct):
     why: WhyGone | None = None
     gone_s: float = 0.0
     known_s: float = 0.0
+    point: int | None = None
 
 
 class Breakpoint(msgspec.Struct):

@@ -15,7 +15,7 @@ import torch
 
 from radix import Namespace
 from radix.node import Meta
-from runtime.batch import RowSet
+from runtime.batch import RowSet, StateRows
 from runtime.kv.cache import PagedCache
 from runtime.kv.segments import Run, Segment, Sequence
 from runtime.protocol import AddRequest, Admission, Finish, TokenEvent
@@ -316,6 +316,10 @@ class Strategy(ABC):
     @abstractmethod
     def rows(self, work: Work) -> list[RowSet]:
         """The row sets of a piece of work, whose pages are already allocated."""
+
+    def state(self, work: Work) -> StateRows | None:
+        """The `state` of the only row set of a piece of work; None: the model has no recurrent layers."""
+        return None
 
     @abstractmethod
     def book(self, work: Work, saved: abc.Sequence[torch.Tensor | None], seconds: float) -> bool:

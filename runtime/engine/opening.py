@@ -28,6 +28,7 @@ from runtime.reuse.bicache.depth_table import read_table
 from runtime.reuse.bicache.strategy import BiCache
 from runtime.reuse.blocks import BlockPrefix, CanvasPrefix
 from runtime.reuse.fusion.strategy import Fusion
+from runtime.reuse.hybrid.strategy import HybridPrefix
 from runtime.reuse.modules.strategy import Modules
 from runtime.reuse.prefix import PrefixStrategy
 from runtime.reuse.reasoning.strategy import ReasonCache
@@ -105,10 +106,13 @@ def _open_model(
     spec = executor.spec
     if spec.diffusion is None:
         strategies: list[Strategy] = [PrefixStrategy(cache, spec.num_layers)]
-        # Other strategies read spans whose positions are not consecutive, which sliding windows require.
-        if not executor.has_windows:
+        if executor.states is not None:
+            strategies = [HybridPrefix(cache, spec.num_layers, executor.states, spec.eos_token_ids)]
+        # Other strategies read spans whose positions are not consecutive. Windows and states require this.
+        is_consecutive = executor.has_windows or executor.states is not None
+        if not is_consecutive:
             strategies.append(Modules(cache, spec.num_layers, info))
-        if not executor.has_windows and executor.implementation == "ramet":
+        if not is_consecutive and executor.implementation == "ramet":
             strategies.append(Fusion(cache, executor, info))
             strategies.append(ReasonCache(cache, executor, lambda: Tokenizer.load(path)))
         else:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-from radix import Holds, Namespace, Node, outline, path, slices, view
+from radix import Holds, Namespace, Node, outline, path, slices, text_of_path, view
 from radix.stats import Histogram
 from runtime import calls
 from runtime.engine.core import EngineCore
@@ -96,7 +96,7 @@ class Operators(Part):
     def _num_cached(self, run: Run) -> int:
         tree, page_size = self._cache.tree, self._cache.page_size
         rows = run.tokens[: len(tree.match(run.tokens.tobytes(), run.namespace).pages) * page_size]
-        return len(rows) - rows.count(-1)  # -1 pads the last page
+        return sum(map((0).__le__, rows))  # negative ones fill pages
 
     def _pause(self, call: calls.Pause) -> Answer:
         self._core.paused = call.paused
@@ -153,7 +153,7 @@ class Operators(Part):
         if call.verb == "drop":
             return {"found": True, "tokens": cache.drop(node) * cache.page_size}
         if call.verb == "read":
-            return {"found": True, "tokens": b"".join(above.key for above in reversed(list(path(node))))}
+            return {"found": True, "tokens": text_of_path(node)}
         answer = cache.pins.pin_node(node)
         if "refused" in answer:
             raise PinRefused(answer["refused"])

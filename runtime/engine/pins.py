@@ -116,15 +116,16 @@ class Pins(Part):
     def _keep(self, request: Request, breakpoints: list[Breakpoint]) -> None:
         cache = self._cache
         for one in breakpoints:
-            tokens = request.tokens[: one.tokens]
             if not cache.enabled:
                 one.reason = "the prefix cache is off"
             elif not request.strategy.keeps_prompts:
                 one.reason = f"what a prompt computes with {request.strategy.name} is no prefix of other prompts"
             else:
-                one.reason = cache.pins.keep(tokens, request.namespace, request.owner, one.ttl_s)
-            if one.reason is None:
-                one.kept = one.tokens // cache.page_size * cache.page_size
+                (run,) = request.strategy.runs(request.tokens[: one.tokens], request.namespace, {})
+                one.reason = cache.pins.keep(run.tokens, request.namespace, request.owner, one.ttl_s)
+                if one.reason is None:
+                    whole = run.tokens[: len(run.tokens) // cache.page_size * cache.page_size]
+                    one.kept = sum(map((0).__le__, whole))
         request.event.usage = usage_of(request.num_prompt, max(request.cached_tokens, 0), breakpoints)
 
     def ended(self, request: Request, finish: Finish) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from radix import Namespace, path
+from radix import Namespace, text_of_path
 from runtime.kv.pins import Pin
 from runtime.kv.tiers.block import ROOT, Block, Format, Mismatch
 from runtime.kv.tiers.files import NOTES, replace_file
@@ -40,9 +40,8 @@ class NotedPin(msgspec.Struct):
     @staticmethod
     def of(pin: Pin, left_s: float | None) -> NotedPin:
         node = pin.node
-        tokens = b"".join(above.key for above in reversed(list(path(node))))
-        meta = None if node.meta is None else node.meta.describe()
-        return NotedPin(tokens, node.namespace, meta, pin.name, None if left_s is None else time.time() + left_s)
+        meta = None if node.meta is None or node.is_attached else node.meta.describe()
+        return NotedPin(text_of_path(node), node.namespace, meta, pin.name, None if left_s is None else time.time() + left_s)
 
     @property
     def left_s(self) -> float | None:

@@ -41,6 +41,8 @@ ALL_THREADS = torch.get_num_threads()
 
 # Bits of `--quantization`.
 _BITS = {"int4": 4, "int8": 8}
+# Slots for states within a step, beside two for each request.
+_SLOTS = 8
 
 
 class _Adaptable(Protocol):
@@ -187,8 +189,9 @@ class Executor:
             num_pages = self._group.least(num_pages)
         shape = (spec.kv_layers, num_pages, cache.page_size, spec.num_kv_heads, spec.head_dim)
         try:
-            if spec.states:  # one slot of each request for its state, and one for a state within a step
-                self.states = StatePool(spec.states, 2 * config.scheduler.max_running, self.device, spec.records)
+            if spec.states:
+                slots = 2 * config.scheduler.max_running + _SLOTS
+                self.states = StatePool(spec.states, slots, self.device, spec.records)
             return KVPool(*shape, self.kv_dtype, self.device, spare_pages, spec.halves)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):

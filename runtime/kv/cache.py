@@ -114,10 +114,14 @@ class PagedCache:
             self.allocator.release(segment.pages)
         else:
             self.tree.touch(segment.node)
-            seconds = self._hold_s if hold_s is None else hold_s
-            if seconds and self.holds is not None:
-                self.holds.hold(segment.node, seconds)
+            self.hold(segment.node, hold_s)
             self.tree.unlock(segment.node)
+
+    def hold(self, node: Node, hold_s: float | None) -> None:
+        """Hold the path that ends in a node; `hold_s`: see `leave`."""
+        seconds = self._hold_s if hold_s is None else hold_s
+        if seconds and self.holds is not None:
+            self.holds.hold(node, seconds)
 
     def release(self, holder: Holder, hold_s: float | None = 0.0) -> None:
         """Release all segments and pages of a request; `hold_s`: see `leave`."""

@@ -2,7 +2,7 @@
 
 from itertools import islice
 
-from radix import Match, Namespace, Node
+from radix import Match, Namespace, Node, text
 from radix.node import TOKEN_BYTES
 from runtime.kv.cache import PagedCache
 from runtime.protocol import Lookup
@@ -59,12 +59,12 @@ def _other(cache: PagedCache, match: Match, namespace: Namespace) -> bytes:
         node, start = None if above is None else _latest(above), 0
     preview = b""
     while node is not None and len(preview) < _PREVIEW * TOKEN_BYTES:
-        preview += node.key[start : start + _PREVIEW * TOKEN_BYTES]
+        preview += text(node)[start : start + _PREVIEW * TOKEN_BYTES]
         node, start = _latest(node), 0
     return preview[: _PREVIEW * TOKEN_BYTES]
 
 
 def _latest(node: Node) -> Node | None:
     """The most recently used one of the newest children; None without children."""
-    some = islice(reversed(node.children.values()), _LOOKED_AT)
+    some = islice((child for child in reversed(node.children.values()) if not child.is_attached), _LOOKED_AT)
     return max(some, key=lambda child: child.used_s, default=None)

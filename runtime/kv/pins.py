@@ -11,7 +11,7 @@ from math import inf
 from secrets import token_hex
 from typing import Any
 
-from radix import Match, Namespace, Node, RadixTree, path
+from radix import Match, Namespace, Node, RadixTree, path, text_of_path
 from radix.node import TOKEN_BYTES
 
 
@@ -39,7 +39,7 @@ class Pin:
 
     @property
     def tokens(self) -> int:
-        return sum(len(above.key) for above in path(self.node)) // TOKEN_BYTES
+        return len(text_of_path(self.node)) // TOKEN_BYTES
 
 
 class PinBoard:
@@ -177,8 +177,10 @@ class PinBoard:
             return
         now = self.tree.now()
         for above in path(node):
-            if (pin := self.kept.get((keeper, above))) is not None:
-                pin.expires_s = now + pin.ttl_s
+            attached = (child for child in above.children.values() if child.is_attached) if above.num_attached else ()
+            for one in (above, *attached):
+                if (pin := self.kept.get((keeper, one))) is not None:
+                    pin.expires_s = now + pin.ttl_s
 
     def oldest_kept(self) -> list[Pin]:
         """All kept prefixes, the least recently used first."""

@@ -13,7 +13,7 @@ MOST_DRAFTED = 32
 
 
 class StatePool:
-    """Recurrent states in slots, one for each live request; main memory is taken when a slot is first used.
+    """Recurrent states in slots, two for each live request; main memory is taken when a slot is first used.
 
     Attributes:
         tensors: for each shape of the layout, float32 [num_slots, *shape], contiguous.
@@ -40,9 +40,10 @@ class StatePool:
         for tensor in self.tensors:
             tensor[target] = tensor[source]
 
-    def read(self, slot: int) -> np.ndarray:
-        """A copy of a slot, uint8 [state_bytes]."""
-        return np.concatenate([tensor[slot].cpu().numpy().reshape(-1).view(np.uint8) for tensor in self.tensors])
+    def read(self, slot: int, size: int) -> np.ndarray:
+        """A copy of a slot, uint8 [size], with zeros behind the `state_bytes`."""
+        parts = [tensor[slot].cpu().numpy().reshape(-1).view(np.uint8) for tensor in self.tensors]
+        return np.concatenate((*parts, np.zeros(size - self.state_bytes, dtype=np.uint8)))
 
     def write(self, slot: int, data: np.ndarray) -> None:
         """Fill a slot with bytes of `read`, which other bytes may follow."""

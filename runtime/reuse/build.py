@@ -118,7 +118,7 @@ def _adapters(ordered: Sequence[tuple[RowSet, int]]) -> list[AdapterRows]:
 
 def _state_rows(one: StateRows, start: int) -> StateRows:
     saves = [(start + row, slot) for row, slot in one.saves]
-    return StateRows(start + one.first, start + one.stop, one.slot, saves, one.draft, one.accepted)
+    return StateRows(start + one.first, start + one.stop, one.slot, one.target, saves, one.draft, one.accepted)
 
 
 def _first_table(one: RowSet) -> bytes:

@@ -118,6 +118,11 @@ class _Steady:
                 fresh = sequence.pages[page - (more - rest - 1) // self._page_size : page + 1]
                 span.pages = np.append(span.pages, np.frombuffer(fresh, dtype=np.int32))
                 slots[row] = sequence.pages[page] * self._page_size + rest
+        for state in batch.states:
+            item = work[self._order.index(state.first)]
+            new = item.request.strategy.state(item)
+            assert new is not None
+            state.slot, state.target, state.accepted = new.slot, new.target, new.accepted
         batch.tokens = torch.from_numpy(tokens)
         self._work = work
         return True

@@ -71,8 +71,7 @@ class PrefixStrategy(Strategy):
         if fresh is None:
             cache.tree.unlock(node)
             return False
-        cache.use(node)
-        cache.pins.renew(node, request.owner)
+        self._use(request, match, node)
         rows = match.partial_rows
         whole = len(match.pages) * cache.page_size
         request.segments = [Segment(match.pages, whole, node=node)] if node is not None else []
@@ -82,6 +81,11 @@ class PrefixStrategy(Strategy):
         if request.cached_tokens < 0:
             request.cached_tokens = whole + rows
         return True
+
+    def _use(self, request: Request, match: Match, node: Node | None) -> None:
+        """Count the use of the path that ends in `node`."""
+        self.cache.use(node)
+        self.cache.pins.renew(node, request.owner)
 
     def grow(self, request: Request, ahead: int = 0) -> bool:
         """Allocate pages for the KV of the next token and of `ahead` more; False if the pool has too few."""

@@ -52,19 +52,22 @@ class Recurrent(Mixer):
     def _run(self, one: StateRows, record: torch.Tensor, pool: StatePool) -> list[torch.Tensor]:
         """Outputs of consecutive parts of a sequence's rows."""
         tensors = self.tensors_in(pool)
-        records, state = pool.records[self.order][one.slot], [tensor[one.slot] for tensor in tensors]
+        records, state = pool.records[self.order], [tensor[one.target] for tensor in tensors]
+        if one.target != one.slot:
+            for tensor in tensors:
+                tensor[one.target] = tensor[one.slot]
         if one.accepted:
-            self.advance(records[: one.accepted], state)
+            self.advance(records[one.slot][: one.accepted], state)
         found, first, real = [], one.first, one.stop - one.draft
         for row, slot in sorted(one.saves):
             found.append(self.advance(record[first : row + 1], state))
             first = row + 1
             for tensor in tensors:
-                tensor[slot] = tensor[one.slot]
+                tensor[slot] = tensor[one.target]
         if first < real:
             found.append(self.advance(record[first:real], state))
         if one.draft:
-            records[: one.draft] = record[real : one.stop]
+            records[one.target][: one.draft] = record[real : one.stop]
             found.append(self.advance(record[real : one.stop], [part.clone() for part in state]))
         return found
 

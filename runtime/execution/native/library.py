@@ -12,7 +12,7 @@ from pathlib import Path
 ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2")
 
 # Libraries whose `ramet_interface` returns another number do not match the declarations below.
-_INTERFACE = 13
+_INTERFACE = 14
 
 # Values of `Into` for gated activations, in src/gemm.h, of `Storage` for codes, in src/matrix.h, and of `Recurrent`.
 SILU, GELU = 2, 3
@@ -86,7 +86,7 @@ class Save(Structure):
 
 
 class StateRowsStruct(Structure):
-    _fields_ = (*_fields("first stop slot draft accepted"), ("saves", POINTER(Save)), ("num_saves", c_int64))
+    _fields_ = (*_fields("first stop slot target draft accepted"), ("saves", POINTER(Save)), ("num_saves", c_int64))
 
 
 class LayerStruct(Structure):

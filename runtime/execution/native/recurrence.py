@@ -51,7 +51,8 @@ def state_rows(states: Sequence[StateRows], kept: list[Any]) -> Any:
     several = (c.StateRowsStruct * len(states))()
     for to, one in zip(several, states, strict=True):
         saves = (c.Save * len(one.saves))(*(c.Save(*save) for save in sorted(one.saves)))
-        to.first, to.stop, to.slot, to.draft, to.accepted = one.first, one.stop, one.slot, one.draft, one.accepted
+        to.first, to.stop, to.slot, to.target = one.first, one.stop, one.slot, one.target
+        to.draft, to.accepted = one.draft, one.accepted
         to.saves, to.num_saves = saves, len(saves)
         kept.append(saves)
     kept.append(several)

@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from radix import Namespace, RadixTree
+from radix import Namespace, Node, RadixTree, text
 from radix.node import TOKEN_BYTES
 
 # Least number of matching tokens; two ids of 21 bits form one key.
@@ -111,9 +111,13 @@ def continuation(tree: RadixTree, key: bytes, namespace: Namespace, limit: int) 
         at = match.partial_rows * TOKEN_BYTES + (at if match.partial_node is node else 0)
         node = match.partial_node
     while node is not None and len(found) < limit:
-        found.frombytes(node.key[at : at + (limit - len(found)) * TOKEN_BYTES])
-        node, at = next(reversed(node.children.values()), None), 0
+        found.frombytes(text(node)[at : at + (limit - len(found)) * TOKEN_BYTES])
+        node, at = _newest(node), 0
     return found
+
+
+def _newest(node: Node) -> Node | None:
+    return next((child for child in reversed(node.children.values()) if not child.is_attached), None)
 
 
 def _key(tokens: array[int], end: int) -> int:

@@ -53,6 +53,7 @@ struct StateRows {
     int64_t first;
     int64_t stop;
     int64_t slot;
+    int64_t target;
     int64_t draft;
     int64_t accepted;
     const Save* saves;  // in order
@@ -73,7 +74,7 @@ class Recurrence {
             replayed_.push_back(rows);
             rows += states[s].accepted;
             for (int64_t i = 0; i < states[s].draft; ++i) {
-                drafted_[states[s].stop - states[s].draft + i] = states[s].slot * shape_.most_drafted + i;
+                drafted_[states[s].stop - states[s].draft + i] = states[s].target * shape_.most_drafted + i;
             }
         }
         if (shape_.kind == Recurrent::kDelta) mixed_.reserve(rows * ld_);
@@ -141,13 +142,13 @@ class Recurrence {
         if (i < rows.accepted) return layer.records + (rows.slot * shape_.most_drafted + i) * shape_.record;
         return given + (rows.first + i - rows.accepted) * ld;
     }
-    // Call keep(slot) for the slots that get the state after row i of a sequence. `next`: the first save that is left.
+    // Call keep(slot) for the slots that get the state after row i of a sequence, its target among them. `next`: the first save that is left.
     template <class Keep>
     void each_slot(const StateRows& rows, int64_t i, int64_t& next, const Keep& keep) const {
         for (; next < rows.num_saves && rows.saves[next].row - rows.first + rows.accepted == i; ++next) {
             keep(rows.saves[next].slot);
         }
-        if (i == size(rows) - rows.draft - 1) keep(rows.slot);
+        if (i == size(rows) - rows.draft - 1) keep(rows.target);
     }
 
     // Convolve a block of channels of a sequence. For delta nets, a block is a head of queries, keys or values.

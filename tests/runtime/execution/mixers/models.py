@@ -108,8 +108,12 @@ class Runner:
         *pieces: tuple[Sequence, list[int]],
         draft: int = 0,
         saves: list[tuple[int, int]] | None = None,
+        target: int | None = None,
     ) -> torch.Tensor:
-        """Logits of all rows. The last `draft` rows of each piece are guesses, which its sequence does not get."""
+        """Logits of all rows. The last `draft` rows of each piece are guesses, which its sequence does not get.
+
+        `target`: the slot for the state after the step, which the sequence uses from then on; None: the same slot.
+        """
         rows = sum(len(tokens) for _, tokens in pieces)
         plan, row, positions, slots, states = AttentionPlan(rows), 0, [], [], []
         for sequence, tokens in pieces:
@@ -118,8 +122,9 @@ class Runner:
             plan.add(slice(row, row + len(tokens)), Span(pages, stop), causal_visible(stop, len(tokens)))
             positions += range(start, stop)
             slots += range(sequence.first_page * PAGE + start, sequence.first_page * PAGE + stop)
-            one = StateRows(row, row + len(tokens), sequence.slot, saves or [], draft, sequence.accepted)
-            states.append(one)
+            to = sequence.slot if target is None else target
+            states.append(StateRows(row, row + len(tokens), sequence.slot, to, saves or [], draft, sequence.accepted))
+            sequence.slot = to
             sequence.tokens += tokens[: len(tokens) - draft]
             sequence.accepted = 0
             row += len(tokens)

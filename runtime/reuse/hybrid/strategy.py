@@ -1,0 +1,251 @@
+"""Prefix caching of models with recurrent layers: a request resumes at the nearest point whose state is stored."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import insort
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from radix import Match, Namespace, Node, text
+from radix.node import common_tokens
+from runtime.batch import RowSet, StateRows
+from runtime.kv.cache import PagedCache
+from runtime.kv.segments import Run
+from runtime.kv.states import StatePool
+from runtime.request import Found, Request, Work
+from runtime.reuse.hybrid.places import choose, ends_of_turns, least_saving
+from runtime.reuse.hybrid.points import Points
+from runtime.reuse.prefix import PrefixStrategy
+
+# Ends of turns at which earlier requests of a conversation may have left points that a tier can load.
+_RECALLED = 4
+
+
+@dataclass(slots=True)
+class Resumption(Match):
+    """A match that is cut back to its nearest point.
+
+    Attributes:
+        point: the point; None: there is none, and the match is empty.
+        known: number of leading tokens whose KV the tree has.
+    """
+
+    point: Node | None = None
+    known: int = 0
+
+
+@dataclass(slots=True)
+class _State:
+    """The state of a running request.
+
+    Attributes:
+        slot: slot with the state behind the computed tokens, without the last `accepted` of them.
+        spare: slot for the state after the next step.
+        places: places behind the computed tokens at which points are wanted, ascending.
+        last: place of the latest point.
+        saving: places within the current step, and the slots for their states.
+        seconds: time of the rows since the latest point.
+        asked: the latest point of the prompt.
+    """
+
+    slot: int
+    spare: int
+    last: int
+    accepted: int = 0
+    places: list[int] = field(default_factory=list)
+    saving: list[tuple[int, int]] = field(default_factory=list)
+    seconds: float = 0.0
+    asked: Node | None = None
+
+
+class HybridPrefix(PrefixStrategy):
+    """Exact prefix caching of models with recurrent layers.
+
+    KV is shared as by `PrefixStrategy`, but rows can be computed only behind a known state. So a request resumes at a
+    point of the tree, and leaves points where later requests are likely to resume. Steps write states into a second
+    slot of the request, so that a step can be run again, or dropped.
+    """
+
+    counted = ("resumes", "points_stored")
+
+    def __init__(self, cache: PagedCache, num_layers: int, states: StatePool, stops: Collection[int]):
+        """`stops`: tokens that end a turn."""
+        super().__init__(cache, num_layers)
+        self.points = Points(cache, states)
+        self._states, self._stops = states, stops
+        self._free = list(range(states.num_slots))
+        self._least = least_saving(self.points.cost)
+
+    # -- look-up ---------------------------------------------------------------------------------------------
+
+    def find(self, request: Request) -> Found:
+        if not self.cache.enabled:
+            return Found(0, Resumption())
+        tree, page_size, key = self.cache.tree, self.cache.page_size, request.key(self._most(request))
+        match = tree.match(key, request.namespace)
+        point, length = tree.attached(key, match, request.namespace)
+        known = len(match.pages) * page_size + match.partial_rows
+        if point is None or point.parent is None:
+            return Found(0, Resumption(known=known))
+        whole, rows = divmod(length, page_size)
+        cut = Resumption(match.pages[:whole], point.parent if whole else None, len(point.parent.pages))
+        cut.point, cut.known = point, known
+        if rows:
+            cut.partial_page, cut.partial_rows, cut.partial_node = point.pages[0], rows, point
+        return Found(length, cut)
+
+    def runs(self, tokens: array[int], namespace: Namespace, asked: dict[str, Any]) -> list[Run]:
+        return [self.points.run(tokens, namespace)]
+
+    def reads(self, request: Request) -> list[Run]:
+        """The KV, then the points in it at which a conversation's earlier turns have ended."""
+        runs, found = super().reads(request), self.find(request)
+        turns = ends_of_turns(request.tokens[: request.prompt_len], self._stops)[-_RECALLED:]
+        places = {place for end in turns for place in (end - 1, end)} | set(self._asked(request))
+        places |= set(self._places(request, found))
+        for place in sorted(places):
+            if found.tokens + self._least <= place <= min(found.detail.known, self._most(request)):
+                runs.append(self.points.run(request.tokens[:place], request.namespace))
+        return runs
+
+    def peer(self, request: Request, found: Found, computing: Sequence[Request]) -> tuple[Request, int] | None:
+        """A running request that shares enough of its coming tokens. It leaves a point where both part."""
+        if not self.cache.enabled or request.wants_prompt_logprobs:
+            return None
+        key = request.key(self._most(request))
+        for other in computing:
+            done = max(other.sequence.num_computed, found.tokens + self._least - 1)
+            if request.namespace != other.namespace or request.tokens[:8] != other.tokens[:8]:
+                continue
+            shared = common_tokens(key, 0, other.key(len(other.tokens)))
+            places = [place for place in other.reuse.places if done < place <= shared]
+            if shared > done and shared - max(places, default=found.tokens) >= self._least:
+                insort(other.reuse.places, shared)
+                places.append(shared)
+            if places:
+                return other, max(places)
+        return None
+
+    # -- admission -------------------------------------------------------------------------------------------
+
+    def admit(self, request: Request, found: Found, headroom: int) -> bool:
+        cut: Resumption = found.detail
+        if self.cache.pages_for(len(request.tokens)) - len(cut.pages) + headroom > self.cache.num_available:
+            return False
+        state = _State(self._free.pop(), self._free.pop(), found.tokens)
+        is_admitted = False
+        try:
+            # Before pages are allocated, which may evict the point.
+            if cut.point is None:
+                self._states.clear(state.slot)
+            else:
+                self.points.load(cut.point, state.slot)
+            is_admitted = super().admit(request, found, headroom)
+        finally:
+            if not is_admitted:
+                self._free += state.slot, state.spare
+        if is_admitted:
+            request.reuse = state
+            self.counters["resumes"] += cut.point is not None
+            if self.cache.enabled and request.message.store:
+                state.places = self._places(request, found)
+            if request.event.lookup is not None:
+                request.event.lookup.point = found.tokens
+        return is_admitted
+
+    def _use(self, request: Request, match: Match, node: Node | None) -> None:
+        assert isinstance(match, Resumption)
+        point = match.point
+        super()._use(request, match, node if point is None or point.parent is None else point)
+
+    def _places(self, request: Request, found: Found) -> list[int]:
+        turns = ends_of_turns(request.tokens[: request.prompt_len], self._stops)
+        end, known = request.prompt_len - request.wants_tokens, found.detail.known
+        most = len(request.tokens)
+        return choose(found.tokens, end, turns, self._asked(request), known, self.points.cost, most)
+
+    def _asked(self, request: Request) -> list[int]:
+        return [end for end, _ in request.message.breakpoints or ()]
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def rows(self, work: Work) -> list[RowSet]:
+        (one,) = super().rows(work)
+        one.state = self.state(work)
+        return [one]
+
+    def state(self, work: Work) -> StateRows:
+        """Also chooses the slots of states within the work; they are chosen anew if the work is run again."""
+        state: _State = work.request.reuse
+        self._give_back(state)
+        if work.ahead:  # the step before, which is not booked yet, leaves its state in `spare`
+            return StateRows(0, work.count, state.spare, state.slot)
+        inner = [place for place in state.places if work.start < place < work.start + work.count]
+        state.saving = [(place, self._free.pop()) for place in inner[-len(self._free) :] if self._free]
+        saves = [(place - work.start - 1, slot) for place, slot in state.saving]
+        return StateRows(0, work.count, state.slot, state.spare, saves, len(work.draft), state.accepted)
+
+    def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
+        gives_tokens = super().book(work, saved, seconds)
+        request, state = work.request, work.request.reuse
+        state.slot, state.spare, state.accepted = state.spare, state.slot, len(work.draft)
+        state.seconds += seconds
+        if state.places:
+            for place, slot in state.saving:
+                state.asked = self._store(request, place, slot) or state.asked
+            done = request.sequence.num_computed
+            if done in state.places and not state.accepted:
+                state.asked = self._store(request, done, state.slot) or state.asked
+            state.places = [place for place in state.places if place > done]
+            self._give_back(state)
+        return gives_tokens
+
+    def _give_back(self, state: _State) -> None:
+        self._free += [slot for _, slot in state.saving]
+        state.saving = []
+
+    def release(self, request: Request, keep: bool) -> None:
+        state: _State | None = request.reuse
+        try:
+            if state is not None and keep and self.cache.enabled and request.message.store:
+                self._commit(request)
+                place, last = request.sequence.num_computed - state.accepted, state.asked
+                if place - state.last >= self._least:
+                    last = self._store(request, place, state.slot, keep=last) or last
+                if last is not None and last.parent is not None:
+                    self.cache.hold(last, request.message.hold_s)
+            super().release(request, keep)
+        finally:
+            if state is not None:
+                self._give_back(state)
+                self._free += state.slot, state.spare
+                request.reuse = None
+
+    def _store(self, request: Request, place: int, slot: int, keep: Node | None = None) -> Node | None:
+        """Store a point, and give up those before it, except `keep`. Returns None if there is no room for it."""
+        state: _State = request.reuse
+        node = self.points.store(request, place, slot, state.seconds)
+        if node is not None:
+            self.counters["points_stored"] += 1
+            state.last, state.seconds = place, 0.0
+            self._retire(request, (node, keep), place)
+        return node
+
+    def _retire(self, request: Request, kept: tuple[Node, Node | None], place: int) -> None:
+        """Let the points before a place go first that only this conversation can use, except those in `kept`.
+
+        They are behind the last place at which the tree branches.
+        """
+        tree, node = self.cache.tree, kept[0].parent
+        key = request.key(place)
+        end = place // tree.page_size * tree.page_size * 4
+        while node is not None and len(node.children) - node.num_attached <= 1:
+            for child in node.children.values() if node.num_attached else ():
+                if child.is_attached and child not in kept and key.startswith(text(child), end):
+                    tree.spare(child)
+            end -= len(node.key)
+            node = node.parent
