@@ -21,6 +21,7 @@ from runtime.kv.cache import PagedCache
 from runtime.models.adapters.lora import read_lora
 from runtime.models.implementation import own_spec
 from runtime.models.resolve import model_name
+from runtime.models.spec import LlamaSpec
 from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import ModelInfo
 from runtime.request import Decoding, Strategy
@@ -31,6 +32,7 @@ from runtime.reuse.fusion.strategy import Fusion
 from runtime.reuse.modules.strategy import Modules
 from runtime.reuse.prefix import PrefixStrategy
 from runtime.reuse.reasoning.strategy import ReasonCache
+from runtime.reuse.windowed import WindowedPrefix
 from runtime.sampling.batched import make_sampler
 from runtime.sampling.decoding import NextToken
 
@@ -104,7 +106,7 @@ def _open_model(
     """The strategies and the decoding for a kind of model. Sets `info.diffusion`."""
     spec = executor.spec
     if spec.diffusion is None:
-        strategies: list[Strategy] = [PrefixStrategy(cache, spec.num_layers)]
+        strategies: list[Strategy] = [_prefix_strategy(executor, cache)]
         # Other strategies read spans whose positions are not consecutive, which sliding windows require.
         if not executor.has_windows:
             strategies.append(Modules(cache, spec.num_layers, info))
@@ -122,3 +124,11 @@ def _open_model(
         strategy = BiCache.load(config, path, spec, cache)
     info.diffusion = strategy.info
     return [strategy], CanvasDecoding(spec.diffusion, executor.device, spec.vocab_size, executor.soften)
+
+
+def _prefix_strategy(executor: Executor, cache: PagedCache) -> PrefixStrategy:
+    spec = executor.spec
+    if executor.near is None:
+        return PrefixStrategy(cache, spec.num_layers)
+    assert isinstance(spec, LlamaSpec)
+    return WindowedPrefix(cache, spec.num_layers, executor.near, spec.largest_window)
