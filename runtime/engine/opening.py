@@ -21,6 +21,7 @@ from runtime.kv.cache import PagedCache
 from runtime.models.adapters.lora import read_lora
 from runtime.models.implementation import own_spec
 from runtime.models.resolve import model_name
+from runtime.models.spec import LlamaSpec
 from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import ModelInfo
 from runtime.request import Decoding, Strategy
@@ -32,6 +33,7 @@ from runtime.reuse.hybrid.strategy import HybridPrefix
 from runtime.reuse.modules.strategy import Modules
 from runtime.reuse.prefix import PrefixStrategy
 from runtime.reuse.reasoning.strategy import ReasonCache
+from runtime.reuse.windowed import WindowedPrefix
 from runtime.sampling.batched import make_sampler
 from runtime.sampling.decoding import NextToken
 
@@ -105,9 +107,7 @@ def _open_model(
     """The strategies and the decoding for a kind of model. Sets `info.diffusion`."""
     spec = executor.spec
     if spec.diffusion is None:
-        strategies: list[Strategy] = [PrefixStrategy(cache, spec.num_layers)]
-        if executor.states is not None:
-            strategies = [HybridPrefix(cache, spec.num_layers, executor.states, spec.eos_token_ids)]
+        strategies: list[Strategy] = [_prefix_strategy(executor, cache)]
         # Other strategies read spans whose positions are not consecutive. Windows and states require this.
         is_consecutive = executor.has_windows or executor.states is not None
         if not is_consecutive:
@@ -126,3 +126,13 @@ def _open_model(
         strategy = BiCache.load(config, path, spec, cache)
     info.diffusion = strategy.info
     return [strategy], CanvasDecoding(spec.diffusion, executor.device, spec.vocab_size, executor.soften)
+
+
+def _prefix_strategy(executor: Executor, cache: PagedCache) -> PrefixStrategy:
+    spec = executor.spec
+    if executor.states is not None:
+        return HybridPrefix(cache, spec.num_layers, executor.states, spec.eos_token_ids)
+    if executor.near is None:
+        return PrefixStrategy(cache, spec.num_layers)
+    assert isinstance(spec, LlamaSpec)
+    return WindowedPrefix(cache, spec.num_layers, executor.near, spec.largest_window)

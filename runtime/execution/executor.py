@@ -1,7 +1,9 @@
 """The model, the KV pool and the attention backend on one device, and the steps that run on them."""
 
 import logging
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +25,7 @@ from runtime.execution.native.library import Library, load_best
 from runtime.execution.ops import FlashInferOps, Ops
 from runtime.execution.parallel.group import RankGroup
 from runtime.execution.sizing import check_weights, pool_pages
+from runtime.kv.near import NearPages, most_places
 from runtime.kv.pool import KVPool
 from runtime.kv.states import StatePool
 from runtime.models.adapters.lora import LoraAdapter
@@ -38,6 +41,9 @@ log = logging.getLogger("ramet.engine")
 
 # Torch's default, which follows $OMP_NUM_THREADS; read before an executor changes it.
 ALL_THREADS = torch.get_num_threads()
+
+# Tokens of a typical conversation, of which the last rows are kept for layers with a window.
+_TYPICAL = 4096
 
 # Bits of `--quantization`.
 _BITS = {"int4": 4, "int8": 8}
@@ -65,12 +71,14 @@ class Executor:
         implementation: `ramet` or `transformers`: the code that computes the model.
         has_windows: whether some layers see only the nearest positions.
         soften: returns mean embeddings [n, hidden] of the distributions of logits [n, vocab]; only for DiffusionGemma.
+        near: KV of the layers with a window, if it is in a pool of its own.
         states: recurrent states of the live requests; None: the model has no recurrent layers.
         rope, project: rotary embedding and `LlamaModel.project` for this rank's heads; not with transformers' code.
     """
 
     spec: ModelSpec
     has_windows = False
+    near: NearPages | None = None
     states: StatePool | None = None
     _forward: Callable[[ForwardBatch], torch.Tensor]
     _decoder: _Adaptable
@@ -137,6 +145,8 @@ class Executor:
         if spec.near_rope or any(size is not None and size < self.context_length for size in spec.windows):
             self._windows = [None if size is None else Window(size) for size in spec.windows]
             self.has_windows, self._split = True, spec.near_rope is not None
+        if backend == "cpu" and group is None and not config.tiers.any:  # a tier keeps the rows of all layers
+            self.spec = share = spec = replace(spec, near=_near_layers(spec, self.context_length))
         ops = FlashInferOps(self.context_length, group) if backend == "flashinfer" else Ops(group)
         check_weights(spec, self.dtype, self.device, group.size if group else 1)
         if self.device.type == "cpu":  # report a pool that is too large before reading the weights
@@ -157,7 +167,8 @@ class Executor:
         if library is not None:
             threads, bits = config.engine.threads or ALL_THREADS, _BITS.get(config.model.quantization, 0)
             stored = None if linked is None else (linked, path)
-            self._decoder = native = NativeDecoder(library, model, self.pool, threads, bits, stored)
+            near_pool = None if self.near is None else self.near.pool
+            self._decoder = native = NativeDecoder(library, model, self.pool, threads, bits, stored, near_pool)
             self.backend_name, self._forward, self.argmax = native.name, native.forward, native.argmax
             self.project = native.project
             # After a parallel operation, torch's threads spin on the cores that the kernels use.
@@ -165,22 +176,39 @@ class Executor:
         else:
             torch.set_num_threads(config.engine.threads or ALL_THREADS)
             attention: AttentionBackend
+            near = None
             if backend == "cpu":
-                attention = CPUAttention(self.pool, model.rope, [Scores(sinks=sinks) for sinks in model.sinks])
+                attention = CPUAttention(self.pool, model.rope, [Scores(sinks=sinks) for sinks in model.sinks()])
+                if self.near is not None:
+                    scores = [Scores(sinks=sinks) for sinks in model.sinks(near=True)]
+                    near = CPUAttention(self.near.pool, scores=scores)
             else:
                 attention = FlashInferAttention(self.pool, model.rope, share.num_heads, self.dtype)
                 if graphs:
                     self._graphs = DecodeGraphs(model, self.pool, attention, graphs, self.context_length)
             self.backend_name = attention.name
             self.least_saved_tokens = attention.least_saved_tokens
-            self._forward = partial(model.forward, pool=self.pool, backend=attention)
+            self._forward = partial(model.forward, pool=self.pool, backend=attention, near=near)
             self.project = model.project
 
     def _pool_pages(self, config: Config, spec: ModelSpec) -> tuple[int, int]:
         """Number of pages of the pool, and bytes per token."""
         shape = spec.num_kv_heads, spec.head_dim
         per_token = KVPool.bytes_per_token(spec.kv_layers, *shape, self.kv_dtype, spec.halves)
+        if isinstance(spec, LlamaSpec) and spec.near:
+            per_near = KVPool.bytes_per_token(len(spec.near), *shape, self.kv_dtype)
+            per_token += math.ceil(per_near * self._near_share(spec))
         return pool_pages(config.cache, per_token, self.device), per_token
+
+    def _near_share(self, spec: LlamaSpec) -> float:
+        """Places in the pool of the layers with a window, as a share of the main pool's pages."""
+        return spec.largest_window / min(_TYPICAL, self.context_length)
+
+    def _make_near(self, spec: LlamaSpec, num_pages: int, page_size: int) -> NearPages:
+        least = most_places(spec.largest_window, page_size)
+        count = min(max(math.ceil(num_pages * self._near_share(spec)), least), num_pages)
+        shape = (len(spec.near), count, page_size, spec.num_kv_heads, spec.head_dim)
+        return NearPages(KVPool(*shape, self.kv_dtype, self.device), num_pages)
 
     def _make_pool(self, config: Config, spec: ModelSpec, spare_pages: int = 0) -> KVPool:
         cache = config.cache
@@ -192,6 +220,8 @@ class Executor:
             if spec.states:
                 slots = 2 * config.scheduler.max_running + _SLOTS
                 self.states = StatePool(spec.states, slots, self.device, spec.records)
+            if isinstance(spec, LlamaSpec) and spec.near:
+                self.near = self._make_near(spec, num_pages, cache.page_size)
             return KVPool(*shape, self.kv_dtype, self.device, spare_pages, spec.halves)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -249,8 +279,9 @@ class Executor:
         """
         if (last := int(batch.positions.numpy().max())) >= self.context_length:
             raise ValueError(f"position {last} is outside a context of {self.context_length}")
-        if self._windows and (self._split or last >= min(window.size for window in self._windows if window)):
-            batch = narrowed(batch, self._windows, self.pool.page_size)
+        is_split = self._split or self.near is not None
+        if self._windows and (is_split or last >= min(window.size for window in self._windows if window)):
+            batch = narrowed(batch, self._windows, self.pool.page_size, self.near)
         logits = None if self._graphs is None or batch.adapters else self._graphs.run(batch)
         return self._forward(batch) if logits is None else logits
 
@@ -259,6 +290,14 @@ class Executor:
 
     def close(self) -> None:
         """End the processes of other ranks."""
+
+
+def _near_layers(spec: LlamaSpec, context_length: int) -> tuple[int, ...]:
+    """Layers whose windows are so small that a pool of their own saves memory; empty: there are none."""
+    sizes = {size for size in spec.windows if size is not None and size < context_length}
+    near = tuple(i for i, size in enumerate(spec.windows) if size in sizes)
+    is_worth = 0 < len(near) < spec.num_layers and 2 * max(sizes) <= min(_TYPICAL, context_length)
+    return near if is_worth else ()
 
 
 def _context_length(config: Config, spec: ModelSpec) -> int:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from runtime.batch import AdapterRows, ForwardBatch, LayerGroup, StateRows
 from runtime.execution.adapters import Adapted, FusedAdapter, add, fuse, rows_within
 from runtime.execution.attention.backend import AttentionBackend
+from runtime.execution.attention.cpu import CPUAttention
 from runtime.execution.experts import Experts, take_fused
 from runtime.execution.mixers.attention import Attention
 from runtime.execution.mixers.delta_net import DeltaNet
@@ -87,10 +88,10 @@ class LlamaModel:
         self.layers = [_take_layer(weights, i, self) for i in range(spec.num_layers)]
         self.adapters: dict[str, FusedAdapter] = {}
 
-    @property
-    def sinks(self) -> list[torch.Tensor | None]:
-        """The attention sinks of each layer of the pool."""
-        return [layer.mixer.sinks for layer in self.layers if isinstance(layer.mixer, Attention)]
+    def sinks(self, near: bool = False) -> list[torch.Tensor | None]:
+        """The attention sinks of each layer of the pool, or with `near` of the pool of `spec.near`."""
+        layers = (layer.mixer for i, layer in enumerate(self.layers) if (i in self.spec.near) == near)
+        return [mixer.sinks for mixer in layers if isinstance(mixer, Attention)]
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
         """Load an adapter. Raises ModelError if it does not fit the model."""
@@ -100,8 +101,13 @@ class LlamaModel:
         ]
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, pool: KVPool, backend: AttentionBackend) -> torch.Tensor:
-        """Run one step: write new K and V into `pool` and return float32 logits [S, vocab] of `logits_rows`."""
+    def forward(
+        self, batch: ForwardBatch, pool: KVPool, backend: AttentionBackend, near: CPUAttention | None = None
+    ) -> torch.Tensor:
+        """Run one step: write new K and V into `pool` and return float32 logits [S, vocab] of `logits_rows`.
+
+        `near`: attention of the layers `spec.near`, over their pool.
+        """
         prepared = backend.prepare_step([group.attention for group in batch.groups])
         hidden = F.embedding(self._upload(batch.tokens), self.embedding)
         if self.spec.gemma:
@@ -110,7 +116,8 @@ class LlamaModel:
         for group, plan in zip(batch.groups, prepared, strict=True):
             for given in group.load:
                 hidden[self._upload(given.rows)] = given.states.to(hidden.device, hidden.dtype)
-            attend = Attend(pool, backend, plan, *self._written(group))
+            at = (near.pool, near) if near is not None and group.layers.start in self.spec.near else (pool, backend)
+            attend = Attend(*at, plan, *self._written(group))
             adapted = self._adapted(rows_within(batch.adapters, group.rows))
             if group.rows is None:
                 hidden = self.run_layers(group.layers, hidden, positions, attend, adapted, batch.states)

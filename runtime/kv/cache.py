@@ -12,6 +12,7 @@ from radix import EventLog, Evictions, Gone, Holds, Namespace, Node, Quotas, Rad
 from radix.node import TOKEN_BYTES
 from runtime.config import CacheConfig
 from runtime.kv.allocator import PageAllocator
+from runtime.kv.near import NearPages
 from runtime.kv.pins import PinBoard
 from runtime.kv.pool import KVPool
 from runtime.kv.segments import Holder, Segment
@@ -28,6 +29,7 @@ class PagedCache:
         on_distrust: called with a node whose KV may be damaged, like everything below it.
         held: locked paths and pages for KV that is being loaded.
         holds: the hold times of used paths; None: the configuration allows none.
+        near: pages with KV of the layers with a window; None: all pages have it.
         missed: prompt tokens that were not cached, by reason; counted from the first call of `remember`.
     """
 
@@ -40,6 +42,7 @@ class PagedCache:
     ):
         """`quotas`: most pages by tenant; other tenants have the configured quota."""
         self.pool = pool
+        self.near: NearPages | None = None
         self.held: list[Segment] = []
         self.missed: Counter[str] = Counter()
         self.on_use: Callable[[Node], None] | None = None
@@ -187,6 +190,8 @@ class PagedCache:
         self.tree.check()
         if self.holds is not None:
             self.holds.check()
+        if self.near is not None:
+            self.near.check()
         live = list(live)
         tree = [page for node in self.tree.nodes() for page in node.pages]
         private = [page for request in live for page in request.sequence.pages]

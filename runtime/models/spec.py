@@ -110,6 +110,7 @@ class LlamaSpec(ModelSpec):
         recurrence: recurrent layers, which have no attention.
         gated: whether the sigmoid of a second projection, beside each head's queries, multiplies the attention.
         latent: latent attention; `head_dim` is the size of its rows.
+        near: layers with a window whose KV is in a pool of their own, chosen by the executor.
     """
 
     intermediate_size: int
@@ -131,10 +132,16 @@ class LlamaSpec(ModelSpec):
     recurrence: RecurrenceSpec | None = None
     gated: bool = False
     latent: LatentSpec | None = None
+    near: tuple[int, ...] = ()
 
     @property
     def kv_layers(self) -> int:
-        return self.num_layers - len(self.recurrent)
+        return self.num_layers - len(self.recurrent) - len(self.near)
+
+    @property
+    def largest_window(self) -> int:
+        """Number of positions that a row sees at most in the layers `near`."""
+        return max((size for i in self.near if (size := self.windows[i]) is not None), default=0)
 
     @property
     def recurrent(self) -> tuple[int, ...]:
@@ -144,7 +151,8 @@ class LlamaSpec(ModelSpec):
     @property
     def kv_places(self) -> dict[int, int]:
         """The layer of the KV pool for each layer with attention."""
-        return kv_places(self.num_layers, self.recurrent)
+        others = kv_places(self.num_layers, (*self.recurrent, *self.near))
+        return others | {layer: place for place, layer in enumerate(self.near)}
 
     @property
     def records(self) -> tuple[int, ...]:

@@ -72,6 +72,10 @@ _GAUGES = {
     "pages_locked": ("ramet:pages_locked", "Pages of the tree that live requests use, without pinned pages"),
     "pages_pinned": ("ramet:pages_pinned", "Pinned pages of the tree"),
     "pages_held": ("ramet:pages_held", "Pages of the tree that were used within their hold time"),
+    "window_pages_used": (
+        "ramet:window_pages_used",
+        "Pages that live requests use in the pool of the layers with a window",
+    ),
     "saved_pages": ("ramet:saved_pages", "Pages that live requests save by sharing reasoning steps"),
     "pins": ("ramet:pins", "Pins"),
     "keeps": ("ramet:keeps", "Prefixes that tenants keep for a time"),

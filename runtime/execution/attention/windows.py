@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
+import torch
 
 from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup
 from runtime.execution.attention.paged_index import rows_of, visible_of
+from runtime.kv.near import NearPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,13 @@ def within(plan: AttentionPlan, positions: np.ndarray, window: Window, page_size
     return narrow
 
 
-def narrowed(batch: ForwardBatch, windows: Sequence[Window | None], page_size: int) -> ForwardBatch:
+def narrowed(
+    batch: ForwardBatch, windows: Sequence[Window | None], page_size: int, near: NearPages | None = None
+) -> ForwardBatch:
     """Split the layer groups of a batch wherever the window of the layers changes, and narrow their plans.
 
-    Layers with the same window share a plan. If all positions are within the window, the plan is not changed.
+    Layers with the same window share a plan. If all positions are within the window, the plan is not changed. With
+    `near`, plans and written slots of layers with a window are those of its pool.
     """
     groups: list[LayerGroup] = []
     for group in batch.groups:
@@ -61,11 +66,22 @@ def narrowed(batch: ForwardBatch, windows: Sequence[Window | None], page_size: i
         runs = [(window, [*layers]) for window, layers in groupby(group.layers, key=windows.__getitem__)]
         plans: dict[Window | None, AttentionPlan] = {None: group.attention}
         last = int(positions.max(initial=0))
+        written = None if near is None else torch.from_numpy(near.slots(group.kv_write.numpy()))
         for window, layers in runs:
             if window is not None and window not in plans:
                 reaches = last >= window.size
-                plans[window] = within(group.attention, positions, window, page_size) if reaches else group.attention
+                plan = within(group.attention, positions, window, page_size) if reaches else group.attention
+                plans[window] = plan if near is None else _placed(plan, near)
             part = replace(group, layers=range(layers[0], layers[-1] + 1), attention=plans[window], load=[], save=[])
+            if written is not None and window is not None:
+                part.kv_write = written
             groups.append(part)
         groups[-len(runs)].load, groups[-1].save = group.load, group.save
     return replace(batch, groups=groups)
+
+
+def _placed(plan: AttentionPlan, near: NearPages) -> AttentionPlan:
+    """A plan that reads the pages where the pool of the layers with a window has them."""
+    spans = [replace(span, pages=near.places[span.pages]) for span in plan.spans]
+    assert all((span.pages >= 0).all() for span in spans), "a row sees a page that has no place"
+    return AttentionPlan(plan.num_rows, spans, plan.edges)

@@ -57,6 +57,7 @@ class NativeDecoder:
         threads: int,
         bits: int = 0,
         stored: Stored | None = None,
+        near: KVPool | None = None,
     ) -> None:
         """Pack the weights of `model` and delete the originals.
 
@@ -70,6 +71,7 @@ class NativeDecoder:
         self.name = f"native-{library.isa}" + (f"-int{bits}" if bits else "-gguf" if stored else "")
         self.library, self._bits = library, bits
         self.spec, self.rope, self.pool, self._states = model.spec, model.rope, pool, model.states
+        self._near = near
         self._dtype = model.embedding.dtype
         self.adapters: dict[str, PackedAdapter] = {}
         self.team = Team(library, threads)
@@ -119,7 +121,8 @@ class NativeDecoder:
             assert self._states is not None
             parts.state = layer_state(mixer, self._states, self._weights.keep)
         else:
-            parts.kv.k, parts.kv.v = self.pool.k[mixer.place].data_ptr(), self.pool.v[mixer.place].data_ptr()
+            pool = self._near if self._near is not None and index in self.spec.near else self.pool
+            parts.kv.k, parts.kv.v = pool.k[mixer.place].data_ptr(), pool.v[mixer.place].data_ptr()
         if isinstance(mixer, Attention):
             parts.q_norm, parts.k_norm = self._float(mixer.q_norm), self._float(mixer.k_norm)
             parts.kv.sinks = self._float(mixer.sinks)

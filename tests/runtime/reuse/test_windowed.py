@@ -1,0 +1,141 @@
+"""Models with windows free the rows behind them: tokens are those of transformers, whatever is freed."""
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.runtime.engine.driver import Driver, make_core
+from tests.runtime.sampling.drafts.test_exact import run
+from tests.tiny import VOCAB, save_tiny
+
+NEW, WINDOW = 6, 20
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return save_tiny("gemma3", tmp_path_factory.mktemp("gemma3"))
+
+
+@pytest.fixture(scope="module")
+def is_greedy(path):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+    @torch.inference_mode()
+    def check(prompt: list[int], tokens: list[int]) -> bool:
+        logits = model(torch.tensor([prompt + tokens[:-1]]), logits_to_keep=len(tokens)).logits[0]
+        return logits.argmax(-1).tolist() == tokens
+
+    return check
+
+
+def draw_ids(draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(3, VOCAB) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("page_size", "kernels"), [(1, "auto"), (4, "auto"), (16, "auto"), (4, "torch")])
+def test_random_lives(path, is_greedy, page_size, kernels):
+    """Conversations and branches, in a pool that evicts and retracts, with few places for the layers with a window."""
+    draw = random.Random(page_size)
+    core = make_core(path, page_size=page_size, kernels=kernels, pool_tokens=1280, max_running=4)
+    near, driver = core.cache.near, Driver(core)
+    assert near.pool.k.shape[0] == 3
+    assert near.pool.num_pages < core.cache.pool.num_pages
+    roots = [draw_ids(draw, 300) for _ in range(3)]
+    prompts, told = {}, [[*root] for root in roots]
+    for number in range(36):
+        if number % 3 == 2:
+            before = told[draw.randrange(len(told))]
+            prompt = before[:400] + draw_ids(draw, draw.randrange(1, 12))
+        else:
+            prompt = draw.choice(roots)[: draw.randrange(1, 300)] + draw_ids(draw, draw.randrange(1, 40))
+        rid = f"{number}"
+        prompts[rid] = prompt
+        driver.add(rid, prompt, max_new_tokens=draw.choice([1, NEW, 3 * NEW]), priority=draw.randrange(2))
+        for _ in range(draw.randrange(6)):
+            driver.step()
+        if draw.random() < 0.1:
+            driver.abort(rid)
+            del prompts[rid]
+        if number % 12 == 11:
+            driver.run()
+            told += [prompts[each] + driver.tokens[each] for each in [*prompts][-3:]]
+    driver.run()
+    assert [rid for rid, prompt in prompts.items() if not is_greedy(prompt, driver.tokens[rid])] == []
+    state = core.state()
+    assert state["cached_tokens"] > 0
+    assert state["evicted_tokens"] > 0
+    assert state["window_pages_used"] == 0
+    driver.flush()
+    assert (near.places == -1).all(), "pages that left the tree have no places"
+
+
+def fill(driver: Driver, draw: random.Random, count: int) -> None:
+    """Requests whose ends need all places of the layers with a window."""
+    for number in range(count):
+        driver.add(f"filler {driver.steps} {number}", draw_ids(draw, 100), max_new_tokens=1)
+        driver.run()
+
+
+def test_a_prefix_is_read_as_far_as_its_last_rows_have_places(path, is_greedy):
+    draw = random.Random(5)
+    core = make_core(path, page_size=4)
+    driver = Driver(core)
+    prompt = draw_ids(draw, 200)
+    driver.add("first", prompt, max_new_tokens=1)
+    driver.run()
+    fill(driver, draw, 4)
+    for number, (shared, cached) in enumerate([(150, 0), (150, 150), (180, 148), (199, 199)]):
+        if number == 1:
+            # The rows before the place where two prompts part are kept longer than what a window has passed.
+            fill(driver, draw, 1)
+        branch = prompt[:shared] + draw_ids(draw, 30)
+        driver.add(f"{number}", branch, max_new_tokens=NEW)
+        driver.run()
+        assert driver.cached(f"{number}") // 4 * 4 == cached // 4 * 4
+        assert is_greedy(branch, driver.tokens[f"{number}"])
+
+
+def test_drafts(path, monkeypatch):
+    draw = random.Random(8)
+    prompts = [draw_ids(draw, 60) for _ in range(3)]
+    plain = run(make_core(path, page_size=4), prompts, monkeypatch)
+    for right in (1.0, 0.6):
+        core = make_core(path, page_size=4, drafts="auto")
+        for _ in range(2):
+            assert run(core, prompts, monkeypatch, plain.tokens, right).tokens == plain.tokens
+
+
+def test_pinned_ends_keep_their_rows(path):
+    draw = random.Random(6)
+    core = make_core(path, page_size=4)
+    driver = Driver(core)
+    prompt = draw_ids(draw, 128)
+    driver.pin(prompt)
+    fill(driver, draw, 40)
+    driver.add("again", [*prompt, 5, 6], max_new_tokens=1)
+    driver.run()
+    assert driver.cached("again") == 128
+
+
+def test_requests_wait_for_places(path):
+    draw = random.Random(7)
+    core = make_core(path, page_size=4, max_running=16)
+    driver = Driver(core)
+    most = core.cache.near.pool.num_pages
+    for number in range(12):
+        driver.add(f"{number}", draw_ids(draw, 300), max_new_tokens=NEW)
+    running = 0
+    while core.requests:
+        driver.step()
+        running = max(running, len(core.scheduler.running))
+    assert 0 < running < 12
+    assert len(driver.finish) == 12
+    assert most < 12 * (300 + NEW) // 4
+
+
+def test_with_tiers_all_rows_stay(path, tmp_path):
+    core = make_core(path, disk_cache=tmp_path)
+    assert core.cache.near is None
+    assert core.executor.has_windows
