@@ -111,9 +111,10 @@ class RadixTree:
 
     def attached(self, key: bytes, match: Match, namespace: Namespace = _PUBLIC) -> tuple[Node | None, int]:
         """The nearest attached run on the path of a match of `key`, and the tokens before it; (None, 0) without one."""
-        node, end = match.node or self._roots.get(namespace), len(match.pages)
-        if match.node is not None and match.node_pages < len(match.node.pages):
-            node, end = match.node.parent, end - match.node_pages
+        last, end = match.node, len(match.pages)
+        node = last or self._roots.get(namespace)
+        if last is not None and match.node_pages < len(last.pages):
+            node, end = last.parent, end - match.node_pages
         while node is not None:
             tail = key[end * self._page_bytes : (end + 1) * self._page_bytes]
             rows = min(len(tail) // TOKEN_BYTES, self.page_size - 1) if node.num_attached else -1

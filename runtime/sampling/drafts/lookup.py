@@ -111,7 +111,7 @@ def continuation(tree: RadixTree, key: bytes, namespace: Namespace, limit: int) 
         at = match.partial_rows * TOKEN_BYTES + (at if match.partial_node is node else 0)
         node = match.partial_node
     while node is not None and len(found) < limit:
-        found.frombytes(text(node)[at : at + (limit - len(found)) * TOKEN_BYTES])
+        found.frombytes(text(node.key)[at : at + (limit - len(found)) * TOKEN_BYTES])
         node, at = _newest(node), 0
     return found
 
