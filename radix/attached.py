@@ -1,7 +1,7 @@
 """Attached runs: pages behind a prefix that hold something else than the KV of further tokens.
 
-Only keys made by `attached_key` reach an attached run. No prompt does, since token ids are not negative. The tree evicts
-such a run as a whole and before its prefix, and shows none of it as text.
+Only keys made by `attached_key` reach an attached run. No prompt does, since token ids are not negative. The tree
+evicts such a run as a whole and before its prefix, and shows none of it as text.
 """
 
 from radix.node import ATTACHED, TOKEN_BYTES, Node, path

@@ -236,7 +236,8 @@ class RadixTree:
             pages: page ids for the leading pages of `key`.
             namespace: the key's namespace.
             cost: cost of computing the pages that are new to the tree, for policies that weigh it.
-            meta: the reuse strategy's record of the new pages, or of the attached run alone; splits keep it on both parts.
+            meta: the reuse strategy's record of the new pages; splits keep it on both parts. If the key ends with an
+                attached run, of this run alone.
             owner: the namespace whose quota the new pages count against; default: the owner of `namespace`.
 
         Returns:

@@ -23,6 +23,8 @@ from runtime.reuse.prefix import PrefixStrategy
 
 # Ends of turns at which earlier requests of a conversation may have left points that a tier can load.
 _RECALLED = 4
+# A tier may have a point whose last tokens before it are not in the tree: the most tokens of a tier's block.
+_BLOCK = 64
 
 
 @dataclass(slots=True)
@@ -114,7 +116,7 @@ class HybridPrefix(PrefixStrategy):
         turns = ends_of_turns(request.tokens[: request.prompt_len], self._stops)[-_RECALLED:]
         # An answer's point is before the token that ended it.
         places = {*self._places(request, found), *turns, *(end - 1 for end in turns)}
-        last = min(found.detail.known, self._most(request))
+        last = min(found.detail.known + _BLOCK, self._most(request))
         return sorted(place for place in places if found.tokens + self._least <= place <= last)
 
     def peer(self, request: Request, found: Found, computing: Sequence[Request]) -> tuple[Request, int] | None:
