@@ -1,7 +1,7 @@
 """Attached runs: pages behind a prefix that hold something else than the KV of further tokens.
 
-Only keys made by `attached_key` reach an attached run. No prompt does, since token ids are not negative. The tree evicts
-such a run as a whole and before its prefix, and shows none of it as text.
+Only keys made by `attached_key` reach an attached run. No prompt does, since token ids are not negative. The tree
+evicts such a run as a whole and before its prefix, and shows none of it as text.
 """
 
 from radix.node import ATTACHED, TOKEN_BYTES, Node, path
@@ -22,14 +22,14 @@ def attached_key(tail: bytes, num_pages: int, page_bytes: int) -> bytes:
 
 def num_before(key: bytes, page_bytes: int) -> int:
     """Number of whole pages of a key before its attached run; all pages if there is none."""
-    return (key.index(ATTACHED) if key.endswith(ATTACHED) else len(key)) // page_bytes
+    return len(text(key)) // page_bytes
 
 
-def text(node: Node) -> bytes:
-    """The tokens of a node, int32; of an attached run, those before its filling."""
-    return node.key[: node.key.index(ATTACHED)] if node.is_attached else node.key
+def text(key: bytes) -> bytes:
+    """The tokens of a key, int32, without the filling of an attached run."""
+    return key[: key.index(ATTACHED)] if key.endswith(ATTACHED) else key
 
 
 def text_of_path(node: Node | None) -> bytes:
     """The tokens of the path that ends in `node`, int32."""
-    return b"".join(text(above) for above in reversed(list(path(node))))
+    return text(b"".join(above.key for above in reversed(list(path(node)))))

@@ -111,9 +111,10 @@ class RadixTree:
 
     def attached(self, key: bytes, match: Match, namespace: Namespace = _PUBLIC) -> tuple[Node | None, int]:
         """The nearest attached run on the path of a match of `key`, and the tokens before it; (None, 0) without one."""
-        node, end = match.node or self._roots.get(namespace), len(match.pages)
-        if match.node is not None and match.node_pages < len(match.node.pages):
-            node, end = match.node.parent, end - match.node_pages
+        last, end = match.node, len(match.pages)
+        node = last or self._roots.get(namespace)
+        if last is not None and match.node_pages < len(last.pages):
+            node, end = last.parent, end - match.node_pages
         while node is not None:
             tail = key[end * self._page_bytes : (end + 1) * self._page_bytes]
             rows = min(len(tail) // TOKEN_BYTES, self.page_size - 1) if node.num_attached else -1
@@ -235,7 +236,8 @@ class RadixTree:
             pages: page ids for the leading pages of `key`.
             namespace: the key's namespace.
             cost: cost of computing the pages that are new to the tree, for policies that weigh it.
-            meta: the reuse strategy's record of the new pages, or of the attached run alone; splits keep it on both parts.
+            meta: the reuse strategy's record of the new pages; splits keep it on both parts. If the key ends with an
+                attached run, of this run alone.
             owner: the namespace whose quota the new pages count against; default: the owner of `namespace`.
 
         Returns:

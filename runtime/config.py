@@ -336,7 +336,8 @@ def refuse_approximations(cache: CacheConfig) -> None:
     """Raise ModelError if `--reuse` sets a method. For models that support none."""
     if cache.reuse not in ("auto", "none"):
         raise ModelError(
-            f"--reuse {cache.reuse} is for models that Ramet's own code computes, without a sliding window"
+            f"--reuse {cache.reuse} is for models that Ramet's own code computes, without sliding windows or recurrent "
+            "layers"
         )
 
 

@@ -115,6 +115,7 @@ class Lookup(msgspec.Struct):
         why: why the first missing page left the cache, `gone_s` seconds ago; None: unknown.
         known_s: seconds since the cache began to remember why pages leave.
         point: number of leading tokens before the nearest resume point; None: the model needs none.
+        lost: number of tokens before a nearer one that has left the cache, as `why` and `gone_s` say; None: unknown.
     """
 
     found: int
@@ -125,6 +126,7 @@ class Lookup(msgspec.Struct):
     gone_s: float = 0.0
     known_s: float = 0.0
     point: int | None = None
+    lost: int | None = None
 
 
 class Breakpoint(msgspec.Struct):

@@ -131,7 +131,8 @@ class EngineCore:
         """The strategy that the `reuse` fields of a message ask for. Raises InvalidRequest if there is none."""
         strategy = self.strategies.get(str(asked.get("method", self.strategy.name)))
         if strategy is None:
-            raise InvalidRequest(f"no reuse method {asked['method']!r} for this model", param="reuse.method")
+            what = "this model" if self.executor.states is None else "a model with recurrent layers"
+            raise InvalidRequest(f"no reuse method {asked['method']!r} for {what}", param="reuse.method")
         return strategy
 
     def state(self) -> dict[str, Any]:

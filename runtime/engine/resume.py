@@ -41,7 +41,9 @@ class NotedPin(msgspec.Struct):
     def of(pin: Pin, left_s: float | None) -> NotedPin:
         node = pin.node
         meta = None if node.meta is None or node.is_attached else node.meta.describe()
-        return NotedPin(text_of_path(node), node.namespace, meta, pin.name, None if left_s is None else time.time() + left_s)
+        return NotedPin(
+            text_of_path(node), node.namespace, meta, pin.name, None if left_s is None else time.time() + left_s
+        )
 
     @property
     def left_s(self) -> float | None:

@@ -59,7 +59,7 @@ def _other(cache: PagedCache, match: Match, namespace: Namespace) -> bytes:
         node, start = None if above is None else _latest(above), 0
     preview = b""
     while node is not None and len(preview) < _PREVIEW * TOKEN_BYTES:
-        preview += text(node)[start : start + _PREVIEW * TOKEN_BYTES]
+        preview += text(node.key)[start : start + _PREVIEW * TOKEN_BYTES]
         node, start = _latest(node), 0
     return preview[: _PREVIEW * TOKEN_BYTES]
 

@@ -8,7 +8,7 @@ from server.explain.compare import Parting
 Reason = Literal[
     "hit", "never_here", "tools_differ", "system_differs", "messages_differ", "prompt_differs", "evicted", "expired",
     "flushed", "other_salt", "too_short", "not_stored", "not_read", "comparison_not_found", "entries_missing",
-    "unavailable",
+    "unavailable", "no_point",
 ]  # fmt: skip
 DIFFER: dict[str, Reason] = {
     **{"tools": "tools_differ", "system": "system_differs", "message": "messages_differ", "prompt": "prompt_differs"}

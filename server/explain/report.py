@@ -83,6 +83,8 @@ class MissReport:
         if lookup.readable < min(lookup.found, length - 1):
             wanted = f"the request asks for log-probabilities, so tokens from {lookup.readable} on are computed"
             return because("not_read", wanted)
+        if lookup.point is not None and (ends := min(lookup.found, length - 1)) - lookup.point > page:
+            return because(*_no_point(lookup, ends))
         if length <= page and not output.cached_tokens:
             return because("too_short", f"the prompt has {length} tokens, but only whole pages of {page} are cached")
         if lookup.found >= (length - 1) // page * page:
@@ -127,6 +129,15 @@ class MissReport:
         except RametError:  # for example, a document was deleted after the submission
             conversation = None
         return find_parting(self._tokenizer, submission.tokens, token, other, conversation)
+
+
+def _no_point(lookup: Lookup, ends: int) -> tuple[Reason, str]:
+    """The reason for a miss of a model with recurrent layers, whose KV is cached up to token `ends`."""
+    at = f"the nearest resume point is at token {lookup.point}" if lookup.point else "there is no resume point"
+    why = "states are kept behind turns, breakpoints and prompts, and where two prompts part"
+    if lookup.lost is not None:
+        why = f"the one at token {lookup.lost} {LEFT[str(lookup.why)][1].format(_seconds(lookup.gone_s))}"
+    return "no_point", f"the KV of the first {ends} tokens is in the cache, but {at}: {why}"
 
 
 def _unknown(lookup: Lookup) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from cachetools import LRUCache, TTLCache
 
-from radix import Namespace, Node, Stored, Watcher, path
+from radix import Namespace, Node, Stored, Watcher, path, text
 from radix.hashes import block_hashes
 from radix.node import TOKEN_BYTES
 from radix.stats import Cause
@@ -129,6 +129,8 @@ class Tiers(Watcher):
         if self._cache.events is not None:
             hashes = block_hashes(tokens, self._page_bytes, None, namespace)
             for number, block in enumerate(blocks):
+                if len(text(block.tokens)) < len(block.tokens):  # an attached run
+                    break
                 at = number * self.block_pages
                 own, parent = hashes[at : at + self.block_pages], hashes[at - 1] if at else None
                 blocks[number] = block._replace(event=Stored(own, parent, block.tokens, namespace))
@@ -318,7 +320,7 @@ class Tiers(Watcher):
             for block, loaded in zip(part.blocks, part.found, strict=False):
                 begin, at = at, at + self._num_pages([block])
                 self.keys.update(dict.fromkeys(held[begin:at], block.key))
-                load.tokens[loaded.tier] = load.tokens.get(loaded.tier, 0) + len(block.tokens) // TOKEN_BYTES
+                load.tokens[loaded.tier] = load.tokens.get(loaded.tier, 0) + len(text(block.tokens)) // TOKEN_BYTES
         for segment in (part.kept, part.fresh):
             cache.held = [other for other in cache.held if other is not segment]
             cache.leave(segment)

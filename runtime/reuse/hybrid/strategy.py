@@ -23,6 +23,8 @@ from runtime.reuse.prefix import PrefixStrategy
 
 # Ends of turns at which earlier requests of a conversation may have left points that a tier can load.
 _RECALLED = 4
+# A tier may have a point whose last tokens before it are not in the tree: the most tokens of a tier's block.
+_BLOCK = 64
 
 
 @dataclass(slots=True)
@@ -102,15 +104,20 @@ class HybridPrefix(PrefixStrategy):
         return [self.points.run(tokens, namespace)]
 
     def reads(self, request: Request) -> list[Run]:
-        """The KV, then the points in it at which a conversation's earlier turns have ended."""
-        runs, found = super().reads(request), self.find(request)
+        """The KV, then the points within it that may have been stored."""
+        missing = [self._run(request, place) for place in self._likely(request, self.find(request))]
+        return [*super().reads(request), *missing]
+
+    def _run(self, request: Request, place: int) -> Run:
+        return self.points.run(request.tokens[:place], request.namespace)
+
+    def _likely(self, request: Request, found: Found) -> list[int]:
+        """Places where earlier requests may have left points, nearer than the one that was found."""
         turns = ends_of_turns(request.tokens[: request.prompt_len], self._stops)[-_RECALLED:]
-        places = {place for end in turns for place in (end - 1, end)} | set(self._asked(request))
-        places |= set(self._places(request, found))
-        for place in sorted(places):
-            if found.tokens + self._least <= place <= min(found.detail.known, self._most(request)):
-                runs.append(self.points.run(request.tokens[:place], request.namespace))
-        return runs
+        # An answer's point is before the token that ended it.
+        places = {*self._places(request, found), *turns, *(end - 1 for end in turns)}
+        last = min(found.detail.known + _BLOCK, self._most(request))
+        return sorted(place for place in places if found.tokens + self._least <= place <= last)
 
     def peer(self, request: Request, found: Found, computing: Sequence[Request]) -> tuple[Request, int] | None:
         """A running request that shares enough of its coming tokens. It leaves a point where both part."""
@@ -153,9 +160,20 @@ class HybridPrefix(PrefixStrategy):
             self.counters["resumes"] += cut.point is not None
             if self.cache.enabled and request.message.store:
                 state.places = self._places(request, found)
-            if request.event.lookup is not None:
-                request.event.lookup.point = found.tokens
+            self._explain(request, found)
         return is_admitted
+
+    def _explain(self, request: Request, found: Found) -> None:
+        """Report the point, and a nearer one that has left the tree."""
+        lookup, gone, page_size = request.event.lookup, self.cache.gone, self.cache.page_size
+        if lookup is None or gone is None:
+            return
+        lookup.point = found.tokens
+        for place in reversed(self._likely(request, found)):
+            key = self._run(request, place).tokens.tobytes()
+            if (left := gone.find(key, place // page_size, request.namespace)) is not None:
+                lookup.lost, lookup.why, lookup.gone_s = place, left.why, self.cache.tree.now() - left.at_s
+                break
 
     def _use(self, request: Request, match: Match, node: Node | None) -> None:
         assert isinstance(match, Resumption)
@@ -169,7 +187,9 @@ class HybridPrefix(PrefixStrategy):
         return choose(found.tokens, end, turns, self._asked(request), known, self.points.cost, most)
 
     def _asked(self, request: Request) -> list[int]:
-        return [end for end, _ in request.message.breakpoints or ()]
+        """Places of the request's breakpoints; for a request without output, such as that of a pin, also its end."""
+        asked = [end for end, _ in request.message.breakpoints or ()]
+        return asked if request.wants_tokens else [*asked, request.prompt_len]
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -245,7 +265,7 @@ class HybridPrefix(PrefixStrategy):
         end = place // tree.page_size * tree.page_size * 4
         while node is not None and len(node.children) - node.num_attached <= 1:
             for child in node.children.values() if node.num_attached else ():
-                if child.is_attached and child not in kept and key.startswith(text(child), end):
+                if child.is_attached and child not in kept and key.startswith(text(child.key), end):
                     tree.spare(child)
             end -= len(node.key)
             node = node.parent

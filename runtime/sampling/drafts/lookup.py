@@ -7,7 +7,8 @@ from collections import OrderedDict
 
 import numpy as np
 
-from radix import Namespace, Node, RadixTree, text
+from radix import Namespace, Node, RadixTree
+from radix import text as text_of
 from radix.node import TOKEN_BYTES
 
 # Least number of matching tokens; two ids of 21 bits form one key.
@@ -111,7 +112,7 @@ def continuation(tree: RadixTree, key: bytes, namespace: Namespace, limit: int) 
         at = match.partial_rows * TOKEN_BYTES + (at if match.partial_node is node else 0)
         node = match.partial_node
     while node is not None and len(found) < limit:
-        found.frombytes(text(node)[at : at + (limit - len(found)) * TOKEN_BYTES])
+        found.frombytes(text_of(node.key)[at : at + (limit - len(found)) * TOKEN_BYTES])
         node, at = _newest(node), 0
     return found
 

@@ -14,6 +14,7 @@ from runtime.denoising import DiffusionParams
 from runtime.engine.core import EngineCore
 from runtime.params import SamplingParams
 from tests.runtime.engine.driver import greedy
+from tests.runtime.execution.mixers.models import save_hybrid
 from tests.runtime.reuse.bicache.models import save_tiny
 from tests.runtime.reuse.bicache.reference import PlainModel, llada
 from tests.runtime.reuse.contract.subject import NEW, Subject, World
@@ -71,6 +72,25 @@ class Prefix(Subject):
 
     def ordinary(self, prompt: list[int]) -> list[int]:
         return prompt
+
+
+class Hybrid(Prefix):
+    """A model with recurrent layers, whose turns end with token 2."""
+
+    is_causal = False  # it is not served beside other strategies
+
+    @classmethod
+    def make(cls, fixture: Callable[[str], Any]) -> Subject:
+        return cls(save_hybrid("Qwen3_5", fixture("tmp_path_factory").mktemp("hybrid")))
+
+    def draw(self, draw: random.Random) -> list[int]:
+        return draw.choices(range(3, 320), k=draw.choice([40, 63, 64, 90]))
+
+    def anything(self, seed: int) -> list[int]:
+        """One of three beginnings, some turns of it, and an end."""
+        draw, root = random.Random(seed), random.Random(seed % 3)
+        begin = [token for _ in range(4) for token in (*root.choices(range(3, 320), k=root.randrange(5, 30)), 2)]
+        return [*begin[: draw.randrange(len(begin))], *draw.choices(range(2, 320), k=draw.randrange(1, 20))]
 
 
 class Reasoning(Prefix):
@@ -278,6 +298,7 @@ def _fused(method: str) -> type[Fusion]:
 # Fusion: a dense look, a look at the question, rows chosen without a look, and no rows at all.
 SUBJECTS: dict[str, type[Subject]] = {
     "prefix": Prefix,
+    "hybrid": Hybrid,
     "reasoning": Reasoning,
     "modules": Modules,
     **{f"fusion-{method}": _fused(method) for method in ("a3", "prophetkv", "legolink", "full")},

@@ -1,0 +1,148 @@
+"""Resume points as what they share with pages: tiers, pins, breakpoints, holds, quotas, operators' views, reports."""
+
+import random
+from array import array
+
+import pytest
+
+from radix import Namespace
+from runtime.calls import AddPin, FlushCache, GetCached, GetOutline, GetTree, OnNode, RemovePin
+from runtime.errors import InvalidRequest
+from tests.runtime.engine.driver import call
+from tests.runtime.execution.mixers.models import save_hybrid
+from tests.runtime.kv.tiers.engines import always, evict, loaded
+from tests.runtime.reuse.hybrid.test_exact import NEW, STOP, Asking, conversation, is_greedy, some
+
+__all__ = ["is_greedy"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return save_hybrid("Qwen3_5", tmp_path_factory.mktemp("hybrid"))
+
+
+def nodes(driver: Asking) -> list[dict]:
+    """The attached runs as operators see them."""
+    every = call(driver.core, GetTree(None, None, 0, 999, 8))["nodes"]
+    return [node for node in every if node["meta"]]
+
+
+@pytest.mark.parametrize("tier", ["disk", "store"])
+def test_a_restart_resumes_where_the_last_turn_ended(saved, is_greedy, tmp_path, tier):
+    options = {"disk_cache": tmp_path / "disk"} if tier == "disk" else {"kv_store": f"dir:{tmp_path / 'store'}"}
+    options |= {"page_size": 8, "kernels": "torch"}
+    draw = random.Random(1)
+    driver, prompt = Asking(saved, is_greedy, **options), [*some(draw, 150), *conversation(draw, 3)]
+    answer = driver.ask(prompt)
+    evict(driver.core)
+    driver.core.close()
+    turn = [
+        *prompt,
+        *answer[:-1],
+        STOP,
+        *some(draw, 9),
+    ]  # as if the answer's last token, which is not computed, ended it
+    for asked, least in ((prompt, len(prompt) - 2), (turn, len(prompt) + NEW - 1)):
+        again = Asking(saved, is_greedy, **options)
+        always(again.core)
+        again.ask(asked)
+        assert again.latest >= least
+        assert 0 < loaded(again, "0")[tier] <= again.latest
+        again.core.close()
+
+
+def test_a_pin_protects_the_point_behind_it(saved, is_greedy):
+    draw = random.Random(2)
+    driver, prefix = Asking(saved, is_greedy, page_size=8, pool_tokens=1024), some(draw, 101)
+    pin = call(driver.core, AddPin(array("i", prefix).tobytes()))["pin"]
+    assert pin["tokens"] == 96
+    for _ in range(8):
+        driver.ask(some(draw, 300))
+    driver.ask([*prefix, *some(draw, 20)])
+    assert driver.latest == 96
+    assert call(driver.core, GetCached({}, Namespace(), array("i", prefix).tobytes())) == {"": 96}
+    assert call(driver.core, RemovePin(pin["id"]))["found"]
+    assert driver.core.cache.tree.num_pinned_pages == 0
+
+
+def test_a_breakpoint_is_kept_to_the_token(saved, is_greedy):
+    draw = random.Random(3)
+    driver, prompt = Asking(saved, is_greedy, page_size=8, pool_tokens=1024), some(draw, 140)
+    driver.ask(prompt, breakpoints=[(67, 300.0)], namespace=Namespace("a"))
+    (place,) = driver.events["0"][0].usage.breakpoints
+    assert (place.kept, place.reason) == (67, None)
+    evict_all(driver)
+    driver.ask([*prompt[:67], *some(draw, 30)], namespace=Namespace("a"))
+    assert driver.latest == 67
+
+
+def evict_all(driver: Asking) -> None:
+    driver.core.cache.allocator.release(driver.core.cache.tree.evict(driver.core.cache.tree.num_pages))
+
+
+def test_points_of_earlier_turns_go_first_and_those_at_branches_stay(saved, is_greedy):
+    draw = random.Random(4)
+    driver, begin = Asking(saved, is_greedy, page_size=8), [*some(draw, 120), STOP]
+    first = [*begin, *some(draw, 60)]
+    answer = driver.ask(first)
+    driver.ask([*begin, *some(draw, 50)])
+    assert driver.latest == len(begin)
+    driver.ask([*first, *answer, STOP, *some(draw, 60)])
+    cost = driver.core.strategy.points.num_pages
+    places = {node["meta"]["tokens"] for node in nodes(driver)}
+    assert {len(begin), len(first) + NEW - 1} <= places
+    cache = driver.core.cache
+    cache.allocator.release(cache.tree.evict(1))
+    cache.allocator.release(cache.tree.evict(1))
+    gone = places - {node["meta"]["tokens"] for node in nodes(driver)}
+    assert len(first) + NEW - 1 in gone
+    assert len(begin) not in gone
+    assert cost > 1
+
+
+def test_operators_see_points_and_none_of_their_filling(saved, is_greedy):
+    draw = random.Random(5)
+    driver, prompt = Asking(saved, is_greedy, page_size=8), conversation(draw, 3)
+    driver.ask(prompt)
+    shown = nodes(driver)
+    assert {node["meta"]["kind"] for node in shown} == {"resume point"}
+    assert all(node["preview"] == b"" for node in shown)
+    blocks = call(driver.core, GetOutline(99, 8))["blocks"]
+    assert sum(block["meta"] is not None for block in blocks) == len(shown)
+    read = call(driver.core, OnNode("read", shown[0]["id"], shown[0]["start"]))["tokens"]
+    tokens = array("i", read).tolist()
+    assert tokens == prompt[: len(tokens)]
+    assert len(tokens) == shown[0]["meta"]["tokens"]
+
+
+def test_a_miss_names_the_nearest_point_and_one_that_was_lost(saved, is_greedy):
+    draw = random.Random(6)
+    driver, prompt = Asking(saved, is_greedy, page_size=8), [*some(draw, 100), STOP, *some(draw, 90)]
+    driver.ask(prompt, explain=True)
+    driver.ask([*prompt[:150], *some(draw, 9)], explain=True)
+    told = driver.events["1"][0].lookup
+    assert (told.found, told.point, told.lost) == (150, 101, None)
+    for node in [node for node in driver.core.cache.tree.nodes() if node.is_attached and node.meta.tokens == 101]:
+        driver.core.cache.drop(node)
+    driver.ask([*prompt[:140], *some(draw, 9)], explain=True)
+    told = driver.events["2"][0].lookup
+    assert (told.point, told.lost, told.why) == (0, 101, "flush")
+
+
+def test_a_hold_holds_the_point_too(saved, is_greedy):
+    draw = random.Random(7)
+    driver = Asking(saved, is_greedy, page_size=8, pool_tokens=2048, hold_time="0:600")
+    prompt = some(draw, 100)
+    answer = driver.ask(prompt, hold_s=300.0)
+    for _ in range(9):
+        driver.ask(some(draw, 300))
+    driver.ask([*prompt, *answer, *some(draw, 5)])
+    assert driver.latest == len(prompt) + NEW - 1
+
+
+def test_other_methods_are_refused(saved, is_greedy):
+    driver = Asking(saved, is_greedy)
+    for method in ("modules", "fusion", "reasoncache"):
+        with pytest.raises(InvalidRequest, match="recurrent"):
+            driver.core.strategy_of({"method": method})
+    call(driver.core, FlushCache())
