@@ -2,13 +2,14 @@
 
 import random
 from array import array
+from collections import Counter
 from itertools import count
 
 import numpy as np
 import pytest
 import torch
 
-from runtime.batch import Read, RowSet, Stage
+from runtime.batch import Read, RowSet, Span, Stage
 from runtime.execution.attention.paged_index import rows_of
 from runtime.reuse.build import Stretch, build, stretches
 from tests.runtime.engine.driver import Driver, make_core
@@ -99,6 +100,56 @@ def test_equal_masks_over_equal_pages_are_read_once():
     for edge in plan.edges:
         span = plan.spans[edge.span]
         assert (span.length, span.keep is not None) == (4, True)
+
+
+def _drawn_reads(draw: random.Random, roots: list[list[int]], num_rows: int, page_size: int) -> list[Read]:
+    """Reads of one row set, each of another path: whole, causal, with left out rows, and by some of the rows."""
+    reads = []
+    for root in draw.sample(roots, draw.randrange(1, 4)):
+        pages = np.array(root[: draw.randrange(1, len(root) + 1)], dtype=np.int32)
+        length = len(pages) * page_size - draw.choice([0, 0, draw.randrange(page_size)])
+        rows = draw.choice([None, None, slice(draw.randrange(num_rows), None)])
+        count = num_rows - (0 if rows is None else rows.start)
+        visible = np.sort(np.array(draw.choices(range(1, length + 1), k=count), dtype=np.int32))
+        keep = torch.tensor(draw.choices([True, False], k=length))
+        masks = {"keep": draw.choice([None, None, keep]), "visible": draw.choice([None, visible])}
+        reads.append(Read(pages, length, shift=draw.choice([0, 0, 5]), rows=rows, **masks))
+    return reads
+
+
+def _seen(rows: np.ndarray, of: Read | Span, visible: np.ndarray | None, page_size: int) -> Counter:
+    """(row, slot in the pool, shift) of everything that rows see of a read or of a span."""
+    found = Counter()
+    for i, row in enumerate(rows.tolist()):
+        for at in range(of.length if visible is None else int(visible[i])):
+            if of.keep is None or of.keep[at]:
+                found[row, int(of.pages[at // page_size]) * page_size + at % page_size, of.shift] += 1
+    return found
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_each_row_sees_what_its_reads_say(page_size):
+    """However reads are shared and merged, and whatever they leave out."""
+    draw = random.Random(page_size)
+    for _ in range(300):
+        fresh = count(1)
+        stem = [next(fresh) for _ in range(4)]
+        roots = [[*stem[: draw.randrange(5)], *(next(fresh) for _ in range(draw.randrange(1, 4)))] for _ in range(5)]
+        sets = []
+        for _ in range(draw.randrange(1, 5)):
+            rows = draw.randrange(1, 4)
+            stage = Stage(range(1), np.zeros(rows, np.int64), _drawn_reads(draw, roots, rows, page_size))
+            sets.append(RowSet(np.zeros(rows, np.int64), np.zeros(rows, np.int64), [stage], np.arange(rows)))
+        plan = build(sets, 1, page_size, least_saved_tokens=draw.choice([1, 8]))
+        attention, expected, found = plan.batch.groups[0].attention, Counter(), Counter()
+        for one, logits in zip(sets, plan.logits, strict=True):
+            its = plan.batch.logits_rows[logits].numpy()
+            for read in one.stages[0].reads:
+                expected += _seen(its if read.rows is None else its[read.rows], read, read.visible, page_size)
+        for edge in attention.edges:
+            rows = rows_of(edge, attention.num_rows)
+            found += _seen(rows, attention.spans[edge.span], edge.visible, page_size)
+        assert found == expected
 
 
 def test_requests_under_one_node_attend_to_it_together(ids_dir, monkeypatch):

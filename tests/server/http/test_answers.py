@@ -1,10 +1,7 @@
 """Long answers are encoded in slices; they are what they would be in one piece."""
 
 import asyncio
-import gc
 import json
-import time
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +18,6 @@ from server.http.answers import JsonAnswer, JsonList, encode, write_logprobs
 from server.sglang.generate import GenerateRequest, GenerateWriter
 from server.telemetry.journal import Journal
 from server.telemetry.metrics import Metrics
-from tests.server.http.test_budget import slowness
 
 VALUES = st.recursive(st.none() | st.booleans() | st.integers(0, 9) | st.text(), st.lists, max_leaves=5)
 
@@ -91,7 +87,7 @@ class Outputs:
 
 
 def test_a_large_answer_leaves_the_event_loop_to_others(default_model_dir):
-    """256 prompts with 128 alternatives for each of their tokens: they took 1 s at a stretch."""
+    """256 prompts with 128 alternatives for each of their tokens took 1 s at a stretch: others run between any two."""
     tokenizer = Tokenizer.load(default_model_dir)
     body = GenerateRequest(
         input_ids=[[0] * 3] * 256,
@@ -103,27 +99,24 @@ def test_a_large_answer_leaves_the_event_loop_to_others(default_model_dir):
     context = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer))
     generation = Generation(Outputs(output(i, 128) for i in range(256)), Metrics("x"), Journal())
     writer = GenerateWriter(body, True, generation, context)
-    turns = []
+    turns = 0
 
     async def tick():
+        nonlocal turns
         while True:
-            turns.append(time.process_time())
-            await asyncio.sleep(0.001)
+            turns += 1
+            await asyncio.sleep(0)
 
     async def main():
         ticker = asyncio.create_task(tick())
         await asyncio.sleep(0)
         answer = encode(await writer.answer(generation))
-        turns.append(time.process_time())
         ticker.cancel()
         return json.loads(answer)
 
-    gc.collect()
-    gc.freeze()  # other tests' objects
     entries = asyncio.run(main())
-    gc.unfreeze()
     assert len(entries) == 256
     first = [-1.0, 0, tokenizer.decode([0], False)]
     assert entries[7]["meta_info"]["input_token_logprobs"][0] == first
     assert len(entries[7]["meta_info"]["output_top_logprobs"][2]) == 128
-    assert max(later - earlier for earlier, later in pairwise(turns)) < 0.25 * slowness()
+    assert turns >= 256
