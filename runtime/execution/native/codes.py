@@ -77,7 +77,7 @@ def _columns(part: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _pack_levels(codes: np.ndarray, bits: int) -> list[np.ndarray]:
-    """The codes [panels, panel, count] of a chunk, and the planes of further bits."""
+    """The codes [panels, panel, count] of a chunk, and their further bits."""
     panels, panel, count = codes.shape
     # uint32 [panels, count / 4, panel]: four codes each.
     fours = np.ascontiguousarray(codes).view(np.uint32).swapaxes(1, 2)
@@ -85,6 +85,13 @@ def _pack_levels(codes: np.ndarray, bits: int) -> list[np.ndarray]:
         return [fours]
     low = np.ascontiguousarray(fours & 0x0F0F0F0F).reshape(panels, count // 8, 2, panel)
     pieces = [low[:, :, 0] | low[:, :, 1] << 4]
-    every = np.ascontiguousarray(fours).view(np.uint8).reshape(panels, count // 4, 4 * panel)
-    pieces += [np.packbits(every >> bit & 1, axis=2, bitorder="little") for bit in range(4, bits)]
+    if bits > 4:
+        # Each byte of a plane has the further bits of 8 (5 bits) or 4 codes (6 bits), one after the other.
+        high = np.ascontiguousarray(fours) >> 4 & 0x01010101 * (2 ** (bits - 4) - 1)
+        shared = 8 // (bits - 4)
+        # [panels, planes, pairs of fours, two fours, two halves of a panel, lanes]: a byte's codes are the middle three.
+        parts = high.reshape(panels, -1, shared // 4, 2, 2, panel // 2).swapaxes(3, 4)
+        parts = parts.reshape(panels, -1, shared, panel // 2)
+        shifts = np.arange(0, 8, bits - 4, dtype=np.uint32)[:, None]
+        pieces.append(np.bitwise_or.reduce(parts << shifts, axis=2))
     return pieces

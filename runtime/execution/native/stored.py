@@ -24,7 +24,7 @@ from runtime.models.weights import read_linked
 log = logging.getLogger(__name__)
 
 # Raised when the layout of codes changes, so that older files are not used.
-_LAYOUT = 1
+_LAYOUT = 2
 
 
 @dataclass(slots=True)

@@ -54,30 +54,38 @@ inline void unpack_scales(const Matrix& w, const Chunk& chunk, Unpacked& out) {
     }
 }
 
-// `Planes`: bits behind the fourth.
-template <int Planes>
+// `Width`: bits of a code, below 8.
+template <int Width>
 inline void unpack_codes(const Chunk& chunk, uint32_t* out) {
-    const int64_t bytes = chunk.count / 4 * (kPanel / 2);  // of a plane
     const uint8_t *in = chunk.codes, *plane = chunk.planes;
-    for (int64_t i = 0; i < chunk.count / 8; ++i) {
-        for (int64_t v = 0; v < kPanel; v += kLanes, in += 4 * kLanes) {
-            const Bits both = load_bits(in);
-            Bits low = low_halves(both), high = high_halves(both);
-            const uint8_t* bits = plane + i * kPanel + v / 2;
-            if constexpr (Planes > 0) low = add_bits<16>(low, bits), high = add_bits<16>(high, bits + kPanel / 2);
-            if constexpr (Planes > 1) {
-                low = add_bits<32>(low, bits + bytes), high = add_bits<32>(high, bits + bytes + kPanel / 2);
-            }
-            store_bits(out + 2 * i * kPanel + v, low);
-            store_bits(out + (2 * i + 1) * kPanel + v, high);
+    auto put = [&]<int At>(std::integral_constant<int, At>, Bits further) {
+        const Bits both = load_bits(in);
+        Bits low = low_halves(both), high = high_halves(both);
+        if constexpr (Width == 5) low = or_bits<4 - At>(low, further, 16), high = or_bits<3 - At>(high, further, 16);
+        if constexpr (Width == 6) {
+            low = or_bits<4 - 2 * At>(low, further, 48), high = or_bits<2 - 2 * At>(high, further, 48);
         }
+        store_bits(out, low);
+        store_bits(out + kPanel, high);
+        in += 4 * kLanes, out += kLanes;
+    };
+    using std::integral_constant;
+    for (int64_t i = 0; i < chunk.count; i += 16, out += kPanel) {
+        const Bits first = Width == 4 ? Bits{} : load_bits(plane);
+        const Bits second = Width == 6 ? load_bits(plane + 4 * kLanes) : first;
+        put(integral_constant<int, 0>(), first);
+        put(integral_constant<int, 2>(), first);
+        out += kPanel;
+        put(integral_constant<int, Width == 5 ? 4 : 0>(), second);
+        put(integral_constant<int, Width == 5 ? 6 : 2>(), second);
+        plane += (Width - 4) * 4 * kLanes;
     }
 }
 
 inline const uint32_t* unpack(const Matrix& w, const Chunk& chunk, Unpacked& out) {
     unpack_scales(w, chunk, out);
     if (w.bits == 8) return reinterpret_cast<const uint32_t*>(chunk.codes);
-    (w.bits == 4 ? unpack_codes<0> : w.bits == 5 ? unpack_codes<1> : unpack_codes<2>)(chunk, out.codes);
+    (w.bits == 4 ? unpack_codes<4> : w.bits == 5 ? unpack_codes<5> : unpack_codes<6>)(chunk, out.codes);
     return out.codes;
 }
 
@@ -126,96 +134,116 @@ inline void to_codes(const float* in, const Matrix& w, uint32_t* out) {
     }
 }
 
-// sums [R, kPanel] += a chunk's product with `a` [R, lanes of `coded_lanes`]. `Steps`: a fourth of a group's k. `Wide`:
-// codes of 8 bits.
-template <int R, int Steps, bool Wide>
+// A dot product of codes and activations in each lane, over the `Steps` times four k of a group.
+template <int Width, int Steps>
+class Dot {
+    // Codes of 8 bits are multiplied in halves. Products of so many steps fit into sums of 16 bits.
+    static constexpr bool kHalves = Width == 8;
+    static constexpr int kFit = std::min(Steps, 129 / (kHalves ? 15 : (1 << Width) - 1));
+    Bits sum_, low_, high_;
+
+  public:
+    [[gnu::always_inline]] void begin(Bits sum) { sum_ = sum; }
+    [[gnu::always_inline]] void add(int step, Bits codes, Bits x) {
+        if constexpr (kDotsBytes) {
+            sum_ = dot_bytes(sum_, codes, x);
+        } else {
+            const Bits low = multiply_bytes(kHalves ? low_halves(codes) : codes, x);
+            low_ = step % kFit ? add_shorts(low_, low) : low;
+            if (kHalves) {
+                const Bits high = multiply_bytes(high_halves(codes), x);
+                high_ = step % kFit ? add_shorts(high_, high) : high;
+            }
+            // Without this, the compiler would reorder the additions, and run out of registers.
+            asm("" : "+v"(low_));
+            if (kHalves) asm("" : "+v"(high_));
+            if (step % kFit < kFit - 1) return;
+            sum_ = add_pairs(sum_, low_, 1);
+            if (kHalves) sum_ = add_pairs(sum_, high_, 16);
+        }
+    }
+    [[gnu::always_inline]] Vec get() const { return to_floats(sum_); }
+};
+
+// Rows that registers suffice for: of codes of 8 bits without `dot_bytes`, two sums are kept.
+template <int Width>
+constexpr int kCodedRows = kDotsBytes || Width < 8 ? kMaxRows : kMaxRows / 2;
+
+// sums [R, kPanel] += a chunk's product with `a` [R, lanes of `coded_lanes`]. `Steps`: a fourth of a group's k.
+template <int R, int Width, int Steps>
 void dot_codes(float* sums, const uint32_t* a, int64_t lda, const uint32_t* codes, const Unpacked& w, int64_t groups,
                bool has_minima, Ahead ahead) {
     // Sums of few rows stay in registers; for more, registers hold the dot products.
-    constexpr bool kKeeps = R <= kMaxRows / 3;
-    Vec kept[kKeeps ? R : 1][2];
-    auto add_to = [&](int r, int half, Vec factor, Vec value) __attribute__((always_inline)) {
-        float* to = sums + r * kPanel + half * kLanes;
-        if constexpr (kKeeps) {
-            kept[r][half] = fma(factor, value, kept[r][half]);
-        } else {
-            store(to, fma(factor, value, load(to)));
-        }
-    };
-    if constexpr (kKeeps) {
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) kept[r][0] = load(sums + r * kPanel), kept[r][1] = load(sums + r * kPanel + kLanes);
-    }
+    constexpr bool kKeeps = R <= kMaxRows / 3, kSplits = Width == 8 && !kDotsBytes;
+    Tile<kKeeps ? R : 1> kept;
+    if constexpr (kKeeps) load<R>(kept, sums, kPanel);
     Rows<R> rows(a, lda);
     for (int64_t g = 0; g < groups; ++g) {
-        Bits dots[R][2];
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) dots[r][0] = dots[r][1] = (Bits)rows.at(r);
-        rows.advance(1);
-#pragma GCC unroll 4
-        for (int i = 0; i < Steps; ++i, codes += kPanel) {
-            ahead.fetch();
-            const Bits w0 = load_bits(codes), w1 = load_bits(codes + kLanes);
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                const Bits x = (Bits)rows.at(r);
-                dots[r][0] = dot_bytes<Wide>(dots[r][0], w0, x);
-                dots[r][1] = dot_bytes<Wide>(dots[r][1], w1, x);
-            }
-            rows.advance(1);
-        }
-        const Vec s0 = load(w.scales + g * kPanel), s1 = load(w.scales + g * kPanel + kLanes);
+        Dot<Width, Steps> dots[R][2];
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-            const Vec scale = rows.at(r);
-            add_to(r, 0, mul(scale, s0), to_floats(dots[r][0]));
-            add_to(r, 1, mul(scale, s1), to_floats(dots[r][1]));
+            dots[r][0].begin((Bits)rows.at(r));
+            dots[r][1].begin((Bits)rows.at(r));
         }
-        if (has_minima) {
-            const Vec m0 = load(w.minima + g * kPanel), m1 = load(w.minima + g * kPanel + kLanes);
+        ahead.fetch();
+#pragma GCC unroll 8
+        for (int i = 0; i < Steps; ++i) {
+            const Bits w0 = load_bits(codes + i * kPanel), w1 = load_bits(codes + i * kPanel + kLanes);
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
-                const Vec scaled = rows.at(r, 1);
-                add_to(r, 0, scaled, m0);
-                add_to(r, 1, scaled, m1);
+                const Bits x = (Bits)rows.at(r, 1 + i);
+                dots[r][0].add(i, w0, x);
+                if (!kSplits) dots[r][1].add(i, w1, x);
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < (kSplits ? R : 0); ++r) dots[r][1].add(i, w1, (Bits)rows.at(r, 1 + i));
+        }
+        codes += Steps * kPanel;
+        const Vec s0 = load(w.scales + g * kPanel), s1 = load(w.scales + g * kPanel + kLanes);
+        const Vec m0 = has_minima ? load(w.minima + g * kPanel) : zero();
+        const Vec m1 = has_minima ? load(w.minima + g * kPanel + kLanes) : zero();
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            float* to = sums + r * kPanel;
+            const Vec scale = rows.at(r, Steps + 1), scaled = rows.at(r, Steps + 2);
+            Vec sum0 = kKeeps ? kept[kKeeps ? r : 0][0] : load(to), sum1 = kKeeps ? kept[kKeeps ? r : 0][1] : load(to + kLanes);
+            sum0 = fma(mul(scale, s0), dots[r][0].get(), sum0), sum1 = fma(mul(scale, s1), dots[r][1].get(), sum1);
+            if (has_minima) sum0 = fma(scaled, m0, sum0), sum1 = fma(scaled, m1, sum1);
+            if constexpr (kKeeps) {
+                kept[r][0] = sum0, kept[r][1] = sum1;
+            } else {
+                store(to, sum0), store(to + kLanes, sum1);
             }
         }
-        rows.advance(2);
+        rows.advance(Steps + 3);
     }
-    if constexpr (kKeeps) {
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) store(sums + r * kPanel, kept[r][0]), store(sums + r * kPanel + kLanes, kept[r][1]);
-    }
+    if constexpr (kKeeps) store<R>(sums, kPanel, kept);
 }
 
 using DotCodes = void (*)(float*, const uint32_t*, int64_t, const uint32_t*, const Unpacked&, int64_t, bool, Ahead);
 
-template <int Steps, bool Wide, int... R>
-constexpr std::array<DotCodes, sizeof...(R)> dot_codes_table(std::integer_sequence<int, R...>) {
-    return {dot_codes<R + 1, Steps, Wide>...};
+template <int Width, int Steps, int... R>
+constexpr std::array<DotCodes, kMaxRows> dot_codes_table(std::integer_sequence<int, R...>) {
+    return {dot_codes<R + 1, Width, Steps>...};
 }
-template <int Steps, bool Wide>
-constexpr auto kDotCodes = dot_codes_table<Steps, Wide>(std::make_integer_sequence<int, kMaxRows>());
-
-inline DotCodes dot_codes_of(const Matrix& w, int64_t rows) {
-    if (w.bits == 8) return (w.group == 16 ? kDotCodes<4, true> : kDotCodes<8, true>)[rows - 1];
-    return (w.group == 16 ? kDotCodes<4, false> : kDotCodes<8, false>)[rows - 1];
-}
+template <int Width, int Steps>
+constexpr auto kDotCodes = dot_codes_table<Width, Steps>(std::make_integer_sequence<int, kCodedRows<Width>>());
 
 // sums [rows, kPanel] = a panel's product with coded rows `a`.
 inline void multiply_panel(const Matrix& w, int64_t panel, const uint32_t* a, int64_t lda, int64_t rows, float* sums) {
     static thread_local Unpacked unpacked;
     std::fill_n(sums, rows * kPanel, 0.0f);
-    const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
+    const DotCodes* dots = (w.bits == 8 ? kDotCodes<8, 8> : w.bits == 6 ? kDotCodes<6, 4> : w.bits == 5 ? kDotCodes<5, 8> : kDotCodes<4, 8>).data();
+    const int64_t most = w.bits == 8 ? kCodedRows<8> : kMaxRows;
+    const int64_t tiles = (rows + most - 1) / most;
     each_chunk(w, panel, [&](const Chunk& chunk, int64_t) {
         const uint32_t* codes = unpack(w, chunk, unpacked);
         const int64_t groups = chunk.count / w.group;
         const int64_t bytes = w.chunk_bytes(chunk.count);
-        Ahead ahead = {reinterpret_cast<const char*>(chunk.codes) + (8 << 10), 4 * bytes / chunk.count};
+        Ahead ahead = {reinterpret_cast<const char*>(chunk.codes) + (8 << 10), w.group * bytes / chunk.count};
         for (int64_t t = 0; t < tiles; ++t, ahead.step = 0) {
             const int64_t from = t * rows / tiles, to = (t + 1) * rows / tiles;
-            dot_codes_of(w, to - from)(sums + from * kPanel, a + from * lda, lda, codes, unpacked, groups, w.has_minima,
-                                     ahead);
+            dots[to - from - 1](sums + from * kPanel, a + from * lda, lda, codes, unpacked, groups, w.has_minima, ahead);
         }
         a += groups * (w.group / 4 + 3);
     });

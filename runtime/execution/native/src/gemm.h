@@ -5,16 +5,6 @@
 
 namespace ramet {
 
-// The accumulators of a micro-kernel. Loops over them have unroll pragmas, so that they stay in registers.
-template <int R>
-using Tile = Vec[R][2];
-
-template <int R>
-[[gnu::always_inline]] inline void clear(Tile<R>& tile) {
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) tile[r][0] = tile[r][1] = zero();
-}
-
 // rows [R, kPanel] = rows * factors [R] + tile.
 template <int R>
 [[gnu::always_inline]] inline void add_scaled(float* rows, int64_t stride, const float* factors, const Tile<R>& tile) {
@@ -23,15 +13,6 @@ template <int R>
         float* row = rows + r * stride;
         store(row, fma(load(row), set1(factors[r]), tile[r][0]));
         store(row + kLanes, fma(load(row + kLanes), set1(factors[r]), tile[r][1]));
-    }
-}
-
-template <int R>
-[[gnu::always_inline]] inline void store(float* rows, int64_t stride, const Tile<R>& tile) {
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-        store(rows + r * stride, tile[r][0]);
-        store(rows + r * stride + kLanes, tile[r][1]);
     }
 }
 

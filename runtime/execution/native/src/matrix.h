@@ -25,7 +25,10 @@ constexpr int64_t kChunk = 256;  // number of k whose codes and scales are store
 // - with 8 bits: for each four k, kPanel 32-bit lanes of four codes, as the dot product of bytes (vpdpbusd) needs;
 //   with fewer: for each eight k, kPanel lanes of the codes' low four bits: the first four k in the low halves of the
 //   bytes, the other four k in the high halves;
-// - for each further bit, and each four k: that bit of kPanel x 4 codes;
+// - further bits, above the fourth: with 5 bits, for each 16 k, kLanes lanes; bit j of a byte belongs to the code in that
+//   byte of the j-th vector of these 16 k, in the order that `unpack_codes` gives: of each eight k, the first vector's
+//   first and other four k, then the second vector's; with 6 bits, for each eight k, kLanes lanes, likewise with two bits
+//   of each of the four vectors;
 // - for each group: kPanel scales, then kPanel minima, as halves (16-bit floats);
 // - nested scales and minima are signed bytes instead, and factors follow them: kPanel halves for all scales of the
 //   chunk, then kPanel halves for all minima.

@@ -31,6 +31,34 @@ struct Rows {
     }
 };
 
+// The accumulators of a micro-kernel. Loops over them have unroll pragmas, so that they stay in registers.
+template <int R>
+using Tile = Vec[R][2];
+
+template <int R>
+[[gnu::always_inline]] inline void clear(Tile<R>& tile) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) tile[r][0] = tile[r][1] = zero();
+}
+
+template <int R>
+[[gnu::always_inline]] inline void store(float* rows, int64_t stride, const Tile<R>& tile) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+        store(rows + r * stride, tile[r][0]);
+        store(rows + r * stride + kLanes, tile[r][1]);
+    }
+}
+
+template <int R>
+[[gnu::always_inline]] inline void load(Tile<R>& tile, const float* rows, int64_t stride) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+        tile[r][0] = load(rows + r * stride);
+        tile[r][1] = load(rows + r * stride + kLanes);
+    }
+}
+
 // Weights to prefetch: `step` bytes for each kPanel lanes of the current weights.
 struct Ahead {
     static constexpr int64_t kLine = 64;
@@ -39,8 +67,7 @@ struct Ahead {
 
     // Always inline, because GCC drops calls to a function that only prefetches.
     [[gnu::always_inline]] void fetch() {
-        _mm_prefetch(at, _MM_HINT_T1);
-        if (step > kLine) _mm_prefetch(at + kLine, _MM_HINT_T1);
+        for (int64_t b = 0; b < step; b += kLine) _mm_prefetch(at + b, _MM_HINT_T1);
         at += step;
     }
 };

@@ -115,28 +115,23 @@ inline Vec to_floats(Bits b) { return _mm512_cvtepi32_ps(b); }
 // The lower and upper four bits of each byte.
 inline Bits low_halves(Bits b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }
 inline Bits high_halves(Bits b) { return low_halves(_mm512_srli_epi16(b, 4)); }
-// Bytes, to which `Value` is added where the bits at `p`, one for each byte, are set.
-template <int Value>
-inline Bits add_bits(Bits b, const void* p) {
-    __mmask64 mask;
-    std::memcpy(&mask, p, sizeof(mask));
-    return _mm512_mask_add_epi8(b, mask, b, _mm512_set1_epi8(Value));
+// The bits `mask` of each byte, after `Left` places to the left (to the right if negative), and of `low`.
+template <int Left>
+inline Bits or_bits(Bits low, Bits in, int8_t mask) {
+    const Bits moved = Left < 0 ? _mm512_srli_epi16(in, Left < 0 ? -Left : 0) : _mm512_slli_epi16(in, Left < 0 ? 0 : Left);
+    return _mm512_or_si512(low, _mm512_and_si512(moved, _mm512_set1_epi8(mask)));
 }
-// Each lane of `sum` plus the products of its four bytes in `codes`, which have no sign, and in `x`. Without `Wide`,
-// codes have at most 6 bits.
-template <bool Wide>
-inline Bits dot_bytes(Bits sum, Bits codes, Bits x) {
 #if defined(__AVX512VNNI__)
-    return _mm512_dpbusd_epi32(sum, codes, x);
+// Each lane of `sum` plus the products of its four bytes in `codes`, which have no sign, and in `x`.
+inline Bits dot_bytes(Bits sum, Bits codes, Bits x) { return _mm512_dpbusd_epi32(sum, codes, x); }
 #else
-    if constexpr (Wide) {  // in two halves, as pairs of products of whole codes exceed 16 bits
-        const Bits low = _mm512_maddubs_epi16(low_halves(codes), x), high = _mm512_maddubs_epi16(high_halves(codes), x);
-        sum = _mm512_add_epi32(sum, _mm512_madd_epi16(high, _mm512_set1_epi16(16)));
-        return _mm512_add_epi32(sum, _mm512_madd_epi16(low, _mm512_set1_epi16(1)));
-    }
-    return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(codes, x), _mm512_set1_epi16(1)));
-#endif
+// Products of bytes, `codes` without a sign, as sums of two in 16 bits; additions of these; sum + factor * two of them.
+inline Bits multiply_bytes(Bits codes, Bits x) { return _mm512_maddubs_epi16(codes, x); }
+inline Bits add_shorts(Bits a, Bits b) { return _mm512_add_epi16(a, b); }
+inline Bits add_pairs(Bits sum, Bits shorts, int16_t factor) {
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(shorts, _mm512_set1_epi16(factor)));
 }
+#endif
 
 #else  // AVX2 and FMA
 
@@ -230,27 +225,24 @@ inline Vec load_int8(const void* p) {
 inline Vec to_floats(Bits b) { return _mm256_cvtepi32_ps(b); }
 inline Bits low_halves(Bits b) { return _mm256_and_si256(b, _mm256_set1_epi8(15)); }
 inline Bits high_halves(Bits b) { return low_halves(_mm256_srli_epi16(b, 4)); }
-template <int Value>
-inline Bits add_bits(Bits b, const void* p) {
-    int32_t mask;
-    std::memcpy(&mask, p, sizeof(mask));
-    // Byte i: the byte of `mask` with its bit, then that bit alone.
-    const Bits spread = _mm256_shuffle_epi8(
-        _mm256_set1_epi32(mask), _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303));
-    const Bits bit = _mm256_set1_epi64x(int64_t(0x8040201008040201));
-    const Bits is_set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit);
-    return _mm256_add_epi8(b, _mm256_and_si256(is_set, _mm256_set1_epi8(Value)));
+template <int Left>
+inline Bits or_bits(Bits low, Bits in, int8_t mask) {
+    const Bits moved = Left < 0 ? _mm256_srli_epi16(in, Left < 0 ? -Left : 0) : _mm256_slli_epi16(in, Left < 0 ? 0 : Left);
+    return _mm256_or_si256(low, _mm256_and_si256(moved, _mm256_set1_epi8(mask)));
 }
-template <bool Wide>
-inline Bits dot_bytes(Bits sum, Bits codes, Bits x) {
-    if constexpr (Wide) {
-        const Bits low = _mm256_maddubs_epi16(low_halves(codes), x), high = _mm256_maddubs_epi16(high_halves(codes), x);
-        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(high, _mm256_set1_epi16(16)));
-        return _mm256_add_epi32(sum, _mm256_madd_epi16(low, _mm256_set1_epi16(1)));
-    }
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
+inline Bits multiply_bytes(Bits codes, Bits x) { return _mm256_maddubs_epi16(codes, x); }
+inline Bits add_shorts(Bits a, Bits b) { return _mm256_add_epi16(a, b); }
+inline Bits add_pairs(Bits sum, Bits shorts, int16_t factor) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(shorts, _mm256_set1_epi16(factor)));
 }
 
+#endif
+
+#if defined(__AVX512VNNI__)
+constexpr bool kDotsBytes = true;  // whether `dot_bytes` exists
+#else
+constexpr bool kDotsBytes = false;
+Bits dot_bytes(Bits sum, Bits codes, Bits x);
 #endif
 
 constexpr int kPanel = 2 * kLanes;  // columns that a micro-kernel computes at once
