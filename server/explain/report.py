@@ -130,7 +130,7 @@ class MissReport:
 
 
 def _unknown(lookup: Lookup) -> str:
-    return f"nothing more of it was cached in the last {_seconds(lookup.known_s)} s, and older evictions are forgotten"
+    return f"the rest was not cached in the last {_seconds(lookup.known_s)} s; earlier evictions are not remembered"
 
 
 def _seconds(seconds: float) -> str:
