@@ -18,10 +18,12 @@ class Quotas:
         default: limit of tenants that are not in `limits`; None: no limit.
 
     Attributes:
+        binding: whether a tenant has a limit.
         make_order: makes the victim order of an owner.
     """
 
     def __init__(self, limits: Mapping[str, int], default: int | None = None):
+        self.binding = bool(limits) or default is not None
         self._limits = limits
         self._default = default
         self._pages: dict[Namespace, int] = {}

@@ -146,18 +146,20 @@ class ReuseParams(BaseModel):
     ratio: float | None = Field(
         None, ge=0, le=1, description="share of the documents' rows (A3's paper: of all) to recompute; default: 0.15"
     )
-    granularity: Literal["page", "token"] = Field("page", description="rows are selected one by one, or by whole pages")
+    granularity: Literal["page", "token"] = Field(
+        "token", description="rows are selected one by one, or by whole pages"
+    )
     chunk_tokens: int = Field(512, ge=16, le=4096, description="documents are encoded in chunks of this many tokens")
     k: int | None = Field(None, ge=0, le=512, description="legolink: first rows of each chunk; default: 16")
-    max_kl: float | None = Field(None, ge=0, le=100, description="auto: largest mean KL to full prefill, in nats")
+    max_kl: float | None = Field(
+        None, ge=0, le=100, description="auto: largest mean KL to full prefill, in nats; default: 0.1"
+    )
 
     def check(self) -> None:
         """Raise InvalidRequest if an option does not go with the method."""
         for name, methods in TAKEN_BY.items():
             if getattr(self, name) is not None and self.method not in methods:
                 raise InvalidRequest(f"{name} is an option of {', '.join(methods)}", param=f"reuse.{name}")
-        if self.method == "auto" and self.max_kl is None:
-            raise InvalidRequest("the method auto needs max_kl", param="reuse.max_kl")
         if self.k is not None and self.ratio is not None:
             raise InvalidRequest("k and ratio exclude each other", param="reuse.k")
 

@@ -97,10 +97,12 @@ def admit(app: ASGIApp, config: Config, tenants: list[Tenant]) -> ASGIApp:
     options = config.server
     origins, hosts = _split(options.cors_origins), Hosts(options.host, _split(options.allowed_hosts))
     anyone = EVERYONE if options.open_admin or hosts.own_machine else ANYONE
-    checks: list[Check] = [Origins(origins).check, Guard(tenants, _routers(), anyone).check]
+    guard = Guard(tenants, _routers(), anyone)
+    checks: list[Check] = [Origins(origins).check, guard.check]
     if not tenants and "*" not in origins:
         checks.append(hosts.check)
-    admitted = AdmissionMiddleware(app, checks, BodyLimit(options.max_body_bytes, options.client_timeout))
+    limit = BodyLimit(options.max_body_bytes, options.client_timeout)
+    admitted = AdmissionMiddleware(app, checks, limit, guard.is_route)
     if not origins:
         return admitted
     return CORSMiddleware(admitted, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])

@@ -9,13 +9,16 @@ from difflib import get_close_matches
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import TYPE_CHECKING, NoReturn, get_args
 
 from pydantic import ValidationError
 
 from runtime.errors import RametError
 from runtime.frontend.output import Prompt
 from server.options import add_options, config_from, options_page
+
+if TYPE_CHECKING:
+    from runtime.params import SamplingParams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,16 +98,47 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--adapter", metavar="NAME", help="an adapter loaded by --lora")
     parser.add_argument("--chat", action="store_true", help="apply the chat template to the prompt as a user's message")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
-    parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
+    _add_sampling(parser, 128, 0.0)
+
+
+def _add_sampling(parser: argparse.ArgumentParser, tokens: int, temperature: float) -> None:
+    parser.add_argument("--max-new-tokens", type=int, default=tokens, help=f"default: {tokens}")
+    parser.add_argument("--temperature", type=float, default=temperature, help=f"default: {temperature:g}; 0: greedy")
     parser.add_argument("--seed", type=int, help="the same seed gives the same text")
     add_options(parser, "model", "cache", "scheduler", "engine")
+
+
+def _sampling(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> "SamplingParams":
+    from runtime.params import SamplingParams
+
+    try:
+        return SamplingParams(
+            max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, seed=arguments.seed
+        )
+    except ValidationError as error:
+        problem = error.errors()[0]
+        parser.error(f"argument --{str(problem['loc'][0]).replace('_', '-')}: {problem['msg']}")
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
+    _add_sampling(parser, 1024, 0.7)
+
+
+def _chat(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from runtime import Engine
+    from runtime.config import default_cache_dir
+    from server.commands.chat import chat
+
+    config, sampling = config_from(parser, arguments), _sampling(parser, arguments)
+    with Engine(config=config) as engine:
+        chat(engine, sampling, arguments.system, default_cache_dir() / "chat-history")
+    return 0
 
 
 def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from runtime import Document, Engine, Submission
     from runtime.frontend.documents.prompt import in_messages
-    from runtime.params import SamplingParams
 
     config = config_from(parser, arguments)
     if arguments.schema and (arguments.chat or arguments.document):
@@ -112,13 +146,7 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     if arguments.mode and not arguments.schema:
         parser.error("argument --mode: needs --schema")
     given = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    try:
-        sampling = SamplingParams(
-            max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, seed=arguments.seed
-        )
-    except ValidationError as error:
-        problem = error.errors()[0]
-        parser.error(f"argument --{str(problem['loc'][0]).replace('_', '-')}: {problem['msg']}")
+    sampling = _sampling(parser, arguments)
     prompt: Prompt = given
     schema = _read(parser, arguments.schema) if arguments.schema else None
     documents = [Document(_read(parser, name)) for name in arguments.document or ()]
@@ -220,7 +248,10 @@ def _cache(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     if missing := [name for name in _BENCH_PACKAGES if find_spec(name) is None]:
-        parser.exit(1, f"ramet: benchmarks need {', '.join(missing)}: pip install 'ramet[bench]'\n")
+        parser.exit(
+            1,
+            f"ramet: benchmarks need {', '.join(missing)}: `make extra-bench`, or `pip install {' '.join(missing)}`\n",
+        )
     from loadgen.commands import add_benches
 
     add_benches(parser)
@@ -256,6 +287,7 @@ Command = tuple[
 _COMMANDS: dict[str, Command] = {
     "serve": ("serve a model over HTTP", add_options, _serve),
     "generate": ("generate from a prompt on the terminal, without a server", _add_generate, _generate),
+    "chat": ("talk to a model on the terminal, without a server", _add_chat, _chat),
     "schema": ("check a schema of prompt modules, and print its layout", _add_schema, _schema),
     "explain": ("show where the prompts of two requests begin to differ", _add_explain, _explain),
     "fetch-model": ("fetch and convert a model, and print its directory", lambda p: add_options(p, "model"), _fetch),

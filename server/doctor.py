@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from runtime.config import Config, default_cache_dir
+from server.commands.models import found_models, free_memory
 
 _GIB = 1 << 30
 _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "neon", "asimd")
@@ -46,13 +47,14 @@ def _facts(config: Config) -> Iterator[tuple[str, str]]:
     yield "kernels", f"native, for {library.isa}" if library else "none: torch computes"
     yield "4 and 8 bits", "GGUF files, --quantization int4 and int8" if library else "unpacked: torch computes"
     yield "GPU", _gpu()
-    yield "memory", f"{main_memory() / _GIB:.1f} GiB, {_free_memory() / _GIB:.1f} of it free"
+    yield "memory", f"{main_memory() / _GIB:.1f} GiB, {free_memory() / _GIB:.1f} of it free"
     yield "pool", f"{config.cache.pool_memory or 1:g} GiB (--pool-memory)"
     where = default_cache_dir()
     yield "disk", f"{shutil.disk_usage(_existing(where)).free / _GIB:.1f} GiB free at {where}"
     yield "model", f"{config.model.model}: {_is_there(config)}"
     there = {re.sub(_VERSION, "", path.name) for path in where.glob("models/[!.]*") if path.is_dir()}
-    yield "models there", ", ".join(sorted(there)) or "none"
+    others = [f"{name} ({size / _GIB:.1f} GiB)" for name, size in found_models()]
+    yield "models there", ", ".join([*sorted(there), *others]) or "none"
     yield "compiler", shutil.which("c++") or shutil.which("g++") or shutil.which("clang++") or "none"
     yield "Python", f"{platform.python_version()} on {platform.system()} {platform.release()}"
     yield "packages", ", ".join(f"{package} {found}" for package in _PACKAGES if (found := _version(package)))
@@ -71,8 +73,8 @@ def _hints() -> Iterator[str]:
     if _cores() < (os.cpu_count() or 1):
         yield "This process may not use all cores (affinity or a container's limit)."
     if _gpu() != "none" and not _version("flashinfer-python"):
-        yield "pip install 'ramet[cuda]' adds FlashInfer for the GPU."
-    if _free_memory() < 2 * _GIB:
+        yield "`make extra-cuda`, or `pip install flashinfer-python`, adds FlashInfer for the GPU."
+    if free_memory() < 2 * _GIB:
         yield "Little memory is free: lower --pool-memory."
 
 
@@ -97,15 +99,6 @@ def _gpu() -> str:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _free_memory() -> int:
-    """Available bytes, page cache included."""
-    try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _existing(path: Path) -> Path:

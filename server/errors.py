@@ -3,6 +3,7 @@
 Anthropic's routes use their own types, and wrap the error in an object with `type` and `request_id`.
 """
 
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
@@ -154,9 +155,11 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        paths = [getattr(route, "path", "") for route in request.app.routes]
+        meant = get_close_matches(request.url.path, paths, 1)
         messages = {
             400: "the body is not valid JSON in UTF-8",
-            404: f"there is no route {request.url.path}",
+            404: f"there is no route {request.url.path}" + (f"; did you mean {meant[0]}?" if meant else ""),
             405: f"{request.method} is not allowed on {request.url.path}",
         }
         own = InvalidRequest(messages.get(error.status_code, str(error.detail)))

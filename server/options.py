@@ -59,9 +59,12 @@ def config_from(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
         config = make_config(**given)
     except ValidationError as error:
         problem = error.errors()[0]
-        parser.error(
-            f"argument --{str(problem['loc'][-1]).replace('_', '-')}: {problem['msg']}, not {problem['input']!r}"
-        )
+        section, name = problem["loc"][0], str(problem["loc"][-1])
+        wrong = f"{problem['msg']}, not {problem['input']!r}"
+        if problem["type"] == "string_pattern_mismatch":  # the description says more than the pattern
+            described = Config.model_fields[str(section)].annotation.model_fields[name].description  # type: ignore[union-attr]
+            wrong = f"{problem['input']!r} does not fit: {described}"
+        parser.error(f"argument --{name.replace('_', '-')}: {wrong}")
     if "disk_space" in given and config.tiers.disk_cache is None:
         parser.error("argument --disk-space: needs --disk-cache")
     return config

@@ -21,6 +21,7 @@ from runtime.frontend.async_engine import AsyncEngine
 from server.admin.dashboard import Feed
 from server.app import create_app, prepare
 from server.auth.keys import Tenant
+from server.commands.models import advice
 from server.http.connections import SEND_BUFFER_BYTES, Connection
 from server.http.context import find
 from server.http.listener import Listener, most_connections
@@ -67,6 +68,8 @@ def serve(config: Config) -> NoReturn:
     _check_replays(config, tenants)
     most_connections(config.scheduler)
     _warn(config, tenants)
+    if "model" not in config.model.model_fields_set:
+        log.info("%s", advice(config))
     trace = open_trace(config.server.record_trace, tenants)
     with _bind(config) as listener:
         asyncio.run(_serve(config, listener, engine, tenants, trace))

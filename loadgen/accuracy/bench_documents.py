@@ -92,12 +92,12 @@ class DocumentReuse(ModelBench):
                     if name != PREFIX and not self._is_no_page(self._ways[name]):
                         yield {"work": task, "way": name}
             return
-        few = {FULL, PREFIX, *ways(self.methods, [_RATIO], ["page"])}
+        few = {FULL, PREFIX, *ways(self.methods, [_RATIO], ["token"])}
         for count in self.counts:
             for name in self._ways:
                 if count == self.at or name in few:
                     yield {"work": f"{count} documents", "way": name}
-        served = {FULL, *ways([one for one in self.methods if one in _SERVED], [_RATIO], ["page"])}
+        served = {FULL, *ways([one for one in self.methods if one in _SERVED], [_RATIO], ["token"])}
         for name in (name for name in self._ways if name in served):
             yield {"work": f"{self.clients} clients, {self.at} documents", "way": name}
 

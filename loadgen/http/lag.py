@@ -43,9 +43,8 @@ class LagMeter:
         """Lateness in seconds, the client's share of one core, and a warning or None."""
         p50, p99, most = np.percentile(self._late_s or [0.0], (50, 99, 100)).tolist()
         warning = None
-        if p99 > _TOO_LATE_S or self._busy > _TOO_BUSY:
-            warning = (
-                f"the client is a bottleneck: its event loop was {1000 * p99:.0f} ms late at p99, "
-                f"and it took {self._busy:.0%} of a core; times are that uncertain"
-            )
+        if self._busy > _TOO_BUSY:
+            warning = f"the client is the bottleneck: it took {self._busy:.0%} of a core; a faster one finds more"
+        elif p99 > _TOO_LATE_S:
+            warning = f"this machine was busy: the client ran {1000 * p99:.0f} ms late at p99; times are that uncertain"
         return {"lag_p50_s": p50, "lag_p99_s": p99, "lag_max_s": most, "cpu_share": self._busy, "warning": warning}

@@ -109,8 +109,8 @@ class Operators(Part):
 
     def _quota(self, call: calls.GetQuota) -> Answer:
         quotas, owner = self._cache.tree.quotas, Namespace(call.tenant)
-        limit = None if quotas is None else quotas.limit(owner)
-        return {"quota_pages": limit, "used_pages": None if quotas is None or limit is None else quotas.pages(owner)}
+        assert quotas is not None
+        return {"quota_pages": quotas.limit(owner), "used_pages": quotas.pages(owner)}
 
     # -- the tree --------------------------------------------------------------------------------------------
 

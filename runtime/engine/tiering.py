@@ -225,9 +225,7 @@ class Tiering(Part):
         """Save the pins for the next start, write as much of the tree as time allows, and close the stores."""
         self.note()
         if self._resume is not None:
-            nodes = self._core.cache.tree.nodes()
-            for node in sorted(nodes, key=lambda node: (node.hits, node.last_use), reverse=True):
-                self.tiers.save(node)
+            self.tiers.save_all()
         self._aside.shutdown()
         self.tiers.close()
 

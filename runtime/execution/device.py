@@ -47,7 +47,7 @@ def choose_attention(config: ModelConfig, device: torch.device, dtype: torch.dty
         if device.type != "cuda":
             raise ModelError(f"--kernels flashinfer needs CUDA; the device is {device}")
         if not installed:
-            raise ModelError("--kernels flashinfer: FlashInfer is not installed; pip install ramet[cuda]")
+            raise ModelError("--kernels flashinfer: FlashInfer is missing: `make extra-cuda`")
         if dtype == torch.float32:
             raise ModelError("--kernels flashinfer has no float32; take --dtype bfloat16")
         if head_dim not in _HEAD_DIMS:

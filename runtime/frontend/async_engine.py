@@ -27,7 +27,7 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import ModelInfo, Shutdown
 
 log = logging.getLogger("ramet.client")
-_STOP_SECONDS = 10
+_STOP_SECONDS = 20
 
 T = TypeVar("T")
 

@@ -52,7 +52,7 @@ class PagedCache:
         self.allocator = PageAllocator(pool.num_pages)
         policy = make_policy(config.eviction_policy, pool.num_pages)
         self.events = EventLog() if config.kv_events else None
-        limits = Quotas(quotas or {}, config.tenant_quota) if quotas or config.tenant_quota else None
+        limits = Quotas(quotas or {}, config.tenant_quota)
         self.gone: Gone | None = None
         self.evictions = Evictions(policy, clock)
         watchers = (self.evictions,) if self.events is None else (self.evictions, self.events)

@@ -154,7 +154,11 @@ class PinBoard:
             why: str | None = f"it is shorter than a page of {self.tree.page_size} tokens"
         elif len(match.pages) < wanted:
             why = "it is not in the cache"
-        elif self.tree.quotas is not None and any(node.owner != keeper for node in path(match.node)):
+        elif (
+            (quotas := self.tree.quotas) is not None
+            and quotas.binding
+            and any(node.owner != keeper for node in path(match.node))
+        ):
             why = "some of its pages count against the quota of another tenant"
         else:
             why = self._claim(match, keeper=keeper)

@@ -19,11 +19,11 @@ ARCHITECTURES = {
 }
 
 
-def convert_gguf(path: Path, work: Path, linked: bool = False) -> None:
+def convert_gguf(path: Path, work: Path, linked: bool = False, rounded: bool = False) -> None:
     """Convert a GGUF file into a Hugging Face model directory, written to the existing directory `work`.
 
-    Quantised tensors become float32, which is exact; float16 and bfloat16 tensors keep their type. Only one tensor at a
-    time is in memory. With `linked`, the directory has no tensors: it names the file instead.
+    Quantised tensors become float32, which is exact, or bfloat16 with `rounded`; float16 and bfloat16 tensors keep
+    their type. Only one tensor at a time is in memory. With `linked`, the directory has no tensors: it names the file.
 
     Raises:
         ModelError: if the file is not a complete GGUF file of a supported architecture.
@@ -35,13 +35,19 @@ def convert_gguf(path: Path, work: Path, linked: bool = False) -> None:
         supported = ", ".join(ARCHITECTURES)
         raise ModelError(f"{path.name}: architecture {architecture!r}; supported in GGUF are {supported}")
     try:
-        _write(path, metadata, tensors, architecture, work, linked)
+        _write(path, metadata, tensors, architecture, work, linked, rounded)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{path.name} has metadata of the wrong kind: {error}") from None
 
 
 def _write(
-    path: Path, metadata: dict[str, Any], tensors: list[Any], architecture: str, work: Path, linked: bool
+    path: Path,
+    metadata: dict[str, Any],
+    tensors: list[Any],
+    architecture: str,
+    work: Path,
+    linked: bool,
+    rounded: bool,
 ) -> None:
     if architecture == "gemma3":
         config = _gemma_config(path, metadata, tensors)
@@ -55,7 +61,7 @@ def _write(
     if linked:
         stored.link(work)
     else:
-        stored.write(work / "model.safetensors")
+        stored.write(work / "model.safetensors", rounded)
 
 
 def _gemma_config(path: Path, metadata: dict[str, Any], tensors: list[Any]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from runtime.models.spec import LlamaSpec
 ROPE_FACTORS = "rope_freqs.weight"
 # File of a model directory that says where the GGUF file and its tensors are.
 GGUF_LINK = "gguf.json"
+# The types that a conversion keeps: safetensors' name, and bytes per value.
+_FLOATS = {"F16": ("F16", 2), "BF16": ("BF16", 2)}
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], list[Any]]:
@@ -118,7 +120,7 @@ class GGUFTensors:
 
         kind, shape, _ = self._tensors[name]
         blocks = np.ascontiguousarray(self.blocks(name))
-        if _stored(kind)[1] == 2:
+        if kind in _FLOATS:
             return blocks.view(np.uint16).reshape(shape)
         try:
             values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
@@ -127,14 +129,17 @@ class GGUFTensors:
         values = values.astype(np.float32, copy=False).reshape(shape)
         return values - self._norm_offset if self._norm_offset and name.endswith("norm.weight") else values
 
-    def write(self, target: Path) -> None:
-        """Write a safetensors file, one tensor at a time; the library's writer needs all of them in memory."""
+    def write(self, target: Path, rounded: bool = False) -> None:
+        """Write a safetensors file, one tensor at a time; the library's writer needs all of them in memory.
+
+        `rounded`: quantised tensors become bfloat16 instead of float32, which is not exact.
+        """
         from tqdm import tqdm
 
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, (kind, shape, _) in self._tensors.items():
-            dtype, size = _stored(kind)
+            dtype, size = ("BF16", 2) if rounded and kind not in _FLOATS else _FLOATS.get(kind, ("F32", 4))
             begin, end = end, end + math.prod(shape) * size
             header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
         encoded = json.dumps(header).encode()
@@ -142,9 +147,12 @@ class GGUFTensors:
         with target.open("wb") as file:
             file.write(len(encoded).to_bytes(8, "little") + encoded)
             for name in tqdm(self._tensors, desc=f"converting {self.path.name}", unit="tensor", disable=None):
-                file.write(self.values(name).data)
+                values = self.values(name)
+                is_float = self._tensors[name][0] in _FLOATS
+                file.write((_round(values) if rounded and not is_float else values).data)
 
 
-def _stored(kind: str) -> tuple[str, int]:
-    """The type in which a tensor is written: safetensors' name and bytes per value."""
-    return {"F16": ("F16", 2), "BF16": ("BF16", 2)}.get(kind, ("F32", 4))
+def _round(values: np.ndarray) -> np.ndarray:
+    """float32 as the bits of bfloat16, uint16, rounded to the nearest, ties to even."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)

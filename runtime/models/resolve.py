@@ -38,7 +38,10 @@ def resolve_model(config: ModelConfig) -> Path:
         return build_adapted(name, default_cache_dir())
     if path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".gguf" or name.count("/") != 1:
         short = (DEFAULT_MODEL, *ADAPTERS)
-        meant = get_close_matches(name, [*short, *_siblings(path)], 1)
+        # The first part of a short name stands for it: smolm2 means smollm2-135m-instruct.
+        near = {text: text for text in _siblings(path)} | {text.partition("-")[0]: text for text in reversed(short)}
+        near |= {text: text for text in short}
+        meant = [near[text] for text in get_close_matches(name, near, 1)]
         raise ModelError(
             f"--model {name}: no such directory or file, and not the name of a model on the hub (org/name) "
             f"nor a short name ({', '.join(short)})" + (f"; did you mean {meant[0]}?" if meant else "")
@@ -47,9 +50,10 @@ def resolve_model(config: ModelConfig) -> Path:
 
 
 def _siblings(path: Path) -> list[str]:
-    """Files and directories in the same directory as a path, at most 1,000."""
+    """Directories and GGUF files in the same directory as a path, of at most 1,000 entries."""
     try:
-        return [str(path.with_name(other.name)) for other in islice(path.parent.iterdir(), 1000)]
+        others = [other for other in islice(path.parent.iterdir(), 1000) if other.suffix == ".gguf" or other.is_dir()]
+        return [str(path.with_name(other.name)) for other in others]
     except (OSError, ValueError):
         return []
 

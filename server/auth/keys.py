@@ -163,6 +163,9 @@ class Guard:
         """Put the request's tenant into its state. Raises Unauthorized, Forbidden or InvalidRequest."""
         scope["state"]["tenant"] = self._authenticate(scope)
 
+    def is_route(self, path: str) -> bool:
+        return any(route.path_regex.match(path) for route in (*self._own, *self._closed))
+
     def _authenticate(self, scope: Scope) -> Tenant:
         if scope["path"] in OPEN_PATHS:
             return EVERYONE

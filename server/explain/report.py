@@ -141,7 +141,7 @@ def _no_point(lookup: Lookup, ends: int) -> tuple[Reason, str]:
 
 
 def _unknown(lookup: Lookup) -> str:
-    return f"nothing more of it was cached in the last {_seconds(lookup.known_s)} s, and older evictions are forgotten"
+    return f"the rest was not cached in the last {_seconds(lookup.known_s)} s; earlier evictions are not remembered"
 
 
 def _seconds(seconds: float) -> str:

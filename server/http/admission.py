@@ -22,10 +22,11 @@ class AdmissionMiddleware:
     Args:
         checks: functions of scope and headers that raise RametError; called before the body is read.
         limit: the limits on bodies.
+        is_route: whether there is a route for a path. Other paths are not found, whatever their body is.
     """
 
-    def __init__(self, app: ASGIApp, checks: Sequence[Check], limit: BodyLimit):
-        self.app = app
+    def __init__(self, app: ASGIApp, checks: Sequence[Check], limit: BodyLimit, is_route: Callable[[str], bool]):
+        self.app, self.is_route = app, is_route
         self.checks = (*checks, limit.check)
         self.limit = limit
 
@@ -43,7 +44,10 @@ class AdmissionMiddleware:
             body = await self.limit.read(receive)
             if body is None:
                 return
-            self.limit.check_body(body, headers)
+            if self.is_route(scope["path"]):
+                self.limit.check_body(body, headers)
+            else:
+                body = b""
         except RametError as error:
             await self._refuse(error, scope, receive, send, unread=body is None and _announces_body(headers))
             return

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces (`pip install ramet[otel]`): a span for every HTTP request."""
+"""OpenTelemetry traces (extra `otel`): a span for every HTTP request."""
 
 import logging
 from importlib.metadata import version
@@ -24,7 +24,7 @@ def add_traces(app: FastAPI) -> None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        log.warning("no traces: $OTEL_EXPORTER_OTLP_ENDPOINT needs pip install ramet[otel]; %s is missing", error.name)
+        log.warning("no traces: $OTEL_EXPORTER_OTLP_ENDPOINT needs `make extra-otel`; %s is missing", error.name)
         return
     provider = TracerProvider(resource=Resource({"service.name": "ramet", "service.version": version("ramet")}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from runtime.errors import InvalidRequest
-from runtime.frontend.documents.plan import DocumentPrompt, plan_encoding
+from runtime.frontend.documents.plan import DocumentPrompt, plan_encoding, shortest
 from runtime.frontend.documents.prompt import Document, Segments, TokenizedPrompt
 from runtime.frontend.output import PlacedPrompt
 from runtime.models.tokenizer import Tokenizer
@@ -42,6 +42,9 @@ class StoredDocument(Stored):
     document: Document
     alone: TokenizedPrompt
 
+    def is_reused(self, kv: ChunkedKv) -> bool:
+        return self.num_tokens >= shortest(kv.chunk_tokens)
+
     def encoding(self, kv: ChunkedKv) -> DocumentPrompt:
         return plan_encoding(self.alone, kv.chunk_tokens)
 
@@ -50,8 +53,10 @@ class StoredDocument(Stored):
         return own | super().describe(now_s, live)
 
     def details(self, prompt: PlacedPrompt, cached: dict[str, int]) -> dict[str, Any]:
-        assert prompt.reuse is not None
-        return {"chunks": -(-self.num_tokens // prompt.reuse["chunk_tokens"]), "cached": sum(cached.values())}
+        if prompt.reuse is None:
+            return {"chunks": 0, "cached": 0}
+        starts = range(0, self.num_tokens - prompt.reuse["shortest"] + 1, prompt.reuse["chunk_tokens"])
+        return {"chunks": len(starts), "cached": sum(cached.values())}
 
 
 class DocumentRequest(Precompute, ChunkedKv):

@@ -60,7 +60,8 @@ async def add_object(
     )
     pin = body.pin or bool(stored.pins)
     try:
-        if body.encode or pin:
+        pin = pin and stored.is_reused(body)
+        if pin or (body.encode and stored.is_reused(body)):
             await _encode(encoding, request, service)
         if pin:
             await _pin(encoding, stored, store, body.ttl_s, request, engine)

@@ -35,6 +35,10 @@ class Stored(ABC):
         left = None if self.expires_s is None else max(round(self.expires_s - now_s, 1), 0.0)
         return {"pins": [pin for pin in self.pins if pin in live], "expires_in_s": left}
 
+    def is_reused(self, kv: Any) -> bool:
+        """Whether requests with the options of `kv` reuse the object's KV, so that it is worth computing."""
+        return True
+
     @abstractmethod
     def encoding(self, kv: Any) -> PlacedPrompt:
         """A prompt that only encodes the object, for requests with the salt and options of `kv`."""

@@ -38,6 +38,10 @@ class GenerateRequest(GenerationBody):
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = fields.MODEL
     ALIASES: ClassVar[Mapping[str, str]] = {"extra_key": "cache_salt", "return_prompt_token_ids": "return_token_ids"}
 
+    WITHIN: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        (*SamplingParams.model_fields, *Sampling.ALIASES), "sampling_params"
+    )
+
     model_config = example(text="The capital of France is", sampling_params={"max_new_tokens": 16, "temperature": 0})
 
     text: OneOrMany[Text] | None = None
@@ -244,8 +248,8 @@ def _reason(finish: Finish, tokens: int) -> dict[str, Any]:
 
 
 def by_tier(output: Output) -> dict[str, Any]:
-    """`{"cached_tokens_by_tier": ...}` if a tier below the pool supplied cached tokens, else {}."""
-    if not output.loaded_tokens:
+    """`{"cached_tokens_by_tier": ...}` if there are cached tokens, else {}."""
+    if not output.cached_tokens:
         return {}
     in_pool = output.cached_tokens - sum(output.loaded_tokens.values())
     return {"cached_tokens_by_tier": {"pool": in_pool, **output.loaded_tokens}}

@@ -57,6 +57,7 @@ def test_every_option_of_the_configuration_is_there_and_explained(capsys):
         (["serve", "--hold-time", "60:30"], "argument --hold-time: Value error, DEFAULT is longer than MOST"),
         ([], "COMMAND"),
         (["serve", "--pool-memry", "2"], "unrecognized arguments: --pool-memry 2; did you mean --pool-memory?"),
+        (["serve", "--lora", ""], "argument --lora: '' does not fit: adapters, as "),
         (["serve", "--xyz"], "unrecognized arguments: --xyz"),
         (["fetch-model", "--port", "1"], "unrecognized arguments: --port 1"),
         (["srve"], "there is no command 'srve'; did you mean serve?"),
@@ -166,6 +167,18 @@ def test_a_model_that_is_not_there_is_one_line_and_status_1(capsys):
     assert line.startswith("ramet: --model /no/such/model: ")
     assert main(["generate", "x", "--model", "smollm2-135m-instuct"]) == 1
     assert capsys.readouterr().err.endswith("; did you mean smollm2-135m-instruct?\n")
+    assert main(["generate", "x", "--model", "smolm2"]) == 1
+    assert capsys.readouterr().err.endswith("; did you mean smollm2-135m-instruct?\n")
+
+
+def test_only_what_may_be_a_model_is_proposed(tmp_path, capsys):
+    (tmp_path / "nope.key").write_text("secret")
+    (tmp_path / "nap").mkdir()
+    for meant, name in ((None, "nope"), ("nap", "nap2")):
+        assert main(["generate", "x", "--model", str(tmp_path / name)]) == 1
+        line = capsys.readouterr().err
+        assert ("did you mean" in line) == (meant is not None)
+        assert meant is None or line.endswith(f"{tmp_path / meant}?\n")
 
 
 @pytest.mark.parametrize(("option", "value"), [("depth_table", "t.json"), ("depth_bound", 0.5)])
@@ -272,4 +285,4 @@ def test_a_benchmark_without_its_packages_is_one_sentence(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         main(["bench", "serve"])
     assert end.value.code == 1
-    assert capsys.readouterr().err == "ramet: benchmarks need aiohttp: pip install 'ramet[bench]'\n"
+    assert capsys.readouterr().err == "ramet: benchmarks need aiohttp: `make extra-bench`, or `pip install aiohttp`\n"

@@ -193,6 +193,11 @@ def test_the_empty_values():
                 "sampling_params.max_new_token",
             ),
         ),
+        (
+            {"text": "x", "max_new_tokens": 3},
+            ("unknown field max_new_tokens; it belongs in sampling_params", "max_new_tokens"),
+        ),
+        ({"text": "x", "max_tokens": 3}, ("unknown field max_tokens; it belongs in sampling_params", "max_tokens")),
         ({"text": "x", "zzz": 1}, ("unknown field zzz", "zzz")),
     ],
 )

@@ -12,6 +12,10 @@ from runtime.frontend.documents.table import MeasuredMethod, choose, read_table
 from runtime.params import TAKEN_BY, DocumentMethod, ReuseParams
 
 _DEFAULTS: dict[str, Any] = {"ratio": 0.15, "k": 16}
+# Within this KL, the measured methods kept all right answers of `ramet bench documents --quality`.
+_MAX_KL = 0.1
+# Shorter documents, and shorter last chunks, are computed in full: that takes less time than to look and to mend.
+_SHORTEST = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +81,16 @@ class DocumentPlanner:
         if asked.method == "auto":
             asked, note = self._choose(asked)
         reuse = None if asked.method == "none" else _message(asked, prompt)
+        if asked.method != "none" and min(map(_length, prompt.documents)) < (least := shortest(asked.chunk_tokens)):
+            note["note"] = f"documents of fewer than {least} tokens are computed in full"
         return DocumentPrompt(prompt.tokens.tolist(), prompt.names, reuse, note)
 
     def _choose(self, asked: ReuseParams) -> tuple[ReuseParams, dict[str, Any]]:
         """The measured method for `auto`, and a note that gives the reason."""
-        assert asked.max_kl is not None
-        found = choose(self.table, asked.max_kl)
+        max_kl = _MAX_KL if asked.max_kl is None else asked.max_kl
+        found = choose(self.table, max_kl)
         if found is None:
-            reason = "no table for this model" if self.table is None else f"no method within {asked.max_kl:g}"
+            reason = "no table for this model" if self.table is None else f"no method within {max_kl:g}"
             return ReuseParams(method="none"), {"auto": reason}
         options = found.model_dump(include=set(ReuseParams.model_fields))
         return ReuseParams(**options), {"auto": f"measured KL {found.kl:g}"}
@@ -96,7 +102,19 @@ def refuse_reuse(asked: ReuseParams | None) -> None:
         raise InvalidRequest("reuse is for prompts with documents, and this one has none", param="reuse")
 
 
-def _message(asked: ReuseParams, prompt: TokenizedPrompt) -> dict[str, Any]:
+def _length(span: tuple[int, int]) -> int:
+    return span[1] - span[0]
+
+
+def shortest(chunk_tokens: int) -> int:
+    """Least number of tokens in a document, or in its last chunk, whose KV is reused."""
+    return min(_SHORTEST, chunk_tokens)
+
+
+def _message(asked: ReuseParams, prompt: TokenizedPrompt) -> dict[str, Any] | None:
+    """The field of `AddRequest`; None if all documents are too short to be reused."""
+    if max(map(_length, prompt.documents)) < shortest(asked.chunk_tokens):
+        return None
     taken = [name for name in _DEFAULTS if asked.method in TAKEN_BY[name]]
     if "ratio" in taken and "k" in taken:  # they exclude each other
         taken.remove("ratio" if asked.ratio is None else "k")
@@ -108,6 +126,7 @@ def _message(asked: ReuseParams, prompt: TokenizedPrompt) -> dict[str, Any]:
         "names": prompt.names,
         "granularity": asked.granularity,
         "chunk_tokens": asked.chunk_tokens,
+        "shortest": shortest(asked.chunk_tokens),
         **{name: _DEFAULTS[name] if value is None else value for name, value in options.items()},
     }
 

@@ -28,7 +28,7 @@ def open_shared(address: str, option: str = "--kv-store") -> BlockStore:
     try:
         from runtime.kv.tiers.redis import RedisStore
     except ModuleNotFoundError:
-        raise ModelError(f"{option} needs the package redis: pip install 'ramet[tiers]'") from None
+        raise ModelError(f"{option} needs the package redis: `make extra-tiers`") from None
     return RedisStore(address, option=option)
 
 
@@ -41,5 +41,5 @@ def open_cipher(path: Path, option: str = "--kv-encryption-key-file") -> KeyFile
     try:
         from runtime.kv.tiers.crypt import KeyFile
     except ModuleNotFoundError:
-        raise ModelError(f"{option} needs the package cryptography: pip install 'ramet[tiers]'") from None
+        raise ModelError(f"{option} needs the package cryptography: `make extra-tiers`") from None
     return KeyFile(path, option)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -20,10 +21,12 @@ from radix.node import TOKEN_BYTES
 from radix.stats import Cause
 from runtime.kv.cache import PagedCache
 from runtime.kv.segments import Run, Segment
-from runtime.kv.tiers.block import ROOT, Block, BlockKey
+from runtime.kv.tiers.block import HEAD_BYTES, ROOT, Block, BlockKey
 from runtime.kv.tiers.copies import Copies
 from runtime.kv.tiers.loads import Load, RunLoad
 from runtime.kv.tiers.worker import TierWorker
+
+log = logging.getLogger("ramet.engine")
 
 # A block has at least this many bytes, or this many tokens if a model is small.
 BLOCK_BYTES, MOST_TOKENS = 1 << 20, 64
@@ -37,8 +40,8 @@ _MOST_WRITTEN = 1 << 16
 _LEAST_S, _MOST_S = 0.25, 30.0
 # Extra time after which requests stop waiting, in case a store hangs.
 _GRACE_S = 0.5
-# Time to write the queues when the engine ends.
-_CLOSE_S = 5.0
+# Time to write blocks when the engine ends, and between two lines of progress.
+_CLOSE_S, _PROGRESS_S = 10.0, 2.0
 # Most bytes of all loads under way.
 _MOST_BYTES = 1 << 30
 
@@ -91,12 +94,48 @@ class Tiers(Watcher):
         """Store the blocks of a path that are used for the second time."""
         self._write(node, sum(len(above.pages) for above in path(node) if above.hits == 1))
 
-    def save(self, node: Node) -> None:
-        """Store the blocks that end in a node."""
-        self._write(node, len(node.pages))
+    def save_all(self, limit_s: float = _CLOSE_S) -> None:
+        """Write the whole tree to the disk, the most used nodes first, within a time and the disk's space.
+
+        Logs progress, and what is not written.
+        """
+        until, told = self._clock() + limit_s, self._clock() + _PROGRESS_S
+        if "host" in self.worker.names:
+            self.worker.detach("host")  # it ends with this process
+        size, left = self._pool.page_size, self.worker.capacity("disk") or 0
+        offered: dict[BlockKey, array[int]] = {}
+        nodes = sorted(self._cache.tree.nodes(), key=lambda node: (node.hits, node.last_use), reverse=True)
+        kept = (node for node in nodes if not node.namespace.entry.startswith(_APPROXIMATE))
+        total = sum(len(node.pages) for node in kept)
+        for block, pages in (ending for node in nodes for ending in self._ending(node, len(node.pages))):
+            left -= len(pages) * self._pool.page_bytes + HEAD_BYTES
+            if left < 0 or not self.worker.wait_for_room(len(pages) * self._pool.page_bytes, until):
+                break
+            self._copies.add(block, pages)
+            offered[block.key] = pages
+            if self._clock() > told:
+                told += _PROGRESS_S
+                log.info("writing the cache to the disk: %d blocks of %d tokens", len(offered), total * size)
+        self.worker.drain(max(until - self._clock(), 0))
+        there = zip(offered.values(), self.worker.where([*offered]).result(), strict=True)
+        done = len({page for pages, names in there if "disk" in names for page in pages})  # blocks may share pages
+        why = "no space is left" if left < 0 else "less than a block, or no time is left"
+        lost = f"; {(total - done) * size} are not written: {why}" if done < total else ""
+        log.info("the disk holds %d of %d cached tokens%s", done * size, total * size, lost)
 
     def _write(self, node: Node, num_pages: int, evicted: bool = False) -> None:
         """Store the blocks that end in the last `num_pages` pages of a path."""
+        for block, own in self._ending(node, num_pages):
+            if evicted or block.key not in self._written:
+                accepted = self._copies.add(block, own)
+                self._absent.pop(block.key, None)
+                if accepted and not evicted:
+                    self._written[block.key] = None
+            if not evicted:
+                self.keys.update(dict.fromkeys(own, block.key))
+
+    def _ending(self, node: Node, num_pages: int) -> Iterator[tuple[Block, array[int]]]:
+        """The blocks that end in the last `num_pages` pages of a path, with their pages."""
         if not num_pages or not self.worker.names or node.namespace.entry.startswith(_APPROXIMATE):
             return
         size, end = self.block_pages, sum(len(above.pages) for above in path(node))
@@ -109,14 +148,7 @@ class Tiers(Watcher):
         pages = array("i", b"".join(above.pages.tobytes() for above in nodes))
         blocks = self._blocks(b"".join(above.key for above in nodes), node.namespace, is_end)
         for number in range(first, last):
-            block, own = blocks[number], pages[number * size : (number + 1) * size]
-            if evicted or block.key not in self._written:
-                accepted = self._copies.add(block, own)
-                self._absent.pop(block.key, None)
-                if accepted and not evicted:
-                    self._written[block.key] = None
-            if not evicted:
-                self.keys.update(dict.fromkeys(own, block.key))
+            yield blocks[number], pages[number * size : (number + 1) * size]
 
     def _blocks(self, tokens: bytes, namespace: Namespace, is_entry: bool) -> list[Block]:
         """The blocks of a run from its root on. Those of an entry include the last block, which may be shorter."""
@@ -353,7 +385,7 @@ class Tiers(Watcher):
         }
 
     def close(self) -> None:
-        """Write queued blocks for at most 5 s, and close the stores."""
+        """Write queued blocks for at most 10 s, and close the stores."""
         self._filler.shutdown()
         self.worker.close(_CLOSE_S)
 

@@ -17,6 +17,8 @@ from runtime.kv.tiers.tier import QUEUE_BYTES, Tier
 logger = logging.getLogger(__name__)
 
 USAGE_EVERY_S = 5.0
+# Time between two looks for room in the queues.
+_ROOM_S = 0.005
 # Longest wait for stores that look up blocks for operators.
 _LOOK_S = 1.0
 
@@ -233,6 +235,19 @@ class TierWorker:
                 if has:
                     found[key].append(name)
         return [found.get(key, []) for key in keys]
+
+    def capacity(self, name: str) -> int | None:
+        """The space of a store in bytes; None if it has no bound."""
+        return self._tiers[name].usage().capacity
+
+    def wait_for_room(self, num_bytes: int, until: float) -> bool:
+        """Wait until all queues have room for a payload; False if they have none by the time `until`."""
+        lanes = [self._gatherer, *(tier.lane for tier in self._tiers.values())]
+        while any(lane.queued_bytes + num_bytes > self._queue_bytes // 2 for lane in lanes):
+            if self._clock() > until:
+                return False
+            time.sleep(_ROOM_S)
+        return self._clock() <= until
 
     # -- operation -------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ class Asked(msgspec.Struct):
         ratio: share of the documents' rows that are computed again (A3's paper: of all rows); None: the default.
         granularity: whether the method chooses single rows (`token`) or whole pages.
         chunk_tokens: longer documents are encoded in pieces of this many tokens.
+        shortest: shorter documents, and shorter last pieces, are computed in full.
         k: number of leading rows of each chunk that LegoLink computes again.
     """
 
@@ -35,8 +36,9 @@ class Asked(msgspec.Struct):
     documents: list[tuple[int, int]]
     names: list[str] = []
     ratio: float | None = None
-    granularity: Literal["page", "token"] = "page"
+    granularity: Literal["page", "token"] = "token"
     chunk_tokens: int = 512
+    shortest: int = 1
     k: int = 16
 
     def options(self) -> dict[str, Any]:
@@ -44,11 +46,14 @@ class Asked(msgspec.Struct):
         found = {"ratio": self.ratio, "granularity": self.granularity, "chunk_tokens": self.chunk_tokens}
         return {**found, "k": self.k} if self.select == "legolink" and self.ratio is None else found
 
+    def titles(self) -> list[str]:
+        """A name for each document."""
+        return self.names or [f"document {i + 1}" for i in range(len(self.documents))]
+
     def chunks(self) -> Iterator[tuple[int, int, str]]:
         """The chunks as (start, stop, name of the document); each is a range of the prompt that is encoded alone."""
-        names = self.names or [f"document {i + 1}" for i in range(len(self.documents))]
-        for (start, stop), name in zip(self.documents, names, strict=True):
-            for at in range(start, stop, self.chunk_tokens):
+        for (start, stop), name in zip(self.documents, self.titles(), strict=True):
+            for at in range(start, stop - self.shortest + 1, self.chunk_tokens):
                 yield at, min(at + self.chunk_tokens, stop), name
 
 

@@ -26,7 +26,7 @@ from runtime.reuse.entries.strategy import EntryStrategy, Imports
 from runtime.reuse.fusion.choices import Choices
 from runtime.reuse.fusion.layout import Asked, EntryPlace, Layout
 from runtime.reuse.fusion.looks import DenseLook, Look
-from runtime.reuse.fusion.methods import METHODS, Method
+from runtime.reuse.fusion.methods import METHODS, Method, Scored
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
@@ -345,16 +345,20 @@ class Fusion(EntryStrategy):
     def _describe(self, request: Request) -> dict[str, Any]:
         fused, asked = request.reuse, request.reuse.layout.asked
         missing = {entry.namespace for entry in fused.computed}
-        documents = [place.entry for place in fused.layout.places if place.is_document]
+        entries = [place.entry for place in fused.layout.places if place.is_document]
+        cached = {entry.name for entry in entries} - {entry.name for entry in entries if entry.namespace in missing}
+        titles = list(dict.fromkeys(asked.titles()))
+        nothing = isinstance(fused.method, Scored) and not len(fused.chosen)
         return {
             "exact": False,
             "method": asked.select,
             **asked.options(),
-            "documents": list(dict.fromkeys(entry.name for entry in documents)),
-            "computed_documents": list(dict.fromkeys(e.name for e in documents if e.namespace in missing)),
+            "documents": titles,
+            "computed_documents": [title for title in titles if title not in cached],
             "chosen_before": 0 < fused.selected_for < len(fused.layout.prompt),
             "recomputed_rows": len(fused.chosen),
             "row_layers": request.row_layers,
+            **({"note": f"{asked.select} computed no row again: this is the answer of pie"} if nothing else {}),
         }
 
 

@@ -108,7 +108,8 @@ class Modules(EntryStrategy):
     def _describe(self, request: Request) -> dict[str, Any]:
         imports = request.reuse
         return {
-            "exact": True,
+            "exact": False,
+            "exact_modules": True,
             "modules": _names_of(imports.entries),
             "computed_modules": _names_of(imports.computed),
         }

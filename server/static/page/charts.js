@@ -40,8 +40,8 @@ function showFigures(now) {
   addSample(now);
   const field = `evicted_tokens_by_${$("evictedby").value}`, total = (s, name) => Object.values(s[name] || {}).reduce((sum, n) => sum + n, 0);
   const since = samples.find((s) => s.at_s >= now.at_s - $("window").value), over = (name) => number(Math.max(total(now, name) - total(since, name), 0));
-  const used = 100 * (1 - now.pages_free / now.pages_total), hit = hitRatio({ last: now });
-  chart("Pool", `${number(used)} % in use` + (now.pages_held ? `, ${number(100 * now.pages_held / now.pages_total)} % held` : ""), "%", [
+  const part = (pages) => number(100 * pages / now.pages_total), hit = hitRatio({ last: now });
+  chart("Pool", `${part(now.pages_tree - now.pages_locked)} % cached, ${part(now.pages_private + now.pages_locked)} % live` + (now.pages_held ? `, ${number(100 * now.pages_held / now.pages_total)} % held` : ""), "%", [
     ["live requests", "--b", share((s) => s.pages_private + s.pages_locked)], ["pinned", "--d", share((s) => s.pages_pinned)],
     ["cached", "--a", share((s) => s.pages_tree - s.pages_locked - s.pages_pinned)]], { stack: true, top: 100, rest: "free" });
   chart("Hit ratio", hit == null ? "–" : `${number(hit, 1)} %`, "%", [[`of prompt tokens, over ${HIT_WINDOW_S} s`, "--c", hitRatio]], { top: 100 });
@@ -99,7 +99,9 @@ function drawChart(id) {
   const x = (i) => LEFT + (width - LEFT - RIGHT) * (i + .5) / PIECES, y = (v) => HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * v / most;
   svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
   svg.replaceChildren();
-  for (const [value, text] of ticks(most, unit)) {
+  const isEmpty = !options.top && !values.flat().some((v) => v);
+  if (isEmpty) draw(svg, "text", { x: LEFT + (width - LEFT - RIGHT) / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "nothing yet");
+  for (const [value, text] of isEmpty ? [[0, ""]] : ticks(most, unit)) {
     draw(svg, "line", { x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value), stroke: "var(--line)" });
     draw(svg, "text", { x: LEFT - 4, y: y(value) + 3, "text-anchor": "end" }, text);
   }

@@ -26,6 +26,7 @@ function chatBody(text) {
 }
 function showChat() {
   $("turns").replaceChildren(...messages.map(showTurn));
+  if (!messages.length) $("turns").append(make("p", "Under each answer, a bar shows how much of its prompt came from the tree.", { class: "soft" }));
   $("examples").replaceChildren(...(messages.length ? [] : examples().map((one) => [one].flat()).map(([text, about]) => button(text, () => takeExample(text, about)))));
   stored(sessionStorage, "ramet-chat", JSON.stringify(messages));
 }

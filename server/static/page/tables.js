@@ -4,7 +4,8 @@ function rows(table, head, lines, none) {
   if (empty >= 0 && lines.every((cells) => cells[empty] === "–")) { head = head.toSpliced(empty, 1); lines = lines.map((cells) => cells.toSpliced(empty, 1)); }
   const top = make("tr");
   head.forEach((text) => top.append(make("th", text)));
-  const body = lines.map((cells) => { const row = make("tr"); row.append(...cells.map((cell) => { if (cell.tagName === "TD") return cell; const td = make("td"); td.append(cell); return td; })); return row; });
+  const cell = (content, i) => { const td = content.tagName === "TD" ? content : make("td"); if (td !== content) td.append(content); td.dataset.name = head[i]; return td; };
+  const body = lines.map((cells) => { const row = make("tr"); row.append(...cells.map(cell)); return row; });
   if (!body.length) { table.replaceChildren(make("caption", none, { class: "soft", style: "text-align:left" })); return; }
   table.replaceChildren(top, ...body);
 }
@@ -28,7 +29,7 @@ function showPins() {
 }
 function showEvictions() {
   rows($("evictions"), ["tenant", "cause", "pages", "idle", "foreseen, when it went"], (tree.evictions || []).toReversed().map((e) => [
-    whose(e), CAUSES[e.cause] || e.cause, e.kept_pages ? `${e.pages} of ${e.pages + e.kept_pages}` : e.pages, ago(e.idle_s), make("td", foreseen(e.outlook), { class: "long" })]), "none");
+    whose(e), CAUSES[e.cause] || e.cause, e.kept_pages ? `${e.pages} of ${e.pages + e.kept_pages}` : e.pages, ago(e.idle_s), make("td", foreseen(e.outlook), { class: "long" })]), "none for room or a quota");
 }
 function showQuota(quota) {
   const box = $("quota"), has = quota.quota_tokens != null, meter = make("div", null, { class: "meter" });

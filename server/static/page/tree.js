@@ -1,6 +1,10 @@
 // The tree as an icicle: width is tokens, a row is a step down.
 let tree = null, blocks = [], selected = null, zoom = null, cursor = null;
-const ROW = 26, DEPTH = 14, nameOf = (block) => block.name || `${block.id}@${block.start}`;
+// A row is as high as the room allows, so that a flat tree shows more text.
+const LOW = 26, HIGH = 150, LINE = 15, TIERS = { host: "--a", disk: "--c", store: "--e" };
+let rowHeight = LOW, firstHeight = LOW, hovered = null;
+const topOf = (row) => row ? firstHeight + (row - 1) * rowHeight : 0, heightOf = (row) => row ? rowHeight : firstHeight;
+const nameOf = (block) => block.name || `${block.id}@${block.start}`;
 function nested() {
   const all = tree.blocks.map((block) => ({ ...block, below: [] }));
   all.forEach((block) => { if (block.parent != null) { block.above = all[block.parent]; block.above.below.push(block); } });
@@ -86,7 +90,16 @@ function showTree() {
   if (zoom && !from) zoom = null;
   showCrumbs(from);
   drawTree(from ? [from] : roots);
-  if (selected) showNode([...blocks, ...(sought?.nodes || [])].find((block) => nameOf(block) === selected));
+  showPointed();
+}
+// The node under the pointer is read below the tree; without one, the selected node.
+function showPointed() {
+  const name = hovered || selected;
+  if (name) showNode([...blocks, ...(sought?.nodes || [])].find((block) => nameOf(block) === name));
+}
+function pointAt(block) {
+  hovered = block && block.id >= 0 ? nameOf(block) : null;
+  showPointed();
 }
 function fillTenants() {
   const names = [...new Set(blocks.filter((block) => block.parent == null).map((block) => block.tenant))].filter(Boolean).sort(), chosen = $("tenant").value;
@@ -105,11 +118,18 @@ function showCrumbs(from) {
 }
 function drawTree(top) {
   const svg = $("icicle"), width = svg.clientWidth || 1000, focused = svg.contains(document.activeElement), paint = colouring();
+  const sum = top.reduce((all, root) => all + root.total, 0) || 1, roots = top.every((root) => root.id < 0);
+  const depth = Math.max(...top.map((root) => depthOf(root, width * root.total / sum)), 1), room = $("stage").clientHeight - 4;
+  rowHeight = Math.min(Math.max(Math.floor(roots ? (room - LOW) / Math.max(depth - 1, 1) : room / depth), LOW), HIGH);
+  firstHeight = roots ? LOW : rowHeight;
+  const most = Math.max(Math.floor(room / rowHeight), 14);
+  $("stage").classList.toggle("empty", !top.length);
   svg.replaceChildren();
-  legend($("treekey"), [...paint.key, ["pinned", "border:2px solid var(--pin)"], ["held for a time", "border:2px dashed var(--pin)"], ["locked by a live request", "border-bottom:3px solid var(--lock);border-radius:0"], ["smaller nodes, together", "background:var(--line)"]]);
+  const tiers = Object.keys(TIERS).filter((tier) => blocks.some((block) => block.tiers?.includes(tier)));
+  legend($("treekey"), [...paint.key, ...tiers.map((tier) => [`also in ${tier}`, `background:var(${TIERS[tier]});border-radius:50%;width:8px;height:8px`]), ["pinned", "border:2px solid var(--pin)"], ["held for a time", "border:2px dashed var(--pin)"], ["locked by a live request", "border-bottom:3px solid var(--lock);border-radius:0"], ["smaller nodes, together", "background:var(--line)"]]);
   let deepest = 0, x = 0;
   const place = (block, x, w, row) => {
-    if (w < 1 || row >= DEPTH) return;
+    if (w < 1 || row >= most) return;
     deepest = Math.max(deepest, row);
     drawBlock(svg, block, x, w, row, paint);
     const scale = w / block.total;
@@ -117,38 +137,54 @@ function drawTree(top) {
     for (const child of block.below) { place(child, at, child.total * scale, row + 1); at += child.total * scale; }
     const rest = block.total - block.tokens - block.below.reduce((sum, child) => sum + child.total, 0);
     const nodes = block.nodes - block.chained - block.below.reduce((sum, child) => sum + child.nodes, 0);
-    if (rest > 0 && row + 1 < DEPTH && rest * scale >= 1) { deepest = Math.max(deepest, row + 1); drawRest(svg, at, rest * scale, row + 1, rest, nodes); }
+    if (rest > 0 && row + 1 < most && rest * scale >= 1) { deepest = Math.max(deepest, row + 1); drawRest(svg, at, rest * scale, row + 1, rest, nodes); }
   };
-  const sum = top.reduce((all, root) => all + root.total, 0) || 1;
   for (const root of top) { place(root, x, width * root.total / sum, 0); x += width * root.total / sum; }
-  const height = top.length ? (deepest + 1) * ROW : 0;
+  const height = top.length ? topOf(deepest + 1) : 0;
   svg.setAttribute("height", height); svg.setAttribute("viewBox", `0 0 ${width} ${Math.max(height, 1)}`);
   const place_ = svg.querySelector(`[data-name="${CSS.escape(cursor || "")}"]`) || svg.querySelector("[data-name]");
   if (place_) { place_.setAttribute("tabindex", "0"); if (focused) place_.focus(); }
 }
+// Number of rows that a block of this width fills; what is narrower than a pixel is not drawn.
+function depthOf(block, width) {
+  const scale = width / block.total, rest = block.total - block.tokens - block.below.reduce((sum, child) => sum + child.total, 0);
+  return width < 1 ? 0 : 1 + Math.max(rest * scale >= 1 ? 1 : 0, ...block.below.map((child) => depthOf(child, child.total * scale)));
+}
 function drawRest(svg, x, w, row, tokens, nodes) {
-  const rect = draw(svg, "rect", { x, y: row * ROW + 1, width: Math.max(w - 1, 1), height: ROW - 4, rx: Math.min(3, w / 4), fill: "var(--line)", "data-rest": tokens });
+  const rect = draw(svg, "rect", { x, y: topOf(row) + 1, width: Math.max(w - 1, 1), height: heightOf(row) - 4, rx: Math.min(3, w / 4), fill: "var(--line)", "data-rest": tokens });
   rect.addEventListener("mousemove", (event) => showTip(event, `${number(tokens)} tokens in ${number(nodes)} smaller nodes`));
   rect.addEventListener("mouseleave", hideTip);
   const label = `+${number(nodes)}`;
-  if (label.length * 6.5 + 8 < w) draw(svg, "text", { x: x + 5, y: row * ROW + 16 }, label);
+  if (label.length * 6.5 + 8 < w) draw(svg, "text", { x: x + 5, y: topOf(row) + 16 }, label);
 }
 function drawBlock(svg, block, x, w, row, paint) {
   const root = block.id < 0, name = nameOf(block);
   const rect = draw(svg, "rect", {
-    x: x + .5, y: row * ROW + 1, width: Math.max(w - 1.5, .5), height: ROW - 4, rx: Math.min(3, w / 4), tabindex: -1, "data-name": name, role: "treeitem",
+    x: x + .5, y: topOf(row) + 1, width: Math.max(w - 1.5, .5), height: heightOf(row) - 4, rx: Math.min(3, w / 4), tabindex: -1, "data-name": name, role: "treeitem",
     "aria-label": `${short(labelOf(block), 60)}, ${number(block.total)} tokens`, fill: root ? "var(--panel)" : paint.fill(block),
     stroke: name === selected ? "var(--ink)" : block.pinned || block.held_s ? "var(--pin)" : root ? "var(--soft)" : "none", "stroke-width": root && name !== selected ? 1 : 2, "stroke-dasharray": block.held_s && !block.pinned && name !== selected ? "3 2" : "none",
     class: found(block) || root ? "" : "faded",
   });
   if (block.pinned) rect.dataset.pinned = "1";
   if (block.held_s) rect.dataset.held = "1";
-  if (block.locked && !root) { rect.dataset.locked = "1"; draw(svg, "line", { x1: x + 2, x2: x + Math.max(w - 2, 2.5), y1: row * ROW + ROW - 5, y2: row * ROW + ROW - 5, stroke: "var(--lock)", "stroke-width": 2, "pointer-events": "none" }); }
-  if (w > 40) draw(svg, "text", { x: x + 6, y: row * ROW + 16, class: found(block) || root ? "" : "faded" }, short(labelOf(block), Math.floor((w - 10) / 6.2)));
-  rect.addEventListener("mousemove", (event) => showTip(event, make("div", facts(block), { class: "soft" }), ...(block.preview ? [make("pre", block.preview)] : [])));
-  rect.addEventListener("mouseleave", hideTip);
+  if (block.locked && !root) { rect.dataset.locked = "1"; draw(svg, "line", { x1: x + 2, x2: x + Math.max(w - 2, 2.5), y1: topOf(row + 1) - 5, y2: topOf(row + 1) - 5, stroke: "var(--lock)", "stroke-width": 2, "pointer-events": "none" }); }
+  if (w > 40) write(svg, block, x + 6, w - 10, row);
+  if (w > 14) Object.keys(TIERS).filter((tier) => block.tiers?.includes(tier)).forEach((tier, i) => draw(svg, "circle", { cx: x + w - 8 - 8 * i, cy: topOf(row + 1) - 10, r: 3, fill: `var(${TIERS[tier]})` }));
+  rect.addEventListener("mousemove", (event) => showTip(event, make("div", facts(block), { class: "soft" })));
+  rect.addEventListener("mouseenter", () => pointAt(block));
+  rect.addEventListener("mouseleave", () => { hideTip(); pointAt(null); });
   rect.addEventListener("click", () => choose(block));
   rect.addEventListener("dblclick", () => zoomTo(block));
+}
+// A block's label, in as many lines as fit.
+function write(svg, block, x, w, row) {
+  const most = Math.max(Math.floor((heightOf(row) - 8) / LINE), 1), wide = Math.floor(w / 6.4), text = labelOf(block);
+  for (let i = 0, at = 0; i < most && at < text.length; i++) {
+    let end = at + wide;
+    if (end < text.length && i < most - 1) end = text.lastIndexOf(" ", end) > at ? text.lastIndexOf(" ", end) : end;
+    draw(svg, "text", { x, y: topOf(row) + 16 + LINE * i, class: found(block) || block.id < 0 ? "" : "faded" }, i === most - 1 ? short(text.slice(at), wide) : text.slice(at, end));
+    at = text[end] === " " ? end + 1 : end;
+  }
 }
 function zoomTo(block) { zoom = nameOf(block); cursor = zoom; showTree(); }
 function choose(block) { cursor = nameOf(block); if (block.id >= 0) selected = cursor; showTree(); }
@@ -172,10 +208,10 @@ $("icicle").addEventListener("keydown", (event) => {
   const shown = [...$("icicle").querySelectorAll("[data-name]")], now = document.activeElement;
   const block = blocks.find((one) => nameOf(one) === now?.dataset?.name);
   if (!block) return;
-  const centre = (rect) => +rect.getAttribute("x") + +rect.getAttribute("width") / 2, row = (rect) => +rect.getAttribute("y");
+  const centre = (rect) => +rect.getAttribute("x") + +rect.getAttribute("width") / 2, row = (rect) => +rect.getAttribute("y"), above = (y) => Math.max(...shown.map(row).filter((other) => other < y));
   const nearest = (y) => shown.filter((rect) => row(rect) === y).sort((a, b) => Math.abs(centre(a) - centre(now)) - Math.abs(centre(b) - centre(now)))[0];
   const beside = (step) => { const same = shown.filter((rect) => row(rect) === row(now)).sort((a, b) => centre(a) - centre(b)); return same[same.indexOf(now) + step]; };
-  const moves = { ArrowDown: () => block.below.map((one) => shown.find((rect) => rect.dataset.name === nameOf(one))).find(Boolean), ArrowUp: () => nearest(row(now) - ROW), ArrowLeft: () => beside(-1), ArrowRight: () => beside(1) };
+  const moves = { ArrowDown: () => block.below.map((one) => shown.find((rect) => rect.dataset.name === nameOf(one))).find(Boolean), ArrowUp: () => nearest(above(row(now))), ArrowLeft: () => beside(-1), ArrowRight: () => beside(1) };
   const acts = { Enter: () => choose(block), z: () => zoomTo(block), Escape: () => { zoom = null; showTree(); } };
   if (!moves[event.key] && !acts[event.key]) return;
   event.preventDefault();

@@ -15,7 +15,7 @@ from loadgen.micro.documents import (
 )
 from runtime.params import ReuseParams
 
-SHAPE = Shape(length=40, system=20, question=9)
+SHAPE = Shape(length=72, system=20, question=9)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_every_way_computes_as_many_rows_as_the_formula_has(bench):
     every = ways(METHODS, [0, 0.3, 1], ["token", "page"])
     layers, page = bench.core.executor.spec.num_layers, 16
     full = bench.first(3, FULL, None, random.Random(0))
-    assert full["formula"] == (20 - page + 3 * 40 + 9) * layers
+    assert full["formula"] == (20 - page + 3 * 72 + 9) * layers
     assert 0 <= full["formula"] - full["row_layers"] <= 4 * layers, "the system prompt"
     for name, asked in every.items():
         mine = bench.first(3, name, asked, random.Random(0))
@@ -51,8 +51,8 @@ def test_a_first_document_has_no_rows_that_legolink_computes_again(bench):
 def test_a_document_that_many_read_lies_in_the_pool_once(bench, method):
     asked = ReuseParams(method=method)
     one, four = bench.pages(asked, 1), bench.pages(asked, 4)
-    assert one >= 3 + 1 + 1
-    alone = one - 3 - 1  # besides the document's pages and the prefix
+    assert one >= 5 + 1 + 1
+    alone = one - 5 - 1  # besides the document's pages and the prefix
     assert 3 * alone <= four - one <= 3 * (alone + 1), "each has its own rows alone, and what it decoded meanwhile"
 
 

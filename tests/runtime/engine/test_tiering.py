@@ -236,3 +236,22 @@ def test_kv_that_is_distrusted_leaves_the_tiers(ids_dir, tmp_path):
     assert loaded(driver, "good") == {}
     assert driver.tokens["good"] == driver.tokens["r0"]
     core.close()
+
+
+@pytest.mark.parametrize("space", [10.0, 3e-5])
+def test_the_end_writes_what_was_used_once_within_the_disks_space(ids_dir, tmp_path, caplog, space):
+    """The most used first; the log has how much the disk holds, and why not all."""
+    options = options_of("disk", tmp_path) | {"disk_space": space}
+    first = open_core(ids_dir, pool_tokens=2048, **options)
+    driver = Driver(first)
+    for prompt in PROMPTS:
+        driver.together([prompt], max_new_tokens=NEW)
+    with caplog.at_level("INFO", "ramet.engine"):
+        first.close()
+    told = [record.getMessage() for record in caplog.records if "the disk holds" in record.getMessage()][-1]
+    second = open_core(ids_dir, pool_tokens=2048, **options)
+    again = Driver(second)
+    again.together([PROMPTS[0]], max_new_tokens=NEW)
+    assert ("no space is left" in told) == (space < 1)
+    assert again.cached("r0") == (192 if space > 1 else 64)
+    second.close()

@@ -194,3 +194,12 @@ STORIES = [
 )
 def test_ends_of_text_turn_and_message(ids, ends):
     assert _ends({f"tokenizer.ggml.{name}_token_id": i for name, i in ids.items()}) == ends
+
+
+def test_a_rounded_model_has_the_nearest_bfloat16_values(sources, tmp_path):
+    file = write_gguf(sources("llama"), tmp_path / "m.gguf", "llama")
+    exact = load_file(convert(file, tmp_path / "exact") / "model.safetensors")
+    rounded = load_file(provide(tmp_path / "rounded", partial(convert_gguf, file, rounded=True)) / "model.safetensors")
+    for name, tensor in exact.items():
+        assert rounded[name].dtype == torch.bfloat16
+        assert torch.equal(rounded[name], tensor.to(torch.bfloat16)), name

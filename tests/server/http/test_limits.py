@@ -10,7 +10,7 @@ CHUNKED = [(b"transfer-encoding", b"chunked")]
 
 
 def wrap(app):
-    return AdmissionMiddleware(app, (), BodyLimit(LIMIT, 5.0))
+    return AdmissionMiddleware(app, (), BodyLimit(LIMIT, 5.0), bool)
 
 
 def exchange(chunks, headers=()):

@@ -55,7 +55,9 @@ class Served:
         await send({"type": "http.response.body", "body": b"ok", "more_body": False})
 
     async def accept(self):
-        config = uvicorn.Config(AdmissionMiddleware(self.app, (), BodyLimit(1000, 5)), lifespan="off", log_config=None)
+        config = uvicorn.Config(
+            AdmissionMiddleware(self.app, (), BodyLimit(1000, 5), bool), lifespan="off", log_config=None
+        )
         config.load()
         state, loop = ServerState(), asyncio.get_running_loop()
 

@@ -10,8 +10,11 @@ from runtime.frontend.documents.table import choose, read_table
 from runtime.models.tokenizer import Tokenizer
 
 GREEDY = {"max_new_tokens": 8, "temperature": 0}
-ROME = {"title": "Rome", "text": "Rome is old. Romulus founded it, and it stands on seven hills by the river Tiber."}
-OSLO = {"text": "Oslo lies in the north, by a long fjord, and its winters are dark. Ships leave for Kiel."}
+ROME = {
+    "title": "Rome",
+    "text": "Rome is old. Romulus founded it, and it stands on seven hills by the river Tiber. " * 4,
+}
+OSLO = {"text": "Oslo lies in the north, by a long fjord, and its winters are dark. Ships leave for Kiel. " * 4}
 QUESTION = "\nWhich city stands on hills?"
 SEGMENTS = [{"text": "Read this.\n"}, {"document": ROME}, {"text": "\n"}, {"document": OSLO}, {"text": QUESTION}]
 PARTS = [{"type": "document", "document": ROME}, {"type": "document", "document": OSLO}]
@@ -58,7 +61,7 @@ def test_store_list_and_delete(client, add):
     assert (made["title"], made["chunks"], made["cached"], made["pins"]) == ("Rome", 1, 0, [])
     again = add(ROME, encode=False, chunk_tokens=16)
     assert 0 < made.pop("expires_in_s") <= 60
-    assert again == {**made, "chunks": 2, "expires_in_s": None}
+    assert again == {**made, "chunks": 5, "expires_in_s": None}
     del made["chunks"], made["cached"]
     other = add(OSLO, encode=False)
     assert other["title"] is None
@@ -85,8 +88,8 @@ def test_a_document_is_encoded_ahead_once(client, add):
 
 def test_a_salt_and_the_length_of_chunks_are_those_of_requests_to_come(client, add):
     made = add(ROME, cache_salt="mine", chunk_tokens=16)
-    assert (made["chunks"], made["cached"]) == (2, made["tokens"])
-    queries = {"?cache_salt=mine&chunk_tokens=16": made["tokens"], "?cache_salt=mine": 0, "?chunk_tokens=16": 0, "": 0}
+    assert (made["chunks"], made["cached"]) == (5, made["tokens"] - made["tokens"] % 16)
+    queries = {"?cache_salt=mine&chunk_tokens=16": made["cached"], "?cache_salt=mine": 0, "?chunk_tokens=16": 0, "": 0}
     for query, cached in queries.items():
         assert client.get(f"/v1/documents/{made['id']}{query}").json()["cached"] == cached
     assert client.get(f"/v1/documents/{made['id']}?chunk_tokens=15").status_code == 400
@@ -106,7 +109,10 @@ def test_a_pinned_document_survives_a_flush(client, add):
     assert {pin["id"] for pin in held} == set(made["pins"])
     assert {pin["name"] for pin in held} == {made["id"]}
     client.post("/flush_cache")
-    assert client.get(f"/v1/documents/{made['id']}?chunk_tokens=16").json()["cached"] == made["tokens"]
+    assert (
+        client.get(f"/v1/documents/{made['id']}?chunk_tokens=16").json()["cached"]
+        == made["tokens"] - made["tokens"] % 16
+    )
     again = add(ROME, pin=True, chunk_tokens=16)
     assert len(again["pins"]) == len(held) == len(client.get("/cache/pins").json()["pins"])
     assert [pin["expires_in_s"] for pin in held] == [None] * len(held)
@@ -168,9 +174,9 @@ def test_without_reuse_segments_are_an_ordinary_prompt(client, default_model_dir
 
 def test_auto_takes_what_was_measured_for_the_default_model(client, default_model_dir):
     """Within the bounds of the table that comes with Ramet, the cheapest."""
-    for max_kl in (0.05, 0.1, 100):
-        best = choose(read_table(default_model_dir), max_kl)
-        reuse = generate(client, reuse={"method": "auto", "max_kl": max_kl})["meta_info"]["reuse"]
+    for bound in ({"max_kl": 0.05}, {"max_kl": 100}, {}):
+        best = choose(read_table(default_model_dir), bound.get("max_kl", 0.1))
+        reuse = generate(client, reuse={"method": "auto", **bound})["meta_info"]["reuse"]
         assert (reuse["method"], reuse["auto"]) == (best.method, f"measured KL {best.kl:g}")
 
 
@@ -234,7 +240,6 @@ def test_options_of_a_request_hold_with_documents_too(client):
         ({"reuse": {"method": "a3", "ratio": 1.5}}, 400, "reuse.ratio"),
         ({"reuse": {"method": "a3", "ratio": "0.1"}}, 400, "reuse.ratio"),
         ({"reuse": {"method": "a3", "colour": 1}}, 400, "reuse.colour"),
-        ({"reuse": {"method": "auto"}}, 400, "reuse.max_kl"),
         ({"reuse": {"method": "a3"}, "return_logprob": True, "logprob_start_len": 0}, 400, "reuse"),
     ],
 )

@@ -11,7 +11,7 @@ from socket import socket
 import httpx
 import pytest
 
-ray = pytest.importorskip("ray", reason="needs ray: pip install 'ramet[ray]'")
+ray = pytest.importorskip("ray", reason="needs ray: make extra-ray")
 
 from ray import serve  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-pytest.importorskip("ray", reason="needs ray: pip install 'ramet[ray]'")
+pytest.importorskip("ray", reason="needs ray: make extra-ray")
 
 from ray.serve._private.common import (
     DeploymentHandleSource,

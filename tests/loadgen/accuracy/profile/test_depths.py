@@ -168,4 +168,4 @@ def test_what_cannot_be_profiled(default_model_dir, tmp_path, capsys, monkeypatc
     assert "argument --ratios" in capsys.readouterr().err
     monkeypatch.setattr("loadgen.accuracy.profile.depths.find_spec", lambda name: None)
     assert main(["profile", "--model", str(path), *out, "--plot", str(tmp_path / "p.png")]) == 1
-    assert "pip install 'ramet[bench]'" in capsys.readouterr().err
+    assert "make extra-bench" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import json
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from runtime.frontend.documents.table import MeasuredMethod, choose, read_table
 from runtime.models.spec import LlamaSpec
 from runtime.params import ReuseParams
 
-PROMPT = TokenizedPrompt(array("i", range(9)), [(2, 4), (5, 8)], ["a", "b"])
+PROMPT = TokenizedPrompt(array("i", range(200)), [(2, 66), (67, 180)], ["a", "b"])
 ROWS = [
     {"method": "pie", "kl": 0.5, "cost": 0.02},
     {"method": "a3", "ratio": 0.15, "granularity": "token", "kl": 0.1, "cost": 0.2},
@@ -41,15 +42,15 @@ def plan(planner: DocumentPlanner | None = None, **asked):
         ({"method": "legolink", "k": 0}, {"select": "legolink", "k": 0}),
         ({"method": "legolink", "ratio": 0.1}, {"select": "legolink", "ratio": 0.1}),
         ({"method": "full"}, {"select": "full"}),
-        ({"method": "pie", "chunk_tokens": 64, "granularity": "token"},
-         {"select": "pie", "chunk_tokens": 64, "granularity": "token"}),
+        ({"method": "pie", "chunk_tokens": 32, "granularity": "page"},
+         {"select": "pie", "chunk_tokens": 32, "granularity": "page", "shortest": 32}),
     ],
 )  # fmt: skip
 def test_the_message_has_the_options_of_the_method(asked, message):
     planned = plan(**asked)
-    given = {"method": "fusion", "documents": [[2, 4], [5, 8]], "names": ["a", "b"]}
-    assert planned.reuse == {**given, "granularity": "page", "chunk_tokens": 512, **message}
-    assert (planned.tokens, planned.length, planned.stop) == (list(range(9)), 9, 9)
+    given = {"method": "fusion", "documents": [[2, 66], [67, 180]], "names": ["a", "b"], "shortest": 64}
+    assert planned.reuse == {**given, "granularity": "token", "chunk_tokens": 512, **message}
+    assert (planned.tokens, planned.length, planned.stop) == (list(range(200)), 200, 200)
     assert planned.report(None, 3) is None
     assert planned.report({"strategy": "fusion"}, 3) == {"strategy": "fusion"}
 
@@ -57,10 +58,23 @@ def test_the_message_has_the_options_of_the_method(asked, message):
 def test_nothing_is_reused_unless_the_request_or_the_server_asks():
     assert plan().reuse is plan(method="none").reuse is None
     said = {"strategy": "prefix", "exact": True, "method": "none", "documents": ["a", "b"]}
-    assert plan().report(None, 3) == {**said, "reused_tokens": 3, "computed_tokens": 6}
+    assert plan().report(None, 3) == {**said, "reused_tokens": 3, "computed_tokens": 197}
     assert plan(DocumentPlanner("pie")).reuse["select"] == "pie"
     assert plan(DocumentPlanner("pie"), method="none").reuse is None
     assert plan(DocumentPlanner("pie"), method="a3").reuse["select"] == "a3"
+
+
+def test_short_documents_are_computed_in_full_and_the_answer_says_so():
+    short, mixed = [(2, 60), (67, 130)], [(2, 65), (67, 131)]
+    planned = DocumentPlanner().plan(replace(PROMPT, documents=short), ReuseParams(method="a3"))
+    assert planned.reuse is None
+    said = planned.report(None, 0)
+    assert (said["method"], said["exact"]) == ("none", True)
+    assert said["note"] == "documents of fewer than 64 tokens are computed in full"
+    planned = DocumentPlanner().plan(replace(PROMPT, documents=mixed), ReuseParams(method="a3"))
+    assert planned.reuse["shortest"] == 64
+    assert planned.report({"strategy": "fusion"}, 0) == {"strategy": "fusion", "note": said["note"]}
+    assert DocumentPlanner().plan(replace(PROMPT, documents=short), ReuseParams(method="a3", chunk_tokens=58)).reuse
 
 
 def test_prompts_without_documents_reuse_none():
@@ -73,8 +87,8 @@ def test_prompts_without_documents_reuse_none():
 
 
 def test_a_document_is_encoded_alone():
-    planned = plan_encoding(TokenizedPrompt(array("i", [7, 8]), [(0, 2)], ["a"]), 128)
-    assert (planned.tokens, planned.reuse["documents"], planned.reuse["chunk_tokens"]) == ([7, 8], [[0, 2]], 128)
+    planned = plan_encoding(TokenizedPrompt(array("i", range(70)), [(0, 70)], ["a"]), 128)
+    assert (planned.length, planned.reuse["documents"], planned.reuse["chunk_tokens"]) == (70, [[0, 70]], 128)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +101,6 @@ def test_a_document_is_encoded_alone():
         ({"method": "a3", "k": 16}, "k"),
         ({"method": "legolink", "k": 16, "ratio": 0.1}, "k"),
         ({"method": "a3", "max_kl": 1}, "max_kl"),
-        ({"method": "auto"}, "max_kl"),
     ],
 )
 def test_an_option_of_another_method_is_refused(asked, param):
@@ -134,7 +147,8 @@ def test_the_choice_is_served_as_it_was_measured_and_explained(directory):
     given = {"select": "legolink", "k": 32, "chunk_tokens": 256}
     assert planned.reuse.items() >= given.items()
     assert planned.report({"strategy": "fusion"}, 0) == {"strategy": "fusion", "auto": "measured KL 0.05"}
-    assert plan(planner, method="auto", max_kl=0.1).reuse["granularity"] == "token"
+    for bound in ({"max_kl": 0.1}, {}):
+        assert plan(planner, method="auto", **bound).reuse["select"] == "a3"
     none = plan(planner, method="auto", max_kl=0.01)
     assert none.reuse is None
     assert none.report(None, 0)["auto"] == "no method within 0.01"

@@ -28,7 +28,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
             monkeypatch.setitem(sys.modules, module, None)
         monkeypatch.setitem(sys.modules, name, None)
         monkeypatch.delitem(sys.modules, f"runtime.kv.tiers.{name.replace('cryptography', 'crypt')}", raising=False)
-    with pytest.raises(ModelError, match=r"--kv-store needs the package redis: pip install 'ramet\[tiers\]'"):
+    with pytest.raises(ModelError, match=r"--kv-store needs the package redis: `make extra-tiers`"):
         open_shared("redis://host")
     with pytest.raises(ModelError, match=r"--kv-encryption-key-file needs the package cryptography"):
         open_cipher(Path("key"))

@@ -12,7 +12,7 @@ from runtime.calls import AddPin, EraseTenant, FlushCache, GetPins, GetTree, Rem
 from tests.runtime.engine.driver import call
 from tests.runtime.reuse.contract.subject import NEW, World
 from tests.runtime.reuse.contract.subjects import Fusion, Prefix
-from tests.runtime.reuse.fusion.asks import LAYERS, build, row_layers, selected
+from tests.runtime.reuse.fusion.asks import LAYERS, asked, build, row_layers, selected
 from tests.runtime.reuse.fusion.reference import DENSE, LOOKING, METHODS, Ask
 from tests.runtime.reuse.modules.plain import draw_tokens
 from tests.tiny import VOCAB
@@ -46,6 +46,27 @@ def test_row_layers_are_those_of_the_formula(ids_dir, method, granularity):
         read = 32 + 120 + asked - encoded + (3 if again else 0)
         assert world.cached(rid) == read, rid
     world.check(4)
+
+
+def test_short_documents_and_last_chunks_are_rows_of_the_prompt(ids_dir):
+    """They are computed in full, and never cached alone; the report counts them as computed."""
+    draw = random.Random(11)
+    one = build(draw, [draw_tokens(draw, 70), draw_tokens(draw, 20)], 16, method="pie", chunk_tokens=32)
+    world = World(Fusion(ids_dir), page_size=16)
+    fields = {**asked(one), "shortest": 32}
+    strategy = world.core.strategy_of(fields)
+    runs = strategy.runs(array("i", one.prompt), Namespace(), fields)
+    assert [len(run.tokens) for run in runs] == [32, 32]
+
+
+def test_a_method_that_chooses_nothing_says_so(ids_dir):
+    draw = random.Random(12)
+    world = World(Fusion(ids_dir), page_size=16)
+    for granularity, ratio in (("page", 0.15), ("token", 0.15)):
+        one = build(draw, [draw_tokens(draw, 64)], 16, method="a3", granularity=granularity, ratio=ratio)
+        world.one(granularity, one)
+        note = world.report(granularity).get("note")
+        assert (note is None) == (world.report(granularity)["recomputed_rows"] > 0) == (granularity == "token"), note
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -70,9 +70,11 @@ def test_two_requests_that_import_a_module_at_once_compute_it_once(ids_dir):
     assert world.row_layers == LAYERS * (50 + 20 + 3 * (5 + NEW - 1))
     assert [world.cached(str(i)) for i in range(3)] == [0, 47, 67]
     first, last = (world.report(str(i)) for i in (0, 2))
-    assert first == {"strategy": "modules", "exact": True, "modules": ["/m"], "computed_modules": ["/m"],
+    assert first == {"strategy": "modules", "exact": False, "exact_modules": True, "modules": ["/m"],
+                     "computed_modules": ["/m"],
                      "reused_tokens": 0, "computed_tokens": 52}  # fmt: skip
-    assert last == {"strategy": "modules", "exact": True, "modules": ["/m"] * 2, "computed_modules": [],
+    assert last == {"strategy": "modules", "exact": False, "exact_modules": True, "modules": ["/m"] * 2,
+                    "computed_modules": [],
                     "reused_tokens": 67, "computed_tokens": 5}  # fmt: skip
     assert world.core.counters["prompt_tokens"] == world.core.counters["queried_tokens"] == 52 + 72 + 72
 
@@ -276,7 +278,8 @@ def test_refusals_beside_the_fields(ids_dir):
     world.run()
     assert len(world.tokens["no bound"]) == 160 - 112 - 5, "as many tokens as there are pages"
     assert world.cached("placeholders alone") == 0
-    assert world.report("placeholders alone") == {"strategy": "modules", "exact": True, "modules": [],
+    assert world.report("placeholders alone") == {"strategy": "modules", "exact": False, "exact_modules": True,
+                                                  "modules": [],
                                                   "computed_modules": [], "reused_tokens": 0,
                                                   "computed_tokens": 1}  # fmt: skip
 

@@ -1,0 +1,51 @@
+"""The models on this machine, and which of them fit into its memory."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from runtime.config import DEFAULT_MODEL, Config
+
+_GIB = 1 << 30
+# Memory of the process beside weights and pool.
+_REST = 0.7 * _GIB
+
+
+def found_models() -> Iterator[tuple[str, int]]:
+    """Names for `--model`, and bytes of weights: the hub's cache, and GGUF files and models in this directory."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    for path in sorted(Path(HF_HUB_CACHE).glob("models--*--*")):
+        if size := max(map(_size, path.glob("snapshots/*")), default=0):
+            yield path.name.removeprefix("models--").replace("--", "/"), size
+    for path in sorted(Path.cwd().iterdir()):
+        if path.suffix == ".gguf":
+            yield f"./{path.name}", path.stat().st_size
+        elif path.is_dir() and (path / "config.json").exists() and (size := _size(path)):
+            yield f"./{path.name}", size
+
+
+def _size(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+
+
+def free_memory() -> int:
+    """Available bytes, page cache included."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def advice(config: Config) -> str:
+    """For a start without `--model`: the models that were found, and how large one may be."""
+    room = free_memory() - (config.cache.pool_memory or 1) * _GIB - _REST
+    told = [
+        f"{name} ({size / _GIB:.1f} GiB{'' if size <= room else ', which is too large for this memory'})"
+        for name, size in found_models()
+    ]
+    others = f"; also here: {', '.join(told)}" if told else ""
+    fits = f"weights of up to {max(room, 0) / _GIB:.1f} GiB fit this machine's free memory"
+    return f"no --model: serving {DEFAULT_MODEL}{others}; --model takes a directory, a GGUF file or org/name; {fits}"

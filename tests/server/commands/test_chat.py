@@ -1,0 +1,51 @@
+"""`ramet chat`: its conversation with a real model, and its commands."""
+
+import io
+import sys
+
+import pytest
+
+from runtime import Engine
+from runtime.params import SamplingParams
+from server.cli import main
+from server.commands.chat import Conversation
+
+GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def engine(default_model_dir):
+    with Engine(model=str(default_model_dir), dtype="float32", pool_tokens=4096) as engine:
+        yield engine
+
+
+def test_each_turn_says_how_much_came_from_the_tree(engine):
+    shown = []
+    one = Conversation(engine, GREEDY, "You are the keeper of a lighthouse, and you answer in few words.", shown.append)
+    first, second = one.say("Is the lamp lit?"), one.say("And the sea?")
+    assert first.startswith("0 of ")
+    assert int(second.split()[0]) >= 32
+    assert [turn["role"] for turn in one.turns] == ["user", "assistant"] * 2
+    assert "".join(shown) == one.turns[1]["content"] + one.turns[3]["content"]
+
+
+def test_commands_change_the_conversation(engine):
+    one = Conversation(engine, GREEDY, "", lambda piece: None)
+    one.say("A?")
+    one.say("B?")
+    assert one.command("/back") == "1 turns are left"
+    assert one.turns[0]["content"] == "A?"
+    assert one.command("/system You are a fox.") == "the system prompt is set"
+    assert one.command("/new") == "a new conversation"
+    assert (one.turns, one.system) == ([], "You are a fox.")
+    assert "Ctrl + D ends" in one.command("/what")
+    assert one.command("What?") is None
+
+
+def test_lines_of_standard_input_are_turns(default_model_dir, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is a fox?\n\n/back\n"))
+    options = ["--model", str(default_model_dir), "--max-new-tokens", "3", "--temperature", "0", "--pool-memory", "0.2"]
+    assert main(["chat", *options]) == 0
+    out = capsys.readouterr().out
+    assert "prompt tokens came from the tree" in out
+    assert out.endswith("0 turns are left\n")
