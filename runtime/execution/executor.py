@@ -42,8 +42,8 @@ log = logging.getLogger("ramet.engine")
 # Torch's default, which follows $OMP_NUM_THREADS; read before an executor changes it.
 ALL_THREADS = torch.get_num_threads()
 
-# Tokens of a typical conversation, of which the last rows are kept for layers with a window.
-_TYPICAL = 4096
+# The pool of the layers with a window has room for the ends of conversations of this length.
+_TYPICAL = 2048
 
 # Bits of `--quantization`.
 _BITS = {"int4": 4, "int8": 8}
@@ -197,16 +197,16 @@ class Executor:
         per_token = KVPool.bytes_per_token(spec.kv_layers, *shape, self.kv_dtype, spec.halves)
         if isinstance(spec, LlamaSpec) and spec.near:
             per_near = KVPool.bytes_per_token(len(spec.near), *shape, self.kv_dtype)
-            per_token += math.ceil(per_near * self._near_share(spec))
+            per_token += math.ceil(per_near * self._near_share(spec, config.cache.page_size))
         return pool_pages(config.cache, per_token, self.device), per_token
 
-    def _near_share(self, spec: LlamaSpec) -> float:
+    def _near_share(self, spec: LlamaSpec, page_size: int) -> float:
         """Places in the pool of the layers with a window, as a share of the main pool's pages."""
-        return spec.largest_window / min(_TYPICAL, self.context_length)
+        return min((spec.largest_window + 2 * page_size) / min(_TYPICAL, self.context_length), 1)
 
     def _make_near(self, spec: LlamaSpec, num_pages: int, page_size: int) -> NearPages:
-        least = most_places(spec.largest_window, page_size)
-        count = min(max(math.ceil(num_pages * self._near_share(spec)), least), num_pages)
+        prompt = most_places(spec.largest_window, page_size)  # beside the ends of conversations, one that is prefilled
+        count = min(math.ceil(num_pages * self._near_share(spec, page_size)) + prompt, num_pages)
         shape = (len(spec.near), count, page_size, spec.num_kv_heads, spec.head_dim)
         return NearPages(KVPool(*shape, self.kv_dtype, self.device), num_pages)
 

@@ -68,6 +68,8 @@ class WindowedPrefix(PrefixStrategy):
         shared, place = super().find(request).tokens, int(near.places[match.partial_page]) if match.partial_rows else -1
         if not super().admit(request, found, headroom):
             return False
+        if request.event.lookup is not None:
+            request.event.lookup.point = found.tokens
         self._reserved += reserved
         first, stop = self._first(length), self.cache.pages_for(length)
         request.reuse = _View(first, stop, reserved, (shared, request.prompt_len))

@@ -132,9 +132,9 @@ class MissReport:
 
 
 def _no_point(lookup: Lookup, ends: int) -> tuple[Reason, str]:
-    """The reason for a miss of a model with recurrent layers, whose KV is cached up to token `ends`."""
+    """The reason for a miss of a model with recurrent layers or windows, whose KV is cached up to token `ends`."""
     at = f"the nearest resume point is at token {lookup.point}" if lookup.point else "there is no resume point"
-    why = "states are kept behind turns, breakpoints and prompts, and where two prompts part"
+    why = "states, and rows that windows show, are kept behind turns and prompts, and where two prompts part"
     if lookup.lost is not None:
         why = f"the one at token {lookup.lost} {LEFT[str(lookup.why)][1].format(_seconds(lookup.gone_s))}"
     return "no_point", f"the KV of the first {ends} tokens is in the cache, but {at}: {why}"

@@ -85,7 +85,7 @@ def test_a_prefix_is_read_as_far_as_its_last_rows_have_places(path, is_greedy):
     prompt = draw_ids(draw, 200)
     driver.add("first", prompt, max_new_tokens=1)
     driver.run()
-    fill(driver, draw, 4)
+    fill(driver, draw, 8)
     for number, (shared, cached) in enumerate([(150, 0), (150, 150), (180, 148), (199, 199)]):
         if number == 1:
             # The rows before the place where two prompts part are kept longer than what a window has passed.
@@ -119,6 +119,23 @@ def test_pinned_ends_keep_their_rows(path):
     assert driver.cached("again") == 128
 
 
+def test_more_conversations_fit_into_the_same_memory(path, tmp_path):
+    """Counts conversations that are read to their ends. The core with a tier keeps the rows of all four layers."""
+    draw, found = random.Random(10), []
+    prompts = [draw_ids(draw, 400) for _ in range(24)]
+    for options in ({}, {"host_memory": 0.0001}):
+        core = make_core(path, page_size=4, pool_tokens=None, pool_memory=4096 * 4 * 256 / 2**30, **options)
+        driver = Driver(core)
+        for again in range(2):
+            for number, prompt in enumerate(prompts if not again else prompts[::-1]):
+                driver.add(f"{again} {number}", prompt, max_new_tokens=1)
+                driver.run()
+        found.append(sum(driver.cached(f"1 {number}") == 399 for number in range(24)))
+        memory = [pool.k.nbytes for pool in (core.executor.pool, core.cache.near and core.cache.near.pool) if pool]
+        assert sum(memory) <= 1.1 * 4096 * 4 * 128
+    assert found[0] >= 1.9 * found[1] > 0
+
+
 def test_requests_wait_for_places(path):
     draw = random.Random(7)
     core = make_core(path, page_size=4, max_running=16)
@@ -139,3 +156,16 @@ def test_with_tiers_all_rows_stay(path, tmp_path):
     core = make_core(path, disk_cache=tmp_path)
     assert core.cache.near is None
     assert core.executor.has_windows
+
+
+def test_a_miss_names_the_nearest_place_that_can_be_read(path):
+    draw = random.Random(9)
+    driver = Driver(make_core(path, page_size=4))
+    prompt = draw_ids(draw, 200)
+    driver.add("first", prompt, max_new_tokens=1)
+    driver.run()
+    fill(driver, draw, 8)
+    driver.send("again", prompt[:150], {"max_new_tokens": 1}, explain=True)
+    driver.run()
+    (lookup,) = [event.lookup for event in driver.events["again"] if event.lookup is not None]
+    assert (lookup.found, lookup.point) == (149, 0)
