@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections import deque
 from contextlib import suppress
 
 import zmq
@@ -26,30 +25,27 @@ class Kept:
     """
 
     def __init__(self) -> None:
-        self._payloads: dict[int, bytes] = {}
-        self._topics: deque[str] = deque(maxlen=KEPT_BATCHES)  # of the last batches
+        self._batches: dict[int, tuple[str, bytes]] = {}  # topic and payload
         self.next = 0
 
     def add(self, payload: bytes, topic: str) -> int:
         """Keep a batch; returns its number."""
         number = self.next
-        self._payloads[number] = payload
-        self._topics.append(topic)
+        self._batches[number] = topic, payload
         self.next += 1
-        self._payloads.pop(number - KEPT_BATCHES, None)
+        self._batches.pop(number - KEPT_BATCHES, None)
         return number
 
     def drop(self, topic: str) -> None:
         """Drop the batches of a topic."""
-        for number, its in enumerate(self._topics, self.next - len(self._topics)):
-            if its == topic:
-                self._payloads.pop(number, None)
+        for number in [number for number, (its, _) in self._batches.items() if its == topic]:
+            del self._batches[number]
 
     def read(self, number: int) -> tuple[int, bytes]:
         """The first kept batch from `number` on, with its number; (END, b"") behind the last."""
         while (number := max(number, self.next - KEPT_BATCHES, 0)) < self.next:
-            if (payload := self._payloads.get(number)) is not None:  # it may have been dropped
-                return number, payload
+            if (batch := self._batches.get(number)) is not None:  # it may have been dropped
+                return number, batch[1]
             number += 1
         return END, b""
 
