@@ -134,7 +134,7 @@ class Executor:
         self.pool = self._make_pool(config, self.spec)
         self.has_windows = any(window.size < self.context_length for window in model.windows)
         self.backend_name = CPUAttention.name
-        self._forward = partial(model.forward, pool=self.pool, backend=CPUAttention(self.pool))
+        self._forward = partial(model.forward, pool=self.pool, backend=CPUAttention(self.pool), states=self.states)
 
     def _open_own(self, config: Config, path: Path, spec: LlamaSpec, library: Library | None) -> None:
         group = self._group

@@ -59,6 +59,7 @@ class ModelSpec:
         fingerprint: properties other than the weights that affect KV.
         diffusion: set for diffusion models; None: the model is causal.
         states: shapes of the float32 tensors that recurrent layers keep of a sequence; empty: no such layers.
+        num_stateful: number of these layers.
     """
 
     architecture: str
@@ -75,6 +76,7 @@ class ModelSpec:
     halves: int = 2
     diffusion: DiffusionSpec | None = None
     states: tuple[tuple[int, ...], ...] = ()
+    num_stateful: int = 0
 
     @property
     def kv_layers(self) -> int:
@@ -84,7 +86,7 @@ class ModelSpec:
     @property
     def records(self) -> tuple[int, ...]:
         """For each recurrent layer, the floats of a token from which the state can be replayed."""
-        return ()
+        return (self.hidden_size,) * self.num_stateful
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
-from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
+from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, LayerGroup, Span, StateRows, causal_visible
 from runtime.config import ModelConfig
 from runtime.errors import ModelError
 from runtime.execution.attention.cpu import CPUAttention
@@ -26,7 +25,9 @@ from runtime.execution.transfers import upload
 from runtime.execution.transformers.adapters import HookedAdapters
 from runtime.execution.transformers.diffusion_gemma import DiffusionGemma
 from runtime.execution.transformers.interface import NAME, LayerCall, attention
+from runtime.execution.transformers.stateful import probing, stateful_layers, states_of
 from runtime.kv.pool import KVPool
+from runtime.kv.states import StatePool
 from runtime.models.adapters.lora import LoraAdapter, LowRank
 from runtime.models.config_json import read_generation, read_json, token_ids
 from runtime.models.diffusion import DIFFUSION_GEMMA, canvas_spec
@@ -38,6 +39,7 @@ from runtime.models.weights import find_weights
 _STATEFUL = ("linear", "mamba", "recurrent", "conv", "rwkv")
 # Rotary embeddings whose frequencies change with the sequence length, so that cached keys would become wrong.
 _VARYING_ROPE = ("dynamic",)
+_NO_ATTENTION = "all of its layers keep recurrent state; supported are models that also have layers of attention"
 _NO_INTERFACE = "its attention does not go through transformers' attention interface"
 # Fields of a configuration that do not affect the computation.
 _NAMES = ("_name_or_path", "transformers_version")
@@ -122,9 +124,13 @@ class TransformersModel:
         self.soften = self._model.soften if is_gemma else None
         self._device, self._dtype = device, dtype
         self._adapters = HookedAdapters(self._model)
+        text = getattr(settings, "text_config", settings)
+        self._stateful = stateful_layers(self._model)
         self._takes_rows = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         with _refusing(name):
-            shapes, vocab_size = self._probe()
+            _refuse_unknown_states(name, text, bool(self._stateful))
+            with probing(self._stateful, text):
+                shapes, vocab_size = self._probe()
             self.windows = shapes.windows
             most = [max(sizes) for sizes in zip(*shapes.found.values(), strict=True)]
             self._places = {index: place for place, index in enumerate(sorted(shapes.found))}
@@ -141,6 +147,8 @@ class TransformersModel:
                 eos_token_ids=token_ids(settings.eos_token_id, generation.get("eos_token_id")),
                 fingerprint=_fingerprint(settings),
                 diffusion=diffusion,
+                states=tuple(shape for layer in self._stateful for shape in layer.shapes),
+                num_stateful=len(self._stateful),
             )
             self._check()
 
@@ -163,8 +171,13 @@ class TransformersModel:
             self._adapters.rows = ()
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, pool: KVPool, backend: CPUAttention) -> torch.Tensor:
-        """Run one step with a single layer group: write new K and V; returns float32 logits of `logits_rows`."""
+    def forward(
+        self, batch: ForwardBatch, pool: KVPool, backend: CPUAttention, states: StatePool | None = None
+    ) -> torch.Tensor:
+        """Run one step with a single layer group: write new K and V; returns float32 logits of `logits_rows`.
+
+        `states`: pool of the layers with recurrent states, if there are any.
+        """
         (group,) = batch.groups
         assert group.rows is None
         assert not group.load
@@ -187,7 +200,8 @@ class TransformersModel:
         self._adapters.rows, self._adapters.num_rows = batch.adapters, len(batch.tokens)
         self._model.canvases = batch.canvases
         try:
-            return self._logits(batch.tokens, batch.positions, batch.logits_rows)
+            with states_of(batch.states, states):
+                return self._logits(batch.tokens, batch.positions, batch.logits_rows)
         finally:
             self._adapters.rows = self._model.canvases = ()
             attention.reset(token)
@@ -208,7 +222,7 @@ class TransformersModel:
         finally:
             attention.reset(token)
         if not shapes.found:
-            raise NotImplementedError(_NO_INTERFACE)
+            raise NotImplementedError(_NO_ATTENTION if self._stateful else _NO_INTERFACE)
         return shapes, found
 
     @torch.inference_mode()
@@ -224,8 +238,9 @@ class TransformersModel:
         shape = (self.spec.num_layers, total, 1, self.spec.num_kv_heads, self.spec.head_dim)
         pool = KVPool(*shape, self._dtype, self._device)
         backend = CPUAttention(pool)
-        self.forward(_batch([(one[:cut], 0, 0)]), pool, backend)
-        ours = self.forward(_batch([(one[cut:], cut, 0), (other, 0, len(one))]), pool, backend)
+        states = StatePool(self.spec.states, 2, self._device, self.spec.records) if self._stateful else None
+        self.forward(_batch([(one[:cut], 0, 0)]), pool, backend, states)
+        ours = self.forward(_batch([(one[cut:], cut, 0), (other, 0, len(one))]), pool, backend, states)
         self._model.set_attn_implementation("eager")
         try:
             every = [
@@ -245,16 +260,18 @@ class TransformersModel:
 def _batch(runs: list[tuple[torch.Tensor, int, int]]) -> ForwardBatch:
     """A step over runs (tokens, first position, first pool row of the sequence)."""
     plan = AttentionPlan(sum(len(tokens) for tokens, _, _ in runs))
-    row = 0
-    for tokens, position, first in runs:
+    row, states = 0, []
+    for slot, (tokens, position, first) in enumerate(runs):
         length = position + len(tokens)
+        states.append(StateRows(row, row + len(tokens), slot, slot))
         span = Span(np.arange(first, first + length, dtype=np.int32), length)
         plan.add(slice(row, row + len(tokens)), span, causal_visible(length, len(tokens)))
         row += len(tokens)
     positions = torch.cat([torch.arange(position, position + len(tokens)) for tokens, position, _ in runs])
     slots = positions + torch.cat([torch.full((len(tokens),), first) for tokens, _, first in runs])
     group = LayerGroup(range(1), None, slots, plan)
-    return ForwardBatch(torch.cat([tokens for tokens, _, _ in runs]), positions, [group], torch.arange(row))
+    tokens = torch.cat([tokens for tokens, _, _ in runs])
+    return ForwardBatch(tokens, positions, [group], torch.arange(row), states=states)
 
 
 @contextmanager
@@ -288,7 +305,7 @@ def _load(
     kind = getattr(transformers, name)
     with _refusing(name):
         settings = kind.config_class.from_pretrained(path, local_files_only=True)
-        _refuse_stateful(kind, getattr(settings, "text_config", settings))
+        _refuse_varying(getattr(settings, "text_config", settings))
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME}
         if config.random_weights:
             with torch.random.fork_rng():
@@ -309,12 +326,13 @@ def _load(
         return settings, model.eval().to(device)
 
 
-def _refuse_stateful(kind: type[nn.Module], settings: transformers.PretrainedConfig) -> None:
+def _refuse_unknown_states(name: str, settings: transformers.PretrainedConfig, are_known: bool) -> None:
     types = [*(getattr(settings, "layer_types", None) or []), *(getattr(settings, "layers_block_type", None) or [])]
-    found = [name for name in types if any(word in name for word in _STATEFUL)]
-    if found or getattr(kind, "_is_stateful", False):
-        layers_of = f" in layers of type {found[0]}" if found else ""
-        raise ModelError(f"{kind.__name__} keeps recurrent state{layers_of}; supported are layers of attention")
+    if not are_known and (found := [kind for kind in types if any(word in kind for word in _STATEFUL)]):
+        raise ModelError(f"{name} keeps recurrent state in layers of type {found[0]}, outside transformers' caches")
+
+
+def _refuse_varying(settings: transformers.PretrainedConfig) -> None:
     if varying := [rope["rope_type"] for rope in _ropes(settings) if rope.get("rope_type") in _VARYING_ROPE]:
         raise ModelError(f"the model's rope scaling is {varying[0]!r}, which changes keys as a sequence grows")
 

@@ -49,10 +49,6 @@ REFUSED = {
         ["images", "text"],
     ),
     "Bloom": (transformers.BloomConfig(hidden_size=32, n_head=4, vocab_size=99, n_layer=2), ["attention interface"]),
-    "GPTJ": (
-        transformers.GPTJConfig(n_embd=32, n_head=4, rotary_dim=4, vocab_size=99, n_layer=2),
-        ["attention interface"],
-    ),
     "Mamba": (transformers.MambaConfig(hidden_size=32, vocab_size=99, num_hidden_layers=2), ["recurrent state"]),
     "Lfm2": (transformers.Lfm2Config(**SIZES, layer_types=["conv", "conv"]), ["layer_types"]),
     "Bert": (transformers.BertConfig(**SIZES, architectures=["BertLMHeadModel"]), ["not causal"]),
