@@ -175,6 +175,18 @@ def test_as_many_tokens_as_fit(tiny_dir):
         assert output.finish.type == "length"
 
 
+def test_behind_modules_the_context_is_counted_in_positions(tiny_dir):
+    """A module that is not imported has no rows, but positions."""
+    with Engine(str(tiny_dir), dtype="float32", pool_tokens=1024, max_output_tokens=500) as engine:
+        modules = "".join(f"<module name='{name}'>{' word' * 100}</module>" for name in "ab")
+        prompt = engine.schema(f"<schema name='s'>{modules}</schema>").compile("<prompt schema='s'><b/>Go on</prompt>")
+        assert prompt.length + 100 <= prompt.stop
+        (output,) = engine.generate(prompt, {"max_new_tokens": None, "ignore_eos": True})
+        assert output.completion_tokens == 512 - prompt.stop
+        with pytest.raises(InvalidRequest, match=f"the prompt has {prompt.stop} tokens"):
+            engine.generate(prompt, {"max_new_tokens": 512 - prompt.stop + 1})
+
+
 def test_a_closed_engine_says_so(tiny_dir):
     engine = Engine(str(tiny_dir), dtype="float32", pool_tokens=64)
     engine.close()

@@ -132,6 +132,11 @@ def test_a_flush_reaches_tiers_when_asked(ids_dir, tmp_path):
     assert call(core, FlushCache(tiers=True))["erased_blocks"] == {"host": 3}
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     assert loaded(driver, "r2") == {}
+    driver.together(PROMPTS[:1], max_new_tokens=NEW)  # the second use, which writes them again
+    core.part(Tiering).tiers.worker.drain()
+    driver.flush()
+    driver.together(PROMPTS[:1], max_new_tokens=NEW)
+    assert loaded(driver, "r4") == {"host": 192}
     core.close()
 
 

@@ -319,3 +319,15 @@ def test_no_replays_without_an_endpoint_and_a_clear_error_for_a_bad_one(tmp_path
         EventPublisher(CacheConfig(kv_events=f"ipc://{tmp_path}/e,ipc://{tmp_path}/no/such/place"))
     with pytest.raises(ModelError, match="--kv-events ipc://"):
         EventPublisher(CacheConfig(kv_events=f"ipc://{tmp_path}/no/such/place"))
+
+
+def test_of_an_erased_topic_no_kept_batch_is_read(monkeypatch):
+    """Also when older batches are no longer kept, and new ones are added later."""
+    monkeypatch.setattr(replays, "KEPT_BATCHES", 4)
+    kept = replays.Kept()
+    for number, topic in enumerate("aababb"):
+        assert kept.add(b"%d" % number, topic) == number
+    kept.drop("a")
+    kept.add(b"6", "a")
+    found = [kept.read(at) for at in range(8)]
+    assert found == [*[(4, b"4")] * 5, (5, b"5"), (6, b"6"), (replays.END, b"")]

@@ -131,6 +131,7 @@ def test_an_encoding_of_which_a_block_is_lost_is_encoded_again(deep_dir, tmp_pat
     host.delete([min(keys, key=lambda key: len(host.get(key)))])
     assert driver.one([*PREFIX, 5, 6], **SETTING) == cold
     assert driver.core.counters["encoded_prefixes"] == 2
+    assert driver.core.part(Tiering).tiers.loaded_tokens == {}, "a part of it is of no use"
     driver.core.close()
 
 
