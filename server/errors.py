@@ -155,8 +155,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
-        paths = [getattr(route, "path", "") for route in request.app.routes]
-        meant = get_close_matches(request.url.path, paths, 1)
+        meant = get_close_matches(request.url.path, request.app.openapi()["paths"], 1)
         messages = {
             400: "the body is not valid JSON in UTF-8",
             404: f"there is no route {request.url.path}" + (f"; did you mean {meant[0]}?" if meant else ""),

@@ -123,7 +123,8 @@ def test_no_answer_repeats_megabytes_of_its_request(client):
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/nope", 404), ("DELETE", "/generate", 405), ("GET", "/v1/models/x", 404)]
+    ("method", "path", "status"),
+    [("GET", "/nope", 404), ("POST", "/nope", 404), ("DELETE", "/generate", 405), ("GET", "/v1/models/x", 404)],
 )
 def test_routing_errors_have_the_schema(client, method, path, status):
     answer = client.request(method, path)
