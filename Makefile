@@ -14,7 +14,7 @@ PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --progress-
 # Checks within seconds whether the index answers. pip would retry for minutes.
 REACHES = $(VENV)/bin/python -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1] + "/torch/", timeout=5)' 2>/dev/null
 
-.PHONY: serve test test-all soak clients lint mutants docs pins bench bench-prefix compose wheel clean
+.PHONY: serve test test-all soak clients lint mutants docs pictures pins bench bench-prefix compose wheel clean
 
 # A stamp for each part of the set-up: torch, what serving needs, and extras of pyproject.toml (bench, dev).
 $(VENV)/.torch:
@@ -41,8 +41,8 @@ $(VENV)/.%: $(VENV)/.serve docker/requirements.py
 	$(PIP) --requirement $(VENV)/$*.txt
 	@touch $@
 
-# make extra-ray: the packages of an extra. CONTRIBUTING.md lists the extras.
-extra-%: $(VENV)/.%
+# The packages of an extra. CONTRIBUTING.md lists the extras.
+extra-load extra-bench extra-otel extra-tiers extra-ray extra-cuda extra-reasoning extra-dev extra-mutants: extra-%: $(VENV)/.%
 	@echo "==> ramet[$*] is installed in $(VENV)"
 
 serve: $(VENV)/.serve
@@ -86,6 +86,10 @@ mutants: $(VENV)/.mutants
 docs: $(VENV)/.serve
 	env -u RAMET_CACHE -u XDG_CACHE_HOME $(VENV)/bin/ramet options > server/OPTIONS.md
 	$(VENV)/bin/python -m server.fields > server/FIELDS.md
+
+# The pictures of HOW.md, from what an engine does with real prompts.
+pictures: $(VENV)/.bench
+	$(VENV)/bin/python -m loadgen.micro.pictures server/static
 
 # Write the images' pins with hashes. ARGS=--upgrade takes newer versions.
 pins: $(VENV)/.torch

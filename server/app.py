@@ -16,7 +16,7 @@ from runtime.frontend.async_engine import AsyncEngine
 from runtime.logs import set_up_logs
 from server import admin, anthropic, errors, objects, openai, responses, sglang
 from server.admin.dashboard import Feed
-from server.auth.keys import ANYONE, EVERYONE, Guard, Tenant, read_keys
+from server.auth.keys import ANYONE, EVERYONE, Guard, Tenant, read_keys, routes_of
 from server.errors import ErrorBody
 from server.explain.answers import Answers
 from server.generation.service import GenerationService
@@ -82,7 +82,7 @@ def create_app(
     for router in _routers():
         app.include_router(router)
         _add_heads(app, router)
-    errors.install(app)
+    errors.install(app, [route.path for router in _routers() for route in routes_of(router)])
     describe(app, bool(tenants))
     # The middleware added last runs first.
     app.add_middleware(admit, config=config, tenants=tenants)

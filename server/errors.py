@@ -3,6 +3,7 @@
 Anthropic's routes use their own types, and wrap the error in an object with `type` and `request_id`.
 """
 
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
@@ -141,7 +142,7 @@ def error_response(error: RametError, path: str = "", status: int | None = None)
     return JSONResponse(body, status_code=status or error.status, headers=headers)
 
 
-def install(app: FastAPI) -> None:
+def install(app: FastAPI, paths: Sequence[str]) -> None:
     """Register handlers that answer errors in the one schema. `AccessLog` answers unexpected exceptions."""
 
     @app.exception_handler(RametError)
@@ -155,7 +156,6 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
-        paths = [getattr(route, "path", "") for route in request.app.routes]
         meant = get_close_matches(request.url.path, paths, 1)
         messages = {
             400: "the body is not valid JSON in UTF-8",

@@ -39,9 +39,9 @@ def resolve_model(config: ModelConfig) -> Path:
     if path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".gguf" or name.count("/") != 1:
         short = (DEFAULT_MODEL, *ADAPTERS)
         # The first part of a short name stands for it: smolm2 means smollm2-135m-instruct.
-        near = {text: text for text in _siblings(path)} | {text.partition("-")[0]: text for text in reversed(short)}
-        near |= {text: text for text in short}
-        meant = [near[text] for text in get_close_matches(name, near, 1)]
+        near = {other.name: str(other) for other in _siblings(path)}
+        near |= {text.partition("-")[0]: text for text in reversed(short)} | {text: text for text in short}
+        meant = [near[text] for text in get_close_matches(path.name, near, 1)]
         raise ModelError(
             f"--model {name}: no such directory or file, and not the name of a model on the hub (org/name) "
             f"nor a short name ({', '.join(short)})" + (f"; did you mean {meant[0]}?" if meant else "")
@@ -49,11 +49,11 @@ def resolve_model(config: ModelConfig) -> Path:
     return _from_hub(name, config)
 
 
-def _siblings(path: Path) -> list[str]:
+def _siblings(path: Path) -> list[Path]:
     """Directories and GGUF files in the same directory as a path, of at most 1,000 entries."""
     try:
         others = [other for other in islice(path.parent.iterdir(), 1000) if other.suffix == ".gguf" or other.is_dir()]
-        return [str(path.with_name(other.name)) for other in others]
+        return [path.with_name(other.name) for other in others]
     except (OSError, ValueError):
         return []
 

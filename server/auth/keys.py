@@ -155,7 +155,7 @@ class Guard:
     def __init__(self, tenants: list[Tenant], routers: Sequence[APIRouter], anyone: Tenant = EVERYONE):
         self.tenants, self.anyone = tenants, anyone
         self._own, self._closed = (
-            [route for router in routers if isinstance(router, EveryKey) is own for route in _routes(router)]
+            [route for router in routers if isinstance(router, EveryKey) is own for route in routes_of(router)]
             for own in (True, False)
         )
 
@@ -202,7 +202,7 @@ class Guard:
         return found[0]
 
 
-def _routes(router: APIRouter) -> list[APIRoute]:
+def routes_of(router: APIRouter) -> list[APIRoute]:
     return [route for route in router.routes if isinstance(route, APIRoute)]
 
 

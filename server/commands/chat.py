@@ -19,7 +19,7 @@ Enter sends, Alt + Enter begins a new line, the up key recalls what you said bef
 Ctrl + C stops an answer, Ctrl + D ends. Below each answer stands how much of its prompt came from the tree."""
 
 
-class Conversation:
+class TerminalChat:
     """The turns so far, and what the model said.
 
     Args:
@@ -76,7 +76,7 @@ def chat(engine: Engine, sampling: SamplingParams, system: str, history: Path) -
     def show(piece: str) -> None:
         print(piece, end="", flush=True)
 
-    conversation = Conversation(engine, sampling, system, show)
+    conversation = TerminalChat(engine, sampling, system, show)
     if sys.stdin.isatty():
         console.print(f"[dim]{engine.info.name}. /help says what the keys do.[/dim]")
     for line in _lines(history):

@@ -75,7 +75,7 @@ class Body(BaseModel):
         ALIASES: other servers' names for fields.
         NEUTRAL: unsupported fields, with the values that are accepted because they ask for nothing.
         NULL_COUNTS: fields for which null is a value and not the default.
-        WITHIN: names that are fields of a field, with that field.
+        WITHIN: names of fields within a field, with the names that are meant.
         KNOWN: the JSON names of all fields.
     """
 
@@ -114,10 +114,8 @@ class Body(BaseModel):
                 if not any(value == neutral for neutral in cls.NEUTRAL[name]):
                     raise InvalidRequest(f"{name} is not supported{fields.INSTEAD.get(name, '')}", param=name)
             elif (own := cls.ALIASES.get(name)) is None:
-                if name in cls.WITHIN:
-                    names = {"field": name, "within": cls.WITHIN[name]}
-                    raise PydanticCustomError("extra_forbidden", "unknown field {field}; it belongs in {within}", names)
-                if meant := get_close_matches(name, own_names, 1):
+                within = [cls.WITHIN[name]] if name in cls.WITHIN else []
+                if meant := within or get_close_matches(name, own_names, 1):
                     names = {"field": name, "meant": meant[0]}
                     raise PydanticCustomError("extra_forbidden", "unknown field {field}; did you mean {meant}?", names)
                 return used | {name: value}

@@ -38,9 +38,10 @@ class GenerateRequest(GenerationBody):
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = fields.MODEL
     ALIASES: ClassVar[Mapping[str, str]] = {"extra_key": "cache_salt", "return_prompt_token_ids": "return_token_ids"}
 
-    WITHIN: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        (*SamplingParams.model_fields, *Sampling.ALIASES), "sampling_params"
-    )
+    WITHIN: ClassVar[Mapping[str, str]] = {
+        **{name: f"sampling_params.{name}" for name in (*SamplingParams.model_fields, *Sampling.ALIASES)},
+        "max_tokens": "sampling_params.max_new_tokens",
+    }
 
     model_config = example(text="The capital of France is", sampling_params={"max_new_tokens": 16, "temperature": 0})
 

@@ -57,7 +57,7 @@ def test_every_option_of_the_configuration_is_there_and_explained(capsys):
         (["serve", "--hold-time", "60:30"], "argument --hold-time: Value error, DEFAULT is longer than MOST"),
         ([], "COMMAND"),
         (["serve", "--pool-memry", "2"], "unrecognized arguments: --pool-memry 2; did you mean --pool-memory?"),
-        (["serve", "--lora", ""], "argument --lora: '' does not fit: adapters, as "),
+        (["serve", "--lora", ""], "argument --lora: '' does not fit: low-rank adapters"),
         (["serve", "--xyz"], "unrecognized arguments: --xyz"),
         (["fetch-model", "--port", "1"], "unrecognized arguments: --port 1"),
         (["srve"], "there is no command 'srve'; did you mean serve?"),
@@ -173,8 +173,8 @@ def test_a_model_that_is_not_there_is_one_line_and_status_1(capsys):
 
 def test_only_what_may_be_a_model_is_proposed(tmp_path, capsys):
     (tmp_path / "nope.key").write_text("secret")
-    (tmp_path / "nap").mkdir()
-    for meant, name in ((None, "nope"), ("nap", "nap2")):
+    (tmp_path / "qwen3").mkdir()
+    for meant, name in ((None, "nope"), ("qwen3", "qwen")):
         assert main(["generate", "x", "--model", str(tmp_path / name)]) == 1
         line = capsys.readouterr().err
         assert ("did you mean" in line) == (meant is not None)

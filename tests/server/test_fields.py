@@ -195,9 +195,12 @@ def test_the_empty_values():
         ),
         (
             {"text": "x", "max_new_tokens": 3},
-            ("unknown field max_new_tokens; it belongs in sampling_params", "max_new_tokens"),
+            ("unknown field max_new_tokens; did you mean sampling_params.max_new_tokens?", "max_new_tokens"),
         ),
-        ({"text": "x", "max_tokens": 3}, ("unknown field max_tokens; it belongs in sampling_params", "max_tokens")),
+        (
+            {"text": "x", "max_tokens": 3},
+            ("unknown field max_tokens; did you mean sampling_params.max_new_tokens?", "max_tokens"),
+        ),
         ({"text": "x", "zzz": 1}, ("unknown field zzz", "zzz")),
     ],
 )

@@ -85,7 +85,7 @@ function showTree() {
   markFound();
   showFound();
   $("treefigures").textContent = `${number(sum(roots, "total"))} tokens in ${inNodes(sum(roots, "nodes"))}` +
-    (sought ? `; ${sought.nodes.length || "no"} node${sought.nodes.length === 1 ? " has" : "s have"} \u201c${short(sought.text, 30)}\u201d${sought.complete ? "" : ", and more were not read"}` : sum(roots, "nodes") ? `, ${number(sum(blocks, "chained"))} of them shown` : ": empty. Send a prompt, and look again.");
+    (sought ? `; ${sought.nodes.length || "no"} node${sought.nodes.length === 1 ? " has" : "s have"} \u201c${short(sought.text, 30)}\u201d${sought.complete ? "" : ", and more were not read"}` : sum(roots, "nodes") ? (sum(blocks, "chained") < sum(roots, "nodes") ? `, ${number(sum(blocks, "chained"))} of them shown` : "") : ": empty. Send a prompt, and look again.");
   const from = zoom && blocks.find((block) => nameOf(block) === zoom);
   if (zoom && !from) zoom = null;
   showCrumbs(from);

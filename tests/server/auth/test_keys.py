@@ -95,7 +95,7 @@ def test_every_route_has_its_guard(ask):
     assert ask("root", "GET", "/server_info").status_code == 200
 
 
-DOCUMENT = {"text": "The market of Tor is held on Thursdays, and that of Sela on Fridays."}
+DOCUMENT = {"text": "The market of Tor is held on Thursdays, and that of Sela on Fridays. " * 5}
 SCHEMA = {"pml": "<schema name='own'>The market of Tor is held on Thursdays.</schema>", "encode": True}
 
 

@@ -8,7 +8,7 @@ import pytest
 from runtime import Engine
 from runtime.params import SamplingParams
 from server.cli import main
-from server.commands.chat import Conversation
+from server.commands.chat import TerminalChat
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
 
@@ -21,7 +21,7 @@ def engine(default_model_dir):
 
 def test_each_turn_says_how_much_came_from_the_tree(engine):
     shown = []
-    one = Conversation(engine, GREEDY, "You are the keeper of a lighthouse, and you answer in few words.", shown.append)
+    one = TerminalChat(engine, GREEDY, "You are the keeper of a lighthouse, and you answer in few words.", shown.append)
     first, second = one.say("Is the lamp lit?"), one.say("And the sea?")
     assert first.startswith("0 of ")
     assert int(second.split()[0]) >= 32
@@ -30,7 +30,7 @@ def test_each_turn_says_how_much_came_from_the_tree(engine):
 
 
 def test_commands_change_the_conversation(engine):
-    one = Conversation(engine, GREEDY, "", lambda piece: None)
+    one = TerminalChat(engine, GREEDY, "", lambda piece: None)
     one.say("A?")
     one.say("B?")
     assert one.command("/back") == "1 turns are left"

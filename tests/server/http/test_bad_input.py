@@ -123,7 +123,8 @@ def test_no_answer_repeats_megabytes_of_its_request(client):
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/nope", 404), ("DELETE", "/generate", 405), ("GET", "/v1/models/x", 404)]
+    ("method", "path", "status"),
+    [("GET", "/nope", 404), ("POST", "/nope", 404), ("DELETE", "/generate", 405), ("GET", "/v1/models/x", 404)],
 )
 def test_routing_errors_have_the_schema(client, method, path, status):
     answer = client.request(method, path)
@@ -269,3 +270,9 @@ def shape(value, at="") -> set[str]:
     if not isinstance(value, dict):
         return {at}
     return {at} | {found for name, inner in value.items() for found in shape(inner, f"{at}.{name}")}
+
+
+def test_a_wrong_route_is_not_found_whatever_its_body_is(client):
+    answer = client.post("/v1/chat/completion", content=b"x", headers={"content-type": "text/plain"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].endswith("; did you mean /v1/chat/completions?")
