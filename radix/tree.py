@@ -58,7 +58,7 @@ class RadixTree:
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[Namespace, Node] = {}
         self._tick = 0
-        # Attached runs to evict first, each with its last use at that time.
+        # Runs to evict first, each with its last use at that time.
         self._spare: dict[Node, int] = {}
         self.num_nodes = 0
         self.num_pages = 0
@@ -162,7 +162,10 @@ class RadixTree:
         node.last_use, node.used_s = self._tick, now
 
     def spare(self, node: Node) -> None:
-        """Evict an attached run before everything else, unless it is used or locked until then."""
+        """Evict an attached run before everything else, unless it is used or locked until then.
+
+        When the last attached run of a path has gone, so does the path, up to a branch or another attached run.
+        """
         self._spare[node] = node.last_use
 
     def lock(self, node: Node | None) -> None:
@@ -394,12 +397,15 @@ class RadixTree:
         parent = node.parent
         assert parent is not None
         parent.detach(node.key[: self._page_bytes])
+        leaves_nothing = node.is_attached or node in self._spare
         self._spare.pop(node, None)
         node.parent, node.key = None, b""  # victim orders keep the node for a while, but none of its tokens
         self.num_nodes -= 1
         if parent.parent is not None:
             self.policy.absorb(parent, node)
             self.enqueue(parent)
+            if leaves_nothing and parent.is_free_leaf:
+                self.spare(parent)
         elif not parent.children:
             del self._roots[parent.namespace]
 
