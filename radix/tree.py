@@ -122,7 +122,8 @@ class RadixTree:
                 first_page = tail[: row * TOKEN_BYTES] + ATTACHED * (self.page_size - row)
                 if (found := node.children.get(first_page)) is not None:
                     return found, end * self.page_size + row
-            node, end = node.parent, end - len(node.pages)
+            end -= len(node.pages)
+            node = node.parent
         return None, 0
 
     # -- using -----------------------------------------------------------------------------------------------

@@ -53,7 +53,8 @@ def sessions(kind: str, number: int, draw: random.Random) -> list[Ask]:
 
     is_agent = kind == "agents"
     systems = [[*text(*((3000, 9000) if is_agent else (200, 900))), STOP] for _ in range(4)]
-    numbers, due, asks = count(), [], []
+    numbers, asks = count(), []
+    due: list[tuple[float, int, list[int], int]] = []
     start_s = 0.0
     for _ in range(number):
         start_s += draw.expovariate(1 / 8)

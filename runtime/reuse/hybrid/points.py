@@ -13,7 +13,6 @@ from runtime.kv.segments import Run
 from runtime.kv.states import StatePool
 from runtime.request import Request
 
-
 Behind = Literal["prompt", "answer", ""]
 
 
