@@ -14,7 +14,7 @@ from loadgen.micro.traffic import read_traffic
 _SYNTHETIC = ("agents", "chats", "reasoning")
 _EVERY = "every token"
 # Pools, as shares of the pages of all KV.
-_POOLS = {"5 %": 0.05, "20 %": 0.2, "all": 4.0}
+_POOLS = {"5 %": 0.05, "20 %": 0.2, "all": 1.0}
 
 
 class Points(Bench):

@@ -29,7 +29,7 @@ class Point:
     behind: Behind = ""
 
     def describe(self) -> dict[str, Any]:
-        return {"kind": "resume point", "tokens": self.tokens, "behind": self.behind}
+        return {"point": self.tokens, "behind": self.behind}
 
 
 class Points:
