@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from loadgen.micro.points import PLACEMENTS, blocks_as_tokens, replay, sessions
+from loadgen.micro.points import PAGE, PLACEMENTS, blocks_as_tokens, replay, sessions
 
 
 @pytest.mark.parametrize("kind", ["agents", "chats", "reasoning"])
@@ -13,7 +13,8 @@ def test_no_cache_finds_more_than_one_with_a_state_at_every_token(kind):
     assert asks == sorted(asks, key=lambda ask: ask.at_s)
     found = {name: replay(asks, name, 20_000, 100) for name in PLACEMENTS}
     most = found["every token"].cached
-    assert all(one.cached <= most for one in found.values())
+    # A point keeps the rows of a partial page behind an answer; KV alone is kept in whole pages.
+    assert all(one.cached < most + PAGE * len(asks) for one in found.values())
     assert found["ramet"].cached > 0.95 * most
     assert found["every token"].point_pages == 0
     assert found["ramet"].point_pages > 0
