@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from radix import Match, Namespace, Node, text
+from radix import Match, Namespace, Node, nearest, text
 from radix.node import common_tokens
 from runtime.batch import RowSet, StateRows
 from runtime.kv.cache import PagedCache
@@ -92,7 +92,7 @@ class HybridPrefix(PrefixStrategy):
             return Found(0, Resumption())
         tree, page_size, key = self.cache.tree, self.cache.page_size, request.key(self._most(request))
         match = tree.match(key, request.namespace)
-        point, length = tree.attached(key, match, request.namespace)
+        point, length = nearest(key, match, tree.root(request.namespace), page_size)
         known = len(match.pages) * page_size + match.partial_rows
         if point is None or point.parent is None:
             return Found(0, Resumption(known=known))
@@ -261,7 +261,7 @@ class HybridPrefix(PrefixStrategy):
         vain = self._uses.vain() if behind == "answer" else "prompt"
         self._retire(request, (point, None if vain == "prompt" else state.latest), place)
         if vain == "answer":
-            self.cache.tree.spare(point)
+            self.cache.tree.spares.add(point)
         state.last, state.seconds, state.latest = place, 0.0, point
 
     def _retire(self, request: Request, kept: tuple[Node, Node | None], place: int) -> None:
@@ -276,6 +276,6 @@ class HybridPrefix(PrefixStrategy):
             for child in node.children.values() if node.num_attached else ():
                 is_before = child.is_attached and child not in kept and key.startswith(text(child.key), end)
                 if is_before and child.hits < _SHARED:
-                    tree.spare(child)
+                    tree.spares.add(child)
             end -= len(node.key)
             node = node.parent
