@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import Field, PositiveInt, PrivateAttr
 
 from loadgen.harness import Bench, BenchError, Cell, Figure, repeats_of, warmup_of
-from loadgen.micro.points import PAGE, PLACEMENTS, Ask, blocks_as_tokens, replay, sessions
+from loadgen.micro.points import PAGE, PLACEMENTS, Exchange, blocks_as_tokens, replay, sessions
 from loadgen.micro.traffic import read_traffic
 
 _SYNTHETIC = ("agents", "chats", "reasoning")
@@ -38,7 +38,7 @@ class Points(Bench):
     cost: PositiveInt = Field(1600, description="tokens whose KV takes as much memory as a state (Qwen3.5-9B: 1600)")
     room: float = Field(1.25, ge=1, description="size of the pool by that of a cache whose states take no memory")
 
-    _recorded: dict[str, list[Ask]] = PrivateAttr(default_factory=dict)
+    _recorded: dict[str, list[Exchange]] = PrivateAttr(default_factory=dict)
 
     def baseline(self) -> tuple[str, str]:
         return "a state at", _EVERY

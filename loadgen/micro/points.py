@@ -31,7 +31,7 @@ _CPU = torch.device("cpu")
 _TOKEN = 8
 
 
-class Ask(NamedTuple):
+class Exchange(NamedTuple):
     """A request: when it comes (seconds), its prompt and the output that it gets, int32."""
 
     at_s: float
@@ -39,7 +39,7 @@ class Ask(NamedTuple):
     output: array[int]
 
 
-def sessions(kind: str, number: int, draw: random.Random) -> list[Ask]:
+def sessions(kind: str, number: int, draw: random.Random) -> list[Exchange]:
     """Requests of `number` sessions, in the order of arrival; a message ends with `STOP`.
 
     `agents`: one of four system prompts with tools, of 3,000 to 9,000 tokens, a task, and 5 to 25 turns with results of
@@ -66,7 +66,7 @@ def sessions(kind: str, number: int, draw: random.Random) -> list[Ask]:
         thoughts = [5, *text(200, 1500), 6] if kind == "reasoning" else []
         answer = [*text(30, 400), STOP]
         begin = [3, 7, 8]  # the generation prompt
-        asks.append(Ask(at_s, array("i", [*past, *begin]), array("i", [*thoughts, *answer])))
+        asks.append(Exchange(at_s, array("i", [*past, *begin]), array("i", [*thoughts, *answer])))
         if left > 1:
             more = text(100, 2500) if is_agent else text(20, 300)
             pause_s = draw.uniform(2, 30) if is_agent else draw.uniform(10, 300)
@@ -74,13 +74,13 @@ def sessions(kind: str, number: int, draw: random.Random) -> list[Ask]:
     return asks
 
 
-def blocks_as_tokens(trace: Iterable[tuple[float, Sequence[int]]], size: int) -> list[Ask]:
+def blocks_as_tokens(trace: Iterable[tuple[float, Sequence[int]]], size: int) -> list[Exchange]:
     """Requests of a trace of block ids: each block is `size` tokens of its own, and the outputs are unknown."""
     asks = []
     for number, (at_s, blocks) in enumerate(trace):
         tokens = (np.array(blocks, dtype=np.int64)[:, None] * size + np.arange(size)).ravel() + 10
         prompt, output = array("i", tokens.astype(np.int32).tobytes()), array("i", [3 + number % 6] * 200)
-        asks.append(Ask(at_s, prompt, output))
+        asks.append(Exchange(at_s, prompt, output))
     return asks
 
 
@@ -115,7 +115,7 @@ class Replay(NamedTuple):
     point_pages: int
 
 
-def replay(asks: Sequence[Ask], placement: str, pages: int, cost: int) -> Replay:
+def replay(asks: Sequence[Exchange], placement: str, pages: int, cost: int) -> Replay:
     """One request after another, on a pool of `pages`. `cost`: tokens whose KV takes as much memory as a state."""
     now = [0.0]
     pool = KVPool(1, pages, PAGE, 1, 1, torch.float32, _CPU)
@@ -135,7 +135,7 @@ def replay(asks: Sequence[Ask], placement: str, pages: int, cost: int) -> Replay
     return Replay(cached, sum(len(ask.prompt) for ask in asks), cache.tree.num_pages - points, points)
 
 
-def _serve(strategy: PrefixStrategy, ask: Ask, rid: str) -> int:
+def _serve(strategy: PrefixStrategy, ask: Exchange, rid: str) -> int:
     """Serve a request without a model; returns its cached tokens."""
     params = SamplingParams(max_new_tokens=len(ask.output))
     length = len(ask.prompt)
