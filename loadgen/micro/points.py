@@ -75,10 +75,13 @@ def sessions(kind: str, number: int, draw: random.Random) -> list[Exchange]:
 
 
 def blocks_as_tokens(trace: Iterable[tuple[float, Sequence[int]]], size: int) -> list[Exchange]:
-    """Requests of a trace of block ids: each block is `size` tokens of its own, and the outputs are unknown."""
+    """Requests of a trace of block ids: each block is `size` tokens of its own, and the outputs are unknown.
+
+    Without the last block of each prompt: it is partial, so the next turn's block has another id.
+    """
     asks = []
     for number, (at_s, blocks) in enumerate(trace):
-        tokens = (np.array(blocks, dtype=np.int64)[:, None] * size + np.arange(size)).ravel() + 10
+        tokens = (np.array(blocks[:-1] or blocks, dtype=np.int64)[:, None] * size + np.arange(size)).ravel() + 10
         prompt, output = array("i", tokens.astype(np.int32).tobytes()), array("i", [3 + number % 6] * 200)
         asks.append(Exchange(at_s, prompt, output))
     return asks

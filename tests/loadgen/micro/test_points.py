@@ -22,6 +22,6 @@ def test_no_cache_finds_more_than_one_with_a_state_at_every_token(kind):
 
 
 def test_blocks_of_a_trace_become_tokens():
-    first, second = blocks_as_tokens([(0.0, [5, 6]), (1.0, [5, 7])], 3)
+    first, second = blocks_as_tokens([(0.0, [5, 6, 8]), (1.0, [5, 7, 9])], 3)
     assert (len(first.prompt), first.prompt[:3], second.prompt[:3] == first.prompt[:3]) == (6, first.prompt[:3], True)
     assert not set(first.prompt[3:]) & set(second.prompt)

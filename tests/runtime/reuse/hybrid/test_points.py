@@ -7,7 +7,7 @@ import pytest
 
 from radix import Namespace
 from runtime.calls import AddPin, FlushCache, GetCached, GetOutline, GetTree, OnNode, RemovePin
-from runtime.errors import InvalidRequest
+from runtime.errors import InvalidRequest, PinRefused
 from tests.runtime.engine.driver import call
 from tests.runtime.execution.mixers.models import save_hybrid
 from tests.runtime.kv.tiers.engines import always, evict, loaded
@@ -61,6 +61,8 @@ def test_a_pin_protects_the_point_behind_it(saved, is_greedy):
     driver.ask([*prefix, *some(draw, 20)])
     assert driver.latest == 96
     assert call(driver.core, GetCached({}, Namespace(), array("i", prefix).tobytes())) == {"": 96}
+    with pytest.raises(PinRefused, match="shorter than a page"):
+        call(driver.core, AddPin(array("i", prefix[:7]).tobytes()))
     assert call(driver.core, RemovePin(pin["id"]))["found"]
     assert driver.core.cache.tree.num_pinned_pages == 0
 
