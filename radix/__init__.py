@@ -1,6 +1,6 @@
 """The radix tree over token sequences: what is cached. It needs no torch and can be used without Ramet."""
 
-from radix.attached import attached_key, text, text_of_path
+from radix.attached import attached_key, nearest, text, text_of_path
 from radix.events import Event, EventLog, Eviction, Evictions, Removed, Stored, Watcher
 from radix.eviction import Outlook, Policy
 from radix.gone import Gone, Left, WhyGone
@@ -43,6 +43,7 @@ __all__ = [
     "attached_key",
     "block_hashes",
     "make_policy",
+    "nearest",
     "outline",
     "path",
     "slices",

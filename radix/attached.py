@@ -4,6 +4,7 @@ Only keys made by `attached_key` reach an attached run. No prompt does, since to
 evicts such a run as a whole and before its prefix, and shows none of it as text.
 """
 
+from radix.match import Match
 from radix.node import ATTACHED, TOKEN_BYTES, Node, path
 
 
@@ -33,3 +34,21 @@ def text(key: bytes) -> bytes:
 def text_of_path(node: Node | None) -> bytes:
     """The tokens of the path that ends in `node`, int32."""
     return text(b"".join(above.key for above in reversed(list(path(node)))))
+
+
+def nearest(key: bytes, match: Match, root: Node | None, page_size: int) -> tuple[Node | None, int]:
+    """The nearest attached run on the path of a match of `key`, and the tokens before it; (None, 0) without one."""
+    last, end, page_bytes = match.node, len(match.pages), page_size * TOKEN_BYTES
+    node = last or root
+    if last is not None and match.node_pages < len(last.pages):
+        node, end = last.parent, end - match.node_pages
+    while node is not None:
+        tail = key[end * page_bytes : (end + 1) * page_bytes]
+        rows = min(len(tail) // TOKEN_BYTES, page_size - 1) if node.num_attached else -1
+        for row in range(rows, -1, -1):
+            first_page = tail[: row * TOKEN_BYTES] + ATTACHED * (page_size - row)
+            if (found := node.children.get(first_page)) is not None:
+                return found, end * page_size + row
+        end -= len(node.pages)
+        node = node.parent
+    return None, 0

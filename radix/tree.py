@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 
 from radix.attached import num_before
+from radix.check import check
 from radix.events import Watcher
 from radix.eviction import LRU, Policy, Victim
 from radix.match import Match
 from radix.namespace import Namespace
-from radix.node import ATTACHED, TOKEN_BYTES, Meta, Node, common_tokens, path
+from radix.node import TOKEN_BYTES, Meta, Node, common_tokens, path
 from radix.quotas import Quotas
+from radix.spares import Spares
 from radix.stats import Cause, Stats
 
 # Attributes that both parts of a split run keep; the cost is divided.
@@ -38,6 +40,7 @@ class RadixTree:
 
     Attributes:
         num_locked_pages: pages on locked or pinned paths; num_pinned_pages: pages on pinned paths.
+        spares: runs that are evicted first.
         stats: counters of evictions, and histograms of page lifetimes.
     """
 
@@ -58,8 +61,7 @@ class RadixTree:
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[Namespace, Node] = {}
         self._tick = 0
-        # Attached runs to evict first, each with its last use at that time.
-        self._spare: dict[Node, int] = {}
+        self.spares = Spares()
         self.num_nodes = 0
         self.num_pages = 0
         self.num_locked_pages = 0
@@ -109,21 +111,9 @@ class RadixTree:
         if rows:
             found.partial_page, found.partial_rows, found.partial_node = child.pages[whole], rows, child
 
-    def attached(self, key: bytes, match: Match, namespace: Namespace = _PUBLIC) -> tuple[Node | None, int]:
-        """The nearest attached run on the path of a match of `key`, and the tokens before it; (None, 0) without one."""
-        last, end = match.node, len(match.pages)
-        node = last or self._roots.get(namespace)
-        if last is not None and match.node_pages < len(last.pages):
-            node, end = last.parent, end - match.node_pages
-        while node is not None:
-            tail = key[end * self._page_bytes : (end + 1) * self._page_bytes]
-            rows = min(len(tail) // TOKEN_BYTES, self.page_size - 1) if node.num_attached else -1
-            for row in range(rows, -1, -1):
-                first_page = tail[: row * TOKEN_BYTES] + ATTACHED * (self.page_size - row)
-                if (found := node.children.get(first_page)) is not None:
-                    return found, end * self.page_size + row
-            node, end = node.parent, end - len(node.pages)
-        return None, 0
+    def root(self, namespace: Namespace) -> Node | None:
+        """The root of a namespace; None if nothing of it is cached."""
+        return self._roots.get(namespace)
 
     # -- using -----------------------------------------------------------------------------------------------
 
@@ -160,10 +150,6 @@ class RadixTree:
     def _stamp(self, node: Node, now: float) -> None:
         self._tick += 1
         node.last_use, node.used_s = self._tick, now
-
-    def spare(self, node: Node) -> None:
-        """Evict an attached run before everything else, unless it is used or locked until then."""
-        self._spare[node] = node.last_use
 
     def lock(self, node: Node | None) -> None:
         """Protect the path that ends in `node` from eviction; climbs up to the first referenced ancestor."""
@@ -236,8 +222,7 @@ class RadixTree:
             pages: page ids for the leading pages of `key`.
             namespace: the key's namespace.
             cost: cost of computing the pages that are new to the tree, for policies that weigh it.
-            meta: the reuse strategy's record of the new pages; splits keep it on both parts. If the key ends with an
-                attached run, of this run alone.
+            meta: a reuse strategy's record of the new pages, or of the attached run; splits keep it on both parts.
             owner: the namespace whose quota the new pages count against; default: the owner of `namespace`.
 
         Returns:
@@ -314,7 +299,7 @@ class RadixTree:
 
     def evict(self, num_pages: int) -> array[int]:
         """Evict up to `num_pages` unreferenced pages, from the end of each victim; returns their ids."""
-        return self._evict(num_pages, "room", lambda: self._pop_spare() or self.policy.pop())
+        return self._evict(num_pages, "room", lambda: self.spares.pop() or self.policy.pop())
 
     def flush(self) -> array[int]:
         """Remove every unreferenced page; returns their ids."""
@@ -336,7 +321,7 @@ class RadixTree:
         quotas = self.quotas
         if quotas is None or not (over := quotas.over(owner, num_pages)):
             return array("i")
-        return self._evict(over, "quota", lambda: self._pop_spare(owner) or quotas.pop(owner))
+        return self._evict(over, "quota", lambda: self.spares.pop(owner.owner) or quotas.pop(owner))
 
     def _evict(self, num_pages: int, cause: Cause, pop: Callable[[], Victim | None]) -> array[int]:
         freed, now = array("i"), self._clock()
@@ -345,19 +330,6 @@ class RadixTree:
             want = len(node.pages) if node.is_attached else min(most, num_pages - len(freed))
             self._trim(node, want, freed, now, cause)
         return freed
-
-    def _pop_spare(self, owner: Namespace | None = None) -> Victim | None:
-        """The oldest spare run, of an owner if one is given; None if there is none."""
-        found, stale = None, []
-        for node, used in self._spare.items():
-            if not node.is_free_leaf or node.last_use != used or node.held_until_s:
-                stale.append(node)
-            elif owner is None or node.owner == owner.owner:
-                found = node
-                break
-        for node in stale:
-            del self._spare[node]
-        return None if found is None else (found, len(found.pages))
 
     def _trim(self, node: Node, want: int, freed: array[int], now: float, cause: Cause) -> None:
         kept = len(node.pages) - want
@@ -394,12 +366,14 @@ class RadixTree:
         parent = node.parent
         assert parent is not None
         parent.detach(node.key[: self._page_bytes])
-        self._spare.pop(node, None)
+        leads_nowhere = self.spares.left(node)
         node.parent, node.key = None, b""  # victim orders keep the node for a while, but none of its tokens
         self.num_nodes -= 1
         if parent.parent is not None:
             self.policy.absorb(parent, node)
             self.enqueue(parent)
+            if leads_nowhere and parent.is_free_leaf:
+                self.spares.add(parent)
         elif not parent.children:
             del self._roots[parent.namespace]
 
@@ -423,21 +397,4 @@ class RadixTree:
 
     def check(self) -> None:
         """Raise AssertionError if an invariant of the tree is broken. Walks the whole tree."""
-        nodes = list(self.nodes())
-        assert self.num_nodes == len(nodes)
-        assert self.num_pages == sum(len(n.pages) for n in nodes)
-        assert self.num_locked_pages == sum(len(n.pages) for n in nodes if n.refs)
-        pages = [page for n in nodes for page in n.pages]
-        assert len(set(pages)) == len(pages), "a page is in two nodes"
-        assert self.num_pinned_pages == sum(len(n.pages) for n in nodes if n.pins)
-        for n in nodes:
-            assert n.parent is not None
-            assert n.pages
-            assert len(n.key) == len(n.pages) * self._page_bytes
-            assert n.parent.children[n.key[: self._page_bytes]] is n
-            assert not (n.is_attached and n.children)
-            assert n.num_attached == sum(child.is_attached for child in n.children.values())
-            assert n.order is None or list(n.order) == sorted(n.children)
-            assert n.refs >= sum(1 for c in n.children.values() if c.refs)
-            assert n.pins >= sum(1 for c in n.children.values() if c.pins)
-            assert n.refs >= n.pins
+        check(self)

@@ -203,12 +203,7 @@ class Work:
 
 @dataclass(slots=True)
 class Found:
-    """KV that exists for a waiting request.
-
-    Attributes:
-        tokens: number of prompt tokens that need not be computed.
-        detail: the strategy's own data, for `admit`.
-    """
+    """KV that exists for a waiting request: `tokens` need not be computed; `detail` is the strategy's, for `admit`."""
 
     tokens: int = 0
     detail: Any = None
@@ -318,7 +313,7 @@ class Strategy(ABC):
         """The row sets of a piece of work, whose pages are already allocated."""
 
     def state(self, work: Work) -> StateRows | None:
-        """The `state` of the only row set of a piece of work; None: the model has no recurrent layers."""
+        """The `state` of a piece of work's only row set; None: the model has no recurrent layers."""
         return None
 
     @abstractmethod

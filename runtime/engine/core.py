@@ -129,8 +129,7 @@ class EngineCore:
 
     def strategy_of(self, asked: dict[str, Any]) -> Strategy:
         """The strategy that the `reuse` fields of a message ask for. Raises InvalidRequest if there is none."""
-        strategy = self.strategies.get(str(asked.get("method", self.strategy.name)))
-        if strategy is None:
+        if (strategy := self.strategies.get(str(asked.get("method", self.strategy.name)))) is None:
             what = "this model" if self.executor.states is None else "a model with recurrent layers"
             raise InvalidRequest(f"no reuse method {asked['method']!r} for {what}", param="reuse.method")
         return strategy

@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from radix import EventLog, Namespace, RadixTree, attached_key, make_policy, slices, text_of_path, view
+from radix import EventLog, Match, Namespace, RadixTree, attached_key, make_policy, nearest, slices, text_of_path, view
 from runtime.sampling.drafts.lookup import continuation
 
 SIZE = 4
@@ -36,7 +36,7 @@ class Trees:
 
     def nearest(self, *tokens: int):
         match = self.tree.match(key(*tokens))
-        return self.tree.attached(key(*tokens), match)
+        return nearest(key(*tokens), match, self.tree.root(Namespace()), SIZE)
 
 
 @pytest.fixture(params=["lru", "gdsf", "foresight"])
@@ -49,15 +49,12 @@ def test_the_nearest_run_on_the_path_is_found_to_the_token(trees):
     runs = {length: trees.attach(*range(1, length + 1)) for length in (3, 4, 6, 11)}
     assert {length: len(run.pages) for length, run in runs.items()} == {3: 3, 4: 2, 6: 3, 11: 3}
     for length in range(14):
-        nearest = max((one for one in runs if one <= length), default=0)
+        longest = max((one for one in runs if one <= length), default=0)
         found = trees.nearest(*range(1, length + 1))
-        assert found == (runs.get(nearest), nearest)
+        assert found == (runs.get(longest), longest)
     assert trees.nearest(1, 2, 3, 4, 5, 99, 98) == (runs[4], 4)
     assert trees.nearest(99, 98) == (None, 0)
-    assert trees.tree.attached(key(1, 2, 3), trees.tree.match(key(1, 2, 3), Namespace("a")), Namespace("a")) == (
-        None,
-        0,
-    )
+    assert nearest(key(1, 2, 3), Match(), trees.tree.root(Namespace("a")), SIZE) == (None, 0)
 
 
 def test_it_goes_as_a_whole_and_before_its_prefix(trees):
@@ -79,7 +76,7 @@ def test_a_spare_run_goes_first_unless_it_is_used_or_locked(trees):
     trees.add(key(*range(1, 13)))
     first, second, third = (trees.attach(*range(1, length + 1)) for length in (4, 8, 12))
     for run in (second, first, third):
-        trees.tree.spare(run)
+        trees.tree.spares.add(run)
     trees.tree.use(second)
     trees.tree.lock(third)
     assert trees.tree.evict(1) == first.pages

@@ -11,6 +11,10 @@ import numpy as np
 _WORTH = 16
 # Long prompts also have places at this many times that number, and then at each doubling.
 _FIRST = 4
+# Points that `Uses` remembers; it halves older counts.
+_REMEMBERED = 256
+# A kind of points is in vain if it is used less than this share as often as the other.
+_RARELY = 0.25
 
 
 def least_saving(cost: int) -> int:
@@ -52,3 +56,32 @@ def choose(
             found.add(place)
         place *= 2
     return sorted(found)
+
+
+class Uses:
+    """Which points the next turns of conversations use: those where prompts end, or those where answers end.
+
+    If a template leaves the reasoning out of later prompts, the points behind answers are in vain; otherwise the points
+    behind prompts are.
+    """
+
+    def __init__(self) -> None:
+        self._stored = {"prompt": 4.0, "answer": 4.0}
+        self._used = {"prompt": 2.0, "answer": 2.0}
+
+    def stored(self, behind: str) -> None:
+        if behind in self._stored:
+            self._stored[behind] += 1
+            if self._stored[behind] > _REMEMBERED:
+                self._stored[behind] /= 2
+                self._used[behind] /= 2
+
+    def used(self, behind: str) -> None:
+        """A point was used for the first time."""
+        if behind in self._used:
+            self._used[behind] += 1
+
+    def vain(self) -> str:
+        """The kind that is rarely used in comparison with the other; empty if both are."""
+        prompt, answer = (self._used[behind] / self._stored[behind] for behind in ("prompt", "answer"))
+        return "prompt" if prompt < _RARELY * answer else "answer" if answer < _RARELY * prompt else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from radix import Namespace, Node, attached_key
 from radix.node import TOKEN_BYTES
@@ -13,15 +13,23 @@ from runtime.kv.segments import Run
 from runtime.kv.states import StatePool
 from runtime.request import Request
 
+Behind = Literal["prompt", "answer", ""]
+
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The record of a point; `tokens`: the number of tokens before it."""
+    """The record of a point.
+
+    Attributes:
+        tokens: number of tokens before it.
+        behind: `prompt` or `answer` for a point where a request's prompt or output ends; empty for others.
+    """
 
     tokens: int
+    behind: Behind = ""
 
     def describe(self) -> dict[str, Any]:
-        return {"kind": "resume point", "tokens": self.tokens}
+        return {"point": self.tokens, "behind": self.behind}
 
 
 class Points:
@@ -53,10 +61,10 @@ class Points:
         data = self._cache.pool.read_pages(point.pages[-self.num_pages :])
         self._states.write(slot, data.cpu().numpy().reshape(-1))
 
-    def store(self, request: Request, length: int, slot: int, seconds: float) -> Node | None:
+    def store(self, request: Request, length: int, behind: Behind, slot: int, seconds: float) -> Node | None:
         """Store a slot as the point behind the first `length` tokens of a request, whose whole pages the tree has.
 
-        `seconds`: time that it took to compute the tokens since the point before it.
+        `behind`: see `Point`. `seconds`: time that it took to compute the tokens since the point before it.
 
         Returns:
             The point, which the tree may have had before; None if memory or the quota does not suffice.
@@ -80,5 +88,6 @@ class Points:
             cache.pool.copy_rows(pages[whole], fresh[0], rows)
         size = self.num_pages * cache.pool.page_bytes
         cache.pool.write_pages(fresh[-self.num_pages :], self._states.read(slot, size))
-        node, _ = cache.insert(key, pages[:whole] + fresh, request.namespace, seconds, run.meta, request.owner)
+        meta = Point(length, behind)
+        node, _ = cache.insert(key, pages[:whole] + fresh, request.namespace, seconds, meta, request.owner)
         return node

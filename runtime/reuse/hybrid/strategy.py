@@ -10,21 +10,23 @@ from typing import Any
 
 import torch
 
-from radix import Match, Namespace, Node, text
+from radix import Match, Namespace, Node, nearest, text
 from radix.node import common_tokens
 from runtime.batch import RowSet, StateRows
 from runtime.kv.cache import PagedCache
 from runtime.kv.segments import Run
 from runtime.kv.states import StatePool
 from runtime.request import Found, Request, Work
-from runtime.reuse.hybrid.places import choose, ends_of_turns, least_saving
-from runtime.reuse.hybrid.points import Points
+from runtime.reuse.hybrid.places import Uses, choose, ends_of_turns, least_saving
+from runtime.reuse.hybrid.points import Behind, Point, Points
 from runtime.reuse.prefix import PrefixStrategy
 
 # Ends of turns at which earlier requests of a conversation may have left points that a tier can load.
 _RECALLED = 4
 # A tier may have a point whose last tokens before it are not in the tree: the most tokens of a tier's block.
 _BLOCK = 64
+# A point that was used so often is not only one conversation's.
+_SHARED = 2
 
 
 @dataclass(slots=True)
@@ -51,7 +53,7 @@ class _State:
         last: place of the latest point.
         saving: places within the current step, and the slots for their states.
         seconds: time of the rows since the latest point.
-        asked: the latest point of the prompt.
+        latest: the latest point.
     """
 
     slot: int
@@ -61,7 +63,7 @@ class _State:
     places: list[int] = field(default_factory=list)
     saving: list[tuple[int, int]] = field(default_factory=list)
     seconds: float = 0.0
-    asked: Node | None = None
+    latest: Node | None = None
 
 
 class HybridPrefix(PrefixStrategy):
@@ -81,6 +83,7 @@ class HybridPrefix(PrefixStrategy):
         self._states, self._stops = states, stops
         self._free = list(range(states.num_slots))
         self._least = least_saving(self.points.cost)
+        self._uses = Uses()
 
     # -- look-up ---------------------------------------------------------------------------------------------
 
@@ -89,7 +92,7 @@ class HybridPrefix(PrefixStrategy):
             return Found(0, Resumption())
         tree, page_size, key = self.cache.tree, self.cache.page_size, request.key(self._most(request))
         match = tree.match(key, request.namespace)
-        point, length = tree.attached(key, match, request.namespace)
+        point, length = nearest(key, match, tree.root(request.namespace), page_size)
         known = len(match.pages) * page_size + match.partial_rows
         if point is None or point.parent is None:
             return Found(0, Resumption(known=known))
@@ -101,7 +104,7 @@ class HybridPrefix(PrefixStrategy):
         return Found(length, cut)
 
     def runs(self, tokens: array[int], namespace: Namespace, asked: dict[str, Any]) -> list[Run]:
-        return [self.points.run(tokens, namespace)]
+        return [self.points.run(tokens, namespace) if tokens else Run(tokens, namespace)]
 
     def reads(self, request: Request) -> list[Run]:
         """The KV, then the points within it that may have been stored."""
@@ -178,6 +181,8 @@ class HybridPrefix(PrefixStrategy):
     def _use(self, request: Request, match: Match, node: Node | None) -> None:
         assert isinstance(match, Resumption)
         point = match.point
+        if point is not None and isinstance(point.meta, Point) and not point.hits:
+            self._uses.used(point.meta.behind)
         super()._use(request, match, node if point is None or point.parent is None else point)
 
     def _places(self, request: Request, found: Found) -> list[int]:
@@ -215,11 +220,11 @@ class HybridPrefix(PrefixStrategy):
         state.slot, state.spare, state.accepted = state.spare, state.slot, len(work.draft)
         state.seconds += seconds
         if state.places:
+            done, last = request.sequence.num_computed, state.places[-1]
             for place, slot in state.saving:
-                state.asked = self._store(request, place, slot) or state.asked
-            done = request.sequence.num_computed
+                self._store(request, place, slot, "prompt" if place == last else "")
             if done in state.places and not state.accepted:
-                state.asked = self._store(request, done, state.slot) or state.asked
+                self._store(request, done, state.slot, "prompt" if done == last else "")
             state.places = [place for place in state.places if place > done]
             self._give_back(state)
         return gives_tokens
@@ -233,11 +238,11 @@ class HybridPrefix(PrefixStrategy):
         try:
             if state is not None and keep and self.cache.enabled and request.message.store:
                 self._commit(request)
-                place, last = request.sequence.num_computed - state.accepted, state.asked
+                place = request.sequence.num_computed - state.accepted
                 if place - state.last >= self._least:
-                    last = self._store(request, place, state.slot, keep=last) or last
-                if last is not None and last.parent is not None:
-                    self.cache.hold(last, request.message.hold_s)
+                    self._store(request, place, state.slot, "answer")
+                if state.latest is not None and state.latest.parent is not None:
+                    self.cache.hold(state.latest, request.message.hold_s)
             super().release(request, keep)
         finally:
             if state is not None:
@@ -245,27 +250,32 @@ class HybridPrefix(PrefixStrategy):
                 self._free += state.slot, state.spare
                 request.reuse = None
 
-    def _store(self, request: Request, place: int, slot: int, keep: Node | None = None) -> Node | None:
-        """Store a point, and give up those before it, except `keep`. Returns None if there is no room for it."""
+    def _store(self, request: Request, place: int, slot: int, behind: Behind) -> None:
+        """Store a point if there is room for it, and let those before it go first which it makes superfluous."""
         state: _State = request.reuse
-        node = self.points.store(request, place, slot, state.seconds)
-        if node is not None:
-            self.counters["points_stored"] += 1
-            state.last, state.seconds = place, 0.0
-            self._retire(request, (node, keep), place)
-        return node
+        point = self.points.store(request, place, behind, slot, state.seconds)
+        if point is None:
+            return
+        self.counters["points_stored"] += 1
+        self._uses.stored(behind)
+        vain = self._uses.vain() if behind == "answer" else "prompt"
+        self._retire(request, (point, None if vain == "prompt" else state.latest), place)
+        if vain == "answer":
+            self.cache.tree.spares.add(point)
+        state.last, state.seconds, state.latest = place, 0.0, point
 
     def _retire(self, request: Request, kept: tuple[Node, Node | None], place: int) -> None:
-        """Let the points before a place go first that only this conversation can use, except those in `kept`.
+        """Let the points before a place go first that only this conversation uses, except those in `kept`.
 
-        They are behind the last place at which the tree branches.
+        They are behind the last place at which the tree branches, and are no meeting points of earlier conversations.
         """
         tree, node = self.cache.tree, kept[0].parent
         key = request.key(place)
         end = place // tree.page_size * tree.page_size * 4
         while node is not None and len(node.children) - node.num_attached <= 1:
             for child in node.children.values() if node.num_attached else ():
-                if child.is_attached and child not in kept and key.startswith(text(child.key), end):
-                    tree.spare(child)
+                is_before = child.is_attached and child not in kept and key.startswith(text(child.key), end)
+                if is_before and child.hits < _SHARED:
+                    tree.spares.add(child)
             end -= len(node.key)
             node = node.parent

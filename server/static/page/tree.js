@@ -32,6 +32,7 @@ const folded = (text) => text
   .replace(/<\|[^|<>]*\|>|<\/?s>/g, " ").replace(/\s+/g, " ").trim();
 function labelOf(block) {
   if (block.id < 0) return block.owner || (asker.admin ? "all requests" : "your prompts");
+  if (block.meta?.point != null) return "state";
   return [block.meta?.module, folded(block.preview) || block.preview.trim()].filter(Boolean).join(" ") || `${number(block.tokens)} tokens`;
 }
 const COLOURINGS = {
@@ -194,7 +195,8 @@ const measured = (found) => Object.entries(found || {}).flatMap(([share, { depth
 const foreseen = (outlook) => outlook ? `${outlook.kind}; ${number(outlook.age)} uses ago; ${number(1000 * outlook.promise, outlook.promise < .01 ? 1 : 0)} hits a page in 1,000 uses` : "–";
 // Only what nothing continues can go next; the age of a node above others is not that of their uses.
 const foreseenOf = (block) => block.outlook && block.total === block.tokens ? foreseen(block.outlook) : "";
-const kindOf = ({ meta, kind }) => meta?.module != null ? `module ${meta.module} of the schema ${meta.schema}, ${number(meta.module_tokens)} tokens` :
+const kindOf = ({ meta, kind }) => meta?.point != null ? `resume point behind ${number(meta.point)} tokens${meta.behind && `, where ${meta.behind === "answer" ? "an answer" : "a prompt"} ended`}` :
+  meta?.module != null ? `module ${meta.module} of the schema ${meta.schema}, ${number(meta.module_tokens)} tokens` :
   meta?.depths ? `encoded with ${number(meta.encoded_tokens)} tokens, reusable in ${depths(meta)} (depth table ${meta.depth_table})${measured(meta.measured)}` :
   meta?.document != null ? `document ${meta.document}, ${number(meta.document_tokens)} tokens` : { rows: "behind prompt modules", fused: "behind documents", bicache: "encoding" }[kind];
 function facts(block) {

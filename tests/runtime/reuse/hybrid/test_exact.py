@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from radix import Namespace
+from radix import Namespace, text_of_path
 from runtime.sampling.drafts.drafter import Drafter
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.execution.mixers.models import HYBRID_MODELS, oracle, save_hybrid
@@ -98,15 +98,46 @@ def test_cold_warm_and_continued(saved, is_greedy, kernels, page_size, chunk, ov
     assert driver.free_slots == slots
 
 
+def test_a_step_that_fails_when_it_has_written_states_is_run_again(saved, is_greedy, monkeypatch):
+    driver, draw = Asking(saved, is_greedy, page_size=4, chunk_tokens=16), random.Random(4)
+    run, fails = driver.core.executor.run, random.Random(5)
+
+    def fail_afterwards(batch):
+        logits = run(batch)
+        if fails.random() < 0.3:
+            raise torch.OutOfMemoryError("no memory")
+        return logits
+
+    monkeypatch.setattr(driver.core.executor, "run", fail_afterwards)
+    for _ in range(6):
+        driver.begin(conversation(draw, 2))
+    driver.run()
+    driver.check()
+    assert driver.core.state()["failed_steps"] > 3
+    assert sum(len(tokens) == NEW for tokens in driver.tokens.values()) > 2
+
+
 @pytest.mark.parametrize(("page_size", "seed"), [(1, 0), (4, 1), (16, 2)])
-def test_evicted_retracted_and_aborted_midway(saved, is_greedy, page_size, seed):
-    """A pool that holds few prompts and points, conversations that share beginnings, staggered arrivals."""
+def test_evicted_retracted_and_aborted_midway(saved, is_greedy, monkeypatch, page_size, seed):
+    """A pool that holds few prompts and points, conversations that share beginnings, staggered arrivals.
+
+    A search of all points finds none that is nearer.
+    """
     draw = random.Random(seed)
     begin = conversation(draw, 2, 20)
     prompts = [[*begin[: draw.randrange(len(begin))], *conversation(draw, draw.randrange(1, 4), 20)] for _ in range(9)]
     most = max(map(len, prompts)) + NEW
     driver = Asking(saved, is_greedy, page_size=page_size, chunk_tokens=16, pool_tokens=most + 60, max_running=4)
     slots, waiting = driver.free_slots, [draw.choice(prompts) for _ in range(24)]
+    strategy, find = driver.core.strategy, driver.core.strategy.find
+
+    def search(request):
+        found, key = find(request), request.key(len(request.tokens) - 1)
+        points = [text_of_path(node) for node in driver.core.cache.tree.nodes() if node.is_attached]
+        assert found.tokens == max((len(one) // 4 for one in points if key.startswith(one)), default=0)
+        return found
+
+    monkeypatch.setattr(strategy, "find", search)
 
     def between(step: int) -> None:
         if waiting and draw.random() < 0.5:

@@ -7,7 +7,7 @@ import pytest
 
 from radix import Namespace
 from runtime.calls import AddPin, FlushCache, GetCached, GetOutline, GetTree, OnNode, RemovePin
-from runtime.errors import InvalidRequest
+from runtime.errors import InvalidRequest, PinRefused
 from tests.runtime.engine.driver import call
 from tests.runtime.execution.mixers.models import save_hybrid
 from tests.runtime.kv.tiers.engines import always, evict, loaded
@@ -61,6 +61,8 @@ def test_a_pin_protects_the_point_behind_it(saved, is_greedy):
     driver.ask([*prefix, *some(draw, 20)])
     assert driver.latest == 96
     assert call(driver.core, GetCached({}, Namespace(), array("i", prefix).tobytes())) == {"": 96}
+    with pytest.raises(PinRefused, match="shorter than a page"):
+        call(driver.core, AddPin(array("i", prefix[:7]).tobytes()))
     assert call(driver.core, RemovePin(pin["id"]))["found"]
     assert driver.core.cache.tree.num_pinned_pages == 0
 
@@ -89,12 +91,12 @@ def test_points_of_earlier_turns_go_first_and_those_at_branches_stay(saved, is_g
     assert driver.latest == len(begin)
     driver.ask([*first, *answer, STOP, *some(draw, 60)])
     cost = driver.core.strategy.points.num_pages
-    places = {node["meta"]["tokens"] for node in nodes(driver)}
+    places = {node["meta"]["point"] for node in nodes(driver)}
     assert {len(begin), len(first) + NEW - 1} <= places
     cache = driver.core.cache
     cache.allocator.release(cache.tree.evict(1))
     cache.allocator.release(cache.tree.evict(1))
-    gone = places - {node["meta"]["tokens"] for node in nodes(driver)}
+    gone = places - {node["meta"]["point"] for node in nodes(driver)}
     assert len(first) + NEW - 1 in gone
     assert len(begin) not in gone
     assert cost > 1
@@ -105,14 +107,14 @@ def test_operators_see_points_and_none_of_their_filling(saved, is_greedy):
     driver, prompt = Asking(saved, is_greedy, page_size=8), conversation(draw, 3)
     driver.ask(prompt)
     shown = nodes(driver)
-    assert {node["meta"]["kind"] for node in shown} == {"resume point"}
+    assert {node["meta"]["behind"] for node in shown} == {"", "prompt", "answer"}
     assert all(node["preview"] == b"" for node in shown)
     blocks = call(driver.core, GetOutline(99, 8))["blocks"]
     assert sum(block["meta"] is not None for block in blocks) == len(shown)
     read = call(driver.core, OnNode("read", shown[0]["id"], shown[0]["start"]))["tokens"]
     tokens = array("i", read).tolist()
     assert tokens == prompt[: len(tokens)]
-    assert len(tokens) == shown[0]["meta"]["tokens"]
+    assert len(tokens) == shown[0]["meta"]["point"]
 
 
 def test_a_miss_names_the_nearest_point_and_one_that_was_lost(saved, is_greedy):
