@@ -121,17 +121,12 @@ inline Bits or_bits(Bits low, Bits in, int8_t mask) {
     const Bits moved = Left < 0 ? _mm512_srli_epi16(in, Left < 0 ? -Left : 0) : _mm512_slli_epi16(in, Left < 0 ? 0 : Left);
     return _mm512_or_si512(low, _mm512_and_si512(moved, _mm512_set1_epi8(mask)));
 }
-#if defined(__AVX512VNNI__)
-// Each lane of `sum` plus the products of its four bytes in `codes`, which have no sign, and in `x`.
-inline Bits dot_bytes(Bits sum, Bits codes, Bits x) { return _mm512_dpbusd_epi32(sum, codes, x); }
-#else
 // Products of bytes, `codes` without a sign, as sums of two in 16 bits; additions of these; sum + factor * two of them.
 inline Bits multiply_bytes(Bits codes, Bits x) { return _mm512_maddubs_epi16(codes, x); }
 inline Bits add_shorts(Bits a, Bits b) { return _mm512_add_epi16(a, b); }
 inline Bits add_pairs(Bits sum, Bits shorts, int16_t factor) {
     return _mm512_add_epi32(sum, _mm512_madd_epi16(shorts, _mm512_set1_epi16(factor)));
 }
-#endif
 
 #else  // AVX2 and FMA
 
@@ -238,11 +233,13 @@ inline Bits add_pairs(Bits sum, Bits shorts, int16_t factor) {
 
 #endif
 
+// Each lane of `sum` plus the products of its four bytes in `codes`, which have no sign, and in `x`: if kDotsBytes.
+Bits dot_bytes(Bits sum, Bits codes, Bits x);
 #if defined(__AVX512VNNI__)
-constexpr bool kDotsBytes = true;  // whether `dot_bytes` exists
+constexpr bool kDotsBytes = true;
+inline Bits dot_bytes(Bits sum, Bits codes, Bits x) { return _mm512_dpbusd_epi32(sum, codes, x); }
 #else
 constexpr bool kDotsBytes = false;
-Bits dot_bytes(Bits sum, Bits codes, Bits x);
 #endif
 
 constexpr int kPanel = 2 * kLanes;  // columns that a micro-kernel computes at once
