@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from runtime.config import Config, default_cache_dir
+from runtime.errors import ModelError
 from server.commands.models import found_models, free_memory
 
 _GIB = 1 << 30
@@ -52,6 +54,9 @@ def _facts(config: Config) -> Iterator[tuple[str, str]]:
     where = default_cache_dir()
     yield "disk", f"{shutil.disk_usage(_existing(where)).free / _GIB:.1f} GiB free at {where}"
     yield "model", f"{config.model.model}: {_is_there(config)}"
+    if (path := Path(config.model.model).expanduser()).is_file():
+        keeps = library is not None and config.model.quantization == config.model.dtype == "auto"
+        yield "weights", _weights(path, keeps)
     there = {re.sub(_VERSION, "", path.name) for path in where.glob("models/[!.]*") if path.is_dir()}
     others = [f"{name} ({size / _GIB:.1f} GiB)" for name, size in found_models()]
     yield "models there", ", ".join([*sorted(there), *others]) or "none"
@@ -68,6 +73,8 @@ def _hints() -> Iterator[str]:
         yield "Install a C++20 compiler and reinstall Ramet: native kernels are several times faster than torch."
     elif library is not None:
         yield "A GGUF file of 4 bits, or --quantization int8, makes decode steps read fewer bytes of weights."
+    if library is not None and "avx512_vnni" not in flags:
+        yield "A processor with products of bytes (AVX512-VNNI) computes weights of 4 to 8 bits faster."
     if "avx512f" in flags and "avx512_bf16" not in flags:
         yield "A processor with bfloat16 products (AVX512-BF16) computes prompts faster."
     if _cores() < (os.cpu_count() or 1):
@@ -111,6 +118,22 @@ def _is_there(config: Config) -> str:
     if Path(name).expanduser().exists():
         return "a file or directory of this machine"
     return "there" if any(default_cache_dir().glob(f"models/{name}-*")) else "fetched at the first start"
+
+
+def _weights(path: Path, keeps: bool) -> str:
+    """How the matrices of a GGUF file are computed, by type. `keeps`: as stored where the kernels know the type."""
+    from runtime.models.ggml import can_decode
+    from runtime.models.gguf_tensors import read_gguf
+
+    try:
+        kinds = Counter(tensor.tensor_type.name for tensor in read_gguf(path)[1] if len(tensor.shape) > 1)
+    except ModelError as error:
+        return str(error)
+    ways: dict[str, list[str]] = {}
+    for kind, count in kinds.most_common():
+        way = "computed as stored" if keeps and can_decode(kind) else "unpacked to --dtype"
+        ways.setdefault(way, []).append(f"{count} {kind}")
+    return "; ".join(f"{', '.join(found)}: {way}" for way, found in ways.items())
 
 
 def _version(package: str) -> str | None:

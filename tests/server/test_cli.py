@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import pkgutil
+import re
 import shutil
 import signal
 import socket
@@ -19,6 +20,7 @@ from runtime.errors import ModelError
 from server.cli import main
 from server.options import options_page
 from server.serve import _bind
+from tests.runtime.models.test_gguf_files import LAYERS, Kind, tensors, write
 
 
 def test_every_option_of_the_configuration_is_there_and_explained(capsys):
@@ -239,6 +241,20 @@ def test_the_doctor_tells_what_there_is(capsys, tmp_path, monkeypatch):
     assert "fetched at the first start" in rows["model"]
     assert "torch " in told
     assert ("may not use all cores" in told) == (len(os.sched_getaffinity(0)) < os.cpu_count())
+
+
+@pytest.mark.parametrize("quantization", ["auto", "none"])
+def test_the_doctor_tells_how_a_file_is_computed(capsys, tmp_path, quantization):
+    kinds = {"attn_q": Kind.Q4_0, "token_embd": Kind.F16}
+    path = write(tmp_path / "m.gguf", tensors(), kinds)
+    assert main(["doctor", "--model", str(path), "--quantization", quantization]) == 0
+    told = re.sub(r"\s+", " ", capsys.readouterr().out)
+    is_coded = quantization == "auto" and "none: torch computes" not in told
+    assert (re.search(rf"weights .*{LAYERS} Q4_0: computed as stored", told) is not None) == is_coded
+    assert re.search(r"1 F16.*: unpacked to --dtype", told)
+    path.write_bytes(b"GGUF")
+    assert main(["doctor", "--model", str(path)]) == 0
+    assert "not a readable GGUF file" in re.sub(r"\s+", " ", capsys.readouterr().out)
 
 
 def test_the_server_process_does_without_torch(server):

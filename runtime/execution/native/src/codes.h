@@ -31,6 +31,29 @@ inline void each_chunk(const Matrix& w, int64_t panel, const Visit& visit) {
     }
 }
 
+// Scales (part 0) or minima (part 1) of a group, for columns [first, first + kLanes).
+[[gnu::always_inline]] inline Vec scales_of(const Matrix& w, const Chunk& chunk, int64_t group, int64_t part,
+                                            int64_t first) {
+    const int64_t at = (group * (1 + w.has_minima) + part) * kPanel + first;
+    if (!w.is_nested) return load_halves(chunk.scales + 2 * at);
+    return mul(load_halves(chunk.halves + 2 * (part * kPanel + first)), load_int8(chunk.scales + at));
+}
+
+// Codes of `Width` bits of four k, `step` of them behind `at`, in half a panel, as bytes. `step` counts from a multiple
+// of 4, except for codes of 8 bits; the compiler must know it.
+template <int Width>
+[[gnu::always_inline]] inline Bits codes_of(const uint8_t* at, const uint8_t* planes, int step, int half) {
+    if constexpr (Width == 8) return load_bits(at + 4 * (step * kPanel + half * kLanes));
+    const Bits both = load_bits(at + 4 * (step / 2 * kPanel + half * kLanes));
+    const Bits low = step % 2 ? high_halves(both) : low_halves(both);
+    const int place = 2 * half + step % 2;
+    if constexpr (Width == 5) {
+        return or_bits(low, load_bits(planes + step / 4 * 4 * kLanes), 4 - (step / 2 % 2 * 4 + place), 16);
+    }
+    if constexpr (Width == 6) return or_bits(low, load_bits(planes + step / 2 * 4 * kLanes), 4 - 2 * place, 48);
+    return low;
+}
+
 // Codes of a chunk as bytes, and its scales and minima as floats, in the order of the chunk.
 struct Unpacked {
     alignas(64) uint32_t codes[kChunk / 4 * kPanel];
@@ -38,52 +61,22 @@ struct Unpacked {
     alignas(64) float minima[kChunk / 16 * kPanel];
 };
 
-inline void unpack_scales(const Matrix& w, const Chunk& chunk, Unpacked& out) {
-    const int64_t groups = chunk.count / w.group;
-    for (int64_t part = 0; part <= w.has_minima; ++part) {
-        float* to = part ? out.minima : out.scales;
-        const int64_t first = part * kPanel;
-        for (int64_t i = 0; i < kPanel; i += kLanes) {
-            const Vec all = w.is_nested ? load_halves(chunk.halves + 2 * (first + i)) : zero();
-            for (int64_t g = 0; g < groups; ++g) {
-                const int64_t at = g * (1 + w.has_minima) * kPanel + first + i;
-                store(to + g * kPanel + i,
-                      w.is_nested ? mul(all, load_int8(chunk.scales + at)) : load_halves(chunk.scales + 2 * at));
-            }
-        }
-    }
-}
-
-// `Width`: bits of a code, below 8.
 template <int Width>
 inline void unpack_codes(const Chunk& chunk, uint32_t* out) {
-    const uint8_t *in = chunk.codes, *plane = chunk.planes;
-    auto put = [&]<int At>(std::integral_constant<int, At>, Bits further) {
-        const Bits both = load_bits(in);
-        Bits low = low_halves(both), high = high_halves(both);
-        if constexpr (Width == 5) low = or_bits<4 - At>(low, further, 16), high = or_bits<3 - At>(high, further, 16);
-        if constexpr (Width == 6) {
-            low = or_bits<4 - 2 * At>(low, further, 48), high = or_bits<2 - 2 * At>(high, further, 48);
-        }
-        store_bits(out, low);
-        store_bits(out + kPanel, high);
-        in += 4 * kLanes, out += kLanes;
-    };
-    using std::integral_constant;
-    for (int64_t i = 0; i < chunk.count; i += 16, out += kPanel) {
-        const Bits first = Width == 4 ? Bits{} : load_bits(plane);
-        const Bits second = Width == 6 ? load_bits(plane + 4 * kLanes) : first;
-        put(integral_constant<int, 0>(), first);
-        put(integral_constant<int, 2>(), first);
-        out += kPanel;
-        put(integral_constant<int, Width == 5 ? 4 : 0>(), second);
-        put(integral_constant<int, Width == 5 ? 6 : 2>(), second);
-        plane += (Width - 4) * 4 * kLanes;
+    const uint8_t *codes = chunk.codes, *planes = chunk.planes;
+    for (int64_t i = 0; i < chunk.count; i += 16, codes += 8 * kPanel, planes += (Width - 4) * 2 * kPanel) {
+#pragma GCC unroll 8
+        for (int at = 0; at < 8; ++at, out += kLanes) store_bits(out, codes_of<Width>(codes, planes, at / 2, at % 2));
     }
 }
 
 inline const uint32_t* unpack(const Matrix& w, const Chunk& chunk, Unpacked& out) {
-    unpack_scales(w, chunk, out);
+    for (int64_t g = 0; g < chunk.count / w.group; ++g) {
+        for (int64_t i = 0; i < kPanel; i += kLanes) {
+            store(out.scales + g * kPanel + i, scales_of(w, chunk, g, 0, i));
+            if (w.has_minima) store(out.minima + g * kPanel + i, scales_of(w, chunk, g, 1, i));
+        }
+    }
     if (w.bits == 8) return reinterpret_cast<const uint32_t*>(chunk.codes);
     (w.bits == 4 ? unpack_codes<4> : w.bits == 5 ? unpack_codes<5> : unpack_codes<6>)(chunk, out.codes);
     return out.codes;
@@ -169,12 +162,46 @@ class Dot {
 template <int Width>
 constexpr int kCodedRows = kDotsBytes || Width < 8 ? kMaxRows : kMaxRows / 2;
 
+// A chunk's weights for `dot_codes`, unpacked before.
+template <int Width, int Steps>
+struct Prepared {
+    const Matrix& w;
+    const uint32_t* codes;
+    const Unpacked& unpacked;
+
+    [[gnu::always_inline]] Bits codes_at(int64_t group, int step, int half) const {
+        return load_bits(codes + (group * Steps + step) * kPanel + half * kLanes);
+    }
+    [[gnu::always_inline]] Vec scales_at(int64_t group, int64_t part, int half) const {
+        return load((part ? unpacked.minima : unpacked.scales) + group * kPanel + half * kLanes);
+    }
+};
+
+// The same, unpacked where it is used: faster if that is once.
+template <int Width, int Steps>
+struct Packed {
+    const Matrix& w;
+    const Chunk& chunk;
+
+    [[gnu::always_inline]] Bits codes_at(int64_t group, int step, int half) const {
+        constexpr int kBytes = Steps * kPanel / 2;  // of a bit of a group's codes
+        return codes_of<Width>(chunk.codes + group * kBytes * (Width < 8 ? 4 : 8),
+                               chunk.planes + group * kBytes * (Width - 4), step, half);
+    }
+    [[gnu::always_inline]] Vec scales_at(int64_t group, int64_t part, int half) const {
+        return scales_of(w, chunk, group, part, half * kLanes);
+    }
+};
+
 // sums [R, kPanel] += a chunk's product with `a` [R, lanes of `coded_lanes`]. `Steps`: a fourth of a group's k.
-template <int R, int Width, int Steps>
-void dot_codes(float* sums, const uint32_t* a, int64_t lda, const uint32_t* codes, const Unpacked& w, int64_t groups,
-               bool has_minima, Ahead ahead) {
+template <int R, int Width, int Steps, template <int, int> class Weights>
+void dot_codes(float* sums, const uint32_t* a, int64_t lda, const Weights<Width, Steps>& weights, int64_t groups,
+               Ahead ahead) {
     // Sums of few rows stay in registers; for more, registers hold the dot products.
-    constexpr bool kKeeps = R <= kMaxRows / 3, kSplits = Width == 8 && !kDotsBytes;
+    constexpr bool kKeeps = R <= kMaxRows / 3;
+    // Without room for both halves' parts in registers, the halves come one after the other.
+    constexpr bool kSplits = Width == 8 && !kDotsBytes;
+    const bool has_minima = weights.w.has_minima;
     Tile<kKeeps ? R : 1> kept;
     if constexpr (kKeeps) load<R>(kept, sums, kPanel);
     Rows<R> rows(a, lda);
@@ -188,7 +215,7 @@ void dot_codes(float* sums, const uint32_t* a, int64_t lda, const uint32_t* code
         ahead.fetch();
 #pragma GCC unroll 8
         for (int i = 0; i < Steps; ++i) {
-            const Bits w0 = load_bits(codes + i * kPanel), w1 = load_bits(codes + i * kPanel + kLanes);
+            const Bits w0 = weights.codes_at(g, i, 0), w1 = weights.codes_at(g, i, 1);
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
                 const Bits x = (Bits)rows.at(r, 1 + i);
@@ -198,15 +225,19 @@ void dot_codes(float* sums, const uint32_t* a, int64_t lda, const uint32_t* code
 #pragma GCC unroll 16
             for (int r = 0; r < (kSplits ? R : 0); ++r) dots[r][1].add(i, w1, (Bits)rows.at(r, 1 + i));
         }
-        codes += Steps * kPanel;
-        const Vec s0 = load(w.scales + g * kPanel), s1 = load(w.scales + g * kPanel + kLanes);
-        const Vec m0 = has_minima ? load(w.minima + g * kPanel) : zero();
-        const Vec m1 = has_minima ? load(w.minima + g * kPanel + kLanes) : zero();
+        const Vec s0 = weights.scales_at(g, 0, 0), s1 = weights.scales_at(g, 0, 1);
+        const Vec m0 = has_minima ? weights.scales_at(g, 1, 0) : zero();
+        const Vec m1 = has_minima ? weights.scales_at(g, 1, 1) : zero();
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             float* to = sums + r * kPanel;
             const Vec scale = rows.at(r, Steps + 1), scaled = rows.at(r, Steps + 2);
-            Vec sum0 = kKeeps ? kept[kKeeps ? r : 0][0] : load(to), sum1 = kKeeps ? kept[kKeeps ? r : 0][1] : load(to + kLanes);
+            Vec sum0, sum1;
+            if constexpr (kKeeps) {
+                sum0 = kept[r][0], sum1 = kept[r][1];
+            } else {
+                sum0 = load(to), sum1 = load(to + kLanes);
+            }
             sum0 = fma(mul(scale, s0), dots[r][0].get(), sum0), sum1 = fma(mul(scale, s1), dots[r][1].get(), sum1);
             if (has_minima) sum0 = fma(scaled, m0, sum0), sum1 = fma(scaled, m1, sum1);
             if constexpr (kKeeps) {
@@ -220,33 +251,44 @@ void dot_codes(float* sums, const uint32_t* a, int64_t lda, const uint32_t* code
     if constexpr (kKeeps) store<R>(sums, kPanel, kept);
 }
 
-using DotCodes = void (*)(float*, const uint32_t*, int64_t, const uint32_t*, const Unpacked&, int64_t, bool, Ahead);
+template <int Width, int Steps, template <int, int> class Weights>
+using DotCodes = void (*)(float*, const uint32_t*, int64_t, const Weights<Width, Steps>&, int64_t, Ahead);
 
-template <int Width, int Steps, int... R>
-constexpr std::array<DotCodes, kMaxRows> dot_codes_table(std::integer_sequence<int, R...>) {
-    return {dot_codes<R + 1, Width, Steps>...};
+template <int Width, int Steps, template <int, int> class Weights, int... R>
+constexpr std::array<DotCodes<Width, Steps, Weights>, sizeof...(R)> dot_codes_table(std::integer_sequence<int, R...>) {
+    return {dot_codes<R + 1, Width, Steps, Weights>...};
 }
-template <int Width, int Steps>
-constexpr auto kDotCodes = dot_codes_table<Width, Steps>(std::make_integer_sequence<int, kCodedRows<Width>>());
+template <int Width, int Steps, template <int, int> class Weights, int Most>
+constexpr auto kDotCodes = dot_codes_table<Width, Steps, Weights>(std::make_integer_sequence<int, Most>());
 
 // sums [rows, kPanel] = a panel's product with coded rows `a`.
-inline void multiply_panel(const Matrix& w, int64_t panel, const uint32_t* a, int64_t lda, int64_t rows, float* sums) {
+template <int Width, int Steps>
+void multiply_panel(const Matrix& w, int64_t panel, const uint32_t* a, int64_t lda, int64_t rows, float* sums) {
     static thread_local Unpacked unpacked;
+    constexpr int kMost = kCodedRows<Width>, kFew = kMaxRows / 3;
     std::fill_n(sums, rows * kPanel, 0.0f);
-    const DotCodes* dots = (w.bits == 8 ? kDotCodes<8, 8> : w.bits == 6 ? kDotCodes<6, 4> : w.bits == 5 ? kDotCodes<5, 8> : kDotCodes<4, 8>).data();
-    const int64_t most = w.bits == 8 ? kCodedRows<8> : kMaxRows;
-    const int64_t tiles = (rows + most - 1) / most;
+    const int64_t tiles = (rows + kMost - 1) / kMost;
     each_chunk(w, panel, [&](const Chunk& chunk, int64_t) {
-        const uint32_t* codes = unpack(w, chunk, unpacked);
-        const int64_t groups = chunk.count / w.group;
-        const int64_t bytes = w.chunk_bytes(chunk.count);
-        Ahead ahead = {reinterpret_cast<const char*>(chunk.codes) + (8 << 10), w.group * bytes / chunk.count};
-        for (int64_t t = 0; t < tiles; ++t, ahead.step = 0) {
-            const int64_t from = t * rows / tiles, to = (t + 1) * rows / tiles;
-            dots[to - from - 1](sums + from * kPanel, a + from * lda, lda, codes, unpacked, groups, w.has_minima, ahead);
+        const int64_t groups = chunk.count / w.group, bytes = w.chunk_bytes(chunk.count);
+        Ahead ahead = {reinterpret_cast<const char*>(chunk.codes) + (8 << 10), bytes / groups};
+        if (rows <= kFew) {
+            kDotCodes<Width, Steps, Packed, kFew>[rows - 1](sums, a, lda, {w, chunk}, groups, ahead);
+        } else {
+            const Prepared<Width, Steps> weights = {w, unpack(w, chunk, unpacked), unpacked};
+            for (int64_t t = 0; t < tiles; ++t, ahead.step = 0) {
+                const int64_t from = t * rows / tiles, to = (t + 1) * rows / tiles;
+                const auto dot = kDotCodes<Width, Steps, Prepared, kMost>[to - from - 1];
+                dot(sums + from * kPanel, a + from * lda, lda, weights, groups, ahead);
+            }
         }
         a += groups * (w.group / 4 + 3);
     });
+}
+
+inline void multiply_panel(const Matrix& w, int64_t panel, const uint32_t* a, int64_t lda, int64_t rows, float* sums) {
+    auto of_width = w.bits == 8 ? multiply_panel<8, 8> : w.bits == 6 ? multiply_panel<6, 4>
+                  : w.bits == 5 ? multiply_panel<5, 8> : multiply_panel<4, 8>;
+    of_width(w, panel, a, lda, rows, sums);
 }
 
 }  // namespace ramet

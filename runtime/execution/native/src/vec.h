@@ -115,23 +115,17 @@ inline Vec to_floats(Bits b) { return _mm512_cvtepi32_ps(b); }
 // The lower and upper four bits of each byte.
 inline Bits low_halves(Bits b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }
 inline Bits high_halves(Bits b) { return low_halves(_mm512_srli_epi16(b, 4)); }
-// The bits `mask` of each byte, after `Left` places to the left (to the right if negative), and of `low`.
-template <int Left>
-inline Bits or_bits(Bits low, Bits in, int8_t mask) {
-    const Bits moved = Left < 0 ? _mm512_srli_epi16(in, Left < 0 ? -Left : 0) : _mm512_slli_epi16(in, Left < 0 ? 0 : Left);
+// `low` and the bits `mask` of each byte of `in`, moved by `left` places (to the right if negative).
+[[gnu::always_inline]] inline Bits or_bits(Bits low, Bits in, int left, int8_t mask) {
+    const Bits moved = left < 0 ? _mm512_srli_epi16(in, unsigned(-left)) : _mm512_slli_epi16(in, unsigned(left));
     return _mm512_or_si512(low, _mm512_and_si512(moved, _mm512_set1_epi8(mask)));
 }
-#if defined(__AVX512VNNI__)
-// Each lane of `sum` plus the products of its four bytes in `codes`, which have no sign, and in `x`.
-inline Bits dot_bytes(Bits sum, Bits codes, Bits x) { return _mm512_dpbusd_epi32(sum, codes, x); }
-#else
 // Products of bytes, `codes` without a sign, as sums of two in 16 bits; additions of these; sum + factor * two of them.
 inline Bits multiply_bytes(Bits codes, Bits x) { return _mm512_maddubs_epi16(codes, x); }
 inline Bits add_shorts(Bits a, Bits b) { return _mm512_add_epi16(a, b); }
 inline Bits add_pairs(Bits sum, Bits shorts, int16_t factor) {
     return _mm512_add_epi32(sum, _mm512_madd_epi16(shorts, _mm512_set1_epi16(factor)));
 }
-#endif
 
 #else  // AVX2 and FMA
 
@@ -225,9 +219,8 @@ inline Vec load_int8(const void* p) {
 inline Vec to_floats(Bits b) { return _mm256_cvtepi32_ps(b); }
 inline Bits low_halves(Bits b) { return _mm256_and_si256(b, _mm256_set1_epi8(15)); }
 inline Bits high_halves(Bits b) { return low_halves(_mm256_srli_epi16(b, 4)); }
-template <int Left>
-inline Bits or_bits(Bits low, Bits in, int8_t mask) {
-    const Bits moved = Left < 0 ? _mm256_srli_epi16(in, Left < 0 ? -Left : 0) : _mm256_slli_epi16(in, Left < 0 ? 0 : Left);
+[[gnu::always_inline]] inline Bits or_bits(Bits low, Bits in, int left, int8_t mask) {
+    const Bits moved = left < 0 ? _mm256_srli_epi16(in, -left) : _mm256_slli_epi16(in, left);
     return _mm256_or_si256(low, _mm256_and_si256(moved, _mm256_set1_epi8(mask)));
 }
 inline Bits multiply_bytes(Bits codes, Bits x) { return _mm256_maddubs_epi16(codes, x); }
@@ -238,11 +231,13 @@ inline Bits add_pairs(Bits sum, Bits shorts, int16_t factor) {
 
 #endif
 
+// Each lane of `sum` plus the products of its four bytes in `codes`, which have no sign, and in `x`: if kDotsBytes.
+Bits dot_bytes(Bits sum, Bits codes, Bits x);
 #if defined(__AVX512VNNI__)
-constexpr bool kDotsBytes = true;  // whether `dot_bytes` exists
+constexpr bool kDotsBytes = true;
+inline Bits dot_bytes(Bits sum, Bits codes, Bits x) { return _mm512_dpbusd_epi32(sum, codes, x); }
 #else
 constexpr bool kDotsBytes = false;
-Bits dot_bytes(Bits sum, Bits codes, Bits x);
 #endif
 
 constexpr int kPanel = 2 * kLanes;  // columns that a micro-kernel computes at once

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from runtime.batch import AdapterRows
 from runtime.errors import ModelError
 from runtime.execution.attention.cpu import CPUAttention
 from runtime.execution.llama import LlamaModel
@@ -18,7 +19,7 @@ from runtime.models.publishing import provide
 from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_vectors, load_weights
 from tests.runtime.engine.driver import make_core
-from tests.runtime.execution.native.test_decoder import CPU, make_pool, mixed_batch
+from tests.runtime.execution.native.test_decoder import CPU, make_adapter, make_pool, mixed_batch
 from tests.runtime.models.test_gguf_files import TOKENS, Kind, tensors, write
 
 # Queries and keys are one matrix, values another; gate and up differ, and are unpacked; so is what is in 16 bits.
@@ -63,6 +64,23 @@ def test_logits_are_near_those_of_unpacked_weights(library, tmp_path, kinds, tie
         batch.logits_rows = rows[[2]]
         assert torch.equal(native.forward(batch), got[[2]])
         batch.logits_rows = rows
+
+
+def test_rows_with_an_adapter(library, tmp_path):
+    directory = link(make_file(tmp_path / "m.gguf", MIXED, False), tmp_path / "out")
+    spec = LlamaSpec.load(directory)
+    reference = LlamaModel(spec, load_weights(directory, spec, torch.float32), CPU)
+    native, _ = make_native(library, directory)
+    batch, pool = mixed_batch(spec.num_layers), make_pool(spec, torch.float32)
+    batch.tokens %= TOKENS
+    plain = native.forward(batch).clone()
+    for model in (reference, native):
+        model.load_adapter(make_adapter(spec, "a", 5))
+    batch.adapters = [AdapterRows("a", 2, len(batch.tokens))]
+    wanted = reference.forward(batch, pool, CPUAttention(pool, reference.rope))
+    got = native.forward(batch)
+    assert (got - wanted).norm() / wanted.norm() < 0.1
+    assert (plain - wanted).norm() / wanted.norm() > 0.3
 
 
 def test_a_second_engine_maps_what_the_first_packed(library, tmp_path):
