@@ -73,11 +73,11 @@ class WindowedPrefix(PrefixStrategy):
         self._reserved += reserved
         first, stop = self._first(length), self.cache.pages_for(length)
         request.reuse = _View(first, stop, reserved, (shared, request.prompt_len))
+        whole = length // self.cache.page_size
+        near.take(self._pages(request, first, whole))  # first, so that the page below gets none of their places
         if match.partial_rows:  # `admit` may have evicted the page, but nothing has overwritten its rows yet
-            near.take(self._pages(request, stop - 1, stop))
+            near.take(self._pages(request, whole, stop))
             near.pool.copy_rows(place, int(near.places[request.sequence.pages[0]]), match.partial_rows)
-            stop -= 1
-        near.take(self._pages(request, first, stop))
         return True
 
     def _pages(self, request: Request, first: int, stop: int) -> list[int]:

@@ -1,6 +1,7 @@
 """Models with windows free the rows behind them: tokens are those of transformers, whatever is freed."""
 
 import random
+from array import array
 
 import pytest
 import torch
@@ -95,6 +96,24 @@ def test_a_prefix_is_read_as_far_as_its_last_rows_have_places(path, is_greedy):
         driver.run()
         assert driver.cached(f"{number}") // 4 * 4 == cached // 4 * 4
         assert is_greedy(branch, driver.tokens[f"{number}"])
+
+
+def test_a_resumed_request_keeps_the_places_of_the_rows_that_it_sees(path, is_greedy):
+    """Its own first page needs a place when only pages that a window has passed can give one."""
+    draw = random.Random(5)
+    core = make_core(path, page_size=4, pool_tokens=1280)
+    driver, near, prompt = Driver(core), core.cache.near, draw_ids(draw, 300)
+    driver.add("first", prompt, max_new_tokens=1)
+    driver.run()
+    fill(driver, draw, 1)
+    assert not near._free
+    pages = [*core.cache.tree.match(array("i", prompt).tobytes()).pages]
+    shared = pages.index(next(iter(near._passed))) * 4 + WINDOW - 1  # the next page to lose its place is seen first
+    branch = prompt[:shared] + draw_ids(draw, 30)
+    driver.add("branch", branch, max_new_tokens=NEW)
+    driver.run()
+    assert driver.cached("branch") == shared
+    assert is_greedy(branch, driver.tokens["branch"])
 
 
 def test_drafts(path, monkeypatch):
