@@ -101,7 +101,7 @@ class HybridPrefix(PrefixStrategy):
         return Found(length, cut)
 
     def runs(self, tokens: array[int], namespace: Namespace, asked: dict[str, Any]) -> list[Run]:
-        return [self.points.run(tokens, namespace)]
+        return [self.points.run(tokens, namespace) if tokens else Run(tokens, namespace)]
 
     def reads(self, request: Request) -> list[Run]:
         """The KV, then the points within it that may have been stored."""

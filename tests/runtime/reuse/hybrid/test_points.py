@@ -7,7 +7,7 @@ import pytest
 
 from radix import Namespace
 from runtime.calls import AddPin, FlushCache, GetCached, GetOutline, GetTree, OnNode, RemovePin
-from runtime.errors import InvalidRequest
+from runtime.errors import InvalidRequest, PinRefused
 from tests.runtime.engine.driver import call
 from tests.runtime.execution.mixers.models import save_hybrid
 from tests.runtime.kv.tiers.engines import always, evict, loaded
@@ -63,6 +63,12 @@ def test_a_pin_protects_the_point_behind_it(saved, is_greedy):
     assert call(driver.core, GetCached({}, Namespace(), array("i", prefix).tobytes())) == {"": 96}
     assert call(driver.core, RemovePin(pin["id"]))["found"]
     assert driver.core.cache.tree.num_pinned_pages == 0
+
+
+def test_a_prefix_shorter_than_a_page_is_not_pinned(saved, is_greedy):
+    driver = Asking(saved, is_greedy, page_size=8)
+    with pytest.raises(PinRefused, match="shorter than a page"):
+        call(driver.core, AddPin(array("i", [5] * 7).tobytes()))
 
 
 def test_a_breakpoint_is_kept_to_the_token(saved, is_greedy):
