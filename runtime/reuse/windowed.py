@@ -56,6 +56,12 @@ class WindowedPrefix(PrefixStrategy):
             return found
         return Found(length, self.cache.tree.match(request.key(length), request.namespace))
 
+    def peer(self, request: Request, found: Found, computing: Sequence[Request]) -> tuple[Request, int] | None:
+        """A running request that shares its next page, too: pages before that one may have lost their places."""
+        page_size = self.cache.page_size
+        ends = [(other, (other.sequence.num_computed // page_size + 1) * page_size) for other in computing]
+        return super().peer(request, found, [other for other, end in ends if request.key(end) == other.key(end)])
+
     def _first(self, position: int) -> int:
         """The first page with a row that a row at `position` sees."""
         return max(position - self._window + 1, 0) // self.cache.page_size

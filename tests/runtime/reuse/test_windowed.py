@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.runtime.engine.driver import Driver, make_core
+from runtime.calls import AttachTier
+from runtime.errors import InvalidRequest
+from tests.runtime.engine.driver import Driver, call, make_core
 from tests.runtime.sampling.drafts.test_exact import run
 from tests.tiny import VOCAB, save_tiny
 
@@ -171,10 +173,30 @@ def test_requests_wait_for_places(path):
     assert most < 12 * (300 + NEW) // 4
 
 
+def test_no_request_waits_for_rows_that_it_could_not_read(path):
+    """A window has passed all that the two requests share, and other pages have got the places."""
+    draw = random.Random(5)
+    core = make_core(path, page_size=4, pool_tokens=1280, step_tokens=32)
+    driver, long = Driver(core), draw_ids(draw, 300)
+    for number in range(20):
+        driver.add(f"{number}", draw_ids(draw, 20), max_new_tokens=1)
+        driver.run()
+    driver.add("long", long, max_new_tokens=1)
+    for _ in range(4):
+        driver.step()
+    driver.add("short", [*long[:60], 5, 6], max_new_tokens=1)
+    driver.run()
+    assert [*driver.finish][-2:] == ["short", "long"]
+
+
 def test_with_tiers_all_rows_stay(path, tmp_path):
     core = make_core(path, disk_cache=tmp_path)
     assert core.cache.near is None
     assert core.executor.has_windows
+    core.close()
+    core = make_core(path)
+    with pytest.raises(InvalidRequest, match="start it with its tiers"):
+        call(core, AttachTier({"host_memory": 0.001}))
 
 
 def test_a_miss_names_the_nearest_place_that_can_be_read(path):
