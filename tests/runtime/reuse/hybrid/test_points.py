@@ -51,6 +51,15 @@ def test_a_restart_resumes_where_the_last_turn_ended(saved, is_greedy, tmp_path,
         again.core.close()
 
 
+def test_a_drain_counts_tokens_without_points(saved, is_greedy, tmp_path, caplog):
+    driver = Asking(saved, is_greedy, page_size=8, disk_cache=tmp_path / "disk")
+    driver.ask(some(random.Random(8), 133), 1)
+    assert nodes(driver)
+    with caplog.at_level("INFO", "ramet.engine"):
+        driver.core.close()
+    assert "the disk holds 128 of 128 cached tokens" in caplog.text.splitlines()[-1]
+
+
 def test_a_pin_protects_the_point_behind_it(saved, is_greedy):
     draw = random.Random(2)
     driver, prefix = Asking(saved, is_greedy, page_size=8, pool_tokens=1024), some(draw, 101)
