@@ -97,6 +97,8 @@ class Tiering(Part):
         return self.tiers.worker.erase(tenant).result()
 
     def _attach_tier(self, call: AttachTier) -> Waiting:
+        if self._core.cache.near is not None:
+            raise InvalidRequest("this server keeps only some rows of layers with a window: start it with its tiers")
         options = TierConfig(**call.options)
         opening = self._aside.submit(lambda: (open_stores(options), self._fingerprint()))
         self._attach(*(yield from _wait(opening)))

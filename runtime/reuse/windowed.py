@@ -56,6 +56,12 @@ class WindowedPrefix(PrefixStrategy):
             return found
         return Found(length, self.cache.tree.match(request.key(length), request.namespace))
 
+    def peer(self, request: Request, found: Found, computing: Sequence[Request]) -> tuple[Request, int] | None:
+        """A running request that shares its next page, too: pages before that one may have lost their places."""
+        page_size = self.cache.page_size
+        ends = [(other, (other.sequence.num_computed // page_size + 1) * page_size) for other in computing]
+        return super().peer(request, found, [other for other, end in ends if request.key(end) == other.key(end)])
+
     def _first(self, position: int) -> int:
         """The first page with a row that a row at `position` sees."""
         return max(position - self._window + 1, 0) // self.cache.page_size
@@ -73,11 +79,11 @@ class WindowedPrefix(PrefixStrategy):
         self._reserved += reserved
         first, stop = self._first(length), self.cache.pages_for(length)
         request.reuse = _View(first, stop, reserved, (shared, request.prompt_len))
+        whole = length // self.cache.page_size
+        near.take(self._pages(request, first, whole))  # first, so that the page below gets none of their places
         if match.partial_rows:  # `admit` may have evicted the page, but nothing has overwritten its rows yet
-            near.take(self._pages(request, stop - 1, stop))
+            near.take(self._pages(request, whole, stop))
             near.pool.copy_rows(place, int(near.places[request.sequence.pages[0]]), match.partial_rows)
-            stop -= 1
-        near.take(self._pages(request, first, stop))
         return True
 
     def _pages(self, request: Request, first: int, stop: int) -> list[int]:

@@ -105,8 +105,8 @@ class Tiers(Watcher):
         size, left = self._pool.page_size, self.worker.capacity("disk") or 0
         offered: dict[BlockKey, array[int]] = {}
         nodes = sorted(self._cache.tree.nodes(), key=lambda node: (node.hits, node.last_use), reverse=True)
-        kept = (node for node in nodes if not node.namespace.entry.startswith(_APPROXIMATE))
-        total = sum(len(node.pages) for node in kept)
+        kept = (node for node in nodes if not (node.is_attached or node.namespace.entry.startswith(_APPROXIMATE)))
+        own = {page for node in kept for page in node.pages}
         for block, pages in (ending for node in nodes for ending in self._ending(node, len(node.pages))):
             left -= len(pages) * self._pool.page_bytes + HEAD_BYTES
             if left < 0 or not self.worker.wait_for_room(len(pages) * self._pool.page_bytes, until):
@@ -115,13 +115,13 @@ class Tiers(Watcher):
             offered[block.key] = pages
             if self._clock() > told:
                 told += _PROGRESS_S
-                log.info("writing the cache to the disk: %d blocks of %d tokens", len(offered), total * size)
+                log.info("writing the cache to the disk: %d blocks of %d tokens", len(offered), len(own) * size)
         self.worker.drain(max(until - self._clock(), 0))
         there = zip(offered.values(), self.worker.where([*offered]).result(), strict=True)
-        done = len({page for pages, names in there if "disk" in names for page in pages})  # blocks may share pages
+        lost = len(own.difference(page for pages, names in there if "disk" in names for page in pages)) * size
         why = "no space is left" if left < 0 else "less than a block, or no time is left"
-        lost = f"; {(total - done) * size} are not written: {why}" if done < total else ""
-        log.info("the disk holds %d of %d cached tokens%s", done * size, total * size, lost)
+        told_lost, total = f"; {lost} are not written: {why}" if lost else "", len(own) * size
+        log.info("the disk holds %d of %d cached tokens%s", total - lost, total, told_lost)
 
     def _write(self, node: Node, num_pages: int, evicted: bool = False) -> None:
         """Store the blocks that end in the last `num_pages` pages of a path."""

@@ -1,12 +1,15 @@
 """Models with windows free the rows behind them: tokens are those of transformers, whatever is freed."""
 
 import random
+from array import array
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.runtime.engine.driver import Driver, make_core
+from runtime.calls import AttachTier
+from runtime.errors import InvalidRequest
+from tests.runtime.engine.driver import Driver, call, make_core
 from tests.runtime.sampling.drafts.test_exact import run
 from tests.tiny import VOCAB, save_tiny
 
@@ -97,6 +100,24 @@ def test_a_prefix_is_read_as_far_as_its_last_rows_have_places(path, is_greedy):
         assert is_greedy(branch, driver.tokens[f"{number}"])
 
 
+def test_a_resumed_request_keeps_the_places_of_the_rows_that_it_sees(path, is_greedy):
+    """Its own first page needs a place when only pages that a window has passed can give one."""
+    draw = random.Random(5)
+    core = make_core(path, page_size=4, pool_tokens=1280)
+    driver, near, prompt = Driver(core), core.cache.near, draw_ids(draw, 300)
+    driver.add("first", prompt, max_new_tokens=1)
+    driver.run()
+    fill(driver, draw, 1)
+    assert not near._free
+    pages = [*core.cache.tree.match(array("i", prompt).tobytes()).pages]
+    shared = pages.index(next(iter(near._passed))) * 4 + WINDOW - 1  # the next page to lose its place is seen first
+    branch = prompt[:shared] + draw_ids(draw, 30)
+    driver.add("branch", branch, max_new_tokens=NEW)
+    driver.run()
+    assert driver.cached("branch") == shared
+    assert is_greedy(branch, driver.tokens["branch"])
+
+
 def test_drafts(path, monkeypatch):
     draw = random.Random(8)
     prompts = [draw_ids(draw, 60) for _ in range(3)]
@@ -152,10 +173,30 @@ def test_requests_wait_for_places(path):
     assert most < 12 * (300 + NEW) // 4
 
 
+def test_no_request_waits_for_rows_that_it_could_not_read(path):
+    """A window has passed all that the two requests share, and other pages have got the places."""
+    draw = random.Random(5)
+    core = make_core(path, page_size=4, pool_tokens=1280, step_tokens=32)
+    driver, long = Driver(core), draw_ids(draw, 300)
+    for number in range(20):
+        driver.add(f"{number}", draw_ids(draw, 20), max_new_tokens=1)
+        driver.run()
+    driver.add("long", long, max_new_tokens=1)
+    for _ in range(4):
+        driver.step()
+    driver.add("short", [*long[:60], 5, 6], max_new_tokens=1)
+    driver.run()
+    assert [*driver.finish][-2:] == ["short", "long"]
+
+
 def test_with_tiers_all_rows_stay(path, tmp_path):
     core = make_core(path, disk_cache=tmp_path)
     assert core.cache.near is None
     assert core.executor.has_windows
+    core.close()
+    core = make_core(path)
+    with pytest.raises(InvalidRequest, match="start it with its tiers"):
+        call(core, AttachTier({"host_memory": 0.001}))
 
 
 def test_a_miss_names_the_nearest_place_that_can_be_read(path):

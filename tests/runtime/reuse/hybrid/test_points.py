@@ -51,6 +51,15 @@ def test_a_restart_resumes_where_the_last_turn_ended(saved, is_greedy, tmp_path,
         again.core.close()
 
 
+def test_a_drain_counts_tokens_without_points(saved, is_greedy, tmp_path, caplog):
+    driver = Asking(saved, is_greedy, page_size=8, disk_cache=tmp_path / "disk")
+    driver.ask(some(random.Random(8), 133), 1)
+    assert nodes(driver)
+    with caplog.at_level("INFO", "ramet.engine"):
+        driver.core.close()
+    assert "the disk holds 128 of 128 cached tokens" in caplog.text.splitlines()[-1]
+
+
 def test_a_pin_protects_the_point_behind_it(saved, is_greedy):
     draw = random.Random(2)
     driver, prefix = Asking(saved, is_greedy, page_size=8, pool_tokens=1024), some(draw, 101)
@@ -65,6 +74,12 @@ def test_a_pin_protects_the_point_behind_it(saved, is_greedy):
         call(driver.core, AddPin(array("i", prefix[:7]).tobytes()))
     assert call(driver.core, RemovePin(pin["id"]))["found"]
     assert driver.core.cache.tree.num_pinned_pages == 0
+
+
+def test_a_prefix_shorter_than_a_page_is_not_pinned(saved, is_greedy):
+    driver = Asking(saved, is_greedy, page_size=8)
+    with pytest.raises(PinRefused, match="shorter than a page"):
+        call(driver.core, AddPin(array("i", [5] * 7).tobytes()))
 
 
 def test_a_breakpoint_is_kept_to_the_token(saved, is_greedy):
