@@ -241,26 +241,20 @@ class Strategy(ABC):
         self.counters = dict.fromkeys(self.counted, 0)
 
     def open(self, request: Request, asked: dict[str, Any]) -> None:  # noqa: B027 - most strategies need no state
-        """Prepare a new request: lay out its sequence, and refuse it if it cannot be served.
+        """Prepare a new request: lay out its sequence. Raises InvalidRequest if it cannot be served.
 
         Args:
             request: a request that does not wait yet.
             asked: the `reuse` fields of its message.
-
-        Raises:
-            InvalidRequest: for fields that do not fit.
         """
 
     def runs(self, tokens: array[int], namespace: Namespace, asked: dict[str, Any]) -> list[Run]:
-        """The runs of the tree that hold the KV of a prompt, once it is computed.
+        """The runs of the tree that hold the KV of a prompt, once it is computed. Raises InvalidRequest as `open`.
 
         Args:
             tokens: int32, the prompt's whole pages.
             namespace: namespace of the prompt's requests.
             asked: see `open`.
-
-        Raises:
-            InvalidRequest: for fields that do not fit.
         """
         return [Run(tokens, namespace)]
 

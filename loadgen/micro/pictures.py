@@ -60,7 +60,7 @@ class Scene:
             self.steps.append(work)
             return plan(work)
 
-        self.drive.core.planner.plan = watched  # type: ignore[method-assign]
+        self.drive.core.planner.plan = watched  # type: ignore[method-assign, assignment]
 
     def chat(self, system: str, question: str) -> array[int]:
         turns = [{"role": "system", "content": system}, {"role": "user", "content": question}]
