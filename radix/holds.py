@@ -1,6 +1,7 @@
 """Hold times: what a request has used is evicted last until a time has passed, within a budget."""
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count
 
@@ -72,6 +73,11 @@ class Holds(Watcher):
             elif node is not None:
                 self._end(node)
 
+    def ends(self) -> Iterator[Node]:
+        """The held nodes without held nodes below them."""
+        self.expire()
+        yield from (node for node in self._numbers if not any(child.held_until_s for child in node.children.values()))
+
     def split(self, upper: Node, lower: Node) -> None:
         """See `Policy.split`: both parts are held as the node was."""
         if lower.held_until_s:
@@ -139,6 +145,11 @@ class _HeldLast(Policy):
         while (victim := self._policy.pop()) is not None and victim[0].held_until_s:
             self._aside.enter(victim[0])
         return victim or self._aside.pop()
+
+    def ends(self) -> Iterator[Node]:
+        """The held nodes without held nodes below them."""
+        self.expire()
+        yield from (node for node in self._numbers if not any(child.held_until_s for child in node.children.values()))
 
     def split(self, upper: Node, lower: Node) -> None:
         self._policy.split(upper, lower)

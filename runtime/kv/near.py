@@ -1,7 +1,8 @@
 """KV of layers with a sliding window: only pages that a row may still see have a place in a pool of their own."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -24,8 +25,8 @@ class NearPages(Watcher):
     """Places of pages in the pool of the layers with a window.
 
     A page of the main pool has a place while live requests may see its rows through a window. Afterwards it keeps the
-    place until another page needs it. Pages that a window has passed lose their places first, the earliest first; then
-    the pages at which requests ended or begin, the longest unused first, but not those at the ends of pins.
+    place until another page needs it. Pages that a window has passed lose their places first, the earliest first. Then
+    follow the pages where requests ended or parted, the longest unused first; among them, protected pages come last.
 
     Args:
         pool: the pool of these layers.
@@ -34,14 +35,14 @@ class NearPages(Watcher):
     Attributes:
         places: int32 [num_pages], the place of each page; -1: it has none.
         num_used: number of places that live requests may see.
-        pinned: returns the pages at the ends of pinned prefixes.
+        protected: returns the pages at the ends of pinned and held prefixes.
     """
 
     def __init__(self, pool: KVPool, num_pages: int):
         self.pool = pool
         self.places = np.full(num_pages, _NONE, dtype=np.int32)
         self.num_used = 0
-        self.pinned: Callable[[], set[int]] = set
+        self.protected: Callable[[], set[int]] = set
         self._users = np.zeros(num_pages, dtype=np.int32)
         self._free = list(range(pool.num_pages))
         # Pages with a place that no live request uses.
@@ -54,6 +55,7 @@ class NearPages(Watcher):
 
     def take(self, pages: Iterable[int]) -> None:
         """Count a live request as a user of pages; those without a place get one, whose rows are not valid yet."""
+        missing = []
         for page in pages:
             if not self._users[page]:
                 self.num_used += 1
@@ -61,7 +63,11 @@ class NearPages(Watcher):
                 self._kept.pop(page, None)
             self._users[page] += 1
             if self.places[page] == _NONE:
-                self.places[page] = self._place()
+                missing.append(page)
+        # Only now, so that none of `pages` loses its place.
+        self.drop([*islice(self._victims(), max(len(missing) - len(self._free), 0))])
+        for page in missing:
+            self.places[page] = self._free.pop()
 
     def leave(self, pages: Iterable[int], keep: bool) -> None:
         """Undo `take`. `keep`: whether later requests are likely to go on behind these pages."""
@@ -102,16 +108,11 @@ class NearPages(Watcher):
     def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
         self.drop(node.pages[kept_pages:])
 
-    def _place(self) -> int:
-        if not self._free:
-            self.drop([self._victim()])
-        return self._free.pop()
-
-    def _victim(self) -> int:
-        if self._passed:
-            return next(iter(self._passed))
-        pinned = self.pinned()
-        return next((page for page in self._kept if page not in pinned), next(iter(self._kept)))
+    def _victims(self) -> Iterator[int]:
+        yield from self._passed
+        protected = self.protected()
+        yield from (page for page in self._kept if page not in protected)
+        yield from (page for page in self._kept if page in protected)
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""

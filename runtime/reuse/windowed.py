@@ -37,7 +37,7 @@ class WindowedPrefix(PrefixStrategy):
         """`window`: number of positions of the largest window."""
         super().__init__(cache, num_layers)
         self._near, self._window, self._reserved = near, window, 0
-        cache.near, near.pinned = near, self._pinned
+        cache.near, near.protected = near, self._protected
         cache.tree.watch(near)
 
     def find(self, request: Request) -> Found:
@@ -79,10 +79,8 @@ class WindowedPrefix(PrefixStrategy):
         self._reserved += reserved
         first, stop = self._first(length), self.cache.pages_for(length)
         request.reuse = _View(first, stop, reserved, (shared, request.prompt_len))
-        whole = length // self.cache.page_size
-        near.take(self._pages(request, first, whole))  # first, so that the page below gets none of their places
+        near.take(self._pages(request, first, stop))
         if match.partial_rows:  # `admit` may have evicted the page, but nothing has overwritten its rows yet
-            near.take(self._pages(request, whole, stop))
             near.pool.copy_rows(place, int(near.places[request.sequence.pages[0]]), match.partial_rows)
         return True
 
@@ -146,11 +144,13 @@ class WindowedPrefix(PrefixStrategy):
             self._reserved -= view.reserved
             request.reuse = None
 
-    def _pinned(self) -> set[int]:
-        board, pages = self.cache.pins, set[int]()
-        for pin in chain(board.pins.values(), board.kept.values()):
+    def _protected(self) -> set[int]:
+        """Pages whose rows are read behind the ends of pinned and held prefixes."""
+        board, holds, pages = self.cache.pins, self.cache.holds, set[int]()
+        pinned = (pin.node for pin in chain(board.pins.values(), board.kept.values()))
+        for end in chain(pinned, () if holds is None else holds.ends()):
             left = self.cache.pages_for(self._window)
-            for node in path(pin.node):
+            for node in path(end):
                 pages.update(node.pages[-left:])
                 if (left := left - len(node.pages)) <= 0:
                     break

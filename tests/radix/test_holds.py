@@ -55,6 +55,17 @@ def test_what_is_held_survives_the_pressure_that_evicts_it_otherwise(policy, bud
     assert cache.has(1, 2, 3) == (3 if budget else 0)
 
 
+def test_ends_are_those_of_the_longest_held_paths():
+    cache = Cache()
+    cache.add(1, 2, hold_s=60)
+    cache.add(1, 2, 3, hold_s=30)
+    cache.add(1, 2, 4)
+    assert cache.holds is not None
+    assert [node.key for node in cache.holds.ends()] == [key(3)]
+    cache.now_s = 40
+    assert [node.key for node in cache.holds.ends()] == [key(1, 2)]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_hold_that_has_ended_is_worth_nothing(policy):
     cache, other = Cache(policy), Cache(policy, budget=0)

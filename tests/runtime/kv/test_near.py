@@ -27,8 +27,8 @@ def test_a_page_has_a_place_while_a_request_uses_it_and_until_another_needs_it(n
     assert (placed(near), near.num_used) == ([6, 7, 8], 3)
 
 
-def test_passed_pages_go_first_then_the_longest_unused_end_that_is_not_pinned(near):
-    near.pinned = lambda: {1}
+def test_passed_pages_go_first_then_the_longest_unused_end_that_is_not_protected(near):
+    near.protected = lambda: {1}
     near.take([1, 2, 3])
     near.leave([1, 2], keep=True)
     near.leave([3], keep=False)
@@ -39,7 +39,15 @@ def test_passed_pages_go_first_then_the_longest_unused_end_that_is_not_pinned(ne
     assert placed(near) == [1, 4, 5]
     near.leave([5], keep=True)
     near.take([6, 7, 8])
-    assert placed(near) == [6, 7, 8], "live requests get the places of pins, too"
+    assert placed(near) == [6, 7, 8], "live requests get the places of protected pages, too"
+
+
+def test_no_page_loses_its_place_to_one_that_is_taken_with_it(near):
+    near.take([1, 2, 3])
+    near.leave([1, 2, 3], keep=False)
+    place = near.places[1]
+    near.take([4, 1])
+    assert (placed(near), near.places[1]) == ([1, 3, 4], place)
 
 
 def test_a_page_of_the_tree_takes_over_the_rows_of_a_copy(near):

@@ -140,6 +140,18 @@ def test_pinned_ends_keep_their_rows(path):
     assert driver.cached("again") == 128
 
 
+def test_held_ends_keep_their_rows(path):
+    draw = random.Random(6)
+    driver = Driver(make_core(path, page_size=4, hold_time="0:600"))
+    prompt = draw_ids(draw, 129)
+    driver.add("held", prompt, max_new_tokens=1, hold_s=300.0)
+    driver.run()
+    fill(driver, draw, 40)
+    driver.add("again", [*prompt, 5, 6], max_new_tokens=1)
+    driver.run()
+    assert driver.cached("again") == 128
+
+
 def test_more_conversations_fit_into_the_same_memory(path, tmp_path):
     """Counts conversations that are read to their ends. The core with a tier keeps the rows of all four layers."""
     draw, found = random.Random(10), []
