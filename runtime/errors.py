@@ -29,6 +29,21 @@ class InvalidRequest(RametError):
     type = "invalid_request_error"
 
 
+class TooLong(InvalidRequest):
+    """A prompt and its output do not fit.
+
+    Attributes:
+        prompt, new: numbers of tokens.
+        limit: the most tokens that prompt and output may have together.
+    """
+
+    def __init__(self, prompt: int, new: int, limit: int, *, what: str, param: str):
+        """`what`: the limit's name."""
+        words = f"{what} is {limit} tokens, but the prompt has {prompt} tokens and {new} new ones may follow"
+        super().__init__(words, param=param, code="context_length_exceeded")
+        self.prompt, self.new, self.limit = prompt, new, limit
+
+
 class PinRefused(RametError):
     """A pin exceeds the pin budget (HTTP 409)."""
 

@@ -34,6 +34,7 @@ class AddRequest(msgspec.Struct, tag="add"):
         hold_s: seconds from its end on for which the prefixes that it used are held; None: the configured time.
         breakpoints: pairs (tokens, seconds): the whole pages of the prompt's first `tokens` tokens are kept for the
             tenant until they have been unused for `seconds`, as far as the budget of pins allows.
+        progress: whether each step that computes a part of the prompt has an event.
     """
 
     rid: str
@@ -50,6 +51,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     store: bool = True
     hold_s: float | None = None
     breakpoints: list[tuple[int, float]] = []
+    progress: bool = False
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -189,6 +191,7 @@ class TokenEvent(msgspec.Struct, array_like=True, gc=False):
         lookup: in the first event, if the request wants it and KV is reused by prefix.
         usage: in the first event of a request with breakpoints.
         drafted, accepted: number of draft tokens that this step verified, and number of these that were right.
+        computed: number of leading prompt tokens whose KV is there, if the request wants its progress; 0: unchanged.
     """
 
     rid: str
@@ -204,6 +207,7 @@ class TokenEvent(msgspec.Struct, array_like=True, gc=False):
     usage: CacheUsage | None = None
     drafted: int = 0
     accepted: int = 0
+    computed: int = 0
 
 
 class StepEvents(msgspec.Struct, tag="events"):

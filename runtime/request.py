@@ -144,6 +144,13 @@ class Request:
                 admission.loaded_tokens[tier] = read
                 left -= read
 
+    def note_progress(self) -> bool:
+        """Report the computed part of the prompt in the next event; False if the request does not want its progress."""
+        wanted = self.message.progress and not self.num_output
+        if wanted:
+            self.event.computed = len(self.entry_tokens) + self.sequence.num_computed
+        return wanted
+
     def take_event(self, tokens: list[int], finish: Finish | None = None) -> TokenEvent:
         """Take the next event, with new output tokens and the strategy's report."""
         event, self.event = self.event, TokenEvent(self.message.rid)

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel
 from starlette.exceptions import HTTPException
 
-from runtime.errors import InvalidRequest, Overloaded, RametError
+from runtime.errors import InvalidRequest, Overloaded, RametError, TooLong
 from runtime.logs import request_id
 
 RETRY_AFTER_S = 1
@@ -127,6 +127,14 @@ def error_body(error: RametError) -> dict[str, Any]:
 def message_error(error: RametError, status: int | None = None) -> dict[str, Any]:
     """The error in the form of Anthropic's routes."""
     body = error_body(error)
+    if isinstance(error, TooLong):  # clients read the numbers in Anthropic's own words
+        total, limit = f"{error.prompt} + {error.new}", error.limit
+        body["error"]["message"] = (
+            f"prompt is too long: {error.prompt} tokens > {limit} maximum"
+            if error.prompt >= limit
+            else f"input length and `max_tokens` exceed context limit: {total} > {limit}, decrease input length or "
+            "`max_tokens` and try again"
+        )
     body["error"]["type"] = _MESSAGE_TYPES.get(status or error.status, "invalid_request_error")
     return {"type": "error", **body, "request_id": request_id.get()}
 

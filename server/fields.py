@@ -9,7 +9,7 @@ from server.http.fields import EMPTY
 from server.http.wire import Body
 from server.openai.formats import StructuredOutputs
 from server.openai.messages import Message
-from server.openai.tokens import DetokenizeRequest
+from server.openai.tokens import DetokenizeRequest, TokenizeRequest
 from server.openai.types import ChatRequest, CompletionRequest, StreamOptions
 from server.responses.types import Reasoning, ResponseRequest, TextConfig, TextFormat
 from server.sglang.generate import GenerateRequest
@@ -26,6 +26,7 @@ BODIES: dict[str, type[Body]] = {
     "`text`": TextConfig,
     "`text.format`": TextFormat,
     "messages": Message,
+    "`/tokenize`": TokenizeRequest,
     "`/detokenize`": DetokenizeRequest,
     "`/v1/messages`": MessagesRequest,
     "its `cache_control`": CacheControl,

@@ -3,14 +3,18 @@
 import random
 import secrets
 import shlex
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import httpx
 from pydantic import Field
 
-from loadgen.harness import Bench, Cell, Figure, repeats_of, warmup_of
+from loadgen.harness import Bench, Cell, Figure, Results, repeats_of, warmup_of
+from loadgen.harness.plots import drawing
+from loadgen.http.coding_session import CodingSession, as_chat
 from loadgen.http.local_server import local_server
 from loadgen.http.prose import Prose
 
@@ -36,8 +40,10 @@ class AgentSession:
 
     def request(self, step: int, habit: str) -> Body:
         """The body of request `step`, of an agent with one of `HABITS`."""
-        line = f"x-billing: version=1.{step}; id={self._draw.getrandbits(40):010x};"
-        system = f"{line}\n{self._system}" if habit == "billing line first" else self._system
+        line = f"x-anthropic-billing-header: cc_version=2.1.{step}; cch={self._draw.getrandbits(20):05x};"
+        date = f"It is {step} minutes past {self._draw.randrange(1, 12)}."
+        first = {"billing line first": f"{line}\n", "date first": f"{date}\n"}.get(habit, "")
+        system = f"{first}{self._system}"
         tools = self._tools
         if habit == "tools reordered":
             tools = self._draw.sample(tools, len(tools))
@@ -66,8 +72,11 @@ class AgentSession:
 
 
 HABITS = (
-    "none", "billing line first", "billing line last", "thoughts stripped", "tools reordered", "keys reordered"
+    "none", "billing line first", "billing line last", "date first", "thoughts stripped", "tools reordered",
+    "keys reordered",
 )  # fmt: skip
+# Claude Code's session is sent over each of these routes.
+ROUTES = ("/v1/messages", "/v1/chat/completions")
 
 
 def _tool(name: str, prose: Prose, tokens: float) -> Body:
@@ -85,7 +94,9 @@ def _shuffled(value: Any, draw: random.Random) -> Any:
 
 
 class AgentsBench(Bench):
-    """Prompt tokens that a server reads from its cache, by the agent's habit."""
+    """Prompt tokens read from the cache, by an agent's habit, and in a session of Claude Code's shape."""
+
+    sections = "session"
 
     figures = (
         Figure("prompt", "prompt tokens", ",.0f"),
@@ -93,6 +104,7 @@ class AgentsBench(Bench):
         Figure("read", "read", ",.0f"),
         Figure("hits", "hits, %", factor=100, plotted=True),
         Figure("prefilled", "prefilled", ",.0f", versus="ratio", plotted=True),
+        Figure("over_new", "prefilled / new", ".3f"),
     )
 
     repeats: int = repeats_of(1)
@@ -101,6 +113,7 @@ class AgentsBench(Bench):
     requests: int = Field(12, gt=0, lt=_MOST_STEPS, description="requests of a session")
     system_tokens: int = Field(400, gt=0, description="tokens of the system prompt")
     step_tokens: int = Field(200, gt=0, description="tokens of a thought and a result")
+    turns: int = Field(40, gt=0, description="requests of Claude Code's session")
     server_options: str = Field("", description="options of the server that is started, as one text")
 
     _client: httpx.Client
@@ -115,23 +128,72 @@ class AgentsBench(Bench):
         return "habit", HABITS[0]
 
     def cells(self) -> list[Cell]:
-        return [{"habit": habit} for habit in HABITS]
+        routes = [{"session": "Claude Code", "habit": route} for route in ROUTES]
+        return [{"session": "short", "habit": habit} for habit in HABITS] + routes
 
     def measure(self, cell: Cell, draw: random.Random) -> dict[str, Any]:
         """Token counts of a session, which shares its cache with no other one; `steps` has those of each request."""
+        steps = self._claude_code(cell["habit"], draw) if cell["habit"] in ROUTES else self._short(cell["habit"], draw)
+        total = {name: sum(step[name] for step in steps) for name in ("prompt", "shared", "read")}
+        prefilled = total["prompt"] - total["read"]
+        found = {"hits": total["read"] / total["prompt"], "prefilled": prefilled, "steps": steps}
+        return total | found | {"over_new": prefilled / (total["prompt"] - total["shared"])}
+
+    def _claude_code(self, route: str, draw: random.Random) -> list[dict[str, float]]:
+        """Steps of a conversation; each prompt extends the one before, with which it shares all of its tokens."""
+        session = CodingSession(draw.randrange(1 << 32), self.turns, self.system_tokens, self.step_tokens)
+        options = {"cache_salt": secrets.token_hex(8), "max_tokens": 1, "temperature": 0}
+        steps: list[dict[str, float]] = []
+        for turn in range(self.turns):
+            if (title := session.title(turn)) is not None:
+                self._ask(route, title | options)
+            steps.append(self._ask(route, session.request(turn) | options))
+            steps[-1]["shared"] = steps[-2]["prompt"] if turn else 0
+        return steps
+
+    def _ask(self, route: str, body: Body) -> dict[str, float]:
+        """Send a body in Anthropic's form, over one of the routes."""
+        names = ("cache_salt", "max_tokens", "temperature")
+        sent = body if route == ROUTES[0] else as_chat(body) | {name: body[name] for name in names}
+        began = time.monotonic()
+        usage = self._client.post(route, json=sent).raise_for_status().json()["usage"]
+        seconds = time.monotonic() - began
+        if route != ROUTES[0]:
+            read = usage["prompt_tokens_details"]["cached_tokens"]
+            return {"prompt": usage["prompt_tokens"], "read": read, "seconds": seconds}
+        computed = usage["input_tokens"] + usage["cache_creation_input_tokens"]
+        read = usage["cache_read_input_tokens"]
+        return {"prompt": computed + read, "read": read, "seconds": seconds}
+
+    def draw_plot(self, results: Results, path: Path) -> bool:
+        """Draw computed tokens and seconds of each request of Claude Code's session."""
+        with drawing(path, (10, 3.6), 1, 2) as (tokens, times):
+            for cell in results.cells.values():
+                if cell["habit"] in ROUTES and (found := results.of(cell)):
+                    steps = found[max(found)]["steps"]
+                    tokens.plot([step["prompt"] - step["read"] for step in steps], label=f"computed, {cell['habit']}")
+                    times.plot([step["seconds"] for step in steps], label=cell["habit"])
+                    new = [step["prompt"] - step["shared"] for step in steps]
+            tokens.plot(new, "k:", label="new")
+            tokens.set(xlabel="request", ylabel="prompt tokens", yscale="log")
+            times.set(xlabel="request", ylabel="seconds to the first token", ylim=(0, None))
+            for axes in (tokens, times):
+                axes.grid(alpha=0.3)
+                axes.legend(fontsize=7)
+        return True
+
+    def _short(self, habit: str, draw: random.Random) -> list[dict[str, int]]:
         session = AgentSession(draw.randrange(1 << 32), self.system_tokens, self.step_tokens)
         salt, steps, earlier = secrets.token_hex(8), list[dict[str, int]](), list[list[int]]()
         for step in range(self.requests):
             options = {"cache_salt": salt, "prompt_cache_options": {"mode": "explicit"}, "return_token_ids": True}
-            body = {**session.request(step, cell["habit"]), **options, "max_tokens": 1, "temperature": 0}
+            body = {**session.request(step, habit), **options, "max_tokens": 1, "temperature": 0}
             answer = self._client.post("/v1/chat/completions", json=body).raise_for_status().json()
             prompt, details = answer["prompt_token_ids"], answer["usage"]["prompt_tokens_details"]
             shared = min(max((_common(prompt, other) for other in earlier), default=0), len(prompt) - 1)
             earlier.append(prompt)
             steps.append({"prompt": len(prompt), "shared": shared, "read": details["cached_tokens"]})
-        total = {name: sum(step[name] for step in steps) for name in steps[0]}
-        hits = total["read"] / total["prompt"]
-        return total | {"hits": hits, "prefilled": total["prompt"] - total["read"], "steps": steps}
+        return steps
 
 
 def _common(one: list[int], other: list[int]) -> int:

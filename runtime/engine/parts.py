@@ -17,7 +17,7 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import Finish, TokenEvent
 from runtime.request import Request, Work
 from runtime.sampling.drafts.drafter import Drafter
-from runtime.sampling.grammar import GrammarCompiler
+from runtime.sampling.grammar import AnyText, GrammarCompiler
 
 # An idle engine with tiers wakes this often to publish what they have written and dropped.
 _IDLE_WITH_TIERS_S = 0.2
@@ -45,11 +45,12 @@ class Grammars(Part):
         failed = []
         for rid, grammar in self.compiler.take():
             request = self._core.requests[rid]
-            if isinstance(grammar, RametError):
+            if isinstance(grammar, RametError) and request.sampler.params.lazy is None:
                 failed.append(self._core.fail(request, grammar))
-            else:
-                request.sampler.grammar = grammar
-                self._core.scheduler.wake(rid)
+                continue
+            # A lazy grammar is a help for small models: the text before a call needs none, and the call may be right.
+            request.sampler.grammar = AnyText() if isinstance(grammar, RametError) else grammar
+            self._core.scheduler.wake(rid)
         return failed
 
     def answers(self) -> Mapping[type[Call], Handler]:

@@ -229,6 +229,7 @@ class AsyncEngine:
     async def erase(self, account: str) -> dict[str, Any]:
         """Erase all that is kept of an account, except live requests; returns the answer to `EraseTenant`."""
         self._work.erase(account)
+        self._running().inputs.replay.erase(account)
         return await self.call(EraseTenant(account))
 
     async def pin(self, prefix: Submission, name: str | None, ttl_s: float | None) -> dict[str, Any]:

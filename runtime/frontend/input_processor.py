@@ -1,13 +1,16 @@
 """Checks and tokenizes submissions. Submissions that can never be served are refused."""
 
+from array import array
+from bisect import bisect_right
 from typing import Any
 
 from runtime.config import SchedulerConfig
 from runtime.denoising import DEFAULT_LENGTH, BidirectionalParams, DenoisingParams, DiffusionParams
-from runtime.errors import InvalidRequest
+from runtime.errors import InvalidRequest, TooLong
 from runtime.frontend.documents.plan import DocumentPlanner, DocumentPrompt, refuse_reuse
 from runtime.frontend.documents.prompt import Segments
 from runtime.frontend.output import MAX_BREAKPOINTS, MarkedText, PlacedPrompt, Submission
+from runtime.frontend.replay import NOTHING, Replay, Said
 from runtime.frontend.schemas.compile import ModulePrompt
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import ReasoningParams, ReuseParams
@@ -38,6 +41,7 @@ class InputProcessor:
     ):
         self.info, self.tokenizer = info, tokenizer
         self.config, self._planner, self._reasoning = config, planner, reasoning
+        self.replay = Replay(tokenizer)
 
     def encode(self, submission: Submission) -> list[int]:
         """Check a submission, fill `submission.diffusion` for a diffusion model, and return the prompt's token ids.
@@ -93,11 +97,17 @@ class InputProcessor:
         text, keep = (prompt, []) if isinstance(prompt, str) else (prompt.text, prompt.breakpoints)
         self.check_text(len(text), "prompt")
         special = submission.add_special_tokens
-        if not keep:
+        replays = submission.replay and not special and self.info.diffusion is None
+        if not (keep or replays):
             return self.tokenizer.encode(text, add_special_tokens=special)
-        tokens, places = self.tokenizer.encode_with_places(text, [end for end, _ in keep], special)
-        submission.breakpoints = [(place, ttl_s) for place, (_, ttl_s) in zip(places, keep, strict=True)]
-        return tokens
+        before = self.replay.find(submission.account, text) if replays else NOTHING
+        start = before.characters
+        rest, rest_ends = self.tokenizer.encode_with_ends(text[start:], special)
+        tokens, ends = before.tokens + array("i", rest), before.ends + array("i", [start + end for end in rest_ends])
+        submission.breakpoints = [(bisect_right(ends, place), ttl_s) for place, ttl_s in keep]
+        if replays:
+            submission.said = Said(text, tokens, ends, before.sampled, array("i"))
+        return tokens.tolist()
 
     def _check_places(self, submission: Submission, length: int) -> None:
         """Raise InvalidRequest for breakpoints that do not fit a prompt of `length` tokens."""
@@ -178,7 +188,8 @@ class InputProcessor:
         most = self.info.context_length * self.tokenizer.longest_token
         if length > most:
             raise InvalidRequest(
-                f"the text has {length} characters; {self.info.context_length} tokens have {most} at most",
+                f"the prompt is too long: it has {length} characters; this model's maximum context length is "
+                f"{self.info.context_length} tokens, which have {most} characters at most",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -218,15 +229,11 @@ class InputProcessor:
                 f"{new} new tokens are requested; this server allows {config.max_output_tokens}", param="max_new_tokens"
             )
         for used, limit, what in (
-            (prompt if positions is None else positions, self.info.context_length, "the model's context is"),
-            (prompt, self.info.pool_tokens, "the KV pool holds"),
+            (positions or prompt, self.info.context_length, "this model's maximum context length"),
+            (prompt, self.info.pool_tokens, "the size of the KV pool"),
         ):
             if used + (wanted := 1 if new is None else self._positions(new)) > limit:
-                raise InvalidRequest(
-                    f"the prompt has {used} tokens and {wanted} new ones may follow, but {what} {limit} tokens",
-                    param="prompt" if used >= limit else "max_new_tokens",
-                    code="context_length_exceeded",
-                )
+                raise TooLong(used, wanted, limit, what=what, param="prompt" if used >= limit else "max_new_tokens")
 
     @property
     def _room(self) -> int:

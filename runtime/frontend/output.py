@@ -11,6 +11,7 @@ from radix import Namespace
 from runtime.denoising import DenoisingParams
 from runtime.frontend.documents.plan import DocumentPrompt
 from runtime.frontend.documents.prompt import Segments
+from runtime.frontend.replay import Said
 from runtime.frontend.schemas.compile import ModulePrompt
 from runtime.params import AnyReuse, SamplingParams
 from runtime.protocol import CacheUsage, Finish, Lookup, TokenLogprob
@@ -78,6 +79,9 @@ class Submission:
             have been unused for that time. Those of a `MarkedText` are set when it is tokenized.
         last_tokens: number of tokens to keep from the end of the prompt; -1: as many as fit; None: all.
         show_tokens: whether the stream of Outputs holds the prompt's tokens.
+        progress: whether there is an Output for each step that computes a part of the prompt.
+        replay: whether earlier answers in a text keep the tokens that were sampled, and this answer may be replayed.
+        said: the tokenized text, for the replay of its answer.
     """
 
     prompt: Prompt | Callable[[], Prompt]
@@ -101,6 +105,9 @@ class Submission:
     breakpoints: list[tuple[int, float]] = field(default_factory=list)
     last_tokens: int | None = None
     show_tokens: bool = False
+    progress: bool = False
+    replay: bool = True
+    said: Said | None = None
 
     @property
     def expected_tokens(self) -> int:
@@ -136,6 +143,8 @@ class Output(msgspec.Struct):
         lookup: the prompt's look-up in the cache, if requested, and if its KV is reused by prefix.
         usage: how the prompt used the cache, if it has breakpoints.
         drafted, accepted: number of draft tokens that were verified, and number of these that were right.
+        computed: number of leading prompt tokens whose KV is there, while a prompt with `progress` is computed.
+        replayed: number of prompt tokens that are the sampled tokens of earlier answers.
     """
 
     index: int
@@ -161,6 +170,13 @@ class Output(msgspec.Struct):
     usage: CacheUsage | None = None
     drafted: int = 0
     accepted: int = 0
+    computed: int = 0
+    replayed: int = 0
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a limit of tokens has ended the text."""
+        return self.finish is not None and self.finish.type == "length"
 
 
 def join_logprobs(first: Logprobs, later: Logprobs) -> Logprobs:

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from runtime.errors import InvalidRequest, RametError
@@ -152,7 +152,8 @@ class Frontend:
             seed = None if sampling.seed is None else (sampling.seed + choice) % (1 << 63)
             text = TextStream(self.inputs.tokenizer, sampling)
             waiting = 0 if choice else length
-            output = Output(index, choice, submission.rid, prompt_tokens=length)
+            replayed = 0 if submission.said is None else submission.said.sampled
+            output = Output(index, choice, submission.rid, prompt_tokens=length, replayed=replayed)
             self._open[rid] = Choice(submission, text, on_output, now, waiting, output)
             self._admission.enter(submission.account, waiting)
             rids.add(rid)
@@ -172,6 +173,7 @@ class Frontend:
                     store=submission.store,
                     hold_s=submission.hold_s,
                     breakpoints=[] if choice else submission.breakpoints,
+                    progress=submission.progress and choice == 0,
                 )
             )
 
@@ -227,6 +229,7 @@ class Frontend:
         self._begin(choice)
         output = self._advance(choice, event)
         if output.finish is not None:
+            self._remember(choice)
             self._close(event.rid)
             if event.finish is None:
                 self._send(Abort(event.rid))
@@ -245,12 +248,20 @@ class Frontend:
             output.finish = Finish("stop", matched=choice.text.stopped)
         output.logprobs = event.logprobs and event.logprobs[: len(output.new_token_ids)]
         output.canvas = event.canvas
+        output.computed = event.computed
         output.drafted += event.drafted
         output.accepted += event.accepted
         output.e2e_s = time.monotonic() - choice.started_s
         snapshot = copy(output)
         output.prompt_logprobs = None
         return snapshot
+
+    def _remember(self, choice: Choice) -> None:
+        """Remember an answer for its replay."""
+        submission, output = choice.submission, choice.output
+        if submission.said is not None and submission.store and not output.choice and output.token_ids:
+            said = replace(submission.said, answer=array("i", output.token_ids))
+            self.inputs.replay.add(submission.account, said)
 
     def _begin(self, choice: Choice) -> None:
         if choice.waiting_tokens:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -18,6 +17,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from runtime.errors import InvalidRequest, ModelError, RametError
 from runtime.models.config_json import read_json
+from runtime.models.marks import cut, new_place
 from runtime.models.sandbox import Sandbox, TemplateTimeout, start_clock
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -84,14 +84,11 @@ class Tokenizer:
             # Unlike the library's `encode`, this releases the interpreter lock; megabytes take seconds.
             return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def encode_with_places(
-        self, text: str, places: list[int], add_special_tokens: bool = True
-    ) -> tuple[list[int], list[int]]:
-        """Like `encode`, and for each place (a character index) the number of tokens that end at or before it."""
+    def encode_with_ends(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[int]]:
+        """Like `encode`, and for each token the number of characters up to its end."""
         with _no_panic:
             encoding = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0]
-        ends = list(accumulate((end for _, end in encoding.offsets), max))
-        return encoding.ids, [bisect_right(ends, place) for place in places]
+        return encoding.ids, list(accumulate((end for _, end in encoding.offsets), max))
 
     def encode_each(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, encoded separately and without BOS."""
@@ -127,6 +124,11 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Ids of the tokens that `skip_special_tokens` skips."""
         return frozenset(i for i, t in self._fast.get_added_tokens_decoder().items() if t.special)
+
+    @cached_property
+    def added_texts(self) -> tuple[str, ...]:
+        """The texts of tokens that `encode` cuts out of a text before it looks for others."""
+        return tuple(token.content for token in self._fast.get_added_tokens_decoder().values())
 
     @cached_property
     def leading_ids(self) -> list[int]:
@@ -184,6 +186,22 @@ class Tokenizer:
             raise InvalidRequest("the chat template takes too long with these messages", param="messages") from None
         except Exception as error:  # a template is a program and may raise anything
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
+
+    @cached_property
+    def system_turns(self) -> Literal["anywhere", "first", "nowhere"]:
+        """Where the chat template writes a system message in its place."""
+
+        def writes(*roles: str) -> bool:
+            marks = [new_place() for _ in roles]
+            turns = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+            try:
+                return cut(self.apply_chat_template(turns), marks) is not None
+            except InvalidRequest:
+                return False
+
+        if not writes("system", "user"):
+            return "nowhere"
+        return "anywhere" if writes("system", "user", "system", "assistant", "system", "user") else "first"
 
     @cached_property
     def _template(self) -> Any:

@@ -64,7 +64,7 @@ class NextToken(Decoding):
         is_read = work.samples and not request.wants_tokens
         if is_read:
             tokens = []  # the request wants no token; one was chosen to check that the logits are finite
-        if not tokens and prompt_logprobs is None and not is_read:
+        if not (tokens or prompt_logprobs or is_read or request.note_progress()):
             return None
         if not tokens:
             event = request.take_event([], Finish("length") if is_read else None)

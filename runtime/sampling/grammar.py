@@ -111,6 +111,18 @@ class Grammar:
         return self._matcher.is_stopped()
 
 
+class AnyText:
+    """The grammar of an output that may be any text."""
+
+    complete = False
+
+    def forbidden(self, vocab_size: int) -> np.ndarray | None:
+        return None
+
+    def accept(self, token: int) -> bool:
+        return True
+
+
 class LazyGrammar(Grammar):
     """A grammar that constrains the output from a trigger on; before, every token may follow.
 

@@ -83,6 +83,15 @@ async def loads(context: Ctx, metrics: Measured) -> dict[str, Any]:
     }
 
 
+@router.get("/get_load", include_in_schema=False)
+async def get_load(context: Ctx, metrics: Measured) -> list[dict[str, Any]]:
+    """The load of the server, in the form of older SGLang."""
+    (load,) = (await loads(context, metrics))["loads"]
+    waiting = load["num_waiting_reqs"]
+    counts = {"num_reqs": load["num_running_reqs"] + waiting, "num_waiting_reqs": waiting}
+    return [{"dp_rank": 0, **counts, "num_tokens": load["num_used_tokens"]}]
+
+
 @router.post("/flush_cache")
 async def flush_cache(context: Ctx, pins: bool = False, tiers: bool = False) -> dict[str, Any]:
     """Drop all cached pages that no live request uses. `?pins=true` also drops pinned pages, `?tiers=true` tiers."""

@@ -5,6 +5,8 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from pydantic_core import from_json
+
 from runtime.sampling.json_text import parse_json
 from server.openai.calls import CallReader, before_tag
 
@@ -34,7 +36,9 @@ class Piece(NamedTuple):
 
     def block(self) -> dict[str, Any]:
         """The complete block, if this piece is all of it."""
-        return self.start() | ({"input": parse_json(self.text)} if self.type == "tool_use" else {self.type: self.text})
+        if self.type == "tool_use":
+            return self.start() | {"input": from_json(self.text or "{}", allow_partial=True)}
+        return self.start() | {self.type: self.text}
 
 
 @dataclass(slots=True)
@@ -51,12 +55,12 @@ class ContentReader:
     _held: str = field(default="", init=False)
     _has_thought: bool = field(default=False, init=False)
 
-    def push(self, text: str, last: bool) -> list[Piece]:
-        """Add text; returns the pieces that later text cannot change."""
+    def push(self, text: str, last: bool, cut: bool = False) -> list[Piece]:
+        """Add text; returns the pieces that later text cannot change. `last`, `cut`: see `CallReader.push`."""
         thought, said = self._split(text, last)
-        shown, calls = self.calls.push(said, last)
+        shown, calls = self.calls.push(said, last, cut)
         pieces = [Piece(kind, part) for kind, part in (("thinking", thought), ("text", shown)) if part]
-        return pieces + [_call(**call["function"]) for call in calls]
+        return pieces + [_call(**call["function"], cut=cut and call is calls[-1]) for call in calls]
 
     def _split(self, text: str, last: bool) -> tuple[str, str]:
         """The new part of the reasoning, and the new text behind it."""
@@ -85,11 +89,12 @@ class ContentReader:
         return thought, said
 
 
-def _call(name: str, arguments: str) -> Piece:
-    """A call. Arguments that are no JSON object become `{"arguments": ...}`."""
+def _call(name: str, arguments: str, cut: bool) -> Piece:
+    """A call. Arguments that are no JSON object become `{"arguments": ...}`, unless they are `cut`."""
     try:
         given = parse_json(arguments or "{}")
     except ValueError:
         given = arguments
-    given = given if isinstance(given, dict) else {"arguments": given}
-    return Piece("tool_use", json.dumps(given, ensure_ascii=False), f"toolu_{uuid.uuid4().hex[:24]}", name)
+    text = json.dumps(given if isinstance(given, dict) else {"arguments": given}, ensure_ascii=False)
+    is_begun = cut and not isinstance(given, dict) and arguments[:1] in ("", "{")
+    return Piece("tool_use", arguments if is_begun else text, f"toolu_{uuid.uuid4().hex[:24]}", name)

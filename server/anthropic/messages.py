@@ -5,6 +5,7 @@ from typing import Any
 
 from fastapi import Request, Response
 
+from radix.node import TOKEN_BYTES
 from runtime.errors import RametError
 from runtime.frontend.output import MarkedText, Output, Submission
 from runtime.protocol import CacheUsage
@@ -47,6 +48,7 @@ async def messages(
     with naming(body.NAMES):
         chat = chat_of(body)
         submission = await chats.in_turn(request, chat, tenant)
+    submission.progress = body.stream
     generation = await service.submit(
         request, body, [submission], lambda: chats.conversation(chat, tenant, numbers_of(body))
     )
@@ -84,25 +86,35 @@ class MessageWriter(Writer):
         self._reader = _reader(chat, submission, context)
         self._model, self._context_length = context.check_model(body.model), context.engine.info.context_length
         self._id = f"msg_{submission.rid}"
-        self._begun = False
+        self._left_out, self._prompt = [*body.left_out, *chat.left_out], submission
+        self._begun = self._explained = False
+        self._late: dict[str, Any] = {}
         self._index = -1
         self._seen: list[Piece] = []
 
     async def answer(self, generation: Generation) -> dict[str, Any]:
         (output,) = await generation.collect()
-        pieces = self._reader.push(output.text, last=True)
+        pieces = self._reader.push(output.text, True, output.is_cut)
         message = self._message(output, await generation.explain(output))
         return {**message, "content": [piece.block() for piece in pieces], **self._stop(output, pieces)}
 
     def explains(self, output: Output) -> bool:
-        return not self._begun
+        return not self._explained
+
+    def idle(self) -> Iterable[dict[str, Any]]:
+        if not self._begun:
+            yield from self._begin(Output(0, 0, "", prompt_tokens=len(self._prompt.tokens) // TOKEN_BYTES), None)
+        yield {"type": "ping"}
 
     def write(self, output: Output, why: Explanation | None) -> Iterable[dict[str, Any]]:
-        if not self._begun:
-            self._begun = True
-            yield {"type": "message_start", "message": self._message(output, why)}
+        self._explained, was_begun = True, self._begun
+        if was_begun and why is not None:
+            self._late = self._reasons(why)
+        if not was_begun:
+            yield from self._begin(output, why)
+        if output.computed or not was_begun:
             yield {"type": "ping"}
-        for piece in self._reader.push(output.delta, last=output.finish is not None):
+        for piece in self._reader.push(output.delta, output.finish is not None, output.is_cut):
             if not self._seen or piece.type != self._seen[-1].type or piece.type == "tool_use":
                 yield from self._close()
                 self._index += 1
@@ -111,8 +123,13 @@ class MessageWriter(Writer):
             yield {"type": "content_block_delta", "index": self._index, "delta": piece.delta()}
         if output.finish is not None:
             yield from self._close()
-            yield {"type": "message_delta", "delta": self._stop(output, self._seen), "usage": usage(output)}
+            delta = {"type": "message_delta", "delta": self._stop(output, self._seen), "usage": usage(output)}
+            yield delta | self._late
             yield {"type": "message_stop"}
+
+    def _begin(self, output: Output, why: Explanation | None) -> Iterable[dict[str, Any]]:
+        self._begun = True
+        yield {"type": "message_start", "message": self._message(output, why)}
 
     def _close(self) -> Iterable[dict[str, Any]]:
         if self._seen:
@@ -123,8 +140,13 @@ class MessageWriter(Writer):
         message: dict[str, Any] = {
             **{"id": self._id, "type": "message", "role": "assistant", "model": self._model},
             **{"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage(output)},
+            **({"left_out": self._left_out} if self._left_out else {}),
         }
-        return message if why is None else {**message, "explain": why.describe(), "diagnostics": why.anthropic()}
+        return message if why is None else message | self._reasons(why)
+
+    @staticmethod
+    def _reasons(why: Explanation) -> dict[str, Any]:
+        return {"explain": why.describe(), "diagnostics": why.anthropic()}
 
     def _stop(self, output: Output, pieces: list[Piece]) -> dict[str, Any]:
         """Anthropic's `stop_reason` and `stop_sequence`. Raises Conflict if the answer was aborted."""
@@ -133,7 +155,7 @@ class MessageWriter(Writer):
         if finish.type == "abort":
             raise Conflict("the answer was aborted", code="aborted")
         reason, matched = "end_turn", None
-        if finish.type == "length":
+        if output.is_cut:
             is_full = output.prompt_tokens + output.completion_tokens >= self._context_length
             reason = "model_context_window_exceeded" if is_full else "max_tokens"
         elif any(piece.type == "tool_use" for piece in pieces):
@@ -159,6 +181,7 @@ def usage(output: Output) -> dict[str, Any]:
         },
         "output_tokens": output.completion_tokens,
         "service_tier": "standard",
+        **({"replayed_tokens": output.replayed} if output.replayed else {}),
         "breakpoints": [
             {"tokens": place.tokens, "kept_tokens": place.kept, "ttl_s": place.ttl_s, "reason": place.reason}
             for place in used.breakpoints

@@ -17,7 +17,7 @@ def chat_of(body: types.MessagesPrompt) -> ChatRequest:
     """The request as an OpenAI chat. Raises InvalidRequest."""
     for block in body.messages[-1].content[-1:]:
         block.cache_control = block.cache_control or body.cache_control
-    tools = [_tool(tool) for tool in body.tools or ()]
+    tools = [_tool(tool) for tool in body.tools or () if isinstance(tool, types.AnthropicTool)]
     turns = _system(body) + [turn for message in body.messages for turn in turns_of(message)]
     parts = [part for turn in turns for part in (*(turn.content or ()), *(turn.tool_calls or ()))]
     points = [getattr(part, "prompt_cache_breakpoint", None) for part in (*tools, *parts)]

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 from runtime.params import StopString
 from server.generation.bodies import AnswerId, GenerationBody
 from server.http import fields
-from server.http.wire import Body, ByType, JsonObject, Text, example
+from server.http.wire import Body, ByType, JsonObject, Text, Unusable, example
 from server.openai.tools import MAX_TOOLS, Name
 
 # Most messages in a conversation, and most blocks in a message.
@@ -66,14 +66,6 @@ _TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS)]
 TextBlocks = Annotated[_TextBlocks, BeforeValidator(_as_blocks, json_schema_input_type=str | _TextBlocks)]
 
 
-class ToolResultBlock(Block):
-    """The result of an earlier tool call."""
-
-    type: Literal["tool_result"]
-    tool_use_id: Text
-    content: TextBlocks | None = None
-
-
 class PlainSource(Body):
     """The text of a document."""
 
@@ -82,11 +74,19 @@ class PlainSource(Body):
     data: Text
 
 
+class OtherSource(Unusable):
+    """A document that is no plain text."""
+
+    @property
+    def data(self) -> str:
+        return self.text
+
+
 class DocumentBlock(Block):
     """A plain-text document. The prompt has its title, its context and its text, each on a new line."""
 
     type: Literal["document"]
-    source: PlainSource
+    source: Annotated[PlainSource | OtherSource, ByType()]
     title: Text | None = None
     context: Text | None = None
 
@@ -95,8 +95,45 @@ class DocumentBlock(Block):
         return "\n".join(filter(None, (self.title, self.context, self.source.data)))
 
 
+class SearchResultBlock(Block):
+    """A text that was found. The prompt has its title, its source and its text, each on a new line."""
+
+    type: Literal["search_result"]
+    title: Text
+    source: Text
+    content: TextBlocks
+
+    @property
+    def text(self) -> str:
+        return "\n".join([self.title, self.source, *(block.text for block in self.content)])
+
+
+class OtherBlock(Block, Unusable):
+    """A block that is no text: an image, or a use of a tool that Anthropic's servers run."""
+
+
+ReadBlock = Annotated[TextBlock | DocumentBlock | SearchResultBlock | OtherBlock, ByType()]
+_ReadBlocks = Annotated[list[ReadBlock], Field(max_length=MAX_BLOCKS)]
+
+
+class ToolResultBlock(Block):
+    """The result of an earlier tool call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: Annotated[_ReadBlocks, BeforeValidator(_as_blocks, json_schema_input_type=str | _ReadBlocks)] | None = None
+
+
 ContentBlock = Annotated[
-    TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock | DocumentBlock, ByType()
+    TextBlock
+    | ThinkingBlock
+    | RedactedBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | DocumentBlock
+    | SearchResultBlock
+    | OtherBlock,
+    ByType(),
 ]
 
 _Blocks = Annotated[list[ContentBlock], Field(max_length=MAX_BLOCKS)]
@@ -110,7 +147,7 @@ class AnthropicMessage(Body, extra="ignore"):
 
 
 class AnthropicTool(Body):
-    """A tool that the client runs. Anthropic's server tools have other types and are refused."""
+    """A tool that the client runs."""
 
     IGNORED = frozenset({"allowed_callers", "eager_input_streaming", "input_examples", "strict", "defer_loading"})
 
@@ -119,6 +156,9 @@ class AnthropicTool(Body):
     description: Text | None = None
     input_schema: JsonObject
     cache_control: CacheControl | None = None
+
+
+AnyTool = Annotated[AnthropicTool | Unusable, ByType()]
 
 
 class ToolChoice(Body):
@@ -152,9 +192,9 @@ class OutputConfig(Body):
 
 
 class Edit(Body, extra="ignore"):
-    """An edit of the context that chat templates make anyway: they leave out old reasoning."""
+    """An edit of the context. Chat templates leave out old reasoning (`clear_thinking`); others are not made."""
 
-    type: Literal["clear_thinking_20251015"]
+    type: Text
 
 
 class ContextManagement(Body):
@@ -169,7 +209,9 @@ class MessagesPrompt(Body):
     IGNORED = frozenset(
         {"metadata", "service_tier", "inference_geo", "speed", "user_profile_id", "workspace_id", "betas"}
     )
-    NEUTRAL: ClassVar[Mapping[str, fields.Values]] = {"container": ("",), "mcp_servers": ([],)}
+    NEUTRAL: ClassVar[Mapping[str, fields.Values]] = {
+        **{"container": ("",), "mcp_servers": ([],), "thread": ({"type": "create"},)}
+    }
     NAMES: ClassVar[Mapping[str, str]] = {
         **{
             "prompt": "messages",
@@ -188,12 +230,24 @@ class MessagesPrompt(Body):
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_BLOCKS)]
     system: TextBlocks | None = None
-    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
     cache_control: CacheControl | None = Field(None, description="a breakpoint at the end of the last block")
+
+    @property
+    def left_out(self) -> list[str]:
+        """See `GenerationBody`."""
+        blocks = [block for message in self.messages for block in message.content]
+        blocks += [one for block in blocks if isinstance(block, ToolResultBlock) for one in block.content or ()]
+        sources = [block.source for block in blocks if isinstance(block, DocumentBlock)]
+        edits = self.context_management.edits if self.context_management else []
+        found = [f"tool {tool.type}" for tool in self.tools or () if isinstance(tool, Unusable)]
+        found += [f"content {block.type}" for block in (*blocks, *sources) if isinstance(block, Unusable)]
+        found += [f"edit {edit.type}" for edit in edits if not edit.type.startswith("clear_thinking")]
+        return list(dict.fromkeys(found))
 
 
 class Diagnostics(Body):

@@ -27,7 +27,7 @@ from server.errors import BadKeys, Forbidden, Unauthorized
 
 ENVIRONMENT = "RAMET_API_KEYS"
 # Routes without a key: health probes, and static pages that load their data from routes with a key.
-OPEN_PATHS = frozenset({"/health", "/ready", "/", "/dashboard", "/docs"})
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/ping", "/ready", "/", "/dashboard", "/docs"})
 # The one route for scrapers' keys.
 METRICS_PATH = "/metrics"
 # The tenant of public pages. No account has this name.

@@ -38,6 +38,7 @@ class Explanation:
         prompt, cached: numbers of tokens.
         compared_with: an earlier answer's id, or `nearest`; None: no prompts were compared.
         parting: where the compared prompts begin to differ; None if they do not.
+        replayed: number of prompt tokens that are the sampled tokens of earlier answers.
     """
 
     reason: Reason
@@ -46,13 +47,14 @@ class Explanation:
     cached: int
     compared_with: str | None = None
     parting: Parting | None = None
+    replayed: int = 0
 
     def describe(self) -> dict[str, Any]:
         """The field `explain` of an answer."""
         return {
             **{"reason": self.reason, "message": self.message, "prompt_tokens": self.prompt},
             **{"cached_tokens": self.cached, "missed_tokens": self.prompt - self.cached},
-            "compared_with": self.compared_with,
+            **{"replayed_tokens": self.replayed, "compared_with": self.compared_with},
             "parting": None if self.parting is None else self.parting.describe(),
         }
 

@@ -72,7 +72,7 @@ class MissReport:
 
         def because(reason: Reason, message: str, parting: Parting | None = None) -> Explanation:
             compared = self._earlier or ("nearest" if parting else None)
-            return Explanation(reason, message, length, output.cached_tokens, compared, parting)
+            return Explanation(reason, message, length, output.cached_tokens, compared, parting, output.replayed)
 
         if output.reuse is not None and not _OF_ENTRIES.isdisjoint(output.reuse):
             return because(*_of_entries(output.reuse, output.cached_tokens))

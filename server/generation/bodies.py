@@ -75,6 +75,9 @@ class CacheUse(Body):
     """How a request uses the prefix cache."""
 
     store: bool = Field(True, description="false: KV that the request computes is dropped at its end, in all tiers")
+    replay: bool = Field(
+        True, description="false: earlier answers in a chat are tokenized anew, and this one is forgotten"
+    )
     hold_s: float | None = Field(
         None, ge=0, description="seconds for which the prefixes that the request used are evicted last; see --hold-time"
     )
@@ -98,6 +101,11 @@ class GenerationBody(Body, Scoped):
         return self.NAMES
 
     @property
+    def left_out(self) -> list[str]:
+        """What the model cannot use, and the prompt lacks: tools, and parts of messages. The answer lists it."""
+        return []
+
+    @property
     def earlier(self) -> str | None:
         """The id of an earlier answer, whose prompt is compared with this one."""
         return None
@@ -107,7 +115,12 @@ class GenerationBody(Body, Scoped):
         return namespace if adapter is None else namespace._replace(adapter=adapter.digest)
 
     def parameters(self, tenant: Tenant) -> dict[str, Any]:
-        return {"priority": tenant.priority(self.priority), "store": self.cache.store, "hold_s": self.cache.hold_s}
+        return {
+            "priority": tenant.priority(self.priority),
+            "store": self.cache.store,
+            "hold_s": self.cache.hold_s,
+            "replay": self.cache.replay,
+        }
 
 
 class Sampling(Body, SamplingParams, strict=True):
@@ -169,5 +182,5 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
         name = names.get(str(problem["loc"][0]), str(problem["loc"][0]))
         raise InvalidRequest(f"{name}: {problem['msg'].removeprefix('Value error, ')}", param=name) from None
     except InvalidRequest as error:
-        param = names.get(error.param, error.param) if error.param else None
-        raise InvalidRequest(error.message, param=param, code=error.code) from None
+        error.param = names.get(error.param, error.param) if error.param else None
+        raise

@@ -77,7 +77,7 @@ class Generation:
     async def respond(self, request: Request, writer: Writer, stream: bool) -> Response:
         """A stream of events or the whole answer. Disconnecting cancels the request."""
         if stream:
-            return writer.STREAM(self.events(writer), self.outputs.close)
+            return writer.STREAM(self.events(writer), self.outputs.close, writer.idle)
         return JsonAnswer(await while_there(request, writer.answer(self)))
 
     @contextmanager
@@ -121,6 +121,10 @@ class Writer(ABC):
 
     def begin(self) -> Iterable[dict[str, Any]]:
         """Events before the first Output."""
+        return ()
+
+    def idle(self) -> Iterable[dict[str, Any]]:
+        """Events of a stream that has had no other event for a while, for clients that ignore comments."""
         return ()
 
     def add_logprobs(self, output: Output) -> None:  # noqa: B027 (some APIs have none)

@@ -66,6 +66,7 @@ MODEL: dict[str, Values] = {
 _ADAPTER = ": name the adapter in `model`, as ADAPTER or MODEL:ADAPTER"
 INSTEAD = {
     **dict.fromkeys(("lora_path", "lora", "lora_id", "adapter_id"), _ADAPTER),
+    "functions": ": use tools",
     "background": ": keep the connection open, or use `stream`",
     "conversation": ": use previous_response_id to continue a stored response",
     "prompt": ": no prompt templates are stored; send the text as input",
@@ -73,6 +74,6 @@ INSTEAD = {
 COMPLETION: dict[str, Values] = {"suffix": EMPTY, "truncation_side": ("left",)}
 CHAT: dict[str, Values] = {
     **{"functions": EMPTY, "function_call": ("none", "auto"), "modalities": (["text"], []), "audio": EMPTY},
-    **{"web_search_options": (), "chat_template": EMPTY, "echo": _OFF, "best_of": _ONE, "truncation_side": ("left",)},
+    **{"chat_template": EMPTY, "echo": _OFF, "best_of": _ONE, "truncation_side": ("left",)},
     **{"input_ids": EMPTY, "images_config": EMPTY, "think": _OFF},
 }

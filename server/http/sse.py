@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -17,12 +17,13 @@ from server.http.answers import JsonAnswer, encode
 
 log = logging.getLogger("ramet.server")
 
-# Proxies close idle streams after 50 to 120 s.
+# Proxies close idle streams after 50 to 120 s, and agents those that have no event for some minutes.
 KEEP_ALIVE_S = 15.0
 
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 Events = AsyncGenerator[dict[str, Any], None]
+MakeEvents = Callable[[], Iterable[dict[str, Any]]]
 T = TypeVar("T")
 
 
@@ -35,10 +36,14 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
     end = b"data: [DONE]\n\n"
 
-    def __init__(self, events: Events, on_close: Callable[[], None]):
+    def __init__(
+        self, events: Events, on_close: Callable[[], None], idle: Callable[[], Iterable[dict[str, Any]]] = tuple
+    ):
+        """`idle`: makes the events that keep the connection while there is no other event; none: a comment does."""
         super().__init__((), headers=_HEADERS)
         self.events = events
         self.on_close = on_close
+        self._idle = idle
         self._sent_s = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,7 +66,7 @@ class EventStream(StreamingResponse):
             while not (gone.done() or events.done()):
                 left_s = self._sent_s + KEEP_ALIVE_S - time.monotonic()
                 if left_s <= 0:
-                    await self._send(b": keep-alive\n\n", send)
+                    await self._send(b"".join(map(self.write, self._idle())) or b": keep-alive\n\n", send)
                 await asyncio.wait((gone, events), timeout=max(left_s, 0), return_when=asyncio.FIRST_COMPLETED)
         finally:
             events.cancel()

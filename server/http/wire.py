@@ -175,10 +175,24 @@ CacheSalt = Annotated[
 ]
 
 
+class Unusable(Body, extra="ignore"):
+    """A tool that the model cannot use, or a part of a message that it cannot read.
+
+    The prompt has one line in place of such a part, and nothing of such a tool; the answer's `left_out` lists both.
+    """
+
+    type: str
+
+    @property
+    def text(self) -> str:
+        return f"[{self.type[:64]}: left out, because this model reads text alone]"
+
+
 class ByType:
     """Annotation of a union of bodies. The field `type` chooses the branch; the first branch is the default.
 
-    A branch that is no body accepts strings. Tags are no identifiers: `errors.py` leaves them out of a field's path.
+    A branch whose `type` is a plain `str` takes the types that no other branch has. A branch that is no body accepts
+    strings. Tags are no identifiers: `errors.py` leaves them out of a field's path.
 
     Args:
         kind: returns the type of a value; default: the value's field `type`.
@@ -193,12 +207,14 @@ class ByType:
             field = getattr(kind, "model_fields", {}).get("type")
             tags |= dict.fromkeys(get_args(field.annotation) if field else (str,), f"as {kind}")
         default = next(tag for name, tag in tags.items() if name is not str)
+        types = {kind: getattr(kind, "model_fields", {}).get("type") for kind in get_args(source)}
+        other = next((f"as {kind}" for kind, field in types.items() if field and field.annotation is str), default)
 
         def tag_of(value: Any) -> str:
             if isinstance(value, str):
                 return tags.get(str, default)
             name = self._type_of(value)
-            return tags.get(name, default) if isinstance(name, str) else default
+            return tags.get(name, other) if isinstance(name, str) else default
 
         branches = tuple(Annotated[kind, Tag(f"as {kind}")] for kind in get_args(source))
         return handler.generate_schema(Annotated[Union[branches], Discriminator(tag_of)])  # noqa: UP007

@@ -83,10 +83,12 @@ def keep_places(write: Callable[[Mark], Prompt], options: CacheOptions | None, r
 
 def cache_usage(outputs: Iterable[Output]) -> dict[str, Any]:
     """The number of tokens read from the cache, and of tokens computed and kept, by hold time."""
-    read, written = 0, dict.fromkeys(("ttl_30m_tokens", "ttl_12h_tokens"), 0)
+    read, replayed, written = 0, 0, dict.fromkeys(("ttl_30m_tokens", "ttl_12h_tokens"), 0)
     for output in outputs:
         read += output.cached_tokens
+        replayed += output.replayed
         for seconds, tokens in (output.usage.created if output.usage else {}).items():
             written["ttl_30m_tokens" if seconds <= _SECONDS["30m"] else "ttl_12h_tokens"] += tokens
     total = {"cached_tokens": read, "cache_write_tokens": sum(written.values())}
-    return total | {"cache_write_tokens_details": written}
+    told = {"replayed_tokens": replayed} if replayed else {}
+    return total | {"cache_write_tokens_details": written} | told

@@ -5,6 +5,7 @@ The parser reads three formats: a JSON object between `<tool_call>` tags (Qwen, 
 """
 
 import json
+import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from runtime.params import Lazy, SamplingParams
 from runtime.sampling.json_text import parse_json
 from server.openai.tools import CLOSE, OPEN, Tool
 
+# A call that has begun: its name, and the beginning of its arguments.
+_BEGUN = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*)', re.DOTALL)
 _MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")
 
 # White space between the parts of a call. The model may have begun the call with more of it before the grammar applies.
@@ -57,6 +60,15 @@ def lazy_calls(sampling: SamplingParams, tools: list[Tool], tagged: bool) -> tup
     except ValidationError:  # the grammar is too long
         return loose, loose
     return strict, loose
+
+
+def calls_or_format(tools: list[Tool], schema: str, tagged: bool) -> str:
+    """A grammar of answers that are calls or follow a JSON schema, in JSON text."""
+    calls = _lazy_grammar(json.loads(schema_of_call([_bare(tool) for tool in tools])), tagged)
+    form = json.dumps({"x-guidance": {"whitespace_pattern": _SPACE}, **json.loads(schema)})
+    start, rest = calls.split("\n", 1)
+    rule = start.removeprefix("start: ")
+    return f"start: ({rule}) | form\n{rest}form: %json {form}\n"
 
 
 def _lazy_grammar(schema: dict[str, Any], tagged: bool) -> str:
@@ -130,12 +142,19 @@ class CallReader:
     num_calls: int = 0
     _held: str = field(default="", init=False)
     _plain: bool = field(default=False, init=False)
+    _cut: bool = field(default=False, init=False)
 
-    def push(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Add text; returns the text that is final, and the complete calls in OpenAI's form."""
+    def push(self, text: str, last: bool, cut: bool = False) -> tuple[str, list[dict[str, Any]]]:
+        """Add text; returns the text that is final, and the calls in OpenAI's form.
+
+        Args:
+            last: whether no further text follows.
+            cut: whether a limit has ended the text. Then a call that was being written is returned as far as it is.
+        """
         if not self.names:
             return text, []
         self._held += text
+        self._cut = cut
         if self.tagged and not self.forced:
             shown, found = self._between_tags(last)
         else:
@@ -183,11 +202,16 @@ class CallReader:
         try:
             value = parse_json(text)
         except ValueError:
-            return []
+            return self._begun(text) if self._cut else []
         entries = value if isinstance(value, list) else [value]
         calls = [(entry.get("name"), _arguments(entry)) for entry in entries if isinstance(entry, dict)]
         known = [(name, arguments) for name, arguments in calls if isinstance(name, str) and name in self.names]
         return known if len(known) == len(entries) else []
+
+    def _begun(self, text: str) -> list[tuple[str, str]]:
+        """The call in the beginning of a JSON text, with the text of its arguments as far as it is."""
+        found = _BEGUN.match(text)
+        return [(found[1], found[2])] if found and found[1] in self.names else []
 
     def _numbered(self, name: str, arguments: str) -> dict[str, Any]:
         self.num_calls += 1
@@ -198,6 +222,16 @@ class CallReader:
             "type": "function",
             "function": function,
         }
+
+
+def text_input(arguments: str) -> str:
+    """The argument `input` of a custom tool's call; the whole text if it is missing."""
+    try:
+        given = parse_json(arguments)
+    except ValueError:
+        return arguments
+    text = given.get("input") if isinstance(given, dict) else None
+    return text if isinstance(text, str) else arguments
 
 
 def before_tag(text: str, tag: str) -> int:

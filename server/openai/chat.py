@@ -13,7 +13,7 @@ from server.explain.reason import Explanation
 from server.generation.service import Generation, Service
 from server.http.answers import JsonList
 from server.http.context import Context
-from server.openai.calls import CallReader, writes_tags
+from server.openai.calls import CallReader, text_input, writes_tags
 from server.openai.common import ChoicesWriter, add_logprobs, finish_reason
 from server.openai.prompt import Chats
 from server.openai.types import ChatRequest
@@ -43,16 +43,19 @@ class ChatWriter(ChoicesWriter):
         self._body = body
         self._readers = [reader_of(body, context.engine.tokenizer) for _ in range(body.n)]
         self._logprobs = [JsonList() for _ in range(body.n)]
+        self._opened: set[int] = set()
+        self._custom = {tool.function.name for tool in body.offered if tool.type == "custom"}
 
     def add_logprobs(self, output: Output) -> None:
         if self._body.logprobs:
             add_logprobs(self._logprobs[output.choice], output, self._body.top_logprobs or 0, self.text_of)
 
     def write(self, output: Output, why: Explanation | None) -> Iterable[dict[str, Any]]:
-        if self.begins(output):
-            opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-            yield self.chunk(output, {"index": output.choice, **opening}) | self._prompt_ids()
-        text, calls = self._readers[output.choice].push(output.delta, last=output.finish is not None)
+        yield from self._open(output.choice)
+        if output.computed:
+            yield self._empty(output.choice) | {"prompt_progress": _progress(output)}
+            return
+        text, calls = self._read(output, output.delta)
         delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
         entry = {"index": output.choice, "delta": delta, **self._ending(output, output.new_token_ids)}
         self._logprobs[output.choice] = JsonList()
@@ -62,16 +65,37 @@ class ChatWriter(ChoicesWriter):
         done = await generation.collect(self.add_logprobs)
         choices = []
         for output in done:
-            text, calls = self._readers[output.choice].push(output.text, last=True)
+            text, calls = self._read(output, output.text)
             message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
             if calls:
-                message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
+                message["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in calls]
             choices.append({"index": output.choice, "message": message, **self._ending(output, output.token_ids)})
         why = await generation.explain(done[0])
-        return self.whole(done, choices, **self._prompt_ids(), **self._explained(why))
+        return self.whole(done, choices, **self._of_prompt(), **self._explained(why))
 
-    def _prompt_ids(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self.prompts[0]} if self._body.return_token_ids else {}
+    def _read(self, output: Output, text: str) -> tuple[str, list[dict[str, Any]]]:
+        """The final part of an answer's text, and its calls."""
+        shown, calls = self._readers[output.choice].push(text, output.finish is not None, output.is_cut)
+        return shown, [_custom_call(call) if call["function"]["name"] in self._custom else call for call in calls]
+
+    def idle(self) -> Iterable[dict[str, Any]]:
+        yield from self._open(0)
+        yield self._empty(0)
+
+    def _open(self, choice: int) -> Iterable[dict[str, Any]]:
+        """The first chunk of a choice, once."""
+        if choice not in self._opened:
+            self._opened.add(choice)
+            yield self._empty(choice, role="assistant") | self._of_prompt()
+
+    def _empty(self, choice: int, **delta: str) -> dict[str, Any]:
+        opening = {"delta": {**delta, "content": ""}, "logprobs": None, "finish_reason": None}
+        return self.envelope({"index": choice, **opening})
+
+    def _of_prompt(self) -> dict[str, Any]:
+        """The prompt's tokens, if the request wants them, and what the prompt lacks of the request."""
+        left_out = {"left_out": self._body.left_out} if self._body.left_out else {}
+        return left_out | ({"prompt_token_ids": self.prompts[0]} if self._body.return_token_ids else {})
 
     def _ending(self, output: Output, tokens: list[int]) -> dict[str, Any]:
         """The fields of a choice that follow its text."""
@@ -89,6 +113,17 @@ class ChatWriter(ChoicesWriter):
         options = self._body.prompt_cache_options
         typed = {"prompt_cache_diagnostics": why.openai()} if options and options.comparison_response_id else {}
         return {"explain": why.describe(), **typed}
+
+
+def _custom_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.pop("function")
+    return {**call, "type": "custom", "custom": {"name": function["name"], "input": text_input(function["arguments"])}}
+
+
+def _progress(output: Output) -> dict[str, Any]:
+    """llama.cpp's report of a prompt that is being computed."""
+    counts = {"total": output.prompt_tokens, "cache": output.cached_tokens, "processed": output.computed}
+    return {**counts, "time_ms": round(1000 * (output.e2e_s - output.queue_s))}
 
 
 def reader_of(body: ChatRequest, tokenizer: Tokenizer) -> CallReader:

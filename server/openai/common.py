@@ -43,7 +43,11 @@ class ChoicesWriter(Writer):
         """A chunk with one choice and the fields `more`."""
         self._last[output.index, output.choice] = output
         reuse = {} if output.finish is None else reuse_of(output)
-        return {**self._head, "choices": [choice], **({"usage": None} if self._with_usage else {}), **reuse, **more}
+        return {**self.envelope(choice), **reuse, **more}
+
+    def envelope(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """A chunk with one choice."""
+        return {**self._head, "choices": [choice], **({"usage": None} if self._with_usage else {})}
 
     def end(self) -> Iterable[dict[str, Any]]:
         if self._with_usage:

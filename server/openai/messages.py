@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
 from runtime.frontend.schemas.pml import Import
 from runtime.sampling.json_text import check_texts
-from server.http.wire import Body, ByType, JsonObject, OneOr, Text
+from server.http.wire import Body, ByType, JsonObject, OneOr, Text, Unusable
 from server.objects.segments import GivenDocument
 from server.openai.caching import Breakpoint, Mark, unmarked
 from server.openai.tools import MAX_TOOLS, ToolCall
 
 # Most messages in a conversation, and most parts in a message.
 MAX_MESSAGES = 4096
+
+# Claude Code's system prompt begins with this line. It changes with each conversation, so that no other one could read
+# the prompt's KV, and it tells the model nothing.
+_BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
 
 
 class TextPart(Body, extra="ignore"):
@@ -70,7 +75,7 @@ class DocumentPart(Body):
     document: GivenDocument
 
 
-Part = Annotated[TextPart | RefusalPart | ThinkingPart | ModulePart | DocumentPart, ByType()]
+Part = Annotated[TextPart | RefusalPart | ThinkingPart | ModulePart | DocumentPart | Unusable, ByType()]
 
 
 def _text_or_none(value: Any) -> str | None:
@@ -87,6 +92,29 @@ class Message(Body, extra="ignore"):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Text | None = None
     reasoning_content: Annotated[Text | None, BeforeValidator(_text_or_none)] = None
+    _left_out: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def left_out(self) -> list[str]:
+        """What the prompt lacks of the message."""
+        parts = self.content if isinstance(self.content, list) else []
+        return self._left_out + [f"content {part.type}" for part in parts if isinstance(part, Unusable)]
+
+    @model_validator(mode="after")
+    def _without_billing(self) -> Message:
+        texts = self.content if isinstance(self.content, list) else []
+        first = next((part for part in texts if isinstance(part, TextPart)), None)
+        text = self.content if isinstance(self.content, str) else "" if first is None else first.text
+        if self.role in ("system", "developer") and (found := _BILLING.match(text)):
+            self._left_out = ["x-anthropic-billing-header"]
+            rest = text[found.end() :]
+            if first is None:
+                self.content = rest
+            elif rest or len(texts) == 1:
+                self.content = [part.model_copy(update={"text": rest}) if part is first else part for part in texts]
+            else:
+                self.content = [part for part in texts if part is not first]
+        return self
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:

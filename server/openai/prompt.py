@@ -19,7 +19,7 @@ from server.objects.documents import DocumentStore
 from server.objects.schemas import SchemaStore
 from server.objects.segments import find_documents
 from server.openai.caching import Mark, keep_places, unmarked
-from server.openai.calls import lazy_calls, writes_tags
+from server.openai.calls import calls_or_format, lazy_calls, writes_tags
 from server.openai.tools import Function, Tool, continue_chat, render_chat, with_tools
 from server.openai.types import ChatRequest
 
@@ -45,6 +45,9 @@ class ChatPrompts:
         sampling, otherwise = body.sampling(body.most_tokens, body.constraint()), None
         if body.offered and not sampling.constrained and engine.info.diffusion is None:
             sampling, otherwise = lazy_calls(sampling, body.callable_tools(), writes_tags(engine.tokenizer))
+        elif body.offered and not body.must_call and sampling.json_schema is not None:
+            grammar = calls_or_format(body.callable_tools(), sampling.json_schema, writes_tags(engine.tokenizer))
+            sampling = sampling.model_copy(update={"json_schema": None, "grammar": grammar})
         return body.submission(
             *(partial(self._render, body, tenant), sampling, tenant, self._context),
             num_characters=body.num_characters,
@@ -52,6 +55,7 @@ class ChatPrompts:
             rid=body.request_id or new_rid(),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             shared_text=partial(self._system_text, body),
+            progress=body.stream and body.return_progress,
         )
 
     async def text(self, body: ChatRequest, tenant: Tenant) -> str:

@@ -24,6 +24,8 @@ class TokenizeRequest(Body):
 
     model_config = example(prompt="The capital of France is")
 
+    ALIASES: ClassVar[Mapping[str, str]] = {"content": "prompt", "add_special": "add_special_tokens"}
+
     model: str | None = None
     prompt: OneOrMany[Text] | None = None
     messages: Messages | None = None
@@ -93,6 +95,12 @@ async def detokenize(request: Request, context: Ctx, body: DetokenizeRequest, as
         return {"text": text, "prompt": text}
 
     return await unless_gone(request, work())
+
+
+@router.post("/apply-template", include_in_schema=False)
+async def apply_template(body: ChatRequest, chats: Chats, asker: CurrentTenant) -> dict[str, str]:
+    """The prompt's text of a chat, as llama.cpp's route gives it."""
+    return {"prompt": await chats.text(body, asker)}
 
 
 @router.get("/tokenizer_info")

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from runtime.errors import InvalidRequest
 from runtime.models.marks import cut, new_mark
 from runtime.models.tokenizer import Tokenizer
 from runtime.sampling.json_text import parse_json
-from server.http.wire import Body, ByType, JsonObject, JsonText, Text
+from server.http.wire import Body, ByType, JsonObject, JsonText, Text, Unusable
 from server.openai.caching import Breakpoint, Mark, unmarked
+from server.openai.roles import place_systems
 
 MAX_TOOLS = 128
 
@@ -35,12 +36,30 @@ class Function(Body):
     parameters: JsonObject | None = None
 
 
-class Tool(Body):
-    """A tool; functions are the only kind."""
+def _custom_tool(given: Any) -> Any:
+    """The dict of a function for that of a `custom` tool, which takes a text."""
+    if not isinstance(given, dict) or given.get("type") != "custom" or not isinstance(given.get("custom"), dict):
+        return given
+    name, description, form = (given["custom"].get(key) for key in ("name", "description", "format"))
+    if isinstance(form, dict) and isinstance(grammar := form.get("grammar"), dict):
+        form = f"input has the form of this {grammar.get('syntax')} grammar:\n{grammar.get('definition')}"
+        description = f"{description or ''}\n{form}"
+    parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {**{key: given[key] for key in given if key != "custom"}, "function": function}
 
-    type: Literal["function"]
+
+class Tool(Body):
+    """A function, or a `custom` tool, which the model sees as a function with the text `input`."""
+
+    type: Literal["function", "custom"]
     function: Function
     prompt_cache_breakpoint: Breakpoint | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_function(cls, given: Any) -> Any:
+        return _custom_tool(given)
 
     def marked(self, mark: Mark) -> list[Tool]:
         """The tool. If `mark` returns a text, a second tool with this name follows, which marks the breakpoint."""
@@ -60,6 +79,9 @@ class Tool(Body):
         return self.function.parameters or {"type": "object", "properties": {}}
 
 
+AnyTool = Annotated[Tool | Unusable, ByType()]
+
+
 class NamedFunction(Body):
     """A function that `tool_choice` names."""
 
@@ -69,7 +91,9 @@ class NamedFunction(Body):
 class NamedTool(Body):
     """A tool that `tool_choice` names."""
 
-    type: Literal["function"]
+    ALIASES: ClassVar[Mapping[str, str]] = {"custom": "function"}
+
+    type: Literal["function", "custom"]
     function: NamedFunction
 
     @property
@@ -109,9 +133,17 @@ class ToolCall(Body, extra="ignore"):
     """An earlier call that a client sends back."""
 
     id: Text | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function", "custom"] = "function"
     function: CalledFunction
     prompt_cache_breakpoint: Breakpoint | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_function(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not isinstance(custom := given.get("custom"), dict):
+            return given
+        arguments = json.dumps({"input": custom.get("input") or ""}, ensure_ascii=False)
+        return {**given, "function": {"name": custom.get("name"), "arguments": arguments}}
 
     def plain(self, mark: Mark = unmarked) -> list[dict[str, Any]]:
         """The call as a dict for the chat template. Arguments that are JSON are parsed.
@@ -139,6 +171,7 @@ def render_chat(
         messages, tools = with_tools(tokenizer, messages, tools), []
     else:
         messages = with_tools(tokenizer, messages, [])
+    messages = place_systems(messages, tokenizer.system_turns)
     described = [tool.plain() for tool in tools] or None
     return tokenizer.apply_chat_template(messages, add_generation_prompt, described, variables or {})
 

@@ -12,13 +12,13 @@ from runtime.params import CONSTRAINTS, CommonSampling, ReuseParams, SamplingPar
 from server.auth.keys import Tenant
 from server.generation.bodies import AnswerId, Diffusion, GenerationBody, LogitBias, Reuse, naming
 from server.http import fields
-from server.http.wire import Body, JsonObject, OneOrMany, Prompts, Rid, Text, TokenIds, example
+from server.http.wire import Body, JsonObject, OneOrMany, Prompts, Rid, Text, TokenIds, Unusable, example
 from server.objects.segments import GivenDocuments
 from server.openai.caching import CacheOptions, Mark, Retention, unmarked
 from server.openai.calls import schema_of_call
 from server.openai.formats import Constrained, Constraint, ResponseFormat, StructuredOutputs, only
 from server.openai.messages import Messages
-from server.openai.tools import MAX_TOOLS, AllowedTools, NamedTool, Tool, ToolChoice
+from server.openai.tools import MAX_TOOLS, AllowedTools, AnyTool, NamedTool, Tool, ToolChoice
 
 NewTokens = Annotated[int, Field(ge=-1, le=1 << 20, description="-1: as many as fit; 0: only compute the prompt")]
 
@@ -130,7 +130,7 @@ class CompletionRequest(CommonRequest):
 class ChatRequest(CommonRequest):
     """`POST /v1/chat/completions`."""
 
-    IGNORED = CommonRequest.IGNORED - {"prompt_cache_retention"}
+    IGNORED = CommonRequest.IGNORED - {"prompt_cache_retention", "return_progress"}
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = fields.SAMPLING | fields.MODEL | fields.CHAT
     NAMES: ClassVar[Mapping[str, str]] = {
         **CommonRequest.NAMES,
@@ -158,11 +158,20 @@ class ChatRequest(CommonRequest):
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = Field(
         None, description="a variable for the chat template; `none` also sets enable_thinking to false"
     )
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     prompt_cache_options: CacheOptions | None = None
     prompt_cache_retention: Retention | None = None
+    web_search_options: JsonObject | None = Field(None, description="left out: the model cannot search the web")
+    return_progress: bool = Field(False, description="a stream reports how much of the prompt is computed")
+
+    @property
+    def left_out(self) -> list[str]:
+        found = [what for message in self.messages for what in message.left_out]
+        found += [f"tool {tool.type}" for tool in self.tools or () if isinstance(tool, Unusable)]
+        found += ["web_search_options"] if self.web_search_options is not None else []
+        return list(dict.fromkeys(found))
 
     @property
     def num_characters(self) -> int:
@@ -202,7 +211,8 @@ class ChatRequest(CommonRequest):
     @property
     def offered(self) -> list[Tool]:
         """The tools that the prompt describes."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        usable = [tool for tool in self.tools or () if isinstance(tool, Tool)]
+        return [] if self.tool_choice == "none" else usable
 
     @property
     def must_call(self) -> bool:
@@ -236,10 +246,11 @@ class ChatRequest(CommonRequest):
             raise InvalidRequest("a schema and documents exclude each other", param="schema")
         if self.schema_name is not None and (self.template_variables() or self.truncate_prompt_tokens is not None):
             raise InvalidRequest("a schema excludes template variables and truncation", param="schema")
-        if self.must_call and not self.tools:
+        if self.must_call and not self.offered:
             raise InvalidRequest("tool_choice needs tools", param="tool_choice")
-        if self.offered and self.constraints():
-            raise InvalidRequest("tools and a response format exclude each other", param="response_format")
+        if self.offered and "json_schema" not in only(self.constraints()) and self.constraints():
+            message = "tools and a regular expression or a grammar exclude each other; a JSON schema is possible"
+            raise InvalidRequest(message, param="response_format")
         if self.continue_final_message:
             self._check_continued()
         if self.top_logprobs is not None and not self.logprobs:

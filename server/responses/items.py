@@ -9,7 +9,8 @@ from pydantic import ConfigDict, TypeAdapter
 from runtime.errors import InvalidRequest
 from server.errors import NotFound
 from server.generation.bodies import naming
-from server.openai.messages import Message, Part, TextPart
+from server.http.wire import Unusable
+from server.openai.messages import Message
 from server.openai.tools import Function, Tool
 from server.openai.types import ChatRequest
 from server.responses import types
@@ -65,6 +66,8 @@ def turns_of(items: list[types.Item]) -> list[Message]:
         if isinstance(item, types.ItemReasoning):
             thoughts += [part.text for part in item.content]
             continue
+        if isinstance(item, Unusable):
+            continue
         turn = _turn(item, turns[-1] if turns else None)
         if thoughts and turn.role == "assistant":
             turn.reasoning_content = "\n".join(thoughts)
@@ -98,7 +101,7 @@ def chat_of(body: types.ResponseRequest, items: list[types.Item]) -> ChatRequest
     form = body.text.format or types.TextFormat()
     fields = {
         **{name: getattr(body, name) for name in same},
-        "messages": _with_one_system_message(turns),
+        "messages": turns,
         "max_tokens": body.max_output_tokens,
         "tools": [_tool(name, description, tool.parameters) for name, tool, description, _ in body.offered] or None,
         "tool_choice": _choice(body.tool_choice) if body.offered or body.tool_choice not in ("auto", "none") else None,
@@ -112,17 +115,6 @@ def chat_of(body: types.ResponseRequest, items: list[types.Item]) -> ChatRequest
         chat = ChatRequest.model_validate(fields)
         chat.refuse_unsupported()
         return chat
-
-
-def _with_one_system_message(turns: list[Message]) -> list[Message]:
-    """Join all system messages at the beginning, because many chat templates accept only one."""
-    count = next((i for i, turn in enumerate(turns) if turn.role not in ("system", "developer")), len(turns))
-    if count < 2:
-        return turns
-    parts: list[Part] = []
-    for turn in turns[:count]:
-        parts += turn.content if isinstance(turn.content, list) else [TextPart(type="text", text=turn.content or "")]
-    return [turns[0].model_copy(update={"role": "system", "content": parts}), *turns[count:]]
 
 
 def _tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> Tool:

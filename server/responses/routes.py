@@ -12,13 +12,13 @@ from server.generation.bodies import naming
 from server.generation.service import Service
 from server.http.answers import JsonAnswer, encode
 from server.http.context import Context, Ctx
-from server.http.sse import unless_gone, while_there
+from server.http.sse import Events, TypedEventStream, unless_gone, while_there
 from server.openai.prompt import Chats
 from server.openai.types import ChatRequest
 from server.responses.items import chat_of, dump, load, read_input, read_output, show
 from server.responses.store import Responses, ResponseStore, StoredResponse
 from server.responses.types import ResponseRequest
-from server.responses.writer import ResponseWriter
+from server.responses.writer import ResponseWriter, replay
 
 router = EveryKey(prefix="/v1/responses", tags=["openai"])
 
@@ -37,6 +37,7 @@ async def create(
     with naming(body.NAMES):
         items, chat = await while_there(request, _read(body, service.context, responses, tenant))
         submission = await chats.in_turn(request, chat, tenant)
+    submission.progress = body.stream
 
     def keep(response: dict[str, Any]) -> None:
         answered = frozenset(item["id"] for item in response["output"])
@@ -65,9 +66,24 @@ async def count_tokens(
 
 
 @router.get("/{response_id}", response_model=None)
-async def retrieve(response_id: str, responses: Responses, tenant: CurrentTenant) -> Response:
-    """A stored response of this key."""
-    return JsonAnswer(msgspec.Raw(responses.get(tenant.account, response_id).body))
+async def retrieve(
+    response_id: str,
+    responses: Responses,
+    tenant: CurrentTenant,
+    stream: bool = False,
+    starting_after: Annotated[int, Query(ge=-1, description="number of the last event that is known")] = -1,
+) -> Response:
+    """A stored response of this key; with `stream`, as events, each item in one piece."""
+    stored = responses.get(tenant.account, response_id)
+    if not stream:
+        return JsonAnswer(msgspec.Raw(stored.body))
+
+    async def events() -> Events:
+        for event in replay(msgspec.json.decode(stored.body)):
+            if event["sequence_number"] > starting_after:
+                yield event
+
+    return TypedEventStream(events(), lambda: None)
 
 
 @router.get("/{response_id}/input_items")

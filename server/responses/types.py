@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import AfterValidator, Field
 
 from server.http import fields
-from server.http.wire import Body, ByType, JsonObject, JsonText, OneOr, Text, example, type_of
+from server.http.wire import Body, ByType, JsonObject, JsonText, OneOr, Text, Unusable, example, type_of
 from server.openai.caching import CacheOptions, Retention
 from server.openai.messages import MAX_MESSAGES, Message, TextPart
 from server.openai.tools import MAX_TOOLS, CalledFunction, Function, Name, ToolCall
@@ -47,7 +47,7 @@ class ItemResult(Body, extra="ignore"):
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Id
-    output: OneOr[Text, Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]]
+    output: OneOr[Text, Annotated[list[Annotated[TextPart | Unusable, ByType()]], Field(max_length=MAX_MESSAGES)]]
 
 
 class ReasoningText(Body, extra="ignore"):
@@ -83,7 +83,8 @@ def _type_of(item: Any) -> Any:
     return "item_reference" if isinstance(item, dict) and item.keys() == {"id"} else type_of(item)
 
 
-Item = Annotated[ItemMessage | ItemCall | ItemResult | ItemReasoning | ItemReference, ByType(_type_of)]
+# Items of tools that OpenAI's servers run, and compacted conversations, are `Unusable`.
+Item = Annotated[ItemMessage | ItemCall | ItemResult | ItemReasoning | ItemReference | Unusable, ByType(_type_of)]
 
 
 class ItemTool(Function):
@@ -135,29 +136,8 @@ class ItemNamespace(Body):
     tools: Annotated[list[Annotated[ItemTool | ItemCustom, ByType()]], Field(max_length=MAX_TOOLS)]
 
 
-class ItemHosted(Body, extra="ignore"):
-    """A tool that only OpenAI's servers or models support. It is not offered to the model."""
-
-    type: Literal[
-        "web_search",
-        "web_search_2025_08_26",
-        "web_search_preview",
-        "web_search_preview_2025_03_11",
-        "file_search",
-        "code_interpreter",
-        "image_generation",
-        "mcp",
-        "computer",
-        "computer_use_preview",
-        "local_shell",
-        "shell",
-        "apply_patch",
-        "tool_search",
-        "programmatic_tool_calling",
-    ]
-
-
-AnyTool = Annotated[ItemHosted | ItemTool | ItemCustom | ItemNamespace, ByType()]
+# Tools that only OpenAI's servers or models support are `Unusable`.
+AnyTool = Annotated[ItemTool | ItemCustom | ItemNamespace | Unusable, ByType()]
 
 
 class Offered(NamedTuple):
@@ -273,14 +253,15 @@ class ResponseRequest(SampledRequest):
                 for one, word in zip(tool.tools, words, strict=False):
                     description = "\n".join(filter(None, [word, _description(one)])) or None
                     found.append(Offered(f"{tool.name}.{one.name}", one, description, tool.name))
-            elif not isinstance(tool, ItemHosted):
+            elif not isinstance(tool, Unusable):
                 found.append(Offered(tool.name, tool, _description(tool)))
         return found
 
     @property
-    def not_offered(self) -> list[str]:
-        """The types of the hosted tools in the request."""
-        return [tool.type for tool in self.tools if isinstance(tool, ItemHosted)]
+    def left_out(self) -> list[str]:
+        items = self.input if isinstance(self.input, list) else []
+        found = [f"tool {tool.type}" for tool in self.tools if isinstance(tool, Unusable)]
+        return list(dict.fromkeys([*found, *(f"item {item.type}" for item in items if isinstance(item, Unusable))]))
 
     @property
     def is_prewarming(self) -> bool:

@@ -13,11 +13,13 @@ from server.generation.service import Generation, Writer
 from server.http.answers import JsonList
 from server.http.context import Context
 from server.http.sse import TypedEventStream
+from server.http.wire import Unusable
 from server.openai.caching import cache_usage
+from server.openai.calls import text_input
 from server.openai.chat import reader_of
 from server.openai.common import add_logprobs
 from server.openai.types import ChatRequest
-from server.responses.types import ItemCustom, ItemHosted, ItemNamespace, ItemTool, ResponseRequest, TextFormat
+from server.responses.types import ItemCustom, ItemNamespace, ItemTool, ResponseRequest, TextFormat
 
 Event = dict[str, Any]
 
@@ -50,15 +52,18 @@ class ResponseWriter(Writer):
         self._message: dict[str, Any] | None = None
         self._number = -1
         self._offered = {offered.name: offered for offered in body.offered}
-        self.response = _beginning(body, rid, context.check_model(body.model))
+        self.response = _beginning(body, [*body.left_out, *chat.left_out], rid, context.check_model(body.model))
 
     @property
     def output(self) -> list[dict[str, Any]]:
         return self.response["output"]
 
     def begin(self) -> Iterator[Event]:
-        for kind in ("response.created", "response.in_progress"):
-            yield self._event(kind, response={**self.response, "output": []})
+        yield self._event("response.created", response={**self.response, "output": []})
+        yield from self.idle()
+
+    def idle(self) -> Iterator[Event]:
+        yield self._event("response.in_progress", response={**self.response, "output": []})
 
     def add_logprobs(self, output: Output) -> None:
         if self._body.with_logprobs:
@@ -81,12 +86,14 @@ class ResponseWriter(Writer):
     def _events(self, output: Output) -> Iterator[Event]:
         """The events of new text and calls; for the last Output also those of the end."""
         last = output.finish is not None
-        text, calls = self._reader.push(output.delta, last)
+        if output.computed:
+            yield from self.idle()
+        text, calls = self._reader.push(output.delta, last, output.is_cut)
         if text or (last and not (calls or self.output or self._body.is_prewarming)):
             yield from self._add_text(text)
         for call in calls:
             yield from self._close()
-            yield from self._call(call)
+            yield from self._call(call, "incomplete" if output.is_cut and call is calls[-1] else "completed")
         if last:
             status = self._note_end(output)
             yield from self._close(status)
@@ -120,13 +127,13 @@ class ResponseWriter(Writer):
         yield self._of_item("response.output_item.done", item=self._message)
         self._message = None
 
-    def _call(self, call: dict[str, Any]) -> Iterator[Event]:
+    def _call(self, call: dict[str, Any], status: str) -> Iterator[Event]:
         arguments = call["function"]["arguments"]
         _, tool, _, namespace = self._offered[call["function"]["name"]]
         item = {"call_id": call["id"], "name": tool.name} | ({"namespace": namespace} if namespace else {})
         if isinstance(tool, ItemCustom):
             kind, key, more = "custom_tool_call_input", "input", {}
-            arguments = _input_of(arguments)
+            arguments = text_input(arguments)
             item |= {"id": f"ctc_{new_rid()}", "type": "custom_tool_call", "input": ""}
         else:
             kind, key, more = "function_call_arguments", "arguments", {"name": tool.name}
@@ -135,7 +142,7 @@ class ResponseWriter(Writer):
         yield self._of_item("response.output_item.added", item=dict(item))
         named = {"item_id": item["id"]}
         yield self._of_item(f"response.{kind}.delta", **named, delta=arguments)
-        item |= {key: arguments} | ({"status": "completed"} if "status" in item else {})
+        item |= {key: arguments} | ({"status": status} if "status" in item else {})
         yield self._of_item(f"response.{kind}.done", **named, **{key: arguments}, **more)
         yield self._of_item("response.output_item.done", item=item)
 
@@ -152,7 +159,7 @@ class ResponseWriter(Writer):
         if output.finish.type == "stop" or self._body.is_prewarming:
             self.response |= {"status": "completed", "completed_at": int(time.time())}
         else:
-            reason = "max_output_tokens" if output.finish.type == "length" else None
+            reason = "max_output_tokens" if output.is_cut else None
             self.response |= {"status": "incomplete", "incomplete_details": {"reason": reason}}
         status: str = self.response["status"]
         return status
@@ -175,11 +182,16 @@ class ResponseWriter(Writer):
         return {"type": kind, "sequence_number": self._number, **more}
 
 
-def _input_of(arguments: str) -> str:
-    """The argument `input` of a custom tool's call; the whole text if it is missing."""
-    given = msgspec.json.decode(arguments)
-    text = given.get("input") if isinstance(given, dict) else None
-    return text if isinstance(text, str) else arguments
+def replay(response: dict[str, Any]) -> Iterator[Event]:
+    """The events of a whole response."""
+    begun = {**response, "status": "in_progress", "output": [], "usage": None, "completed_at": None}
+    events: list[Event] = [{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")]
+    for index, item in enumerate(response["output"]):
+        events += [
+            {"type": f"response.output_item.{kind}", "output_index": index, "item": item} for kind in ("added", "done")
+        ]
+    events.append({"type": f"response.{response['status']}", "response": response})
+    return ({**event, "sequence_number": number} for number, event in enumerate(events))
 
 
 def _described(tool: ItemTool | ItemCustom | ItemNamespace) -> dict[str, Any]:
@@ -192,18 +204,18 @@ _SAME = {"instructions", "max_output_tokens", "parallel_tool_calls", "previous_r
 _SAME |= {"prompt_cache_retention", "store", "temperature", "tool_choice", "top_p", "truncation", "user"}
 
 
-def _beginning(body: ResponseRequest, rid: str, model: str) -> dict[str, Any]:
+def _beginning(body: ResponseRequest, left_out: list[str], rid: str, model: str) -> dict[str, Any]:
     """A response without output."""
     form, options = body.text.format or TextFormat(), body.prompt_cache_options
     shown: dict[str, Any] = {"type": form.type}
     if form.schema_ is not None:
         shown |= {"name": "answer", "schema": form.schema_, "strict": True}
-    tools = [_described(tool) for tool in body.tools if not isinstance(tool, ItemHosted)]
+    tools = [_described(tool) for tool in body.tools if not isinstance(tool, Unusable)]
     return body.model_dump(include=_SAME) | {
         **{"id": rid, "object": "response", "created_at": int(time.time()), "status": "in_progress", "model": model},
         **{"background": False, "error": None, "incomplete_details": None, "completed_at": None, "usage": None},
         **{"output": [], "tools": tools, "metadata": body.metadata or {}, "top_logprobs": body.top_logprobs or 0},
         **{"reasoning": {"effort": body.reasoning.effort, "summary": None}, "text": {"format": shown}},
         "prompt_cache_options": None if options is None else options.model_dump(exclude={"prewarm"}),
-        **({"tools_not_offered": body.not_offered} if body.not_offered else {}),
+        **({"left_out": left_out} if left_out else {}),
     }

@@ -22,6 +22,8 @@ _PROBE_PRIORITY = 1 << 30
 
 
 @router.get("/health", response_class=PlainTextResponse)
+@router.get("/ping", response_class=PlainTextResponse, include_in_schema=False)
+@router.get("/v1/health", response_class=PlainTextResponse, include_in_schema=False)
 async def health(context: Ctx) -> Response:
     """200 while the engine process runs, else 503."""
     if not context.engine.alive:
@@ -69,6 +71,21 @@ async def model_info(context: Ctx, asker: CurrentTenant) -> dict[str, Any]:
         "eos_token_ids": info.eos_token_ids,
         "dtype": info.dtype,
         "diffusion": msgspec.to_builtins(info.diffusion),
+    }
+
+
+@router.get("/props", include_in_schema=False)
+async def props(context: Ctx, asker: CurrentTenant) -> dict[str, Any]:
+    """The model as llama.cpp describes it."""
+    engine = context.engine
+    return {
+        "default_generation_settings": {"n_ctx": engine.info.context_length},
+        "total_slots": context.config.scheduler.max_running,
+        "model_alias": engine.info.name,
+        "model_path": engine.info.path if asker.admin else engine.info.name,
+        "chat_template": engine.tokenizer.chat_template or "",
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"ramet {version('ramet')}",
     }
 
 

@@ -44,6 +44,7 @@ def test_every_body_with_fields_of_others_is_in_the_table():
         "ItemCustom",
         "Function",
         "ItemMessage",
+        "NamedTool",
         "ItemReasoning",
     }
 
@@ -156,8 +157,9 @@ def test_parts_of_messages():
     assert turns[0]["tool_calls"][0]["function"]["arguments"] == {"city": "Köln"}
     assert turns[0]["reasoning_content"] == "I call."
     assert turns[1]["content"] == ""
-    with pytest.raises(ValidationError):
-        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+    picture = chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+    assert picture.turns()[0]["content"] == "[image_url: left out, because this model reads text alone]"
+    assert picture.left_out == ["content image_url"]
 
 
 def test_variables_of_the_chat_template():

@@ -57,7 +57,7 @@ class Driver:
     def add(self, rid: str, prompt: Sequence[int], **options: Any) -> None:
         """Add an ordinary request; `options` are fields of its message and of `SamplingParams`."""
         fields = {"namespace", "account", "breakpoints", "logprobs", "prompt_logprobs_from", "priority"}
-        fields |= {"store", "hold_s", "explain"}
+        fields |= {"store", "hold_s", "explain", "progress"}
         message = {name: options.pop(name) for name in fields & options.keys()}
         self.send(rid, prompt, options, **message)
 

@@ -194,3 +194,17 @@ def test_prompt_and_output_logprobs_equal_transformers(ids_dir):
     driver.run()
     cold = [entry.token for event in driver.events["cold"] for entry in event.prompt_logprobs or []]
     assert cold == prompt[25:], "chunks that end before the first wanted token report nothing"
+
+
+def test_a_prompt_s_progress_is_told_step_by_step(ids_dir):
+    driver, prompt = Driver(make_core(ids_dir, page_size=4, chunk_tokens=16)), list(range(100, 150))
+    driver.add("a", prompt, max_new_tokens=2, progress=True)
+    driver.add("b", prompt[::-1], max_new_tokens=2)
+    driver.run()
+    assert [event.computed for event in driver.events["a"]] == [16, 32, 48, 0, 0]
+    assert driver.events["a"][0].admission is not None
+    assert [len(event.tokens) for event in driver.events["b"]] == [1, 1]
+    driver.add("c", [*prompt[:40], 7, 8], max_new_tokens=1, progress=True)
+    driver.run()
+    (event,) = driver.events["c"]
+    assert (event.computed, event.admission.cached_tokens) == (0, 40), "one step computes the rest"

@@ -12,12 +12,11 @@ from runtime.models import sandbox
 from runtime.models.tokenizer import Tokenizer
 
 
-def test_a_place_at_a_token_s_end_counts_that_token(default_model_dir):
+def test_each_token_has_its_end(default_model_dir):
     tokenizer, text = Tokenizer.load(default_model_dir), "Many stems grow from one shared root."
     ids = tokenizer.encode(text)
     ends = [len(tokenizer.decode(ids[: i + 1])) for i in range(len(ids))]
-    assert tokenizer.encode_with_places(text, ends) == (ids, list(range(1, len(ids) + 1)))
-    assert tokenizer.encode_with_places(text, [end - 1 for end in ends])[1] == list(range(len(ids)))
+    assert tokenizer.encode_with_ends(text) == (ids, ends)
 
 
 TEXTS = [

@@ -8,10 +8,12 @@ import time
 import pytest
 
 from runtime import Engine
+from runtime.engine.parts import Grammars
 from runtime.errors import InvalidRequest, RametError
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.sampling.grammar import Grammar, GrammarCompiler
+from tests.runtime.engine.driver import Driver, make_core
 
 SCHEMA = {
     "type": "object",
@@ -194,3 +196,20 @@ def test_what_is_compiled_for_one_tenant_saves_no_other_any_time(tiny_dir):
             time.sleep(0.01)
         kept.append(len(compiler._kept))
     assert kept == [1, 1, 2]
+
+
+def test_a_call_that_may_be_made_goes_on_without_its_grammar(ids_dir, monkeypatch):
+    """It cannot be compiled: an answer that must follow it fails, one that only may call a tool goes on."""
+
+    def broken(*_):
+        raise OSError
+
+    driver = Driver(make_core(ids_dir))
+    monkeypatch.setattr(driver.core.part(Grammars).compiler, "_compile", broken)
+    plain = {"max_new_tokens": 3, "temperature": 0}
+    driver.add("free", [5, 6, 7], **plain)
+    driver.add("may", [5, 6, 7], **plain, grammar='start: "x"', lazy={"triggers": ["x"]})
+    driver.add("must", [5, 6, 7], **plain, grammar='start: "x"')
+    driver.run()
+    assert driver.finish["must"].type == "error"
+    assert driver.tokens["may"] == driver.tokens["free"]

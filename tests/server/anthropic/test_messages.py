@@ -2,16 +2,21 @@
 
 import json
 import random
+import re
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from msgspec.structs import replace
 
 from runtime.errors import EngineDead, Overloaded, RametError, RateLimited
-from runtime.frontend.output import Output
-from runtime.protocol import Breakpoint, CacheUsage
+from runtime.frontend.output import Output, Submission
+from runtime.protocol import Breakpoint, CacheUsage, Finish
+from server.anthropic.messages import MessageWriter
 from server.anthropic.messages import usage as usage_of
+from server.anthropic.prompt import chat_of
+from server.anthropic.types import MessagesRequest
 from server.errors import Forbidden, Unauthorized, error_response
 
 MODEL = "smollm2"
@@ -156,17 +161,17 @@ BAD = [
     ({"max_tokens": -1}, 400, "max_tokens"),
     ({"model": "another"}, 404, "model"),
     ({"messages": []}, 400, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "messages.0.content.0.type"),
+    ({"messages": [{"role": "user", "content": [{"type": 7}]}]}, 400, None),
     ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
     ({"system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral", "ttl": "2h"}}]}, 400, None),
     ({"system": [text("x", FIVE)] * 5}, 400, "cache_control"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, None),
+    ({"tools": [{"type": "web_search_20250305"}], "tool_choice": {"type": "any"}}, 400, "tool_choice"),
+    ({"thread": {"type": "resume", "id": "t"}}, 400, "thread"),
     ({"tool_choice": {"type": "any"}}, 400, "tool_choice"),
     ({"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "g"}}, 400, "tool_choice"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "tree"}}}}, 400, None),
     ({"stop_sequences": [""]}, 400, "stop_sequences.0"),
     ({"container": "c"}, 400, "container"),
-    ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, 400, None),
     ({"messages": [{"role": "user", "content": "word " * 9000}]}, 400, "messages"),
 ]
 
@@ -219,3 +224,88 @@ def test_an_answer_that_is_aborted_is_an_error(client, server):
     finally:
         client.post("/resume")
     assert (told.status_code, told.json()["error"]["type"]) == (409, "conflict_error")
+
+
+def billed(version: str, **fields) -> dict:
+    """Claude Code's system prompt of a conversation, in blocks."""
+    line = text(f"x-anthropic-billing-header: cc_version=2.1.{version}; cc_entrypoint=cli;")
+    return body(system=[line, text(said(77, 60))], cache_salt="billed", **fields)
+
+
+def test_a_line_for_bills_costs_no_conversation_its_cache(client):
+    first, second = send(client, billed("197.1c0")), send(client, billed("198.8a5", explain=True))
+    assert total(first["usage"]) == total(second["usage"]) == count(client, body(system=[text(said(77, 60))]))
+    assert second["usage"]["cache_read_input_tokens"] >= total(second["usage"]) - 16
+    assert second["explain"]["reason"] == "hit"
+    assert first["left_out"] == ["x-anthropic-billing-header"]
+    assert "left_out" not in send(client, body())
+    (whole,) = [{"role": "system", "content": f"{billed('1')['system'][0]['text']}\n{said(77, 60)}"}]
+    asked = {"model": MODEL, "max_tokens": 1, "messages": [whole, {"role": "user", "content": "x"}]}
+    shorter = {**asked, "messages": [{**whole, "content": said(77, 60)}, asked["messages"][1]]}
+    answers = [client.post("/v1/chat/completions", json=each).json() for each in (asked, shorter)]
+    assert answers[0]["usage"]["prompt_tokens"] == answers[1]["usage"]["prompt_tokens"]
+    assert answers[0]["left_out"] == ["x-anthropic-billing-header"]
+
+
+def test_a_message_that_waits_begins_before_it_is_admitted():
+    """`idle` is called while a stream has no event; the first Output comes later and begins nothing anew."""
+    info = SimpleNamespace(context_length=100)
+    context = SimpleNamespace(
+        engine=SimpleNamespace(info=info, tokenizer=SimpleNamespace(chat_template="")), check_model=str
+    )
+    asked = MessagesRequest.model_validate(body())
+    submission = Submission("x", tokens=b"1234" * 9)
+    writer = MessageWriter(asked, chat_of(asked), submission, context)
+    start, *pings = [*writer.idle(), *writer.idle()]
+    assert (start["type"], start["message"]["usage"]["input_tokens"]) == ("message_start", 9)
+    assert [ping["type"] for ping in pings] == ["ping", "ping"]
+    assert [*writer.write(Output(0, 0, "", computed=256), None)] == [{"type": "ping"}]
+    kinds = [event["type"] for event in writer.write(Output(0, 0, "", delta="Oak", finish=Finish("stop")), None)]
+    assert kinds == [
+        *("content_block_start", "content_block_delta", "content_block_stop", "message_delta", "message_stop")
+    ]
+
+
+def test_what_the_model_cannot_use_is_left_out_and_listed(client):
+    """An agent that once read a picture, or whose tools run elsewhere, must not be refused for ever."""
+    source = {"type": "base64", "media_type": "image/png", "data": "x" * 5000}
+    call = {"type": "tool_use", "id": "toolu_1", "name": "read", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "image", "source": source}]}
+    found = {"type": "search_result", "title": "Oaks", "source": "o.txt", "content": [text("An oak is a tree.")]}
+    server_use = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "oak"}}
+    turns = [
+        {"role": "user", "content": [{"type": "document", "source": {**source, "media_type": "application/pdf"}}]},
+        {"role": "assistant", "content": [server_use, call]},
+        {"role": "user", "content": [result, found, text("So?", FIVE)]},
+    ]
+    tools = [{"type": "bash_20250124", "name": "bash"}, {"name": "read", "input_schema": {"type": "object"}}]
+    odd = {"thread": {"type": "create"}, "context_management": {"edits": [{"type": "compact_20260112"}]}}
+    answer = send(client, body(messages=turns, tools=tools, **odd))
+    assert answer["left_out"] == [
+        *("tool bash_20250124", "content server_tool_use", "content image", "content base64", "edit compact_20260112")
+    ]
+    assert total(answer["usage"]) < 900, "the picture is no part of the prompt"
+
+
+def test_the_words_that_clients_read_in_errors(client):
+    def refused(**fields) -> str:
+        return client.post("/v1/messages", json=body(**fields)).json()["error"]["message"]
+
+    words = refused(messages=[{"role": "user", "content": "word " * 9000}])
+    assert re.fullmatch(r"prompt is too long: 90\d\d tokens > 8192 maximum", words), words
+    words = refused(max_tokens=8190)
+    assert re.match(r"input length and `max_tokens` exceed context limit: (\d+) \+ 8190 > 8192, ", words), words
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8190}
+    error = client.post("/v1/chat/completions", json=chat).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "maximum context length is 8192 tokens" in error["message"]
+
+
+def test_models_in_the_form_of_each_client(client):
+    plain = client.get("/v1/models").json()
+    assert client.get("/models").json() == plain
+    asked = {"anthropic-version": "2023-06-01"}
+    typed = client.get("/v1/models", headers=asked).json()
+    assert [model["id"] for model in typed["data"]] == [model["id"] for model in plain["data"]]
+    assert (typed["first_id"], typed["has_more"], typed["data"][0]["type"]) == (MODEL, False, "model")
+    assert client.get(f"/v1/models/{MODEL}", headers=asked).json() == typed["data"][0]

@@ -49,12 +49,13 @@ def cached(answer: httpx.Response) -> int:
 
 
 # The keys that each route needs, for every route that there is.
-OPEN = {"/health", "/ready", "/", "/dashboard", "/docs"}
+OPEN = {"/health", "/v1/health", "/ping", "/ready", "/", "/dashboard", "/docs"}
 ANY_KEY = {
     *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name:path}"),
     *("/v1/schemas", "/v1/schemas/{schema_id}", "/v1/documents", "/v1/documents/{document_id}"),
     *("/tokenize", "/detokenize", "/health_generate", "/model_info", "/get_model_info", "/cache/tree", "/cache/search"),
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/tokenizer_info", "/version"),
+    *("/models", "/props", "/apply-template"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}"),
     "/v1/responses/{response_id}/input_items",
     *("/openapi.json", "/cache/quota", "/dashboard/events"),
@@ -62,7 +63,7 @@ ANY_KEY = {
 ADMIN = {
     *("/cache/pin", "/cache/pins", "/cache/pins/{pin_id}", "/cache/nodes/{page}", "/cache/nodes/{page}/pin"),
     *("/cache/stats", "/server_info", "/get_server_info", "/metrics"),
-    *("/cache/tiers", "/cache/tiers/{name}", "/cache/tenants/{name}", "/v1/loads"),
+    *("/cache/tiers", "/cache/tiers/{name}", "/cache/tenants/{name}", "/v1/loads", "/get_load"),
     *("/flush_cache", "/abort_request", "/pause", "/resume", "/shutdown"),
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 }

@@ -28,11 +28,11 @@ class Client:
     async def send(self, message):
         self.text += message.get("body", b"").decode()
 
-    async def read(self, events):
+    async def read(self, events, *idle):
         def on_close():
             self.closed += 1
 
-        await EventStream(events, on_close)({"type": "http"}, self.receive, self.send)
+        await EventStream(events, on_close, *idle)({"type": "http"}, self.receive, self.send)
         assert self.closed == 1
         return [block for block in self.text.split("\n\n") if block]
 
@@ -98,6 +98,24 @@ def test_a_silent_stream_is_kept_alive(monkeypatch):
 
     *comments, event, last = asyncio.run(main())
     assert set(comments) == {": keep-alive"}
+    assert (event, last) == ("data: {}", DONE)
+
+
+def test_a_silent_stream_has_events_if_its_api_has_any(monkeypatch):
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.001)
+
+    async def main():
+        client = Client()
+
+        async def events():
+            while client.text.count('{"ping":1}') < 2:
+                await asyncio.sleep(0)
+            yield {}
+
+        return await client.read(events(), lambda: [{"ping": 1}])
+
+    *pings, event, last = asyncio.run(main())
+    assert set(pings) == {'data: {"ping":1}'}
     assert (event, last) == ("data: {}", DONE)
 
 

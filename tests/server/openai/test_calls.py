@@ -153,3 +153,24 @@ def test_a_call_follows_its_schema_as_far_as_a_grammar_can(written):
     long = {**described, "parameters": {"type": "object", "properties": {"x": {"enum": ["a" * 70_000]}}}}
     strict, loose = lazy_calls(SamplingParams(), [Tool.model_validate({"type": "function", "function": long})], True)
     assert strict == loose
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"name": "stop", "arguments": {"why": "it ra', '{"why": "it ra'),
+        ('{"name":"stop","arguments":{}', "{}"),
+        ('{"name": "stop", "arguments": ', ""),
+        ('{"name": "stop"', None),
+        ('{"name": "unknown", "arguments": {"a', None),
+        ("It rains", None),
+    ],
+)
+def test_a_call_that_is_cut_off(text, arguments):
+    for reader, before in ((CallReader(NAMES, forced=True), ""), (CallReader(NAMES), "<tool_call>\n")):
+        shown, calls = reader.push(before + text, True, True)
+        if arguments is None:
+            assert (shown, calls) == (before + text, [])
+        else:
+            assert (shown, calls[0]["function"]) == ("", {"name": "stop", "arguments": arguments})
+    assert CallReader(NAMES, forced=True).push(text, True)[1] == [], "a text that the model has ended is no call"

@@ -67,10 +67,10 @@ def test_tools_whose_schemas_no_grammar_can_follow_are_offered(api):
     ("options", "param"),
     [
         ({"tools": [{"type": "function", "function": {"name": "white space"}}]}, "tools.0.function.name"),
-        ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
+        ({"tools": [{"type": 7}]}, None),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "perhaps"}, None),
-        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [WEATHER], "response_format": {"type": "regex", "pattern": "a"}}, "response_format"),
         ({"tools": [STOP] * 129}, "tools"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "colour"}}}],
@@ -89,6 +89,8 @@ def test_tools_that_cannot_be_offered_are_refused(api, options, param):
 class _Template:
     """A tokenizer as far as prompts go."""
 
+    system_turns = "anywhere"
+
     def __init__(self, chat_template: str):
         self.chat_template = chat_template
 
@@ -106,3 +108,45 @@ def test_a_template_gets_the_tools_that_it_knows():
     assert tools is None
     assert "get_weather" in messages[0]["content"]
     assert [message["role"] for message in messages] == ["system", "user", "user"]
+
+
+def test_a_custom_tool_takes_a_text(api):
+    tool = {"type": "custom", "custom": {"name": "patch", "description": "To change a file."}}
+    options = {"model": MODEL, "temperature": 0, "max_tokens": 60}
+    earlier = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": "- a"}}
+    turns = [
+        *ASK,
+        {"role": "assistant", "tool_calls": [earlier]},
+        {"role": "tool", "tool_call_id": "c", "content": "ok"},
+    ]
+    choice = {"type": "custom", "custom": {"name": "patch"}}
+    answer = api.chat.completions.create(**options, messages=turns, tools=[tool], tool_choice=choice)
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.type, call.custom.name, type(call.custom.input)) == ("custom", "patch", str)
+
+
+def test_what_is_left_out_is_listed(api):
+    parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "data:x"}}]
+    asked = {"model": MODEL, "max_tokens": 2, "tools": [{"type": "retrieval"}]}
+    search = {"web_search_options": {}}
+    answer = api.chat.completions.create(**asked, messages=[{"role": "user", "content": parts}], extra_body=search)
+    assert answer.left_out == ["content image_url", "tool retrieval", "web_search_options"]
+
+
+def test_a_forced_call_that_is_cut_off_is_a_call(api, client):
+    asked = {"model": MODEL, "max_tokens": 18, "temperature": 0}
+    answer = api.chat.completions.create(**asked, messages=ASK, tools=[WEATHER], tool_choice="required")
+    (choice,) = answer.choices
+    assert choice.finish_reason == "length"
+    assert choice.message.tool_calls[0].function.name == "get_weather"
+    assert choice.message.tool_calls[0].function.arguments.startswith("{")
+    function = WEATHER["function"]
+    tool = {"name": function["name"], "input_schema": function["parameters"]}
+    body = {**asked, "messages": ASK, "tools": [tool], "tool_choice": {"type": "any"}}
+    message = client.post("/v1/messages", json=body).json()
+    assert (message["stop_reason"], message["content"][0]["type"]) == ("max_tokens", "tool_use")
+    response = api.responses.create(model=MODEL, input=ASK, max_output_tokens=18, temperature=0, tool_choice="required",
+                                    tools=[{"type": "function", **function}])  # fmt: skip
+    assert (response.status, response.output[0].type, response.output[0].status) == (
+        *("incomplete", "function_call", "incomplete"),
+    )

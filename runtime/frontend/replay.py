@@ -1,0 +1,120 @@
+"""Replay: where a prompt repeats an earlier answer's text, it gets the tokens that were sampled.
+
+A model may sample tokens that are not the tokenizer's own for the same text. If the answer came back in other tokens,
+its KV would not be found in the tree, and the model would read what it has not written.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from cachetools import TTLCache
+
+from runtime.models.tokenizer import Detokenizer, Tokenizer
+
+TTL_S = 3600.0
+# Most characters of the prompts of all accounts, and of one account. An answer counts as at least _LEAST characters.
+MOST, MOST_OF_ACCOUNT, _LEAST = 1 << 26, 1 << 24, 1 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """An answer, behind its prompt.
+
+    Attributes:
+        prompt: text of the prompt.
+        tokens, ends: int32, its tokens, and for each the number of characters up to its end.
+        sampled: number of those tokens that were sampled as earlier answers.
+        answer: int32, the answer's tokens.
+    """
+
+    prompt: str
+    tokens: array[int]
+    ends: array[int]
+    sampled: int
+    answer: array[int]
+
+    @property
+    def size(self) -> int:
+        return max(len(self.prompt), _LEAST)
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """The beginning of a prompt, see `Said`."""
+
+    tokens: array[int]
+    ends: array[int]
+    sampled: int
+
+    @property
+    def characters(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+
+NOTHING = Replayed(array("i"), array("i"), 0)
+
+
+class Replay:
+    """The recent answers of all accounts. An account over its bound loses its own; thread-safe.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, clock: Callable[[], float] = time.monotonic):
+        self._tokenizer, self._clock = tokenizer, clock
+        self._by_account: dict[str, TTLCache[int, Said]] = {}
+        self._lock = threading.Lock()
+        self._serial = 0
+
+    def add(self, account: str, said: Said) -> None:
+        """Remember an answer."""
+        with self._lock:
+            if account not in self._by_account:
+                self._by_account[account] = TTLCache(MOST_OF_ACCOUNT, TTL_S, self._clock, lambda one: one.size)
+            self._serial += 1
+            with suppress(ValueError):  # the prompt is larger than an account's bound
+                self._by_account[account][self._serial] = said
+            while sum(kept.currsize for kept in self._by_account.values()) > MOST:
+                max(self._by_account.values(), key=lambda kept: kept.currsize).popitem()
+
+    def erase(self, account: str) -> None:
+        """Forget the answers of an account."""
+        with self._lock:
+            self._by_account.pop(account, None)
+
+    def find(self, account: str, text: str) -> Replayed:
+        """The longest beginning of a prompt's text that is a prompt and its answer, or most of it."""
+        with self._lock:
+            kept = [said for said in self._by_account.get(account, {}).values() if text.startswith(said.prompt)]
+        for said in sorted(kept, key=lambda one: len(one.prompt), reverse=True):
+            if (found := self._match(said, text)) is not None:
+                return found
+        return NOTHING
+
+    def _match(self, said: Said, text: str) -> Replayed | None:
+        """The prompt and as much of its answer as the text repeats, up to a place where no token of the rest reaches.
+
+        Such a place is before or behind a token that the tokenizer cuts out of a text first, such as the end of a turn.
+        """
+        added, detokenizer, at = self._tokenizer.added_texts, Detokenizer(self._tokenizer, False), len(said.prompt)
+        ends, counts = array("i"), list[int]()
+        for token in said.answer:
+            shown = detokenizer.push([token])
+            if not text.startswith(shown, at):
+                break
+            at += len(shown)
+            ends.append(at)
+            if text.startswith(added, at) or self._tokenizer.token_text(token) in added:
+                counts.append(len(ends))
+        for count in reversed(counts):
+            answer = said.answer[:count]
+            if self._tokenizer.decode(answer.tolist(), False) == text[len(said.prompt) : ends[count - 1]]:
+                return Replayed(said.tokens + answer, said.ends + ends[:count], said.sampled + count)
+        return None
