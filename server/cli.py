@@ -211,6 +211,18 @@ def _explain(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     return 0
 
 
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="JSON lines: answers to requests with `receipt` and `return_token_ids`")
+    add_options(parser, "model", "cache", "scheduler", "engine", "tiers")
+
+
+def _verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from server.commands.verify import verify
+
+    config, text = config_from(parser, arguments), _read(parser, arguments.file)
+    return verify(text, config)
+
+
 def _fetch(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from runtime.models.implementation import own_spec
     from runtime.models.resolve import resolve_model
@@ -290,6 +302,7 @@ _COMMANDS: dict[str, Command] = {
     "chat": ("talk to a model on the terminal, without a server", _add_chat, _chat),
     "schema": ("check a schema of prompt modules, and print its layout", _add_schema, _schema),
     "explain": ("show where the prompts of two requests begin to differ", _add_explain, _explain),
+    "verify": ("compute recorded answers again, and show which conditions change them", _add_verify, _verify),
     "fetch-model": ("fetch and convert a model, and print its directory", lambda p: add_options(p, "model"), _fetch),
     "profile": ("measure how a model's KV can be reused, and write a table for the engine", _add_profile, _profile),
     "cache": ("list or delete the blocks of a disk cache", _add_cache, _cache),

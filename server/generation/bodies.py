@@ -95,6 +95,7 @@ class GenerationBody(Body, Scoped):
     cache: CacheUse = Field(default_factory=CacheUse)
     timeout_s: Timeout | None = None
     explain: Explain = False
+    receipt: bool = Field(False, description="add digests by which `ramet verify` checks the answer")
 
     @property
     def names(self) -> Mapping[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from asyncio import to_thread
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar
@@ -13,10 +14,12 @@ from fastapi import Request, Response
 from runtime.errors import InvalidRequest, RametError
 from runtime.frontend.output import Output, Submission
 from runtime.frontend.stream import OutputStream
+from runtime.protocol import ModelInfo
 from server.explain.answers import Answers
 from server.explain.reason import Explanation
 from server.explain.report import MakeConversation, MissReport, plain_text
 from server.generation.bodies import GenerationBody, naming
+from server.generation.receipts import receipt_of
 from server.http.answers import JsonAnswer, write_logprobs
 from server.http.context import Context, provided
 from server.http.sse import Events, EventStream, while_there
@@ -31,8 +34,18 @@ class Generation:
         outputs: the Outputs of all completions.
     """
 
-    def __init__(self, outputs: OutputStream, metrics: Metrics, journal: Journal, report: MissReport | None = None):
+    def __init__(
+        self,
+        outputs: OutputStream,
+        metrics: Metrics,
+        journal: Journal,
+        report: MissReport | None = None,
+        receipts_of: ModelInfo | None = None,
+    ):
+        """`report`: explains misses; `receipts_of`: the model, for receipts. None: the request wants none."""
         self.outputs = outputs
+        self._receipts_of = receipts_of
+        self._ended: list[Output] = []
         self._metrics = metrics
         self._journal = journal
         self._report = report
@@ -59,7 +72,11 @@ class Generation:
                     if output.logprobs or output.prompt_logprobs:
                         await write_logprobs(self.outputs, writer.add_logprobs, output)
                     why = await self.explain(output) if self._report and writer.explains(output) else None
-                    for event in writer.write(output, why):
+                    events = writer.write(output, why)
+                    if self._receipts_of is not None and output.finish is not None:
+                        *events, last = events
+                        events.append(last | await self._receipts([output]))
+                    for event in events:
                         yield event
             for event in writer.end():
                 yield event
@@ -78,7 +95,21 @@ class Generation:
         """A stream of events or the whole answer. Disconnecting cancels the request."""
         if stream:
             return writer.STREAM(self.events(writer), self.outputs.close, writer.idle)
-        return JsonAnswer(await while_there(request, writer.answer(self)))
+        answer = await while_there(request, writer.answer(self))
+        if self._receipts_of is not None:
+            ended = sorted(self._ended, key=lambda output: (output.index, output.choice))
+            if isinstance(answer, list):
+                answer = [one | await self._receipts([output]) for one, output in zip(answer, ended, strict=True)]
+            else:
+                answer |= await self._receipts(ended)
+        return JsonAnswer(answer)
+
+    async def _receipts(self, outputs: list[Output]) -> dict[str, Any]:
+        """The field `receipt`: an object, or a list of them for several outputs."""
+        info, submissions = self._receipts_of, self.outputs.submissions
+        assert info is not None
+        made = [await to_thread(receipt_of, submissions[output.index], output, info) for output in outputs]
+        return {"receipt": made if len(made) > 1 else made[0]}
 
     @contextmanager
     def _recorded(self) -> Iterator[Callable[[Output], None]]:
@@ -94,6 +125,7 @@ class Generation:
             before = last.get(key)
             self._metrics.observe(output, None if before is None else before.e2e_s)
             if output.finish is not None:
+                self._ended.append(output)
                 unended.discard(key)
                 self._journal.add(outputs.submissions[output.index], output)
             if output.new_token_ids:  # an Output without tokens only reports the prompt or a canvas
@@ -189,7 +221,8 @@ class GenerationService:
         outputs = await self._open(request, submissions, body.names, timeout_s)
         for index, submission in enumerate(submissions):
             self._answers.add(submission, None if index else answer)
-        return Generation(outputs, self._metrics, self._journal, report)
+        receipts_of = self.context.engine.info if body.receipt else None
+        return Generation(outputs, self._metrics, self._journal, report, receipts_of)
 
     async def run(
         self,

@@ -1,0 +1,132 @@
+"""`ramet verify FILE`: computes recorded answers again, under conditions that must not change them."""
+
+import json
+import math
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from runtime import Engine, Output, Submission
+from runtime.config import Config
+from runtime.errors import InvalidRequest
+from runtime.params import SamplingParams
+from server.generation.receipts import digest_of, identity_of
+
+# An answer's tokens, and their log-probabilities.
+Result = tuple[list[int], list[float | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A recorded answer: the prompt's tokens, the sampling parameters, the answer's tokens and its receipt."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    output: list[int]
+    receipt: Mapping[str, Any]
+
+    @property
+    def submission(self) -> Submission:
+        # A stop string may have ended the text within these tokens, so their number is the limit.
+        sampling = self.sampling.model_copy(update={"max_new_tokens": len(self.output), "stop": [], "n": 1})
+        return Submission(self.prompt, sampling, logprobs=0)
+
+
+def verify(text: str, config: Config) -> int:
+    """Print how many answers differ under each condition; returns the exit code, 1 if any does.
+
+    Args:
+        text: lines of JSON, each an answer to a request with `receipt` and `return_token_ids`.
+
+    Raises:
+        InvalidRequest: if no answer can be computed again.
+    """
+    cases = list(_cases(text))
+    if not cases:
+        raise InvalidRequest("no line is an answer with a receipt and token ids that can be computed again")
+    table = Table("condition", "answers", "differ", "the first that differs")
+    console, differing, first = Console(), 0, list[Result]()
+    for condition, results in _conditions(cases, config, console):
+        first = first or results
+        wrong = [
+            i
+            for i, (case, result) in enumerate(zip(cases, results, strict=True))
+            if result[0] != case.output or result != first[i]
+        ]
+        differing += len(wrong)
+        shown = "" if not wrong else _difference(wrong[0], cases[wrong[0]].output, results[wrong[0]][0])
+        table.add_row(condition, str(len(cases)), str(len(wrong)), shown)
+    console.print(table)
+    return 1 if differing else 0
+
+
+def _conditions(cases: list[Case], config: Config, console: Console) -> Iterator[tuple[str, list[Result]]]:
+    """Each condition, and all answers under it. Log-probabilities are compared with those of the first condition."""
+    submissions = [case.submission for case in cases]
+    with Engine(config=config) as engine:
+        _compare_identity(cases, identity_of(engine.info), console)
+        yield "cold", [_alone(engine, one) for one in submissions if engine.flush_cache()]
+        yield "warm", [_alone(engine, one) for one in submissions]
+        engine.flush_cache()
+        yield "in one batch", _all(engine, submissions)
+        page = engine.info.page_size
+    longest = max(len(case.prompt) + len(case.output) for case in cases)
+    small = {"pool_tokens": (math.ceil(longest / page) + 4) * page}
+    for condition, tiers in (("after evictions", {}), ("from host memory", {"host_memory": 1.0})):
+        cache = config.cache.model_copy(update=small)
+        changed = {"cache": cache, "tiers": config.tiers.model_copy(update=tiers)}
+        with Engine(config=config.model_copy(update=changed)) as engine:
+            for one in submissions:  # each evicts KV of the ones before
+                _alone(engine, one)
+            yield condition, [_alone(engine, one) for one in submissions]
+
+
+def _alone(engine: Engine, submission: Submission) -> Result:
+    return _all(engine, [submission])[0]
+
+
+def _all(engine: Engine, submissions: list[Submission]) -> list[Result]:
+    found: list[Result] = [([], []) for _ in submissions]
+    fresh = [Submission(one.prompt, one.sampling, logprobs=one.logprobs) for one in submissions]
+    for output in engine.stream_all(fresh):
+        _add(found[output.index], output)
+    return found
+
+
+def _add(result: Result, output: Output) -> None:
+    result[0].extend(output.new_token_ids)
+    result[1].extend(entry.logprob for entry in output.logprobs or ())
+
+
+def _compare_identity(cases: list[Case], mine: dict[str, Any], console: Console) -> None:
+    for name, value in mine.items():
+        if others := sum(case.receipt[name] != value for case in cases):
+            console.print(f"{others} of {len(cases)} answers were computed with another {name}: they may differ")
+
+
+def _difference(number: int, recorded: list[int], found: list[int]) -> str:
+    pairs = enumerate(zip(recorded, found, strict=False))
+    at = next((i for i, (one, other) in pairs if one != other), min(len(recorded), len(found)))
+    return f"answer {number + 1}, " + (f"token {at + 1}" if recorded != found else "log-probabilities")
+
+
+def _cases(text: str) -> Iterator[Case]:
+    """The answers that can be computed again: exact ones whose tokens do not depend on chance."""
+    for number, line in enumerate(filter(None, map(str.strip, text.splitlines())), 1):
+        try:
+            answer = json.loads(line)
+            choice = {**answer.get("meta_info", {}), **answer, **answer.get("choices", [{}])[0]}
+            receipt, prompt = choice["receipt"], choice["prompt_token_ids"]
+            output = choice.get("token_ids", choice.get("output_ids"))
+            sampling = SamplingParams.model_validate(receipt["parameters"])
+            digests = [digest_of(array("i", tokens).tobytes()) for tokens in (prompt, output)]
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+            raise InvalidRequest(f"line {number} is no answer with a receipt and token ids") from None
+        if digests != [receipt["prompt"], receipt["output"]]:
+            raise InvalidRequest(f"line {number}: the tokens are not those of the receipt")
+        if receipt["exact"] and output and (sampling.temperature == 0 or sampling.seed is not None):
+            yield Case(prompt, sampling, output, receipt)
