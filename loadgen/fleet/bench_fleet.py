@@ -1,9 +1,6 @@
 """`ramet bench fleet`: hits, balance and lost requests of replicas behind Ray Serve, beside one server."""
 
-import json
 import random
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +14,7 @@ from loadgen.fleet.ray_cluster import RayCluster
 from loadgen.harness import Bench, BenchError, Cell, Figure, repeats_of, warmup_of
 from loadgen.http.arrivals import Closed
 from loadgen.http.load import Bounds
-from loadgen.http.local_server import SMALL_MODEL, local_server
+from loadgen.http.local_server import local_server, small_model
 from loadgen.http.record import Record
 from loadgen.http.run import Plan, execute, prepare
 from loadgen.http.target import Target
@@ -25,8 +22,6 @@ from loadgen.http.workloads import Workload
 from loadgen.http.workloads.base import length
 from loadgen.http.workloads.dialogues import Chat
 from loadgen.http.workloads.prompts import SharedPrefix
-from runtime.config import default_cache_dir
-from runtime.models.default_model import fetch_default
 
 _ONE, _RAY, _KILLED = "one server with all the memory", "Ray Serve", "Ray Serve, a replica is killed"
 _TRIES = 200
@@ -55,12 +50,7 @@ class Fleet(Bench):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        with tempfile.TemporaryDirectory() as directory:
-            self._model = Path(directory) / "model"
-            self._model.mkdir()
-            (self._model / "config.json").write_text(json.dumps(SMALL_MODEL))
-            for path in fetch_default(default_cache_dir()).glob("tokenizer*.json"):
-                shutil.copy(path, self._model)
+        with small_model() as self._model:
             yield
 
     def baseline(self) -> tuple[str, str]:

@@ -1,11 +1,15 @@
 """A Ramet server for the time of a benchmark."""
 
+import json
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 
@@ -18,6 +22,20 @@ SMALL_MODEL = {
 }  # fmt: skip
 
 START_SECONDS = 300
+
+
+@contextmanager
+def small_model() -> Iterator[Path]:
+    """A directory with SMALL_MODEL and the default model's tokenizer, for `--random-weights`."""
+    with tempfile.TemporaryDirectory() as directory:
+        model = Path(directory) / "model"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(SMALL_MODEL))
+        fetch = [sys.executable, "-m", "server.cli", "fetch-model"]
+        default = subprocess.run(fetch, check=True, capture_output=True, text=True).stdout.strip()
+        for path in Path(default).glob("tokenizer*.json"):
+            shutil.copy(path, model)
+        yield model
 
 
 @contextmanager

@@ -18,8 +18,9 @@ from cachetools import TTLCache
 from runtime.models.tokenizer import Detokenizer, Tokenizer
 
 TTL_S = 3600.0
-# Most characters of the prompts of all accounts, and of one account. An answer counts as at least _LEAST characters.
-MOST, MOST_OF_ACCOUNT, _LEAST = 1 << 26, 1 << 24, 1 << 10
+# Most characters of the prompts of all accounts, and of one account: three bytes each, with their tokens. An answer
+# counts as at least _LEAST characters.
+MOST, MOST_OF_ACCOUNT, _LEAST = 1 << 25, 1 << 23, 1 << 10
 
 
 @dataclass(frozen=True, slots=True)

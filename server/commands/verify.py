@@ -121,7 +121,7 @@ def _cases(text: str) -> Iterator[Case]:
             answer = json.loads(line)
             choice = {**answer.get("meta_info", {}), **answer, **answer.get("choices", [{}])[0]}
             receipt, prompt = choice["receipt"], choice["prompt_token_ids"]
-            output: list[int] = choice["token_ids"] if "token_ids" in choice else choice["output_ids"]
+            output: Any = choice.get("token_ids", choice.get("output_ids"))
             sampling = SamplingParams.model_validate(receipt["parameters"])
             digests = [digest_of(array("i", tokens).tobytes()) for tokens in (prompt, output)]
         except (ValueError, TypeError, KeyError, AttributeError, IndexError):

@@ -115,6 +115,8 @@ class CommonRequest(SampledRequest, Constrained):
 class CompletionRequest(CommonRequest):
     """`POST /v1/completions`."""
 
+    ALIASES: ClassVar[Mapping[str, str]] = {**CommonRequest.ALIASES, "n_probs": "logprobs"}
+
     model_config = example(model="smollm2-135m-instruct", prompt="The capital of France is", max_tokens=16)
 
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = fields.SAMPLING | fields.MODEL | fields.COMPLETION

@@ -12,11 +12,15 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from loadgen.http.local_server import small_model
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -26,11 +30,12 @@ PATIENCE_S = 900
 
 @dataclass(frozen=True)
 class Client:
-    """A client, and its packages of PyPI or of npm."""
+    """A client, and its packages of PyPI or of npm; `agent`: it is a program that `agent.py` runs."""
 
     name: str
     packages: tuple[str, ...]
     npm: bool = False
+    agent: bool = False
 
     @property
     def script(self) -> Path:
@@ -54,9 +59,13 @@ CLIENTS = (
     Client("openai_js", ("openai",), npm=True),
     Client("anthropic_js", ("@anthropic-ai/sdk",), npm=True),
     Client("ai_sdk", ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod"), npm=True),
-    Client("codex", ("@openai/codex",), npm=True),
-    Client("claude_code", ("@anthropic-ai/claude-code",), npm=True),
-    Client("opencode", ("opencode-ai",), npm=True),
+    Client("claude_code", ("@anthropic-ai/claude-code",), npm=True, agent=True),
+    Client("codex", ("@openai/codex",), npm=True, agent=True),
+    Client("opencode", ("opencode-ai",), npm=True, agent=True),
+    Client("qwen_code", ("@qwen-code/qwen-code",), npm=True, agent=True),
+    Client("pi", ("@mariozechner/pi-coding-agent",), npm=True, agent=True),
+    Client("cline", ("cline",), npm=True, agent=True),
+    Client("aider", ("aider-chat",), agent=True),
 )
 
 
@@ -66,8 +75,11 @@ def set_up(client: Client, home: Path) -> list[str]:
     if client.npm:
         home.mkdir(parents=True, exist_ok=True)
         script = home / client.script.name  # modules are found from where the script lies
-        shutil.copy(client.script, script)
+        if not client.agent:
+            shutil.copy(client.script, script)
         command, install = ["node", str(script)], ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(home)]
+        if not (home / "package.json").exists():  # some packages read it while they are installed
+            (home / "package.json").write_text("{}")
     else:
         if not (home / "bin/python").exists():
             subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
@@ -78,7 +90,7 @@ def set_up(client: Client, home: Path) -> list[str]:
     if not stamp.exists() or stamp.read_text() != wanted:
         subprocess.run([*install, *client.packages], check=True, capture_output=True, text=True, timeout=PATIENCE_S)
         stamp.write_text(wanted)
-    return command
+    return [sys.executable, str(HERE / "agent.py"), client.name] if client.agent else command
 
 
 def version_of(client: Client, home: Path) -> str:
@@ -90,18 +102,37 @@ def version_of(client: Client, home: Path) -> str:
     return subprocess.run([str(home / "bin/python"), "-c", code], capture_output=True, text=True).stdout.strip()
 
 
-def start_server(log: Path) -> tuple[subprocess.Popen, str]:
-    """A server on the default model, and its URL."""
-    command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--pool-tokens", "65536"]
-    # In float32 an answer and its stream are the same, whatever is cached.
-    command += ["--dtype", "float32", "--served-model-name", "*"]
+@contextmanager
+def server(log: Path, *options: str) -> Iterator[str]:
+    """The URL of a server."""
+    command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--served-model-name", "*", *options]
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT)
-    while not (found := re.search(r"serving on (http://\S+)", log.read_text())):
-        if process.poll() is not None:
-            sys.exit(log.read_text())
-        time.sleep(0.2)
-    return process, found[1]
+    try:
+        while not (found := re.search(r"serving on (http://\S+)", log.read_text())):
+            if process.poll() is not None:
+                sys.exit(log.read_text())
+            time.sleep(0.2)
+        yield found[1]
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def start_servers(home: Path, chosen: list[Client], closing: ExitStack) -> dict[bool, str]:
+    """The URLs of the servers for agents (True) and for other clients (False), as far as they are needed.
+
+    Agents' own prompts are longer than the default model's context, so they have a random model with a longer one.
+    """
+    urls = {}
+    if any(client.agent for client in chosen):
+        options = ("--model", str(closing.enter_context(small_model())), "--random-weights", "--pool-tokens", "131072")
+        urls[True] = closing.enter_context(server(home / "agents.log", *options))
+    if not all(client.agent for client in chosen):
+        # In float32 an answer and its stream are the same, whatever is cached.
+        options = ("--dtype", "float32", "--pool-tokens", "65536")
+        urls[False] = closing.enter_context(server(home / "server.log", *options))
+    return urls
 
 
 def last_line(text: str) -> str:
@@ -134,24 +165,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of clients; default: all")
     parser.add_argument("--url", help="of a server that runs; default: one is started")
-    parser.add_argument("--home", type=Path, default=ROOT / ".venv/clients", help="of the environments")
+    parser.add_argument(
+        "--home", type=lambda text: Path(text).resolve(), default=ROOT / ".venv/clients", help="of the environments"
+    )
     arguments = parser.parse_args()
+    arguments.home = arguments.home.resolve()  # clients run within their environments
     chosen = [client for client in CLIENTS if not arguments.names or client.name in arguments.names]
     arguments.home.mkdir(parents=True, exist_ok=True)
-    process, url = (None, arguments.url) if arguments.url else start_server(arguments.home / "server.log")
     console, table = Console(), Table("client", "version", "", "")
     failed = 0
-    try:
+    with ExitStack() as closing:
+        given = dict.fromkeys((True, False), arguments.url)
+        urls = given if arguments.url else start_servers(arguments.home, chosen, closing)
         for client in chosen:
             console.print(f"{client.name} ...")
-            result, version, line = run(client, arguments.home / client.name, url)
+            result, version, line = run(client, arguments.home / client.name, urls[client.agent])
             failed += result == "fails"
             table.add_row(client.name, version, result, line)
             console.print(f"{client.name} {version} {result}: {line}", markup=False)
-    finally:
-        if process is not None:
-            process.terminate()
-            process.wait(60)
     console.print(table)
     return min(failed, 1)
 
