@@ -146,11 +146,6 @@ class _HeldLast(Policy):
             self._aside.enter(victim[0])
         return victim or self._aside.pop()
 
-    def ends(self) -> Iterator[Node]:
-        """The held nodes without held nodes below them."""
-        self.expire()
-        yield from (node for node in self._numbers if not any(child.held_until_s for child in node.children.values()))
-
     def split(self, upper: Node, lower: Node) -> None:
         self._policy.split(upper, lower)
         self._holds.split(upper, lower)
