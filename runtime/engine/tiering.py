@@ -221,7 +221,10 @@ class Tiering(Part):
             made = (strategy.meta_of(pin.namespace, pin.meta) for strategy in self._core.strategies.values())
             if (meta := next(filter(None, made), None)) is None:
                 return None
-        return Run(array("i", pin.tokens), pin.namespace, meta=meta)
+        tokens, strategy = array("i", pin.tokens), self._core.strategy
+        if strategy.keeps_prompts and not pin.namespace.entry:
+            return strategy.runs(tokens, pin.namespace, {})[0]
+        return Run(tokens, pin.namespace, meta=meta)
 
     def close(self) -> None:
         """Save the pins for the next start, write as much of the tree as time allows, and close the stores."""

@@ -60,6 +60,22 @@ def test_a_drain_counts_tokens_without_points(saved, is_greedy, tmp_path, caplog
     assert "the disk holds 128 of 128 cached tokens" in caplog.text.splitlines()[-1]
 
 
+def test_a_pin_comes_back_with_its_point(saved, is_greedy, tmp_path):
+    options = {"page_size": 8, "kernels": "torch", "disk_cache": tmp_path / "disk"}
+    prefix = some(random.Random(12), 104)
+    driver = Asking(saved, is_greedy, **options)
+    call(driver.core, AddPin(array("i", prefix).tobytes()))
+    driver.core.close()
+    again = Asking(saved, is_greedy, **options)
+    always(again.core)
+    while not again.core.cache.pins.pins:
+        again.step()
+    assert again.core.counters["prefill_tokens"] == 0, "it is loaded, not computed"
+    again.ask([*prefix, *some(random.Random(13), 9)])
+    assert again.latest == 104
+    again.core.close()
+
+
 def test_a_pin_protects_the_point_behind_it(saved, is_greedy):
     draw = random.Random(2)
     driver, prefix = Asking(saved, is_greedy, page_size=8, pool_tokens=1024), some(draw, 101)
