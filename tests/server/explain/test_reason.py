@@ -1,16 +1,22 @@
 """Explanations as OpenAI's and Anthropic's APIs have them, and partings of prompts."""
 
 from array import array
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 
-from radix import WhyGone
+from radix import Namespace, WhyGone
 from radix.stats import Cause
+from runtime.frontend.output import Output
 from runtime.models.tokenizer import Tokenizer
+from runtime.protocol import Lookup
+from server.auth.keys import PUBLIC
+from server.explain.answers import Answers
 from server.explain.compare import compare, find_parting
 from server.explain.parts import Part
 from server.explain.reason import DIFFER, LEFT, Explanation, Reason
+from server.explain.report import MissReport
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +76,16 @@ def test_the_place_is_that_of_the_first_other_character(tokenizer):
     assert hidden.describe() == {
         **{"token": 1, "part": "prompt", "offset": 2, "before": "At", "here": " noon on", "there": None}
     }
+
+
+@pytest.mark.parametrize(("tenant", "here", "there"), [("alice", "on", "by"), (PUBLIC, " on", None)])
+def test_the_prompt_of_another_key_behind_public_pages_stays_secret(tokenizer, tenant, here, there):
+    prompt, other = ids(tokenizer, "At noon on"), ids(tokenizer, "At noon by")
+    lookup = Lookup(found=2, readable=2, page_size=1, other=other[8:])
+    submission = SimpleNamespace(account="alice", tokens=prompt, namespace=Namespace(tenant))
+    output = Output(0, 0, "r", prompt_tokens=len(prompt) // 4 + 1, cached_tokens=2, lookup=lookup)
+    told = MissReport(tokenizer, Answers(), [submission])._explain(output)
+    assert (told.reason, told.parting.here, told.parting.there) == ("prompt_differs", here, there)
 
 
 def test_long_prompts_show_little(tokenizer):
