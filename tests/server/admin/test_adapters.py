@@ -167,7 +167,7 @@ def test_a_broken_one_is_one_error_and_nothing_is_lost(alice, boss, paths, texts
 
 def test_methods_of_reuse_are_refused_by_name_and_not_the_default(alice):
     """Documents and reasoning steps are not reused with an adapter; the server's default is for the model alone."""
-    segments = [{"document": {"text": "The sea is deep. " * 8}}, {"text": "What is deep?"}]
+    segments = [{"document": {"text": "The sea is deep. " * 20}}, {"text": "What is deep?"}]
     sampling = {"max_new_tokens": 2, "temperature": 0}
     body = {"segments": segments, "model": "poems", "sampling_params": sampling}
     assert alice.post("/generate", json=body).status_code == 200

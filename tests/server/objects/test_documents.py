@@ -191,7 +191,22 @@ def test_every_method_answers_and_says_so(client, method):
 
 @pytest.mark.parametrize("method", ["a3", "legolink"])
 def test_a_ratio_of_one_is_full_prefill(client, method):
-    assert generate(client, reuse={"method": method, "ratio": 1})["text"] == generate(client)["text"]
+    """Also where the last chunks are too short to be reused."""
+    for chunks in ({}, {"chunk_tokens": 64}):
+        assert generate(client, reuse={"method": method, "ratio": 1, **chunks})["text"] == generate(client)["text"]
+
+
+def test_short_documents_are_computed_in_full(client, add):
+    """Their answer is that without reuse, and says why; nothing of a stored one is computed ahead."""
+    short = {"text": "The market of Tor is held on Thursdays."}
+    segments = [{"document": short}, {"text": "\nWhen?"}]
+    answer = generate(client, segments=segments, reuse={"method": "a3"})
+    assert answer["text"] == generate(client, segments=segments)["text"]
+    reuse = answer["meta_info"]["reuse"]
+    assert (reuse["method"], reuse["exact"]) == ("none", True)
+    assert reuse["note"] == "documents of fewer than 64 tokens are computed in full"
+    made = add(short)
+    assert (made["chunks"], made["cached"], made["pins"]) == (0, 0, [])
 
 
 def test_options_of_a_request_hold_with_documents_too(client):
