@@ -82,6 +82,8 @@ class Holds(Watcher):
         """See `Policy.split`: both parts are held as the node was."""
         if lower.held_until_s:
             self._begin(upper, lower.held_until_s)
+            for above in path(upper):  # parents after their children
+                self._numbers.move_to_end(above)
 
     def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
         if node.held_until_s:

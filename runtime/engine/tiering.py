@@ -28,7 +28,7 @@ from runtime.kv.tiers.host import HostStore
 from runtime.kv.tiers.loads import Load
 from runtime.kv.tiers.opening import open_cipher, open_shared
 from runtime.kv.tiers.store import BlockStore
-from runtime.kv.tiers.tiers import Tiers
+from runtime.kv.tiers.tiers import CLOSE_S, Tiers
 from runtime.kv.tiers.worker import TierWorker
 from runtime.models.diffusion import DiffusionSpec
 from runtime.models.weights import digest_weights
@@ -228,11 +228,12 @@ class Tiering(Part):
 
     def close(self) -> None:
         """Save the pins for the next start, write as much of the tree as time allows, and close the stores."""
+        until = time.monotonic() + CLOSE_S
         self.note()
         if self._resume is not None:
-            self.tiers.save_all()
+            self.tiers.save_all(until)
         self._aside.shutdown()
-        self.tiers.close()
+        self.tiers.close(until)
 
 
 def _wait(future: Future[T]) -> Generator[None, None, T]:

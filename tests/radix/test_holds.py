@@ -55,6 +55,17 @@ def test_what_is_held_survives_the_pressure_that_evicts_it_otherwise(policy, bud
     assert cache.has(1, 2, 3) == (3 if budget else 0)
 
 
+def test_the_budget_takes_holds_from_children_first_after_a_split_too():
+    cache = Cache(budget=4)
+    cache.add(1, 2, hold_s=60)
+    cache.add(1, 2, 3, 4, hold_s=60)
+    cache.add(1, 2, 3, 7)
+    cache.add(8, 9, hold_s=60)
+    assert cache.holds is not None
+    cache.holds.check()
+    assert cache.held_s() == {1: 60, 3: 0, 4: 0, 7: 0, 8: 60}
+
+
 def test_ends_are_those_of_the_longest_held_paths():
     cache = Cache()
     cache.add(1, 2, hold_s=60)

@@ -40,8 +40,8 @@ _MOST_WRITTEN = 1 << 16
 _LEAST_S, _MOST_S = 0.25, 30.0
 # Extra time after which requests stop waiting, in case a store hangs.
 _GRACE_S = 0.5
-# Time to write blocks when the engine ends, and between two lines of progress.
-_CLOSE_S, _PROGRESS_S = 10.0, 2.0
+# Time to write blocks when the engine ends, least time to close the stores, and time between two lines of progress.
+CLOSE_S, _LEAST_CLOSE_S, _PROGRESS_S = 10.0, 1.0, 2.0
 # Most bytes of all loads under way.
 _MOST_BYTES = 1 << 30
 
@@ -94,12 +94,12 @@ class Tiers(Watcher):
         """Store the blocks of a path that are used for the second time."""
         self._write(node, sum(len(above.pages) for above in path(node) if above.hits == 1))
 
-    def save_all(self, limit_s: float = _CLOSE_S) -> None:
-        """Write the whole tree to the disk, the most used nodes first, within a time and the disk's space.
+    def save_all(self, until: float) -> None:
+        """Write the whole tree to the disk, the most used nodes first, within its space and until a time on the clock.
 
         Logs progress, and what is not written.
         """
-        until, told = self._clock() + limit_s, self._clock() + _PROGRESS_S
+        told = self._clock() + _PROGRESS_S
         if "host" in self.worker.names:
             self.worker.detach("host")  # it ends with this process
         size, left = self._pool.page_size, self.worker.capacity("disk") or 0
@@ -384,10 +384,10 @@ class Tiers(Watcher):
             "tier_writes_dropped": stats["dropped"],
         }
 
-    def close(self) -> None:
-        """Write queued blocks for at most 10 s, and close the stores."""
+    def close(self, until: float) -> None:
+        """Write queued blocks until a time on the clock, and close the stores, which gets a second in any case."""
         self._filler.shutdown()
-        self.worker.close(_CLOSE_S)
+        self.worker.close(max(until - self._clock(), _LEAST_CLOSE_S))
 
     def erased(self, tenant: str | None, done: Future[Any]) -> None:
         """Void the loads of an erased tenant, or all loads (None), and forget what was written.

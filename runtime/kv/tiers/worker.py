@@ -252,9 +252,10 @@ class TierWorker:
     # -- operation -------------------------------------------------------------------------------------------
 
     def drain(self, limit_s: float = 60.0) -> None:
-        """Wait until all queued blocks are written; each queue may take `limit_s` seconds."""
+        """Wait until all queued blocks are written, at most `limit_s` seconds."""
+        until = self._clock() + limit_s
         for lane in (self._gatherer, *(tier.lane for tier in self._tiers.values())):
-            lane.wait(limit_s)
+            lane.wait(max(until - self._clock(), 0))
 
     def stats(self) -> dict[str, Any]:
         """Number of dropped blocks, and by tier counts, rates and contents. Contents may be some seconds old."""

@@ -9,6 +9,7 @@ from radix import Namespace
 from runtime.calls import AddPin, AttachTier, DetachTier, EraseTenant, FlushCache, GetOutline, GetPins, GetTree
 from runtime.engine.tiering import Tiering
 from runtime.errors import InvalidRequest, ModelError
+from runtime.kv.tiers.tiers import Tiers
 from tests.runtime.engine.driver import Driver, call, make_core
 from tests.runtime.kv.tiers.engines import NEW, draw, evict, loaded, open_core, options_of
 
@@ -217,6 +218,15 @@ def test_the_tree_says_which_tiers_hold_a_node(ids_dir, tmp_path):
     core.part(Tiering).tiers.worker.drain()
     assert places()[0] == ["disk"], "what was erased and is used twice is written again"
     core.close()
+
+
+def test_writing_the_tree_and_closing_have_one_limit(ids_dir, tmp_path, monkeypatch):
+    core, limits, close = open_core(ids_dir, **options_of("disk", tmp_path)), [], Tiers.close
+    monkeypatch.setattr(Tiers, "save_all", lambda tiers, until: limits.append(until))
+    monkeypatch.setattr(Tiers, "close", lambda tiers, until: limits.append(until) or close(tiers, until))
+    core.close()
+    assert len(limits) == 2
+    assert len({*limits}) == 1
 
 
 def test_kv_that_is_distrusted_leaves_the_tiers(ids_dir, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 
 from runtime.kv.tiers.block import Format
 from runtime.kv.tiers.host import HostStore
+from runtime.kv.tiers.lane import Lane
 from runtime.kv.tiers.worker import TierWorker
 from tests.runtime.kv.tiers.conftest import FORM, FlakyStore, blocks_of, held, payload_of
 
@@ -30,6 +31,20 @@ def start():
     yield start
     for worker in workers:
         worker.close(0)
+
+
+def test_a_drain_has_one_limit_for_all_queues(start, host, flaky, monkeypatch):
+    now, waits = [0.0], []
+
+    def hang(lane, limit_s):
+        waits.append(limit_s)
+        now[0] += limit_s
+
+    worker = start(flaky, host, clock=lambda: now[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(Lane, "wait", hang)
+        worker.drain(10.0)
+    assert waits == [10.0, 0.0, 0.0]
 
 
 def write(worker, blocks):
