@@ -1,7 +1,7 @@
 """The model, the KV pool and the attention backend on one device, and the steps that run on them."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,6 +60,8 @@ class Executor:
         least_saved_tokens: see `AttentionBackend`.
         argmax: returns the tokens with the highest logits [n, vocab], int64 [n], the first of equal ones; -1 if this
             logit is not finite. None: use torch.
+        draw: draws tokens, int64 [n], from logits [n, vocab] over n divisors with noise, as `sampler.draw` does from
+            their softmax. None: use torch.
         implementation: `ramet` or `transformers`: the code that computes the model.
         has_windows: whether some layers see only the nearest positions.
         soften: returns mean embeddings [n, hidden] of the distributions of logits [n, vocab]; only for DiffusionGemma.
@@ -74,6 +76,7 @@ class Executor:
     _decoder: _Adaptable
     rope: RotaryEmbedding
     argmax: Callable[[torch.Tensor], torch.Tensor] | None = None
+    draw: Callable[[torch.Tensor, Sequence[float], torch.Tensor], torch.Tensor] | None = None
     project: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
     soften: Callable[[torch.Tensor], torch.Tensor] | None = None
     least_saved_tokens = AttentionBackend.least_saved_tokens
@@ -157,7 +160,7 @@ class Executor:
             stored = None if linked is None else (linked, path)
             self._decoder = native = NativeDecoder(library, model, self.pool, threads, bits, stored)
             self.backend_name, self._forward, self.argmax = native.name, native.forward, native.argmax
-            self.project = native.project
+            self.draw, self.project = native.draw, native.project
             # After a parallel operation, torch's threads spin on the cores that the kernels use.
             torch.set_num_threads(1)
         else:

@@ -12,7 +12,7 @@ from pathlib import Path
 ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2")
 
 # Libraries whose `ramet_interface` returns another number do not match the declarations below.
-_INTERFACE = 13
+_INTERFACE = 14
 
 # Values of `Into` for gated activations, in src/gemm.h, of `Storage` for codes, in src/matrix.h, and of `Recurrent`.
 SILU, GELU = 2, 3
@@ -168,6 +168,7 @@ _INTO_LIBRARY: dict[str, tuple[type | None, tuple[type, ...]]] = {
         ),
     ),
     "argmax": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
+    "draw": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p)),
     "decoder_create": (c_void_p, (POINTER(Model), c_void_p)),
     "decoder_destroy": (None, (c_void_p,)),
     "decoder_forward": (None, (c_void_p, POINTER(StepStruct))),
