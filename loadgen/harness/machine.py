@@ -57,3 +57,22 @@ def _gpu() -> str | None:
         if found.returncode == 0:
             return ", driver ".join(found.stdout.splitlines()[0].split(", "))
     return None
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process and its descendants. Raises OSError if there is no such process, or no /proc."""
+    ticks, parents = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text("utf-8").rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended
+        number = int(path.parent.name)
+        parents[number], ticks[number] = int(fields[1]), int(fields[11]) + int(fields[12])
+    if pid not in ticks:
+        raise ProcessLookupError(f"there is no process {pid}")
+    found, ours = {pid}, 0
+    while len(found) > ours:
+        ours = len(found)
+        found |= {number for number, parent in parents.items() if parent in found}
+    return sum(ticks[number] for number in found) / os.sysconf("SC_CLK_TCK")

@@ -14,6 +14,7 @@ from rich.console import RenderableType
 from tqdm import tqdm
 
 from loadgen.harness import Bench, BenchError, Cell, Figure, Results, repeats_of, warmup_of
+from loadgen.harness.machine import cpu_seconds
 from loadgen.http.arrivals import Arrivals, Closed, Gamma, Recorded
 from loadgen.http.client import Timeouts
 from loadgen.http.details import details
@@ -38,6 +39,7 @@ class ServeBench(Bench):
         Figure("tpot", "TPOT p50, ms", factor=1000, plotted=True),
         Figure("tpot", "TPOT p99, ms", factor=1000, statistic="p99", interval=False),
         Figure("e2e", "E2E p50, s", ".2f", interval=False),
+        Figure("cpu", "CPU, s", ".2f", versus="ratio", plotted=True),
         Figure("hit_ratio", "hits, %", factor=100),
         Figure("goodput", "goodput, %", factor=100),
         Figure("failed", "failed", ".0f", statistic="sum", interval=False),
@@ -85,8 +87,12 @@ class ServeBench(Bench):
     warmup_requests: int = Field(0, ge=0, description="uncounted requests of other text before each run")
     flush: bool = Field(False, description="empty the server's cache before each run")
     goodput: tuple[str, ...] = Field((), description="service levels as LATENCY:MS, of ttft, tpot, itl and e2e")
+    process: tuple[str, ...] = Field(
+        (), description="NAME=PID: a server's process on this machine, whose CPU time is measured"
+    )
     records: bool = Field(False, description="record each request in --json")
 
+    _pids: dict[str, int]
     _servers: dict[str, Prepared]
     _workloads: dict[str, Workload]
     _interrupted: bool = False
@@ -113,6 +119,13 @@ class ServeBench(Bench):
     def session(self) -> Iterator[None]:
         """Probe the servers. The most exact token counts among them make the prompts for all."""
         given = {name: value for name in fields_of(*WORKLOADS) if (value := getattr(self, name)) is not None}
+        names = [_named(url)[0] for url in self.url]
+        try:
+            self._pids = {name: int(pid) for name, _, pid in (text.partition("=") for text in self.process)}
+        except ValueError as error:
+            raise BenchError(f"--process: {error}") from None
+        if unknown := self._pids.keys() - names:
+            raise BenchError(f"--process: there is no server {min(unknown)}")
         try:
             self._workloads = make_workloads(self.workload, given)
             counter = None if self.tokenizer is None else TokenCounter(self.tokenizer)
@@ -149,12 +162,18 @@ class ServeBench(Bench):
         title = ", ".join(map(str, cell.values()))
         with tqdm(total=plan.bounds.requests, desc=title, unit="req", leave=False, disable=None) as bar:
             try:
+                before = self._cpu(cell["server"])
                 result = execute(self._servers[cell["server"]], plan, lambda record: bar.update())
+                cpu = {"cpu": self._cpu(cell["server"]) - before} if self.process else {}
             except (ValueError, OSError) as error:
                 raise BenchError(str(error)) from None
         self._interrupted = result.interrupted
         requests = {"requests": [record.as_dict() for record in result.records]} if self.records else {}
-        return result.figures | {"facts": result.facts} | requests
+        return result.figures | cpu | {"facts": result.facts} | requests
+
+    def _cpu(self, server: str) -> float:
+        """CPU seconds of a server so far; 0 if its process was not given."""
+        return cpu_seconds(self._pids[server]) if server in self._pids else 0.0
 
     def _plan(self, cell: Cell, seed: int) -> Plan:
         workload = self._workloads[cell["workload"]]

@@ -117,7 +117,8 @@ def _open_model(
             strategies.append(ReasonCache(cache, executor, lambda: Tokenizer.load(path)))
         else:
             refuse_approximations(config.cache)
-        sampler = make_sampler(executor.backend_name, spec.vocab_size, executor.device, executor.argmax)
+        native = executor.argmax, executor.draw
+        sampler = make_sampler(executor.backend_name, spec.vocab_size, executor.device, *native)
         return strategies, NextToken(sampler)
     strategy: BlockPrefix | BiCache
     if spec.diffusion.attended is not None:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,8 @@ class Executor:
         least_saved_tokens: see `AttentionBackend`.
         argmax: returns the tokens with the highest logits [n, vocab], int64 [n], the first of equal ones; -1 if this
             logit is not finite. None: use torch.
+        draw: draws tokens, int64 [n], from logits [n, vocab] over n divisors with noise, as `sampler.draw` does from
+            their softmax. None: use torch.
         implementation: `ramet` or `transformers`: the code that computes the model.
         has_windows: whether some layers see only the nearest positions.
         soften: returns mean embeddings [n, hidden] of the distributions of logits [n, vocab]; only for DiffusionGemma.
@@ -84,6 +86,7 @@ class Executor:
     _decoder: _Adaptable
     rope: RotaryEmbedding
     argmax: Callable[[torch.Tensor], torch.Tensor] | None = None
+    draw: Callable[[torch.Tensor, Sequence[float], torch.Tensor], torch.Tensor] | None = None
     project: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
     soften: Callable[[torch.Tensor], torch.Tensor] | None = None
     least_saved_tokens = AttentionBackend.least_saved_tokens
@@ -170,7 +173,7 @@ class Executor:
             near_pool = None if self.near is None else self.near.pool
             self._decoder = native = NativeDecoder(library, model, self.pool, threads, bits, stored, near_pool)
             self.backend_name, self._forward, self.argmax = native.name, native.forward, native.argmax
-            self.project = native.project
+            self.draw, self.project = native.draw, native.project
             # After a parallel operation, torch's threads spin on the cores that the kernels use.
             torch.set_num_threads(1)
         else:

@@ -10,14 +10,18 @@ from runtime.execution.flashinfer_package import load_flashinfer
 from runtime.execution.transfers import upload
 from runtime.params import SamplingParams
 from runtime.sampling.filters import keep_typical
-from runtime.sampling.sampler import Sampler, highest
+from runtime.sampling.sampler import Draw, Sampler, highest
 
 
 def make_sampler(
-    backend_name: str, vocab_size: int, device: torch.device, argmax: Callable[[torch.Tensor], torch.Tensor] | None
+    backend_name: str,
+    vocab_size: int,
+    device: torch.device,
+    argmax: Callable[[torch.Tensor], torch.Tensor] | None,
+    draw: Draw | None,
 ) -> Sampler:
     """The sampler for an executor's logits: batched if its attention backend is FlashInfer."""
-    return (BatchedSampler if backend_name == "flashinfer" else Sampler)(vocab_size, device, argmax or highest)
+    return (BatchedSampler if backend_name == "flashinfer" else Sampler)(vocab_size, device, argmax or highest, draw)
 
 
 class BatchedSampler(Sampler):

@@ -33,6 +33,10 @@ _LEAST_NOISE = 1e-30
 _TOGETHER = 64
 
 
+# `Executor.draw`.
+Draw = Callable[[torch.Tensor, Sequence[float], torch.Tensor], torch.Tensor]
+
+
 class BadLogits(RametError):
     """The logits of a row are not finite."""
 
@@ -124,12 +128,19 @@ class Sampler:
         vocab_size: columns of the logits.
         device: device of the logits.
         argmax: `highest`, or `Executor.argmax`.
+        draw: `Executor.draw`, which draws for requests without filters.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device, argmax: Callable[[torch.Tensor], torch.Tensor] = highest):
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        argmax: Callable[[torch.Tensor], torch.Tensor] = highest,
+        draw: Draw | None = None,
+    ):
         self.vocab_size = vocab_size
         self.device = device
-        self._argmax = argmax
+        self._argmax, self._draw = argmax, draw
         # The second generator is seeded again for every token of a request with a seed.
         self._unseeded, self._seeded = torch.Generator(device), torch.Generator(device)
         self._unseeded.seed()
@@ -208,14 +219,23 @@ class Sampler:
         if self._may_wait and len(logits) > _TOGETHER:
             pieces = [slice(at, at + _TOGETHER) for at in range(0, len(logits), _TOGETHER)]
             return torch.cat([self._draw_all(logits[one], requests[one], aheads[one]) for one in pieces])
-        probs = self.filter(logits, [request.sampler.params for request in requests])
-        noise = probs.new_empty(len(probs), -(-probs.shape[-1] // _BLOCK) + _BLOCK)
-        if any(request.sampler.params.seed is None for request in requests):
+        params = [request.sampler.params for request in requests]
+        plain = [self._draw is not None and not has_filters(p) for p in params]
+        if len(set(plain)) > 1:  # a request gets the same token, whatever the others want
+            drawn = torch.empty(len(requests), dtype=torch.int64)
+            for kind in (True, False):
+                rows = [i for i, is_plain in enumerate(plain) if is_plain == kind]
+                drawn[rows] = self._draw_all(logits[rows], [requests[i] for i in rows], [aheads[i] for i in rows])
+            return drawn
+        noise = logits.new_empty(len(logits), -(-logits.shape[-1] // _BLOCK) + _BLOCK)
+        if any(p.seed is None for p in params):
             noise.exponential_(generator=self._unseeded)
         for row, request, ahead in zip(noise, requests, aheads, strict=True):
             if request.sampler.params.seed is not None:
                 row.exponential_(generator=self.generator(request, ahead))
-        return draw(probs, noise)
+        if self._draw is not None and all(plain):
+            return self._draw(logits, [p.divisor for p in params], noise)
+        return draw(self.filter(logits, params), noise)
 
     def filter(self, logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
         """The distributions [n, vocab] of n requests after temperature and filters; dropped tokens have 0."""

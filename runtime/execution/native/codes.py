@@ -89,7 +89,7 @@ def _pack_levels(codes: np.ndarray, bits: int) -> list[np.ndarray]:
         # Each byte of a plane has the further bits of 8 (5 bits) or 4 codes (6 bits), one after the other.
         high = np.ascontiguousarray(fours) >> 4 & 0x01010101 * (2 ** (bits - 4) - 1)
         shared = 8 // (bits - 4)
-        # [panels, planes, pairs of fours, two fours, two halves of a panel, lanes]: a byte has the middle three.
+        # [panels, planes, pairs of fours, two fours, two halves of a panel, lanes]: the middle three share a byte.
         parts = high.reshape(panels, -1, shared // 4, 2, 2, panel // 2).swapaxes(3, 4)
         parts = parts.reshape(panels, -1, shared, panel // 2)
         shifts = np.arange(0, 8, bits - 4, dtype=np.uint32)[:, None]

@@ -50,7 +50,8 @@ def test_serve_compares_servers_over_workloads_and_loads(bench, ramet, tmp_path)
     path, plot = tmp_path / "run.jsonl", tmp_path / "run.png"
     code, out, _ = bench("serve", "--url", f"one={ramet.url}", f"two={ramet.url}/v1/", "--workload", "unique", "chat",
                          "--turns", 2, "--prefix-tokens", 10, *SMALL, "--concurrency", 1, 2, "--requests", 4,
-                         "--repeats", 2, "--json", path, "--plot", plot)  # fmt: skip
+                         "--repeats", 2, "--process", f"one={os.getpid()}",
+                         "--json", path, "--plot", plot)  # fmt: skip
     assert code == 0
     assert "times one" in out
     assert bench("report", path, path)[0] == 0
@@ -62,6 +63,8 @@ def test_serve_compares_servers_over_workloads_and_loads(bench, ramet, tmp_path)
         cell = line["cell"]
         place = (cell["workload"], cell["concurrency"], line["repeat"])
         seeds.setdefault(place, set()).add(line["figures"]["facts"]["seed"])
+        # The one process that is known is the client, which has worked.
+        assert (line["figures"]["cpu"] > 0) == (cell["server"] == "one")
     # Both servers get the same prompts, and every workload, load and repeat has prompts of its own.
     assert {len(found) for found in seeds.values()} == {1}
     assert len(set.union(*seeds.values())) == 8
@@ -104,6 +107,8 @@ def test_agents_reads_the_longest_prefix_whatever_their_habit(bench, ramet, tmp_
         (["serve", "--prompt-tokens", "zipf:3"], "--prompt-tokens: 'zipf:3'"),
         (["serve", "--goodput", "speed:3"], "speed:3"),
         (["serve", "--extra-body", "a=[1]"], "no JSON object"),
+        (["serve", "--process", "a=1x"], "--process"),
+        (["serve", "--process", "a=1"], "no server a"),
         (["serve", "--tokenizer", "/no/such"], "/no/such"),
         (["serve", "--url", "http://127.0.0.1:9", "--requests", "1"], "cannot be reached"),
         (["serve", "--url", "nonsense"], "cannot be reached"),

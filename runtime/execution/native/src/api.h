@@ -5,8 +5,8 @@
 
 #include <sys/mman.h>
 
-#include "argmax.h"
 #include "decoder.h"
+#include "draw.h"
 
 #define RAMET_API extern "C" __attribute__((visibility("default")))
 
@@ -79,6 +79,11 @@ RAMET_API void ramet_attend(ramet::Team* team, const ramet::Shape* shape, const 
 
 RAMET_API void ramet_argmax(ramet::Team* team, const float* rows, int64_t num_rows, int64_t n, int64_t* out) {
     ramet::argmax(*team, rows, num_rows, n, out);
+}
+
+RAMET_API void ramet_draw(ramet::Team* team, const float* rows, int64_t num_rows, int64_t n, const float* divisors,
+                          const float* noise, int64_t* out) {
+    ramet::draw(*team, rows, num_rows, n, divisors, noise, out);
 }
 
 RAMET_API ramet::Decoder* ramet_decoder_create(const ramet::Model* model, ramet::Team* team) {
