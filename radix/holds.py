@@ -129,8 +129,8 @@ class _HeldLast(Policy):
     Args:
         policy: the policy.
         holds: says when holds end.
-        order: an empty order for what is put aside. It has the same attribute as the policy's order, if the policy has
-            one: then a node is in one of them.
+        order: an empty order for the nodes that are put aside. It uses the same attribute of nodes as an `Order` of the
+            policy, so that a node that enters one of them leaves the other.
     """
 
     def __init__(self, policy: Policy, holds: Holds, order: Order):

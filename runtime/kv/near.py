@@ -1,4 +1,4 @@
-"""KV of layers with a sliding window: only pages that a row may still see have a place in a pool of their own."""
+"""KV of layers with a sliding window: a pool with places for the pages that rows may still see."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -70,7 +70,7 @@ class NearPages(Watcher):
             self.places[page] = self._free.pop()
 
     def leave(self, pages: Iterable[int], keep: bool) -> None:
-        """Undo `take`. `keep`: whether later requests are likely to go on behind these pages."""
+        """Undo `take`. `keep`: whether later requests are likely to resume behind these pages."""
         for page in pages:
             self._users[page] -= 1
             if not self._users[page]:
@@ -78,7 +78,7 @@ class NearPages(Watcher):
                 (self._kept if keep else self._passed)[page] = None
 
     def move(self, page: int, other: int) -> None:
-        """Let a page with the same rows stand for a page: it takes over the users, and the place if it has none."""
+        """Replace a page by `other`, which has the same tokens: it gets the users, and the place unless it has one."""
         users = int(self._users[page])
         if self.places[page] == _NONE:
             return

@@ -18,7 +18,7 @@ from runtime.reuse.prefix import PrefixStrategy
 class _View:
     """What a running request may see through the window: its pages `first` to `stop` (exclusive).
 
-    `reserved`: most places that it takes at the same time; `ends`: lengths behind which other requests may go on.
+    `reserved`: most places that it has at the same time; `ends`: lengths at which later requests may part from it.
     """
 
     first: int
@@ -41,7 +41,7 @@ class WindowedPrefix(PrefixStrategy):
         cache.tree.watch(near)
 
     def find(self, request: Request) -> Found:
-        """The longest cached prefix that can be read, in whole pages unless it is the longest of all."""
+        """The longest cached prefix whose last rows have places. Only the longest of all may end within a page."""
         found = super().find(request)
         match: Match = found.detail
         page_size, pages = self.cache.page_size, np.frombuffer(match.pages, dtype=np.int32)
