@@ -27,10 +27,11 @@ class CodingSession:
         self._draw = random.Random(seed)
         self._prose = prose = Prose(self._draw)
         self._system, self._reminder = prose.text(system_tokens), prose.text(system_tokens / 4)
-        size = 3 * system_tokens / len(_TOOLS)
+        names = _TOOLS[: max(2, system_tokens // 50)]  # fewer beside a short prompt, since each has a text of its own
+        size = 3 * system_tokens / len(names)
         self._tools = [
             {"name": name, "description": prose.text(size * 0.7), "input_schema": _schema(prose.text(size * 0.1))}
-            for name in _TOOLS
+            for name in names
         ]
         shares = (0.15, 0.1, 0.15, 0.6)
         self._said = [tuple(prose.text(step_tokens * share) for share in shares) for _ in range(turns)]
@@ -48,7 +49,7 @@ class CodingSession:
             call = {
                 "type": "tool_use",
                 "id": f"toolu_{i}",
-                "name": _TOOLS[i % len(_TOOLS)],
+                "name": self._tools[i % len(self._tools)]["name"],
                 "input": {"path": argument},
             }
             messages.append({"role": "assistant", "content": [_text(said), call]})

@@ -82,15 +82,16 @@ def test_prefix_measures_cold_and_warm(bench, ramet, tmp_path):
 
 def test_agents_reads_the_longest_prefix_whatever_their_habit(bench, ramet, tmp_path):
     path = tmp_path / "a.jsonl"
-    sizes = ("--requests", 5, "--turns", 9, "--system-tokens", 12, "--step-tokens", 12, "--seed", 0)
+    sizes = ("--requests", 5, "--turns", 3, "--system-tokens", 12, "--step-tokens", 12, "--seed", 0)
     code, out, _ = bench("agents", "--url", ramet.url, *sizes, "--json", path)
     httpx.post(f"{ramet.url}/flush_cache?pins=true").raise_for_status()
     assert code == 0
     assert "habit" in out
     measured = {line["cell"]["habit"]: line["figures"] for line in lines_of(path)}
     for figures in measured.values():
-        # Only whole pages of 16 tokens are kept of a prompt.
-        assert all(0 <= step["shared"] - step["read"] < 16 for step in figures["steps"]), figures["steps"]
+        # Only whole pages of 16 tokens are kept of a prompt. A session's first prompt begins as the title's before it.
+        assert all(abs(step["shared"] - step["read"]) < 16 for step in figures["steps"]), figures["steps"]
+    assert measured["/v1/messages"]["prompt"] == measured["/v1/chat/completions"]["prompt"]
     spent = {habit: figures["prefilled"] for habit, figures in measured.items()}
     assert spent["date first"] > 2 * spent["billing line last"] > 2 * spent["none"] * 0.9
     assert spent["billing line first"] == spent["none"], "this line is no part of the prompt"
