@@ -88,7 +88,7 @@ class ServeBench(Bench):
     flush: bool = Field(False, description="empty the server's cache before each run")
     goodput: tuple[str, ...] = Field((), description="service levels as LATENCY:MS, of ttft, tpot, itl and e2e")
     process: tuple[str, ...] = Field(
-        (), description="NAME=PID: a server's process on this machine, whose CPU time is measured"
+        (), description="NAME=PID: a server's process on this machine, whose CPU time is measured, warm-up included"
     )
     records: bool = Field(False, description="record each request in --json")
 
