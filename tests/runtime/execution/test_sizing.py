@@ -84,7 +84,7 @@ def test_flashinfer_is_taken_where_it_can_compute(monkeypatch):
         choose_attention(asked, torch.device("cpu"), torch.bfloat16, 64)
     monkeypatch.setattr("runtime.execution.device.find_spec", lambda name: None)
     assert choose_attention(ModelConfig(), CUDA, torch.bfloat16, 64) == "cpu"
-    with pytest.raises(ModelError, match="not installed"):
+    with pytest.raises(ModelError, match="FlashInfer is missing"):
         choose_attention(asked, CUDA, torch.bfloat16, 64)
     monkeypatch.setattr("runtime.execution.device.find_spec", lambda name: name)
     assert choose_attention(ModelConfig(), CUDA, torch.bfloat16, 64) == "flashinfer"

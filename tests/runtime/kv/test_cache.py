@@ -165,7 +165,7 @@ def test_tenants_without_a_quota_of_their_own_have_the_configured_one():
     assert [cache.tree.quotas.over(Namespace(name), 5) for name in ("t", "other")] == [1, 4]
     assert make_cache(tenant_quota=2).tree.quotas.over(T, 5) == 3
     assert make_cache(quotas={"t": 4}).tree.quotas.over(Namespace("other"), 99) == 0
-    assert make_cache().tree.quotas is None
+    assert make_cache().tree.quotas.over(Namespace("other"), 99) == 0
 
 
 def test_flush_and_drop_spare_what_is_in_use():

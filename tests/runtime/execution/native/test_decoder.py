@@ -122,7 +122,7 @@ def test_experts_and_sinks(library, experts_dir, make_batch):
     """Among them states that a group is given, and those that it is asked for."""
     reference, model = (make_model(experts_dir, torch.float32) for _ in range(2))
     pools = [make_pool(reference.spec, torch.float32) for _ in range(2)]
-    scores = [Scores(sinks=sinks) for sinks in reference.sinks]
+    scores = [Scores(sinks=sinks) for sinks in reference.sinks()]
     native = NativeDecoder(library, model, pools[1], 2)
     forwards = [
         partial(reference.forward, pool=pools[0], backend=CPUAttention(pools[0], reference.rope, scores)),
