@@ -15,7 +15,7 @@ _DEFAULTS: dict[str, Any] = {"ratio": 0.15, "k": 16}
 # Within this KL, the measured methods kept all right answers of `ramet bench documents --quality`.
 _MAX_KL = 0.1
 # Shorter documents, and shorter last chunks, are computed in full: they save few rows, and in full they are exact.
-_SHORTEST = 64
+_SHORTEST = 32
 
 
 @dataclass(frozen=True, slots=True)

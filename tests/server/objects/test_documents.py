@@ -204,7 +204,7 @@ def test_short_documents_are_computed_in_full(client, add):
     assert answer["text"] == generate(client, segments=segments)["text"]
     reuse = answer["meta_info"]["reuse"]
     assert (reuse["method"], reuse["exact"]) == ("none", True)
-    assert reuse["note"] == "documents of fewer than 64 tokens are computed in full"
+    assert reuse["note"] == "documents of fewer than 32 tokens are computed in full"
     made = add(short)
     assert (made["chunks"], made["cached"], made["pins"]) == (0, 0, [])
 

@@ -48,7 +48,7 @@ def plan(planner: DocumentPlanner | None = None, **asked):
 )  # fmt: skip
 def test_the_message_has_the_options_of_the_method(asked, message):
     planned = plan(**asked)
-    given = {"method": "fusion", "documents": [[2, 66], [67, 180]], "names": ["a", "b"], "shortest": 64}
+    given = {"method": "fusion", "documents": [[2, 66], [67, 180]], "names": ["a", "b"], "shortest": 32}
     assert planned.reuse == {**given, "granularity": "token", "chunk_tokens": 512, **message}
     assert (planned.tokens, planned.length, planned.stop) == (list(range(200)), 200, 200)
     assert planned.report(None, 3) is None
@@ -65,16 +65,16 @@ def test_nothing_is_reused_unless_the_request_or_the_server_asks():
 
 
 def test_short_documents_are_computed_in_full_and_the_answer_says_so():
-    short, mixed = [(2, 60), (67, 130)], [(2, 65), (67, 131)]
+    short, mixed = [(2, 30), (67, 98)], [(2, 33), (67, 99)]
     planned = DocumentPlanner().plan(replace(PROMPT, documents=short), ReuseParams(method="a3"))
     assert planned.reuse is None
     said = planned.report(None, 0)
     assert (said["method"], said["exact"]) == ("none", True)
-    assert said["note"] == "documents of fewer than 64 tokens are computed in full"
+    assert said["note"] == "documents of fewer than 32 tokens are computed in full"
     planned = DocumentPlanner().plan(replace(PROMPT, documents=mixed), ReuseParams(method="a3"))
-    assert planned.reuse["shortest"] == 64
+    assert planned.reuse["shortest"] == 32
     assert planned.report({"strategy": "fusion"}, 0) == {"strategy": "fusion", "note": said["note"]}
-    assert DocumentPlanner().plan(replace(PROMPT, documents=short), ReuseParams(method="a3", chunk_tokens=58)).reuse
+    assert DocumentPlanner().plan(replace(PROMPT, documents=short), ReuseParams(method="a3", chunk_tokens=28)).reuse
 
 
 def test_prompts_without_documents_reuse_none():
