@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tests.runtime.execution.mixers.models import HYBRID_MODELS, VOCAB, Runner, oracle, save_hybrid
+from tests.runtime.execution.mixers.models import HYBRID_MODELS, VOCAB, Runner, check_run_again, oracle, save_hybrid
 
 TEXT = [random.Random(5).randrange(3, VOCAB) for _ in range(70)]
 
@@ -83,21 +83,7 @@ def test_accepted_guesses_are_replayed_and_others_leave_no_trace(runner, accepte
 
 @pytest.mark.parametrize("draft", [0, 3])
 def test_a_step_with_another_target_can_be_run_again(runner, draft):
-    """It leaves its sequence's slot, and the records there, as they were."""
-    one, plain = runner.start(0), runner.start(1)
-    for sequence in (one, plain):
-        runner.step((sequence, TEXT[:24]), draft=4)
-        sequence.tokens += TEXT[20:22]
-        sequence.accepted = 2
-    runner.step((one, TEXT[40:50]), draft=draft, target=2)
-    del one.tokens[22:]
-    one.slot, one.accepted = 0, 2
-    found = runner.step((one, TEXT[22:30]), target=2)
-    wanted = runner.step((plain, TEXT[22:30]))
-    assert torch.allclose(found, wanted, atol=1e-4)
-    assert one.slot == 2
-    for tensor in runner.states.tensors:
-        assert torch.allclose(tensor[2], tensor[1], atol=1e-4)
+    check_run_again(runner, TEXT, draft)
 
 
 def test_bfloat16_and_one_thread(saved, library):
