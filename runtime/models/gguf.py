@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from runtime.errors import ModelError
+from runtime.models.gguf_hybrid import HYBRIDS, hybrid_keys
 from runtime.models.gguf_tensors import ROPE_FACTORS, GGUFTensors, read_gguf
 from runtime.models.spec import LlamaSpec
 
@@ -16,6 +17,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    **{architecture: name for architecture, (name, _) in HYBRIDS.items()},
 }
 
 
@@ -57,9 +59,14 @@ def _write(
     ids = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(k) is not None}
     _write_json(work / "generation_config.json", ids)
     _write_tokenizer(path, metadata, work)
-    stored = GGUFTensors.named(path, tensors, architecture, LlamaSpec.load(work))
+    spec = LlamaSpec.load(work)
+    predicting = [f"blk.{i}." for i in range(spec.num_layers, metadata.get(f"{architecture}.block_count", 0))]
+    tensors = [one for one in tensors if not one.name.startswith(tuple(predicting))]
+    stored = GGUFTensors.named(path, tensors, architecture, spec)
     if linked:
         stored.link(work)
+    elif architecture in HYBRIDS:
+        raise ModelError(f"{path.name}: --model-impl transformers is not served with GGUF files of {architecture}")
     else:
         stored.write(work / "model.safetensors", rounded)
 
@@ -87,14 +94,17 @@ def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: li
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     heads, hidden = get("attention.head_count"), get("embedding_length")
     head_dim = get("attention.key_length", hidden // heads)
-    if (rotated := get("rope.dimension_count", head_dim)) != head_dim:
+    # The last layers may be for the prediction of several tokens, which is not served.
+    layers = get("block_count") - get("nextn_predict_layers", 0)
+    is_hybrid = architecture in HYBRIDS
+    if (rotated := get("rope.dimension_count", head_dim)) != head_dim and not is_hybrid:
         raise ModelError(f"{path.name} rotates {rotated} of {head_dim} dimensions of a head; supported is all of them")
     tokens = metadata.get("tokenizer.ggml.tokens") or []
     config = {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
         "hidden_size": hidden,
-        "num_hidden_layers": get("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": get("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -114,7 +124,9 @@ def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: li
     if architecture == "llama" and (window := metadata.get("llama.attention.sliding_window")):
         # llama.cpp calls Mistral a Llama; its converter writes the window only sometimes.
         config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
-    if architecture != "qwen2":
+    if is_hybrid:
+        config |= {"model_type": HYBRIDS[architecture][1], **hybrid_keys(architecture, get, layers, head_dim)}
+    elif architecture != "qwen2":
         config["attention_bias"] = "blk.0.attn_q.bias" in shapes
     if architecture == "llama":
         config["mlp_bias"] = "blk.0.ffn_gate.bias" in shapes

@@ -60,10 +60,10 @@ class GGUFTensors:
         stored = {tensor.name: tensor for tensor in tensors if tensor.name != ROPE_FACTORS}
         table: dict[str, list[Any]] = {}
         for name, shape in spec.expected_tensors().items():
-            module, kind = name.rsplit(".", 1)
-            if (tensor := stored.pop(f"{names[module]}.{kind}", None)) is None:
+            if (tensor := stored.pop(_stored_name(spec.stored_name(name), names), None)) is None:
                 raise ModelError(f"{path.name} has no tensor for {name}, which its metadata requires")
-            if (found := tuple(int(size) for size in reversed(tensor.shape))) != shape:
+            # The weights of a convolution have two dimensions in the file.
+            if (found := tuple(int(size) for size in reversed(tensor.shape))) != tuple(n for n in shape if n > 1):
                 raise ModelError(f"{path.name}: {tensor.name} has shape {list(found)}; expected is {list(shape)}")
             table[name] = [tensor.tensor_type.name, list(shape), int(tensor.data_offset)]
         if stored:
@@ -107,7 +107,7 @@ class GGUFTensors:
 
         kind, shape, offset = self._tensors[name]
         values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-        width = (shape[1] // values if len(shape) == 2 else 1) * size
+        width = math.prod(shape[1:]) // values * size
         rows = self._file[offset : offset + shape[0] * width].reshape(-1, width)
         if (heads := self._heads.get(name.split(".")[-2])) is None:
             return rows
@@ -127,7 +127,10 @@ class GGUFTensors:
         except (NotImplementedError, KeyError):
             raise ModelError(f"{self.path.name}: {name} has quantisation {kind}; it is not supported") from None
         values = values.astype(np.float32, copy=False).reshape(shape)
-        return values - self._norm_offset if self._norm_offset and name.endswith("norm.weight") else values
+        if name.endswith(".A_log"):
+            return np.log(-values)  # the file has -exp of it
+        is_norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+        return values - self._norm_offset if self._norm_offset and is_norm else values
 
     def write(self, target: Path, rounded: bool = False) -> None:
         """Write a safetensors file, one tensor at a time; the library's writer needs all of them in memory.
@@ -150,6 +153,14 @@ class GGUFTensors:
                 values = self.values(name)
                 is_float = self._tensors[name][0] in _FLOATS
                 file.write((_round(values) if rounded and not is_float else values).data)
+
+
+def _stored_name(name: str, names: Any) -> str:
+    """The name in the file of a tensor of a checkpoint. `names`: the gguf package's table of modules."""
+    if name.endswith(".A_log"):
+        return str(names[name])  # without a suffix
+    module, kind = name.replace(".dt_bias", ".dt_proj.bias").rsplit(".", 1)
+    return f"{names[module]}.{kind}"
 
 
 def _round(values: np.ndarray) -> np.ndarray:

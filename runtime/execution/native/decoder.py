@@ -64,7 +64,7 @@ class NativeDecoder:
 
         Args:
             bits: 4 or 8 rounds the matrices to codes of that size; 0 keeps them.
-            stored: a GGUF file and the model's directory. The matrices are the file's; those of `model` are [rows, 0].
+            stored: a GGUF file and the model's directory. Those of `model` are the places of their rows.
 
         Raises:
             MemoryError: if the packed weights do not fit into memory.
@@ -76,7 +76,7 @@ class NativeDecoder:
         self._dtype = model.embedding.dtype
         self.adapters: dict[str, PackedAdapter] = {}
         self.team = Team(library, threads)
-        self._stored = StoredMatrices(self.team, self.spec, self._dtype, *stored) if stored else None
+        self._stored = StoredMatrices(self.team, model, *stored) if stored else None
         # Experts and the norm before them, by layer. The kernels compute these layers only up to the attention output.
         self._experts = {i: self._take_experts(layer, bits) for i, layer in enumerate(model.layers) if layer.experts}
         self._weights = PackedWeights(self.team, 0 if stored else _model_bytes(library, model, bits))

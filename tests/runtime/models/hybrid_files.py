@@ -1,0 +1,133 @@
+"""GGUF files of small models with recurrent layers, as llama.cpp's converter writes them."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from runtime.models.gguf import convert_gguf
+from runtime.models.publishing import provide
+
+Kind = gguf.GGMLQuantizationType
+
+ARCHITECTURES = {"Lfm2": "lfm2", "Qwen3_5": "qwen35"}
+# Sizes that are multiples of the 32 values of a block.
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+DELTA_SIZES: dict[str, Any] = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "head_dim": 32}
+
+
+def round_weights(source: Path, kind: Kind) -> None:
+    """Round a model's matrices to the values that `kind` can hold; a file of that type then holds the same."""
+    weights = load_file(source / "model.safetensors")
+    for name, weight in weights.items():
+        if weight.ndim == 2:
+            weights[name] = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind))
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+
+
+def write_hybrid(source: Path, path: Path, kind: Kind | dict[str, Kind] | None = None, predicting: int = 0) -> Path:
+    """Write a file of a Hugging Face directory.
+
+    Args:
+        kind: type of the matrices, also by the last part of their names; None: float32.
+        predicting: number of layers for the prediction of several tokens.
+    """
+    config = json.loads((source / "config.json").read_text())
+    family = next(family for family in ARCHITECTURES if config["architectures"] == [f"{family}ForCausalLM"])
+    architecture = ARCHITECTURES[family]
+    writer, layers = gguf.GGUFWriter(path, architecture), config["num_hidden_layers"]
+    writer.add_block_count(layers + predicting)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    if family == "Lfm2":
+        counts = {"conv": 0, "full_attention": config["num_key_value_heads"]}
+        writer.add_head_count_kv([counts[kind] for kind in config["layer_types"]])
+        writer.add_layer_norm_rms_eps(config["norm_eps"])
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    else:
+        _add_delta(writer, config)
+        if predicting:
+            writer.add_nextn_predict_layers(predicting)
+    _add_tokenizer(writer, config)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], layers)
+    weights = load_file(source / "model.safetensors")
+    for name, weight in weights.items():
+        for stored, data in _converted(name.replace("language_model.", ""), weight.float(), config, names):
+            own = kind.get(stored.split(".")[-2]) if isinstance(kind, dict) else kind
+            if data.ndim == 1 or "conv" in stored.split(".")[-2].replace("shortconv", "") or own is None:
+                writer.add_tensor(stored, np.ascontiguousarray(data))
+            else:
+                writer.add_tensor(stored, gguf.quants.quantize(np.ascontiguousarray(data), own), raw_dtype=own)
+    for i in range(layers, layers + predicting):
+        writer.add_tensor(f"blk.{i}.nextn.eh_proj.weight", np.zeros((64, 128), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def link(path: Path, target: Path) -> Path:
+    return provide(target, partial(convert_gguf, path, linked=True))
+
+
+def _add_delta(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"]))
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+    writer.add_full_attention_interval(4)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([f"t{i}" for i in range(config["vocab_size"])])
+    writer.add_eos_token_id(config["eos_token_id"])
+
+
+def _converted(name: str, weight: torch.Tensor, config: dict[str, Any], names: Any) -> list[tuple[str, np.ndarray]]:
+    """Tensors of the file for one of the model."""
+    if name.endswith(".A_log"):
+        return [(names[name], (-_tiled(weight, 0, 1, config).exp()).numpy())]
+    if name.endswith("norm.weight") and "Qwen" in config["architectures"][0] and "linear_attn" not in name:
+        weight = weight + 1
+    if name.endswith((".conv.conv.weight", ".conv1d.weight")):
+        weight = weight[:, 0]
+    if ".linear_attn." in name:
+        weight = _reordered(name.split(".linear_attn.")[1], weight, config)
+    module, kind = name.replace(".dt_bias", ".dt_proj.bias").rsplit(".", 1)
+    return [(f"{names[module]}.{kind}", weight.numpy())]
+
+
+def _reordered(name: str, weight: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
+    """The heads of values in the order of the file."""
+    dim = config["linear_value_head_dim"]
+    if name in ("in_proj_qkv.weight", "conv1d.weight"):
+        keys = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+        return torch.cat((weight[:keys], _tiled(weight[keys:], 0, dim, config)))
+    if name in ("in_proj_a.weight", "in_proj_b.weight", "dt_bias"):
+        return _tiled(weight, 0, 1, config)
+    if name in ("in_proj_z.weight", "out_proj.weight"):
+        return _tiled(weight, 1 if name.startswith("out") else 0, dim, config)
+    return weight
+
+
+def _tiled(weight: torch.Tensor, axis: int, dim: int, config: dict[str, Any]) -> torch.Tensor:
+    parts = weight.unflatten(axis, (config["linear_num_key_heads"], -1, dim))
+    return parts.transpose(axis, axis + 1).flatten(axis, axis + 2).contiguous()
