@@ -141,7 +141,10 @@ class GGUFTensors:
 
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
-        for name, (kind, shape, _) in self._tensors.items():
+        for name, parts in self._wholes().items():
+            kind, shape, _ = self._tensors[parts[0]]
+            if len(parts) > 1:
+                shape = [*shape[:-2], sum(self._tensors[part][1][-2] for part in parts), shape[-1]]
             dtype, size = ("BF16", 2) if rounded and kind not in _FLOATS else _FLOATS.get(kind, ("F32", 4))
             begin, end = end, end + math.prod(shape) * size
             header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
@@ -149,10 +152,27 @@ class GGUFTensors:
         encoded += b" " * (-len(encoded) % 8)
         with target.open("wb") as file:
             file.write(len(encoded).to_bytes(8, "little") + encoded)
-            for name in tqdm(self._tensors, desc=f"converting {self.path.name}", unit="tensor", disable=None):
-                values = self.values(name)
-                is_float = self._tensors[name][0] in _FLOATS
+            for parts in tqdm(
+                self._wholes().values(), desc=f"converting {self.path.name}", unit="tensor", disable=None
+            ):
+                values = self.values(parts[0])
+                if len(parts) > 1:
+                    values = np.concatenate([self.values(part) for part in parts], axis=-2)
+                is_float = self._tensors[parts[0]][0] in _FLOATS
                 file.write((_round(values) if rounded and not is_float else values).data)
+
+    def _wholes(self) -> dict[str, list[str]]:
+        """The parts, side by side, of each tensor of the checkpoint: `name:0` and `name:1`, or the tensor itself.
+
+        Raises ModelError if parts have different types, one of them of 16 bits.
+        """
+        wholes: dict[str, list[str]] = {}
+        for name in sorted(self._tensors):
+            wholes.setdefault(name.partition(":")[0], []).append(name)
+        for name, parts in wholes.items():
+            if len(kinds := {self._tensors[part][0] for part in parts}) > 1 and kinds & _FLOATS.keys():
+                raise ModelError(f"{self.path.name}: the parts of {name} have the types {', '.join(sorted(kinds))}")
+        return wholes
 
 
 def _stored_name(name: str, names: Any) -> str:

@@ -15,9 +15,14 @@ from runtime.models.publishing import provide
 
 Kind = gguf.GGMLQuantizationType
 
-ARCHITECTURES = {"Lfm2": "lfm2", "Qwen3_5": "qwen35"}
+ARCHITECTURES = {"Lfm2": "lfm2", "Qwen3_5": "qwen35", "GraniteMoeHybrid": "granitehybrid"}
 # Sizes that are multiples of the 32 values of a block.
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+GRANITE_SIZES: dict[str, Any] = {
+    **{"layer_types": ["mamba", "mamba", "attention", "mamba"], "shared_intermediate_size": 96, "mamba_expand": 2},
+    **{"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "embedding_multiplier": 3.0},
+    **{"residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+}
 DELTA_SIZES: dict[str, Any] = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "head_dim": 32}
 
 
@@ -25,7 +30,7 @@ def round_weights(source: Path, kind: Kind) -> None:
     """Round a model's matrices to the values that `kind` can hold; a file of that type then holds the same."""
     weights = load_file(source / "model.safetensors")
     for name, weight in weights.items():
-        if weight.ndim == 2:
+        if weight.ndim > 1 and weight.shape[-1] % 32 == 0:
             weights[name] = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind))
     save_file(weights, source / "model.safetensors", {"format": "pt"})
 
@@ -52,17 +57,20 @@ def write_hybrid(source: Path, path: Path, kind: Kind | dict[str, Kind] | None =
         writer.add_head_count_kv([counts[kind] for kind in config["layer_types"]])
         writer.add_layer_norm_rms_eps(config["norm_eps"])
         writer.add_shortconv_l_cache(config["conv_L_cache"])
+    elif family == "GraniteMoeHybrid":
+        _add_granite(writer, config)
     else:
         _add_delta(writer, config)
         if predicting:
             writer.add_nextn_predict_layers(predicting)
     _add_tokenizer(writer, config)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], layers)
+    table = next(table for table, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(table, layers)
     weights = load_file(source / "model.safetensors")
     for name, weight in weights.items():
         for stored, data in _converted(name.replace("language_model.", ""), weight.float(), config, names):
             own = kind.get(stored.split(".")[-2]) if isinstance(kind, dict) else kind
-            if data.ndim == 1 or "conv" in stored.split(".")[-2].replace("shortconv", "") or own is None:
+            if data.shape[-1] % 32 or data.ndim == 1 or "norm" in stored or own is None:
                 writer.add_tensor(stored, np.ascontiguousarray(data))
             else:
                 writer.add_tensor(stored, gguf.quants.quantize(np.ascontiguousarray(data), own), raw_dtype=own)
@@ -94,6 +102,26 @@ def _add_delta(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_full_attention_interval(4)
 
 
+def _add_granite(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    heads = config["num_key_value_heads"]
+    writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in config["layer_types"]])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
+    writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+    if config["num_local_experts"]:
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_attention_scale(config["attention_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])
+    writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+
+
 def _add_tokenizer(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -103,6 +131,8 @@ def _add_tokenizer(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 def _converted(name: str, weight: torch.Tensor, config: dict[str, Any], names: Any) -> list[tuple[str, np.ndarray]]:
     """Tensors of the file for one of the model."""
+    if "Granite" in config["architectures"][0]:
+        return _converted_granite(name, weight, config, names)
     if name.endswith(".A_log"):
         return [(names[name], (-_tiled(weight, 0, 1, config).exp()).numpy())]
     if name.endswith("norm.weight") and "Qwen" in config["architectures"][0] and "linear_attn" not in name:
@@ -111,6 +141,29 @@ def _converted(name: str, weight: torch.Tensor, config: dict[str, Any], names: A
         weight = weight[:, 0]
     if ".linear_attn." in name:
         weight = _reordered(name.split(".linear_attn.")[1], weight, config)
+    module, kind = name.replace(".dt_bias", ".dt_proj.bias").rsplit(".", 1)
+    return [(f"{names[module]}.{kind}", weight.numpy())]
+
+
+def _converted_granite(
+    name: str, weight: torch.Tensor, config: dict[str, Any], names: Any
+) -> list[tuple[str, np.ndarray]]:
+    if name.endswith((".A_log", ".D")):
+        return [(names[name], (-weight.exp() if name.endswith(".A_log") else weight)[:, None].numpy())]
+    layer, has_experts = "".join(name.split(".")[2:3]), bool(config["num_local_experts"])
+    if name.endswith("input_linear.weight"):
+        kind = "_exps" if "block_sparse_moe" in name else "_shexp" if has_experts else ""
+        parts = zip(("gate", "up"), weight.chunk(2, dim=-2), strict=True)
+        return [(f"blk.{layer}.ffn_{part}{kind}.weight", half.numpy()) for part, half in parts]
+    if name.endswith("shared_mlp.output_linear.weight") and not has_experts:
+        return [(f"blk.{layer}.ffn_down.weight", weight.numpy())]
+    if name.endswith("conv1d.weight"):
+        weight = weight[:, 0]
+    if name.endswith("mamba.norm.weight"):
+        weight = weight[None]
+    for projection, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+        if f".{projection}." in name:
+            weight = weight.unflatten(0, (config[heads], 2, -1)).transpose(1, 2).flatten(0, 2)
     module, kind = name.replace(".dt_bias", ".dt_proj.bias").rsplit(".", 1)
     return [(f"{names[module]}.{kind}", weight.numpy())]
 

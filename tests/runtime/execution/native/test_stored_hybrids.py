@@ -7,9 +7,17 @@ import torch
 
 from runtime.errors import ModelError
 from runtime.models.gguf import convert_gguf
-from tests.runtime.engine.driver import Driver, make_core
+from tests.runtime.engine.driver import Driver, greedy, make_core
 from tests.runtime.execution.mixers.models import Runner, oracle, save_hybrid
-from tests.runtime.models.hybrid_files import ARCHITECTURES, DELTA_SIZES, SIZES, Kind, link, round_weights, write_hybrid
+from tests.runtime.models.hybrid_files import (
+    DELTA_SIZES,
+    GRANITE_SIZES,
+    SIZES,
+    Kind,
+    link,
+    round_weights,
+    write_hybrid,
+)
 from tests.runtime.reuse.hybrid.test_exact import STOP, Asking, conversation
 
 # Several types in what a layer reads: queries and their gates are one tensor, of another type than keys and values.
@@ -18,13 +26,14 @@ MIXED = {
     **{"attn_qkv": Kind.Q8_0, "attn_gate": Kind.Q4_0, "ssm_alpha": Kind.Q8_0, "ssm_out": Kind.Q5_1},
     **{"ffn_gate": Kind.Q4_0, "ffn_up": Kind.Q4_0, "token_embd": Kind.F16},
 }
+OWN = ["Lfm2", "Qwen3_5"]
 TEXT = [random.Random(5).randrange(3, 320) for _ in range(70)]
 
 
 def make(family, directory, kind=None, rounded=None, **more):
     """A model of transformers, and the file's directory."""
-    own = {"block_auto_adjust_ff_dim": False} if family == "Lfm2" else DELTA_SIZES
-    source = save_hybrid(family, directory / "source", **SIZES, **own, **more)
+    own = {"Lfm2": {"block_auto_adjust_ff_dim": False}, "Qwen3_5": DELTA_SIZES, "GraniteMoeHybrid": GRANITE_SIZES}
+    source = save_hybrid(family, directory / "source", **SIZES, **own[family], **more)
     if rounded is not None:
         round_weights(source, rounded)
     return source, link(write_hybrid(source, directory / "m.gguf", kind), directory / "out")
@@ -32,7 +41,7 @@ def make(family, directory, kind=None, rounded=None, **more):
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("kind", [None, Kind.Q8_0, Kind.Q4_0])
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", OWN)
 def test_greedy_tokens_are_those_of_transformers(tmp_path, family, kind, kernels):
     """Cold, warm, and the next turn, for a small chunk size and a pool that is too small for all."""
     source, target = make(family, tmp_path, kind, kind)
@@ -55,7 +64,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, family, kind, kernels
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, MIXED])
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", OWN)
 def test_logits_of_stored_matrices_are_near_those_of_unpacked_ones(library, tmp_path, family, kind):
     _, target = make(family, tmp_path, kind)
     plain, stored = Runner(target), Runner(target, library)
@@ -67,7 +76,7 @@ def test_logits_of_stored_matrices_are_near_those_of_unpacked_ones(library, tmp_
     assert torch.equal(again, found), "in any chunks"
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", OWN)
 def test_an_engine_computes_what_is_stored(tmp_path, family):
     """Cold, warm and in chunks; transformers' tokens would need activations that are not rounded."""
     _, target = make(family, tmp_path, MIXED)
@@ -93,3 +102,14 @@ def test_a_file_is_not_unpacked_for_transformers(tmp_path):
     source, _ = make("Lfm2", tmp_path)
     with pytest.raises(ModelError, match="--model-impl transformers is not served with GGUF files of lfm2"):
         convert_gguf(tmp_path / "m.gguf", source)
+
+
+@pytest.mark.parametrize(("kind", "experts", "rope"), [(None, 0, None), (Kind.Q8_0, 4, None), (Kind.F16, 4, "rope")])
+def test_granite_is_unpacked_for_transformers_code(tmp_path, kind, experts, rope):
+    more = {"num_local_experts": experts, "num_experts_per_tok": min(experts, 2), "position_embedding_type": rope}
+    source, target = make("GraniteMoeHybrid", tmp_path, kind, kind, **more)
+    model, draw = oracle(source), random.Random(2)
+    prompts = [draw.choices(range(3, 320), k=length) for length in (30, 17)]
+    driver = Driver(make_core(target, page_size=4, chunk_tokens=7))
+    assert driver.core.info.model_impl == "transformers"
+    assert driver.together(prompts, max_new_tokens=6) == [greedy(model, prompt, 6) for prompt in prompts]
