@@ -101,7 +101,7 @@ def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: li
     head_dim = get("attention.key_length", hidden // heads)
     # The last layers may be for the prediction of several tokens, which is not served.
     layers = get("block_count") - get("nextn_predict_layers", 0)
-    if (rotated := get("rope.dimension_count", head_dim)) != head_dim and architecture != "qwen35":
+    if (rotated := get("rope.dimension_count", head_dim)) != head_dim and architecture not in ("qwen35", "qwen3next"):
         raise ModelError(f"{path.name} rotates {rotated} of {head_dim} dimensions of a head; supported is all of them")
     tokens = metadata.get("tokenizer.ggml.tokens") or []
     config = {

@@ -11,6 +11,7 @@ from runtime.models.gguf_tensors import GGUFTensors
 HYBRIDS = {
     "lfm2": ("Lfm2ForCausalLM", "lfm2"),
     "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+    "qwen3next": ("Qwen3NextForCausalLM", "qwen3_next"),
     "granitehybrid": ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
 }
 # The hybrid that transformers' code computes.
@@ -47,7 +48,11 @@ def hybrid_keys(architecture: str, get: Get, layers: int, head_dim: int) -> dict
     """Keys of config.json. `get`: reads a metadata field. Raises ModelError."""
     if architecture == "lfm2":
         return _lfm2_keys(get)
-    return _delta_keys(get, layers, head_dim) if architecture == "qwen35" else _granite_keys(get, head_dim)
+    if architecture == GRANITE:
+        return _granite_keys(get, head_dim)
+    keys = _delta_keys(get, layers, head_dim)
+    # llama.cpp's converter orders the heads of Qwen3.5 so. Of Qwen3-Next, it separates the grouped projections.
+    return keys | ({"linear_value_heads_tiled": True} if architecture == "qwen35" else _expert_keys(get))
 
 
 def _lfm2_keys(get: Get) -> dict[str, Any]:
@@ -72,8 +77,17 @@ def _delta_keys(get: Get, layers: int, head_dim: int) -> dict[str, Any]:
         "linear_num_value_heads": v_heads,
         "linear_key_head_dim": get("ssm.state_size"),
         "linear_value_head_dim": get("ssm.inner_size") // v_heads,
-        # llama.cpp's converter orders them so.
-        "linear_value_heads_tiled": True,
+    }
+
+
+def _expert_keys(get: Get) -> dict[str, Any]:
+    return {
+        "num_experts": get("expert_count"),
+        "num_experts_per_tok": get("expert_used_count"),
+        "moe_intermediate_size": get("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": get("expert_shared_feed_forward_length"),
+        "norm_topk_prob": True,
+        "linear_projections_separate": True,
     }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from runtime.models.spec import LlamaSpec
 ROPE_FACTORS = "rope_freqs.weight"
 # File of a model directory that says where the GGUF file and its tensors are.
 GGUF_LINK = "gguf.json"
+# An expert's number in a name, and what stands before it.
+_EXPERT = re.compile(r"(\.experts)\.(\d+)\.")
 # The types that a conversion keeps: safetensors' name, and bytes per value.
 _FLOATS = {"F16": ("F16", 2), "BF16": ("BF16", 2)}
 
@@ -57,17 +60,24 @@ class GGUFTensors:
         import gguf
 
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], spec.num_layers)
-        stored = {tensor.name: tensor for tensor in tensors if tensor.name != ROPE_FACTORS}
+        stored, used = {tensor.name: tensor for tensor in tensors if tensor.name != ROPE_FACTORS}, set()
         table: dict[str, list[Any]] = {}
         for name, shape in spec.expected_tensors().items():
-            if (tensor := stored.pop(_stored_name(spec.stored_name(name), names), None)) is None:
+            # The experts of a layer are one tensor in the file.
+            whole, number = _EXPERT.sub(r"\1.", spec.stored_name(name)), _EXPERT.search(name)
+            if (tensor := stored.get(_stored_name(whole, names))) is None:
                 raise ModelError(f"{path.name} has no tensor for {name}, which its metadata requires")
-            # The weights of a convolution have two dimensions in the file.
-            if (found := tuple(int(size) for size in reversed(tensor.shape))) != tuple(n for n in shape if n > 1):
-                raise ModelError(f"{path.name}: {tensor.name} has shape {list(found)}; expected is {list(shape)}")
-            table[name] = [tensor.tensor_type.name, list(shape), int(tensor.data_offset)]
-        if stored:
-            raise ModelError(f"{path.name} has a tensor {next(iter(stored))}, which this model does not use")
+            used.add(tensor.name)
+            found = [int(size) for size in reversed(tensor.shape)]
+            offset = int(tensor.data_offset)
+            if number is not None and int(number[2]) < found[0]:
+                offset += int(number[2]) * int(tensor.n_bytes) // found.pop(0)
+            # Dimensions of size 1 are left out in the file.
+            if [size for size in found if size > 1] != [size for size in shape if size > 1]:
+                raise ModelError(f"{path.name}: {tensor.name} has shape {found}; expected is {list(shape)}")
+            table[name] = [tensor.tensor_type.name, list(shape), offset]
+        if others := stored.keys() - used:
+            raise ModelError(f"{path.name} has a tensor {min(others)}, which this model does not use")
         # llama.cpp stores Llama's queries and keys for interleaved rotation.
         heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads} if architecture == "llama" else {}
         # Its norms of Gemma have the 1 that the model adds.

@@ -65,7 +65,8 @@ def _pre_tokenizer(path: Path, name: str) -> pre_tokenizers.PreTokenizer:
         return plain
     if name == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
-    patterns = dict.fromkeys(_LLAMA3_NAMES, _LLAMA3) | dict.fromkeys(_QWEN2_NAMES, _QWEN2) | {"qwen35": _QWEN35}
+    patterns = dict.fromkeys((*_LLAMA3_NAMES, "dbrx"), _LLAMA3) | dict.fromkeys(_QWEN2_NAMES, _QWEN2)
+    patterns["qwen35"] = _QWEN35
     if name not in patterns:
         known = ", ".join(["gpt-2", "default", "smollm", *patterns])
         raise ModelError(f"{path.name}: pre-tokenizer {name!r}; supported in GGUF are {known}")

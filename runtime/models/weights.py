@@ -62,15 +62,16 @@ def load_vectors(linked: GGUFTensors, spec: LlamaSpec, dtype: torch.dtype) -> di
 
 
 def places(spec: LlamaSpec) -> dict[str, torch.Tensor]:
-    """For each matrix, int64 [rows, 1]: the number of the tensor in `expected_tensors` times `MOST_ROWS`, plus the row.
+    """For each matrix but routers, the places of its rows, int64 [rows, 1].
 
-    Code that fuses and reorders rows does the same with their places.
+    A place is the number of the tensor in `expected_tensors` times `MOST_ROWS`, plus the row. Code that fuses and
+    reorders rows does the same with their places.
     """
     shapes = enumerate(spec.expected_tensors().items())
     return {
         name: torch.arange(shape[0])[:, None] + number * MOST_ROWS
         for number, (name, shape) in shapes
-        if len(shape) == 2
+        if len(shape) == 2 and not name.endswith(("mlp.gate.weight", "shared_expert_gate.weight"))
     }
 
 

@@ -40,6 +40,15 @@ class _Stored:
     offset: int
 
 
+@dataclass(slots=True)
+class StoredExperts:
+    """Matrices of a layer's experts, by expert, and gate over up and down of the shared one."""
+
+    gate_up: list[c.Matrix]
+    down: list[c.Matrix]
+    shared: tuple[c.Matrix, c.Matrix]
+
+
 class StoredMatrices:
     """The matrices of a GGUF file's model.
 
@@ -59,6 +68,9 @@ class StoredMatrices:
         self._o = [self._plan(layer.o) for layer in model.layers]
         self._gate_up = [self._plan(layer.gate_up, paired=True) for layer in model.layers]
         self._down = [self._plan(layer.down) for layer in model.layers]
+        experts = {i: layer.experts for i, layer in enumerate(model.layers) if layer.experts is not None}
+        self._expert_gate_up = {i: [self._plan(one, True) for one in each.gate_up] for i, each in experts.items()}
+        self._expert_down = {i: [self._plan(one) for one in each.down] for i, each in experts.items()}
         every = places(spec)
         self._table = self._head = self._plan(every["model.embed_tokens.weight"])
         if not spec.tie_embeddings:
@@ -71,8 +83,15 @@ class StoredMatrices:
 
     def layer(self, index: int) -> tuple[list[c.Matrix], c.Matrix, c.Matrix, c.Matrix]:
         """Parts of what the mixer reads, side by side; o; gate over up; down."""
-        inputs = [one.matrix for one in self._inputs[index]]
-        return inputs, self._o[index].matrix, self._gate_up[index].matrix, self._down[index].matrix
+        inputs, o = [one.matrix for one in self._inputs[index]], self._o[index].matrix
+        if index in self._expert_down:
+            return inputs, o, c.Matrix(k=o.n, is_paired=True), c.Matrix(n=o.n)
+        return inputs, o, self._gate_up[index].matrix, self._down[index].matrix
+
+    def experts(self, index: int) -> StoredExperts:
+        """The experts of a layer, whose gate, up and down are the shared one's."""
+        gate_up, down = ([one.matrix for one in each[index]] for each in (self._expert_gate_up, self._expert_down))
+        return StoredExperts(gate_up, down, (self._gate_up[index].matrix, self._down[index].matrix))
 
     @property
     def head(self) -> c.Matrix:
@@ -113,6 +132,8 @@ class StoredMatrices:
     def _every(self) -> Iterator[_Stored]:
         for parts in self._inputs:
             yield from parts
+        for each in (*self._expert_gate_up.values(), *self._expert_down.values()):
+            yield from each
         yield from (*self._o, *self._gate_up, *self._down, self._table)
         if self._head is not self._table:
             yield self._head

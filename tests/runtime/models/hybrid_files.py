@@ -1,6 +1,7 @@
 """GGUF files of small models with recurrent layers, as llama.cpp's converter writes them."""
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,22 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from runtime.execution.mixers.mixer import reorder
 from runtime.models.gguf import convert_gguf
 from runtime.models.publishing import provide
 
 Kind = gguf.GGMLQuantizationType
 
-ARCHITECTURES = {"Lfm2": "lfm2", "Qwen3_5": "qwen35", "GraniteMoeHybrid": "granitehybrid"}
+ARCHITECTURES = {"Lfm2": "lfm2", "Qwen3_5": "qwen35", "Qwen3Next": "qwen3next", "GraniteMoeHybrid": "granitehybrid"}
 # Sizes that are multiples of the 32 values of a block.
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 GRANITE_SIZES: dict[str, Any] = {
     **{"layer_types": ["mamba", "mamba", "attention", "mamba"], "shared_intermediate_size": 96, "mamba_expand": 2},
     **{"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "embedding_multiplier": 3.0},
     **{"residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+}
+EXPERT_SIZES: dict[str, Any] = {
+    **{"decoder_sparse_step": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
 }
 DELTA_SIZES: dict[str, Any] = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "head_dim": 32}
 
@@ -61,12 +66,17 @@ def write_hybrid(source: Path, path: Path, kind: Kind | dict[str, Kind] | None =
         _add_granite(writer, config)
     else:
         _add_delta(writer, config)
+        if family == "Qwen3Next":
+            writer.add_expert_count(config["num_experts"])
+            writer.add_expert_used_count(config["num_experts_per_tok"])
+            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+            writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
         if predicting:
             writer.add_nextn_predict_layers(predicting)
     _add_tokenizer(writer, config)
     table = next(table for table, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(table, layers)
-    weights = load_file(source / "model.safetensors")
+    weights = _stacked(load_file(source / "model.safetensors"))
     for name, weight in weights.items():
         for stored, data in _converted(name.replace("language_model.", ""), weight.float(), config, names):
             own = kind.get(stored.split(".")[-2]) if isinstance(kind, dict) else kind
@@ -134,15 +144,37 @@ def _converted(name: str, weight: torch.Tensor, config: dict[str, Any], names: A
     if "Granite" in config["architectures"][0]:
         return _converted_granite(name, weight, config, names)
     if name.endswith(".A_log"):
-        return [(names[name], (-_tiled(weight, 0, 1, config).exp()).numpy())]
+        weight = _reordered("A_log", weight, config)
+        return [(names[name], (-weight.exp()).numpy())]
     if name.endswith("norm.weight") and "Qwen" in config["architectures"][0] and "linear_attn" not in name:
         weight = weight + 1
     if name.endswith((".conv.conv.weight", ".conv1d.weight")):
         weight = weight[:, 0]
+    if name.endswith("in_proj_qkvz.weight"):
+        keys, values = config["linear_key_head_dim"], config["linear_value_head_dim"]
+        values *= config["linear_num_value_heads"] // config["linear_num_key_heads"]
+        *qkv, gate = reorder(weight, config["linear_num_key_heads"], keys, keys, values, values)
+        layer = name.split(".")[2]
+        return [
+            (f"blk.{layer}.attn_qkv.weight", torch.cat(qkv).numpy()),
+            (f"blk.{layer}.attn_gate.weight", gate.numpy()),
+        ]
     if ".linear_attn." in name:
         weight = _reordered(name.split(".linear_attn.")[1], weight, config)
     module, kind = name.replace(".dt_bias", ".dt_proj.bias").rsplit(".", 1)
     return [(f"{names[module]}.{kind}", weight.numpy())]
+
+
+def _stacked(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With the experts of each layer in one tensor, in the order of their numbers."""
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    for name, weight in weights.items():
+        whole, number = re.sub(r"\.experts\.\d+\.", ".experts.", name), re.search(r"\.experts\.(\d+)\.", name)
+        found.setdefault(whole, {})[int(number[1]) if number else 0] = weight
+    return {
+        name: torch.stack([parts[i] for i in range(len(parts))]) if ".experts." in name else parts[0]
+        for name, parts in found.items()
+    }
 
 
 def _converted_granite(
@@ -170,11 +202,13 @@ def _converted_granite(
 
 def _reordered(name: str, weight: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
     """The heads of values in the order of the file."""
+    if config["architectures"] == ["Qwen3NextForCausalLM"]:
+        return weight
     dim = config["linear_value_head_dim"]
     if name in ("in_proj_qkv.weight", "conv1d.weight"):
         keys = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
         return torch.cat((weight[:keys], _tiled(weight[keys:], 0, dim, config)))
-    if name in ("in_proj_a.weight", "in_proj_b.weight", "dt_bias"):
+    if name in ("in_proj_a.weight", "in_proj_b.weight", "dt_bias", "A_log"):
         return _tiled(weight, 0, 1, config)
     if name in ("in_proj_z.weight", "out_proj.weight"):
         return _tiled(weight, 1 if name.startswith("out") else 0, dim, config)
