@@ -25,7 +25,8 @@ from tests.runtime.reuse.hybrid.test_exact import STOP, Asking, conversation
 MIXED = {
     **{"in_proj": Kind.Q5_0, "out_proj": Kind.Q4_1, "attn_q": Kind.Q5_1, "attn_k": Kind.Q8_0, "attn_v": Kind.Q4_0},
     **{"attn_qkv": Kind.Q8_0, "attn_gate": Kind.Q4_0, "ssm_alpha": Kind.Q8_0, "ssm_out": Kind.Q5_1},
-    **{"ffn_gate_exps": Kind.Q5_0, "ffn_down_exps": Kind.Q4_1, "ffn_up_shexp": Kind.Q8_0, "ssm_ba": Kind.Q4_0},
+    **{"ffn_gate_exps": Kind.Q5_0, "ffn_up_exps": Kind.Q5_0, "ffn_down_exps": Kind.Q4_1, "ssm_ba": Kind.Q4_0},
+    **{"ffn_gate_shexp": Kind.Q8_0, "ffn_up_shexp": Kind.Q8_0, "ffn_down_shexp": Kind.Q5_0},
     **{"ffn_gate": Kind.Q4_0, "ffn_up": Kind.Q4_0, "token_embd": Kind.F16},
 }
 OWN = ["Lfm2", "Qwen3_5", "Qwen3Next"]
@@ -81,7 +82,8 @@ def test_logits_of_stored_matrices_are_near_those_of_unpacked_ones(library, tmp_
     assert 0 < ((found - wanted).norm(dim=1) / wanted.norm(dim=1)).median() < 0.1
     one = stored.start(2)
     again = torch.cat([stored.step((one, TEXT[first : first + 9])) for first in range(0, len(TEXT), 9)])
-    assert torch.equal(again, found), "in any chunks"
+    # torch's sigmoid, of the shared expert's gate, rounds a value by its place.
+    assert torch.allclose(again, found, atol=1e-4 if family == "Qwen3Next" else 0, rtol=0), "in any chunks"
 
 
 @pytest.mark.parametrize("family", OWN)
