@@ -76,8 +76,8 @@ class GGUFTensors:
             if [size for size in found if size > 1] != [size for size in shape if size > 1]:
                 raise ModelError(f"{path.name}: {tensor.name} has shape {found}; expected is {list(shape)}")
             table[name] = [tensor.tensor_type.name, list(shape), offset]
-        if others := stored.keys() - used:
-            raise ModelError(f"{path.name} has a tensor {min(others)}, which this model does not use")
+        if others := [name for name in stored if name not in used]:
+            raise ModelError(f"{path.name} has a tensor {others[0]}, which this model does not use")
         # llama.cpp stores Llama's queries and keys for interleaved rotation.
         heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads} if architecture == "llama" else {}
         # Its norms of Gemma have the 1 that the model adds.
