@@ -60,7 +60,8 @@ class GGUFTensors:
         import gguf
 
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], spec.num_layers)
-        stored, used = {tensor.name: tensor for tensor in tensors if tensor.name != ROPE_FACTORS}, set()
+        stored = {tensor.name: tensor for tensor in tensors if tensor.name != ROPE_FACTORS}
+        used: set[str] = set()
         table: dict[str, list[Any]] = {}
         for name, shape in spec.expected_tensors().items():
             # The experts of a layer are one tensor in the file.
