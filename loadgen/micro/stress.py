@@ -116,9 +116,9 @@ def _side_requests(blocks: _Blocks) -> Prompts:
         since = seen.get(number, [])
         yield past + since + blocks.new(1)
         if turn < 0:  # a subagent, whose turns are left to do
-            later = (now + 2 + draw.expovariate(0.2), number, turn + 1, past + blocks.new(6, 29), [])
+            wait, past = 2 + draw.expovariate(0.2), past + blocks.new(6, 29)
             if turn < -1:
-                heappush(due, later)
+                heappush(due, (now + wait, number, turn + 1, past, []))
             continue
         if turn % 8 == 0:
             yield title + blocks.new(2, 15)
