@@ -208,12 +208,8 @@ class AsyncEngine:
             shown = said and said.prompt + self.tokenizer.decode(output.token_ids, skip_special_tokens=False)
             if text is None or (shown and text.startswith(shown)):  # its KV is in the tree already
                 return
-            turn = Submission(
-                *(text, SamplingParams(max_new_tokens=0)),
-                account=account,
-                add_special_tokens=answered.add_special_tokens,
-                replay=answered.replay,
-            )
+            turn = Submission(text, SamplingParams(max_new_tokens=0), account=account, replay=answered.replay)
+            turn.add_special_tokens = answered.add_special_tokens
             tokens = await self._work.encode(self._running().inputs, turn)
             await self.call(ComputeNextTurn(array("i", tokens).tobytes(), answered.namespace, account, answered.hold_s))
 

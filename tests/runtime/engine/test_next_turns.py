@@ -9,6 +9,7 @@ from radix import Namespace
 from runtime.calls import AddPin, ComputeNextTurn, EraseTenant, FlushCache, Pause
 from runtime.engine.next_turns import SLICE
 from tests.runtime.engine.driver import Driver, call, make_core
+from tests.tiny import save_tiny
 
 PAGE = 16
 HISTORY = [*range(1000, 1450)]
@@ -37,7 +38,15 @@ def driver(ids_dir):
     return open_driver(ids_dir)
 
 
-def test_the_next_turn_is_computed_in_slices_and_counted_apart(ids_dir, driver):
+@pytest.fixture(scope="module")
+def gemma_dir(tmp_path_factory):
+    return save_tiny("gemma3", tmp_path_factory.mktemp("gemma3"))
+
+
+@pytest.mark.parametrize("model", ["ids_dir", "gemma_dir"])
+def test_the_next_turn_is_computed_in_slices_and_counted_apart(request, model):
+    path = request.getfixturevalue(model)
+    driver = open_driver(path)
     driver.ask("first", HISTORY[:100])
     before = driver.core.state()
     driver.next_turn()
@@ -58,7 +67,7 @@ def test_the_next_turn_is_computed_in_slices_and_counted_apart(ids_dir, driver):
     asked = [*HISTORY, 7, 8, 9]
     warm = driver.ask("warm", asked, 12)
     assert driver.cached("warm") == whole
-    assert warm == Idle(make_core(ids_dir)).ask("cold", asked, 12)
+    assert warm == Idle(make_core(path)).ask("cold", asked, 12)
 
 
 def test_a_turn_is_computed_up_to_a_bound_and_only_if_it_pays(ids_dir, driver):
