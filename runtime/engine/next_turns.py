@@ -18,7 +18,7 @@ from runtime.protocol import AddRequest, TokenEvent
 # Rows that are computed at once: an arriving request waits for one such step at most.
 SLICE = 128
 # Most turns that wait; the oldest are dropped.
-_MOST = 16
+_MOST = 8
 _RID = "(next turn)"
 
 

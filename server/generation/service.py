@@ -238,8 +238,10 @@ class GenerationService:
         return Generation(outputs, self._metrics, self._journal, report, receipts_of, prepare)
 
     def _prepare(self, submission: Submission, following: Callable[[Output], str | None], output: Output) -> None:
-        if output.completion_tokens and output.finish is not None and output.finish.type in ("stop", "length"):
-            self.context.engine.prepare(submission, output, partial(following, output))
+        """Prepare the next turn, unless others are served, who would pay for its text."""
+        finish, engine = output.finish, self.context.engine
+        if output.completion_tokens and finish and finish.type in ("stop", "length") and not engine.num_open:
+            engine.prepare(submission, output, partial(following, output))
 
     async def run(
         self,

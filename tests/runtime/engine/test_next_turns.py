@@ -128,6 +128,7 @@ def test_pins_stay_and_what_cannot_be_served_is_dropped(ids_dir):
     call(driver.core, AddPin(array("i", range(2000, 2480)).tobytes()))
     for tokens in (other, [10**6] * 100, [5] * 700):
         driver.next_turn(tokens)
+    driver.next_turn(other, Namespace(adapter="unloaded"))
     driver.run()
     assert SLICE - PAGE <= driver.found(other) <= 640 - 480
     state = driver.core.state()

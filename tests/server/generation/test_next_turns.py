@@ -114,6 +114,8 @@ def test_nothing_is_computed_where_it_would_not_pay_or_must_not_be_kept(client):
     chat(client, [ASKED], cache_salt="cut", max_tokens=1)
     with client.stream("POST", "/v1/chat/completions", json={"messages": [ASKED], "stream": True}) as response:
         next(response.iter_lines())
+    while state(client)["running"]:
+        time.sleep(0.05)
     chat(client, [ASKED], cache_salt="last")
     assert 0 < wait_computed(client, before) < 200, "only the last one"
 
