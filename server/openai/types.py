@@ -147,6 +147,7 @@ class ChatRequest(CommonRequest):
     schema_name: Text | None = Field(
         None, alias="schema", description="name of a schema before the messages; they may import its modules"
     )
+    n_probs: int | None = Field(None, ge=0, le=20, description="llama.cpp's: log-probabilities with so many others")
     documents: GivenDocuments | None = Field(None, description="documents to put before the last user message's text")
     max_tokens: NewTokens | None = None
     max_completion_tokens: NewTokens | None = None
@@ -167,6 +168,12 @@ class ChatRequest(CommonRequest):
     prompt_cache_retention: Retention | None = None
     web_search_options: JsonObject | None = Field(None, description="left out: the model cannot search the web")
     return_progress: bool = Field(False, description="a stream reports how much of the prompt is computed")
+
+    @model_validator(mode="after")
+    def _log_probabilities(self) -> ChatRequest:
+        if self.n_probs is not None:
+            self.logprobs, self.top_logprobs = True, self.n_probs
+        return self
 
     @property
     def left_out(self) -> list[str]:
