@@ -6,11 +6,13 @@ if a request fails, if no result comes back, or if the second turn does not send
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -45,6 +47,8 @@ class Proxy(BaseHTTPRequestHandler):
     server_url = ""
     home = Path()
     seen: ClassVar[list[tuple[str, dict[str, Any], int]]] = []
+    firsts_s: ClassVar[list[float]] = []
+    gaps_s: ClassVar[list[float]] = []
     forced = False
 
     def do_GET(self) -> None:
@@ -87,6 +91,7 @@ class Proxy(BaseHTTPRequestHandler):
         url = urlsplit(Proxy.server_url)
         connection = HTTPConnection(url.hostname or "", url.port, timeout=PATIENCE_S)
         kept = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "content-length")}
+        sent_s = time.monotonic()
         connection.request(self.command, self.path, body, kept)
         answer = connection.getresponse()
         if asked is not None:
@@ -97,7 +102,12 @@ class Proxy(BaseHTTPRequestHandler):
                 self.send_header(name, value)
         self.send_header("connection", "close")
         self.end_headers()
+        measured = Proxy.firsts_s
         while piece := answer.read1(1 << 16):
+            if asked and asked.get("stream") and b"data: " in piece:  # agents do not see comments
+                now_s = time.monotonic()
+                measured.append(now_s - sent_s)
+                measured, sent_s = Proxy.gaps_s, now_s
             self.wfile.write(piece)
             self.wfile.flush()
         self.close_connection = True
@@ -231,7 +241,11 @@ def main() -> None:
         raise RuntimeError("no result of a tool came back")
     if second and not any("Say hello." in body and "And again." in body for body in sent):
         raise RuntimeError("the second turn does not send the first one")
-    print(f"{turns} and {len(Proxy.seen) - turns} requests, {'without tools' if name in TOOLLESS else 'with a tool'}")
+    requests = (
+        f"{turns} and {len(Proxy.seen) - turns} requests, {'without tools' if name in TOOLLESS else 'with a tool'}"
+    )
+    first_s, gap_s = (max(times, default=math.nan) for times in (Proxy.firsts_s, Proxy.gaps_s))
+    print(f"{requests}; first events within {first_s:.1f} s, events {gap_s:.1f} s apart at most")
 
 
 main()
