@@ -26,6 +26,9 @@ _SHAPES = (
     "`return_token_ids`."
 )
 
+# Where an answer differs that has the same tokens.
+_BITS = "log-probabilities"
+
 # An answer's tokens, and their log-probabilities.
 Result = tuple[list[int], list[float | None]]
 
@@ -53,9 +56,13 @@ class Case:
         sampling = self.sampling.model_copy(update={"max_new_tokens": self.length, "stop": [], "n": 1})
         return Submission(self.prompt, sampling, logprobs=0)
 
-    def agrees(self, found: Result, first: Result) -> bool:
-        """Whether an answer is the recorded one, and the same as under the first condition."""
-        return found == first and self.output in (None, found[0])
+    def parting(self, found: Result, first: Result) -> str | None:
+        """Where an answer differs from the recorded one, or from the one under the first condition; None: nowhere."""
+        recorded = self.output or first[0]
+        if found[0] != recorded:
+            pairs = enumerate(zip(recorded, found[0], strict=False))
+            return f"token {next((i for i, (one, other) in pairs if one != other), self.length) + 1}"
+        return None if found == first else _BITS
 
 
 def verify(text: str, config: Config) -> int:
@@ -70,16 +77,18 @@ def verify(text: str, config: Config) -> int:
     cases = list(_cases(text))
     if not cases:
         raise InvalidRequest("no line is an answer with a receipt and token ids that can be computed again")
-    table = Table("condition", "answers", "differ", "the first that differs")
+    table = Table("condition", "other tokens", "other bits", "the first that differs", title=f"{len(cases)} answers")
     console, differing, first = Console(), 0, list[Result]()
     if shapes := sum(case.output is None for case in cases):
         console.print(_SHAPES.format(shapes))
     for condition, results in _conditions(cases, config, console):
         first = first or results
-        wrong = [i for i, case in enumerate(cases) if not case.agrees(results[i], first[i])]
+        partings = [case.parting(results[i], first[i]) for i, case in enumerate(cases)]
+        wrong = [(number, parting) for number, parting in enumerate(partings, 1) if parting is not None]
+        bits = sum(parting == _BITS for parting in partings)
         differing += len(wrong)
-        shown = "" if not wrong else _difference(wrong[0], cases, first, results)
-        table.add_row(condition, str(len(cases)), str(len(wrong)), shown)
+        shown = f"answer {wrong[0][0]}, {wrong[0][1]}" if wrong else ""
+        table.add_row(condition, str(len(wrong) - bits), str(bits), shown)
     console.print(table)
     return 1 if differing else 0
 
@@ -126,13 +135,6 @@ def _compare_identity(cases: list[Case], mine: dict[str, Any], console: Console)
     for name, value in mine.items():
         if others := sum(case.receipt.get(name, value) != value for case in cases):
             console.print(f"{others} of {len(cases)} answers were computed with another {name}: they may differ")
-
-
-def _difference(number: int, cases: list[Case], first: list[Result], results: list[Result]) -> str:
-    recorded, found = cases[number].output or first[number][0], results[number][0]
-    pairs = enumerate(zip(recorded, found, strict=False))
-    at = next((i for i, (one, other) in pairs if one != other), min(len(recorded), len(found)))
-    return f"answer {number + 1}, " + (f"token {at + 1}" if recorded != found else "log-probabilities")
 
 
 def _of_trace(line: Mapping[str, Any]) -> Case:

@@ -68,10 +68,9 @@ INSTEAD = {
     **dict.fromkeys(("lora_path", "lora", "lora_id", "adapter_id"), _ADAPTER),
     "functions": ": use tools",
     "background": ": keep the connection open, or use `stream`",
-    "conversation": ": use previous_response_id to continue a stored response",
     "prompt": ": no prompt templates are stored; send the text as input",
 }
-COMPLETION: dict[str, Values] = {"suffix": EMPTY, "truncation_side": ("left",)}
+COMPLETION: dict[str, Values] = {"truncation_side": ("left",)}
 CHAT: dict[str, Values] = {
     **{"functions": EMPTY, "function_call": ("none", "auto"), "modalities": (["text"], []), "audio": EMPTY},
     **{"chat_template": EMPTY, "echo": _OFF, "best_of": _ONE, "truncation_side": ("left",)},

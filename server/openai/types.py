@@ -125,6 +125,7 @@ class CompletionRequest(CommonRequest):
     max_tokens: NewTokens = 16
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
+    suffix: Text | None = Field(None, description="the answer stands between prompt and suffix; texts alone")
     best_of: int | None = None
     add_special_tokens: bool = Field(True, description="begin a text with the model's BOS token, if it has one")
 
