@@ -203,8 +203,18 @@ def aider(home: Path, url: str, model: str) -> Turns:
     return env, [*ask, "Say hello."], [*ask, "And again.", "--restore-chat-history"]
 
 
+def continue_cli(home: Path, url: str, model: str) -> Turns:
+    one = {"name": model, "model": model, "provider": "openai", "apiBase": f"{url}/v1", "apiKey": "none"}
+    one |= {"roles": ["chat"], "capabilities": ["tool_use"]}
+    one |= {"defaultCompletionOptions": {"maxTokens": 64, "contextLength": 32768}}
+    config = {"name": "ramet", "version": "1.0.0", "schema": "v1", "models": [one]}
+    (home / "config.yaml").write_text(json.dumps(config))
+    ask = ["cn", "--config", str(home / "config.yaml"), "--readonly", "-p"]
+    return {"CONTINUE_TELEMETRY_ENABLED": "0"}, [*ask, "Say hello."], [*ask, "And again.", "--resume"]
+
+
 AGENTS: dict[str, Callable[[Path, str, str], Turns]] = {
-    each.__name__: each for each in (claude_code, codex, opencode, qwen_code, pi, cline, aider)
+    each.__name__: each for each in (claude_code, codex, opencode, qwen_code, pi, cline, aider, continue_cli)
 }
 TOOLLESS = {"aider"}
 
