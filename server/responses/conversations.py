@@ -9,7 +9,7 @@ from pydantic import Field
 
 from runtime.frontend.output import new_rid
 from server.auth.keys import CurrentTenant, EveryKey
-from server.errors import NotFound
+from server.errors import Conflict, NotFound
 from server.http.answers import encode
 from server.http.context import Ctx
 from server.http.sse import unless_gone
@@ -21,6 +21,8 @@ from server.responses.types import InputItem, Metadata
 router = EveryKey(prefix="/v1/conversations", tags=["openai"])
 
 Items = Annotated[list[InputItem], Field(max_length=20)]
+# Most bytes of a conversation, as JSON, that a request may extend.
+_MOST_BYTES = 1 << 21
 
 
 class ConversationRequest(Body):
@@ -61,6 +63,13 @@ def read_conversation(responses: ResponseStore, account: str, name: str) -> dict
     return conversation
 
 
+def check_room(responses: ResponseStore, account: str, name: str | None, items: bytes) -> None:
+    """Raise Conflict if a conversation (None: a new one) and items, as JSON, are too large, and NotFound."""
+    used = 0 if name is None else len(responses.get(account, name, "conversation").body)
+    if used + len(items) > _MOST_BYTES:
+        raise Conflict(f"a conversation has at most {_MOST_BYTES} bytes; begin a new one", param="conversation")
+
+
 def extend(responses: ResponseStore, account: str, name: str, items: list[dict[str, Any]]) -> None:
     """Add items to a conversation. Raises NotFound."""
     conversation = read_conversation(responses, account, name)
@@ -79,10 +88,11 @@ async def create(
     """A new conversation."""
 
     async def work() -> dict[str, Any]:
-        items = await context.engine.in_turn(tenant.account, 0, lambda: show(dump(body.items), new_rid()))
+        items = await context.engine.in_turn(tenant.account, 0, lambda: dump(body.items))
+        check_room(responses, tenant.account, None, items)
         conversation = {
             **{"id": f"conv_{new_rid()}", "object": "conversation", "created_at": int(time.time())},
-            **{"metadata": body.metadata or {}, "output": items},
+            **{"metadata": body.metadata or {}, "output": show(items, new_rid())},
         }
         _store(responses, tenant.account, conversation)
         return _shown(conversation)
@@ -139,7 +149,9 @@ async def add_items(
     """Add items to a conversation."""
 
     async def work() -> dict[str, Any]:
-        new = await context.engine.in_turn(tenant.account, 0, lambda: show(dump(body.items), new_rid()))
+        items = await context.engine.in_turn(tenant.account, 0, lambda: dump(body.items))
+        check_room(responses, tenant.account, conversation_id, items)
+        new = show(items, new_rid())
         extend(responses, tenant.account, conversation_id, new)
         return page_of(new, "asc", None, len(new))
 

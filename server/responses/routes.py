@@ -18,7 +18,7 @@ from server.http.context import Context, Ctx
 from server.http.sse import Events, TypedEventStream, unless_gone, while_there
 from server.openai.prompt import Chats
 from server.openai.types import ChatRequest
-from server.responses.conversations import extend, read_conversation
+from server.responses.conversations import check_room, extend, read_conversation
 from server.responses.items import After, Limit, Order, chat_of, dump, load, page_of, read_input, read_output, show
 from server.responses.store import Responses, ResponseStore, StoredResponse
 from server.responses.types import ResponseRequest
@@ -40,6 +40,8 @@ async def create(
     service.context.check_model(body.model)
     with naming(body.NAMES):
         asked = await while_there(request, _read(body, service.context, responses, tenant))
+        if body.conversation is not None:
+            check_room(responses, tenant.account, body.conversation, asked.new)
         submission = await chats.in_turn(request, asked.chat, tenant)
     submission.progress = body.stream
 

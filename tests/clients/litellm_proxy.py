@@ -9,12 +9,16 @@ import urllib.error
 import urllib.request
 from contextlib import closing
 from pathlib import Path
+from secrets import token_hex
 from socket import socket
 
 url, model = sys.argv[1:]
 home = Path(tempfile.mkdtemp(prefix="litellm-"))
 served = {"model": f"openai/{model}", "api_base": f"{url}/v1", "api_key": "none"}
-config = {"model_list": [{"model_name": "tree", "litellm_params": served}]}
+config = {
+    "model_list": [{"model_name": "tree", "litellm_params": served}],
+    "general_settings": {"master_key": (key := f"sk-{token_hex(16)}")},
+}
 (home / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
 with closing(socket()) as one:
     one.bind(("127.0.0.1", 0))
@@ -24,7 +28,7 @@ where = f"http://127.0.0.1:{port}"
 
 def ask(path: str, body: dict | None = None) -> dict:
     data = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json", "Authorization": "Bearer none"}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     with urllib.request.urlopen(urllib.request.Request(where + path, data, headers), timeout=120) as answer:
         return json.load(answer)
 

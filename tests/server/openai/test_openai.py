@@ -137,6 +137,9 @@ def test_limits_of_tokens(api, client):
     assert "Paris" in free
     banned = api.completions.create(**asked, extra_body={"bad_words": ["Paris", "Lyon is a city"]}).choices[0].text
     assert "Paris" not in banned
+    two = api.completions.create(**asked, extra_body={"bad_words": ["answer is"]}).choices[0].text
+    assert two.startswith(free.partition(" is")[0])  # only the second token of the two is forbidden
+    assert "answer is" not in two
     ids = client.post("/tokenize", json={"prompt": " oak elm"}).json()["tokens"]
     few = {"allowed_token_ids": ids, "return_token_ids": True}
     assert {*api.completions.create(**asked, extra_body=few).choices[0].token_ids} <= {*ids}
