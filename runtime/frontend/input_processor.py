@@ -146,6 +146,8 @@ class InputProcessor:
 
     def _tokens_of_words(self, words: list[str]) -> list[list[int]]:
         """The tokens of each word at a line's start and, as vLLM takes it, behind a space. Raises InvalidRequest."""
+        if not words:
+            return []
         bare = self.tokenizer.encode_each([word.lstrip() for word in words])
         if not all(bare):
             raise InvalidRequest("a bad word is white space", param="bad_words")
