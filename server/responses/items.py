@@ -1,6 +1,6 @@
 """Converts the items of a request to a chat."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -29,9 +29,9 @@ _OWN = frozenset(
 )
 
 
-def dump(items: list[types.Item]) -> bytes:
+def dump(items: Sequence[types.Item]) -> bytes:
     """The items as JSON, which `load` reads."""
-    return _items.dump_json(items, by_alias=True, exclude_none=True)
+    return _items.dump_json([*items], by_alias=True, exclude_none=True)
 
 
 load = _items.validate_json
