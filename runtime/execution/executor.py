@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from runtime.execution.attention.windows import Window, narrowed
 from runtime.execution.device import choose_attention, choose_device, choose_dtype, is_out_of_memory
 from runtime.execution.graphs import DecodeGraphs
 from runtime.execution.llama import LlamaModel
+from runtime.execution.native.choosing import NativeChoosing
 from runtime.execution.native.decoder import NativeDecoder
 from runtime.execution.native.library import Library, load_best
 from runtime.execution.ops import FlashInferOps, Ops
@@ -36,6 +37,7 @@ from runtime.models.rope import RotaryEmbedding
 from runtime.models.shards import Shard, split_spec
 from runtime.models.spec import LlamaSpec, ModelSpec
 from runtime.models.weights import load_vectors, load_weights, random_weights
+from runtime.sampler_state import Choosing
 
 log = logging.getLogger("ramet.engine")
 
@@ -66,10 +68,7 @@ class Executor:
     Attributes:
         backend_name: attention kernels: `native-` and an instruction set, `cpu` (torch) or `flashinfer`.
         least_saved_tokens: see `AttentionBackend`.
-        argmax: returns the tokens with the highest logits [n, vocab], int64 [n], the first of equal ones; -1 if this
-            logit is not finite. None: use torch.
-        draw: draws tokens, int64 [n], from logits [n, vocab] over n divisors with noise, as `sampler.draw` does from
-            their softmax. None: use torch.
+        choosing: chooses tokens with the kernels; None: use torch.
         implementation: `ramet` or `transformers`: the code that computes the model.
         has_windows: whether some layers see only the nearest positions.
         soften: returns mean embeddings [n, hidden] of the distributions of logits [n, vocab]; only for DiffusionGemma.
@@ -85,8 +84,7 @@ class Executor:
     _forward: Callable[[ForwardBatch], torch.Tensor]
     _decoder: _Adaptable
     rope: RotaryEmbedding
-    argmax: Callable[[torch.Tensor], torch.Tensor] | None = None
-    draw: Callable[[torch.Tensor, Sequence[float], torch.Tensor], torch.Tensor] | None = None
+    choosing: Choosing | None = None
     project: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
     soften: Callable[[torch.Tensor], torch.Tensor] | None = None
     least_saved_tokens = AttentionBackend.least_saved_tokens
@@ -172,8 +170,8 @@ class Executor:
             stored = None if linked is None else (linked, path)
             near_pool = None if self.near is None else self.near.pool
             self._decoder = native = NativeDecoder(library, model, self.pool, threads, bits, stored, near_pool)
-            self.backend_name, self._forward, self.argmax = native.name, native.forward, native.argmax
-            self.draw, self.project = native.draw, native.project
+            self.backend_name, self._forward, self.project = native.name, native.forward, native.project
+            self.choosing = NativeChoosing(native.team)
             # After a parallel operation, torch's threads spin on the cores that the kernels use.
             torch.set_num_threads(1)
         else:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -317,27 +315,6 @@ class NativeDecoder:
         )
         self.library.decoder_project(self._handle, ctypes.byref(wanted))
         return out
-
-    def draw(self, logits: torch.Tensor, divisors: Sequence[float], noise: torch.Tensor) -> torch.Tensor:
-        """See `Executor.draw`; the logits are float32."""
-        logits, out = logits.contiguous(), np.empty(len(logits), dtype=np.int64)
-        given, noise = np.array(divisors, np.float32), noise.contiguous()
-        pointers = given.ctypes.data, noise.data_ptr(), out.ctypes.data
-        self.library.draw(self.team.handle, logits.data_ptr(), *logits.shape, *pointers)
-        return torch.from_numpy(out)
-
-    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `Executor.argmax`; the logits are float32."""
-        logits = logits.contiguous()
-        out = np.empty(len(logits), dtype=np.int64)
-        self.library.argmax(self.team.handle, logits.data_ptr(), *logits.shape, out.ctypes.data)
-        # A Python loop, because CPU caches are cold after a step: one torch or numpy operation takes as long as dozens
-        # of iterations.
-        rows = logits.numpy()
-        for row, token in enumerate(out.tolist()):
-            if not math.isfinite(rows.item(row, token)):
-                out[row] = -1
-        return torch.from_numpy(out)
 
 
 def _model_bytes(library: Library, model: llama.LlamaModel, bits: int) -> int:

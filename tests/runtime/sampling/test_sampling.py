@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from runtime.errors import InvalidRequest
 from runtime.params import SamplingParams
 from runtime.request import Request
+from runtime.sampler_state import NO_TOKEN, Choice
+from runtime.sampling.choosing import TorchChoosing, adjust, draw
 from runtime.sampling.filters import filter_probs, keep_top
-from runtime.sampling.sampler import NO_TOKEN, Sampler, draw
+from runtime.sampling.sampler import Sampler
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.requests import make_request
 
@@ -78,15 +80,13 @@ def top_by_sorting(probs: torch.Tensor, mass: float) -> torch.Tensor:
 def test_top_p_counts_as_sorting_does_ties_included(seed, spread, ties, mass):
     logits = torch.randn(6000, generator=torch.Generator().manual_seed(seed)) * spread
     probs = ((logits * ties).round() / ties if ties else logits).softmax(0)
-    wanted = top_by_sorting(probs, mass)
-    assert torch.equal(keep_top(probs, mass, may_wait=True), wanted)
-    assert torch.equal(keep_top(probs, mass, may_wait=False), wanted)
+    assert torch.equal(keep_top(probs, mass), top_by_sorting(probs, mass))
 
 
 def test_top_p_of_a_batch_is_that_of_each_row():
     logits = torch.randn(4, 6000, generator=torch.Generator().manual_seed(3)) * torch.tensor([[0.1], [1], [3], [8]])
     params = [SamplingParams(temperature=t, top_p=p) for t, p in [(1, 0.9), (0.7, 0.99), (1.5, 0.5), (1, 1)]]
-    got = Sampler(6000, CPU).filter(logits, params)
+    got = TorchChoosing().filter(logits, params)
     for row, probs, p in zip(got, logits, params, strict=True):
         probs = (probs / p.temperature).softmax(0)
         assert torch.equal(row, top_by_sorting(probs, p.top_p) if p.top_p < 1 else probs)
@@ -174,7 +174,11 @@ def test_penalties():
     sampler = Sampler(4, CPU)
 
     def adjusted(**params):
-        return sampler._adjust(logits[0].clone(), request((0, 1, 1), 1, temperature=0, **params)).tolist()
+        asking, found = request((0, 1, 1), 1, temperature=0, **params), logits[0].clone()
+        choice = Choice(0, asking.sampler.params)
+        sampler._restrict(choice, asking, 0)
+        adjust(found, choice)
+        return found.tolist()
 
     assert adjusted(frequency_penalty=0.25) == [1.0, 0.5, -1.0, 0.5]
     assert adjusted(presence_penalty=0.25) == [1.0, 0.75, -1.0, 0.5]
@@ -198,7 +202,7 @@ def test_tokens_of_entries_are_prompt_for_penalties():
     sampler, one = Sampler(3, CPU), request((0,), 1, temperature=0, frequency_penalty=2.0)
     one.entry_tokens.extend([1, 2, 2])
     for token in (1, 2):
-        one.sampler.counts = None  # as after a step that is run again
+        one.sampler.seen = None  # as after a step that is run again
         assert sampler.sample(torch.tensor([[0.0, 3.0, 2.0]]), [one]).read() == [token]
         one.tokens.append(token)
 
