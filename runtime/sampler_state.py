@@ -84,7 +84,7 @@ class Choice:
 
     Attributes:
         row: index of the row.
-        noise: exponential, float32 [`noise_size`]; None: take the highest logit.
+        stream: 63 bits that give the noise of a draw; None: take the highest logit.
         seen: of a request with penalties.
         allowed: see `OutputGrammar`.
         barred: tokens that may not follow either.
@@ -92,7 +92,7 @@ class Choice:
 
     row: int
     params: SamplingParams
-    noise: torch.Tensor | None = None
+    stream: int | None = None
     seen: Seen | None = None
     allowed: np.ndarray | None = None
     barred: list[int] = field(default_factory=list)

@@ -14,7 +14,13 @@ from runtime.sampling.logprobs import measure_logprobs
 
 # Tokens in a block: `draw` first draws a block, then a token in it.
 _BLOCK = 64
-_LEAST_NOISE = 1e-30
+
+# Constants of SplitMix64 (Steele et al., 2014), as int64.
+_STRIDE, _FIRST, _SECOND = (
+    0x9E3779B97F4A7C15 - (1 << 64),
+    0xBF58476D1CE4E5B9 - (1 << 64),
+    0x94D049BB133111EB - (1 << 64),
+)
 
 
 class TorchChoosing:
@@ -31,11 +37,11 @@ class TorchChoosing:
         for row, one in zip(logits, choices, strict=True):
             adjust(row, one)
         tokens = self.argmax(logits)
-        drawing = [(i, one.params, one.noise) for i, one in enumerate(choices) if one.noise is not None]
+        drawing = [(i, one.params, one.stream) for i, one in enumerate(choices) if one.stream is not None]
         if drawing:
-            places, params, noise = zip(*drawing, strict=True)
-            index = index_on(places, logits.device)
-            tokens = tokens.index_copy(0, index, draw(self.filter(logits[index], params), torch.stack(noise)))
+            places, params, streams = zip(*drawing, strict=True)
+            index, noisy = index_on(places, logits.device), index_on(streams, logits.device)
+            tokens = tokens.index_copy(0, index, draw(self.filter(logits[index], params), noisy))
         return tokens.where(sound, NO_TOKEN)
 
     def measure(self, logits: torch.Tensor, rows: Sequence[int], tokens: torch.Tensor, top: int) -> Measured:
@@ -50,11 +56,6 @@ class TorchChoosing:
             if has_filters(p):
                 row.copy_(filter_probs(row, p))
         return probs
-
-
-def noise_size(vocab_size: int) -> int:
-    """Number of noise values that `draw` takes."""
-    return -(-vocab_size // _BLOCK) + _BLOCK
 
 
 def column(values: Sequence[float], device: torch.device) -> torch.Tensor:
@@ -82,7 +83,7 @@ def adjust(logits: torch.Tensor, choice: Choice) -> None:
         logits.index_fill_(0, index_on(choice.barred, device), -math.inf)
 
 
-def draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def draw(weights: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
     """Draw tokens, int64 [n], with probabilities proportional to weights [n, vocab]; `NO_TOKEN` for NaN weights.
 
     The largest weight / noise wins (exponential races): first among the sums of blocks, then within the block. Unlike
@@ -90,13 +91,26 @@ def draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 
     Args:
         weights: not negative.
-        noise: exponential noise [n, number of blocks + size of a block].
+        streams: int64 [n], random numbers that give the noise.
     """
     if more := -weights.shape[-1] % _BLOCK:
         weights = torch.nn.functional.pad(weights, (0, more))
     blocks = weights.unflatten(-1, (-1, _BLOCK))
-    noise = noise.clamp_min(_LEAST_NOISE)  # 0 / 0 would win
+    noise = exponential(streams, blocks.shape[1] + _BLOCK)
     block = (blocks.sum(-1) / noise[:, :-_BLOCK]).argmax(-1)
     inside = blocks[torch.arange(len(blocks), device=blocks.device), block]
     token = (inside / noise[:, -_BLOCK:]).argmax(-1)
     return (block * _BLOCK + token).where(inside.sum(-1).isfinite(), NO_TOKEN)
+
+
+def exponential(streams: torch.Tensor, count: int) -> torch.Tensor:
+    """Exponential noise, float64 [n, count], from streams int64 [n]: the same on every device."""
+    z = streams[:, None] + torch.arange(1, count + 1, device=streams.device) * _STRIDE
+    z = (z ^ _shift(z, 30)) * _FIRST
+    z = (z ^ _shift(z, 27)) * _SECOND
+    return -(-(_shift(z ^ _shift(z, 31), 12).double() + 0.5) * 2.0**-52).log1p()
+
+
+def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """A shift to the right of int64, as if it had no sign."""
+    return z >> bits & (1 << 64 - bits) - 1

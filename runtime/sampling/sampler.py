@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
+from random import Random
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from runtime.execution.transfers import Download, index_on, upload
 from runtime.protocol import TokenLogprob
 from runtime.request import Request
 from runtime.sampler_state import NO_TOKEN, Choice, Choosing, Measured, Seen
-from runtime.sampling.choosing import TorchChoosing, noise_size
+from runtime.sampling.choosing import TorchChoosing
 from runtime.sampling.logprobs import list_logprobs
 
 log = logging.getLogger("ramet.engine")
@@ -113,9 +114,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = device
         self._choosing = choosing or TorchChoosing()
-        # The second generator is seeded again for every token of a request with a seed.
-        self._unseeded, self._seeded = torch.Generator(device), torch.Generator(device)
-        self._unseeded.seed()
+        self._random = Random()
 
     def sample(
         self,
@@ -167,8 +166,8 @@ class Sampler:
         for _, one in adjusted:
             with _noting(requests[one.row], one.row, failures):
                 self._restrict(one, requests[one.row], aheads[one.row])
-        drawing = [one for one in choices if not one.params.greedy]
-        self._add_noise(drawing, [requests[one.row] for one in drawing], [aheads[one.row] for one in drawing])
+        for one in choices:
+            one.stream = self._stream(requests[one.row], aheads[one.row])
         tokens = self._choosing.choose(logits, choices)
         for i, one in adjusted:
             with _noting(requests[one.row], one.row, failures):
@@ -187,8 +186,7 @@ class Sampler:
                 if value == NO_TOKEN or grammar.accept(value):
                     break
                 choice.barred.append(value)
-                if choice.noise is not None:
-                    self._add_noise([choice], [request], [ahead + (tries << _TRIES)])
+                choice.stream = self._stream(request, ahead + (tries << _TRIES))
                 token = self._choosing.choose(logits, [choice])[0]
         if choice.seen is not None:
             choice.seen.add(token)
@@ -234,23 +232,17 @@ class Sampler:
     def _index(self, index: Sequence[int]) -> torch.Tensor:
         return index_on(index, self.device)
 
-    def _add_noise(self, choices: Sequence[Choice], requests: Sequence[Request], aheads: Sequence[int]) -> None:
-        """Set the noise of choices that draw."""
-        noise = torch.empty(len(choices), noise_size(self.vocab_size), device=self.device)
-        if any(one.params.seed is None for one in choices):
-            noise.exponential_(generator=self._unseeded)
-        for one, row, request, ahead in zip(choices, noise, requests, aheads, strict=True):
-            one.noise = row
-            if one.params.seed is not None:
-                row.exponential_(generator=self.generator(request, ahead))
+    def _stream(self, request: Request, ahead: int) -> int | None:
+        """The random stream of the next token; None if the request is greedy.
 
-    def generator(self, request: Request, ahead: int = 0) -> torch.Generator:
-        """The random stream of the next token of a request with a seed.
-
-        It depends only on the seed and the token's index, so a repeated step draws the same token.
+        With a seed, it depends only on the seed and the token's index, so a repeated step draws the same token.
         """
-        assert request.sampler.params.seed is not None
-        return self._seeded.manual_seed(_mix(request.sampler.params.seed, request.num_output + ahead))
+        params = request.sampler.params
+        if params.greedy:
+            return None
+        if params.seed is None:
+            return self._random.getrandbits(63)
+        return _mix(params.seed, request.num_output + ahead)
 
 
 @contextmanager

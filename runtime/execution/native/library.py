@@ -149,8 +149,8 @@ class Choice(Structure):
     """How to choose a token (`src/choose.h`)."""
 
     _fields_ = _fields(
-        "row top_k num_biased num_seen num_barred",
-        "biased bias seen counts barred allowed noise",
+        "row top_k is_drawn stream num_biased num_seen num_barred",
+        "biased bias seen counts barred allowed",
         "divisor top_p typical_p min_p repetition frequency presence",
     )
 

@@ -16,7 +16,8 @@ constexpr float kStep = 64;     // the search for the likeliest tokens lowers it
 
 // How to choose a token from row `row`.
 struct Choice {
-    int64_t row, top_k;  // 0: all
+    int64_t row, top_k;         // 0: all
+    int64_t is_drawn, stream;   // if not drawn, take the highest logit
     int64_t num_biased, num_seen, num_barred;
     const int64_t* biased;
     const float* bias;        // [num_biased]
@@ -24,7 +25,6 @@ struct Choice {
     const int64_t* counts;    // [n], 1 + how often these were generated
     const int64_t* barred;    // [num_barred]
     const uint8_t* allowed;   // bits [n]; null: all
-    const float* noise;       // exponential, [number of blocks + kBlock]; null: take the highest logit
     float divisor, top_p, typical_p, min_p, repetition, frequency, presence;
 
     bool changes() const { return num_biased > 0 || num_seen > 0 || num_barred > 0 || allowed != nullptr; }
@@ -71,12 +71,22 @@ inline void keep_weight(Tokens& tokens, double weight) {
     tokens.erase(weight > 0 ? last : first, tokens.end());
 }
 
-// The index of the largest weight / noise; noise of 0 counts as little.
-inline int64_t win_race(const float* weights, const float* noise, int64_t n) {
+// Number i of a stream of uniform numbers between 0 and 1: SplitMix64 (Steele et al., 2014).
+inline double uniform(int64_t stream, int64_t i) {
+    uint64_t z = uint64_t(stream) + uint64_t(i + 1) * 0x9e3779b97f4a7c15;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    return (double((z ^ z >> 31) >> 12) + 0.5) * 0x1p-52;
+}
+
+// The index of the largest weight / noise; the exponential noise starts at number `first` of the stream.
+inline int64_t win_race(const float* weights, int64_t n, int64_t stream, int64_t first) {
     int64_t best = 0;
-    float most = -1;
+    double most = -1;
     for (int64_t i = 0; i < n; ++i) {
-        const float value = weights[i] / std::max(noise[i], 1e-30f);
+        const double share = uniform(stream, first + i);
+        if (weights[i] <= most * share) continue;  // the noise is at least `share`, so few logarithms are computed
+        const double value = weights[i] / -std::log1p(-share);
         if (value > most) most = value, best = i;
     }
     return best;
@@ -106,7 +116,7 @@ class Row {
             std::fill_n(sums_.data(), blocks, 0.0f);
             for (const Token& token : tokens_) sums_.data()[token.id() / kBlock] += token.weight;
         }
-        const int64_t block = win_race(sums_.data(), choice.noise, blocks);
+        const int64_t block = win_race(sums_.data(), blocks, choice.stream, 0);
         if (choice.filters()) {
             for (const Token& token : tokens_) {
                 if (token.id() / kBlock == block) weights[token.id() % kBlock] = token.weight;
@@ -114,7 +124,7 @@ class Row {
         } else {
             weigh_block(block, weights);
         }
-        return block * kBlock + win_race(weights, choice.noise + blocks, kBlock);
+        return block * kBlock + win_race(weights, kBlock, choice.stream, blocks);
     }
 
     // Log-probabilities of `token` and of the `top` likeliest tokens [top].
@@ -262,7 +272,7 @@ inline void choose(Team& team, const float* rows, int64_t n, const Choice* choic
         for (int64_t i; (i = team.take()) < num_choices;) {
             const Choice& choice = choices[i];
             const bool is_sound = row.set(rows + choice.row * n, n, &choice);
-            out[i] = !is_sound ? -1 : choice.noise == nullptr ? row.best() : row.draw(choice);
+            out[i] = !is_sound ? -1 : choice.is_drawn ? row.draw(choice) : row.best();
         }
     });
 }

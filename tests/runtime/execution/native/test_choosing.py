@@ -11,7 +11,7 @@ from runtime.execution.native.library import ISAS, load
 from runtime.execution.native.packed import Team
 from runtime.params import SamplingParams
 from runtime.sampler_state import NO_TOKEN, Choice, Choosing, Seen
-from runtime.sampling.choosing import TorchChoosing, noise_size
+from runtime.sampling.choosing import TorchChoosing
 
 
 @pytest.fixture(params=[*ISAS, "torch"], scope="module")
@@ -64,6 +64,17 @@ def kept(logits: np.ndarray, p: SamplingParams) -> np.ndarray:
     return weights
 
 
+def splitmix(stream: int, count: int) -> np.ndarray:
+    """Exponential noise of a stream (Steele et al., 2014), float64 [count]."""
+    word, found = (1 << 64) - 1, []
+    for _ in range(count):
+        stream = stream + 0x9E3779B97F4A7C15 & word
+        z = (stream ^ stream >> 30) * 0xBF58476D1CE4E5B9 & word
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & word
+        found.append(-math.log1p(-((z ^ z >> 31) >> 12) * 2.0**-52 - 2.0**-53))
+    return np.array(found)
+
+
 def defined(row: torch.Tensor, choice: Choice) -> int:
     """The token of a row."""
     logits, p = row.double().numpy().copy(), choice.params
@@ -78,10 +89,11 @@ def defined(row: torch.Tensor, choice: Choice) -> int:
     if choice.allowed is not None:
         logits[np.unpackbits(choice.allowed, bitorder="little")[: len(logits)] == 0] = -np.inf
     logits[choice.barred] = -np.inf
-    if choice.noise is None:
+    if choice.stream is None:
         return int(logits.argmax())
-    weights, noise = kept(logits, p), choice.noise.double().numpy()
+    weights = kept(logits, p)
     blocks = np.pad(weights, (0, -len(weights) % 64)).reshape(-1, 64)
+    noise = splitmix(choice.stream, len(blocks) + 64)
     block = int((blocks.sum(1) / noise[: len(blocks)]).argmax())
     return block * 64 + int((blocks[block] / noise[len(blocks) :]).argmax())
 
@@ -94,7 +106,7 @@ def choices(vocab: int, seed: int, **more) -> list[Choice]:
             params = SamplingParams(**{"temperature": 0.8, **kind, **more})
             one = Choice(len(found), params)
             if not params.greedy:
-                one.noise = torch.empty(noise_size(vocab)).exponential_(generator=draw)
+                one.stream = int(torch.randint(0, 1 << 62, (), generator=draw))
             if params.penalised:
                 counts = torch.randint(0, 4, (vocab,), generator=draw)
                 one.seen = Seen(counts.numpy(), counts)
@@ -123,26 +135,26 @@ def test_of_equal_tokens_the_lower_ids_stay(choosing, kind):
     if "top_k" in kind and isinstance(choosing, TorchChoosing):
         pytest.skip("torch's top-k keeps any of equal tokens")
     rows = torch.randn(30, 4000, generator=torch.Generator().manual_seed(1)).mul(2).round() / 2
-    asked = [Choice(i, SamplingParams(**kind), torch.rand(noise_size(4000)) ** 8 + 1e-6) for i in range(30)]
+    asked = [Choice(i, SamplingParams(**kind), 7 * i) for i in range(30)]
     assert choosing.choose(rows, asked).tolist() == [defined(rows[one.row], one) for one in asked]
 
 
 def test_rows_without_a_choice_give_no_token(choosing):
-    rows, noise = torch.zeros(5, 100), torch.ones(noise_size(100))
+    rows = torch.zeros(5, 100)
     rows[1], rows[2, 7], rows[3, 9] = -torch.inf, torch.inf, torch.nan
     greedy, drawn = SamplingParams(temperature=0), SamplingParams(top_p=0.5)
-    for params, given in (greedy, None), (drawn, noise):
+    for params, given in (greedy, None), (drawn, 5):
         asked = [Choice(i, params, given) for i in range(5)]
         asked[3].barred = [9]
         asked[4].barred = list(range(100))
         assert choosing.choose(rows, asked).tolist()[1:] == [NO_TOKEN] * 4
 
 
-def test_noise_of_zero_draws_no_token_without_weight_and_none_behind_the_last(choosing):
+def test_no_token_without_weight_is_drawn_and_none_behind_the_last(choosing):
     rows = torch.full((1, 70), -torch.inf)
     rows[0, 66] = 1.0
-    for kind in {}, {"top_p": 0.5}, {"top_k": 3}:
-        assert choosing.choose(rows, [Choice(0, SamplingParams(**kind), torch.zeros(2 + 64))]).tolist() == [66]
+    asked = [Choice(0, SamplingParams(**kind), i) for kind in ({}, {"top_p": 0.5}, {"top_k": 3}) for i in range(99)]
+    assert set(choosing.choose(rows, asked).tolist()) == {66}
 
 
 @pytest.mark.parametrize("vocab", [1, 64, 1000, 49157])
