@@ -66,11 +66,11 @@ class Seen:
         self.counts = on_device
         self._host = counts if on_device.device.type == "cpu" else None
 
-    def add(self, token: torch.Tensor) -> None:
-        """Count a generated token, int64 []."""
+    def add(self, token: int | torch.Tensor) -> None:
+        """Count a generated token; a tensor [] only on a GPU, which is not waited for."""
         if self._host is None:
-            token = token.clamp_min(0)[None]
-            self.counts.index_copy_(0, token, self.counts[token].clamp_min(1) + 1)
+            at = max(token, 0) if isinstance(token, int) else token.clamp_min(0)[None]
+            self.counts[at] = self.counts[at].clamp_min(1) + 1
             return
         value = max(int(token), 0)
         if not (count := self._host.item(value)):

@@ -153,14 +153,17 @@ class Executor:
         if self.device.type == "cpu":  # report a pool that is too large before reading the weights
             self._pool_pages(config, share)
         shard = None if group is None else Shard(group.rank, group.size)
-        linked = GGUFTensors.open(path) if library is not None and _keeps_codes(config.model) else None
+        keeps_codes = library is not None and _keeps_codes(config.model)
+        linked = GGUFTensors.open(path) if keeps_codes else None
         if config.model.random_weights:
             weights = random_weights(spec, self.dtype, self.device, shard)
         elif linked is not None:
             weights, self.quantization = load_vectors(linked, spec, self.dtype), "gguf"
         else:
             weights = load_weights(path, spec, self.dtype, shard)
-        model = LlamaModel(share, weights, self.device, ops)
+            if keeps_codes and spec.experts is not None and spec.experts.packed:
+                self.quantization = "mxfp4"
+        model = LlamaModel(share, weights, self.device, ops, keeps_codes)
         self.rope, self._decoder = model.rope, model
         graphs = self._graph_sizes(config) if backend == "flashinfer" else []
         self.pool = self._make_pool(config, share, spare_pages=1 if graphs else 0)
@@ -309,5 +312,5 @@ def _context_length(config: Config, spec: ModelSpec) -> int:
 
 
 def _keeps_codes(config: ModelConfig) -> bool:
-    """Whether the weights of a GGUF file are computed as they are stored."""
+    """Whether the weights of a GGUF file, and experts in MXFP4, are computed as they are stored."""
     return config.quantization == "auto" and config.dtype == "auto" and not config.random_weights

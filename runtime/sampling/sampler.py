@@ -169,25 +169,29 @@ class Sampler:
         for one in choices:
             one.stream = self._stream(requests[one.row], aheads[one.row])
         tokens = self._choosing.choose(logits, choices)
+        has_grammar = any([requests[one.row].sampler.grammar is not None for _, one in adjusted])
+        # A list, because an operation on a tensor takes as long as dozens in Python. Only grammars wait for a GPU.
+        found: Sequence[int] | torch.Tensor = tokens.tolist() if has_grammar or self.device.type == "cpu" else tokens
         for i, one in adjusted:
-            with _noting(requests[one.row], one.row, failures):
-                if one.row not in failures:
-                    tokens[i] = self._accept(logits, one, tokens[i], requests[one.row], aheads[one.row])
+            if one.row not in failures:
+                with _noting(requests[one.row], one.row, failures):
+                    token = self._accept(logits, one, found[i], requests[one.row], aheads[one.row])
+                    if token is not found[i]:
+                        tokens[i] = token
         return tokens
 
     def _accept(
-        self, logits: torch.Tensor, choice: Choice, token: torch.Tensor, request: Request, ahead: int
-    ) -> torch.Tensor:
+        self, logits: torch.Tensor, choice: Choice, token: int | torch.Tensor, request: Request, ahead: int
+    ) -> int | torch.Tensor:
         """Advance the grammar and the penalties by a token; returns another one if the grammar refuses it."""
         grammar = request.sampler.grammar
         if grammar is not None:
             for tries in count(1):
-                value = int(token)
-                if value == NO_TOKEN or grammar.accept(value):
+                if token == NO_TOKEN or grammar.accept(int(token)):
                     break
-                choice.barred.append(value)
+                choice.barred.append(int(token))
                 choice.stream = self._stream(request, ahead + (tries << _TRIES))
-                token = self._choosing.choose(logits, [choice])[0]
+                token = int(self._choosing.choose(logits, [choice]))
         if choice.seen is not None:
             choice.seen.add(token)
         return token

@@ -7,6 +7,7 @@ import torch
 from runtime.execution.experts import Experts
 from runtime.execution.native import library as c
 from runtime.execution.native.packed import PackedWeights, Team, describe, packed_bytes
+from runtime.models.mxfp4 import PackedExperts, PackedRows
 
 
 class NativeExperts(Experts):
@@ -28,9 +29,11 @@ class NativeExperts(Experts):
             shared: gate over up [2 * spec.shared, hidden] and down [hidden, spec.shared] of the expert of all rows.
             shared_gate: [1, hidden]; its sigmoid multiplies what the shared expert gives.
         """
-        gate_up, down = experts.gate_up, experts.down
+        gate_up, down = (
+            one.each() if isinstance(one, PackedExperts) else one for one in (experts.gate_up, experts.down)
+        )
         # New tensors, because views would keep the weights in memory.
-        experts.gate_up, experts.down = gate_up.new_empty(0), down.new_empty(0)
+        experts.gate_up, experts.down = torch.empty(0), torch.empty(0)
         super().__init__(experts.spec, experts.ops, experts.router, experts.gate_up, experts.down, experts.bias)
         is_paired = self.spec.limit is None
         described = [describe(gate_up[0], is_paired, bits), describe(down[0], bits=bits)] * self.spec.count
@@ -74,11 +77,18 @@ class NativeExperts(Experts):
 class _Stack:
     """One weight for each expert, [experts, out, in]. `paired`: it is gate over up, and `multiply` applies SiLU."""
 
-    def __init__(self, packed: PackedWeights, weight: torch.Tensor, bias: torch.Tensor | None, paired: bool, bits: int):
+    def __init__(
+        self,
+        packed: PackedWeights,
+        weight: torch.Tensor | list[PackedRows],
+        bias: torch.Tensor | None,
+        paired: bool,
+        bits: int,
+    ):
         biases = [None] * len(weight) if bias is None else bias
         self._packed = packed
         self._matrices = [packed.add(one, b, paired, bits) for one, b in zip(weight, biases, strict=True)]
-        self._columns, self._into = weight.shape[1] // (2 if paired else 1), c.SILU if paired else 0
+        self._columns, self._into = weight[0].shape[0] // (2 if paired else 1), c.SILU if paired else 0
 
     def multiply(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """The product of rows [n, in] and one expert's weight, float32 [n, out]."""
