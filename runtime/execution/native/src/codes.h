@@ -99,31 +99,34 @@ inline void unpack_column(const Matrix& w, int64_t panel, int64_t column, float*
 // to their zero); four values in each lane; the group's scale, and the scale times the sum of the values.
 inline int64_t coded_lanes(const Matrix& w) { return round_up(w.k, 32) / w.group * (w.group / 4 + 3); }
 
-inline void to_codes(const float* in, const Matrix& w, uint32_t* out) {
-    for (int64_t from = 0; from < round_up(w.k, 32); from += w.group) {
-        alignas(64) float x[32];
-        alignas(64) int8_t bytes[32];
-        Vec most = zero(), defect = zero();
-        for (int64_t i = 0; i < w.group; i += kLanes) {
-            const int left = int(std::clamp<int64_t>(w.k - from - i, 0, kLanes));
-            const Vec v = left == kLanes ? load(in + from + i) : load(in + from + i, left);
-            most = max(most, max(v, sub(zero(), v)));
-            defect = fma(v, zero(), defect);  // NaN and infinities stay what they are
-            store(x + i, v);
+//
+// Rows are stored chunk by chunk, so that a tile of rows reads one stream: `row` of `rows`, from `start` on.
+template <int Group>
+void to_codes(const float* in, const Matrix& w, int64_t row, int64_t rows, uint32_t* start) {
+    constexpr int kVectors = Group / kLanes;
+    constexpr int64_t kWidth = Group / 4 + 3;
+    const int64_t end = round_up(w.k, 32);
+    uint32_t* out = start;
+    for (int64_t from = 0; from < end; from += Group, out += kWidth) {
+        if (from % kChunk == 0) out = start + (from * rows + std::min(kChunk, end - from) * row) / Group * kWidth;
+        Vec x[kVectors], most = zero(), sum = zero();
+        for (int i = 0; i < kVectors; ++i) {
+            const int left = int(std::clamp<int64_t>(w.k - from - i * kLanes, 0, kLanes));
+            x[i] = left == kLanes ? load(in + from + i * kLanes) : load(in + from + i * kLanes, left);
+            most = max(most, max(x[i], sub(zero(), x[i])));
         }
-        const float largest = reduce_max(most), scale = largest / 127 + reduce_add(defect);
-        const Vec inverse = set1(largest > 0 ? 127 / largest : 0);
-        for (int64_t i = 0; i < w.group; i += kLanes) store(x + i, round(mul(load(x + i), inverse)));
-        int32_t sum = 0;
-        for (int64_t i = 0; i < w.group; ++i) {
-            bytes[i] = int8_t(int32_t(x[i]));
-            sum += bytes[i];
+        // The quotient of a smaller number could be infinite.
+        const float largest = reduce_max(most), inverse = largest > 1e-30f ? 127 / largest : 0;
+        for (int i = 0; i < kVectors; ++i) {
+            const Vec rounded = round(mul(x[i], set1(inverse)));
+            store_int8(out + 1 + i * (kLanes / 4), rounded);
+            sum = add(sum, rounded);
         }
-        *out++ = w.has_minima ? 0 : uint32_t(-sum) << (w.bits - 1);
-        std::memcpy(out, bytes, size_t(w.group));
-        out += w.group / 4;
-        *out++ = std::bit_cast<uint32_t>(scale);
-        *out++ = std::bit_cast<uint32_t>(scale * float(sum));
+        // NaN and infinities make the sum NaN, and so the scale.
+        const float total = reduce_add(sum), scale = largest / 127 + 0 * total;
+        out[0] = w.has_minima ? 0 : uint32_t(-int32_t(total)) << (w.bits - 1);
+        out[kWidth - 2] = std::bit_cast<uint32_t>(scale);
+        out[kWidth - 1] = std::bit_cast<uint32_t>(scale * total);
     }
 }
 
@@ -158,9 +161,12 @@ class Dot {
     [[gnu::always_inline]] Vec get() const { return to_floats(sum_); }
 };
 
-// Rows that registers suffice for: of codes of 8 bits without `dot_bytes`, two sums are kept.
+// Rows whose sums stay in registers beside the dot products. With `dot_bytes`, loads and stores of sums would take
+// longer than the products.
+constexpr int kKeptRows = kDotsBytes ? kMaxRows / 2 : kMaxRows / 3;
+// Rows of a tile: of codes of 8 bits without `dot_bytes`, each has two dot products.
 template <int Width>
-constexpr int kCodedRows = kDotsBytes || Width < 8 ? kMaxRows : kMaxRows / 2;
+constexpr int kCodedRows = kDotsBytes ? kKeptRows : Width < 8 ? kMaxRows : kMaxRows / 2;
 
 // A chunk's weights for `dot_codes`, unpacked before.
 template <int Width, int Steps>
@@ -197,8 +203,7 @@ struct Packed {
 template <int R, int Width, int Steps, template <int, int> class Weights>
 void dot_codes(float* sums, const uint32_t* a, int64_t lda, const Weights<Width, Steps>& weights, int64_t groups,
                Ahead ahead) {
-    // Sums of few rows stay in registers; for more, registers hold the dot products.
-    constexpr bool kKeeps = R <= kMaxRows / 3;
+    constexpr bool kKeeps = R <= kKeptRows;
     // Without room for both halves' parts in registers, the halves come one after the other.
     constexpr bool kSplits = Width == 8 && !kDotsBytes;
     const bool has_minima = weights.w.has_minima;
@@ -263,32 +268,36 @@ constexpr auto kDotCodes = dot_codes_table<Width, Steps, Weights>(std::make_inte
 
 // sums [rows, kPanel] = a panel's product with coded rows `a`.
 template <int Width, int Steps>
-void multiply_panel(const Matrix& w, int64_t panel, const uint32_t* a, int64_t lda, int64_t rows, float* sums) {
+void multiply_panel(const Matrix& w, int64_t panel, const uint32_t* a, int64_t rows, float* sums) {
     static thread_local Unpacked unpacked;
-    constexpr int kMost = kCodedRows<Width>, kFew = kMaxRows / 3;
+    constexpr int kMost = kCodedRows<Width>;
+    // Rows for which unpacking where codes are used is faster, even twice.
+    constexpr int kFew = kDotsBytes && Width != 6 ? 2 * kKeptRows : kKeptRows;
     std::fill_n(sums, rows * kPanel, 0.0f);
     const int64_t tiles = (rows + kMost - 1) / kMost;
     each_chunk(w, panel, [&](const Chunk& chunk, int64_t) {
-        const int64_t groups = chunk.count / w.group, bytes = w.chunk_bytes(chunk.count);
+        const int64_t groups = chunk.count / w.group, bytes = w.chunk_bytes(chunk.count), lda = groups * (Steps + 3);
         Ahead ahead = {reinterpret_cast<const char*>(chunk.codes) + (8 << 10), bytes / groups};
-        if (rows <= kFew) {
-            kDotCodes<Width, Steps, Packed, kFew>[rows - 1](sums, a, lda, {w, chunk}, groups, ahead);
-        } else {
-            const Prepared<Width, Steps> weights = {w, unpack(w, chunk, unpacked), unpacked};
+        auto multiply_tiles = [&](const auto& table, const auto& weights) {
             for (int64_t t = 0; t < tiles; ++t, ahead.step = 0) {
                 const int64_t from = t * rows / tiles, to = (t + 1) * rows / tiles;
-                const auto dot = kDotCodes<Width, Steps, Prepared, kMost>[to - from - 1];
-                dot(sums + from * kPanel, a + from * lda, lda, weights, groups, ahead);
+                table[to - from - 1](sums + from * kPanel, a + from * lda, lda, weights, groups, ahead);
             }
+        };
+        if (rows <= kFew) {
+            multiply_tiles(kDotCodes<Width, Steps, Packed, kMost>, Packed<Width, Steps>{w, chunk});
+        } else {
+            const Prepared<Width, Steps> weights = {w, unpack(w, chunk, unpacked), unpacked};
+            multiply_tiles(kDotCodes<Width, Steps, Prepared, kMost>, weights);
         }
-        a += groups * (w.group / 4 + 3);
+        a += rows * lda;
     });
 }
 
-inline void multiply_panel(const Matrix& w, int64_t panel, const uint32_t* a, int64_t lda, int64_t rows, float* sums) {
+inline void multiply_panel(const Matrix& w, int64_t panel, const uint32_t* a, int64_t rows, float* sums) {
     auto of_width = w.bits == 8 ? multiply_panel<8, 8> : w.bits == 6 ? multiply_panel<6, 4>
                   : w.bits == 5 ? multiply_panel<5, 8> : multiply_panel<4, 8>;
-    of_width(w, panel, a, lda, rows, sums);
+    of_width(w, panel, a, rows, sums);
 }
 
 }  // namespace ramet

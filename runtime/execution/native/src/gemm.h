@@ -182,22 +182,22 @@ inline Ahead part_of_panel(const Matrix& w, int64_t panel, int64_t t, int64_t ti
 
 // Round rows of a product's activations to 8 bits or to bfloat16 pairs, as its weights need.
 inline void round_rows(const Product& product, int64_t begin, int64_t end, uint32_t* out, int64_t lanes) {
-    for (int64_t r = begin; r < end; ++r, out += lanes) {
+    const Matrix& w = *product.w;
+    for (int64_t r = begin; r < end; ++r) {
         const float* in = product.a + r * product.lda;
-        if (product.w->storage == Storage::kCodes) {
-            to_codes(in, *product.w, out);
+        if (w.storage == Storage::kCodes) {
+            (w.group == 16 ? to_codes<16> : to_codes<32>)(in, w, r - begin, end - begin, out);
         } else {
-            round_to_pairs(in, product.w->k, out);
+            round_to_pairs(in, w.k, out + (r - begin) * lanes);
         }
     }
 }
 
 // Multiply one panel of codes with rows [begin, end); `a` holds these rows as codes.
-inline void compute_codes(const Product& product, const void* a, int64_t lda, int64_t begin, int64_t end,
-                          int64_t panel) {
+inline void compute_codes(const Product& product, const void* a, int64_t begin, int64_t end, int64_t panel) {
     static thread_local Buffer<float> room;
     float* sums = room.reserve((end - begin) * kPanel);
-    multiply_panel(*product.w, panel, static_cast<const uint32_t*>(a), lda, end - begin, sums);
+    multiply_panel(*product.w, panel, static_cast<const uint32_t*>(a), end - begin, sums);
     for (int64_t r = begin; r < end; ++r, sums += kPanel) {
         const Tile<1> tile = {{load(sums), load(sums + kLanes)}};
         finish<1>(tile, product, r, panel);
@@ -235,7 +235,7 @@ void multiply(Workers& team, const Product& product, Buffer<uint32_t>& room) {
         const int64_t tiles = (end - begin + kMaxRows - 1) / kMaxRows, end_panel = std::min(first_panel + run, panels);
         for (int64_t panel = first_panel; panel < end_panel; ++panel) {
             if (is_coded) {
-                compute_codes(product, a, lda, begin, end, panel);
+                compute_codes(product, a, begin, end, panel);
                 continue;
             }
             // Guess this thread's next run: usually, threads take runs in turn.

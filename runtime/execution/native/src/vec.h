@@ -119,6 +119,10 @@ inline Vec load_halves(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si25
 inline Vec load_int8(const void* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
 }
+// Whole numbers, as signed bytes.
+inline void store_int8(void* p, Vec v) {
+    _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+}
 inline Vec to_floats(Bits b) { return _mm512_cvtepi32_ps(b); }
 // The lower and upper four bits of each byte.
 inline Bits low_halves(Bits b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }
@@ -229,6 +233,11 @@ inline void transpose(Vec (&m)[kLanes]) {
 inline Vec load_halves(const void* p) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
 inline Vec load_int8(const void* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
+}
+inline void store_int8(void* p, Vec v) {
+    const Bits whole = _mm256_cvtps_epi32(v);
+    const __m128i shorts = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    _mm_storel_epi64(static_cast<__m128i*>(p), _mm_packs_epi16(shorts, shorts));
 }
 inline Vec to_floats(Bits b) { return _mm256_cvtepi32_ps(b); }
 inline Bits low_halves(Bits b) { return _mm256_and_si256(b, _mm256_set1_epi8(15)); }
