@@ -174,7 +174,7 @@ class Executor:
             near_pool = None if self.near is None else self.near.pool
             self._decoder = native = NativeDecoder(library, model, self.pool, threads, bits, stored, near_pool)
             self.backend_name, self._forward, self.project = native.name, native.forward, native.project
-            self.choosing = NativeChoosing(native.team)
+            self.choosing = NativeChoosing(native.team, native.argmax)
             # After a parallel operation, torch's threads spin on the cores that the kernels use.
             torch.set_num_threads(1)
         else:

@@ -1,7 +1,6 @@
 """The choice of tokens by the kernels."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -14,20 +13,9 @@ from runtime.sampler_state import Choice
 class NativeChoosing:
     """See `Choosing`."""
 
-    def __init__(self, team: Team):
+    def __init__(self, team: Team, argmax: Callable[[torch.Tensor], torch.Tensor]):
         self._team, self._library = team, team.library
-
-    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        logits = logits.contiguous()
-        out = np.empty(len(logits), dtype=np.int64)
-        self._library.argmax(self._team.handle, logits.data_ptr(), *logits.shape, out.ctypes.data)
-        # A Python loop, because CPU caches are cold after a step: one torch or numpy operation takes as long as dozens
-        # of iterations.
-        rows = logits.numpy()
-        for row, token in enumerate(out.tolist()):
-            if not math.isfinite(rows.item(row, token)):
-                out[row] = -1
-        return torch.from_numpy(out)
+        self.argmax = argmax
 
     def choose(self, logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
         logits = logits.contiguous()

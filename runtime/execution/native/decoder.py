@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -315,6 +316,19 @@ class NativeDecoder:
         )
         self.library.decoder_project(self._handle, ctypes.byref(wanted))
         return out
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `Choosing`."""
+        logits = logits.contiguous()
+        out = np.empty(len(logits), dtype=np.int64)
+        self.library.argmax(self.team.handle, logits.data_ptr(), *logits.shape, out.ctypes.data)
+        # A Python loop, because CPU caches are cold after a step: one torch or numpy operation takes as long as dozens
+        # of iterations.
+        rows = logits.numpy()
+        for row, token in enumerate(out.tolist()):
+            if not math.isfinite(rows.item(row, token)):
+                out[row] = -1
+        return torch.from_numpy(out)
 
 
 def _model_bytes(library: Library, model: llama.LlamaModel, bits: int) -> int:

@@ -20,7 +20,7 @@ def choosing(request) -> Choosing:
         return TorchChoosing()
     if (library := load(request.param)) is None:
         pytest.skip(f"the native kernels for {request.param} were not built, or this processor cannot run them")
-    return NativeChoosing(Team(library, 2))
+    return NativeChoosing(Team(library, 2), TorchChoosing().argmax)
 
 
 KINDS = [
