@@ -66,6 +66,10 @@ class Seen:
         self.counts = on_device
         self._host = counts if on_device.device.type == "cpu" else None
 
+    @property
+    def on_host(self) -> bool:
+        return self._host is not None
+
     def add(self, token: int | torch.Tensor) -> None:
         """Count a generated token; a tensor [] only on a GPU, which is not waited for."""
         if self._host is None:

@@ -169,9 +169,9 @@ class Sampler:
         for one in choices:
             one.stream = self._stream(requests[one.row], aheads[one.row])
         tokens = self._choosing.choose(logits, choices)
-        has_grammar = any([requests[one.row].sampler.grammar is not None for _, one in adjusted])
-        # A list, because an operation on a tensor takes as long as dozens in Python. Only grammars wait for a GPU.
-        found: Sequence[int] | torch.Tensor = tokens.tolist() if has_grammar or self.device.type == "cpu" else tokens
+        reads = any([_reads(one, requests[one.row]) for _, one in adjusted])
+        # A list, because an operation on a tensor takes as long as dozens in Python.
+        found: Sequence[int] | torch.Tensor = tokens.tolist() if reads else tokens
         for i, one in adjusted:
             if one.row not in failures:
                 with _noting(requests[one.row], one.row, failures):
@@ -247,6 +247,11 @@ class Sampler:
         if params.seed is None:
             return self._random.getrandbits(63)
         return _mix(params.seed, request.num_output + ahead)
+
+
+def _reads(choice: Choice, request: Request) -> bool:
+    """Whether the host reads the token at once: for a grammar, or to count it on a CPU."""
+    return request.sampler.grammar is not None or (choice.seen is not None and choice.seen.on_host)
 
 
 @contextmanager
