@@ -65,7 +65,8 @@ class ModelConfig(Section):
     quantization: Literal["auto", "none", "int4", "int8"] = Field(
         "auto",
         description="weights for the native CPU kernels; int4, int8: rounded to 4 or 8 bits; none: plain; auto: "
-        "a GGUF file's own types if --dtype is auto, otherwise none; quantised weights round activations to 8 bits",
+        "the types of a GGUF file and MXFP4 experts if --dtype is auto, otherwise none; quantised weights round "
+        "activations to 8 bits",
     )
     model_impl: Literal["auto", ModelCode] = Field(
         "auto",

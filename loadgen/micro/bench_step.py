@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import Field, PositiveInt, PrivateAttr
@@ -28,11 +28,25 @@ from runtime.models.spec import LlamaSpec
 from runtime.protocol import StepEvents, encode
 
 _OWN, _QUESTION, _WARM = 64, 64, 4
-PARTS = ("schedule", "drafts", "plan", "launch", "kernels", "sampling", "booking", "events", "other")
+PARTS = ("schedule", "drafts", "plan", "launch", "kernels", "sampling", "choosing", "booking", "events", "other")
+_PEOPLE = {
+    "type": "array",
+    "items": {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}},
+    "minItems": 1000,
+}
 CHOICES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "drawn": {"temperature": 0.8},
+    "top-k": {"temperature": 0.8, "top_k": 40},
     "top-p": {"temperature": 0.8, "top_p": 0.95},
+    "min-p": {"temperature": 0.8, "min_p": 0.05},
+    "typical-p": {"temperature": 0.8, "typical_p": 0.9},
+    "penalties": {
+        **{"temperature": 0.8, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.2},
+    },
+    "bias": {"temperature": 0.8, "logit_bias": {token: 1.0 for token in range(300)}},
+    "grammar": {"temperature": 0.8, "json_schema": json.dumps(_PEOPLE)},
+    "logprobs": {"temperature": 0.8, "logprobs": 20},
 }
 CODE: dict[str, dict[str, Any]] = {
     "native": {},
@@ -60,9 +74,7 @@ class Step(ModelBench):
         ("native",), description=f"{', '.join(CODE)}, or NAME=FILE: CPU kernels of another build"
     )
     batches: tuple[PositiveInt, ...] = Field((1, 8, 32), description="requests that decode together")
-    choices: tuple[Literal["greedy", "drawn", "top-p"], ...] = Field(
-        ("greedy", "drawn", "top-p"), description="of tokens"
-    )
+    choices: tuple[str, ...] = Field(("greedy", "drawn", "top-p"), description=f"of tokens: {', '.join(CHOICES)}")
     adapters: tuple[int, ...] = Field((0,), description="LoRA adapters that the requests share")
     rank: PositiveInt = Field(16, description="rank of the adapters, in every linear layer but experts")
     shared: int = Field(2000, ge=0, description="tokens of the prefix that the requests share")
@@ -76,6 +88,8 @@ class Step(ModelBench):
 
     @contextmanager
     def session(self) -> Iterator[None]:
+        if unknown := set(self.choices) - set(CHOICES):
+            raise BenchError(f"--choices: {min(unknown)} is none of {', '.join(CHOICES)}")
         path, most = self.path(), max(self.adapters, default=0)
         batch = max(self.batches, default=1)
         tokens = 2 * self.shared * (1 + most) + batch * (3 * _OWN + self.steps + batch)
@@ -127,8 +141,9 @@ class _Steps(ClockedDrive):
         for drafts in (part for part in core.parts if isinstance(part, Drafts)):
             self.clock(drafts.drafter, "extend", "drafts")
         if library is not None:
-            for name in ("decoder_forward", "argmax"):
-                self.clock(library, name, "kernels")
+            self.clock(library, "decoder_forward", "kernels")
+            for name in ("argmax", "choose", "measure"):
+                self.clock(library, name, "choosing")
         self._adapters = [answer(core, LoadAdapter(str(path)))["digest"] for path in adapters]
         self._prefixes: dict[int, Any] = {}
 
@@ -161,7 +176,8 @@ class _Steps(ClockedDrive):
         parts = dict.fromkeys(PARTS, 0.0) | self.spent | {"events": ended - written}
         parts["other"] = ended - started - sum(parts.values())
         step = ended - started
-        return parts | {"step": step, "host": step - parts["kernels"], "cpu": time.process_time() - cores}
+        host = step - parts["kernels"] - parts["choosing"]
+        return parts | {"step": step, "host": host, "cpu": time.process_time() - cores}
 
     def prompt(self, length: int, adapters: int) -> dict[str, float]:
         """Seconds to the first token of a new prompt, and of one that goes on from it."""

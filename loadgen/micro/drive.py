@@ -64,18 +64,21 @@ class Drive:
         namespace: Namespace = Namespace(),
         **diffusion: Any,
     ) -> None:
-        """Add a request, greedy unless `sampling` says otherwise.
+        """Add a request, greedy unless `sampling`, which may have the field `logprobs`, says otherwise.
 
         `reuse`: options of a strategy; `diffusion`: fields for a diffusion model.
         """
         self._count += 1
-        params = SamplingParams(**{"temperature": 0, "ignore_eos": True, "max_new_tokens": output, **(sampling or {})})
+        given = {"temperature": 0, "ignore_eos": True, "max_new_tokens": output, **(sampling or {})}
+        logprobs = given.pop("logprobs", None)
+        params = SamplingParams(**given)
         denoising = None
         if (model := self.core.info.diffusion) is not None:
             denoising = DiffusionParams(gen_length=output, **diffusion).filled(model, params)
         message = AddRequest(
             f"{self._count}", prompt.tobytes(), params.model_dump(),
             diffusion=None if denoising is None else denoising.model_dump(), reuse=reuse, namespace=namespace,
+            logprobs=logprobs,
         )  # fmt: skip
         self.core.handle(message)
 

@@ -349,7 +349,7 @@ class EngineCore:
         """Count a failed step, drop its drafts, and have token counts for penalties made again."""
         self.counters["failed_steps"] += 1
         for item in work:
-            item.request.sampler.counts = None
+            item.request.sampler.seen = None
             if item.draft:
                 item.keep(1)
 

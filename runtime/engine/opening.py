@@ -35,8 +35,9 @@ from runtime.reuse.modules.strategy import Modules
 from runtime.reuse.prefix import PrefixStrategy
 from runtime.reuse.reasoning.strategy import ReasonCache
 from runtime.reuse.windowed import WindowedPrefix
-from runtime.sampling.batched import make_sampler
+from runtime.sampling.batched import FlashInferChoosing
 from runtime.sampling.decoding import NextToken
+from runtime.sampling.sampler import Sampler
 
 
 def open_engine(config: Config, path: Path, quotas: Mapping[str, int] | None = None) -> EngineCore:
@@ -119,9 +120,8 @@ def _open_model(
             strategies.append(ReasonCache(cache, executor, lambda: Tokenizer.load(path)))
         else:
             refuse_approximations(config.cache)
-        native = executor.argmax, executor.draw
-        sampler = make_sampler(executor.backend_name, spec.vocab_size, executor.device, *native)
-        return strategies, NextToken(sampler)
+        choosing = FlashInferChoosing() if executor.backend_name == "flashinfer" else executor.choosing
+        return strategies, NextToken(Sampler(spec.vocab_size, executor.device, choosing))
     strategy: BlockPrefix | BiCache
     if spec.diffusion.attended is not None:
         strategy = (CanvasPrefix if executor.soften else BlockPrefix)(cache, spec.num_layers, spec.diffusion)

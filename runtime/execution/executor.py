@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from runtime.execution.attention.windows import Window, narrowed
 from runtime.execution.device import choose_attention, choose_device, choose_dtype, is_out_of_memory
 from runtime.execution.graphs import DecodeGraphs
 from runtime.execution.llama import LlamaModel
+from runtime.execution.native.choosing import NativeChoosing
 from runtime.execution.native.decoder import NativeDecoder
 from runtime.execution.native.library import Library, load_best
 from runtime.execution.ops import FlashInferOps, Ops
@@ -36,6 +37,7 @@ from runtime.models.rope import RotaryEmbedding
 from runtime.models.shards import Shard, split_spec
 from runtime.models.spec import LlamaSpec, ModelSpec
 from runtime.models.weights import load_vectors, load_weights, random_weights
+from runtime.sampler_state import Choosing
 
 log = logging.getLogger("ramet.engine")
 
@@ -66,10 +68,7 @@ class Executor:
     Attributes:
         backend_name: attention kernels: `native-` and an instruction set, `cpu` (torch) or `flashinfer`.
         least_saved_tokens: see `AttentionBackend`.
-        argmax: returns the tokens with the highest logits [n, vocab], int64 [n], the first of equal ones; -1 if this
-            logit is not finite. None: use torch.
-        draw: draws tokens, int64 [n], from logits [n, vocab] over n divisors with noise, as `sampler.draw` does from
-            their softmax. None: use torch.
+        choosing: chooses tokens with the kernels; None: use torch.
         implementation: `ramet` or `transformers`: the code that computes the model.
         has_windows: whether some layers see only the nearest positions.
         soften: returns mean embeddings [n, hidden] of the distributions of logits [n, vocab]; only for DiffusionGemma.
@@ -85,8 +84,7 @@ class Executor:
     _forward: Callable[[ForwardBatch], torch.Tensor]
     _decoder: _Adaptable
     rope: RotaryEmbedding
-    argmax: Callable[[torch.Tensor], torch.Tensor] | None = None
-    draw: Callable[[torch.Tensor, Sequence[float], torch.Tensor], torch.Tensor] | None = None
+    choosing: Choosing | None = None
     project: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
     soften: Callable[[torch.Tensor], torch.Tensor] | None = None
     least_saved_tokens = AttentionBackend.least_saved_tokens
@@ -155,14 +153,17 @@ class Executor:
         if self.device.type == "cpu":  # report a pool that is too large before reading the weights
             self._pool_pages(config, share)
         shard = None if group is None else Shard(group.rank, group.size)
-        linked = GGUFTensors.open(path) if library is not None and _keeps_codes(config.model) else None
+        keeps_codes = library is not None and _keeps_codes(config.model)
+        linked = GGUFTensors.open(path) if keeps_codes else None
         if config.model.random_weights:
             weights = random_weights(spec, self.dtype, self.device, shard)
         elif linked is not None:
             weights, self.quantization = load_vectors(linked, spec, self.dtype), "gguf"
         else:
             weights = load_weights(path, spec, self.dtype, shard)
-        model = LlamaModel(share, weights, self.device, ops)
+            if keeps_codes and spec.experts is not None and spec.experts.packed:
+                self.quantization = "mxfp4"
+        model = LlamaModel(share, weights, self.device, ops, keeps_codes)
         self.rope, self._decoder = model.rope, model
         graphs = self._graph_sizes(config) if backend == "flashinfer" else []
         self.pool = self._make_pool(config, share, spare_pages=1 if graphs else 0)
@@ -172,8 +173,8 @@ class Executor:
             stored = None if linked is None else (linked, path)
             near_pool = None if self.near is None else self.near.pool
             self._decoder = native = NativeDecoder(library, model, self.pool, threads, bits, stored, near_pool)
-            self.backend_name, self._forward, self.argmax = native.name, native.forward, native.argmax
-            self.draw, self.project = native.draw, native.project
+            self.backend_name, self._forward, self.project = native.name, native.forward, native.project
+            self.choosing = NativeChoosing(native.team, native.argmax)
             # After a parallel operation, torch's threads spin on the cores that the kernels use.
             torch.set_num_threads(1)
         else:
@@ -311,5 +312,5 @@ def _context_length(config: Config, spec: ModelSpec) -> int:
 
 
 def _keeps_codes(config: ModelConfig) -> bool:
-    """Whether the weights of a GGUF file are computed as they are stored."""
+    """Whether the weights of a GGUF file, and experts in MXFP4, are computed as they are stored."""
     return config.quantization == "auto" and config.dtype == "auto" and not config.random_weights

@@ -1,5 +1,6 @@
 """Mixtures of experts in torch: a router chooses experts for each row, and their outputs are summed."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,7 @@ import torch.nn.functional as F
 
 from runtime.execution.ops import Ops
 from runtime.models.experts import ExpertSpec
-from runtime.models.mxfp4 import unpack
+from runtime.models.mxfp4 import PackedExperts, unpack
 
 
 @dataclass(slots=True)
@@ -16,8 +17,8 @@ class Experts:
 
     Attributes:
         router: float32 [count, hidden].
-        gate_up: [count, 2 * inner, hidden], the rows of gate before the rows of up.
-        down: [count, hidden, inner].
+        gate_up: [count, 2 * inner, hidden], the rows of gate before the rows of up; packed only for the kernels.
+        down: [count, hidden, inner], likewise.
         bias: float32 [count], added to the scores only for the choice of experts.
         router_bias: float32 [count].
         gate_up_bias, down_bias: [count, 2 * inner] and [count, hidden].
@@ -26,8 +27,8 @@ class Experts:
     spec: ExpertSpec
     ops: Ops
     router: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: torch.Tensor | PackedExperts
+    down: torch.Tensor | PackedExperts
     bias: torch.Tensor | None = None
     router_bias: torch.Tensor | None = None
     gate_up_bias: torch.Tensor | None = None
@@ -85,35 +86,43 @@ class Experts:
         return gate * (gate * self.spec.alpha).sigmoid() * (up + 1)
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
+def _product(
+    x: torch.Tensor, weight: torch.Tensor | PackedExperts, bias: torch.Tensor | None, expert: int
+) -> torch.Tensor:
+    assert isinstance(weight, torch.Tensor)
     return F.linear(x, weight[expert], None if bias is None else bias[expert])
 
 
-def take_fused(weights: dict[str, torch.Tensor], mlp: str, spec: ExpertSpec, like: torch.Tensor, ops: Ops) -> Experts:
+def take_fused(
+    weights: dict[str, torch.Tensor], mlp: str, spec: ExpertSpec, like: torch.Tensor, ops: Ops, keeps_codes: bool
+) -> Experts:
     """The experts of a gpt-oss layer, whose tensor names begin with `mlp`.
 
-    `like`: any weight of the model; sets dtype and device.
+    Args:
+        like: any weight of the model; sets dtype and device.
+        keeps_codes: whether MXFP4 stays packed.
     """
 
     def take(name: str) -> torch.Tensor:
         return weights.pop(mlp + name).to(like.device)
 
-    def product(name: str) -> torch.Tensor:
-        """[count, out, in]."""
-        name = f"experts.{name}_proj"
-        if (blocks := weights.pop(f"{mlp}{name}_blocks", None)) is not None:
-            return unpack(blocks, weights.pop(f"{mlp}{name}_scales"), like.dtype)
-        return weights.pop(mlp + name).transpose(1, 2)
-
     def parted(by_turns: torch.Tensor) -> torch.Tensor:
-        return torch.cat((by_turns[:, ::2], by_turns[:, 1::2]), dim=1).to(like.device)
+        return torch.cat((by_turns[:, ::2], by_turns[:, 1::2]), dim=1)
+
+    def product(name: str, order: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | PackedExperts:
+        """[count, out, in], with the outputs in this order."""
+        name = f"experts.{name}_proj"
+        if (blocks := weights.pop(f"{mlp}{name}_blocks", None)) is None:
+            return order(weights.pop(mlp + name).transpose(1, 2)).contiguous().to(like.device)
+        packed = PackedExperts(order(blocks), order(weights.pop(f"{mlp}{name}_scales")))
+        return packed if keeps_codes else unpack(*packed, like.dtype).to(like.device)
 
     return Experts(
         spec,
         ops,
         take("router.weight").float(),
-        parted(product("gate_up")),
-        product("down").contiguous().to(like.device),
+        product("gate_up", parted),
+        product("down", lambda weight: weight),
         router_bias=take("router.bias").float(),
         gate_up_bias=parted(take("experts.gate_up_proj_bias")),
         down_bias=take("experts.down_proj_bias"),

@@ -61,7 +61,14 @@ class LlamaModel:
         states: the pool of recurrent states, which the executor sets; None: there are no recurrent layers.
     """
 
-    def __init__(self, spec: LlamaSpec, weights: dict[str, torch.Tensor], device: torch.device, ops: Ops | None = None):
+    def __init__(
+        self,
+        spec: LlamaSpec,
+        weights: dict[str, torch.Tensor],
+        device: torch.device,
+        ops: Ops | None = None,
+        keeps_codes: bool = False,
+    ):
         """Move the weights to `device`.
 
         Args:
@@ -69,8 +76,10 @@ class LlamaModel:
             weights: the result of `load_weights`. The dictionary is emptied, so that no copy stays in memory.
             device: where the weights go.
             ops: norms, rotation and products, with sums over the ranks.
+            keeps_codes: whether experts in MXFP4 stay packed, for the kernels.
         """
         self.spec = spec
+        self.keeps_codes = keeps_codes
         self.ops = ops or Ops()
         self.states: StatePool | None = None
         if spec.centered:
@@ -293,7 +302,7 @@ def _take_experts(weights: dict[str, torch.Tensor], prefix: str, spec: ExpertSpe
         for name, shape in (("gate", (0, hidden)), ("up", (0, hidden)), ("down", (hidden, 0))):
             weights[f"{mlp}shared_experts.{name}_proj.weight"] = model.embedding.new_empty(shape)
     if spec.limit is not None:
-        return take_fused(weights, mlp, spec, model.embedding, model.ops)
+        return take_fused(weights, mlp, spec, model.embedding, model.ops, model.keeps_codes)
     bias = weights.pop(f"{mlp}gate.expert_bias", None)
     router = weights.pop(f"{mlp}gate.weight").to(device)
     bias = None if bias is None else bias.float().to(device)

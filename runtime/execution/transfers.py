@@ -12,6 +12,11 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return pin(tensor, device).to(device, non_blocking=True)
 
 
+def index_on(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 [n] on `device`."""
+    return upload(torch.tensor(values, dtype=torch.int64), device)
+
+
 def pin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor, in pinned memory if `device` is a GPU, so that a transfer need not wait."""
     return tensor.pin_memory() if device.type == "cuda" else tensor

@@ -151,13 +151,20 @@ def _q6_k(data: np.ndarray) -> Codes:
 
 
 def _mxfp4(data: np.ndarray) -> Codes:
-    """The numbers are 2 ** (exponent - 128) times whole ones from -12 to 12."""
     exponents, low = _blocks(data, 17, 1, 16)
-    numbers = _MXFP4[_nibbles(low)]
+    return mxfp4_codes(_nibbles(low), exponents[..., 0])
+
+
+def mxfp4_codes(nibbles: np.ndarray, exponents: np.ndarray) -> Codes:
+    """Codes of MXFP4 numbers uint8 [n, blocks, 32] and exponents uint8 [n, blocks]. Raises ModelError.
+
+    The numbers are 2 ** (exponent - 128) times whole ones from -12 to 12.
+    """
+    numbers = _MXFP4[nibbles]
     # A block of zeros may have any exponent.
-    used = np.where(numbers.any(axis=2), exponents[..., 0], 128).astype(np.int32)
+    used = np.where(numbers.any(axis=2), exponents, 128).astype(np.int32)
     if used.min() < 104 or used.max() > 143:
-        raise ModelError("an MXFP4 exponent is beyond float16; --quantization none unpacks the file")
+        raise ModelError("an MXFP4 exponent is beyond float16; --quantization none unpacks the weights")
     return Codes(5, _flat((numbers + 16).view(np.uint8)), np.ldexp(np.float16(1), used - 128))
 
 

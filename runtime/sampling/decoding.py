@@ -9,7 +9,6 @@ from runtime.execution.transfers import upload
 from runtime.protocol import Finish, TokenEvent, TokenLogprob
 from runtime.request import Decoding, Request, Work
 from runtime.sampler_state import StepResult
-from runtime.sampling.logprobs import report_logprobs
 from runtime.sampling.sampler import Sampled, Sampler
 
 _NO_ROWS, _ONE_ROW = np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
@@ -83,7 +82,8 @@ class NextToken(Decoding):
         wanted = request.sampler.prompt_logprobs_from or 0
         end = min(work.start + work.count + 1, request.prompt_len)
         tokens = request.tokens[max(wanted, work.start + 1) : end].tolist()
-        found = report_logprobs(logits[place][: len(tokens)], tokens, request.message.logprobs or 0) if tokens else []
+        rows, top = logits[place][: len(tokens)], request.message.logprobs or 0
+        found = self._sampler.report_logprobs(rows, tokens, top) if tokens else []
         if wanted == 0:
             found.insert(0, TokenLogprob(request.tokens[0], None, []))
         request.sampler.prompt_logprobs_from = max(wanted, end)

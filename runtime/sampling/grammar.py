@@ -93,12 +93,12 @@ class Grammar:
     def __init__(self, matcher: LLMatcher):
         self._matcher = matcher
 
-    def forbidden(self, vocab_size: int) -> np.ndarray | None:
-        """Tokens that may not follow, bool [vocab]; None: any may. Raises InvalidRequest at a dead end or a limit."""
+    def allowed(self) -> np.ndarray | None:
+        """See `OutputGrammar`. Raises InvalidRequest at a dead end or a limit."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             raise InvalidRequest(f"the grammar cannot be followed further: {_first_line(self._matcher.get_error())}")
-        return np.unpackbits(bits, bitorder="little", count=vocab_size) == 0
+        return bits
 
     def accept(self, token: int) -> bool:
         """Advance by an allowed token; False if another token must be chosen."""
@@ -116,7 +116,7 @@ class AnyText:
 
     complete = False
 
-    def forbidden(self, vocab_size: int) -> np.ndarray | None:
+    def allowed(self) -> np.ndarray | None:
         return None
 
     def accept(self, token: int) -> bool:
@@ -139,9 +139,9 @@ class LazyGrammar(Grammar):
         self._held = b""  # the latest bytes, which may contain the start of a trigger
         self._holds = False
 
-    def forbidden(self, vocab_size: int) -> np.ndarray | None:
+    def allowed(self) -> np.ndarray | None:
         try:
-            return super().forbidden(vocab_size) if self._holds else None
+            return super().allowed() if self._holds else None
         except InvalidRequest:
             self._holds, self._triggers = False, []
             return None

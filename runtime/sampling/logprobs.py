@@ -5,9 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from runtime.protocol import TokenLogprob
-
-# Log-probabilities of given tokens, float32 [n]; the likeliest tokens, int64 [n, top]; their values, float32 [n, top].
-Measured = Sequence[torch.Tensor]
+from runtime.sampler_state import Measured
 
 _LEAST = -9999.0  # JSON has no infinity
 # Rows measured at a time, so that their log-probabilities fit into a CPU's caches.
@@ -26,16 +24,11 @@ def measure_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Me
 def _measure(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Measured:
     logprobs = logits.log_softmax(-1)
     values, ids = logprobs.topk(min(top, logprobs.shape[-1]))
-    return logprobs.gather(-1, tokens[:, None])[:, 0].clamp_min(_LEAST), ids, values.clamp_min(_LEAST)
+    return logprobs.gather(-1, tokens[:, None])[:, 0], ids, values
 
 
 def list_logprobs(tokens: Sequence[int], measured: Measured) -> list[TokenLogprob]:
     """`TokenLogprob`s of n tokens. Waits for `measured` if it is on a GPU."""
-    chosen, ids, values = (tensor.tolist() for tensor in measured)
+    chosen, ids, values = (tensor.clamp_min(_LEAST).tolist() for tensor in measured)
     tops = [list(zip(*top, strict=True)) for top in zip(ids, values, strict=True)]
     return [TokenLogprob(*found) for found in zip(tokens, chosen, tops, strict=True)]
-
-
-def report_logprobs(logits: torch.Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
-    """The `TokenLogprob`s of n tokens from logits [n, vocab], each with the `top` likeliest tokens."""
-    return list_logprobs(tokens, measure_logprobs(logits, torch.tensor(tokens, device=logits.device), top))

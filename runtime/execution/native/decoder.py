@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -319,16 +318,8 @@ class NativeDecoder:
         self.library.decoder_project(self._handle, ctypes.byref(wanted))
         return out
 
-    def draw(self, logits: torch.Tensor, divisors: Sequence[float], noise: torch.Tensor) -> torch.Tensor:
-        """See `Executor.draw`; the logits are float32."""
-        logits, out = logits.contiguous(), np.empty(len(logits), dtype=np.int64)
-        given, noise = np.array(divisors, np.float32), noise.contiguous()
-        pointers = given.ctypes.data, noise.data_ptr(), out.ctypes.data
-        self.library.draw(self.team.handle, logits.data_ptr(), *logits.shape, *pointers)
-        return torch.from_numpy(out)
-
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `Executor.argmax`; the logits are float32."""
+        """See `Choosing`."""
         logits = logits.contiguous()
         out = np.empty(len(logits), dtype=np.int64)
         self.library.argmax(self.team.handle, logits.data_ptr(), *logits.shape, out.ctypes.data)

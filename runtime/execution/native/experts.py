@@ -8,6 +8,7 @@ from runtime.execution.experts import Experts
 from runtime.execution.native import library as c
 from runtime.execution.native.packed import PackedWeights, Team, describe, packed_bytes
 from runtime.execution.native.stored import StoredExperts
+from runtime.models.mxfp4 import PackedExperts, PackedRows
 
 
 class NativeExperts(Experts):
@@ -31,9 +32,11 @@ class NativeExperts(Experts):
             shared_gate: [1, hidden]; its sigmoid multiplies what the shared expert gives.
             stored: matrices of a GGUF file, in place of those of `experts` and `shared`.
         """
-        gate_up, down = experts.gate_up, experts.down
+        gate_up, down = (
+            one.each() if isinstance(one, PackedExperts) else one for one in (experts.gate_up, experts.down)
+        )
         # New tensors, because views would keep the weights in memory.
-        experts.gate_up, experts.down = gate_up.new_empty(0), down.new_empty(0)
+        experts.gate_up, experts.down = torch.empty(0), torch.empty(0)
         super().__init__(experts.spec, experts.ops, experts.router, experts.gate_up, experts.down, experts.bias)
         is_paired = self.spec.limit is None
         described = [describe(experts.router)]
@@ -66,7 +69,8 @@ class NativeExperts(Experts):
             gate_up, down = self._shared
             inner = gate_up.multiply(x, 0)
             if self._gate is not None:
-                inner *= self._gate.multiply(x, 0).sigmoid()
+                # In float64, because torch's float32 sigmoid rounds a number differently by its place in the tensor.
+                inner *= self._gate.multiply(x, 0).double().sigmoid().float()
             total += down.multiply(inner, 0)
         return total
 
@@ -107,7 +111,11 @@ class _Stack:
 
 
 def _pack(
-    packed: PackedWeights, weight: torch.Tensor, bias: torch.Tensor | None = None, paired: bool = False, bits: int = 0
+    packed: PackedWeights,
+    weight: torch.Tensor | list[PackedRows],
+    bias: torch.Tensor | None = None,
+    paired: bool = False,
+    bits: int = 0,
 ) -> _Stack:
     """Pack weights [experts, out, in] with biases [experts, out]. `paired`: each is gate over up."""
     biases = [None] * len(weight) if bias is None else bias

@@ -1,4 +1,4 @@
-"""The compiled kernels for ctypes: entry points (`src/api.h`) and structures (`attention.h`, `gemm.h`, `decoder.h`)."""
+"""The compiled kernels for ctypes: entry points (`src/api.h`) and structures (the other headers)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2")
 
 # Libraries whose `ramet_interface` returns another number do not match the declarations below.
-_INTERFACE = 14
+_INTERFACE = 15
 
 # Values of `Into` for gated activations, in src/gemm.h, of `Storage` for codes, in src/matrix.h, and of `Recurrent`.
 SILU, GELU = 2, 3
@@ -20,8 +20,9 @@ CODES = 2
 SHORT_CONV, DELTA_NET = 1, 2
 
 
-def _fields(integers: str = "", pointers: str = "") -> list[tuple[str, type]]:
-    return [(name, c_int64) for name in integers.split()] + [(name, c_void_p) for name in pointers.split()]
+def _fields(integers: str = "", pointers: str = "", floats: str = "") -> list[tuple[str, type]]:
+    kinds = (integers, c_int64), (pointers, c_void_p), (floats, c_float)
+    return [(name, kind) for names, kind in kinds for name in names.split()]
 
 
 class Matrix(Structure):
@@ -144,6 +145,16 @@ class StepStruct(Structure):
     )
 
 
+class Choice(Structure):
+    """How to choose a token (`src/choose.h`)."""
+
+    _fields_ = _fields(
+        "row top_k is_drawn stream num_biased num_seen num_barred",
+        "biased bias seen counts barred allowed",
+        "divisor top_p typical_p min_p repetition frequency presence",
+    )
+
+
 class Projection(Structure):
     _fields_ = (*_fields("layer num_rows"), *_fields(pointers="states cosine sine out"))
 
@@ -168,7 +179,8 @@ _INTO_LIBRARY: dict[str, tuple[type | None, tuple[type, ...]]] = {
         ),
     ),
     "argmax": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
-    "draw": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p)),
+    "choose": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
+    "measure": (None, (*(c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64), *[c_void_p] * 3)),
     "decoder_create": (c_void_p, (POINTER(Model), c_void_p)),
     "decoder_destroy": (None, (c_void_p,)),
     "decoder_forward": (None, (c_void_p, POINTER(StepStruct))),

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 
 from runtime.execution.native import library as c
-from runtime.execution.native.codes import pack_into
+from runtime.execution.native.codes import describe_codes, pack_into
 from runtime.execution.native.library import Library
 from runtime.models.ggml import encode
+from runtime.models.mxfp4 import PackedRows
 
 _ALIGNMENT = 4096
 
@@ -38,9 +39,9 @@ class PackedWeights:
         self._finalizer = weakref.finalize(self, library.free, self._next, num_bytes)
 
     def add(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, paired: bool = False, bits: int = 0
+        self, weight: torch.Tensor | PackedRows, bias: torch.Tensor | None = None, paired: bool = False, bits: int = 0
     ) -> c.Matrix:
-        """Pack a weight [n, k], float32 or bfloat16, with its bias [n].
+        """Pack a weight [n, k], float32, bfloat16 or MXFP4, with its bias [n].
 
         Args:
             paired: whether the weight is gate over up.
@@ -70,22 +71,28 @@ class PackedWeights:
         return tensor.data_ptr()
 
 
-def describe(weight: torch.Tensor, paired: bool = False, bits: int = 0) -> c.Matrix:
+def describe(weight: torch.Tensor | PackedRows, paired: bool = False, bits: int = 0) -> c.Matrix:
     """The description of a weight [n, k], without data; see `PackedWeights.add`."""
     n, k = weight.shape
+    if isinstance(weight, PackedRows):
+        return describe_codes(weight.codes(slice(1)), n, paired)
     if bits:
         return c.Matrix(n=n, k=k, storage=c.CODES, is_paired=paired, bits=bits, group=32, has_minima=bits == 4)
     return c.Matrix(n=n, k=k, storage=int(weight.dtype == torch.bfloat16), is_paired=paired)
 
 
-def pack(team: Team, matrix: c.Matrix, weight: torch.Tensor) -> None:
+def pack(team: Team, matrix: c.Matrix, weight: torch.Tensor | PackedRows) -> None:
     """Write a weight [n, k] to `matrix.data`."""
     library = team.library
     if matrix.storage == c.CODES:
         size = library.matrix_bytes(ctypes.byref(matrix))
         to = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(matrix.data))
-        pack_into(to, matrix, lambda rows: encode(weight[rows].float().numpy(), matrix.bits), library.panel)
+        if isinstance(weight, PackedRows):
+            pack_into(to, matrix, weight.codes, library.panel)
+        else:
+            pack_into(to, matrix, lambda rows: encode(weight[rows].float().numpy(), matrix.bits), library.panel)
     else:
+        assert isinstance(weight, torch.Tensor)
         library.pack(team.handle, ctypes.byref(matrix), weight.contiguous().data_ptr())
 
 

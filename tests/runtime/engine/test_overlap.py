@@ -318,17 +318,14 @@ def test_aborted_with_a_step_in_flight_and_back_under_the_same_name(tiny_dir, pr
 def test_choosing_waits_for_nothing():
     """Fake tensors have no values: whatever asks for one fails."""
     sampler = Sampler(40, CPU)
-    sampler._may_wait = False  # as on a GPU
-    sampler.generator = lambda *_: None  # of which fake tensors know nothing
     asking = [request((3, 4, 5), 2, seed=1, **{k: v for k, v in variant.items() if k != "logprobs"})
               for variant in VARIANTS if "regex" not in variant]  # fmt: skip
     asking[0].message.logprobs = asking[1].message.logprobs = 2
     sampler.sample(torch.randn(len(asking), 40), asking).read()
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         for one in asking:
-            state = one.sampler
-            state.counts = None if state.counts is None else mode.from_tensor(state.counts)
-            state.prompt_ids = None if state.prompt_ids is None else mode.from_tensor(state.prompt_ids)
+            if (seen := one.sampler.seen) is not None:
+                seen.counts, seen._host = mode.from_tensor(seen.counts), None  # as on a GPU
         sampled = sampler.sample(torch.randn(len(asking), 40), asking, ahead=1)
         assert sampled.on_device(asking).shape == (len(asking),)
         with pytest.raises(DataDependentOutputException):

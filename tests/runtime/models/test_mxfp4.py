@@ -1,14 +1,19 @@
 """Checkpoints of gpt-oss in MXFP4 against transformers' dequantiser."""
 
+import ctypes
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from runtime.errors import ModelError
-from runtime.models.mxfp4 import unpack
+from runtime.execution.experts import take_fused
+from runtime.execution.native.library import load_best
+from runtime.execution.ops import Ops
+from runtime.models.mxfp4 import PackedExperts, unpack
 from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
 from tests.runtime.engine.driver import Driver, make_core
@@ -60,6 +65,50 @@ def test_a_packed_checkpoint_says_what_the_unpacked_one_says(packed, kernels):
     assert one == other
     assert one[0] != one[1]
     assert make_core(packed[0], random_weights=True).info.model_impl == "ramet"
+
+
+def test_codes_are_exact():
+    blocks, scales = random_packed(2, 8, 64)
+    blocks[0] = torch.arange(256, dtype=torch.uint8).view(8, 2, 16)
+    scales[1, 2], scales[1, 3, 0], blocks[1, 3, 0] = 104, 0, 0x80  # the least; zeros with a scale beyond float16
+    wanted = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
+    found = [one.codes(slice(8)).values() for one in PackedExperts(blocks, scales).each()]
+    assert torch.equal(torch.from_numpy(np.stack(found)), wanted)
+    scales[0, 0, 0] = 90
+    with pytest.raises(ModelError, match="--quantization none"):
+        PackedExperts(blocks, scales).each()[0].codes(slice(8))
+
+
+def test_experts_stay_packed(packed):
+    """With the defaults, the kernels multiply codes: the products differ from the exact ones by rounded activations."""
+    path, _ = packed
+    if load_best() is None:
+        pytest.skip("there are no native kernels for this processor")
+    core = make_core(path, dtype="auto", quantization="auto")
+    assert core.executor.quantization == "mxfp4"
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(40, 32, generator=draw)
+    tensors = load_file(path / "model.safetensors")
+    for index, (experts, _) in core.executor._decoder._experts.items():
+        weights = {name: weight for name, weight in tensors.items() if f"layers.{index}.mlp" in name}
+        like = torch.empty(0)
+        exact = take_fused(weights, f"model.layers.{index}.mlp.", experts.spec, like, Ops(), keeps_codes=False)
+        wanted, found = exact(x), experts(x)
+        assert 0 < float((found - wanted).norm() / wanted.norm()) < 0.02
+        assert all(torch.equal(experts(x[i : i + 1])[0], found[i]) for i in range(0, 40, 7))
+        matrices = [*experts._gate_up._matrices, *experts._down._matrices]
+        panels = [load_best().matrix_bytes(ctypes.byref(one)) for one in matrices]
+        # 5 bits and a scale of 16 bits for each 32, where the file has 4 and 8.
+        assert sum(panels) <= sum(-(-one.n // 64) * 64 * one.k for one in matrices) * 5.5 / 8
+
+
+def test_packed_answers_are_the_same_in_any_company_and_from_the_cache(packed):
+    core = make_core(packed[0], dtype="auto", quantization="auto")
+    asked = [PROMPT * 9, PROMPT * 9 + [3], PROMPT[1:] * 4]
+    alone = [Driver(core).together([one], max_new_tokens=8)[0] for one in asked]
+    assert Driver(core).together(asked, max_new_tokens=8) == alone
+    fresh = make_core(packed[0], dtype="auto", quantization="auto", prefix_cache=False, chunk_tokens=16)
+    assert Driver(fresh).together(asked, max_new_tokens=8) == alone
 
 
 def test_what_is_not_served_is_named(packed):

@@ -7,7 +7,7 @@ import torch
 
 from runtime.params import SamplingParams
 from runtime.request import Request
-from runtime.sampling.batched import BatchedSampler
+from runtime.sampling.batched import FlashInferChoosing
 from runtime.sampling.filters import filter_probs
 from runtime.sampling.sampler import BadLogits, Sampler
 from tests.runtime.execution.attention.stand_in import stand_in
@@ -42,7 +42,7 @@ def requests(**more) -> list[Request]:
 def test_filters_are_those_of_one(device):
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(3)).mul(3).to(device)
     asking = requests()
-    got = BatchedSampler(40, device).filter(logits, [request.sampler.params for request in asking])
+    got = FlashInferChoosing().filter(logits, [request.sampler.params for request in asking])
     for row, found, request in zip(logits, got, asking, strict=True):
         wanted = filter_probs((row / request.sampler.params.divisor).softmax(0), request.sampler.params)
         assert torch.equal(found > 0, wanted > 0)
@@ -51,7 +51,7 @@ def test_filters_are_those_of_one(device):
 
 def test_seeds_draw_what_they_draw_alone(device):
     logits = torch.randn(5, 40).to(device)
-    batched, single = BatchedSampler(40, device), Sampler(40, device)
+    batched, single = Sampler(40, device, FlashInferChoosing()), Sampler(40, device)
     ours, theirs = requests(seed=11), requests(seed=11)
     found = set()
     for _ in range(20):
@@ -68,7 +68,7 @@ def test_bad_rows_fail_alone_and_adjusted_ones_go_their_own_way(device):
     logits[2, 7] = float("nan")
     asking = requests()
     asking[4].sampler.params = SamplingParams(temperature=1.0, logit_bias={13: 100.0})
-    found = BatchedSampler(40, device).sample(logits, asking).read()
+    found = Sampler(40, device, FlashInferChoosing()).sample(logits, asking).read()
     assert isinstance(found[2], BadLogits)
     assert found[4] == 13
     assert all(isinstance(token, int) for i, token in enumerate(found) if i != 2)
@@ -76,7 +76,7 @@ def test_bad_rows_fail_alone_and_adjusted_ones_go_their_own_way(device):
 
 def test_without_seed_draws_follow_the_distribution(device):
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]] * 5).to(device)
-    sampler, counts = BatchedSampler(4, device), torch.zeros(4)
+    sampler, counts = Sampler(4, device, FlashInferChoosing()), torch.zeros(4)
     asking = [request(SamplingParams(temperature=1.0)) for _ in range(5)]
     for _ in range(400):
         for token in sampler.sample(logits, asking).read():

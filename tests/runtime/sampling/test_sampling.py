@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from runtime.errors import InvalidRequest
 from runtime.params import SamplingParams
 from runtime.request import Request
+from runtime.sampler_state import NO_TOKEN, Choice
+from runtime.sampling.choosing import TorchChoosing, adjust, draw, exponential
 from runtime.sampling.filters import filter_probs, keep_top
-from runtime.sampling.sampler import NO_TOKEN, Sampler, draw
+from runtime.sampling.sampler import Sampler
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.requests import make_request
 
@@ -78,15 +80,13 @@ def top_by_sorting(probs: torch.Tensor, mass: float) -> torch.Tensor:
 def test_top_p_counts_as_sorting_does_ties_included(seed, spread, ties, mass):
     logits = torch.randn(6000, generator=torch.Generator().manual_seed(seed)) * spread
     probs = ((logits * ties).round() / ties if ties else logits).softmax(0)
-    wanted = top_by_sorting(probs, mass)
-    assert torch.equal(keep_top(probs, mass, may_wait=True), wanted)
-    assert torch.equal(keep_top(probs, mass, may_wait=False), wanted)
+    assert torch.equal(keep_top(probs, mass), top_by_sorting(probs, mass))
 
 
 def test_top_p_of_a_batch_is_that_of_each_row():
     logits = torch.randn(4, 6000, generator=torch.Generator().manual_seed(3)) * torch.tensor([[0.1], [1], [3], [8]])
     params = [SamplingParams(temperature=t, top_p=p) for t, p in [(1, 0.9), (0.7, 0.99), (1.5, 0.5), (1, 1)]]
-    got = Sampler(6000, CPU).filter(logits, params)
+    got = TorchChoosing().filter(logits, params)
     for row, probs, p in zip(got, logits, params, strict=True):
         probs = (probs / p.temperature).softmax(0)
         assert torch.equal(row, top_by_sorting(probs, p.top_p) if p.top_p < 1 else probs)
@@ -140,27 +140,26 @@ def test_each_token_is_drawn_as_often_as_it_weighs_and_none_without_weight(weigh
     if not sum(weights):
         return
     trials = 3000
-    noise = torch.empty(trials, -(-len(weights) // 64) + 64)
-    noise.exponential_(generator=torch.Generator().manual_seed(seed))
-    tokens = draw(torch.tensor([weights]).expand(trials, -1), noise)
+    streams = torch.randint(1 << 62, (trials,), generator=torch.Generator().manual_seed(seed))
+    tokens = draw(torch.tensor([weights]).expand(trials, -1), streams)
     counts = torch.bincount(tokens, minlength=len(weights)).double()
     expected = torch.tensor(weights, dtype=torch.float64) / sum(weights)
     assert (counts[expected == 0] == 0).all()
     assert ((counts / trials - expected).abs() <= 6 * (expected * (1 - expected) / trials).sqrt() + 6 / trials).all()
 
 
-def test_noise_of_zero_draws_no_token_without_weight_and_none_behind_the_last():
-    weights = torch.zeros(1, 70)
-    weights[0, 66] = 0.5
-    assert draw(weights, torch.zeros(1, 2 + 64)).tolist() == [66]
+def test_the_noise_is_exponential():
+    noise = exponential(torch.arange(200), 500).sort(dim=-1).values
+    assert noise.min() > 0
+    shares = torch.arange(1, 501) / 500
+    assert (1 - (-noise).exp() - shares).abs().max() < 0.11  # Kolmogorov and Smirnov: 2.3 / sqrt(500)
 
 
 def test_weights_that_are_no_numbers_draw_no_token_and_leave_the_others_alone():
     weights = torch.full((3, 100), 0.01)
+    alone = draw(weights, torch.arange(3)).tolist()
     weights[1, 50] = math.nan
-    noise = torch.ones(3, 2 + 64)
-    noise[0, 1], noise[0, 2 + 3] = 1e-3, 1e-3  # the second block, and its fourth token
-    assert draw(weights, noise).tolist() == [67, NO_TOKEN, 0]
+    assert draw(weights, torch.arange(3)).tolist() == [alone[0], NO_TOKEN, alone[2]]
 
 
 def test_each_request_of_a_batch_gets_as_many_alternatives_as_it_wants():
@@ -174,7 +173,11 @@ def test_penalties():
     sampler = Sampler(4, CPU)
 
     def adjusted(**params):
-        return sampler._adjust(logits[0].clone(), request((0, 1, 1), 1, temperature=0, **params)).tolist()
+        asking, found = request((0, 1, 1), 1, temperature=0, **params), logits[0].clone()
+        choice = Choice(0, asking.sampler.params)
+        sampler._restrict(choice, asking, 0)
+        adjust(found, choice)
+        return found.tolist()
 
     assert adjusted(frequency_penalty=0.25) == [1.0, 0.5, -1.0, 0.5]
     assert adjusted(presence_penalty=0.25) == [1.0, 0.75, -1.0, 0.5]
@@ -222,7 +225,7 @@ def test_tokens_of_entries_are_prompt_for_penalties():
     sampler, one = Sampler(3, CPU), request((0,), 1, temperature=0, frequency_penalty=2.0)
     one.entry_tokens.extend([1, 2, 2])
     for token in (1, 2):
-        one.sampler.counts = None  # as after a step that is run again
+        one.sampler.seen = None  # as after a step that is run again
         assert sampler.sample(torch.tensor([[0.0, 3.0, 2.0]]), [one]).read() == [token]
         one.tokens.append(token)
 

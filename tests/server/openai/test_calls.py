@@ -91,8 +91,8 @@ def written(tiny_dir):
         assert isinstance(grammar, Grammar), grammar
         ids: list[int] = []
         for token in tokenizer.encode(text, add_special_tokens=False):
-            forbidden = grammar.forbidden(49152)
-            if (forbidden is not None and forbidden[token]) or not grammar.accept(token):
+            allowed = grammar.allowed()
+            if (allowed is not None and not allowed[token // 8] >> token % 8 & 1) or not grammar.accept(token):
                 break
             ids.append(token)
         return tokenizer.decode(ids), grammar.complete

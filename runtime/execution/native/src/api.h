@@ -5,13 +5,13 @@
 
 #include <sys/mman.h>
 
+#include "choose.h"
 #include "decoder.h"
-#include "draw.h"
 
 #define RAMET_API extern "C" __attribute__((visibility("default")))
 
 // Version of the structures and functions below. Python refuses libraries with another version.
-RAMET_API int64_t ramet_interface() { return 14; }
+RAMET_API int64_t ramet_interface() { return 15; }
 
 // Whether this processor has the instruction sets that the library was compiled for.
 RAMET_API int64_t ramet_supported() {
@@ -81,9 +81,15 @@ RAMET_API void ramet_argmax(ramet::Team* team, const float* rows, int64_t num_ro
     ramet::argmax(*team, rows, num_rows, n, out);
 }
 
-RAMET_API void ramet_draw(ramet::Team* team, const float* rows, int64_t num_rows, int64_t n, const float* divisors,
-                          const float* noise, int64_t* out) {
-    ramet::draw(*team, rows, num_rows, n, divisors, noise, out);
+RAMET_API void ramet_choose(ramet::Team* team, const float* rows, int64_t n, const ramet::Choice* choices,
+                            int64_t num_choices, int64_t* out) {
+    ramet::choose(*team, rows, n, choices, num_choices, out);
+}
+
+RAMET_API void ramet_measure(ramet::Team* team, const float* rows, int64_t n, const int64_t* index,
+                             const int64_t* tokens, int64_t count, int64_t top, float* chosen, int64_t* ids,
+                             float* values) {
+    ramet::measure(*team, rows, n, index, tokens, count, top, chosen, ids, values);
 }
 
 RAMET_API ramet::Decoder* ramet_decoder_create(const ramet::Model* model, ramet::Team* team) {

@@ -230,7 +230,7 @@ def test_drawn_tokens_have_the_distribution_of_single_steps():
     """Two rows, the second behind a drafted token: what is emitted follows the model's own probabilities."""
     vocab, trials = 6, 4000
     sampler = Sampler(vocab, torch.device("cpu"))
-    sampler._unseeded.manual_seed(11)
+    sampler._random.seed(11)
     logits = torch.randn(2, vocab, generator=torch.Generator().manual_seed(2))
     params = SamplingParams(temperature=1.0, top_k=5)
     request = make_request([1], sampling=params)
