@@ -123,6 +123,9 @@ class EngineProcess(Host):
                 message: Outbound = outbound_decoder.decode(self._outbox.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
+            except msgspec.MsgspecError:
+                log.exception("the engine sent a message that cannot be read")
+                return self.kill()  # its requests would wait for ever
             self._take(message)
         asyncio.get_running_loop().call_soon(self._read)
 

@@ -29,6 +29,7 @@ def _measure(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Measured:
 
 def list_logprobs(tokens: Sequence[int], measured: Measured) -> list[TokenLogprob]:
     """`TokenLogprob`s of n tokens. Waits for `measured` if it is on a GPU."""
-    chosen, ids, values = (tensor.clamp_min(_LEAST).tolist() for tensor in measured)
-    tops = [list(zip(*top, strict=True)) for top in zip(ids, values, strict=True)]
-    return [TokenLogprob(*found) for found in zip(tokens, chosen, tops, strict=True)]
+    chosen, ids, values = measured
+    likeliest = zip(ids.tolist(), values.clamp_min(_LEAST).tolist(), strict=True)
+    tops = [list(zip(*top, strict=True)) for top in likeliest]
+    return [TokenLogprob(*found) for found in zip(tokens, chosen.clamp_min(_LEAST).tolist(), tops, strict=True)]
