@@ -128,7 +128,7 @@ function drawTree(top) {
   svg.replaceChildren();
   const tiers = Object.keys(TIERS).filter((tier) => blocks.some((block) => block.tiers?.includes(tier)));
   legend($("treekey"), [...paint.key, ...tiers.map((tier) => [`also in ${tier}`, `background:var(${TIERS[tier]});border-radius:50%;width:8px;height:8px`]),
-    ...(blocks.some((block) => block.attached) ? [["resume point at its end", "background:var(--b);width:8px;height:8px;transform:rotate(45deg)"]] : []), ["pinned", "border:2px solid var(--pin)"], ["held for a time", "border:2px dashed var(--pin)"], ["locked by a live request", "border-bottom:3px solid var(--lock);border-radius:0"], ["smaller nodes, together", "background:var(--line)"]]);
+    ...(blocks.some((block) => block.attached) ? [["resume point at its end, drawn below it as wide as its memory", "background:var(--panel);border:1px solid var(--ink);width:8px;height:8px;border-radius:0;transform:rotate(45deg)"]] : []), ["pinned", "border:2px solid var(--pin)"], ["held for a time", "border:2px dashed var(--pin)"], ["locked by a live request", "border-bottom:3px solid var(--lock);border-radius:0"], ["smaller nodes, together", "background:var(--line)"]]);
   let deepest = 0, x = 0;
   const place = (block, x, w, row) => {
     if (w < 1 || row >= most) return;
@@ -173,7 +173,7 @@ function drawBlock(svg, block, x, w, row, paint) {
   if (w > 40) write(svg, block, x + 6, w - 10, row);
   if (w > 14) {
     const right = x + w - 8 - (block.attached ? 10 : 0), y = topOf(row + 1) - 10;
-    if (block.attached) draw(svg, "path", { d: `M${x + w - 8} ${y - 4.5}l4.5 4.5-4.5 4.5-4.5-4.5z`, fill: "var(--b)", stroke: "var(--panel)", "data-points": block.attached });
+    if (block.attached) draw(svg, "path", { d: `M${x + w - 8} ${y - 4.5}l4.5 4.5-4.5 4.5-4.5-4.5z`, fill: "var(--panel)", stroke: "var(--ink)", "data-points": block.attached });
     Object.keys(TIERS).filter((tier) => block.tiers?.includes(tier)).forEach((tier, i) => draw(svg, "circle", { cx: right - 8 * i, cy: y, r: 3, fill: `var(${TIERS[tier]})` }));
   }
   rect.addEventListener("mousemove", (event) => showTip(event, make("div", facts(block), { class: "soft" })));
