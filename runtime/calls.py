@@ -64,6 +64,18 @@ class AddPin(msgspec.Struct, tag="pin"):
     reuse: dict[str, Any] | None = None
 
 
+class ComputeNextTurn(msgspec.Struct, tag="next_turn"):
+    """Compute the whole pages of a prompt's beginning while no request is live; fields as in an `AddRequest`.
+
+    Answer: empty, at once.
+    """
+
+    tokens: bytes
+    namespace: Namespace = Namespace()
+    account: str = ""
+    hold_s: float | None = None
+
+
 class RemovePin(msgspec.Struct, tag="unpin"):
     """Remove a pin. Answer: `found`."""
 
@@ -157,6 +169,7 @@ class Ping(msgspec.Struct, tag="ping"):
 
 
 Call = (
-    FlushCache | EraseTenant | AttachTier | DetachTier | LoadAdapter | UnloadAdapter | AddPin | RemovePin | GetPins
-    | GetCached | GetState | GetTree | GetOutline | GetRuns | GetRequests | GetQuota | OnNode | Pause | Ping
+    FlushCache | EraseTenant | AttachTier | DetachTier | LoadAdapter | UnloadAdapter | AddPin | ComputeNextTurn
+    | RemovePin | GetPins | GetCached | GetState | GetTree | GetOutline | GetRuns | GetRequests | GetQuota | OnNode
+    | Pause | Ping
 )  # fmt: skip

@@ -216,6 +216,9 @@ class SchedulerConfig(Section):
         "with 429",
     )
     max_output_tokens: int | None = Field(None, ge=1, description="most tokens of an output; default: the context")
+    next_turn_tokens: int = Field(
+        4096, ge=0, description="most tokens to compute, while idle, of a chat's history as its next turn renders it"
+    )
     max_timeout: float | None = Field(None, gt=0, description="default and largest timeout_s of a request, in seconds")
 
     @property

@@ -104,6 +104,8 @@ def _tokenize(client: httpx.Client, model: str, prompt: str | list[str]) -> list
         if answer.status_code == 200:
             found = answer.json()
             count = found["count"] if "count" in found else len(found["tokens"])
+            if count == 0:  # llama.cpp ignores `prompt`
+                continue
             counts = count if isinstance(count, list) else [count]
             return counts if len(counts) == (1 if isinstance(prompt, str) else len(prompt)) else None
     return None

@@ -5,7 +5,7 @@ Hours of a server's cache are replayed in seconds, in process, without a server.
 
 import random
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -20,7 +20,7 @@ from loadgen.micro.traffic import Trace, Traffic, read_traffic, reuse_gaps
 from radix import POLICIES, Holds, PolicyName, RadixTree, make_policy
 
 QUARTERS = 4
-BOUND, INFINITE = "offline bound", "infinite"
+BOUND, INFINITE, ENDS_KNOWN = "offline bound", "infinite", "foresight, ends known"
 # Blocks of 512 tokens.
 _MOONCAKE_SIZES = (1000, 3000, 5000, 10000, 30000)
 # Sizes of the cache, as shares of a trace's distinct blocks.
@@ -71,12 +71,12 @@ class Policies(Bench):
 
     def cells(self) -> Iterator[Cell]:
         for name, traffic in self._traffic.items():
-            for policy in (*POLICIES, BOUND, INFINITE):
+            for policy in (*POLICIES, ENDS_KNOWN, BOUND, INFINITE):
                 for blocks in self._capacities(traffic):
                     yield {"trace": name, "policy": policy, "blocks in the cache": blocks}
 
     def _capacities(self, traffic: Traffic) -> Sequence[int]:
-        if traffic.block_tokens and self.capacities:
+        if self.capacities:
             return self.capacities
         return _MOONCAKE_SIZES if traffic.block_tokens == MOONCAKE else capacities_of(traffic.trace)
 
@@ -86,6 +86,8 @@ class Policies(Bench):
             found = offline_bound(trace, blocks)
         elif policy == INFINITE:
             found = replay(trace, "lru", sum(len(blocks) for _, blocks in trace))
+        elif policy == ENDS_KNOWN:
+            found = replay(trace, "foresight", blocks, ends=last_prompts(trace))
         else:
             found = replay(trace, policy, blocks)
         quarters = {f"quarter {number}": ratio for number, ratio in enumerate(found.by_quarter(), 1)}
@@ -177,10 +179,27 @@ def operations(start: int, end: int) -> float:
     return (end - start) + (end * (end - 1) - start * (start - 1)) / 2 / 64
 
 
-def replay(trace: Trace, policy: PolicyName, capacity: int, hold_s: Sequence[float] = ()) -> Tally:
+def last_prompts(trace: Trace) -> set[int]:
+    """Numbers of the requests whose prompt no later one continues; the last block is not full, and does not count."""
+    later, found = set[int](), set[int]()
+    for number, (_, blocks) in reversed(list(enumerate(trace))):
+        if blocks[-2:][0] not in later:
+            found.add(number)
+        later.update(blocks)
+    return found
+
+
+def replay(
+    trace: Trace, policy: PolicyName, capacity: int, hold_s: Sequence[float] = (), ends: Collection[int] = ()
+) -> Tally:
     """Replay through a cache of `capacity` blocks, half of which may be held.
 
-    `hold_s`: hold time of each request; default: nothing is held.
+    Args:
+        trace: the requests.
+        policy: the eviction policy.
+        capacity: blocks in the cache.
+        hold_s: hold time of each request; default: nothing is held.
+        ends: numbers of the requests whose prompts are evicted before all others.
     """
     now = 0.0
     tree = RadixTree(1, make_policy(policy, capacity), lambda: now)
@@ -200,6 +219,8 @@ def replay(trace: Trace, policy: PolicyName, capacity: int, hold_s: Sequence[flo
         if holds is not None and hold_s[number]:
             holds.hold(used, hold_s[number])
         tree.unlock(node)
+        if used is not None and number in ends:
+            tree.spares.add(used)
         free, next_page = free - fresh, (next_page + fresh) % (1 << 30)
         tally.add(number * QUARTERS // len(trace), len(blocks), hit)
     return tally

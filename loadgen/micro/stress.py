@@ -100,6 +100,44 @@ def _agents(blocks: _Blocks) -> Prompts:
     yield from _sessions(blocks, lambda: blocks.draw.expovariate(0.3), (5, 20), blocks.several(3, 10, 20))
 
 
+def _side_requests(blocks: _Blocks) -> Prompts:
+    """About four agents at a time, of 40 turns each, with titles, subagents and one-off prompts in between.
+
+    A message of the user follows every fifth turn. From then on, the thoughts of the turns before are left out.
+    """
+    draw, system, subagent, title = blocks.draw, blocks.new(120), blocks.new(60), blocks.new(2)
+    due: list[tuple[float, int, int, list[int], list[int]]] = []
+    for number in range(20):
+        # Turn, the conversation up to the user's last message, and what followed without thoughts.
+        heappush(due, (number * 450.0, number, 0, system + blocks.new(2), []))
+    serials, seen = count(20), dict[int, list[int]]()
+    while due:
+        now, number, turn, past, plain = heappop(due)
+        since = seen.get(number, [])
+        yield past + since + blocks.new(1)
+        if turn < 0:  # a subagent, whose turns are left to do
+            wait, past = 2 + draw.expovariate(0.2), past + blocks.new(6, 29)
+            if turn < -1:
+                heappush(due, (now + wait, number, turn + 1, past, []))
+            continue
+        if turn % 8 == 0:
+            yield title + blocks.new(2, 15)
+        if draw.random() < 0.2:
+            yield blocks.new(10, 80)
+        wait = 3 + draw.expovariate(0.125)
+        if draw.random() < 0.15:
+            for i in range(draw.choice((1, 1, 2, 3))):
+                heappush(due, (now + 2 + i, next(serials), -draw.randint(3, 10), subagent + blocks.new(3, 10), []))
+            wait += 60
+        thoughts, said = blocks.new(3, 8), blocks.new(6, 44)
+        seen[number], plain = [*since, *thoughts, *said], [*plain, *said]
+        if (turn + 1) % 5 == 0:
+            past, plain, seen[number] = [*past, *plain, *blocks.new(1, 5)], [], []
+            wait = draw.lognormvariate(4.5, 1)
+        if turn < 39:
+            heappush(due, (now + wait, number, turn + 1, past, plain))
+
+
 def _chats(blocks: _Blocks) -> Prompts:
     """A few turns, with minutes between them."""
     yield from _sessions(blocks, lambda: blocks.draw.lognormvariate(3, 1), (1, 8), blocks.several(20, 1, 6))
@@ -144,8 +182,9 @@ def _uniform(blocks: _Blocks) -> Prompts:
 
 
 _MAKERS: dict[str, Callable[[_Blocks], Prompts]] = {
-    "loop": _loop, "scans": _scans, "phases": _phases, "bursts": _bursts, "agents": _agents, "chats": _chats,
-    "best of n": _best_of_n, "documents": _documents, "recent": _recent, "uniform": _uniform,
+    "loop": _loop, "scans": _scans, "phases": _phases, "bursts": _bursts, "agents": _agents,
+    "side requests": _side_requests, "chats": _chats, "best of n": _best_of_n, "documents": _documents,
+    "recent": _recent, "uniform": _uniform,
 }  # fmt: skip
 STRESS = tuple(_MAKERS)
 

@@ -64,7 +64,7 @@ class EngineAdapters(Part):
         if digest := request.namespace.adapter:
             if digest not in self.requests:
                 raise InvalidRequest("the adapter was unloaded", param="model", code="model_not_found")
-            self.requests[digest] += 1
+            self.requests[digest] += not request.message.idle
 
     def ended(self, request: Request, finish: Finish) -> None:
         if self._leaving:

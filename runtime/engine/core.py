@@ -29,7 +29,7 @@ log = logging.getLogger("ramet.engine")
 _COUNTED = (
     *("requests", "aborted_requests", "failed_requests", "failed_steps", "bad_logits", "prompt_tokens"),
     *("queries", "hits", "queried_tokens", "cached_tokens", "generation_tokens", "prefill_tokens", "steps"),
-    *("row_layers", "overlapped_steps", "drafts", "drafted_tokens", "accepted_tokens"),
+    *("row_layers", "overlapped_steps", "drafts", "drafted_tokens", "accepted_tokens", "next_turn_tokens"),
 )
 
 # Bounds of the histogram of a step's token rows.
@@ -182,8 +182,8 @@ class EngineCore:
             return [TokenEvent(message.rid, [], finish_of(error, message.rid))]
         self.requests[request.rid] = request
         self.scheduler.add(request)
-        self.counters["requests"] += 1
-        self.counters["prompt_tokens"] += request.num_prompt
+        self.counters["requests"] += not message.idle
+        self.counters["prompt_tokens"] += 0 if message.idle else request.num_prompt
         return []
 
     def abort(self, rid: str) -> list[TokenEvent]:
@@ -221,7 +221,7 @@ class EngineCore:
             events.append(self.fail(self.scheduler.at, error))
             return []
         for item in work:
-            if not item.request.admitted_s:
+            if not (item.request.admitted_s or item.request.message.idle):
                 self._note_admitted(item.request)
         if work:
             for scheduled in self.parts.scheduled:
@@ -332,7 +332,7 @@ class EngineCore:
         request, prefills = item.request, item.prefills
         in_chunks = prefills and not request.strategy.unchunkable
         if in_chunks:
-            self.counters["prefill_tokens"] += item.count
+            self.counters["next_turn_tokens" if request.message.idle else "prefill_tokens"] += item.count
         gives_tokens = request.strategy.book(item, saved, seconds)
         if gives_tokens and prefills:
             for prefilled in self.parts.prefilled:

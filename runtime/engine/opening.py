@@ -9,6 +9,7 @@ from runtime.config import Config, refuse_approximations
 from runtime.diffusion.decoding import CanvasDecoding
 from runtime.engine.adapters import EngineAdapters
 from runtime.engine.core import EngineCore
+from runtime.engine.next_turns import NextTurns
 from runtime.engine.operators import Operators
 from runtime.engine.part import Part
 from runtime.engine.parts import Drafts, Grammars, KVEvents
@@ -57,6 +58,7 @@ def open_engine(config: Config, path: Path, quotas: Mapping[str, int] | None = N
         Grammars(core, path),
         tiering,
         Pins(core),
+        NextTurns.open(core),
         Drafts.open(core),
         KVEvents.open(core, tiering),
     ]

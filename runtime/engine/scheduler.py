@@ -78,7 +78,8 @@ class Scheduler:
         self._faults.pop(request, None)
         if request.status is Status.RUNNING:
             self.running.remove(request)
-            self.waiting.ended(request)
+            if request.wants_tokens:
+                self.waiting.ended(request)
             self._release(request, keep)
             self.wake(request)
         elif request.status is Status.BLOCKED:

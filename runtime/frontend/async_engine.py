@@ -10,20 +10,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from radix import Namespace
-from runtime.calls import AddPin, Call, EraseTenant, GetCached, GetRuns, Pause, Ping
+from runtime.calls import AddPin, Call, ComputeNextTurn, EraseTenant, GetCached, GetRuns, Pause, Ping
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, EngineDead, RametError
 from runtime.frontend.adapters import Adapters
 from runtime.frontend.connection import Connection, EngineProcess, Host
 from runtime.frontend.documents.plan import DocumentPlanner
 from runtime.frontend.input_processor import InputProcessor
-from runtime.frontend.output import PlacedPrompt, Submission, expected_tokens
+from runtime.frontend.output import Output, PlacedPrompt, Submission, expected_tokens
 from runtime.frontend.processor import Frontend
 from runtime.frontend.stream import OutputStream
 from runtime.frontend.text_work import TextWork
 from runtime.frontend.watchdog import Watchdog
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
+from runtime.params import SamplingParams
 from runtime.protocol import ModelInfo, Shutdown
 
 log = logging.getLogger("ramet.client")
@@ -59,6 +60,7 @@ class AsyncEngine:
         self._walking = asyncio.Lock()
         self._stopping = False
         self._work = TextWork()
+        self._preparing: dict[asyncio.Task[None], str] = {}  # with their accounts
         self._supervisor: asyncio.Task[None] | None = None
         self._watchdog = Watchdog(config.engine.step_timeout)
 
@@ -114,6 +116,7 @@ class AsyncEngine:
         """End the engine; open requests end with EngineDead."""
         self._stopping = True
         self.give_up()
+        self._stop_preparing(None)
         if (ended := self._connection.ended) is not None:
             self._host.send(Shutdown())
             try:
@@ -185,6 +188,35 @@ class AsyncEngine:
             raise
         return stream
 
+    def prepare(self, answered: Submission, output: Output, render: Callable[[], str | None]) -> None:
+        """Have the next turn of a conversation computed while the engine is idle.
+
+        Args:
+            answered: the submission of a text, and `output` its last Output.
+            output: see above.
+            render: returns the conversation with the answer, up to the next message's text, or None if there is no
+                such text; called in a thread.
+        """
+        task = asyncio.create_task(self._prepare(answered, output, render))
+        self._preparing[task] = answered.account
+        task.add_done_callback(self._preparing.pop)
+
+    async def _prepare(self, answered: Submission, output: Output, render: Callable[[], str | None]) -> None:
+        account, said = answered.account, answered.said
+        with contextlib.suppress(RametError, ValueError):  # a client could not send the answer back either
+            text = await self._work.run(account, render)
+            shown = said and said.prompt + self.tokenizer.decode(output.token_ids, skip_special_tokens=False)
+            if text is None or (shown and text.startswith(shown)):  # its KV is in the tree already
+                return
+            turn = Submission(text, SamplingParams(max_new_tokens=0), account=account, replay=answered.replay)
+            turn.add_special_tokens = answered.add_special_tokens
+            tokens = await self._work.encode(self._running().inputs, turn)
+            await self.call(ComputeNextTurn(array("i", tokens).tobytes(), answered.namespace, account, answered.hold_s))
+
+    def _stop_preparing(self, account: str | None) -> None:
+        for task in [task for task, owner in self._preparing.items() if account in (None, owner)]:
+            task.cancel()
+
     @property
     def num_open(self) -> int:
         return self._frontend.num_open if self._frontend is not None else 0
@@ -229,6 +261,7 @@ class AsyncEngine:
     async def erase(self, account: str) -> dict[str, Any]:
         """Erase all that is kept of an account, except live requests; returns the answer to `EraseTenant`."""
         self._work.erase(account)
+        self._stop_preparing(account)
         self._running().inputs.replay.erase(account)
         return await self.call(EraseTenant(account))
 

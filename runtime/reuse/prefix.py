@@ -71,7 +71,8 @@ class PrefixStrategy(Strategy):
         if fresh is None:
             cache.tree.unlock(node)
             return False
-        self._use(request, match, node)
+        if not request.message.idle:
+            self._use(request, match, node)
         rows = match.partial_rows
         whole = len(match.pages) * cache.page_size
         request.segments = [Segment(match.pages, whole, node=node)] if node is not None else []

@@ -10,8 +10,8 @@ from runtime.errors import RametError
 from runtime.frontend.output import MarkedText, Output, Submission
 from runtime.protocol import CacheUsage
 from server.anthropic.content import ContentReader, Piece
-from server.anthropic.prompt import chat_of, numbers_of
-from server.anthropic.types import MessagesPrompt, MessagesRequest
+from server.anthropic.prompt import chat_of, numbers_of, turns_of
+from server.anthropic.types import AnthropicMessage, MessagesPrompt, MessagesRequest
 from server.auth.keys import CurrentTenant, EveryKey
 from server.errors import Conflict, MessageError, message_error
 from server.explain.reason import Explanation
@@ -49,8 +49,15 @@ async def messages(
         chat = chat_of(body)
         submission = await chats.in_turn(request, chat, tenant)
     submission.progress = body.stream
+
+    def following(output: Output) -> str | None:
+        pieces = _reader(chat, submission, service.context).push(output.text, True, output.is_cut)
+        answer = AnthropicMessage.model_validate({"role": "assistant", "content": [piece.block() for piece in pieces]})
+        return chats.following(chat, tenant, turns_of(answer))
+
     generation = await service.submit(
-        request, body, [submission], lambda: chats.conversation(chat, tenant, numbers_of(body))
+        *(request, body, [submission], lambda: chats.conversation(chat, tenant, numbers_of(body))),
+        following=following,
     )
     return await generation.respond(request, MessageWriter(body, chat, submission, service.context), body.stream)
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from asyncio import to_thread
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from fastapi import Request, Response
@@ -41,14 +42,19 @@ class Generation:
         journal: Journal,
         report: MissReport | None = None,
         receipts_of: ModelInfo | None = None,
+        prepare: Callable[[Output], None] | None = None,
     ):
-        """`report`: explains misses; `receipts_of`: the model, for receipts. None: the request wants none."""
+        """`report`: explains misses; `receipts_of`: the model, for receipts. None: the request wants none.
+
+        `prepare`: called with the last Output of each completion.
+        """
         self.outputs = outputs
         self._receipts_of = receipts_of
         self._ended: list[Output] = []
         self._metrics = metrics
         self._journal = journal
         self._report = report
+        self._prepare = prepare
 
     async def collect(self, write: Callable[[Output], None] | None = None) -> list[Output]:
         """The last Output of every completion, sorted by prompt and choice; `write` receives log-probabilities."""
@@ -128,6 +134,8 @@ class Generation:
                 self._ended.append(output)
                 unended.discard(key)
                 self._journal.add(outputs.submissions[output.index], output)
+                if self._prepare is not None:
+                    self._prepare(output)
             if output.new_token_ids:  # an Output without tokens only reports the prompt or a canvas
                 last[key] = output
 
@@ -199,12 +207,14 @@ class GenerationService:
         submissions: list[Submission],
         conversation: MakeConversation = plain_text,
         answer: str | None = None,
+        following: Callable[[Output], str | None] | None = None,
     ) -> Generation:
         """Submit a request's prompts. Errors name the request's fields.
 
         Args:
             conversation: makes the conversation of a single submission, to explain misses.
             answer: the answer's id for later comparisons; needed unless it ends with the submission's `rid`.
+            following: renders the conversation behind the answer, see `AsyncEngine.prepare`; None: there is none.
 
         Raises:
             RametError: see `run`.
@@ -222,7 +232,16 @@ class GenerationService:
         for index, submission in enumerate(submissions):
             self._answers.add(submission, None if index else answer)
         receipts_of = self.context.engine.info if body.receipt else None
-        return Generation(outputs, self._metrics, self._journal, report, receipts_of)
+        prepare, is_wanted = None, self.context.config.scheduler.next_turn_tokens and submissions[0].store
+        if following is not None and is_wanted and submissions[0].sampling.n == 1:
+            prepare = partial(self._prepare, submissions[0], following)
+        return Generation(outputs, self._metrics, self._journal, report, receipts_of, prepare)
+
+    def _prepare(self, submission: Submission, following: Callable[[Output], str | None], output: Output) -> None:
+        """Prepare the next turn, unless others are served, who would pay for its text."""
+        finish, engine = output.finish, self.context.engine
+        if output.completion_tokens and finish and finish.type in ("stop", "length") and not engine.num_open:
+            engine.prepare(submission, output, partial(following, output))
 
     async def run(
         self,

@@ -15,7 +15,9 @@ from server.http.answers import JsonList
 from server.http.context import Context
 from server.openai.calls import CallReader, text_input, writes_tags
 from server.openai.common import ChoicesWriter, add_logprobs, finish_reason
+from server.openai.messages import Message
 from server.openai.prompt import Chats
+from server.openai.tools import ToolCall
 from server.openai.types import ChatRequest
 
 router = EveryKey(prefix="/v1", tags=["openai"])
@@ -30,7 +32,10 @@ async def chat_completions(
     context.check_model(body.model)
     body.refuse_unsupported()
     submission = await chats.in_turn(request, body, tenant)
-    generation = await service.submit(request, body, [submission], partial(chats.conversation, body, tenant))
+    generation = await service.submit(
+        *(request, body, [submission], partial(chats.conversation, body, tenant)),
+        following=lambda output: chats.following(body, tenant, [message_of(body, context.engine.tokenizer, output)]),
+    )
     writer = ChatWriter(f"chatcmpl-{submission.rid}", body, generation.outputs.prompts, context)
     return await generation.respond(request, writer, body.stream)
 
@@ -124,6 +129,12 @@ def _progress(output: Output) -> dict[str, Any]:
     """llama.cpp's report of a prompt that is being computed."""
     counts = {"total": output.prompt_tokens, "cache": output.cached_tokens, "processed": output.computed}
     return {**counts, "time_ms": round(1000 * (output.e2e_s - output.queue_s))}
+
+
+def message_of(body: ChatRequest, tokenizer: Tokenizer, output: Output) -> Message:
+    """An answer as a client sends it back."""
+    text, calls = reader_of(body, tokenizer).push(output.text, True, output.is_cut)
+    return Message(role="assistant", content=text, tool_calls=[ToolCall(**call) for call in calls] or None)
 
 
 def reader_of(body: ChatRequest, tokenizer: Tokenizer) -> CallReader:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import Request
 
@@ -10,6 +10,7 @@ from runtime.errors import InvalidRequest
 from runtime.frontend.documents.prompt import Document, Segments, in_messages
 from runtime.frontend.output import Prompt, Submission, new_rid
 from runtime.frontend.schemas.pml import Prompt as ModuleText
+from runtime.models.marks import new_place
 from runtime.models.tokenizer import Tokenizer
 from server.auth.keys import Tenant
 from server.explain.parts import Conversation
@@ -20,6 +21,7 @@ from server.objects.schemas import SchemaStore
 from server.objects.segments import find_documents
 from server.openai.caching import Mark, keep_places, unmarked
 from server.openai.calls import calls_or_format, lazy_calls, writes_tags
+from server.openai.messages import Message
 from server.openai.tools import Function, Tool, continue_chat, render_chat, with_tools
 from server.openai.types import ChatRequest
 
@@ -80,6 +82,21 @@ class ChatPrompts:
             return None
         turns = find_documents(body.turns(), tenant.account, self._documents)
         return conversation_of(body, turns, self._context.engine.tokenizer, numbers)
+
+    def following(self, body: ChatRequest, tenant: Tenant, answer: Sequence[Message]) -> str | None:
+        """The conversation with its answer, up to the next message's text; None if it is no plain chat.
+
+        Raises InvalidRequest if the template refuses the answer.
+        """
+        is_cut = body.truncate_prompt_tokens is not None or not body.add_generation_prompt
+        if is_cut or body.continue_final_message or body.has_documents or body.schema_name is not None:
+            return None
+        place, calls = new_place(), answer[-1].tool_calls or []
+        role: Literal["tool", "user"] = "tool" if calls else "user"
+        coming = Message(role=role, content=place, tool_call_id=calls[0].id if calls else None)
+        later = body.model_copy(update={"messages": [*body.messages, *answer, coming]})
+        before, found, _ = str(self._write(later, tenant, unmarked)).partition(place)
+        return before if found else None
 
     def _render(self, body: ChatRequest, tenant: Tenant) -> Prompt:
         """The prompt of a conversation, or of a schema's modules and messages. Raises InvalidRequest and NotFound."""

@@ -13,6 +13,7 @@ from server.generation.service import Service
 from server.http.answers import JsonAnswer, encode
 from server.http.context import Context, Ctx
 from server.http.sse import Events, TypedEventStream, unless_gone, while_there
+from server.openai.chat import message_of
 from server.openai.prompt import Chats
 from server.openai.types import ChatRequest
 from server.responses.items import chat_of, dump, load, read_input, read_output, show
@@ -44,7 +45,10 @@ async def create(
         responses.add(tenant.account, rid, StoredResponse(encode(response), items, answered))
 
     rid, conversation = f"resp_{new_rid()}", partial(chats.conversation, chat, tenant)
-    generation = await service.submit(request, body, [submission], conversation, rid)
+    generation = await service.submit(
+        *(request, body, [submission], conversation, rid),
+        lambda output: chats.following(chat, tenant, [message_of(chat, service.context.engine.tokenizer, output)]),
+    )
     writer = ResponseWriter(body, chat, rid, service.context, keep if body.store else None)
     return await generation.respond(request, writer, body.stream)
 

@@ -57,6 +57,7 @@ _COUNTERS = {
     "drafted_tokens": ("vllm:spec_decode_num_draft_tokens", "Tokens of drafts that were verified"),
     "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Tokens of drafts that were accepted"),
     "prefill_tokens": ("ramet:prefill_tokens", "Token rows computed by prefill"),
+    "next_turn_tokens": ("ramet:next_turn_tokens", "Token rows computed while idle, for the next turns of chats"),
 }
 _GAUGES = {
     "paused": ("ramet:paused", "Whether the engine is paused"),

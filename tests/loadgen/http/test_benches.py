@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from loadgen.http.bench_next_turn import NextTurn
 from loadgen.http.local_server import free_port, wait_ready
 from tests.loadgen.http.test_load import slow
 
@@ -78,6 +80,15 @@ def test_prefix_measures_cold_and_warm(bench, ramet, tmp_path):
     assert "times cold" in out
     found = [(line["cell"]["prompt"], line["figures"]["cached"] > 200) for line in lines_of(path)]
     assert sorted(found) == sorted([("cold", False), ("warm", True), ("question alone", False)] * 2)
+
+
+def test_next_turn_measures_a_second_turn_and_others_requests(ramet):
+    bench = NextTurn(steps=1, step_tokens=30, others=2)
+    with httpx.Client(base_url=ramet.url, timeout=60) as client:
+        bench._clients = {"off": client}
+        found = bench.measure({"next turn": "off"}, random.Random(0))
+    assert (found["computed"], len(found["others"])) == (0, 2)
+    assert min(found["ttft"], *found["others"]) > 0
 
 
 def test_agents_reads_the_longest_prefix_whatever_their_habit(bench, ramet, tmp_path):

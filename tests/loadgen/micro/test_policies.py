@@ -9,7 +9,7 @@ import pytest
 from loadgen.harness import BenchError
 from loadgen.harness.run import execute
 from loadgen.micro.bench_holds import mixed
-from loadgen.micro.bench_policies import Policies, capacities_of, offline_bound, operations, replay
+from loadgen.micro.bench_policies import Policies, capacities_of, last_prompts, offline_bound, operations, replay
 from loadgen.micro.stress import STRESS, stress_trace
 from loadgen.micro.traffic import read_traffic, reuse_gaps
 from radix import POLICIES
@@ -90,6 +90,13 @@ def test_a_tally_by_quarter():
     assert offline_bound(trace, 2).hits == [1, 3, 1, 1], "2 goes for 3, which is next"
 
 
+def test_prompts_that_none_continues_go_first():
+    trace = [(float(i), array("i", blocks)) for i, blocks in enumerate([[1, 2, 9], [3, 4, 8], [5, 6, 7], [1, 2, 10]])]
+    assert last_prompts(trace) == {1, 2, 3}
+    assert replay(trace, "lru", 6).found == [0, 0, 0, 0]
+    assert replay(trace, "lru", 6, ends=last_prompts(trace)).found == [0, 0, 0, 2]
+
+
 @pytest.mark.parametrize(("name", "least"), [("recent", -0.003), ("loop", 0.04), ("chats", 0.02), ("uniform", 0.003)])
 def test_foresight_is_hardly_ever_behind_lru(name, least):
     """All traces and sizes are in the benchmark."""
@@ -120,7 +127,8 @@ def test_a_run_measures_every_policy_and_its_bounds(tmp_path, trace, measured):
     )
     found = measured("policies", "--traces", path, "--capacities", 60, 150, "--stress", "uniform")
     small = {(one["policy"], one["blocks in the cache"]): one["hits"] for one in found if one["trace"] == "small"}
-    assert len(small) == 2 * (len(POLICIES) + 2)
+    assert len(small) == 2 * (len(POLICIES) + 3)
+    assert small["infinite", 60] >= small["foresight, ends known", 60] > small["foresight", 60]
     assert small["lru", 150] == replay(trace[:80], "lru", 150).hit_ratio
     assert small["infinite", 60] == small["infinite", 150] >= small["offline bound", 150] >= small["foresight", 150]
     assert {one["trace"] for one in found} == {"small", "uniform"}

@@ -169,7 +169,9 @@ class Decoder {
             for (int64_t i = 0; i < group.num_adapted; ++i) {
                 low_rank_.reserve(group.num_rows * round_up(group.adapted[i].most_rank, kPanel));
             }
-            const bool alone = pairs_ && !group.num_adapted && group.num_rows >= kAlone * team_.size();
+            // Otherwise, each thread would round all rows of a product with codes.
+            const bool pays = pairs_ || model_.layers[0].down.storage == Storage::kCodes;
+            const bool alone = pays && !group.num_adapted && group.num_rows >= kAlone * team_.size();
             team_.run([&](int thread) {
                 Worker worker = {{team_, alone}, scratch_[thread], 0, group.num_rows};
                 if (alone) {

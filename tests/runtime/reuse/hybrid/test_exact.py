@@ -1,6 +1,7 @@
 """Models with recurrent layers: greedy tokens in float32 are transformers', whatever the cache and the steps do."""
 
 import random
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,8 +9,9 @@ import pytest
 import torch
 
 from radix import Namespace, text_of_path
+from runtime.calls import ComputeNextTurn
 from runtime.sampling.drafts.drafter import Drafter
-from tests.runtime.engine.driver import Driver, make_core
+from tests.runtime.engine.driver import Driver, call, make_core
 from tests.runtime.execution.mixers.models import HYBRID_MODELS, oracle, save_hybrid
 
 STOP, NEW = 2, 8
@@ -95,6 +97,19 @@ def test_cold_warm_and_continued(saved, is_greedy, kernels, page_size, chunk, ov
         driver.ask([*prompt[:parted], *some(draw, 9)])
         driver.ask([*prompt[:parted], *some(draw, 9)])
         assert driver.latest >= parted, "the request before has left a point where it parted"
+    assert driver.free_slots == slots
+
+
+def test_a_next_turn_is_computed_while_idle(saved, is_greedy):
+    """Up to the end of its last whole page, where it leaves a point."""
+    driver, draw = Asking(saved, is_greedy, next_turn_tokens=1000), random.Random(4)
+    slots, prompt = driver.free_slots, conversation(draw, 3)
+    driver.ask(prompt)
+    turn = [*prompt, *conversation(draw, 12)]
+    call(driver.core, ComputeNextTurn(array("i", turn).tobytes()))
+    driver.run()
+    driver.ask([*turn, *some(draw, 9)])
+    assert driver.latest == len(turn) // 16 * 16 > len(prompt) + 128
     assert driver.free_slots == slots
 
 
