@@ -48,6 +48,12 @@ class CommonSampling(BaseModel):
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="counts output tokens")
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="counts output tokens")
     repetition_penalty: float = Field(1.0, ge=0.01, le=2, description="applies to prompt and output tokens")
+    allowed_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
+        default_factory=list, max_length=1 << 18, description="the output has these tokens alone; empty: any"
+    )
+    bad_words: list[StopString] = Field(
+        default_factory=list, max_length=256, description="words that the output does not contain"
+    )
     ignore_eos: bool = False
     skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
     no_stop_trim: bool = Field(False, description="keep the stop string in the text")
@@ -106,7 +112,12 @@ class SamplingParams(CommonSampling):
     def takes_best(self) -> bool:
         """Whether every token is the argmax of the model's unchanged logits."""
         changed = bool(self.logit_bias) or self.penalised or self.min_new_tokens > 0 or self.constrained
-        return self.greedy and not changed
+        return self.greedy and not (changed or self.limited)
+
+    @property
+    def limited(self) -> bool:
+        """Whether the output may not have some tokens."""
+        return bool(self.allowed_token_ids or self.bad_words)
 
     @property
     def penalised(self) -> bool:
@@ -130,7 +141,8 @@ class SamplingParams(CommonSampling):
                 f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens, {self.max_new_tokens}",
                 param="min_new_tokens",
             )
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            ids = getattr(self, name)
             if bad := next((i for i in ids if not 0 <= i < vocab_size), None):
                 raise InvalidRequest(f"token id {bad} is out of range: the model has {vocab_size} tokens", param=name)
 

@@ -36,6 +36,7 @@ class AddRequest(msgspec.Struct, tag="add"):
             tenant until they have been unused for `seconds`, as far as the budget of pins allows.
         progress: whether each step that computes a part of the prompt has an event.
         idle: whether nobody waits for it: it is counted neither as a request nor as a use of the cache.
+        bad_words: token sequences that the output does not contain.
     """
 
     rid: str
@@ -54,6 +55,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     breakpoints: list[tuple[int, float]] = []
     progress: bool = False
     idle: bool = False
+    bad_words: list[list[int]] = []
 
 
 class Abort(msgspec.Struct, tag="abort"):

@@ -212,7 +212,9 @@ def _explain(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", help="JSON lines: answers to requests with `receipt` and `return_token_ids`")
+    parser.add_argument(
+        "file", help="JSON lines: answers to requests with `receipt` and `return_token_ids`, or a trace"
+    )
     add_options(parser, "model", "cache", "scheduler", "engine", "tiers")
 
 

@@ -131,12 +131,15 @@ def _is_there(config: Config) -> str:
 def _weights(path: Path, keeps: bool) -> str:
     """How the matrices of a GGUF file are computed, by type. `keeps`: as stored where the kernels know the type."""
     from runtime.models.ggml import can_decode
+    from runtime.models.gguf_hybrid import GRANITE
     from runtime.models.gguf_tensors import read_gguf
 
     try:
-        kinds = Counter(tensor.tensor_type.name for tensor in read_gguf(path)[1] if len(tensor.shape) > 1)
+        metadata, tensors = read_gguf(path)
     except ModelError as error:
         return str(error)
+    kinds = Counter(tensor.tensor_type.name for tensor in tensors if len(tensor.shape) > 1)
+    keeps = keeps and metadata.get("general.architecture") != GRANITE
     ways: dict[str, list[str]] = {}
     for kind, count in kinds.most_common():
         way = "computed as stored" if keeps and can_decode(kind) else "unpacked to --dtype"

@@ -32,6 +32,8 @@ _MESSAGE_TYPES = {
     **{409: "conflict_error", 413: "request_too_large", 429: "rate_limit_error", 500: "api_error"},
     503: "overloaded_error",
 }
+# llama.cpp's own route, whose clients know a prompt that is too long by its type and numbers.
+_INFILL = "/infill"
 _BRANCHES = frozenset(("str", "int", "float", "bool", "list", "dict"))
 
 
@@ -139,6 +141,16 @@ def message_error(error: RametError, status: int | None = None) -> dict[str, Any
     return {"type": "error", **body, "request_id": request_id.get()}
 
 
+def infill_error(error: RametError) -> dict[str, Any]:
+    """The error in llama.cpp's form."""
+    body = error_body(error)
+    if isinstance(error, TooLong) and error.prompt >= error.limit:
+        words = f"request ({error.prompt} tokens) exceeds the available context size ({error.limit} tokens)"
+        body["error"] |= {"message": f"{words}, try increasing it", "type": "exceed_context_size_error"}
+        body["error"] |= {"code": error.status, "n_prompt_tokens": error.prompt, "n_ctx": error.limit}
+    return body
+
+
 def error_response(error: RametError, path: str = "", status: int | None = None) -> JSONResponse:
     """The HTTP response to a request for `path` that failed. Sets Retry-After and X-Should-Retry if they apply."""
     headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else {}
@@ -146,7 +158,10 @@ def error_response(error: RametError, path: str = "", status: int | None = None)
         headers["X-Should-Retry"] = "false"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    body = message_error(error, status) if path.startswith(_MESSAGES) else error_body(error)
+    if path.startswith(_MESSAGES):
+        body = message_error(error, status)
+    else:
+        body = infill_error(error) if path == _INFILL else error_body(error)
     return JSONResponse(body, status_code=status or error.status, headers=headers)
 
 

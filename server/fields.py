@@ -8,6 +8,7 @@ from server.generation.bodies import Sampling
 from server.http.fields import EMPTY
 from server.http.wire import Body
 from server.openai.formats import StructuredOutputs
+from server.openai.infill import InfillRequest
 from server.openai.messages import Message
 from server.openai.tokens import DetokenizeRequest, TokenizeRequest
 from server.openai.types import ChatRequest, CompletionRequest, StreamOptions
@@ -18,6 +19,7 @@ BODIES: dict[str, type[Body]] = {
     "chat": ChatRequest,
     "completions": CompletionRequest,
     "responses": ResponseRequest,
+    "`/infill`": InfillRequest,
     "`/generate`": GenerateRequest,
     "`sampling_params`": Sampling,
     "`structured_outputs`": StructuredOutputs,

@@ -306,7 +306,8 @@ def _decodes(request: Request) -> bool:
 
 def _needs_host(request: Request) -> bool:
     """Whether the host must read each token before the next one is computed."""
-    return request.sampler.params.constrained or request.wants_prompt_logprobs
+    params = request.sampler.params
+    return params.constrained or bool(params.bad_words) or request.wants_prompt_logprobs
 
 
 def _prefills(request: Request) -> bool:

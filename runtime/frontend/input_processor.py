@@ -76,6 +76,7 @@ class InputProcessor:
         self.check_ids(tokens, "prompt")
         self._check_places(submission, len(tokens))
         sampling.check(self.info.vocab_size)
+        submission.bad_words = self._tokens_of_words(sampling.bad_words)
         start = submission.prompt_logprobs_from
         if start is not None and not 0 <= start < len(tokens):
             raise InvalidRequest(
@@ -139,8 +140,20 @@ class InputProcessor:
         if submission.prompt_logprobs_from is not None:
             raise InvalidRequest("prompts with modules have no log-probabilities", param="prompt_logprobs_from")
         submission.sampling.check(self.info.vocab_size)
+        submission.bad_words = self._tokens_of_words(submission.sampling.bad_words)
         self._check_length(prompt.length, submission.sampling.max_new_tokens, prompt.stop)
         return prompt.tokens
+
+    def _tokens_of_words(self, words: list[str]) -> list[list[int]]:
+        """The tokens of each word at a line's start and, as vLLM takes it, behind a space. Raises InvalidRequest."""
+        if not words:
+            return []
+        bare = self.tokenizer.encode_each([word.lstrip() for word in words])
+        if not all(bare):
+            raise InvalidRequest("a bad word is white space", param="bad_words")
+        spaced = self.tokenizer.encode_each([f" {word.lstrip()}" for word in words])
+        pairs = zip(bare, spaced, strict=True)
+        return bare + [after for one, after in pairs if after[0] != one[0] and len(after) == len(one)]
 
     def _place_documents(self, submission: Submission, prompt: Segments) -> DocumentPrompt:
         """The tokens of a prompt with documents, and how the documents are reused. Raises InvalidRequest."""

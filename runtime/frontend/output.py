@@ -82,6 +82,7 @@ class Submission:
         progress: whether there is an Output for each step that computes a part of the prompt.
         replay: whether earlier answers in a text keep the tokens that were sampled, and this answer may be replayed.
         said: the tokenized text, for the replay of its answer.
+        bad_words: tokens of `sampling.bad_words`, set when the prompt is tokenized.
     """
 
     prompt: Prompt | Callable[[], Prompt]
@@ -108,6 +109,7 @@ class Submission:
     progress: bool = False
     replay: bool = True
     said: Said | None = None
+    bad_words: list[list[int]] = field(default_factory=list)
 
     @property
     def expected_tokens(self) -> int:

@@ -174,6 +174,7 @@ class Frontend:
                     hold_s=submission.hold_s,
                     breakpoints=[] if choice else submission.breakpoints,
                     progress=submission.progress and choice == 0,
+                    bad_words=submission.bad_words,
                 )
             )
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from runtime.errors import ModelError
+from runtime.models.gguf_hybrid import GRANITE, HYBRIDS, granite_tensors, hybrid_keys
 from runtime.models.gguf_tensors import ROPE_FACTORS, GGUFTensors, read_gguf
 from runtime.models.spec import LlamaSpec
 
@@ -16,6 +17,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    **{architecture: name for architecture, (name, _) in HYBRIDS.items()},
 }
 
 
@@ -23,7 +25,8 @@ def convert_gguf(path: Path, work: Path, linked: bool = False, rounded: bool = F
     """Convert a GGUF file into a Hugging Face model directory, written to the existing directory `work`.
 
     Quantised tensors become float32, which is exact, or bfloat16 with `rounded`; float16 and bfloat16 tensors keep
-    their type. Only one tensor at a time is in memory. With `linked`, the directory has no tensors: it names the file.
+    their type. Only one tensor at a time is in memory. With `linked`, the directory has no tensors: it names the file,
+    unless transformers' code computes the model.
 
     Raises:
         ModelError: if the file is not a complete GGUF file of a supported architecture.
@@ -57,9 +60,17 @@ def _write(
     ids = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(k) is not None}
     _write_json(work / "generation_config.json", ids)
     _write_tokenizer(path, metadata, work)
-    stored = GGUFTensors.named(path, tensors, architecture, LlamaSpec.load(work))
+    if architecture == GRANITE:
+        granite_tensors(path, tensors, config).write(work / "model.safetensors", rounded)
+        return
+    spec = LlamaSpec.load(work)
+    predicting = [f"blk.{i}." for i in range(spec.num_layers, metadata.get(f"{architecture}.block_count", 0))]
+    tensors = [one for one in tensors if not one.name.startswith(tuple(predicting))]
+    stored = GGUFTensors.named(path, tensors, architecture, spec)
     if linked:
         stored.link(work)
+    elif architecture in HYBRIDS:
+        raise ModelError(f"{path.name}: --model-impl transformers is not served with GGUF files of {architecture}")
     else:
         stored.write(work / "model.safetensors", rounded)
 
@@ -86,17 +97,21 @@ def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: li
 
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     heads, hidden = get("attention.head_count"), get("embedding_length")
+    kv_heads = get("attention.head_count_kv", heads)
     head_dim = get("attention.key_length", hidden // heads)
-    if (rotated := get("rope.dimension_count", head_dim)) != head_dim:
+    # The last layers may be for the prediction of several tokens, which is not served.
+    layers = get("block_count") - get("nextn_predict_layers", 0)
+    if (rotated := get("rope.dimension_count", head_dim)) != head_dim and architecture not in ("qwen35", "qwen3next"):
         raise ModelError(f"{path.name} rotates {rotated} of {head_dim} dimensions of a head; supported is all of them")
     tokens = metadata.get("tokenizer.ggml.tokens") or []
     config = {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
         "hidden_size": hidden,
-        "num_hidden_layers": get("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": get("attention.head_count_kv", heads),
+        # A list has the number of each layer, 0 for recurrent ones.
+        "num_key_value_heads": max(kv_heads) if isinstance(kv_heads, list) else kv_heads,
         "head_dim": head_dim,
         "intermediate_size": get("feed_forward_length"),
         # The embedding may have more rows than the tokenizer has tokens.
@@ -114,7 +129,9 @@ def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: li
     if architecture == "llama" and (window := metadata.get("llama.attention.sliding_window")):
         # llama.cpp calls Mistral a Llama; its converter writes the window only sometimes.
         config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
-    if architecture != "qwen2":
+    if architecture in HYBRIDS:
+        config |= {"model_type": HYBRIDS[architecture][1], **hybrid_keys(architecture, get, layers, head_dim)}
+    elif architecture != "qwen2":
         config["attention_bias"] = "blk.0.attn_q.bias" in shapes
     if architecture == "llama":
         config["mlp_bias"] = "blk.0.ffn_gate.bias" in shapes

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from runtime.models.spec import LlamaSpec
 ROPE_FACTORS = "rope_freqs.weight"
 # File of a model directory that says where the GGUF file and its tensors are.
 GGUF_LINK = "gguf.json"
+# An expert's number in a name, and what stands before it.
+_EXPERT = re.compile(r"(\.experts)\.(\d+)\.")
 # The types that a conversion keeps: safetensors' name, and bytes per value.
 _FLOATS = {"F16": ("F16", 2), "BF16": ("BF16", 2)}
 
@@ -58,16 +61,24 @@ class GGUFTensors:
 
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], spec.num_layers)
         stored = {tensor.name: tensor for tensor in tensors if tensor.name != ROPE_FACTORS}
+        used: set[str] = set()
         table: dict[str, list[Any]] = {}
         for name, shape in spec.expected_tensors().items():
-            module, kind = name.rsplit(".", 1)
-            if (tensor := stored.pop(f"{names[module]}.{kind}", None)) is None:
+            # The experts of a layer are one tensor in the file.
+            whole, number = _EXPERT.sub(r"\1.", spec.stored_name(name)), _EXPERT.search(name)
+            if (tensor := stored.get(_stored_name(whole, names))) is None:
                 raise ModelError(f"{path.name} has no tensor for {name}, which its metadata requires")
-            if (found := tuple(int(size) for size in reversed(tensor.shape))) != shape:
-                raise ModelError(f"{path.name}: {tensor.name} has shape {list(found)}; expected is {list(shape)}")
-            table[name] = [tensor.tensor_type.name, list(shape), int(tensor.data_offset)]
-        if stored:
-            raise ModelError(f"{path.name} has a tensor {next(iter(stored))}, which this model does not use")
+            used.add(tensor.name)
+            found = [int(size) for size in reversed(tensor.shape)]
+            offset = int(tensor.data_offset)
+            if number is not None and int(number[2]) < found[0]:
+                offset += int(number[2]) * int(tensor.n_bytes) // found.pop(0)
+            # Dimensions of size 1 are left out in the file.
+            if [size for size in found if size > 1] != [size for size in shape if size > 1]:
+                raise ModelError(f"{path.name}: {tensor.name} has shape {found}; expected is {list(shape)}")
+            table[name] = [tensor.tensor_type.name, list(shape), offset]
+        if others := [name for name in stored if name not in used]:
+            raise ModelError(f"{path.name} has a tensor {others[0]}, which this model does not use")
         # llama.cpp stores Llama's queries and keys for interleaved rotation.
         heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads} if architecture == "llama" else {}
         # Its norms of Gemma have the 1 that the model adds.
@@ -107,7 +118,7 @@ class GGUFTensors:
 
         kind, shape, offset = self._tensors[name]
         values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-        width = (shape[1] // values if len(shape) == 2 else 1) * size
+        width = math.prod(shape[1:]) // values * size
         rows = self._file[offset : offset + shape[0] * width].reshape(-1, width)
         if (heads := self._heads.get(name.split(".")[-2])) is None:
             return rows
@@ -127,7 +138,10 @@ class GGUFTensors:
         except (NotImplementedError, KeyError):
             raise ModelError(f"{self.path.name}: {name} has quantisation {kind}; it is not supported") from None
         values = values.astype(np.float32, copy=False).reshape(shape)
-        return values - self._norm_offset if self._norm_offset and name.endswith("norm.weight") else values
+        if name.endswith(".A_log"):
+            return np.log(-values)  # the file has -exp of it
+        is_norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+        return values - self._norm_offset if self._norm_offset and is_norm else values
 
     def write(self, target: Path, rounded: bool = False) -> None:
         """Write a safetensors file, one tensor at a time; the library's writer needs all of them in memory.
@@ -138,7 +152,10 @@ class GGUFTensors:
 
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
-        for name, (kind, shape, _) in self._tensors.items():
+        for name, parts in self._wholes().items():
+            kind, shape, _ = self._tensors[parts[0]]
+            if len(parts) > 1:
+                shape = [*shape[:-2], sum(self._tensors[part][1][-2] for part in parts), shape[-1]]
             dtype, size = ("BF16", 2) if rounded and kind not in _FLOATS else _FLOATS.get(kind, ("F32", 4))
             begin, end = end, end + math.prod(shape) * size
             header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
@@ -146,10 +163,35 @@ class GGUFTensors:
         encoded += b" " * (-len(encoded) % 8)
         with target.open("wb") as file:
             file.write(len(encoded).to_bytes(8, "little") + encoded)
-            for name in tqdm(self._tensors, desc=f"converting {self.path.name}", unit="tensor", disable=None):
-                values = self.values(name)
-                is_float = self._tensors[name][0] in _FLOATS
+            for parts in tqdm(
+                self._wholes().values(), desc=f"converting {self.path.name}", unit="tensor", disable=None
+            ):
+                values = self.values(parts[0])
+                if len(parts) > 1:
+                    values = np.concatenate([self.values(part) for part in parts], axis=-2)
+                is_float = self._tensors[parts[0]][0] in _FLOATS
                 file.write((_round(values) if rounded and not is_float else values).data)
+
+    def _wholes(self) -> dict[str, list[str]]:
+        """The parts, side by side, of each tensor of the checkpoint: `name:0` and `name:1`, or the tensor itself.
+
+        Raises ModelError if parts have different types, one of them of 16 bits.
+        """
+        wholes: dict[str, list[str]] = {}
+        for name in sorted(self._tensors):
+            wholes.setdefault(name.partition(":")[0], []).append(name)
+        for name, parts in wholes.items():
+            if len(kinds := {self._tensors[part][0] for part in parts}) > 1 and kinds & _FLOATS.keys():
+                raise ModelError(f"{self.path.name}: the parts of {name} have the types {', '.join(sorted(kinds))}")
+        return wholes
+
+
+def _stored_name(name: str, names: Any) -> str:
+    """The name in the file of a tensor of a checkpoint. `names`: the gguf package's table of modules."""
+    if name.endswith(".A_log"):
+        return str(names[name])  # without a suffix
+    module, kind = name.replace(".dt_bias", ".dt_proj.bias").rsplit(".", 1)
+    return f"{names[module]}.{kind}"
 
 
 def _round(values: np.ndarray) -> np.ndarray:

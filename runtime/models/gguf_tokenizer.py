@@ -16,9 +16,11 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
+_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3", "lfm2")
 _QWEN2_NAMES = ("qwen2", "deepseek-r1-qwen")
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+# Marks belong to the letters before them.
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 
 
 def build_tokenizer(path: Path, metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
@@ -50,7 +52,7 @@ def _byte_level(path: Path, metadata: dict[str, Any], tokens: list[str]) -> Toke
     except Exception as error:  # the library raises bare exceptions
         raise ModelError(f"{path.name}: the tokenizer's merges do not fit its tokens: {error}") from None
     fast.pre_tokenizer = _pre_tokenizer(path, pre)
-    if pre in _QWEN2_NAMES:
+    if pre in (*_QWEN2_NAMES, "qwen35"):
         fast.normalizer = normalizers.NFC()
     fast.decoder = decoders.ByteLevel()
     fast.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -63,7 +65,8 @@ def _pre_tokenizer(path: Path, name: str) -> pre_tokenizers.PreTokenizer:
         return plain
     if name == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
-    patterns = dict.fromkeys(_LLAMA3_NAMES, _LLAMA3) | dict.fromkeys(_QWEN2_NAMES, _QWEN2)
+    patterns = dict.fromkeys((*_LLAMA3_NAMES, "dbrx"), _LLAMA3) | dict.fromkeys(_QWEN2_NAMES, _QWEN2)
+    patterns["qwen35"] = _QWEN35
     if name not in patterns:
         known = ", ".join(["gpt-2", "default", "smollm", *patterns])
         raise ModelError(f"{path.name}: pre-tokenizer {name!r}; supported in GGUF are {known}")

@@ -75,6 +75,7 @@ class DeltaSpec:
         k_heads, v_heads: several heads of values share a head of queries and keys.
         k_dim, v_dim: their sizes.
         grouped: whether the checkpoint has all projections that belong to a head of keys side by side.
+        separate: whether only betas and decays are grouped so.
         tiled: whether the heads of values that share a head of keys are `k_heads` apart, not adjacent.
     """
 
@@ -85,6 +86,7 @@ class DeltaSpec:
     v_dim: int
     width: int
     grouped: bool = False
+    separate: bool = False
     tiled: bool = False
     output = "linear_attn.out_proj"
 
@@ -113,7 +115,9 @@ class DeltaSpec:
     def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """See `ConvSpec`."""
         values = self.v_heads * self.v_dim
-        if self.grouped:
+        if self.separate:
+            inputs = {"qkv": self.channels, "z": values, "ba": 2 * self.v_heads}
+        elif self.grouped:
             inputs = {"qkvz": self.channels + values, "ba": 2 * self.v_heads}
         else:
             inputs = {"qkv": self.channels, "z": values, "b": self.v_heads, "a": self.v_heads}
@@ -154,6 +158,7 @@ def recurrence_spec(config: dict[str, Any], family: str) -> RecurrenceSpec | Non
         v_dim=positive_size(config, "linear_value_head_dim", 128),
         width=positive_size(config, "linear_conv_kernel_dim", 4),
         grouped=family == "Qwen3Next",
+        separate=bool(config.get("linear_projections_separate", False)),
         tiled=bool(config.get("linear_value_heads_tiled", False)),
     )
 

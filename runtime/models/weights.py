@@ -20,6 +20,8 @@ _DIGESTED_BYTES = 1 << 24
 _DTYPES = ("F32", "BF16", "F16", "F64")
 # Suffixes of packed experts' tensors, which are stored as bytes.
 _BYTES = ("_blocks", "_scales")
+# Larger than the number of rows of any matrix.
+MOST_ROWS = 1 << 32
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -46,12 +48,30 @@ def load_weights(
 
 
 def load_vectors(linked: GGUFTensors, spec: LlamaSpec, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """`load_weights` of a GGUF file without its matrices, which are [rows, 0]."""
+    """`load_weights` of a GGUF file without its matrices.
+
+    Those of the layers are the places of their rows, as `places` gives them; the embeddings and the head are [rows, 0].
+    """
+    weights = places(spec)
+    for name, shape in spec.expected_tensors().items():
+        if name not in weights:
+            weights[name] = read_linked(linked, name, _dtype_of(name, spec, dtype))
+        elif not name.startswith("model.layers."):
+            weights[name] = torch.empty(shape[0], 0, dtype=dtype)
+    return weights
+
+
+def places(spec: LlamaSpec) -> dict[str, torch.Tensor]:
+    """For each matrix but routers, the places of its rows, int64 [rows, 1].
+
+    A place is the number of the tensor in `expected_tensors` times `MOST_ROWS`, plus the row. Code that fuses and
+    reorders rows does the same with their places.
+    """
+    shapes = enumerate(spec.expected_tensors().items())
     return {
-        name: torch.empty(shape[0], 0, dtype=dtype)
-        if len(shape) == 2
-        else read_linked(linked, name, _dtype_of(name, spec, dtype))
-        for name, shape in spec.expected_tensors().items()
+        name: torch.arange(shape[0])[:, None] + number * MOST_ROWS
+        for number, (name, shape) in shapes
+        if len(shape) == 2 and not name.endswith(("mlp.gate.weight", "shared_expert_gate.weight"))
     }
 
 

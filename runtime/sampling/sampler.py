@@ -7,7 +7,7 @@ from itertools import count
 
 import torch
 
-from runtime.errors import RametError
+from runtime.errors import InvalidRequest, RametError
 from runtime.execution.transfers import Download, upload
 from runtime.params import SamplingParams
 from runtime.protocol import TokenLogprob
@@ -184,7 +184,8 @@ class Sampler:
                     tokens[i] = NO_TOKEN
                     continue
             try:
-                tokens[i] = self._one(logits[i], best[i], requests[i], aheads[i])
+                drafted = [token for token in (expected or ())[i + 1 - aheads[i] : i + 1] if token is not None]
+                tokens[i] = self._one(logits[i], best[i], requests[i], aheads[i], drafted)
             except RametError as error:
                 failures[i] = error
             except Exception as error:
@@ -249,9 +250,16 @@ class Sampler:
         """Float32 [n, 1] on the device."""
         return upload(torch.tensor(values, dtype=torch.float32), self.device)[:, None]
 
-    def _one(self, logits: torch.Tensor, best: torch.Tensor, request: Request, ahead: int) -> torch.Tensor:
-        """The token of a request with bias, penalties or a grammar, from logits [vocab]; `best`: their argmax."""
-        logits = self._adjust(logits.clone(), request, ahead)
+    def _one(
+        self, logits: torch.Tensor, best: torch.Tensor, request: Request, ahead: int, drafted: Sequence[int]
+    ) -> torch.Tensor:
+        """The token of a request whose logits are adjusted.
+
+        Args:
+            logits, best: float32 [vocab], and their argmax.
+            drafted: the draft's tokens before this one.
+        """
+        logits = self._adjust(logits.clone(), request, ahead, drafted)
         for tries in count():
             # New noise for each try: the grammar refused the last token.
             at = [ahead + (tries << _TRIES)]
@@ -268,8 +276,10 @@ class Sampler:
             request.sampler.counts.index_add_(0, token.clamp_min(0)[None], request.sampler.counts.new_ones(1))
         return token
 
-    def _adjust(self, logits: torch.Tensor, request: Request, ahead: int = 0) -> torch.Tensor:
-        """Apply bias, penalties, the minimum length and the grammar, in place."""
+    def _adjust(
+        self, logits: torch.Tensor, request: Request, ahead: int = 0, drafted: Sequence[int] = ()
+    ) -> torch.Tensor:
+        """Apply bias, penalties, limits, the minimum length and the grammar, in place. Raises InvalidRequest."""
         params = request.sampler.params
         if params.logit_bias:
             biases = upload(torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype), self.device)
@@ -281,7 +291,23 @@ class Sampler:
             logits.masked_fill_(upload(torch.from_numpy(forbidden), self.device), -math.inf)
         elif request.num_output + ahead < params.min_new_tokens and request.sampler.stop_ids:
             logits.index_fill_(0, self._index(sorted(request.sampler.stop_ids)), -math.inf)
+        if params.limited:
+            self._limit(logits, request, drafted)
         return logits
+
+    def _limit(self, logits: torch.Tensor, request: Request, drafted: Sequence[int]) -> None:
+        """Forbid tokens that are not allowed or would complete a bad word. Raises InvalidRequest if none is left."""
+        allowed, words = request.sampler.params.allowed_token_ids, request.message.bad_words
+        if allowed:
+            index = self._index(allowed)
+            kept = logits[index]
+            logits.fill_(-math.inf)[index] = kept
+        longest = max(map(len, words), default=0)
+        output = [*request.tokens[max(request.prompt_len, len(request.tokens) - longest) :], *drafted]
+        ends = [last for *before, last in words if output[max(len(output) - len(before), 0) :] == before]
+        logits.index_fill_(0, self._index(ends), -math.inf)
+        if logits.max() == -math.inf:
+            raise InvalidRequest("no token may follow: allowed_token_ids and bad_words leave none", param="bad_words")
 
     def _penalise(self, logits: torch.Tensor, request: Request) -> None:
         params = request.sampler.params
@@ -358,5 +384,6 @@ def _adjusts(request: Request, ahead: int) -> bool:
         bool(params.logit_bias)
         or request.sampler.grammar is not None
         or params.penalised
+        or params.limited
         or request.num_output + ahead < params.min_new_tokens
     )

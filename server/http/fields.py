@@ -43,7 +43,7 @@ FORMAT_ALIASES = {
 REQUEST_ALIASES = {"rid": "request_id", "extra_key": "cache_salt"}
 SAMPLING: dict[str, Values] = {
     **{"use_beam_search": _OFF, "early_stopping": _OFF, "length_penalty": _ONE, "structural_tag": EMPTY},
-    **{"allowed_token_ids": EMPTY, "bad_words": EMPTY, "stop_regex": EMPTY, "custom_params": EMPTY},
+    **{"stop_regex": EMPTY, "custom_params": EMPTY},
     **{"logits_processors": EMPTY, "custom_logit_processor": EMPTY, "whitespace_pattern": EMPTY},
     **{"guided_whitespace_pattern": EMPTY, "tfs_z": _ONE, "mirostat": _ZERO, "top_a": _ZERO, "top_n_sigma": (-1, 0)},
     **{"dynatemp_range": _ZERO, "xtc_probability": _ZERO, "dry_multiplier": _ZERO, "thinking_token_budget": _ALL},
@@ -68,10 +68,9 @@ INSTEAD = {
     **dict.fromkeys(("lora_path", "lora", "lora_id", "adapter_id"), _ADAPTER),
     "functions": ": use tools",
     "background": ": keep the connection open, or use `stream`",
-    "conversation": ": use previous_response_id to continue a stored response",
     "prompt": ": no prompt templates are stored; send the text as input",
 }
-COMPLETION: dict[str, Values] = {"suffix": EMPTY, "truncation_side": ("left",)}
+COMPLETION: dict[str, Values] = {"truncation_side": ("left",)}
 CHAT: dict[str, Values] = {
     **{"functions": EMPTY, "function_call": ("none", "auto"), "modalities": (["text"], []), "audio": EMPTY},
     **{"chat_template": EMPTY, "echo": _OFF, "best_of": _ONE, "truncation_side": ("left",)},

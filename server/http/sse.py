@@ -17,8 +17,9 @@ from server.http.answers import JsonAnswer, encode
 
 log = logging.getLogger("ramet.server")
 
-# Proxies close idle streams after 50 to 120 s, and agents those that have no event for some minutes.
-KEEP_ALIVE_S = 15.0
+# Proxies close idle streams after 50 to 120 s, and agents those that have no event for some minutes. The first event
+# comes sooner: until then a client does not know that its request was accepted.
+KEEP_ALIVE_S, FIRST_S = 15.0, 1.0
 
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
@@ -44,7 +45,7 @@ class EventStream(StreamingResponse):
         self.events = events
         self.on_close = on_close
         self._idle = idle
-        self._sent_s = time.monotonic()
+        self._due_s = time.monotonic() + min(FIRST_S, KEEP_ALIVE_S)  # time of the next event, if there is no other
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_wait_gone(receive))
@@ -64,7 +65,7 @@ class EventStream(StreamingResponse):
         events = asyncio.ensure_future(self._send_events(send))
         try:
             while not (gone.done() or events.done()):
-                left_s = self._sent_s + KEEP_ALIVE_S - time.monotonic()
+                left_s = self._due_s - time.monotonic()
                 if left_s <= 0:
                     await self._send(b"".join(map(self.write, self._idle())) or b": keep-alive\n\n", send)
                 await asyncio.wait((gone, events), timeout=max(left_s, 0), return_when=asyncio.FIRST_COMPLETED)
@@ -101,7 +102,7 @@ class EventStream(StreamingResponse):
         return error_body(error)
 
     async def _send(self, chunk: bytes, send: Send) -> None:
-        self._sent_s = time.monotonic()
+        self._due_s = time.monotonic() + KEEP_ALIVE_S
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
 

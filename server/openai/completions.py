@@ -15,6 +15,7 @@ from server.http.answers import JsonList
 from server.http.context import Context
 from server.openai.common import ChoicesWriter, finish_reason
 from server.openai.formats import only
+from server.openai.infill import infill_prompt
 from server.openai.types import CompletionRequest
 
 router = EveryKey(prefix="/v1", tags=["openai"])
@@ -30,6 +31,10 @@ def submissions_of(body: CompletionRequest, tenant: Tenant, context: Context) ->
     prompts, is_list = prompts_of(body.prompt)
     if not prompts:
         raise InvalidRequest("prompt holds no prompts", param="prompt")
+    if body.suffix:
+        if body.echo or not all(isinstance(prompt, str) for prompt in prompts):
+            raise InvalidRequest("suffix needs prompts as texts, without echo", param="suffix")
+        prompts = [infill_prompt(context.engine.tokenizer, str(prompt), body.suffix) for prompt in prompts]
     sampling = body.sampling(body.max_tokens, only(body.constraints()))
     rid = body.request_id or new_rid()
     rids = [f"{rid}-{i}" if is_list else rid for i in range(len(prompts))]

@@ -125,6 +125,7 @@ class CompletionRequest(CommonRequest):
     max_tokens: NewTokens = 16
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
+    suffix: Text | None = Field(None, description="the answer stands between prompt and suffix; texts alone")
     best_of: int | None = None
     add_special_tokens: bool = Field(True, description="begin a text with the model's BOS token, if it has one")
 
@@ -147,6 +148,7 @@ class ChatRequest(CommonRequest):
     schema_name: Text | None = Field(
         None, alias="schema", description="name of a schema before the messages; they may import its modules"
     )
+    n_probs: int | None = Field(None, ge=0, le=20, description="llama.cpp's: log-probabilities with so many others")
     documents: GivenDocuments | None = Field(None, description="documents to put before the last user message's text")
     max_tokens: NewTokens | None = None
     max_completion_tokens: NewTokens | None = None
@@ -167,6 +169,12 @@ class ChatRequest(CommonRequest):
     prompt_cache_retention: Retention | None = None
     web_search_options: JsonObject | None = Field(None, description="left out: the model cannot search the web")
     return_progress: bool = Field(False, description="a stream reports how much of the prompt is computed")
+
+    @model_validator(mode="after")
+    def _log_probabilities(self) -> ChatRequest:
+        if self.n_probs is not None:
+            self.logprobs, self.top_logprobs = True, self.n_probs
+        return self
 
     @property
     def left_out(self) -> list[str]:

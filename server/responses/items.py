@@ -1,9 +1,10 @@
 """Converts the items of a request to a chat."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
+from fastapi import Query
 from pydantic import ConfigDict, TypeAdapter
 
 from runtime.errors import InvalidRequest
@@ -18,15 +19,19 @@ from server.responses import types
 _HIDDEN = ConfigDict(hide_input_in_errors=True)
 _item: TypeAdapter[types.Item] = TypeAdapter(types.Item, config=_HIDDEN)
 _items: TypeAdapter[list[types.Item]] = TypeAdapter(list[types.Item], config=_HIDDEN)
+# Parameters of routes that list items.
+Order = Annotated[Literal["asc", "desc"], Query(description="desc: latest first")]
+After = Annotated[str | None, Query(max_length=256, description="id of the item before the first one")]
+Limit = Annotated[int, Query(ge=1, le=100, description="most items")]
 # Fields of a ChatRequest that are not copied from the request, because it lacks them or has another form.
 _OWN = frozenset(
     {"messages", "tools", "tool_choice", "response_format", "max_tokens", "stream_options", "reasoning_effort"}
 )
 
 
-def dump(items: list[types.Item]) -> bytes:
+def dump(items: Sequence[types.Item]) -> bytes:
     """The items as JSON, which `load` reads."""
-    return _items.dump_json(items, by_alias=True, exclude_none=True)
+    return _items.dump_json([*items], by_alias=True, exclude_none=True)
 
 
 load = _items.validate_json
@@ -47,14 +52,27 @@ def read_input(given: str | list[types.Item], answered: Mapping[str, dict[str, A
     return items
 
 
-def show(items: bytes, response_id: str) -> list[dict[str, Any]]:
-    """Items from `dump`'s JSON, as `/input_items` returns them."""
+def page_of(items: list[dict[str, Any]], order: str, after: str | None, limit: int) -> dict[str, Any]:
+    """A page of items. Raises NotFound for an unknown `after`."""
+    ordered = items[::-1] if order == "desc" else items
+    start = 0
+    if after is not None:
+        start = next((i for i, item in enumerate(ordered, 1) if item["id"] == after), 0)
+        if not start:
+            raise NotFound(f"there is no item {after!r}", param="after")
+    shown = ordered[start : start + limit]
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": shown, **ends, "has_more": len(ordered) > start + limit}
+
+
+def show(items: bytes, name: str) -> list[dict[str, Any]]:
+    """Items from `dump`'s JSON, as clients get them; their ids end with `name`."""
     shown = []
     for i, plain in enumerate(msgspec.json.decode(items)):
         if isinstance(plain.get("content"), str):
             kind = "output_text" if plain["role"] == "assistant" else "input_text"
             plain["content"] = [{"type": kind, "text": plain["content"]}]
-        shown.append({"id": f"item_{i}_{response_id}", "status": "completed", **plain})
+        shown.append({"id": f"item_{i}_{name}", "status": "completed", **plain})
     return shown
 
 

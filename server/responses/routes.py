@@ -1,13 +1,16 @@
 """`/v1/responses`."""
 
+from contextlib import suppress
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import msgspec
 from fastapi import Query, Request, Response
 
+from runtime.errors import InvalidRequest
 from runtime.frontend.output import new_rid
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
+from server.errors import NotFound, NotImplementedHere
 from server.generation.bodies import naming
 from server.generation.service import Service
 from server.http.answers import JsonAnswer, encode
@@ -16,7 +19,8 @@ from server.http.sse import Events, TypedEventStream, unless_gone, while_there
 from server.openai.chat import message_of
 from server.openai.prompt import Chats
 from server.openai.types import ChatRequest
-from server.responses.items import chat_of, dump, load, read_input, read_output, show
+from server.responses.conversations import check_room, extend, read_conversation
+from server.responses.items import After, Limit, Order, chat_of, dump, load, page_of, read_input, read_output, show
 from server.responses.store import Responses, ResponseStore, StoredResponse
 from server.responses.types import ResponseRequest
 from server.responses.writer import ResponseWriter, replay
@@ -36,20 +40,27 @@ async def create(
     """The model's answer to items, which may continue a stored response."""
     service.context.check_model(body.model)
     with naming(body.NAMES):
-        items, chat = await while_there(request, _read(body, service.context, responses, tenant))
-        submission = await chats.in_turn(request, chat, tenant)
+        asked = await while_there(request, _read(body, service.context, responses, tenant))
+        if body.conversation is not None:
+            check_room(responses, tenant.account, body.conversation, asked.new)
+        submission = await chats.in_turn(request, asked.chat, tenant)
     submission.progress = body.stream
 
     def keep(response: dict[str, Any]) -> None:
-        answered = frozenset(item["id"] for item in response["output"])
-        responses.add(tenant.account, rid, StoredResponse(encode(response), items, answered))
+        if body.store:
+            answered = frozenset(item["id"] for item in response["output"])
+            responses.add(tenant.account, rid, StoredResponse(encode(response), asked.items, answered))
+        if body.conversation is not None:
+            with suppress(NotFound):  # it was deleted meanwhile
+                extend(responses, tenant.account, body.conversation, [*show(asked.new, rid), *response["output"]])
 
-    rid, conversation = f"resp_{new_rid()}", partial(chats.conversation, chat, tenant)
+    rid, chat = f"resp_{new_rid()}", asked.chat
+    conversation = partial(chats.conversation, chat, tenant)
     generation = await service.submit(
         *(request, body, [submission], conversation, rid),
         lambda output: chats.following(chat, tenant, [message_of(chat, service.context.engine.tokenizer, output)]),
     )
-    writer = ResponseWriter(body, chat, rid, service.context, keep if body.store else None)
+    writer = ResponseWriter(body, chat, rid, service.context, keep)
     return await generation.respond(request, writer, body.stream)
 
 
@@ -63,10 +74,26 @@ async def count_tokens(
 
     async def work() -> dict[str, Any]:
         with naming(body.NAMES):
-            _, chat = await _read(body, context, responses, tenant)
-            return {"object": "response.input_tokens", "input_tokens": await chats.count(chat, tenant)}
+            asked = await _read(body, context, responses, tenant)
+            return {"object": "response.input_tokens", "input_tokens": await chats.count(asked.chat, tenant)}
 
     return await unless_gone(request, work())
+
+
+@router.post("/compact", response_model=None, include_in_schema=False)
+async def compact() -> NoReturn:
+    """Always 501."""
+    raise NotImplementedHere(
+        "conversations are not compacted: what replaces the earlier items is encrypted for OpenAI's own models; let "
+        "the client ask the model for a summary, and begin a new conversation with it"
+    )
+
+
+@router.post("/{response_id}/cancel", response_model=None, include_in_schema=False)
+async def cancel(response_id: str, responses: Responses, tenant: CurrentTenant) -> NoReturn:
+    """Always refused: no response is in the background."""
+    responses.get(tenant.account, response_id)
+    raise InvalidRequest("only a response in the background can be cancelled, and this one has ended")
 
 
 @router.get("/{response_id}", response_model=None)
@@ -95,14 +122,12 @@ async def input_items(
     response_id: str,
     responses: Responses,
     tenant: CurrentTenant,
-    order: Annotated[Literal["asc", "desc"], Query(description="desc: latest first")] = "desc",
+    order: Order = "desc",
+    after: After = None,
+    limit: Limit = 20,
 ) -> dict[str, Any]:
-    """All items before a stored response's answer, also those of earlier responses that it continues."""
-    items = show(responses.get(tenant.account, response_id).items, response_id)
-    if order == "desc":
-        items.reverse()
-    ends = {"first_id": items[0]["id"] if items else None, "last_id": items[-1]["id"] if items else None}
-    return {"object": "list", "data": items, **ends, "has_more": False}
+    """Items before a stored response's answer, also those of earlier responses that it continues."""
+    return page_of(show(responses.get(tenant.account, response_id).items, response_id), order, after, limit)
 
 
 @router.delete("/{response_id}")
@@ -112,18 +137,36 @@ async def delete(response_id: str, responses: Responses, tenant: CurrentTenant) 
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-async def _read(
-    body: ResponseRequest, context: Context, responses: ResponseStore, tenant: Tenant
-) -> tuple[bytes, ChatRequest]:
-    """The conversation without instructions, as JSON to store and as a chat. Raises InvalidRequest and NotFound."""
-    name, account = body.previous_response_id, tenant.account
+class _Asked(NamedTuple):
+    """A request.
+
+    Attributes:
+        items: the conversation without instructions, as JSON to store.
+        new: the request's own items, as JSON.
+        chat: the conversation as a chat.
+    """
+
+    items: bytes
+    new: bytes
+    chat: ChatRequest
+
+
+async def _read(body: ResponseRequest, context: Context, responses: ResponseStore, tenant: Tenant) -> _Asked:
+    """Raises InvalidRequest and NotFound."""
+    name, account, output = body.previous_response_id, tenant.account, list[dict[str, Any]]()
+    if name is not None and body.conversation is not None:
+        message = "previous_response_id and conversation exclude each other"
+        raise InvalidRequest(message, param="conversation")
     before = None if name is None else responses.get(account, name)
+    if body.conversation is not None:
+        output = read_conversation(responses, account, body.conversation)["output"]
     sources = responses.with_items(account, body.references)
 
-    def work() -> tuple[bytes, ChatRequest]:
-        earlier = [] if before is None else [*load(before.items), *read_output(before.output)]
+    def work() -> _Asked:
+        earlier = read_output(output) if before is None else [*load(before.items), *read_output(before.output)]
         answered = {item["id"]: item for stored in sources for item in stored.output}
-        items = [*earlier, *read_input(body.input, answered)]
-        return dump(items) if body.store else b"", chat_of(body, items)
+        new = read_input(body.input, answered)
+        kept = dump([*earlier, *new]) if body.store else b""
+        return _Asked(kept, dump(new) if body.conversation else b"", chat_of(body, [*earlier, *new]))
 
     return await context.engine.in_turn(account, 0, work)

@@ -1,10 +1,10 @@
-"""Stored responses by account, for `TTL_S`. They are kept as JSON, so that all their bytes are counted."""
+"""Responses and conversations by account, for `TTL_S`. They are kept as JSON, so that all their bytes are counted."""
 
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from cachetools import TTLCache
@@ -16,10 +16,12 @@ TTL_S = 86_400.0
 # Most responses of an account, most bytes of an account, and most bytes of all accounts.
 MOST, MOST_BYTES, MOST_BYTES_IN_ALL = 1000, 1 << 25, 1 << 27
 
+Kind = Literal["response", "conversation"]
+
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response of an account.
+    """A response of an account, or a conversation, which has its items as `output`.
 
     Attributes:
         body: the response as the client gets it, as JSON.
@@ -64,16 +66,16 @@ class ResponseStore:
         while sum(kept.currsize for kept in self._by_account.values()) > MOST_BYTES_IN_ALL:
             max(self._by_account.values(), key=lambda kept: kept.currsize).popitem()
 
-    def get(self, account: str, name: str) -> StoredResponse:
-        """A response by its id. Raises NotFound."""
+    def get(self, account: str, name: str, kind: Kind = "response") -> StoredResponse:
+        """A response or a conversation by its id. Raises NotFound."""
         stored = self._of(account).get(name)
-        if stored is None:
-            raise NotFound(f"there is no response {name!r}", param="response", code="response_not_found")
+        if stored is None or name.startswith("conv_") != (kind == "conversation"):
+            raise NotFound(f"there is no {kind} {name!r}", param=kind, code=f"{kind}_not_found")
         return stored
 
-    def remove(self, account: str, name: str) -> None:
-        """Delete a response. Raises NotFound."""
-        self.get(account, name)
+    def remove(self, account: str, name: str, kind: Kind = "response") -> None:
+        """Delete a response or a conversation. Raises NotFound."""
+        self.get(account, name, kind)
         del self._of(account)[name]
 
     def erase(self, account: str) -> None:

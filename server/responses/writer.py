@@ -215,6 +215,7 @@ def _beginning(body: ResponseRequest, left_out: list[str], rid: str, model: str)
         **{"id": rid, "object": "response", "created_at": int(time.time()), "status": "in_progress", "model": model},
         **{"background": False, "error": None, "incomplete_details": None, "completed_at": None, "usage": None},
         **{"output": [], "tools": tools, "metadata": body.metadata or {}, "top_logprobs": body.top_logprobs or 0},
+        "conversation": None if body.conversation is None else {"id": body.conversation},
         **{"reasoning": {"effort": body.reasoning.effort, "summary": None}, "text": {"format": shown}},
         "prompt_cache_options": None if options is None else options.model_dump(exclude={"prewarm"}),
         **({"left_out": left_out} if left_out else {}),

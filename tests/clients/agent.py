@@ -6,11 +6,13 @@ if a request fails, if no result comes back, or if the second turn does not send
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -45,6 +47,8 @@ class Proxy(BaseHTTPRequestHandler):
     server_url = ""
     home = Path()
     seen: ClassVar[list[tuple[str, dict[str, Any], int]]] = []
+    firsts_s: ClassVar[list[float]] = []
+    gaps_s: ClassVar[list[float]] = []
     forced = False
 
     def do_GET(self) -> None:
@@ -87,6 +91,7 @@ class Proxy(BaseHTTPRequestHandler):
         url = urlsplit(Proxy.server_url)
         connection = HTTPConnection(url.hostname or "", url.port, timeout=PATIENCE_S)
         kept = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "content-length")}
+        sent_s = time.monotonic()
         connection.request(self.command, self.path, body, kept)
         answer = connection.getresponse()
         if asked is not None:
@@ -97,7 +102,12 @@ class Proxy(BaseHTTPRequestHandler):
                 self.send_header(name, value)
         self.send_header("connection", "close")
         self.end_headers()
+        measured = Proxy.firsts_s
         while piece := answer.read1(1 << 16):
+            if asked and asked.get("stream") and b"data: " in piece:  # agents do not see comments
+                now_s = time.monotonic()
+                measured.append(now_s - sent_s)
+                measured, sent_s = Proxy.gaps_s, now_s
             self.wfile.write(piece)
             self.wfile.flush()
         self.close_connection = True
@@ -193,8 +203,18 @@ def aider(home: Path, url: str, model: str) -> Turns:
     return env, [*ask, "Say hello."], [*ask, "And again.", "--restore-chat-history"]
 
 
+def continue_cli(home: Path, url: str, model: str) -> Turns:
+    one = {"name": model, "model": model, "provider": "openai", "apiBase": f"{url}/v1", "apiKey": "none"}
+    one |= {"roles": ["chat"], "capabilities": ["tool_use"]}
+    one |= {"defaultCompletionOptions": {"maxTokens": 64, "contextLength": 32768}}
+    config = {"name": "ramet", "version": "1.0.0", "schema": "v1", "models": [one]}
+    (home / "config.yaml").write_text(json.dumps(config))
+    ask = ["cn", "--config", str(home / "config.yaml"), "--readonly", "-p"]
+    return {"CONTINUE_TELEMETRY_ENABLED": "0"}, [*ask, "Say hello."], [*ask, "And again.", "--resume"]
+
+
 AGENTS: dict[str, Callable[[Path, str, str], Turns]] = {
-    each.__name__: each for each in (claude_code, codex, opencode, qwen_code, pi, cline, aider)
+    each.__name__: each for each in (claude_code, codex, opencode, qwen_code, pi, cline, aider, continue_cli)
 }
 TOOLLESS = {"aider"}
 
@@ -231,7 +251,11 @@ def main() -> None:
         raise RuntimeError("no result of a tool came back")
     if second and not any("Say hello." in body and "And again." in body for body in sent):
         raise RuntimeError("the second turn does not send the first one")
-    print(f"{turns} and {len(Proxy.seen) - turns} requests, {'without tools' if name in TOOLLESS else 'with a tool'}")
+    requests = (
+        f"{turns} and {len(Proxy.seen) - turns} requests, {'without tools' if name in TOOLLESS else 'with a tool'}"
+    )
+    first_s, gap_s = (max(times, default=math.nan) for times in (Proxy.firsts_s, Proxy.gaps_s))
+    print(f"{requests}; first events within {first_s:.1f} s, events {gap_s:.1f} s apart at most")
 
 
 main()

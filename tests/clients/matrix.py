@@ -48,7 +48,8 @@ CLIENTS = (
     Client("langchain", ("langchain-openai", "langchain-anthropic")),
     Client("llamaindex", ("llama-index-llms-openai-like",)),
     Client("litellm", ("litellm", "mcp")),
-    Client("pydantic_ai", ("pydantic-ai-slim[openai]",)),
+    Client("litellm_proxy", ("litellm[proxy]",)),
+    Client("pydantic_ai", ("pydantic-ai-slim[openai,anthropic]",)),
     Client("instructor", ("instructor",)),
     Client("openai_agents", ("openai-agents",)),
     Client("dspy", ("dspy",)),
@@ -66,6 +67,7 @@ CLIENTS = (
     Client("pi", ("@mariozechner/pi-coding-agent",), npm=True, agent=True),
     Client("cline", ("cline",), npm=True, agent=True),
     Client("aider", ("aider-chat",), agent=True),
+    Client("continue_cli", ("@continuedev/cli",), npm=True, agent=True),
 )
 
 

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 
 import runtime.frontend
@@ -275,6 +277,19 @@ def test_the_doctor_tells_how_a_file_is_computed(capsys, tmp_path, quantization)
 def test_an_option_of_the_engine_is_refused_in_words():
     with pytest.raises(ValueError, match=r"^hold_time: 'soon' does not fit: seconds for which .* 30:600"):
         make_config(hold_time="soon")
+
+
+def test_the_doctor_tells_that_transformers_code_unpacks_a_file(capsys, tmp_path):
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "granitehybrid")
+    values = gguf.quants.quantize(np.ones((2, 32), np.float32), Kind.Q4_0)
+    writer.add_tensor("blk.0.ssm_in.weight", values, raw_dtype=Kind.Q4_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert main(["doctor", "--model", str(path)]) == 0
+    assert "1 Q4_0: unpacked to --dtype" in re.sub(r"\s+", " ", capsys.readouterr().out)
 
 
 def test_the_server_process_does_without_torch(server):

@@ -62,8 +62,10 @@ def _take_inputs(spec: DeltaSpec, weights: LayerWeights) -> list[torch.Tensor]:
     """The projections of q, k, v; of the decay; of beta; of the output gate."""
     prefix, each = "linear_attn.in_proj_", spec.v_heads // spec.k_heads
     if spec.grouped:
+        b, a = reorder(weights.must(f"{prefix}ba.weight"), spec.k_heads, each, each)
+        if spec.separate:
+            return [weights.must(f"{prefix}qkv.weight"), a, b, weights.must(f"{prefix}z.weight")]
         values = each * spec.v_dim
         q, k, v, z = reorder(weights.must(f"{prefix}qkvz.weight"), spec.k_heads, spec.k_dim, spec.k_dim, values, values)
-        b, a = reorder(weights.must(f"{prefix}ba.weight"), spec.k_heads, each, each)
         return [q, k, v, a, b, z]
     return [weights.must(f"{prefix}{name}.weight") for name in ("qkv", "a", "b", "z")]

@@ -64,7 +64,7 @@ class NativeDecoder:
 
         Args:
             bits: 4 or 8 rounds the matrices to codes of that size; 0 keeps them.
-            stored: a GGUF file and the model's directory. The matrices are the file's; those of `model` are [rows, 0].
+            stored: a GGUF file and the model's directory. Those of `model` are the places of their rows.
 
         Raises:
             MemoryError: if the packed weights do not fit into memory.
@@ -76,9 +76,9 @@ class NativeDecoder:
         self._dtype = model.embedding.dtype
         self.adapters: dict[str, PackedAdapter] = {}
         self.team = Team(library, threads)
-        self._stored = StoredMatrices(self.team, self.spec, self._dtype, *stored) if stored else None
+        self._stored = StoredMatrices(self.team, model, *stored) if stored else None
         # Experts and the norm before them, by layer. The kernels compute these layers only up to the attention output.
-        self._experts = {i: self._take_experts(layer, bits) for i, layer in enumerate(model.layers) if layer.experts}
+        self._experts = {i: self._take_experts(layer, i, bits) for i, layer in enumerate(model.layers) if layer.experts}
         self._weights = PackedWeights(self.team, 0 if stored else _model_bytes(library, model, bits))
         self._layers = (c.LayerStruct * self.spec.num_layers)()
         self._latents: list[PackedLatent] = []
@@ -95,12 +95,13 @@ class NativeDecoder:
         # Tables of cos and sin by position, for each rotary embedding.
         self._angles: dict[RotaryEmbedding, tuple[np.ndarray, np.ndarray]] = {}
 
-    def _take_experts(self, layer: llama.Layer, bits: int) -> tuple[NativeExperts, torch.Tensor]:
+    def _take_experts(self, layer: llama.Layer, index: int, bits: int) -> tuple[NativeExperts, torch.Tensor]:
         """Move a layer's experts, the shared one too, out of the layer."""
         assert layer.experts is not None
         shared, hidden = (layer.gate_up, layer.down), self.spec.hidden_size
         layer.gate_up, layer.down = layer.gate_up.new_empty(0, hidden), layer.down.new_empty(hidden, 0)
-        return NativeExperts(layer.experts, self.team, bits, shared, layer.shared_gate), layer.post_norm.float()
+        stored = None if self._stored is None else self._stored.experts(index)
+        return NativeExperts(layer.experts, self.team, bits, shared, layer.shared_gate, stored), layer.post_norm.float()
 
     def _pack_layer(self, layer: llama.Layer, index: int) -> c.LayerStruct:
         pack, mixer = self._weights, layer.mixer

@@ -7,6 +7,7 @@ import torch
 from runtime.execution.experts import Experts
 from runtime.execution.native import library as c
 from runtime.execution.native.packed import PackedWeights, Team, describe, packed_bytes
+from runtime.execution.native.stored import StoredExperts
 
 
 class NativeExperts(Experts):
@@ -21,36 +22,43 @@ class NativeExperts(Experts):
         bits: int,
         shared: tuple[torch.Tensor, torch.Tensor] | None = None,
         shared_gate: torch.Tensor | None = None,
+        stored: StoredExperts | None = None,
     ):
         """Move the weights out of `experts`. Raises MemoryError.
 
         Args:
             shared: gate over up [2 * spec.shared, hidden] and down [hidden, spec.shared] of the expert of all rows.
             shared_gate: [1, hidden]; its sigmoid multiplies what the shared expert gives.
+            stored: matrices of a GGUF file, in place of those of `experts` and `shared`.
         """
         gate_up, down = experts.gate_up, experts.down
         # New tensors, because views would keep the weights in memory.
         experts.gate_up, experts.down = gate_up.new_empty(0), down.new_empty(0)
         super().__init__(experts.spec, experts.ops, experts.router, experts.gate_up, experts.down, experts.bias)
         is_paired = self.spec.limit is None
-        described = [describe(gate_up[0], is_paired, bits), describe(down[0], bits=bits)] * self.spec.count
-        described.append(describe(experts.router))
+        described = [describe(experts.router)]
         shared = shared if self.spec.shared else None
-        if shared is not None:
+        if stored is None:
+            described += [describe(gate_up[0], is_paired, bits), describe(down[0], bits=bits)] * self.spec.count
+        if shared is not None and stored is None:
             described += [describe(shared[0], True, bits), describe(shared[1], bits=bits)]
         if shared_gate is not None:
             described.append(describe(shared_gate))
         packed = PackedWeights(team, sum(packed_bytes(team.library, one) for one in described))
         bias = None if experts.router_bias is None else experts.router_bias[None]
-        self._router = _Stack(packed, experts.router[None], bias, False, 0)
-        self._gate_up = _Stack(packed, gate_up, experts.gate_up_bias, is_paired, bits)
-        self._down = _Stack(packed, down, experts.down_bias, False, bits)
+        self._router = _pack(packed, experts.router[None], bias)
+        self._gate = None if shared_gate is None else _pack(packed, shared_gate[None])
         self._shared: tuple[_Stack, _Stack] | None = None
+        if stored is not None:
+            self._gate_up, self._down = _Stack(packed, stored.gate_up), _Stack(packed, stored.down)
+            if shared is not None:
+                self._shared = _Stack(packed, [stored.shared[0]]), _Stack(packed, [stored.shared[1]])
+            return
+        self._gate_up = _pack(packed, gate_up, experts.gate_up_bias, is_paired, bits)
+        self._down = _pack(packed, down, experts.down_bias, bits=bits)
         if shared is not None:
-            both = zip(shared, (True, False), strict=True)
-            first, second = (_Stack(packed, one[None], None, paired, bits) for one, paired in both)
-            self._shared = first, second
-        self._gate = None if shared_gate is None else _Stack(packed, shared_gate[None], None, False, 0)
+            first, second = (one[None] for one in shared)
+            self._shared = _pack(packed, first, None, True, bits), _pack(packed, second, bits=bits)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         total = super().__call__(x)
@@ -72,13 +80,12 @@ class NativeExperts(Experts):
 
 
 class _Stack:
-    """One weight for each expert, [experts, out, in]. `paired`: it is gate over up, and `multiply` applies SiLU."""
+    """One matrix for each expert. If they are gate over up, `multiply` applies SiLU."""
 
-    def __init__(self, packed: PackedWeights, weight: torch.Tensor, bias: torch.Tensor | None, paired: bool, bits: int):
-        biases = [None] * len(weight) if bias is None else bias
-        self._packed = packed
-        self._matrices = [packed.add(one, b, paired, bits) for one, b in zip(weight, biases, strict=True)]
-        self._columns, self._into = weight.shape[1] // (2 if paired else 1), c.SILU if paired else 0
+    def __init__(self, packed: PackedWeights, matrices: list[c.Matrix]):
+        self._packed, self._matrices = packed, matrices
+        paired = bool(matrices[0].is_paired)
+        self._columns, self._into = matrices[0].n // (2 if paired else 1), c.SILU if paired else 0
 
     def multiply(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """The product of rows [n, in] and one expert's weight, float32 [n, out]."""
@@ -97,3 +104,11 @@ class _Stack:
         team = self._packed.team
         team.library.multiply(team.handle, ctypes.byref(product))
         return out
+
+
+def _pack(
+    packed: PackedWeights, weight: torch.Tensor, bias: torch.Tensor | None = None, paired: bool = False, bits: int = 0
+) -> _Stack:
+    """Pack weights [experts, out, in] with biases [experts, out]. `paired`: each is gate over up."""
+    biases = [None] * len(weight) if bias is None else bias
+    return _Stack(packed, [packed.add(one, b, paired, bits) for one, b in zip(weight, biases, strict=True)])

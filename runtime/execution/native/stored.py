@@ -6,20 +6,24 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
+from runtime.execution.llama import LlamaModel
+from runtime.execution.mixers.attention import Attention
+from runtime.execution.mixers.mixer import Mixer
+from runtime.execution.mixers.recurrent import Recurrent
 from runtime.execution.native import library as c
 from runtime.execution.native.codes import describe_codes, pack_into
 from runtime.execution.native.packed import Team, pack, packed_bytes
 from runtime.models.ggml import Codes, can_decode, decode
 from runtime.models.gguf_tensors import GGUFTensors
 from runtime.models.publishing import scratch
-from runtime.models.spec import LlamaSpec
-from runtime.models.weights import read_linked
+from runtime.models.weights import MOST_ROWS, places, read_linked
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +33,20 @@ _LAYOUT = 2
 
 @dataclass(slots=True)
 class _Stored:
-    """A matrix, the tensors whose rows it has, and its place in the file."""
+    """A matrix, the places of its rows in the GGUF file (see `places`), and its own place in the packed file."""
 
     matrix: c.Matrix
-    tensors: list[str]
+    rows: np.ndarray
     offset: int
+
+
+@dataclass(slots=True)
+class StoredExperts:
+    """Matrices of a layer's experts, by expert, and gate over up and down of the shared one."""
+
+    gate_up: list[c.Matrix]
+    down: list[c.Matrix]
+    shared: tuple[c.Matrix, c.Matrix]
 
 
 class StoredMatrices:
@@ -42,19 +55,26 @@ class StoredMatrices:
     Tensors of types without codes, and gates that are stored otherwise than what they gate, are unpacked.
     """
 
-    def __init__(self, team: Team, spec: LlamaSpec, dtype: torch.dtype, linked: GGUFTensors, directory: Path):
-        """Map the packed file in the model's directory; write it first if there is none."""
+    def __init__(self, team: Team, model: LlamaModel, linked: GGUFTensors, directory: Path):
+        """Map the packed file in the model's directory; write it first if there is none.
+
+        `model`: of the weights that `load_vectors` gives.
+        """
+        spec, dtype = model.spec, model.embedding.dtype
         self._team, self._linked, self._dtype = team, linked, dtype
+        self._names = list(spec.expected_tensors())
         self._size = 0
-        layers = range(spec.num_layers)
-        self._qkv = [list(self._plan_qkv(f"model.layers.{i}.self_attn.")) for i in layers]
-        self._o = [self._plan([f"model.layers.{i}.self_attn.o_proj.weight"]) for i in layers]
-        gates = [[f"model.layers.{i}.mlp.{name}_proj.weight" for name in ("gate", "up")] for i in layers]
-        self._gate_up = [self._plan(names, paired=True) for names in gates]
-        self._down = [self._plan([f"model.layers.{i}.mlp.down_proj.weight"]) for i in layers]
-        table = self._plan(["model.embed_tokens.weight"])
-        self._table = table
-        self._head = table if spec.tie_embeddings else self._plan(["lm_head.weight"])
+        self._inputs = [list(self._plan_inputs(layer.mixer)) for layer in model.layers]
+        self._o = [self._plan(layer.o) for layer in model.layers]
+        self._gate_up = [self._plan(layer.gate_up, paired=True) for layer in model.layers]
+        self._down = [self._plan(layer.down) for layer in model.layers]
+        experts = {i: layer.experts for i, layer in enumerate(model.layers) if layer.experts is not None}
+        self._expert_gate_up = {i: [self._plan(one, True) for one in each.gate_up] for i, each in experts.items()}
+        self._expert_down = {i: [self._plan(one) for one in each.down] for i, each in experts.items()}
+        every = places(spec)
+        self._table = self._head = self._plan(every["model.embed_tokens.weight"])
+        if not spec.tie_embeddings:
+            self._head = self._plan(every["lm_head.weight"])
         # What is unpacked is stored in the dtype.
         name = f"codes-{team.library.panel}-{str(dtype).removeprefix('torch.')}-{_LAYOUT}.bin"
         self._data = self._open(directory / name)
@@ -62,9 +82,16 @@ class StoredMatrices:
             one.matrix.data = self._data.ctypes.data + one.offset
 
     def layer(self, index: int) -> tuple[list[c.Matrix], c.Matrix, c.Matrix, c.Matrix]:
-        """Parts of q, k, v side by side; o; gate over up; down."""
-        qkv = [one.matrix for one in self._qkv[index]]
-        return qkv, self._o[index].matrix, self._gate_up[index].matrix, self._down[index].matrix
+        """Parts of what the mixer reads, side by side; o; gate over up; down."""
+        inputs, o = [one.matrix for one in self._inputs[index]], self._o[index].matrix
+        if index in self._expert_down:
+            return inputs, o, c.Matrix(k=o.n, is_paired=True), c.Matrix(n=o.n)
+        return inputs, o, self._gate_up[index].matrix, self._down[index].matrix
+
+    def experts(self, index: int) -> StoredExperts:
+        """The experts of a layer, whose gate, up and down are the shared one's."""
+        gate_up, down = ([one.matrix for one in each[index]] for each in (self._expert_gate_up, self._expert_down))
+        return StoredExperts(gate_up, down, (self._gate_up[index].matrix, self._down[index].matrix))
 
     @property
     def head(self) -> c.Matrix:
@@ -75,33 +102,38 @@ class StoredMatrices:
         """The embeddings."""
         return self._table.matrix
 
-    def _plan_qkv(self, prefix: str) -> Iterator[_Stored]:
-        """A part for each run of equal types."""
-        names = [f"{prefix}{name}_proj.weight" for name in "qkv"]
-        while names:
-            run = 1
-            while run < len(names) and self._linked.kind(names[run]) == self._linked.kind(names[0]):
-                run += 1
-            yield self._plan(names[:run])
-            del names[:run]
+    def _plan_inputs(self, mixer: Mixer) -> Iterator[_Stored]:
+        """A part for each run of rows of equal types."""
+        assert isinstance(mixer, Attention | Recurrent)
+        tensors = (mixer.inputs // MOST_ROWS)[:, 0].tolist()
+        for _, run in groupby(range(len(tensors)), lambda row: self._kind(tensors[row])):
+            rows = list(run)
+            yield self._plan(mixer.inputs[rows[0] : rows[-1] + 1])
 
-    def _plan(self, names: list[str], paired: bool = False) -> _Stored:
-        linked = self._linked
-        kinds = [linked.kind(name) for name in names]
-        n, k = sum(linked.shape(name)[0] for name in names), linked.shape(names[0])[1]
-        if len(set(kinds)) > 1:
+    def _kind(self, tensor: int) -> str:
+        return self._linked.kind(self._names[tensor])
+
+    def _plan(self, rows: torch.Tensor, paired: bool = False) -> _Stored:
+        """The matrix of rows at these places, int64 [n, 1]."""
+        found, linked = rows[:, 0].numpy(), self._linked
+        tensors = np.unique(found // MOST_ROWS).tolist()
+        name, kinds = self._names[tensors[0]], {self._kind(tensor) for tensor in tensors}
+        n, k = len(found), linked.shape(name)[1]
+        if len(kinds) > 1:
             matrix = c.Matrix(n=n, k=k, storage=0, is_paired=paired)
-        elif can_decode(kinds[0]):
-            matrix = describe_codes(decode(linked.blocks(names[0])[:1], kinds[0]), n, paired)
+        elif can_decode(linked.kind(name)):
+            matrix = describe_codes(decode(linked.blocks(name)[:1], linked.kind(name)), n, paired)
         else:
             matrix = c.Matrix(n=n, k=k, storage=int(self._dtype == torch.bfloat16), is_paired=paired)
-        stored = _Stored(matrix, names, self._size)
+        stored = _Stored(matrix, found, self._size)
         self._size += packed_bytes(self._team.library, matrix)
         return stored
 
     def _every(self) -> Iterator[_Stored]:
-        for parts in self._qkv:
+        for parts in self._inputs:
             yield from parts
+        for each in (*self._expert_gate_up.values(), *self._expert_down.values()):
+            yield from each
         yield from (*self._o, *self._gate_up, *self._down, self._table)
         if self._head is not self._table:
             yield self._head
@@ -136,14 +168,21 @@ class StoredMatrices:
             size = library.matrix_bytes(ctypes.byref(one.matrix))
             to = data[one.offset : one.offset + size]
             if one.matrix.storage == c.CODES:
-                pack_into(to, one.matrix, self._reader(one.tensors), library.panel)
+                pack_into(to, one.matrix, self._reader(one.rows), library.panel)
             else:
                 one.matrix.data = to.ctypes.data
                 dtype = torch.bfloat16 if one.matrix.storage else torch.float32
-                weight = torch.cat([read_linked(self._linked, name, dtype) for name in one.tensors])
-                pack(self._team, one.matrix, weight)
+                runs = self._runs(one.rows)
+                weight = [read_linked(self._linked, name, dtype)[torch.from_numpy(rows)] for name, rows in runs]
+                pack(self._team, one.matrix, torch.cat(weight))
 
-    def _reader(self, names: list[str]) -> Callable[[np.ndarray], Codes]:
-        """The codes of some rows of tensors of one type."""
-        blocks, kind = np.concatenate([self._linked.blocks(name) for name in names]), self._linked.kind(names[0])
-        return lambda rows: decode(blocks[rows], kind)
+    def _runs(self, rows: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        """Runs of rows of one tensor: its name, and their numbers."""
+        for run in np.split(rows, np.flatnonzero(np.diff(rows // MOST_ROWS)) + 1):
+            yield self._names[run[0] // MOST_ROWS], run % MOST_ROWS
+
+    def _reader(self, rows: np.ndarray) -> Callable[[np.ndarray], Codes]:
+        """The codes of some rows of a matrix of one type."""
+        blocks = np.concatenate([self._linked.blocks(name)[numbers] for name, numbers in self._runs(rows)])
+        kind = self._kind(rows[0] // MOST_ROWS)
+        return lambda wanted: decode(blocks[wanted], kind)

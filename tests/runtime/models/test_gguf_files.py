@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from runtime.errors import ModelError
 from runtime.models.gguf import convert_gguf
+from runtime.models.gguf_tokenizer import _pre_tokenizer
 from runtime.models.publishing import provide
 from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
@@ -135,6 +136,12 @@ def test_a_disk_that_is_full(tmp_path, room):
     path = write(tmp_path / "m.gguf")
     with little_room(room), pytest.raises(ModelError, match=r"^cannot write .*/out: File too large"):
         convert(path, tmp_path / "out")
+
+
+def test_marks_belong_to_the_letters_before_them_in_qwen35(tmp_path):
+    text = "\u0939\u093f 12"  # a letter and its vowel sign
+    counts = {name: len(_pre_tokenizer(tmp_path, name).pre_tokenize_str(text)) for name in ("qwen2", "qwen35")}
+    assert counts == {"qwen2": 5, "qwen35": 4}
 
 
 def test_ends_and_windows_come_from_the_file(tmp_path):

@@ -183,6 +183,30 @@ def test_penalties():
     assert sampler.sample(logits, [request((0,), 1, temperature=0, logit_bias={3: 50})]).read() == [3]
 
 
+def test_tokens_that_are_not_allowed_or_end_a_bad_word_are_not_chosen():
+    logits, sampler = torch.tensor([[3.0, 2.0, 1.0, 0.0]]), Sampler(4, CPU)
+
+    def chosen(tokens, words=(), allowed=()):
+        params = SamplingParams(temperature=0, allowed_token_ids=allowed, bad_words=["x"] * len(words))
+        one = make_request(tokens, sampling=params, prompt_len=1, bad_words=list(words))
+        (token,) = sampler.sample(logits, [one]).read()
+        return token
+
+    assert chosen((1,), allowed=(2, 3)) == 2
+    assert chosen((1,), [[0]]) == 1
+    assert chosen((1, 3), [[3, 0], [3, 1], [2]]) == 3
+    assert chosen((3,), [[3, 0]]) == 0  # the prompt is no part of the output
+    assert isinstance(chosen((1,), [[2]], (2,)), InvalidRequest)
+
+
+def test_a_bad_word_may_begin_in_a_draft():
+    params = SamplingParams(temperature=0, bad_words=["x"])
+    one = make_request((1,), sampling=params, prompt_len=1, bad_words=[[0, 0, 0]])
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]] * 4)
+    sampled = Sampler(4, CPU).sample(logits, [one] * 4, expected=[None, 0, 0, 1])
+    assert sampled.chosen() == {one: [0, 0, 1, 0]}
+
+
 def test_penalty_counts_follow_the_output():
     sampler, one = Sampler(3, CPU), request((0,), 1, temperature=0, frequency_penalty=2.0)
     logits = torch.tensor([[0.0, 3.0, 2.0]])
@@ -245,6 +269,8 @@ def test_values_out_of_range_are_refused(fields):
 def test_token_ids_beyond_the_vocabulary_are_refused():
     with pytest.raises(InvalidRequest, match="out of range"):
         SamplingParams(logit_bias={100: 1.0}).check(100)
+    with pytest.raises(InvalidRequest, match="out of range"):
+        SamplingParams(allowed_token_ids=[100]).check(100)
     with pytest.raises(InvalidRequest, match="min_new_tokens"):
         SamplingParams(min_new_tokens=5, max_new_tokens=4).check(100)
 
@@ -261,6 +287,8 @@ def test_token_ids_beyond_the_vocabulary_are_refused():
         ({"temperature": 0, "repetition_penalty": 1.1}, False),
         ({"temperature": 0, "min_new_tokens": 2}, False),
         ({"temperature": 0, "regex": "a+"}, False),
+        ({"temperature": 0, "allowed_token_ids": [1]}, False),
+        ({"temperature": 0, "bad_words": ["a"]}, False),
     ],
 )
 def test_only_greedy_requests_that_change_no_logit_take_the_best(params, best):

@@ -57,7 +57,9 @@ ANY_KEY = {
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/tokenizer_info", "/version"),
     *("/models", "/props", "/apply-template"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}"),
-    "/v1/responses/{response_id}/input_items",
+    *("/v1/responses/{response_id}/input_items", "/v1/responses/{response_id}/cancel", "/v1/responses/compact"),
+    *("/v1/conversations", "/v1/conversations/{conversation_id}", "/v1/conversations/{conversation_id}/items"),
+    *("/v1/conversations/{conversation_id}/items/{item_id}", "/infill"),
     *("/openapi.json", "/cache/quota", "/dashboard/events"),
 }
 ADMIN = {

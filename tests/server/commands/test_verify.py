@@ -1,6 +1,7 @@
 """Answers with receipts, and `ramet verify`, on a tiny model."""
 
 import json
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,9 +13,15 @@ ASK = {"receipt": True, "return_token_ids": True}
 
 
 @pytest.fixture(scope="module")
-def recorded(tiny_dir, tmp_path_factory) -> list[dict]:
+def trace(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("verify") / "trace"
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny_dir, trace) -> list[dict]:
     """Answers of all three kinds, greedy and seeded ones, whose prompts share prefixes and fill pages."""
-    server: LiveServer = start(tmp_path_factory.mktemp("verify") / "log", "--model", str(tiny_dir), "--page-size", "4")
+    options = ("--model", str(tiny_dir), "--page-size", "4", "--record-trace", str(trace))
+    server: LiveServer = start(trace.with_name("log"), *options)
     words = "A tree has a root, a stem and leaves. " * 3
 
     def post(path: str, **body) -> dict:
@@ -52,6 +59,22 @@ def test_recorded_answers_are_computed_again(recorded, tmp_path, tiny_dir, capsy
     assert "another" not in shown
 
 
+def test_a_trace_is_computed_with_prompts_of_its_shape(recorded, trace, tmp_path, tiny_dir, capsys, monkeypatch):
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert verify(lines, tmp_path, tiny_dir, "--page-size", "4", "--threads", "1") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{len(lines)} requests are of a trace" in shown
+    assert "record answers with `receipt`" in shown
+    assert "from host memory │ 0 │ 0" in shown
+    found = [
+        [([1, 2], [-0.5, -1.0])] * len(lines),
+        [([1, 2], [-0.5, -1.0])] * (len(lines) - 1) + [([1, 3], [-0.5, -2.0])],
+    ]
+    monkeypatch.setattr("server.commands.verify._conditions", lambda *_: zip(("cold", "warm"), found, strict=True))
+    assert verify(lines, tmp_path, tiny_dir) == 1
+    assert f"answer {len(lines)}, token 2" in capsys.readouterr().out
+
+
 def test_an_answer_that_is_not_the_model_s_is_found(recorded, tmp_path, tiny_dir, capsys):
     from array import array
 
@@ -69,7 +92,7 @@ def test_an_answer_that_is_not_the_model_s_is_found(recorded, tmp_path, tiny_dir
     assert "1 of 2 answers were computed with another weights" in shown
 
 
-@pytest.mark.parametrize("line", ["", "x", "[]", "{}", '{"receipt": {}, "prompt_token_ids": "x"}'])
+@pytest.mark.parametrize("line", ["", "x", "[]", "{}", '{"hash_ids": [1]}', '{"receipt": {}, "prompt_token_ids": "x"}'])
 def test_what_is_no_answer_is_refused(line, tmp_path, tiny_dir, capsys):
     (tmp_path / "log").write_text(line)
     assert main(["verify", str(tmp_path / "log"), "--model", str(tiny_dir)]) == 1

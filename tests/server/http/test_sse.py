@@ -119,6 +119,23 @@ def test_a_silent_stream_has_events_if_its_api_has_any(monkeypatch):
     assert (event, last) == ("data: {}", DONE)
 
 
+def test_the_first_event_comes_soon(monkeypatch):
+    monkeypatch.setattr(sse, "FIRST_S", 0.001)
+
+    async def main():
+        client = Client()
+
+        async def events():
+            while ": keep-alive" not in client.text:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.1)
+            yield {}
+
+        return await client.read(events())
+
+    assert asyncio.run(main()) == [": keep-alive", "data: {}", DONE]
+
+
 def test_a_client_that_leaves_closes_the_events():
     closed = []
 

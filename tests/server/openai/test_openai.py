@@ -131,6 +131,30 @@ def test_nulls_mean_the_default(client):
     assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 16
 
 
+def test_limits_of_tokens(api, client):
+    asked = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
+    free = api.completions.create(**asked).choices[0].text
+    assert "Paris" in free
+    banned = api.completions.create(**asked, extra_body={"bad_words": ["Paris", "Lyon is a city"]}).choices[0].text
+    assert "Paris" not in banned
+    two = api.completions.create(**asked, extra_body={"bad_words": ["answer is"]}).choices[0].text
+    assert two.startswith(free.partition(" is")[0])  # only the second token of the two is forbidden
+    assert "answer is" not in two
+    ids = client.post("/tokenize", json={"prompt": " oak elm"}).json()["tokens"]
+    few = {"allowed_token_ids": ids, "return_token_ids": True}
+    assert {*api.completions.create(**asked, extra_body=few).choices[0].token_ids} <= {*ids}
+    for wrong, param in (({"allowed_token_ids": [10**6]}, "allowed_token_ids"), ({"bad_words": [" "]}, "bad_words")):
+        with pytest.raises(openai.BadRequestError) as error:
+            api.completions.create(**asked, extra_body=wrong)
+        assert error.value.body["param"] == param
+    (tree,) = client.post("/tokenize", json={"prompt": " tree"}).json()["tokens"]
+    none_left = {"allowed_token_ids": [tree], "bad_words": ["tree"]}
+    with pytest.raises(openai.BadRequestError, match="leave none"):
+        api.completions.create(**asked, extra_body=none_left)
+    chat = api.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=2, extra_body={"n_probs": 3})
+    assert [len(entry.top_logprobs) for entry in chat.choices[0].logprobs.content] == [3, 3]
+
+
 @pytest.mark.parametrize("options", [{"suffix": "x"}, {"best_of": 3}, {"prompt": []}, {"prompt": ""}])
 def test_completions_that_are_refused(api, options):
     with pytest.raises(openai.BadRequestError):

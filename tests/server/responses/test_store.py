@@ -3,7 +3,8 @@
 import httpx
 import pytest
 
-from server.errors import NotFound
+from server.errors import Conflict, NotFound
+from server.responses import conversations
 from server.responses import store as room
 from server.responses.store import ResponseStore, StoredResponse
 
@@ -61,6 +62,16 @@ def test_time_ends_a_response():
     assert kept(store, "alice", "a")
     now[0] += 1
     assert not kept(store, "alice", "a")
+
+
+def test_a_conversation_has_bounded_room(monkeypatch):
+    monkeypatch.setattr(conversations, "_MOST_BYTES", 100)
+    store = ResponseStore()
+    store.add("alice", "conv_1", stored(b"x" * 30))
+    conversations.check_room(store, "alice", "conv_1", b"y" * 40)
+    for name, items in (("conv_1", b"y" * 60), (None, b"y" * 101)):
+        with pytest.raises(Conflict, match="at most 100 bytes"):
+            conversations.check_room(store, "alice", name, items)
 
 
 def test_what_a_request_brings_is_counted(guarded):

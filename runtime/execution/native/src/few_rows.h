@@ -43,7 +43,7 @@ class Upcoming {
 // Scores [R, count rounded up to kLanes] of queries [R, dim], as `load_query` gives them, for keys at `k` + offsets.
 // `dim` is a multiple of kPanel, and there are offsets up to the rounded count.
 template <int R, class T>
-    requires(!kPairs<T>)
+    requires(sizeof(T) == 2 && !kPairs<T>)
 void score_rows(const float* q, int64_t ldq, int64_t dim, const char* k, const int64_t* offsets, int64_t count,
                 float* scores, int64_t stride, Upcoming& upcoming) {
     for (int64_t first = 0; first < count; first += kLanes) {
@@ -75,16 +75,17 @@ void score_rows(const float* q, int64_t ldq, int64_t dim, const char* k, const i
     }
 }
 
-// The same for pairs, summed in the order of `dot_pairs`, so that a row gets the same bits alone and with other rows.
+// The same for float32 and for pairs, summed in the order of `dot_f32` and of `dot_pairs`, so that a row gets the same
+// bits alone and with other rows.
 template <int R, class T>
-    requires(kPairs<T>)
+    requires(sizeof(T) == 4 || kPairs<T>)
 void score_rows(const float* q, int64_t ldq, int64_t dim, const char* k, const int64_t* offsets, int64_t count,
                 float* scores, int64_t stride, Upcoming& upcoming) {
     for (int64_t first = 0; first < count; first += kLanes) {
         Vec sums[R];
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) sums[r] = zero();
-        for (int64_t lane = 0; lane < dim / 2; lane += kLanes) {
+        for (int64_t lane = 0; lane < dim * int64_t(sizeof(T)) / 4; lane += kLanes) {
             Vec m[kLanes];
 #pragma GCC unroll 16
             for (int i = 0; i < kLanes; ++i) m[i] = load(reinterpret_cast<const float*>(k + offsets[first + i]) + lane);
@@ -93,7 +94,12 @@ void score_rows(const float* q, int64_t ldq, int64_t dim, const char* k, const i
             for (int i = 0; i < kLanes; ++i) {
 #pragma GCC unroll 4
                 for (int r = 0; r < R; ++r) {
-                    sums[r] = fma_pairs((Bits)set1(q[r * ldq + lane + i]), (Bits)m[i], sums[r]);
+                    const Vec x = set1(q[r * ldq + lane + i]);
+                    if constexpr (kPairs<T>) {
+                        sums[r] = fma_pairs((Bits)x, (Bits)m[i], sums[r]);
+                    } else {
+                        sums[r] = fma(x, m[i], sums[r]);
+                    }
                 }
             }
         }

@@ -16,8 +16,9 @@ from runtime.execution.native.decoder import NativeDecoder
 from runtime.execution.native.library import Library
 from runtime.kv.pool import KVPool
 from runtime.kv.states import StatePool
+from runtime.models.gguf_tensors import GGUFTensors
 from runtime.models.spec import LlamaSpec
-from runtime.models.weights import load_weights
+from runtime.models.weights import load_vectors, load_weights
 from tests.tiny import vary
 
 VOCAB, PAGE, PAGES, SLOTS = 320, 4, 240, 6
@@ -49,7 +50,7 @@ def save_hybrid(kind: str, directory: Path, **more: Any) -> Path:
     """Write a random model as a Hugging Face directory without a tokenizer."""
     model_class = getattr(transformers, f"{kind}ForCausalLM")
     torch.manual_seed(1)
-    model = model_class(model_class.config_class(**{**_SIZES, **HYBRID_MODELS[kind], **more}))
+    model = model_class(model_class.config_class(**{**_SIZES, **HYBRID_MODELS.get(kind, {}), **more}))
     vary(model)
     model.save_pretrained(directory)
     return directory
@@ -58,11 +59,6 @@ def save_hybrid(kind: str, directory: Path, **more: Any) -> Path:
 def oracle(path: Path) -> Any:
     """transformers' model."""
     return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
-def torch_model(path: Path, dtype: torch.dtype = torch.float32) -> LlamaModel:
-    spec = LlamaSpec.load(path)
-    return LlamaModel(spec, load_weights(path, spec, dtype), CPU)
 
 
 def make_pools(spec: LlamaSpec, dtype: torch.dtype = torch.float32) -> tuple[KVPool, StatePool]:
@@ -89,15 +85,19 @@ class Runner:
     def __init__(
         self, path: Path, library: Library | None = None, threads: int = 2, dtype: torch.dtype = torch.float32
     ):
-        """`library`: kernels; None: torch."""
-        self.model = model = torch_model(path, dtype)
+        """`library`: kernels, which compute a GGUF file's matrices as stored; None: torch."""
+        linked = None if library is None else GGUFTensors.open(path)
+        spec = LlamaSpec.load(path)
+        weights = load_weights(path, spec, dtype) if linked is None else load_vectors(linked, spec, dtype)
+        self.model = model = LlamaModel(spec, weights, CPU)
         self.spec = model.spec
         self.pool, self.states = make_pools(self.spec, dtype)
         model.states = self.states
         if library is None:
             self.forward = partial(model.forward, pool=self.pool, backend=CPUAttention(self.pool))
         else:
-            self.forward = NativeDecoder(library, model, self.pool, threads).forward
+            stored = None if linked is None else (linked, path)
+            self.forward = NativeDecoder(library, model, self.pool, threads, stored=stored).forward
 
     def start(self, slot: int) -> Sequence:
         self.states.clear(slot)

@@ -152,11 +152,12 @@ def test_scores_that_exp_cannot_take(library):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16)])
 @pytest.mark.parametrize("length", [5, 80, 513, 1100, 2128])
-def test_a_row_gets_the_same_bits_in_every_company(library, heads, kv_heads, dim, length):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_gets_the_same_bits_in_every_company(library, heads, kv_heads, dim, length, dtype):
     """Alone, in a chunk, or behind a prefix that others share; by any number of threads."""
-    if library.isa != "avx512bf16":
-        pytest.skip("only pairs of bfloat16 are summed in one order")
-    world = World(library, page_size=16, heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16)
+    if dtype == torch.bfloat16 and library.isa != "avx512bf16":
+        pytest.skip("of bfloat16, only pairs are summed in one order")
+    world = World(library, page_size=16, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
     rows, span = min(length, 70), world.span(length)
     q = torch.randn(rows, heads, dim, generator=world.generator)
 

@@ -1,0 +1,125 @@
+"""GGUF files of models with recurrent layers: tokens are transformers', and the kernels compute what is stored."""
+
+import random
+
+import pytest
+import torch
+
+from runtime.errors import ModelError
+from runtime.models.gguf import convert_gguf
+from tests.runtime.engine.driver import Driver, greedy, make_core
+from tests.runtime.execution.mixers.models import Runner, oracle, save_hybrid
+from tests.runtime.models.hybrid_files import (
+    DELTA_SIZES,
+    EXPERT_SIZES,
+    GRANITE_SIZES,
+    SIZES,
+    Kind,
+    link,
+    round_weights,
+    write_hybrid,
+)
+from tests.runtime.reuse.hybrid.test_exact import STOP, Asking, conversation
+
+# Several types in what a layer reads: queries and their gates are one tensor, of another type than keys and values.
+MIXED = {
+    **{"in_proj": Kind.Q5_0, "out_proj": Kind.Q4_1, "attn_q": Kind.Q5_1, "attn_k": Kind.Q8_0, "attn_v": Kind.Q4_0},
+    **{"attn_qkv": Kind.Q8_0, "attn_gate": Kind.Q4_0, "ssm_alpha": Kind.Q8_0, "ssm_out": Kind.Q5_1},
+    **{"ffn_gate_exps": Kind.Q5_0, "ffn_up_exps": Kind.Q5_0, "ffn_down_exps": Kind.Q4_1, "ssm_ba": Kind.Q4_0},
+    **{"ffn_gate_shexp": Kind.Q8_0, "ffn_up_shexp": Kind.Q8_0, "ffn_down_shexp": Kind.Q5_0},
+    **{"ffn_gate": Kind.Q4_0, "ffn_up": Kind.Q4_0, "token_embd": Kind.F16},
+}
+OWN = ["Lfm2", "Qwen3_5", "Qwen3Next"]
+TEXT = [random.Random(5).randrange(3, 320) for _ in range(70)]
+
+
+def make(family, directory, kind=None, rounded=None, **more):
+    """A model of transformers, and the file's directory."""
+    own = {
+        "Lfm2": {"block_auto_adjust_ff_dim": False},
+        "Qwen3_5": DELTA_SIZES,
+        "Qwen3Next": DELTA_SIZES | EXPERT_SIZES,
+        "GraniteMoeHybrid": GRANITE_SIZES,
+    }
+    source = save_hybrid(family, directory / "source", **SIZES, **own[family], **more)
+    if rounded is not None:
+        round_weights(source, rounded)
+    return source, link(write_hybrid(source, directory / "m.gguf", kind), directory / "out")
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("kind", [None, Kind.Q8_0, Kind.Q4_0])
+@pytest.mark.parametrize("family", OWN)
+def test_greedy_tokens_are_those_of_transformers(tmp_path, family, kind, kernels):
+    """Cold, warm, and the next turn, for a small chunk size and a pool that is too small for all."""
+    source, target = make(family, tmp_path, kind, kind)
+    model = oracle(source)
+
+    @torch.inference_mode()
+    def is_greedy(prompt, tokens):
+        logits = model(torch.tensor([prompt + tokens[:-1]]), logits_to_keep=len(tokens)).logits[0]
+        return logits.argmax(-1).tolist() == tokens
+
+    draw, options = random.Random(3), {"kernels": kernels, "page_size": 4, "chunk_tokens": 7}
+    driver, prompt = Asking(target, is_greedy, pool_tokens=400, **options), conversation(draw, 3)
+    answer = driver.ask(prompt)
+    assert driver.ask(prompt) == answer
+    assert driver.latest >= len(prompt) - 2
+    for _ in range(6):
+        driver.ask([*prompt, *answer, STOP, *conversation(draw, 3)])
+    assert driver.core.state()["evicted_tokens"] > 0
+    driver.ask(prompt)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, MIXED])
+@pytest.mark.parametrize("family", OWN)
+def test_logits_of_stored_matrices_are_near_those_of_unpacked_ones(library, tmp_path, family, kind):
+    _, target = make(family, tmp_path, kind)
+    plain, stored = Runner(target), Runner(target, library)
+    wanted = plain.step((plain.start(1), TEXT))
+    found = stored.step((stored.start(1), TEXT))
+    # Rounded activations may choose other experts for a few rows.
+    assert 0 < ((found - wanted).norm(dim=1) / wanted.norm(dim=1)).median() < 0.1
+    one = stored.start(2)
+    again = torch.cat([stored.step((one, TEXT[first : first + 9])) for first in range(0, len(TEXT), 9)])
+    # torch's sigmoid, of the shared expert's gate, rounds a value by its place.
+    assert torch.allclose(again, found, atol=1e-4 if family == "Qwen3Next" else 0, rtol=0), "in any chunks"
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_an_engine_computes_what_is_stored(tmp_path, family):
+    """Cold, warm and in chunks; transformers' tokens would need activations that are not rounded."""
+    _, target = make(family, tmp_path, MIXED)
+    draw = random.Random(7)
+    prompt, found = conversation(draw, 3), []
+    for chunk in (5, 64):
+        driver = Driver(make_core(target, dtype="auto", page_size=4, chunk_tokens=chunk))
+        assert driver.core.executor.quantization == "gguf"
+        for _ in range(2):
+            found += driver.together([prompt], max_new_tokens=8)
+        assert driver.cached("r1") > 0
+    assert found == [found[0]] * 4
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+    source, plain = make("Qwen3_5", tmp_path)
+    more = link(write_hybrid(source, tmp_path / "more.gguf", predicting=1), tmp_path / "more")
+    logits = [runner.step((runner.start(0), TEXT)) for runner in (Runner(plain), Runner(more))]
+    assert torch.equal(*logits)
+
+
+def test_a_file_is_not_unpacked_for_transformers(tmp_path):
+    source, _ = make("Lfm2", tmp_path)
+    with pytest.raises(ModelError, match="--model-impl transformers is not served with GGUF files of lfm2"):
+        convert_gguf(tmp_path / "m.gguf", source)
+
+
+@pytest.mark.parametrize(("kind", "experts", "rope"), [(None, 0, None), (Kind.Q8_0, 4, None), (Kind.F16, 4, "rope")])
+def test_granite_is_unpacked_for_transformers_code(tmp_path, kind, experts, rope):
+    more = {"num_local_experts": experts, "num_experts_per_tok": min(experts, 2), "position_embedding_type": rope}
+    source, target = make("GraniteMoeHybrid", tmp_path, kind, kind, **more)
+    model, draw = oracle(source), random.Random(2)
+    prompts = [draw.choices(range(3, 320), k=length) for length in (30, 17)]
+    driver = Driver(make_core(target, page_size=4, chunk_tokens=7))
+    assert driver.core.info.model_impl == "transformers"
+    assert driver.together(prompts, max_new_tokens=6) == [greedy(model, prompt, 6) for prompt in prompts]
