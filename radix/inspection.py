@@ -22,6 +22,7 @@ class _Shown:
 
     Attributes:
         start: number of tokens before the run; tokens: number of tokens in the run.
+        attached: number of attached runs that begin where this run ends.
         hits: uses of paths through the run; idle_s: seconds since the last use.
         cost_s: seconds that it took to compute the run.
         locked, pinned: whether a live request protects the run, and whether a pin does. For a run with a pin, `locked`
@@ -37,6 +38,7 @@ class _Shown:
     namespace: Namespace
     start: int
     tokens: int
+    attached: int
     hits: int
     idle_s: float
     cost_s: float
@@ -123,6 +125,7 @@ def _view(
         depth=depth,
         start=start,
         tokens=len(node.key) // TOKEN_BYTES,
+        attached=node.num_attached,
         pages=len(node.pages),
         children=len(node.children),
         hits=node.hits,
@@ -288,6 +291,7 @@ class _Walk:
             namespace=node.namespace,
             start=self._starts[at],
             tokens=len(run) // TOKEN_BYTES,
+            attached=end.num_attached,
             chained=0 if is_root else len(chain),
             total=self._totals[at],
             nodes=self._counts[at],

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from radix import PolicyName
 from runtime.errors import ModelError
@@ -108,7 +108,7 @@ class CacheConfig(Section):
         pattern=rf"^{_SECONDS}(:{_SECONDS})?$",
         coerce_numbers_to_str=True,
         description="seconds for which used prefixes are evicted last, within half of the pool: DEFAULT or "
-        "DEFAULT:MOST; MOST bounds requests' `hold_s`",
+        "DEFAULT:MOST, such as 30 or 30:600; MOST bounds requests' `hold_s`",
     )
     tenant_quota: int | None = Field(
         None,
@@ -254,7 +254,7 @@ class EngineConfig(Section):
     cuda_graph_batches: str = Field(
         "1,2,4,8,16,32,64,128",
         pattern=r"^(\d+(,\d+)*)?$",
-        description="batch sizes of CUDA graphs for decode steps, padded to the next size; 0: no graphs",
+        description="comma-separated batch sizes of CUDA graphs for decode steps, padded to the next one; 0: no graphs",
     )
     overlap: Literal["auto", "on", "off"] = Field(
         "auto", description="schedule the next step during a decode step (causal models); auto: on a GPU"
@@ -283,7 +283,8 @@ class ServerConfig(Section):
     allowed_hosts: str | None = Field(
         None,
         pattern=_HOSTS,
-        description="host names of a server without keys that clients may use, separated by commas; * allows all; "
+        description="host names, without ports, of a server without keys that clients may use, separated by commas; * "
+        "allows all; "
         "the server's own address, localhost and this machine's name are allowed anyway",
     )
     max_body_bytes: int = Field(
@@ -300,7 +301,8 @@ class ServerConfig(Section):
     cors_origins: str | None = Field(
         None,
         pattern=rf"^{_ORIGIN}(\s*,\s*{_ORIGIN})*$",
-        description="origins of web pages that may use the server, separated by commas; * allows all",
+        description="origins of web pages that may use the server: SCHEME://HOST or SCHEME://HOST:PORT, separated by "
+        "commas; * allows all",
     )
     ssl_certfile: str | None = Field(
         None, description="serve HTTPS with this certificate and its private key (PEM): FILE or CERTIFICATE,KEY"
@@ -349,7 +351,7 @@ def make_config(**options: object) -> Config:
     """A `Config` from option names without sections; names are unique over all sections.
 
     Raises:
-        ValueError: for an unknown name, or a value out of range.
+        ValueError: for an unknown name, or a value out of range. Its text is the option's name and what is wrong.
     """
     sections: dict[str, dict[str, object]] = {}
     for name, value in options.items():
@@ -357,4 +359,17 @@ def make_config(**options: object) -> Config:
         if section is None:
             raise ValueError(f"no such option: {name}")
         sections.setdefault(section, {})[name] = value
-    return Config.model_validate(sections)
+    try:
+        return Config.model_validate(sections)
+    except ValidationError as error:
+        raise ValueError(_in_words(error)) from None
+
+
+def _in_words(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    section, name = str(problem["loc"][0]), str(problem["loc"][-1])
+    if problem["type"] != "string_pattern_mismatch":
+        return f"{name}: {problem['msg'].removeprefix('Value error, ')}, not {problem['input']!r}"
+    # The description says more than the pattern.
+    described = Config.model_fields[section].annotation.model_fields[name].description  # type: ignore[union-attr]
+    return f"{name}: {problem['input']!r} does not fit: {described}"

@@ -18,6 +18,8 @@ from server.commands.models import found_models, free_memory
 
 _GIB = 1 << 30
 _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "neon", "asimd")
+# The flag that shows that a processor supports the kernels for an instruction set.
+_FLAG_OF = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "avx512": "avx512vl", "avx2": "avx2"}
 # The suffix of a converted model's directory has the conversion's digest and version.
 _VERSION = r"(-[0-9a-f]{12})?(-\d+)?$"
 _PACKAGES = ("ramet", "torch", "transformers", "tokenizers", "safetensors", "fastapi", "flashinfer-python", "redis")
@@ -60,18 +62,20 @@ def _facts(config: Config) -> Iterator[tuple[str, str]]:
     there = {re.sub(_VERSION, "", path.name) for path in where.glob("models/[!.]*") if path.is_dir()}
     others = [f"{name} ({size / _GIB:.1f} GiB)" for name, size in found_models()]
     yield "models there", ", ".join([*sorted(there), *others]) or "none"
-    yield "compiler", shutil.which("c++") or shutil.which("g++") or shutil.which("clang++") or "none"
+    yield "compiler", _compiler() or "none"
     yield "Python", f"{platform.python_version()} on {platform.system()} {platform.release()}"
     yield "packages", ", ".join(f"{package} {found}" for package in _PACKAGES if (found := _version(package)))
 
 
 def _hints() -> Iterator[str]:
-    from runtime.execution.native.library import load_best
+    from runtime.execution.native.library import ISAS, load_best
 
     library, (_, flags) = load_best(), _processor()
-    if library is None and "avx2" in flags:
-        yield "Install a C++20 compiler and reinstall Ramet: native kernels are several times faster than torch."
-    elif library is not None:
+    best = next((isa for isa in ISAS if _FLAG_OF[isa] in flags), None)
+    if best != (library and library.isa):
+        why = f"but {found} did not build them" if (found := _compiler()) else "and a C++20 compiler builds them"
+        yield f"Kernels for {best} are missing, {why}. `pip install -v --editable .` builds again and shows errors."
+    if library is not None:
         yield "A GGUF file of 4 bits, or --quantization int8, makes decode steps read fewer bytes of weights."
     if library is not None and "avx512_vnni" not in flags:
         yield "A processor with products of bytes (AVX512-VNNI) computes weights of 4 to 8 bits faster."
@@ -83,6 +87,10 @@ def _hints() -> Iterator[str]:
         yield "`make extra-cuda`, or `pip install flashinfer-python`, adds FlashInfer for the GPU."
     if free_memory() < 2 * _GIB:
         yield "Little memory is free: lower --pool-memory."
+
+
+def _compiler() -> str | None:
+    return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
 def _processor() -> tuple[str, frozenset[str]]:

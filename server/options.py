@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from runtime.config import Config, make_config
@@ -57,13 +56,8 @@ def config_from(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
     given = {name: value for name, value in vars(arguments).items() if name in names}
     try:
         config = make_config(**given)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        section, name = problem["loc"][0], str(problem["loc"][-1])
-        wrong = f"{problem['msg']}, not {problem['input']!r}"
-        if problem["type"] == "string_pattern_mismatch":  # the description says more than the pattern
-            described = Config.model_fields[str(section)].annotation.model_fields[name].description  # type: ignore[union-attr]
-            wrong = f"{problem['input']!r} does not fit: {described}"
+    except ValueError as error:
+        name, _, wrong = str(error).partition(": ")
         parser.error(f"argument --{name.replace('_', '-')}: {wrong}")
     if "disk_space" in given and config.tiers.disk_cache is None:
         parser.error("argument --disk-space: needs --disk-cache")

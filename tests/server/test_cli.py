@@ -19,6 +19,7 @@ import runtime.frontend
 from runtime import Engine
 from runtime.config import CacheConfig, Config, ServerConfig, make_config, unusable
 from runtime.errors import ModelError
+from runtime.execution.native.library import load_best
 from server.cli import main
 from server.options import options_page
 from server.serve import _bind
@@ -58,7 +59,7 @@ def test_every_option_of_the_configuration_is_there_and_explained(capsys):
         (["serve", "--disk-space", "5"], "argument --disk-space: needs --disk-cache"),
         (["serve", "--kv-events", "tcp://127.0.0.1:5557,5558"], "argument --kv-events: "),
         (["serve", "--hold-time", "60:"], "argument --hold-time: "),
-        (["serve", "--hold-time", "60:30"], "argument --hold-time: Value error, DEFAULT is longer than MOST"),
+        (["serve", "--hold-time", "60:30"], "argument --hold-time: DEFAULT is longer than MOST"),
         ([], "COMMAND"),
         (["serve", "--pool-memry", "2"], "unrecognized arguments: --pool-memry 2; did you mean --pool-memory?"),
         (["serve", "--lora", ""], "argument --lora: '' does not fit: low-rank adapters"),
@@ -245,6 +246,20 @@ def test_the_doctor_tells_what_there_is(capsys, tmp_path, monkeypatch):
     assert ("may not use all cores" in told) == (len(os.sched_getaffinity(0)) < os.cpu_count())
 
 
+@pytest.mark.parametrize("compiler", [None, "/bin/c++"])
+def test_the_doctor_misses_kernels_that_were_not_built(capsys, monkeypatch, compiler):
+    best = load_best()
+    if best is None:
+        pytest.skip("there are no native kernels here")
+    assert main(["doctor"]) == 0
+    assert "are missing" not in capsys.readouterr().out
+    monkeypatch.setattr("runtime.execution.native.library.load", lambda isa: None)
+    monkeypatch.setattr("shutil.which", lambda name: compiler)
+    assert main(["doctor"]) == 0
+    why = "but /bin/c++ did not build them" if compiler else "and a C++20 compiler builds them"
+    assert f"Kernels for {best.isa} are missing, {why}." in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("quantization", ["auto", "none"])
 def test_the_doctor_tells_how_a_file_is_computed(capsys, tmp_path, quantization):
     kinds = {"attn_q": Kind.Q4_0, "token_embd": Kind.F16}
@@ -257,6 +272,11 @@ def test_the_doctor_tells_how_a_file_is_computed(capsys, tmp_path, quantization)
     path.write_bytes(b"GGUF")
     assert main(["doctor", "--model", str(path)]) == 0
     assert "not a readable GGUF file" in re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+def test_an_option_of_the_engine_is_refused_in_words():
+    with pytest.raises(ValueError, match=r"^hold_time: 'soon' does not fit: seconds for which .* 30:600"):
+        make_config(hold_time="soon")
 
 
 def test_the_doctor_tells_that_transformers_code_unpacks_a_file(capsys, tmp_path):

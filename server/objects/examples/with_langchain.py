@@ -9,10 +9,23 @@ from langchain_core.documents import Document
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 
+# Documents are reused from 32 tokens on.
 PAPERS = [
-    Document("The river Ambel rises in the hills of Tor. It is 212 kilometres long.", metadata={"title": "Ambel"}),
-    Document("The town of Tor lies at 640 metres. Its market is held on Thursdays.", metadata={"title": "Tor"}),
-    Document("Sela is a village by the river Ambel, known for its mill.", metadata={"title": "Sela"}),
+    Document(
+        "The river Ambel rises in the hills of Tor. It is 212 kilometres long, passes four mills and two towns, and "
+        "reaches the sea at Port Ennet, where ships have loaded flour since the year 1640.",
+        metadata={"title": "Ambel"},
+    ),
+    Document(
+        "The town of Tor lies at 640 metres. Its market is held on Thursdays on the square before the old bell tower, "
+        "and farmers bring wool, cheese and honey from the hills around it.",
+        metadata={"title": "Tor"},
+    ),
+    Document(
+        "Sela is a village by the river Ambel, known for its mill. The mill has three wheels, of which one turns, "
+        "and a bakery that sells its bread on Mondays and Fridays.",
+        metadata={"title": "Sela"},
+    ),
 ]
 
 

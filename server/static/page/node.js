@@ -11,7 +11,9 @@ function showNode(block) {
   if (!block) { box.classList.remove("shown"); box.replaceChildren("This node is gone, or too small to be shown."); box.dataset.shown = ""; return; }
   const name = nameOf(block), same = box.dataset.shown === name;
   if (same && box.contains(document.activeElement) && document.activeElement.matches("pre")) return;
-  const entries = [["tokens", `${number(block.tokens)}, after ${number(block.start)}`], ["from here on", block.total && `${number(block.total)} tokens in ${inNodes(block.nodes)}`], ["hits", number(block.hits)],
+  const isPoint = block.meta?.point != null;
+  const entries = [isPoint ? ["memory", `that of ${number(block.tokens)} tokens`] : ["tokens", `${number(block.tokens)}, after ${number(block.start)}`], ["resume points", block.attached && `${number(block.attached)}, at its end`],
+    ["from here on", !isPoint && block.total && `${number(block.total)} tokens in ${inNodes(block.nodes)}`], ["hits", number(block.hits)],
     ["last used", block.idle_s != null && `${ago(block.idle_s)} ago`], ["computed in", block.cost_s && `${number(block.cost_s, 2)} s`], ["owner", ownerOf(block)], ["kind", kindOf(block)], ["also in", (block.tiers || []).join(", ")],
     ["kept by", [block.pinned && "pins", block.held_s && `its hold time for ${ago(block.held_s)}`, block.locked && "live requests"].filter(Boolean).join(" and ")], ["foreseen", foreseenOf(block)]];
   const list = make("dl");

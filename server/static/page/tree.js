@@ -32,7 +32,7 @@ const folded = (text) => text
   .replace(/<\|[^|<>]*\|>|<\/?s>/g, " ").replace(/\s+/g, " ").trim();
 function labelOf(block) {
   if (block.id < 0) return block.owner || (asker.admin ? "all requests" : "your prompts");
-  if (block.meta?.point != null) return "state";
+  if (block.meta?.point != null) return "resume point";
   return [block.meta?.module, folded(block.preview) || block.preview.trim()].filter(Boolean).join(" ") || `${number(block.tokens)} tokens`;
 }
 const COLOURINGS = {
@@ -127,7 +127,8 @@ function drawTree(top) {
   $("stage").classList.toggle("empty", !top.length);
   svg.replaceChildren();
   const tiers = Object.keys(TIERS).filter((tier) => blocks.some((block) => block.tiers?.includes(tier)));
-  legend($("treekey"), [...paint.key, ...tiers.map((tier) => [`also in ${tier}`, `background:var(${TIERS[tier]});border-radius:50%;width:8px;height:8px`]), ["pinned", "border:2px solid var(--pin)"], ["held for a time", "border:2px dashed var(--pin)"], ["locked by a live request", "border-bottom:3px solid var(--lock);border-radius:0"], ["smaller nodes, together", "background:var(--line)"]]);
+  legend($("treekey"), [...paint.key, ...tiers.map((tier) => [`also in ${tier}`, `background:var(${TIERS[tier]});border-radius:50%;width:8px;height:8px`]),
+    ...(blocks.some((block) => block.attached) ? [["resume point at its end, drawn below it as wide as its memory", "background:var(--panel);border:1px solid var(--ink);width:8px;height:8px;border-radius:0;transform:rotate(45deg)"]] : []), ["pinned", "border:2px solid var(--pin)"], ["held for a time", "border:2px dashed var(--pin)"], ["locked by a live request", "border-bottom:3px solid var(--lock);border-radius:0"], ["smaller nodes, together", "background:var(--line)"]]);
   let deepest = 0, x = 0;
   const place = (block, x, w, row) => {
     if (w < 1 || row >= most) return;
@@ -170,7 +171,11 @@ function drawBlock(svg, block, x, w, row, paint) {
   if (block.held_s) rect.dataset.held = "1";
   if (block.locked && !root) { rect.dataset.locked = "1"; draw(svg, "line", { x1: x + 2, x2: x + Math.max(w - 2, 2.5), y1: topOf(row + 1) - 5, y2: topOf(row + 1) - 5, stroke: "var(--lock)", "stroke-width": 2, "pointer-events": "none" }); }
   if (w > 40) write(svg, block, x + 6, w - 10, row);
-  if (w > 14) Object.keys(TIERS).filter((tier) => block.tiers?.includes(tier)).forEach((tier, i) => draw(svg, "circle", { cx: x + w - 8 - 8 * i, cy: topOf(row + 1) - 10, r: 3, fill: `var(${TIERS[tier]})` }));
+  if (w > 14) {
+    const right = x + w - 8 - (block.attached ? 10 : 0), y = topOf(row + 1) - 10;
+    if (block.attached) draw(svg, "path", { d: `M${x + w - 8} ${y - 4.5}l4.5 4.5-4.5 4.5-4.5-4.5z`, fill: "var(--panel)", stroke: "var(--ink)", "data-points": block.attached });
+    Object.keys(TIERS).filter((tier) => block.tiers?.includes(tier)).forEach((tier, i) => draw(svg, "circle", { cx: right - 8 * i, cy: y, r: 3, fill: `var(${TIERS[tier]})` }));
+  }
   rect.addEventListener("mousemove", (event) => showTip(event, make("div", facts(block), { class: "soft" })));
   rect.addEventListener("mouseenter", () => pointAt(block));
   rect.addEventListener("mouseleave", () => { hideTip(); pointAt(null); });
@@ -199,10 +204,12 @@ const kindOf = ({ meta, kind }) => meta?.point != null ? `resume point behind ${
   meta?.module != null ? `module ${meta.module} of the schema ${meta.schema}, ${number(meta.module_tokens)} tokens` :
   meta?.depths ? `encoded with ${number(meta.encoded_tokens)} tokens, reusable in ${depths(meta)} (depth table ${meta.depth_table})${measured(meta.measured)}` :
   meta?.document != null ? `document ${meta.document}, ${number(meta.document_tokens)} tokens` : { rows: "behind prompt modules", fused: "behind documents", bicache: "encoding" }[kind];
+const pointsOf = ({ attached }) => `${number(attached)} resume point${attached === 1 ? "" : "s"} at its end`;
+const sizeOf = (block) => block.meta?.point != null ? `memory of ${number(block.tokens)} tokens` : `${number(block.tokens)} tokens after ${number(block.start)}; ${number(block.total)} in ${inNodes(block.nodes)} from here on`;
 function facts(block) {
   const root = block.id < 0, kind = kindOf(block);
-  return [root ? `${number(block.total)} tokens in ${inNodes(block.nodes)}` : `${number(block.tokens)} tokens after ${number(block.start)}; ${number(block.total)} in ${inNodes(block.nodes)} from here on`,
-    `${number(block.hits)} hits`, `last used ${ago(block.idle_s)} ago`, ownerOf(block) && `of ${ownerOf(block)}`, block.pinned && "pinned", block.held_s && `held for ${ago(block.held_s)}`, block.locked && "locked by a live request",
+  return [root ? `${number(block.total)} tokens in ${inNodes(block.nodes)}` : sizeOf(block),
+    block.attached && pointsOf(block), `${number(block.hits)} hits`, `last used ${ago(block.idle_s)} ago`, ownerOf(block) && `of ${ownerOf(block)}`, block.pinned && "pinned", block.held_s && `held for ${ago(block.held_s)}`, block.locked && "locked by a live request",
     foreseenOf(block) && `foreseen: ${foreseenOf(block)}`, kind].filter(Boolean).join("; ");
 }
 // One stop for the tabulator; arrows go along the tree as it is drawn.

@@ -1,11 +1,16 @@
 """The page in a real browser: headless Chromium, driven by playwright."""
 
 import json
+import shutil
 import subprocess
 import sys
 
 import httpx
 import pytest
+
+from tests.runtime.execution.mixers.models import save_hybrid
+from tests.server.conftest import start, stop
+from tests.tiny import WITH_TOKENIZER
 
 SAYING = (
     "Seven bakers argued about one loaf until the bell rang, and after that there was nothing left to argue about. "
@@ -55,6 +60,26 @@ def test_the_tree_is_drawn_and_a_node_pinned_unpinned_and_evicted(page, server):
     page.get_by_role("button", name="Evict").click()
     page.locator("#said", has_text="tokens evicted").or_(page.locator("#node", has_text="is gone")).first.wait_for()
     assert httpx.get(f"{server.url}/cache/stats").json()["pages_tree"] == 0
+
+
+def test_resume_points_are_marked_where_they_lie(page, default_model_dir, tmp_path):
+    path = save_hybrid("Lfm2", tmp_path / "tiny-lfm2", vocab_size=WITH_TOKENIZER)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(default_model_dir / name, path)
+    server = start(tmp_path / "log", "--model", str(path), "--pool-tokens", "4096")
+    for end in ("They went one by one.", "Nobody went."):
+        generate(server.url, SAYING * 4 + end)
+    page.goto(server.url)
+    mark = page.locator("#icicle [data-points]").first
+    mark.wait_for()
+    page.locator("#treekey", has_text="resume point at its end").wait_for()
+    block(page, "Seven bakers").hover()
+    page.locator("#node dt", has_text="resume points").locator("+ dd", has_text="at its end").wait_for()
+    assert "at its end" in page.locator("#tip").inner_text()
+    page.locator("#icicle rect[aria-label^='resume point']").first.hover()
+    page.locator("#node dd", has_text="resume point behind").wait_for()
+    page.locator("#node dd", has_text="that of ").wait_for()
+    assert stop(server) == 0
 
 
 def test_figures_and_requests_move(page, server):

@@ -14,4 +14,4 @@ def test_langchain(server, client, capsys):
     assert all(answers)
     found = [list(map(int, re.findall(r"\d+", line)[:2])) for line in capsys.readouterr().out.splitlines()]
     assert len({prompt for _, prompt in found}) == 1
-    assert all(0 < cached < prompt for cached, prompt in found[1:])
+    assert all(prompt / 2 < cached < prompt for cached, prompt in found[1:]), "documents in a new order"

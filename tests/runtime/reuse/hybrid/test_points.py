@@ -2,6 +2,7 @@
 
 import random
 from array import array
+from collections import Counter
 
 import pytest
 
@@ -142,6 +143,8 @@ def test_operators_see_points_and_none_of_their_filling(saved, is_greedy):
     assert all(node["preview"] == b"" for node in shown)
     blocks = call(driver.core, GetOutline(99, 8))["blocks"]
     assert sum(block["meta"] is not None for block in blocks) == len(shown)
+    places = [(block["start"] + block["tokens"], block["attached"]) for block in blocks if block["attached"]]
+    assert sorted(places) == sorted(Counter(node["meta"]["point"] // 8 * 8 for node in shown).items())
     read = call(driver.core, OnNode("read", shown[0]["id"], shown[0]["start"]))["tokens"]
     tokens = array("i", read).tolist()
     assert tokens == prompt[: len(tokens)]
