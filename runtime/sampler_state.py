@@ -83,7 +83,7 @@ class Seen:
 
 
 @dataclass(slots=True)
-class Choice:
+class TokenChoice:
     """How to choose a token from a row of logits.
 
     Attributes:
@@ -108,7 +108,7 @@ class Choosing(Protocol):
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """The tokens with the highest logits, int64 [n], the first of equal ones; `NO_TOKEN` if it is not finite."""
 
-    def choose(self, logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+    def choose(self, logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
         """A token for each choice, int64; `NO_TOKEN` where the logits are not finite, or the choice leaves none."""
 
     def measure(self, logits: torch.Tensor, rows: Sequence[int], tokens: torch.Tensor, top: int) -> Measured:

@@ -1,6 +1,7 @@
 """Messages to and from one engine, and the process in which it runs."""
 
 import asyncio
+import logging
 import sys
 import tempfile
 from abc import ABC, abstractmethod
@@ -29,6 +30,8 @@ from runtime.protocol import (
     encode,
     outbound_decoder,
 )
+
+log = logging.getLogger("ramet.client")
 
 # Most messages to handle before other work of the event loop.
 _TOGETHER = 64

@@ -8,7 +8,7 @@ import torch
 
 from runtime.execution.transfers import index_on, upload
 from runtime.params import SamplingParams
-from runtime.sampler_state import NO_TOKEN, Choice, Measured
+from runtime.sampler_state import NO_TOKEN, Measured, TokenChoice
 from runtime.sampling.filters import filter_probs, has_filters
 from runtime.sampling.logprobs import measure_logprobs
 
@@ -31,7 +31,7 @@ class TorchChoosing:
         # argmax treats NaN as the maximum, so the chosen logit shows whether the row has a NaN.
         return best.where(logits.gather(-1, best[:, None])[:, 0].isfinite(), NO_TOKEN)
 
-    def choose(self, logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+    def choose(self, logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
         logits = logits[index_on([one.row for one in choices], logits.device)]
         sound = self.argmax(logits) != NO_TOKEN
         for row, one in zip(logits, choices, strict=True):
@@ -63,7 +63,7 @@ def column(values: Sequence[float], device: torch.device) -> torch.Tensor:
     return upload(torch.tensor(values, dtype=torch.float32), device)[:, None]
 
 
-def adjust(logits: torch.Tensor, choice: Choice) -> None:
+def adjust(logits: torch.Tensor, choice: TokenChoice) -> None:
     """Apply bias, penalties and masks to logits [vocab], in place."""
     params, device = choice.params, logits.device
     if params.logit_bias:

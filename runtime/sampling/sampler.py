@@ -13,7 +13,7 @@ from runtime.errors import InvalidRequest, RametError
 from runtime.execution.transfers import Download, index_on, upload
 from runtime.protocol import TokenLogprob
 from runtime.request import Request
-from runtime.sampler_state import NO_TOKEN, Choice, Choosing, Measured, Seen
+from runtime.sampler_state import NO_TOKEN, Choosing, Measured, Seen, TokenChoice
 from runtime.sampling.choosing import TorchChoosing
 from runtime.sampling.logprobs import list_logprobs
 
@@ -163,7 +163,7 @@ class Sampler:
         drafted: Sequence[int] = (),
     ) -> torch.Tensor:
         """Tokens of some rows, int64 [n], behind the draft's tokens `drafted`; adds errors of rows to `failures`."""
-        choices = [Choice(row, requests[row].sampler.params) for row in rows]
+        choices = [TokenChoice(row, requests[row].sampler.params) for row in rows]
         adjusted = [(i, one) for i, one in enumerate(choices) if _adjusts(requests[one.row], aheads[one.row])]
         for _, one in adjusted:
             with _noting(requests[one.row], one.row, failures):
@@ -185,7 +185,7 @@ class Sampler:
         return tokens
 
     def _accept(
-        self, logits: torch.Tensor, choice: Choice, token: int | torch.Tensor, request: Request, ahead: int
+        self, logits: torch.Tensor, choice: TokenChoice, token: int | torch.Tensor, request: Request, ahead: int
     ) -> int | torch.Tensor:
         """Advance the grammar and the penalties by a token; returns another one if the grammar refuses it."""
         grammar = request.sampler.grammar
@@ -200,7 +200,7 @@ class Sampler:
             choice.seen.add(token)
         return token
 
-    def _restrict(self, choice: Choice, request: Request, ahead: int) -> None:
+    def _restrict(self, choice: TokenChoice, request: Request, ahead: int) -> None:
         """Set penalties, the grammar's tokens and the minimum length."""
         state = request.sampler
         if state.params.penalised:
@@ -211,7 +211,7 @@ class Sampler:
         if choice.allowed is None and request.num_output + ahead < state.params.min_new_tokens:
             choice.barred = sorted(state.stop_ids)
 
-    def _limit(self, choice: Choice, request: Request, drafted: Sequence[int]) -> None:
+    def _limit(self, choice: TokenChoice, request: Request, drafted: Sequence[int]) -> None:
         """Leave out tokens that are not allowed or would complete a bad word. Raises InvalidRequest if none is left."""
         allowed, words = choice.params.allowed_token_ids, request.message.bad_words
         left = np.ones(self.vocab_size, dtype=bool)
@@ -269,7 +269,7 @@ class Sampler:
         return _mix(params.seed, request.num_output + ahead)
 
 
-def _reads(choice: Choice, request: Request) -> bool:
+def _reads(choice: TokenChoice, request: Request) -> bool:
     """Whether the host reads the token at once: for a grammar, or to count it on a CPU."""
     return request.sampler.grammar is not None or (choice.seen is not None and choice.seen.on_host)
 

@@ -7,7 +7,7 @@ import torch
 
 from runtime.execution.native import library as c
 from runtime.execution.native.packed import Team
-from runtime.sampler_state import Choice
+from runtime.sampler_state import TokenChoice
 
 
 class NativeChoosing:
@@ -17,7 +17,7 @@ class NativeChoosing:
         self._team, self._library = team, team.library
         self.argmax = argmax
 
-    def choose(self, logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+    def choose(self, logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
         logits = logits.contiguous()
         arrays: list[np.ndarray] = []  # which the structures point to
 
@@ -27,10 +27,10 @@ class NativeChoosing:
             arrays.append(np.array(values, dtype))
             return arrays[-1].ctypes.data
 
-        structs = (c.Choice * len(choices))()
+        structs = (c.ChoiceStruct * len(choices))()
         for i, one in enumerate(choices):
             p, seen, allowed = one.params, one.seen, one.allowed
-            structs[i] = c.Choice(
+            structs[i] = c.ChoiceStruct(
                 *(
                     one.row,
                     max(p.top_k, 0),

@@ -145,7 +145,7 @@ class StepStruct(Structure):
     )
 
 
-class Choice(Structure):
+class ChoiceStruct(Structure):
     """How to choose a token (`src/choose.h`)."""
 
     _fields_ = _fields(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from runtime.errors import InvalidRequest
 from runtime.params import SamplingParams
 from runtime.request import Request
-from runtime.sampler_state import NO_TOKEN, Choice
+from runtime.sampler_state import NO_TOKEN, TokenChoice
 from runtime.sampling.choosing import TorchChoosing, adjust, draw, exponential
 from runtime.sampling.filters import filter_probs, keep_top
 from runtime.sampling.sampler import Sampler
@@ -174,7 +174,7 @@ def test_penalties():
 
     def adjusted(**params):
         asking, found = request((0, 1, 1), 1, temperature=0, **params), logits[0].clone()
-        choice = Choice(0, asking.sampler.params)
+        choice = TokenChoice(0, asking.sampler.params)
         sampler._restrict(choice, asking, 0)
         adjust(found, choice)
         return found.tolist()

@@ -10,7 +10,7 @@ from runtime.execution.native.choosing import NativeChoosing
 from runtime.execution.native.library import ISAS, load
 from runtime.execution.native.packed import Team
 from runtime.params import SamplingParams
-from runtime.sampler_state import NO_TOKEN, Choice, Choosing, Seen
+from runtime.sampler_state import NO_TOKEN, Choosing, Seen, TokenChoice
 from runtime.sampling.choosing import TorchChoosing
 
 
@@ -75,7 +75,7 @@ def splitmix(stream: int, count: int) -> np.ndarray:
     return np.array(found)
 
 
-def defined(row: torch.Tensor, choice: Choice) -> int:
+def defined(row: torch.Tensor, choice: TokenChoice) -> int:
     """The token of a row."""
     logits, p = row.double().numpy().copy(), choice.params
     for token, bias in p.logit_bias.items():
@@ -98,13 +98,13 @@ def defined(row: torch.Tensor, choice: Choice) -> int:
     return block * 64 + int((blocks[block] / noise[len(blocks) :]).argmax())
 
 
-def choices(vocab: int, seed: int, **more) -> list[Choice]:
+def choices(vocab: int, seed: int, **more) -> list[TokenChoice]:
     """One of each kind, without and with a mask."""
     draw, found = torch.Generator().manual_seed(seed), []
     for kind in (kind for kind in KINDS if max(kind.get("logit_bias", [0])) < vocab):
         for masked in (False, True):
             params = SamplingParams(**{"temperature": 0.8, **kind, **more})
-            one = Choice(len(found), params)
+            one = TokenChoice(len(found), params)
             if not params.greedy:
                 one.stream = int(torch.randint(0, 1 << 62, (), generator=draw))
             if params.penalised:
@@ -135,7 +135,7 @@ def test_of_equal_tokens_the_lower_ids_stay(choosing, kind):
     if "top_k" in kind and isinstance(choosing, TorchChoosing):
         pytest.skip("torch's top-k keeps any of equal tokens")
     rows = torch.randn(30, 4000, generator=torch.Generator().manual_seed(1)).mul(2).round() / 2
-    asked = [Choice(i, SamplingParams(**kind), 7 * i) for i in range(30)]
+    asked = [TokenChoice(i, SamplingParams(**kind), 7 * i) for i in range(30)]
     assert choosing.choose(rows, asked).tolist() == [defined(rows[one.row], one) for one in asked]
 
 
@@ -144,7 +144,7 @@ def test_rows_without_a_choice_give_no_token(choosing):
     rows[1], rows[2, 7], rows[3, 9] = -torch.inf, torch.inf, torch.nan
     greedy, drawn = SamplingParams(temperature=0), SamplingParams(top_p=0.5)
     for params, given in (greedy, None), (drawn, 5):
-        asked = [Choice(i, params, given) for i in range(5)]
+        asked = [TokenChoice(i, params, given) for i in range(5)]
         asked[3].barred = [9]
         asked[4].barred = list(range(100))
         assert choosing.choose(rows, asked).tolist()[1:] == [NO_TOKEN] * 4
@@ -153,7 +153,9 @@ def test_rows_without_a_choice_give_no_token(choosing):
 def test_no_token_without_weight_is_drawn_and_none_behind_the_last(choosing):
     rows = torch.full((1, 70), -torch.inf)
     rows[0, 66] = 1.0
-    asked = [Choice(0, SamplingParams(**kind), i) for kind in ({}, {"top_p": 0.5}, {"top_k": 3}) for i in range(99)]
+    asked = [
+        TokenChoice(0, SamplingParams(**kind), i) for kind in ({}, {"top_p": 0.5}, {"top_k": 3}) for i in range(99)
+    ]
     assert set(choosing.choose(rows, asked).tolist()) == {66}
 
 
