@@ -284,8 +284,7 @@ class ServerConfig(Section):
         None,
         pattern=_HOSTS,
         description="host names, without ports, of a server without keys that clients may use, separated by commas; * "
-        "allows all; "
-        "the server's own address, localhost and this machine's name are allowed anyway",
+        "allows all; the server's own address, localhost and this machine's name are allowed anyway",
     )
     max_body_bytes: int = Field(
         8 << 20, ge=1024, description="most bytes of a request's body; larger bodies are refused with 413"

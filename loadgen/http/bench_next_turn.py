@@ -19,7 +19,7 @@ from loadgen.http.local_server import local_server, small_model
 from loadgen.http.prose import Prose
 
 # Thoughts stay only behind the user's last message, as in Qwen3's template. The comment shows that tools are known.
-_TEMPLATE = """{#- tools, tool_calls -#}
+TEMPLATE = """{#- tools, tool_calls -#}
 {%- set ns = namespace(last=0) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
 {%- for m in messages %}
@@ -57,8 +57,8 @@ class NextTurn(Bench):
     def session(self) -> Iterator[None]:
         with ExitStack() as closing:
             directory = Path(closing.enter_context(tempfile.TemporaryDirectory()))
-            (directory / "template").write_text(_TEMPLATE)
-            (directory / "kept").write_text(_TEMPLATE.replace(".split('</think>')[-1]", ""))
+            (directory / "template").write_text(TEMPLATE)
+            (directory / "kept").write_text(TEMPLATE.replace(".split('</think>')[-1]", ""))
             options = shlex.split(self.server_options)
             if self.small:
                 options += ["--model", str(closing.enter_context(small_model())), "--random-weights"]

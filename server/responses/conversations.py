@@ -77,6 +77,13 @@ def extend(responses: ResponseStore, account: str, name: str, items: list[dict[s
     _store(responses, account, conversation)
 
 
+def _place(items: list[dict[str, Any]], item_id: str) -> int:
+    for i, item in enumerate(items):
+        if item["id"] == item_id:
+            return i
+    raise NotFound(f"the conversation has no item {item_id!r}", param="item_id")
+
+
 def _shown(conversation: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in conversation.items() if key != "output"}
 
@@ -162,10 +169,7 @@ async def add_items(
 async def item(conversation_id: str, item_id: str, responses: Responses, tenant: CurrentTenant) -> dict[str, Any]:
     """An item of a conversation."""
     found = read_conversation(responses, tenant.account, conversation_id)["output"]
-    for one in found:
-        if one["id"] == item_id:
-            return dict(one)
-    raise NotFound(f"the conversation has no item {item_id!r}", param="item_id")
+    return dict(found[_place(found, item_id)])
 
 
 @router.delete("/{conversation_id}/items/{item_id}")
@@ -173,8 +177,7 @@ async def delete_item(
     conversation_id: str, item_id: str, responses: Responses, tenant: CurrentTenant
 ) -> dict[str, Any]:
     """Delete an item of a conversation; returns the conversation."""
-    await item(conversation_id, item_id, responses, tenant)
     conversation = read_conversation(responses, tenant.account, conversation_id)
-    conversation["output"] = [one for one in conversation["output"] if one["id"] != item_id]
+    del conversation["output"][_place(conversation["output"], item_id)]
     _store(responses, tenant.account, conversation)
     return _shown(conversation)

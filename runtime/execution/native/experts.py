@@ -43,8 +43,8 @@ class NativeExperts(Experts):
         shared = shared if self.spec.shared else None
         if stored is None:
             described += [describe(gate_up[0], is_paired, bits), describe(down[0], bits=bits)] * self.spec.count
-        if shared is not None and stored is None:
-            described += [describe(shared[0], True, bits), describe(shared[1], bits=bits)]
+            if shared is not None:
+                described += [describe(shared[0], True, bits), describe(shared[1], bits=bits)]
         if shared_gate is not None:
             described.append(describe(shared_gate))
         packed = PackedWeights(team, sum(packed_bytes(team.library, one) for one in described))

@@ -5,17 +5,9 @@ import time
 import httpx
 import pytest
 
+from loadgen.http.bench_next_turn import TEMPLATE
 from tests.server.conftest import PATIENCE_S, start, stop
 
-# Thoughts stay in the messages behind the user's last one, as in Qwen3's template.
-TEMPLATE = """
-{%- set ns = namespace(last=0) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
-{%- for m in messages %}
-{%- set text = m.content.split('</think>')[-1] if loop.index0 < ns.last else m.content %}
-{{- '<|im_start|>' + m.role + '\\n' + text + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 THINKS, PLAIN = "<think>[a-z ]{80}</think>[a-z ]{120}", "[a-z ]{120}"
 ASKED = {"role": "user", "content": "Tell me of the sea."}
 PAGE = 16

@@ -99,8 +99,7 @@ inline void unpack_column(const Matrix& w, int64_t panel, int64_t column, float*
 // to their zero); four values in each lane; the group's scale, and the scale times the sum of the values.
 inline int64_t coded_lanes(const Matrix& w) { return round_up(w.k, 32) / w.group * (w.group / 4 + 3); }
 
-//
-// Rows are stored chunk by chunk, so that a tile of rows reads one stream: `row` of `rows`, from `start` on.
+// Round row `row` of `rows`. They are stored from `start` on, chunk by chunk, so that a tile of rows reads one stream.
 template <int Group>
 void to_codes(const float* in, const Matrix& w, int64_t row, int64_t rows, uint32_t* start) {
     constexpr int kVectors = Group / kLanes;
