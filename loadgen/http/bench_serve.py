@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, create_model, field_validator
+from pydantic import Field, ValidationError, create_model, field_validator
 from rich.console import RenderableType
 from tqdm import tqdm
 
@@ -75,6 +75,9 @@ class ServeBench(Bench):
     stall_timeout: float = Field(300.0, gt=0, description="seconds without a byte")
 
     workload: tuple[str, ...] = Field(("shared-prefix",), min_length=1, description=", ".join(WORKLOADS))
+    vary: tuple[str, ...] = Field(
+        (), description="an option of the workload and its values, measured in turn: prompt-tokens 500 1000 2000"
+    )
     answers: Literal["server", "scripted"] = Field("server", description="answers on which later turns build")
 
     concurrency: tuple[int, ...] = Field((), description=f"users of a closed loop (default: {_CONCURRENCY})")
@@ -94,15 +97,18 @@ class ServeBench(Bench):
 
     _pids: dict[str, int]
     _servers: dict[str, Prepared]
-    _workloads: dict[str, Workload]
+    _workloads: dict[tuple[str, Any], Workload]  # by name and value of --vary
     _interrupted: bool = False
 
-    @field_validator("goodput", "extra_body", "workload", "concurrency", "rate")
+    @field_validator("goodput", "extra_body", "workload", "vary", "concurrency", "rate")
     @classmethod
     def _is_valid(cls, values: tuple[Any, ...], info: Any) -> tuple[Any, ...]:
         """Refuse wrong values before a server is asked."""
         if info.field_name == "goodput":
             Slo.parse(values)
+        elif info.field_name == "vary":
+            if values and (len(values) < 2 or _field(values[0]) not in fields_of(*WORKLOADS)):
+                raise ValueError(f"{values[0]} is no option of a workload with values behind it")
         elif info.field_name == "extra_body":
             _bodies(values)
         elif info.field_name == "workload":
@@ -127,7 +133,11 @@ class ServeBench(Bench):
         if unknown := self._pids.keys() - names:
             raise BenchError(f"--process: there is no server {min(unknown)}")
         try:
-            self._workloads = make_workloads(self.workload, given)
+            self._workloads = {
+                (name, value): workload
+                for value in map(_number, self.vary[1:] or ("",))
+                for name, workload in make_workloads(self.workload, given | self._varied(value)).items()
+            }
             counter = None if self.tokenizer is None else TokenCounter(self.tokenizer)
         except ValueError as error:
             raise BenchError(str(error)) from None
@@ -142,11 +152,22 @@ class ServeBench(Bench):
         bodies = _bodies(self.extra_body)
         return prepare(target, field, self.temperature, bodies.get("", {}) | bodies.get(name, {}), counter)
 
+    def _varied(self, value: Any) -> dict[str, Any]:
+        """The option of --vary as the workload takes it, if there is one."""
+        if not self.vary:
+            return {}
+        name = _field(self.vary[0])
+        try:
+            return {name: getattr(type(self)(**{name: str(value)}), name)}
+        except ValidationError as error:
+            raise ValueError(f"--vary: {error.errors()[0]['msg']}") from None
+
     def cells(self) -> Iterator[Cell]:
-        for name, workload in self._workloads.items():
+        for (name, value), workload in self._workloads.items():
+            varied = {_field(self.vary[0]): value} if self.vary else {}
             for load in self._loads(workload):
                 for server in self._servers:
-                    yield {"workload": name, **load, "server": server}
+                    yield {"workload": name, **varied, **load, "server": server}
 
     def _loads(self, workload: Workload) -> list[Cell]:
         loads: list[Cell] = [{"rate": rate} for rate in self.rate]
@@ -176,7 +197,8 @@ class ServeBench(Bench):
         return cpu_seconds(self._pids[server]) if server in self._pids else 0.0
 
     def _plan(self, cell: Cell, seed: int) -> Plan:
-        workload = self._workloads[cell["workload"]]
+        value = cell[_field(self.vary[0])] if self.vary else ""
+        workload = self._workloads[cell["workload"], value]
         arrivals: Arrivals = Recorded()
         if "rate" in cell:
             arrivals = Gamma(cell["rate"], self.burstiness)
@@ -212,6 +234,15 @@ def _named(text: str) -> tuple[str, str]:
     """Name and URL of `NAME=URL` or `URL`."""
     name, equals, url = text.partition("=")
     return (name, url) if equals and "://" not in name else (text, text)
+
+
+def _field(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
+
+
+def _number(text: str) -> int | str:
+    """A value of --vary; numbers become the x axis of plots."""
+    return int(text) if text.isdigit() else text
 
 
 def _bodies(texts: tuple[str, ...]) -> dict[str, dict[str, Any]]:

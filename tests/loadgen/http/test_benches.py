@@ -72,6 +72,16 @@ def test_serve_compares_servers_over_workloads_and_loads(bench, ramet, tmp_path)
     assert len(set.union(*seeds.values())) == 8
 
 
+def test_serve_varies_an_option_of_the_workload(bench, ramet, tmp_path):
+    path = tmp_path / "run.jsonl"
+    code, _, _ = bench("serve", "--url", ramet.url, "--workload", "unique", "--vary", "prompt-tokens", 40, 20,
+                       "--output-tokens", 2, "--concurrency", 1, "--requests", 2, "--json", path)  # fmt: skip
+    assert code == 0
+    found = {line["cell"]["prompt_tokens"]: line["figures"]["input_tokens"] for line in lines_of(path)}
+    assert list(found) == [40, 20]
+    assert found[40] > 1.5 * found[20]
+
+
 def test_prefix_measures_cold_and_warm(bench, ramet, tmp_path):
     path = tmp_path / "p.jsonl"
     sizes = ("--prefix-tokens", 256, "--question-tokens", 16, "--repeats", 2)
@@ -124,6 +134,8 @@ def test_agents_reads_the_longest_prefix_whatever_their_habit(bench, ramet, tmp_
         (["serve", "--tokenizer", "/no/such"], "/no/such"),
         (["serve", "--url", "http://127.0.0.1:9", "--requests", "1"], "cannot be reached"),
         (["serve", "--url", "nonsense"], "cannot be reached"),
+        (["serve", "--vary", "nonsense", "1"], "nonsense is no option of a workload"),
+        (["serve", "--vary", "prompt-tokens", "many"], "'many' are not numbers"),
         (["serve", "--rate", "-1"], "must be above 0"),
     ],
 )
