@@ -14,6 +14,8 @@ _MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.
 class Codes:
     """Weights [n, k]: scale * code + minimum, or scale * (code - 2 ** (bits - 1)) without minima.
 
+    Codes of MXFP4's floats stand for twice their value, whole numbers from -12 to 12, which the scale multiplies.
+
     Nested scales are int8, of which all of 256 k are multiples of one float16 factor; nested minima likewise.
 
     Attributes:
@@ -21,6 +23,7 @@ class Codes:
         codes: uint8 [n, k].
         scales, minima: float16, or int8 if nested, [n, k / group].
         scale_factors, minimum_factors: float16 [n, k / 256].
+        are_floats: whether codes are MXFP4's floats.
     """
 
     bits: int
@@ -29,6 +32,7 @@ class Codes:
     minima: np.ndarray | None = None
     scale_factors: np.ndarray | None = None
     minimum_factors: np.ndarray | None = None
+    are_floats: bool = False
 
     @property
     def group(self) -> int:
@@ -38,9 +42,11 @@ class Codes:
     def values(self) -> np.ndarray:
         """float32 [n, k]."""
         scales = _nested(self.scales, self.scale_factors)
-        codes = self.codes.reshape(*scales.shape, -1).astype(np.float32)
-        if self.minima is None:
-            weights = scales[..., None] * (codes - 2 ** (self.bits - 1))
+        codes = self.codes.reshape(*scales.shape, -1)
+        if self.are_floats:
+            weights = scales[..., None] * _MXFP4[codes]
+        elif self.minima is None:
+            weights = scales[..., None] * (codes.astype(np.float32) - 2 ** (self.bits - 1))
         else:
             weights = scales[..., None] * codes + _nested(self.minima, self.minimum_factors)[..., None]
         return weights.reshape(self.codes.shape)
@@ -160,12 +166,11 @@ def mxfp4_codes(nibbles: np.ndarray, exponents: np.ndarray) -> Codes:
 
     The numbers are 2 ** (exponent - 128) times whole ones from -12 to 12.
     """
-    numbers = _MXFP4[nibbles]
-    # A block of zeros may have any exponent.
-    used = np.where(numbers.any(axis=2), exponents, 128).astype(np.int32)
+    # A block of zeros may have any exponent. 8 is minus zero.
+    used = np.where((nibbles & 7).any(axis=2), exponents, 128).astype(np.int32)
     if used.min() < 104 or used.max() > 143:
         raise ModelError("an MXFP4 exponent is beyond float16; --quantization none unpacks the weights")
-    return Codes(5, _flat((numbers + 16).view(np.uint8)), np.ldexp(np.float16(1), used - 128))
+    return Codes(4, _flat(nibbles), np.ldexp(np.float16(1), used - 128), are_floats=True)
 
 
 _DECODERS = {

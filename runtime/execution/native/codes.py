@@ -23,6 +23,7 @@ def describe_codes(weight: Codes, n: int, paired: bool) -> c.Matrix:
         group=weight.group,
         has_minima=weight.minima is not None,
         is_nested=weight.scale_factors is not None,
+        is_float=weight.are_floats,
     )
 
 

@@ -31,7 +31,7 @@ class Matrix(Structure):
     _fields_ = (
         ("data", c_void_p),
         ("bias", c_void_p),
-        *_fields("n k storage is_paired bits group has_minima is_nested"),
+        *_fields("n k storage is_paired bits group has_minima is_nested is_float"),
     )
 
 

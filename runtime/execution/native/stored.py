@@ -28,7 +28,7 @@ from runtime.models.weights import MOST_ROWS, places, read_linked
 log = logging.getLogger(__name__)
 
 # Raised when the layout of codes changes, so that older files are not used.
-_LAYOUT = 2
+_LAYOUT = 3
 
 
 @dataclass(slots=True)

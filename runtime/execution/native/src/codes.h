@@ -39,6 +39,10 @@ inline void each_chunk(const Matrix& w, int64_t panel, const Visit& visit) {
     return mul(load_halves(chunk.halves + 2 * (part * kPanel + first)), load_int8(chunk.scales + at));
 }
 
+// The width of MXFP4's floats: 4 bits, which stand for numbers of 5.
+constexpr int kFloat4 = 9;
+constexpr int number_bits(int width) { return width == kFloat4 ? 5 : width; }
+
 // Codes of `Width` bits of four k, `step` of them behind `at`, in half a panel, as bytes. `step` counts from a multiple
 // of 4, except for codes of 8 bits; the compiler must know it.
 template <int Width>
@@ -51,7 +55,7 @@ template <int Width>
         return or_bits(low, load_bits(planes + step / 4 * 4 * kLanes), 4 - (step / 2 % 2 * 4 + place), 16);
     }
     if constexpr (Width == 6) return or_bits(low, load_bits(planes + step / 2 * 4 * kLanes), 4 - 2 * place, 48);
-    return low;
+    return Width == kFloat4 ? float4_numbers(low) : low;
 }
 
 // Codes of a chunk as bytes, and its scales and minima as floats, in the order of the chunk.
@@ -78,7 +82,9 @@ inline const uint32_t* unpack(const Matrix& w, const Chunk& chunk, Unpacked& out
         }
     }
     if (w.bits == 8) return reinterpret_cast<const uint32_t*>(chunk.codes);
-    (w.bits == 4 ? unpack_codes<4> : w.bits == 5 ? unpack_codes<5> : unpack_codes<6>)(chunk, out.codes);
+    auto of_width = w.is_float ? unpack_codes<kFloat4> : w.bits == 4 ? unpack_codes<4>
+                  : w.bits == 5 ? unpack_codes<5> : unpack_codes<6>;
+    of_width(chunk, out.codes);
     return out.codes;
 }
 
@@ -90,7 +96,7 @@ inline void unpack_column(const Matrix& w, int64_t panel, int64_t column, float*
             const int64_t at = i / w.group * kPanel + column;
             const float q = float(codes[i / 4 * kPanel + column] >> (i % 4 * 8) & 255);
             out[from + i] = w.has_minima ? unpacked.scales[at] * q + unpacked.minima[at]
-                                         : unpacked.scales[at] * (q - float(1 << (w.bits - 1)));
+                                         : unpacked.scales[at] * (q - float(1 << w.zero_bit()));
         }
     });
 }
@@ -123,7 +129,7 @@ void to_codes(const float* in, const Matrix& w, int64_t row, int64_t rows, uint3
         }
         // NaN and infinities make the sum NaN, and so the scale.
         const float total = reduce_add(sum), scale = largest / 127 + 0 * total;
-        out[0] = w.has_minima ? 0 : uint32_t(-int32_t(total)) << (w.bits - 1);
+        out[0] = w.has_minima ? 0 : uint32_t(-int32_t(total)) << w.zero_bit();
         out[kWidth - 2] = std::bit_cast<uint32_t>(scale);
         out[kWidth - 1] = std::bit_cast<uint32_t>(scale * total);
     }
@@ -134,7 +140,7 @@ template <int Width, int Steps>
 class Dot {
     // Codes of 8 bits are multiplied in halves. Products of so many steps fit into sums of 16 bits.
     static constexpr bool kHalves = Width == 8;
-    static constexpr int kFit = std::min(Steps, 129 / (kHalves ? 15 : (1 << Width) - 1));
+    static constexpr int kFit = std::min(Steps, 129 / (kHalves ? 15 : (1 << number_bits(Width)) - 1));
     Bits sum_, low_, high_;
 
   public:
@@ -165,7 +171,7 @@ class Dot {
 constexpr int kKeptRows = kDotsBytes ? kMaxRows / 2 : kMaxRows / 3;
 // Rows of a tile: of codes of 8 bits without `dot_bytes`, each has two dot products.
 template <int Width>
-constexpr int kCodedRows = kDotsBytes ? kKeptRows : Width < 8 ? kMaxRows : kMaxRows / 2;
+constexpr int kCodedRows = kDotsBytes ? kKeptRows : Width != 8 ? kMaxRows : kMaxRows / 2;
 
 // A chunk's weights for `dot_codes`, unpacked before.
 template <int Width, int Steps>
@@ -190,7 +196,7 @@ struct Packed {
 
     [[gnu::always_inline]] Bits codes_at(int64_t group, int step, int half) const {
         constexpr int kBytes = Steps * kPanel / 2;  // of a bit of a group's codes
-        return codes_of<Width>(chunk.codes + group * kBytes * (Width < 8 ? 4 : 8),
+        return codes_of<Width>(chunk.codes + group * kBytes * (Width == 8 ? 8 : 4),
                                chunk.planes + group * kBytes * (Width - 4), step, half);
     }
     [[gnu::always_inline]] Vec scales_at(int64_t group, int64_t part, int half) const {
@@ -294,8 +300,8 @@ void multiply_panel(const Matrix& w, int64_t panel, const uint32_t* a, int64_t r
 }
 
 inline void multiply_panel(const Matrix& w, int64_t panel, const uint32_t* a, int64_t rows, float* sums) {
-    auto of_width = w.bits == 8 ? multiply_panel<8, 8> : w.bits == 6 ? multiply_panel<6, 4>
-                  : w.bits == 5 ? multiply_panel<5, 8> : multiply_panel<4, 8>;
+    auto of_width = w.is_float ? multiply_panel<kFloat4, 8> : w.bits == 8 ? multiply_panel<8, 8>
+                  : w.bits == 6 ? multiply_panel<6, 4> : w.bits == 5 ? multiply_panel<5, 8> : multiply_panel<4, 8>;
     of_width(w, panel, a, rows, sums);
 }
 

@@ -20,8 +20,8 @@ constexpr int64_t kChunk = 256;  // number of k whose codes and scales are store
 // the last) is zero.
 //
 // Codes are unsigned integers q of `bits` bits. Each `group` of k shares a scale s and, with minima, a minimum m. A
-// weight is s q + m, or s (q - 2^(bits - 1)) without minima. k is padded to a multiple of 32. Each chunk of at most
-// kChunk k consists of:
+// weight is s q + m, or s (q - 2^(bits - 1)) without minima. MXFP4's floats of 4 bits stand for q - 16 from -12 to 12. k is
+// padded to a multiple of 32. Each chunk of at most kChunk k consists of:
 // - with 8 bits: for each four k, kPanel 32-bit lanes of four codes, as the dot product of bytes (vpdpbusd) needs;
 //   with fewer: for each eight k, kPanel lanes of the codes' low four bits: the first four k in the low halves of the
 //   bytes, the other four k in the high halves;
@@ -46,7 +46,10 @@ struct Matrix {
     int64_t group;
     int64_t has_minima;
     int64_t is_nested;
+    int64_t is_float;  // codes are MXFP4's floats
 
+    // The bit of a code's number that is its zero, without minima.
+    int64_t zero_bit() const { return is_float ? 4 : bits - 1; }
     int64_t panels() const {
         return is_paired ? (n / 2 + kLanes - 1) / kLanes : (n + kPanel - 1) / kPanel;
     }

@@ -26,6 +26,9 @@ inline bf16 to_bf16(float x) {
     return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+// By MXFP4's code: the number that it stands for, times 2, plus 16.
+inline __m128i float4_table() { return _mm_setr_epi8(16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4); }
+
 #if defined(__AVX512F__)
 
 using Vec = __m512;
@@ -127,6 +130,7 @@ inline Vec to_floats(Bits b) { return _mm512_cvtepi32_ps(b); }
 // The lower and upper four bits of each byte.
 inline Bits low_halves(Bits b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }
 inline Bits high_halves(Bits b) { return low_halves(_mm512_srli_epi16(b, 4)); }
+inline Bits float4_numbers(Bits b) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(float4_table()), b); }
 // `low` and the bits `mask` of each byte of `in`, moved by `left` places (to the right if negative).
 [[gnu::always_inline]] inline Bits or_bits(Bits low, Bits in, int left, int8_t mask) {
     const Bits moved = left < 0 ? _mm512_srli_epi16(in, unsigned(-left)) : _mm512_slli_epi16(in, unsigned(left));
@@ -242,6 +246,7 @@ inline void store_int8(void* p, Vec v) {
 inline Vec to_floats(Bits b) { return _mm256_cvtepi32_ps(b); }
 inline Bits low_halves(Bits b) { return _mm256_and_si256(b, _mm256_set1_epi8(15)); }
 inline Bits high_halves(Bits b) { return low_halves(_mm256_srli_epi16(b, 4)); }
+inline Bits float4_numbers(Bits b) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(float4_table()), b); }
 [[gnu::always_inline]] inline Bits or_bits(Bits low, Bits in, int left, int8_t mask) {
     const Bits moved = left < 0 ? _mm256_srli_epi16(in, -left) : _mm256_slli_epi16(in, left);
     return _mm256_or_si256(low, _mm256_and_si256(moved, _mm256_set1_epi8(mask)));
