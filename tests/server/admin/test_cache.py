@@ -11,7 +11,7 @@ TEXT = "A long system prompt that every request of this service begins with, wor
 
 @pytest.mark.parametrize("how", ["text", "input_ids", "messages"])
 def test_pin_list_unpin(client, how):
-    client.post("/flush_cache")
+    client.post("/flush_cache?pins=true")
     messages = [{"role": "system", "content": TEXT}]
     ids = client.post("/tokenize", json={"prompt": TEXT}).json()["tokens"]
     body = {"text": {"text": TEXT}, "input_ids": {"input_ids": ids}, "messages": {"messages": messages}}[how]
@@ -43,6 +43,7 @@ def test_pin_list_unpin(client, how):
     ],
 )
 def test_who_leaves_while_a_prefix_is_computed_leaves_nothing_to_compute(client, server, path, body):
+    client.post("/flush_cache?pins=true")
     client.post("/pause")
     try:
         with server.leaving(path, body):
