@@ -188,7 +188,7 @@ def test_drafts_are_verified_and_rolled_back(saved, is_greedy, monkeypatch):
             if known and drafted.random() < 0.8:
                 right = drafted.randrange(len(known) + 1)
                 found[request] = request.tokens[:0]
-                found[request].extend([*known[:right], *(token + 1 for token in known[right:])])
+                found[request].extend([*known[:right], *(token ^ 1 for token in known[right:])])
         return found
 
     answers: dict[tuple[int, ...], list[int]] = {}
@@ -203,6 +203,7 @@ def test_drafts_are_verified_and_rolled_back(saved, is_greedy, monkeypatch):
     driver.check()
     state = driver.core.state()
     assert 0 < state["accepted_tokens"] < state["drafted_tokens"]
+    assert state["failed_requests"] == 0
     for prompt in prompts:
         turn = [*prompt, *answers[tuple(prompt)], *some(draw, 5)]
         driver.ask(turn)
