@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from runtime.errors import ModelError
-from runtime.models.gguf_hybrid import GRANITE, HYBRIDS, granite_tensors, hybrid_keys
+from runtime.models.gguf_hybrid import GRANITE, HYBRIDS, expert_keys, granite_tensors, hybrid_keys
 from runtime.models.gguf_tensors import ROPE_FACTORS, GGUFTensors, read_gguf
 from runtime.models.spec import LlamaSpec
 
@@ -16,6 +16,7 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     **{architecture: name for architecture, (name, _) in HYBRIDS.items()},
 }
@@ -133,6 +134,8 @@ def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: li
         config |= {"model_type": HYBRIDS[architecture][1], **hybrid_keys(architecture, get, layers, head_dim)}
     elif architecture != "qwen2":
         config["attention_bias"] = "blk.0.attn_q.bias" in shapes
+    if architecture == "qwen3moe":
+        config |= {"model_type": "qwen3_moe", **expert_keys(get)}
     if architecture == "llama":
         config["mlp_bias"] = "blk.0.ffn_gate.bias" in shapes
     if scaling := _rope_scaling(path, metadata, architecture, config, tensors):

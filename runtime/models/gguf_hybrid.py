@@ -52,7 +52,15 @@ def hybrid_keys(architecture: str, get: Get, layers: int, head_dim: int) -> dict
         return _granite_keys(get, head_dim)
     keys = _delta_keys(get, layers, head_dim)
     # llama.cpp's converter orders the heads of Qwen3.5 so. Of Qwen3-Next, it separates the grouped projections.
-    return keys | ({"linear_value_heads_tiled": True} if architecture == "qwen35" else _expert_keys(get))
+    return keys | (
+        {"linear_value_heads_tiled": True}
+        if architecture == "qwen35"
+        else expert_keys(get)
+        | {
+            "shared_expert_intermediate_size": get("expert_shared_feed_forward_length"),
+            "linear_projections_separate": True,
+        }
+    )
 
 
 def _lfm2_keys(get: Get) -> dict[str, Any]:
@@ -80,14 +88,12 @@ def _delta_keys(get: Get, layers: int, head_dim: int) -> dict[str, Any]:
     }
 
 
-def _expert_keys(get: Get) -> dict[str, Any]:
+def expert_keys(get: Get) -> dict[str, Any]:
     return {
         "num_experts": get("expert_count"),
         "num_experts_per_tok": get("expert_used_count"),
         "moe_intermediate_size": get("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": get("expert_shared_feed_forward_length"),
         "norm_topk_prob": True,
-        "linear_projections_separate": True,
     }
 
 

@@ -54,7 +54,7 @@ class NativeExperts(Experts):
         self._shared: tuple[_Stack, _Stack] | None = None
         if stored is not None:
             self._gate_up, self._down = _Stack(packed, stored.gate_up), _Stack(packed, stored.down)
-            if shared is not None:
+            if stored.shared is not None:
                 self._shared = _Stack(packed, [stored.shared[0]]), _Stack(packed, [stored.shared[1]])
             return
         self._gate_up = _pack(packed, gate_up, experts.gate_up_bias, is_paired, bits)

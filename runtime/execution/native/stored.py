@@ -42,11 +42,11 @@ class _Stored:
 
 @dataclass(slots=True)
 class StoredExperts:
-    """Matrices of a layer's experts, by expert, and gate over up and down of the shared one."""
+    """Matrices of a layer's experts, by expert, and gate over up and down of the shared one, if there is one."""
 
     gate_up: list[c.Matrix]
     down: list[c.Matrix]
-    shared: tuple[c.Matrix, c.Matrix]
+    shared: tuple[c.Matrix, c.Matrix] | None
 
 
 class StoredMatrices:
@@ -66,8 +66,10 @@ class StoredMatrices:
         self._size = 0
         self._inputs = [list(self._plan_inputs(layer.mixer)) for layer in model.layers]
         self._o = [self._plan(layer.o) for layer in model.layers]
-        self._gate_up = [self._plan(layer.gate_up, paired=True) for layer in model.layers]
-        self._down = [self._plan(layer.down) for layer in model.layers]
+        # Layers of experts without a shared one have none.
+        mlps = {i: layer for i, layer in enumerate(model.layers) if len(layer.gate_up)}
+        self._gate_up = {i: self._plan(layer.gate_up, paired=True) for i, layer in mlps.items()}
+        self._down = {i: self._plan(layer.down) for i, layer in mlps.items()}
         experts = {i: layer.experts for i, layer in enumerate(model.layers) if layer.experts is not None}
         self._expert_gate_up = {i: [self._plan(one, True) for one in each.gate_up] for i, each in experts.items()}
         self._expert_down = {i: [self._plan(one) for one in each.down] for i, each in experts.items()}
@@ -89,9 +91,9 @@ class StoredMatrices:
         return inputs, o, self._gate_up[index].matrix, self._down[index].matrix
 
     def experts(self, index: int) -> StoredExperts:
-        """The experts of a layer, whose gate, up and down are the shared one's."""
         gate_up, down = ([one.matrix for one in each[index]] for each in (self._expert_gate_up, self._expert_down))
-        return StoredExperts(gate_up, down, (self._gate_up[index].matrix, self._down[index].matrix))
+        shared = (self._gate_up[index].matrix, self._down[index].matrix) if index in self._down else None
+        return StoredExperts(gate_up, down, shared)
 
     @property
     def head(self) -> c.Matrix:
@@ -134,7 +136,7 @@ class StoredMatrices:
             yield from parts
         for each in (*self._expert_gate_up.values(), *self._expert_down.values()):
             yield from each
-        yield from (*self._o, *self._gate_up, *self._down, self._table)
+        yield from (*self._o, *self._gate_up.values(), *self._down.values(), self._table)
         if self._head is not self._table:
             yield self._head
 

@@ -17,7 +17,8 @@ from runtime.models.publishing import provide
 
 Kind = gguf.GGMLQuantizationType
 
-ARCHITECTURES = {"Lfm2": "lfm2", "Qwen3_5": "qwen35", "Qwen3Next": "qwen3next", "GraniteMoeHybrid": "granitehybrid"}
+ARCHITECTURES = {"Lfm2": "lfm2", "Qwen3_5": "qwen35", "Qwen3Next": "qwen3next", "Qwen3Moe": "qwen3moe"}
+ARCHITECTURES |= {"GraniteMoeHybrid": "granitehybrid"}
 # Sizes that are multiples of the 32 values of a block.
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 GRANITE_SIZES: dict[str, Any] = {
@@ -65,11 +66,15 @@ def write_hybrid(source: Path, path: Path, kind: Kind | dict[str, Kind] | None =
     elif family == "GraniteMoeHybrid":
         _add_granite(writer, config)
     else:
-        _add_delta(writer, config)
-        if family == "Qwen3Next":
-            writer.add_expert_count(config["num_experts"])
+        if family == "Qwen3Moe":
+            _add_attention(writer, config)
+        else:
+            _add_delta(writer, config)
+        if family in ("Qwen3Next", "Qwen3Moe"):
+            writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
             writer.add_expert_used_count(config["num_experts_per_tok"])
             writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        if family == "Qwen3Next":
             writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
         if predicting:
             writer.add_nextn_predict_layers(predicting)
@@ -97,11 +102,15 @@ def link(path: Path, target: Path) -> Path:
     return provide(target, partial(convert_gguf, path, linked=True))
 
 
-def _add_delta(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+def _add_attention(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
+
+
+def _add_delta(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _add_attention(writer, config)
     writer.add_rope_dimension_count(int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"]))
     writer.add_rope_dimension_sections([11, 11, 10, 0])
     writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
@@ -146,7 +155,8 @@ def _converted(name: str, weight: torch.Tensor, config: dict[str, Any], names: A
     if name.endswith(".A_log"):
         weight = _reordered("A_log", weight, config)
         return [(names[name], (-weight.exp()).numpy())]
-    if name.endswith("norm.weight") and "Qwen" in config["architectures"][0] and "linear_attn" not in name:
+    is_centered = "linear_num_key_heads" in config  # the norms of Qwen's hybrids
+    if name.endswith("norm.weight") and is_centered and "linear_attn" not in name:
         weight = weight + 1
     if name.endswith((".conv.conv.weight", ".conv1d.weight")):
         weight = weight[:, 0]

@@ -1,4 +1,4 @@
-"""GGUF files of models with recurrent layers: tokens are transformers', and the kernels compute what is stored."""
+"""GGUF files of models with recurrent layers or experts: transformers' tokens, and matrices computed as stored."""
 
 import random
 
@@ -29,7 +29,7 @@ MIXED = {
     **{"ffn_gate_shexp": Kind.Q8_0, "ffn_up_shexp": Kind.Q8_0, "ffn_down_shexp": Kind.Q5_0},
     **{"ffn_gate": Kind.Q4_0, "ffn_up": Kind.Q4_0, "token_embd": Kind.F16},
 }
-OWN = ["Lfm2", "Qwen3_5", "Qwen3Next"]
+OWN = ["Lfm2", "Qwen3_5", "Qwen3Next", "Qwen3Moe"]
 TEXT = [random.Random(5).randrange(3, 320) for _ in range(70)]
 
 
@@ -39,6 +39,8 @@ def make(family, directory, kind=None, rounded=None, **more):
         "Lfm2": {"block_auto_adjust_ff_dim": False},
         "Qwen3_5": DELTA_SIZES,
         "Qwen3Next": DELTA_SIZES | EXPERT_SIZES,
+        "Qwen3Moe": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        | {"moe_intermediate_size": 32},
         "GraniteMoeHybrid": GRANITE_SIZES,
     }
     source = save_hybrid(family, directory / "source", **SIZES, **own[family], **more)
