@@ -179,11 +179,12 @@ def install(app: FastAPI, paths: Sequence[str]) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
-        meant = get_close_matches(request.url.path, paths, 1)
+        meant = get_close_matches(request.url.path, paths, 1, cutoff=0.8)
+        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
         messages = {
             400: "the body is not valid JSON in UTF-8",
             404: f"there is no route {request.url.path}" + (f"; did you mean {meant[0]}?" if meant else ""),
-            405: f"{request.method} is not allowed on {request.url.path}",
+            405: f"{request.method} is not allowed on {request.url.path}; allowed: {allowed}",
         }
         own = InvalidRequest(messages.get(error.status_code, str(error.detail)))
         response = error_response(own, request.url.path, error.status_code)
@@ -198,7 +199,10 @@ def _first_problem(error: RequestValidationError) -> tuple[str, str | None]:
     """
     problem = max(error.errors(), key=lambda problem: len(problem["loc"]))
     if problem["type"] == "json_invalid":
-        return f"the body is not valid JSON: {problem.get('ctx', {}).get('error', 'it cannot be parsed')}", None
+        return (
+            f"the body is not valid JSON in UTF-8: {problem.get('ctx', {}).get('error', 'it cannot be parsed')}",
+            None,
+        )
     if problem["loc"] == ("body",) and problem["type"] in _NO_OBJECT:
         return "the body must be a JSON object", None
     *path, last = problem["loc"][1:] or ("",)

@@ -63,7 +63,7 @@ def _settings(field: FieldInfo) -> dict[str, Any]:
 
 
 def _default_text(default: Any, field: FieldInfo) -> str:
-    if field.is_required() or default is None or default is False or default in ((), ""):
+    if field.is_required() or field.default_factory or default is None or default is False or default in ((), ""):
         return ""
     shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else str(default)
     return f" (default: {shown})".replace("%", "%%")

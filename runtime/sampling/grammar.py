@@ -52,7 +52,7 @@ def check_grammar(params: SamplingParams) -> None:
     if problem := LLMatcher.validate_grammar(source, limits=_LIMITS):
         if problem.startswith("WARNING"):
             return
-        raise InvalidRequest(f"{name} cannot be followed: {_first_line(problem)}", param=name)
+        raise InvalidRequest(f"{name} cannot be followed: {_reason(problem)}", param=name)
 
 
 def too_slow(what: str, timeout_s: float, param: str | None = None) -> InvalidRequest:
@@ -67,7 +67,7 @@ def _source(params: SamplingParams) -> str | None:
         try:
             return LLMatcher.grammar_from_lark(any_to_lark(params.grammar))
         except Exception as error:  # the library raises various exceptions
-            message = f"grammar is neither EBNF nor Lark: {_first_line(str(error))}"
+            message = f"grammar is neither EBNF nor Lark: {_reason(str(error))}"
             raise InvalidRequest(message, param="grammar") from None
     if params.json_schema is None:
         return None
@@ -83,8 +83,10 @@ def _source(params: SamplingParams) -> str | None:
         raise InvalidRequest("json_schema has an integer of more than 64 bits", param="json_schema") from None
 
 
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")[:_MAX_MESSAGE]
+def _reason(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    reasons = [line for line in lines if line.startswith("error: ")]  # a regex is drawn before its reason
+    return " ".join([*lines[:1], *reasons[:1]])[:_MAX_MESSAGE]
 
 
 class Grammar:
@@ -97,7 +99,7 @@ class Grammar:
         """See `OutputGrammar`. Raises InvalidRequest at a dead end or a limit."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise InvalidRequest(f"the grammar cannot be followed further: {_first_line(self._matcher.get_error())}")
+            raise InvalidRequest(f"the grammar cannot be followed further: {_reason(self._matcher.get_error())}")
         return bits
 
     def accept(self, token: int) -> bool:
@@ -264,7 +266,7 @@ class GrammarCompiler:
             matcher = self._kept.get(key)
         matcher = matcher or LLMatcher(self._tokenizer, source, limits=_LIMITS, log_level=0)
         if matcher.is_error():
-            raise InvalidRequest(f"the grammar cannot be followed: {_first_line(matcher.get_error())}")
+            raise InvalidRequest(f"the grammar cannot be followed: {_reason(matcher.get_error())}")
         with self._lock:
             self._kept[key] = matcher
             copy = matcher.deep_copy()

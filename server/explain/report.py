@@ -141,7 +141,7 @@ def _no_point(lookup: Lookup, ends: int) -> tuple[Reason, str]:
 
 
 def _unknown(lookup: Lookup) -> str:
-    return f"the rest was not cached in the last {_seconds(lookup.known_s)} s; earlier evictions are not remembered"
+    return f"it was not evicted in the last {_seconds(lookup.known_s)} s, as far back as evictions are recorded"
 
 
 def _seconds(seconds: float) -> str:

@@ -119,7 +119,7 @@ class Tiers(Watcher):
         self.worker.drain(max(until - self._clock(), 0))
         there = zip(offered.values(), self.worker.where([*offered]).result(), strict=True)
         lost = len(own.difference(page for pages, names in there if "disk" in names for page in pages)) * size
-        why = "no space is left" if left < 0 else "less than a block, or no time is left"
+        why = "no space is left" if left < 0 else "no time is left" if self._clock() >= until else "they fill no block"
         told_lost, total = f"; {lost} are not written: {why}" if lost else "", len(own) * size
         log.info("the disk holds %d of %d cached tokens%s", total - lost, total, told_lost)
 
