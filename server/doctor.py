@@ -33,7 +33,7 @@ def print_report(config: Config) -> None:
         table.add_row(name, value)
     console = Console(highlight=False)
     console.print(table)
-    hints = list(_hints())
+    hints = list(_hints(config))
     console.print("\n[bold]What would be faster, or is missing[/bold]" if hints else "\nNothing is missing.")
     for hint in hints:
         console.print(f"- {hint}", soft_wrap=True)
@@ -58,7 +58,7 @@ def _facts(config: Config) -> Iterator[tuple[str, str]]:
     yield "model", f"{config.model.model}: {_is_there(config)}"
     if (path := Path(config.model.model).expanduser()).is_file():
         keeps = library is not None and config.model.quantization == config.model.dtype == "auto"
-        yield "weights", _weights(path, keeps)
+        yield "weights", f"{path.stat().st_size / _GIB:.1f} GiB: {_weights(path, keeps)}"
     there = {re.sub(_VERSION, "", path.name) for path in where.glob("models/[!.]*") if path.is_dir()}
     others = [f"{name} ({size / _GIB:.1f} GiB)" for name, size in found_models()]
     yield "models there", ", ".join([*sorted(there), *others]) or "none"
@@ -67,7 +67,7 @@ def _facts(config: Config) -> Iterator[tuple[str, str]]:
     yield "packages", ", ".join(f"{package} {found}" for package in _PACKAGES if (found := _version(package)))
 
 
-def _hints() -> Iterator[str]:
+def _hints(config: Config) -> Iterator[str]:
     from runtime.execution.native.library import ISAS, load_best
 
     library, (_, flags) = load_best(), _processor()
@@ -75,7 +75,7 @@ def _hints() -> Iterator[str]:
     if best != (library and library.isa):
         why = f"but {found} did not build them" if (found := _compiler()) else "and a C++20 compiler builds them"
         yield f"Kernels for {best} are missing, {why}. `pip install -v --editable .` builds again and shows errors."
-    if library is not None:
+    if library is not None and not Path(config.model.model).expanduser().is_file():
         yield "A GGUF file of 4 bits, or --quantization int8, makes decode steps read fewer bytes of weights."
     if library is not None and "avx512_vnni" not in flags:
         yield "A processor with products of bytes (AVX512-VNNI) computes weights of 4 to 8 bits faster."

@@ -98,6 +98,8 @@ def _measure_all(bench: Bench, cells: list[Cell], results: Results) -> bool:
         figures = dict(bench.measure(cell, random.Random(f"{seed} {repeat}")))
         if repeat >= 0:
             results.add(cell, repeat, figures)
+            if not sys.stderr.isatty():  # tqdm is silent there
+                print("measured:", *(f"{name} {value}" for name, value in cell.items()), file=sys.stderr, flush=True)
     return True
 
 

@@ -58,7 +58,7 @@ class Constrained(Body):
     def constraints(self) -> list[Constraint]:
         """All given constraints."""
         given = {"json_schema": self.json_schema, "regex": self.regex, "grammar": self.grammar}
-        given["grammar"] = given["grammar"] or (_one_of(self.choice) if self.choice else None)
+        given["choice"] = _one_of(self.choice) if self.choice else None
         return [{name: text} for name, text in given.items() if text is not None]
 
 
@@ -83,7 +83,7 @@ def only(constraints: list[Constraint]) -> Constraint:
     if len(constraints) > 1:
         first, second = (next(iter(one)) for one in constraints[:2])
         raise InvalidRequest(f"the answer can follow only one format: {first} or {second}", param=second)
-    return constraints[0] if constraints else {}
+    return {"grammar" if name == "choice" else name: text for one in constraints for name, text in one.items()}
 
 
 def _one_of(texts: list[str]) -> str:

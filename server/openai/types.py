@@ -79,7 +79,7 @@ class CommonRequest(SampledRequest, Constrained):
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> CommonRequest:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only allowed with stream: true")
+            raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
         return self
 
     @property
