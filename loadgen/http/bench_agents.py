@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 from pydantic import Field
 
-from loadgen.harness import Bench, Cell, Figure, Results, repeats_of, warmup_of
+from loadgen.harness import Bench, BenchError, Cell, Figure, Results, repeats_of, warmup_of
 from loadgen.harness.plots import drawing
 from loadgen.http.coding_session import CodingSession, as_chat
 from loadgen.http.local_server import local_server, small_model
@@ -75,8 +75,13 @@ HABITS = (
     "none", "billing line first", "billing line last", "date first", "thoughts stripped", "tools reordered",
     "keys reordered",
 )  # fmt: skip
-# Claude Code's session is sent over each of these routes.
-ROUTES = ("/v1/messages", "/v1/chat/completions")
+Way = Literal["/v1/messages", "/v1/chat/completions", "/v1/chat/completions, no billing line"]
+# Ways of sending Claude Code's session: the route, and whether the system prompt begins with a billing line.
+WAYS: dict[Way, tuple[str, bool]] = {
+    "/v1/messages": ("/v1/messages", True),
+    "/v1/chat/completions": ("/v1/chat/completions", True),
+    "/v1/chat/completions, no billing line": ("/v1/chat/completions", False),
+}
 
 
 def _tool(name: str, prose: Prose, tokens: float) -> Body:
@@ -105,11 +110,17 @@ class AgentsBench(Bench):
         Figure("hits", "hits, %", factor=100, plotted=True),
         Figure("prefilled", "prefilled", ",.0f", versus="ratio", plotted=True),
         Figure("over_new", "prefilled / new", ".3f"),
+        Figure("seconds", "answer of one token p50, s", ".2f"),
+        Figure("seconds", "max, s", ".2f", statistic="max", interval=False),
     )
 
     repeats: int = repeats_of(1)
     warmup: int = warmup_of(0)
-    url: str | None = Field(None, description="a running Ramet server (default: one is started)")
+    url: str | None = Field(None, description="a running server (default: Ramet is started)")
+    model: str | None = Field(
+        None, description="the model's name on a server other than Ramet, which gets only Claude Code's session"
+    )
+    ways: tuple[Way, ...] = Field(tuple(WAYS), description="of sending Claude Code's session")
     requests: int = Field(12, gt=0, lt=_MOST_STEPS, description="requests of a session")
     system_tokens: int = Field(400, gt=0, description="tokens of the system prompt")
     step_tokens: int = Field(200, gt=0, description="tokens of a thought and a result")
@@ -133,55 +144,64 @@ class AgentsBench(Bench):
         return "habit", HABITS[0]
 
     def cells(self) -> list[Cell]:
-        routes = [{"session": "Claude Code", "habit": route} for route in ROUTES]
-        return [{"session": "short", "habit": habit} for habit in HABITS] + routes
+        short = [{"session": "short", "habit": habit} for habit in HABITS if self.model is None]
+        return short + [{"session": "Claude Code", "habit": way} for way in self.ways]
 
     def measure(self, cell: Cell, draw: random.Random) -> dict[str, Any]:
         """Token counts of a session, which shares its cache with no other one; `steps` has those of each request."""
-        steps = self._claude_code(cell["habit"], draw) if cell["habit"] in ROUTES else self._short(cell["habit"], draw)
+        steps = self._claude_code(cell["habit"], draw) if cell["habit"] in WAYS else self._short(cell["habit"], draw)
         total = {name: sum(step[name] for step in steps) for name in ("prompt", "shared", "read")}
         prefilled = total["prompt"] - total["read"]
         found = {"hits": total["read"] / total["prompt"], "prefilled": prefilled, "steps": steps}
-        return total | found | {"over_new": prefilled / (total["prompt"] - total["shared"])}
+        seconds = [step["seconds"] for step in steps if "seconds" in step]
+        return total | found | {"over_new": prefilled / (total["prompt"] - total["shared"]), "seconds": seconds}
 
-    def _claude_code(self, route: str, draw: random.Random) -> list[dict[str, float]]:
+    def _claude_code(self, way: Way, draw: random.Random) -> list[dict[str, float]]:
         """Steps of a conversation; each prompt extends the one before, with which it shares all of its tokens."""
-        session = CodingSession(draw.randrange(1 << 32), self.turns, self.system_tokens, self.step_tokens)
-        options = {"cache_salt": secrets.token_hex(8), "max_tokens": 1, "temperature": 0}
+        route, billing = WAYS[way]
+        session = CodingSession(draw.randrange(1 << 32), self.turns, self.system_tokens, self.step_tokens, billing)
+        salt = {"model": self.model} if self.model else {"cache_salt": secrets.token_hex(8)}
+        options = salt | {"max_tokens": 1, "temperature": 0}
         steps: list[dict[str, float]] = []
         for turn in range(self.turns):
             if (title := session.title(turn)) is not None:
-                self._ask(route, title | options)
-            steps.append(self._ask(route, session.request(turn) | options))
+                self._ask(route, title, options)
+            steps.append(self._ask(route, session.request(turn), options))
             steps[-1]["shared"] = steps[-2]["prompt"] if turn else 0
         return steps
 
-    def _ask(self, route: str, body: Body) -> dict[str, float]:
+    def _ask(self, route: str, body: Body, options: Body) -> dict[str, float]:
         """Send a body in Anthropic's form, over one of the routes."""
-        names = ("cache_salt", "max_tokens", "temperature")
-        sent = body if route == ROUTES[0] else as_chat(body) | {name: body[name] for name in names}
+        chat = route == "/v1/chat/completions"
         began = time.monotonic()
-        usage = self._client.post(route, json=sent).raise_for_status().json()["usage"]
+        answer = self._client.post(route, json=(as_chat(body) if chat else body) | options)
         seconds = time.monotonic() - began
-        if route != ROUTES[0]:
-            read = usage["prompt_tokens_details"]["cached_tokens"]
+        if answer.is_error:
+            raise BenchError(f"{route}: {answer.status_code} {answer.text[:300]}")
+        usage = answer.json()["usage"]
+        if chat:
+            read = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             return {"prompt": usage["prompt_tokens"], "read": read, "seconds": seconds}
-        computed = usage["input_tokens"] + usage["cache_creation_input_tokens"]
-        read = usage["cache_read_input_tokens"]
+        read = usage.get("cache_read_input_tokens") or 0
+        computed = usage["input_tokens"] + (usage.get("cache_creation_input_tokens") or 0)
         return {"prompt": computed + read, "read": read, "seconds": seconds}
 
     def draw_plot(self, results: Results, path: Path) -> bool:
-        """Draw the computed tokens of each request of Claude Code's session."""
-        with drawing(path, (7, 3.6)) as axes:
+        """Draw the computed tokens of each request of Claude Code's session, and the time to its first token."""
+        with drawing(path, (10, 4), 1, 2) as (tokens, times):
             for cell in results.cells.values():
-                if cell["habit"] in ROUTES and (found := results.of(cell)):
+                if cell["habit"] in WAYS and (found := results.of(cell)):
                     steps = found[max(found)]["steps"]
-                    axes.plot([step["prompt"] - step["read"] for step in steps], label=f"computed, {cell['habit']}")
+                    label = ", ".join(cell[name] for name in ("run", "habit") if name in cell)
+                    tokens.plot([step["prompt"] - step["read"] for step in steps], label=label)
+                    times.plot([step["seconds"] for step in steps], label=label)
                     new = [step["prompt"] - step["shared"] for step in steps]
-            axes.plot(new, "k:", label="new")
-            axes.set(xlabel="request", ylabel="prompt tokens", yscale="log")
-            axes.grid(alpha=0.3)
-            axes.legend(fontsize=7)
+            tokens.plot(new, "k:", label="new to the conversation")
+            tokens.set(xlabel="request", ylabel="computed prompt tokens", yscale="log")
+            times.set(xlabel="request", ylabel="seconds to an answer of one token", yscale="log")
+            for axes in (tokens, times):
+                axes.grid(alpha=0.3)
+            tokens.legend(fontsize=6)
         return True
 
     def _short(self, habit: str, draw: random.Random) -> list[dict[str, int]]:

@@ -15,15 +15,16 @@ _STEPS, _TITLES = 5, 8
 class CodingSession:
     """A recorded session: each request sends the whole conversation, whose thoughts the client has left out.
 
-    The first block of the system prompt is a line that differs in each request, a system message follows the user's
-    first message, and other system prompts ask for titles in between.
+    A system message follows the user's first message, and other system prompts ask for titles in between.
 
     Args:
         system_tokens: of the system prompt; the tools have three times as many together.
         step_tokens: of an answer, its call and the call's result together.
+        billing: the first block of the system prompt is a line that differs in each request.
     """
 
-    def __init__(self, seed: int, turns: int, system_tokens: int, step_tokens: int):
+    def __init__(self, seed: int, turns: int, system_tokens: int, step_tokens: int, billing: bool = True):
+        self._billing = billing
         self._draw = random.Random(seed)
         self._prose = prose = Prose(self._draw)
         self._system, self._reminder = prose.text(system_tokens), prose.text(system_tokens / 4)
@@ -69,7 +70,7 @@ class CodingSession:
         version = f"2.1.{self._draw.randrange(200)}.{self._draw.getrandbits(12):03x}"
         hash_ = f"{self._draw.getrandbits(20):05x}"
         line = f"x-anthropic-billing-header: cc_version={version}; cc_entrypoint=cli; cch={hash_};"
-        return [_text(line), _text("You are a coding agent."), _text(text)]
+        return [*([_text(line)] if self._billing else []), _text("You are a coding agent."), _text(text)]
 
 
 def as_chat(body: Body) -> Body:
