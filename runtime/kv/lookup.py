@@ -52,6 +52,8 @@ def _other(cache: PagedCache, match: Match, namespace: Namespace) -> bytes:
     rows, node, page_bytes = match.partial_rows, match.partial_node, cache.page_size * TOKEN_BYTES
     if node is not None:
         start = node.pages.index(match.partial_page) * page_bytes + rows * TOKEN_BYTES
+        if start < page_bytes:  # other children may share as many rows
+            node = (node.parent and _latest(node.parent, text(node.key)[:start])) or node
     elif match.node is not None and match.node_pages < len(match.node.pages):
         node, start = match.node, match.node_pages * page_bytes
     else:
@@ -64,7 +66,7 @@ def _other(cache: PagedCache, match: Match, namespace: Namespace) -> bytes:
     return preview[: _PREVIEW * TOKEN_BYTES]
 
 
-def _latest(node: Node) -> Node | None:
-    """The most recently used one of the newest children; None without children."""
+def _latest(node: Node, start: bytes = b"") -> Node | None:
+    """The most recently used one of the newest children whose keys begin with `start`; None without one."""
     some = islice((child for child in reversed(node.children.values()) if not child.is_attached), _LOOKED_AT)
-    return max(some, key=lambda child: child.used_s, default=None)
+    return max((child for child in some if child.key.startswith(start)), key=lambda child: child.used_s, default=None)

@@ -107,7 +107,9 @@ def _from_hub(name: str, config: ModelConfig) -> Path:
 
     # HTTPError belongs to the HTTP client of the installed huggingface-hub (httpx or httpx2).
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalEntryNotFoundError
+    from huggingface_hub.utils.logging import disable_propagation
 
+    disable_propagation()  # the hub prints its warnings itself
     try:
         # The configuration first, so that an unsupported model is refused before gigabytes are fetched.
         own_spec(config, Path(hf_hub_download(name, "config.json")).parent)

@@ -38,8 +38,8 @@ class PinRequest(Body, Scoped):
 
     model_config = example(text="You are a helpful assistant. ...", name="system", ttl_s=3600)
 
-    text: Text | None = None
-    input_ids: TokenIds | None = None
+    text: Text | None = Field(None, min_length=1)
+    input_ids: TokenIds | None = Field(None, min_length=1)
     messages: Messages | None = None
     tenant: str | None = Field(
         None, description="name of the API key whose namespace holds the prefix; default: the request's own key"

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from fastapi import Request
 
 from runtime.models.resolve import served_names
-from server.auth.keys import CurrentTenant, EveryKey, Tenant
+from server.auth.keys import EveryKey
 from server.errors import NotImplementedHere
 from server.http.context import Context, Ctx
 
@@ -18,11 +18,11 @@ _STARTED_S = int(time.time())
 
 @router.get("/v1/models")
 @router.get("/models", include_in_schema=False)
-async def models(request: Request, context: Ctx, asker: CurrentTenant) -> dict[str, Any]:
+async def models(request: Request, context: Ctx) -> dict[str, Any]:
     """The served model under each of its names, and the adapters; in Anthropic's form for Anthropic's clients."""
     names = served_names(context.config.model) or [context.engine.info.name]
     names += [adapter.name for adapter in context.engine.adapters]
-    found = [_model(name, context, asker) for name in names]
+    found = [_model(name, context) for name in names]
     if "anthropic-version" not in request.headers:
         return {"object": "list", "data": found}
     ends = {"first_id": names[0], "last_id": names[-1]}
@@ -30,9 +30,9 @@ async def models(request: Request, context: Ctx, asker: CurrentTenant) -> dict[s
 
 
 @router.get("/v1/models/{name:path}")
-async def model(name: str, request: Request, context: Ctx, asker: CurrentTenant) -> dict[str, Any]:
+async def model(name: str, request: Request, context: Ctx) -> dict[str, Any]:
     """The served model or an adapter by its name."""
-    found = _model(name, context, asker)
+    found = _model(name, context)
     return _of_anthropic(found) if "anthropic-version" in request.headers else found
 
 
@@ -41,12 +41,11 @@ def _of_anthropic(model: dict[str, Any]) -> dict[str, Any]:
     return {"type": "model", "id": model["id"], "display_name": model["id"], "created_at": created}
 
 
-def _model(name: str, context: Context, asker: Tenant) -> dict[str, Any]:
+def _model(name: str, context: Context) -> dict[str, Any]:
     info, adapter = context.engine.info, context.adapter(name)
-    own, path = (info.name, info.path) if adapter is None else (adapter.name, adapter.path)
     return {
         **{"id": name, "object": "model", "created": _STARTED_S, "owned_by": "ramet"},
-        **{"root": path if asker.admin else own, "parent": None if adapter is None else info.name},
+        **{"root": info.name if adapter is None else adapter.name, "parent": None if adapter is None else info.name},
         "max_model_len": info.context_length,
     }
 

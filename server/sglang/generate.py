@@ -40,7 +40,7 @@ class GenerateRequest(GenerationBody):
 
     WITHIN: ClassVar[Mapping[str, str]] = {
         **{name: f"sampling_params.{name}" for name in (*SamplingParams.model_fields, *Sampling.ALIASES)},
-        "max_tokens": "sampling_params.max_new_tokens",
+        **{"max_tokens": "sampling_params.max_new_tokens", "prompt": "text"},
     }
 
     model_config = example(text="The capital of France is", sampling_params={"max_new_tokens": 16, "temperature": 0})

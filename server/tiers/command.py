@@ -14,6 +14,7 @@ from runtime.errors import RametError
 from runtime.kv.tiers.files import NOTES, FileStore
 from runtime.kv.tiers.store import StoredBlock
 from runtime.logs import one_line
+from server.auth.keys import read_keys
 
 _GIB = 1 << 30
 _DAY_S = 86400.0
@@ -28,9 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     purge.set_defaults(act=_purge)
     for action in (listing, purge):
         action.add_argument("directory", type=Path, metavar="DIR", help="the --disk-cache or the --kv-store dir:DIR")
+        action.add_argument("--api-keys", type=Path, metavar="FILE", help="the server's, whose names stand for tenants")
     choice = purge.add_mutually_exclusive_group(required=True)
     choice.add_argument("--all", action="store_true", help="delete all blocks")
-    choice.add_argument("--tenant", help="delete this tenant's blocks")
+    choice.add_argument("--tenant", help="delete the blocks of a tenant that `ls` lists")
     choice.add_argument("--unused", type=_positive, metavar="DAYS", help="delete blocks not used for this many days")
     choice.add_argument("--to", type=_positive, metavar="GIB", help="delete the least recently used down to this size")
 
@@ -55,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(store: FileStore, arguments: argparse.Namespace) -> None:
+    names = {tenant.account: tenant.name for tenant in read_keys(arguments.api_keys)}
     tenants: dict[str, list[StoredBlock]] = defaultdict(list)
     for entry in store.entries():
         tenants[entry.tenant].append(entry)
@@ -64,7 +67,7 @@ def _list(store: FileStore, arguments: argparse.Namespace) -> None:
         table.add_column(figure, justify="right")
     for tenant, entries in sorted(tenants.items()):
         uses = [entry.used for entry in entries]
-        name = one_line(tenant) or "(nobody)"
+        name = names.get(tenant, one_line(tenant)) or "(nobody)"
         table.add_row(name, f"{len(entries):,}", _size(entries), _ago(min(uses)), _ago(max(uses)))
     console = Console()
     (console if console.is_terminal else Console(width=160)).print(table)
@@ -74,7 +77,8 @@ def _purge(store: FileStore, arguments: argparse.Namespace) -> None:
     if arguments.all or arguments.tenant is not None:
         for note in arguments.directory.glob(f"{NOTES}*"):  # a note may have hashes of the tenant's prompts
             note.unlink()
-        print(f"{store.erase(arguments.tenant):,} blocks deleted")
+        accounts = {tenant.name: tenant.account for tenant in read_keys(arguments.api_keys)}
+        print(f"{store.erase(accounts.get(arguments.tenant, arguments.tenant)):,} blocks deleted")
         return
     entries = sorted(store.entries(), key=lambda entry: entry.used)
     if arguments.unused is not None:

@@ -31,7 +31,7 @@ function hitRatio({ last }) {
   return asked > 0 ? 100 * (last.cached_tokens - since.cached_tokens) / asked : null;
 }
 const CAUSES = { room: "room was needed", quota: "over the quota", flush: "flushed" };
-const REASONS = { new: "never seen", room: "evicted for room", quota: "evicted for the quota", flush: "flushed", expired: "pin ran out" };
+const REASONS = { new: "new text", room: "evicted for room", quota: "evicted for the quota", flush: "flushed", expired: "pin ran out" };
 function stacked(field, names, words = {}) {
   return names.map((name, i) => [words[name] || name || "without a key", COLOURS[i % COLOURS.length], growth((s) => s[field]?.[name] || 0)]);
 }

@@ -25,7 +25,8 @@ function showRequests(live, finished) {
 function showPins() {
   rows($("pins"), ["pin", "tenant", "tokens", "hits", "left", ""], (tree.pins || []).map((pin) => [
     short(pin.name || pin.id, 14), whose(pin), number(pin.tokens), number(pin.hits), pin.expires_in_s == null ? "no end" : ago(pin.expires_in_s),
-    button("Unpin", () => change(() => ask(`/cache/pins/${encodeURIComponent(pin.id)}`, null, "DELETE"), "unpinned"))]), "none");
+    button("Unpin", () => change(() => ask(`/cache/pins/${encodeURIComponent(pin.id)}`, null, "DELETE"), "unpinned"))]).concat((tree.kept || []).map((kept) => [
+    `${number(kept.prefixes)} kept prefixes`, whose(kept), number(kept.tokens), "", "", ""])), "none");
 }
 function showEvictions() {
   rows($("evictions"), ["tenant", "cause", "pages", "idle", "foreseen, when it went"], (tree.evictions || []).toReversed().map((e) => [

@@ -109,3 +109,16 @@ def test_a_prompt_may_end_within_a_page(prompt):
 def test_nothing_is_looked_up_without_a_cache():
     cache = make_cache(prefix_cache=False)
     assert told(cache, 1, 2, 3) == Lookup(0, -1, 2)
+
+
+def test_of_prompts_that_share_part_of_a_page_the_latest_is_told():
+    cache = make_cache(pages=64)
+    now = 0.0
+    cache.tree._clock = lambda: now
+    for last in (5, 6, 7):
+        now += 1
+        keep(cache, 1, 2, 3, last)
+    assert other(told(cache, 1, 2, 3, 9, 9)) == [7]
+    now += 1
+    cache.tree.use(cache.tree.match(key(1, 2, 3, 5), EVERYBODY).node)
+    assert other(told(cache, 1, 2, 3, 9, 9)) == [5]

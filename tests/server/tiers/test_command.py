@@ -7,6 +7,7 @@ import pytest
 from radix import Namespace
 from runtime.kv.tiers.block import Fingerprint, Format
 from runtime.kv.tiers.files import FileStore
+from server.auth.keys import read_keys
 from server.cli import main
 
 FORM = Format(Fingerprint("weights", "float32", "KV", 16, "rope").digest())
@@ -43,6 +44,19 @@ def test_ls(directory, capsys):
     nobody, alice = cells(text)
     assert nobody == ["(nobody)", "2", "0.2 MiB", "2 days ago", "24 hours ago"]
     assert alice == ["alice", "4", "0.4 MiB", "9 days ago", "3 days ago"]
+
+
+def test_tenants_have_the_names_of_the_key_file(tmp_path, capsys):
+    path, directory = tmp_path / "keys", tmp_path / "cache"
+    path.write_text("carol sk-0123456789\n")
+    (carol,) = read_keys(path)
+    store = FileStore(directory, "", 1 << 30)
+    for block in blocks_of(carol.account):
+        store.put(block.key, FORM.encode(block, bytes(1000)), carol.account)
+    assert main(["cache", "ls", str(directory), "--api-keys", str(path)]) == 0
+    assert [row[:2] for row in cells(capsys.readouterr().out)] == [["carol", "4"]]
+    assert main(["cache", "purge", str(directory), "--api-keys", str(path), "--tenant", "carol"]) == 0
+    assert not keys(directory)
 
 
 @pytest.mark.parametrize(
