@@ -105,7 +105,7 @@ def _add_sampling(parser: argparse.ArgumentParser, tokens: int, temperature: flo
     parser.add_argument("--max-new-tokens", type=int, default=tokens, help=f"default: {tokens}")
     parser.add_argument("--temperature", type=float, default=temperature, help=f"default: {temperature:g}; 0: greedy")
     parser.add_argument("--seed", type=int, help="the same seed gives the same text")
-    add_options(parser, "model", "cache", "scheduler", "engine")
+    add_options(parser, "model", unlisted=("cache", "scheduler", "engine"))
 
 
 def _sampling(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> "SamplingParams":
@@ -215,7 +215,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file", help="JSON lines: answers to requests with `receipt` and `return_token_ids`, or a trace"
     )
-    add_options(parser, "model", "cache", "scheduler", "engine", "tiers")
+    add_options(parser, "model", unlisted=("cache", "scheduler", "engine", "tiers"))
 
 
 def _verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -311,7 +311,7 @@ _COMMANDS: dict[str, Command] = {
     "bench": ("measure a server or this machine", _add_bench, _bench),
     "doctor": (
         "print this machine's hardware and packages, and what would make Ramet faster",
-        lambda p: add_options(p, "model", "cache"),
+        lambda p: add_options(p, "model", unlisted=["cache"]),
         _doctor,
     ),
     "options": ("print the options of `serve` as tables in Markdown", lambda parser: None, _options),

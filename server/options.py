@@ -2,7 +2,7 @@
 
 import argparse
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -17,22 +17,29 @@ _HEADING = """\
 A switch that is on by default has a `--no-` form. `make docs` writes these tables."""
 
 
-def add_options(parser: argparse.ArgumentParser, *sections: str) -> None:
-    """Add the fields of some sections (default: all) as options. Field names are unique over all sections."""
+def add_options(parser: argparse.ArgumentParser, *sections: str, unlisted: Sequence[str] = ()) -> None:
+    """Add the fields of some sections (default: all) as options. Field names are unique over all sections.
+
+    Args:
+        unlisted: further sections, whose options the help only mentions.
+    """
     for name, section in Config.model_fields.items():
-        if sections and name not in sections:
+        if sections and name not in (*sections, *unlisted):
             continue
         model = section.annotation
         assert model is not None
-        group = parser.add_argument_group(name, model.__doc__)
+        group = parser.add_argument_group(name, None if name in unlisted else model.__doc__)
         for field_name, field in model.model_fields.items():
-            _add_option(group, field_name, field)
+            _add_option(group, field_name, field, name not in unlisted)
+    if unlisted:
+        parser.epilog = f"Options of `ramet serve` that also work here: those of {', '.join(unlisted)}."
 
 
-def _add_option(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
+def _add_option(group: argparse._ArgumentGroup, name: str, field: FieldInfo, listed: bool) -> None:
     kind, default = _inner(field.annotation), field.get_default(call_default_factory=True)
     shown = "" if default is None else f" (default: {default})"
-    options: dict[str, Any] = {"default": _UNSET, "help": (field.description or "").replace("%", "%%") + shown}
+    text = (field.description or "").replace("%", "%%") + shown
+    options: dict[str, Any] = {"default": _UNSET, "help": text if listed else argparse.SUPPRESS}
     if kind is bool:
         options["action"] = argparse.BooleanOptionalAction
     elif get_origin(kind) is Literal:

@@ -160,8 +160,8 @@ class AgentsBench(Bench):
         """Steps of a conversation; each prompt extends the one before, with which it shares all of its tokens."""
         route, billing = WAYS[way]
         session = CodingSession(draw.randrange(1 << 32), self.turns, self.system_tokens, self.step_tokens, billing)
-        salt = {"model": self.model} if self.model else {"cache_salt": secrets.token_hex(8)}
-        options = salt | {"max_tokens": 1, "temperature": 0}
+        options = {"cache_salt": secrets.token_hex(8), "max_tokens": 1, "temperature": 0}
+        options |= {"model": self.model} if self.model else {}
         steps: list[dict[str, float]] = []
         for turn in range(self.turns):
             if (title := session.title(turn)) is not None:
