@@ -292,18 +292,22 @@ def _take_experts(weights: dict[str, torch.Tensor], prefix: str, spec: ExpertSpe
     """Take a layer's experts out of `weights`. Without a shared expert, add empty weights for it."""
     device, mlp = model.embedding.device, f"{prefix}mlp."
 
-    def stacked(*names: str) -> torch.Tensor:
+    def stacked(kind: str, *names: str) -> torch.Tensor:
         experts = range(spec.count)
-        every = [[weights.pop(f"{mlp}experts.{i}.{name}_proj.weight") for name in names] for i in experts]
+        every = [[weights.pop(f"{mlp}experts.{i}.{name}_proj.{kind}") for name in names] for i in experts]
         return torch.stack([torch.cat(one) for one in every]).to(device)
 
     if not spec.shared:
         hidden = model.spec.hidden_size
         for name, shape in (("gate", (0, hidden)), ("up", (0, hidden)), ("down", (hidden, 0))):
             weights[f"{mlp}shared_experts.{name}_proj.weight"] = model.embedding.new_empty(shape)
-    if spec.limit is not None:
+    if spec.fused:
         return take_fused(weights, mlp, spec, model.embedding, model.ops, model.keeps_codes)
     bias = weights.pop(f"{mlp}gate.expert_bias", None)
     router = weights.pop(f"{mlp}gate.weight").to(device)
     bias = None if bias is None else bias.float().to(device)
-    return Experts(spec, model.ops, router.float(), stacked("gate", "up"), stacked("down"), bias)
+    found = Experts(spec, model.ops, router.float(), stacked("weight", "gate", "up"), stacked("weight", "down"), bias)
+    if spec.limit is not None:
+        found.router_bias = weights.pop(f"{mlp}gate.bias").float().to(device)
+        found.gate_up_bias, found.down_bias = stacked("bias", "gate", "up"), stacked("bias", "down")
+    return found

@@ -26,8 +26,8 @@ class ExpertSpec:
         groups, chosen_groups: experts are chosen only from the groups whose best scores have the largest sums.
         best: number of best scores of a group that are summed.
         scale: factor on the weights.
-        limit: bound of gate and up; None: unbounded. Only gpt-oss has a limit. Its experts also have biases and are
-            stored in one tensor, with gate and up interleaved.
+        limit: bound of gate and up; None: unbounded. Only gpt-oss has a limit. Its router and experts also have biases.
+        fused: whether the checkpoint has the experts of gpt-oss in one tensor, with gate and up interleaved.
         alpha: factor in the argument of the gate's sigmoid.
         packed: whether the checkpoint has the experts' weights in MXFP4.
         shared_gate: whether each row's output of the shared expert is multiplied by a sigmoid.
@@ -47,6 +47,7 @@ class ExpertSpec:
     limit: float | None = None
     alpha: float = 1.0
     packed: bool = False
+    fused: bool = False
     shared_gate: bool = False
 
     def __post_init__(self) -> None:
@@ -63,7 +64,7 @@ class ExpertSpec:
 
     def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Names, without the layer's prefix, and shapes of a layer's tensors; `hidden`: hidden size."""
-        if self.limit is not None:
+        if self.fused:
             return self._fused_tensors(hidden)
         shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (self.count, hidden)}
         if self.sigmoid:
@@ -76,6 +77,8 @@ class ExpertSpec:
         for name, inner in mlps.items():
             shapes |= {f"{name}.{part}_proj.weight": (inner, hidden) for part in ("gate", "up")}
             shapes[f"{name}.down_proj.weight"] = (hidden, inner)
+        if self.limit is not None:
+            shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()}
         return shapes
 
     def _fused_tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -166,6 +169,7 @@ def _gpt_oss(config: dict[str, Any]) -> ExpertSpec:
         limit=_positive(config, "swiglu_limit", 7.0),
         alpha=_positive(config, "swiglu_alpha", 1.702),
         packed=bool(config.get("quantization_config")),
+        fused=not config.get("experts_separate"),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from runtime.errors import ModelError
-from runtime.models.gguf_hybrid import GRANITE, HYBRIDS, expert_keys, granite_tensors, hybrid_keys
+from runtime.models.gguf_hybrid import GRANITE, HYBRIDS, expert_keys, gpt_oss_keys, granite_tensors, hybrid_keys
 from runtime.models.gguf_tensors import ROPE_FACTORS, GGUFTensors, read_gguf
 from runtime.models.spec import LlamaSpec
 
@@ -17,6 +17,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     **{architecture: name for architecture, (name, _) in HYBRIDS.items()},
 }
@@ -70,7 +71,7 @@ def _write(
     stored = GGUFTensors.named(path, tensors, architecture, spec)
     if linked:
         stored.link(work)
-    elif architecture in HYBRIDS:
+    elif architecture in (*HYBRIDS, "gpt-oss"):
         raise ModelError(f"{path.name}: --model-impl transformers is not served with GGUF files of {architecture}")
     else:
         stored.write(work / "model.safetensors", rounded)
@@ -136,6 +137,8 @@ def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: li
         config["attention_bias"] = "blk.0.attn_q.bias" in shapes
     if architecture == "qwen3moe":
         config |= {"model_type": "qwen3_moe", **expert_keys(get)}
+    if architecture == "gpt-oss":
+        config |= gpt_oss_keys(get)
     if architecture == "llama":
         config["mlp_bias"] = "blk.0.ffn_gate.bias" in shapes
     if scaling := _rope_scaling(path, metadata, architecture, config, tensors):
@@ -144,8 +147,9 @@ def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: li
 
 
 def _ends(metadata: dict[str, Any]) -> int | list[int] | None:
-    """The token ids for end of sequence, end of turn and end of message that the file has."""
+    """The token ids for end of sequence, end of turn, end of message and, in gpt-oss, end of a tool call."""
     found = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    found += [i for i, token in enumerate(metadata.get("tokenizer.ggml.tokens") or []) if token == "<|call|>"]
     ids = list(dict.fromkeys(i for i in found if i is not None))
     return ids if len(ids) > 1 else ids[0] if ids else None
 
@@ -166,6 +170,8 @@ def _rope_scaling(
         )
     factor = metadata.get(f"{prefix}factor", 1.0)
     scaling = {"rope_type": kind, "factor": factor}
+    if architecture == "gpt-oss":
+        scaling["truncate"] = False  # as in the published configuration; the file does not say so
     if original := metadata.get(f"{prefix}original_context_length"):
         scaling["original_max_position_embeddings"] = original
     for name in ("beta_fast", "beta_slow"):

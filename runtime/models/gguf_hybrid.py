@@ -97,6 +97,19 @@ def expert_keys(get: Get) -> dict[str, Any]:
     }
 
 
+def gpt_oss_keys(get: Get) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_oss",
+        "num_local_experts": get("expert_count"),
+        "num_experts_per_tok": get("expert_used_count"),
+        "intermediate_size": get("expert_feed_forward_length"),
+        "experts_separate": True,
+        "sliding_window": get("attention.sliding_window"),
+        # Not the default of the family, if the file has none.
+        "rope_scaling": None,
+    }
+
+
 def _granite_keys(get: Get, head_dim: int) -> dict[str, Any]:
     inner, heads = get("ssm.inner_size"), get("ssm.time_step_rank")
     return {

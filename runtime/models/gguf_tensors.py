@@ -59,7 +59,7 @@ class GGUFTensors:
         """The tensors of a reader. Raises ModelError if names or shapes do not fit the model."""
         import gguf
 
-        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], spec.num_layers)
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper().replace("-", "_")], spec.num_layers)
         stored = {tensor.name: tensor for tensor in tensors if tensor.name != ROPE_FACTORS}
         used: set[str] = set()
         table: dict[str, list[Any]] = {}
@@ -190,7 +190,7 @@ def _stored_name(name: str, names: Any) -> str:
     """The name in the file of a tensor of a checkpoint. `names`: the gguf package's table of modules."""
     if name.endswith(".A_log"):
         return str(names[name])  # without a suffix
-    module, kind = name.replace(".dt_bias", ".dt_proj.bias").rsplit(".", 1)
+    module, kind = name.replace(".dt_bias", ".dt_proj.bias").replace(".sinks", ".sinks.weight").rsplit(".", 1)
     return f"{names[module]}.{kind}"
 
 

@@ -22,6 +22,14 @@ _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 # Marks belong to the letters before them.
 _QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 
+# Words also end between lower and upper case.
+_START, _END = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_GPT4O = (
+    f"{_START}{_UPPER}*{_LOWER}+{_END}{_START}{_UPPER}+{_LOWER}*{_END}"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 
 def build_tokenizer(path: Path, metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer of a GGUF file, and its tokenizer_config.json. Raises ModelError for unsupported kinds."""
@@ -66,7 +74,7 @@ def _pre_tokenizer(path: Path, name: str) -> pre_tokenizers.PreTokenizer:
     if name == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
     patterns = dict.fromkeys((*_LLAMA3_NAMES, "dbrx"), _LLAMA3) | dict.fromkeys(_QWEN2_NAMES, _QWEN2)
-    patterns["qwen35"] = _QWEN35
+    patterns |= {"qwen35": _QWEN35, "gpt-4o": _GPT4O}
     if name not in patterns:
         known = ", ".join(["gpt-2", "default", "smollm", *patterns])
         raise ModelError(f"{path.name}: pre-tokenizer {name!r}; supported in GGUF are {known}")

@@ -43,7 +43,7 @@ def pack_into(to: np.ndarray, matrix: c.Matrix, read: Callable[[np.ndarray], Cod
 
 def pack_codes(weight: Codes, paired: bool, panel: int) -> np.ndarray:
     """uint8, the bytes of the matrix in panels of `panel` columns."""
-    rows = _panel_rows(len(weight.codes), paired, panel)
+    rows = panel_rows(len(weight.codes), paired, panel)
     k = weight.codes.shape[1]
     pieces = []
     for first in range(0, k, _CHUNK):
@@ -60,7 +60,7 @@ def pack_codes(weight: Codes, paired: bool, panel: int) -> np.ndarray:
     return np.concatenate(flat, axis=1)
 
 
-def _panel_rows(n: int, paired: bool, panel: int) -> np.ndarray:
+def panel_rows(n: int, paired: bool, panel: int) -> np.ndarray:
     """int64 [panels, panel]: the row of each column, -1 for padding."""
     if not paired:
         rows = np.arange(-(-n // panel) * panel).reshape(-1, panel)

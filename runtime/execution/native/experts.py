@@ -53,7 +53,8 @@ class NativeExperts(Experts):
         self._gate = None if shared_gate is None else _pack(packed, shared_gate[None])
         self._shared: tuple[_Stack, _Stack] | None = None
         if stored is not None:
-            self._gate_up, self._down = _Stack(packed, stored.gate_up), _Stack(packed, stored.down)
+            self._gate_up = _stack(packed, stored.gate_up, experts.gate_up_bias)
+            self._down = _stack(packed, stored.down, experts.down_bias)
             if stored.shared is not None:
                 self._shared = _Stack(packed, [stored.shared[0]]), _Stack(packed, [stored.shared[1]])
             return
@@ -108,6 +109,13 @@ class _Stack:
         team = self._packed.team
         team.library.multiply(team.handle, ctypes.byref(product))
         return out
+
+
+def _stack(packed: PackedWeights, matrices: list[c.Matrix], bias: torch.Tensor | None) -> _Stack:
+    """Give packed matrices their biases [experts, out]."""
+    for matrix, one in zip(matrices, [] if bias is None else bias, strict=bias is not None):
+        matrix.bias = packed.keep_bias(matrix, one)
+    return _Stack(packed, matrices)
 
 
 def _pack(

@@ -168,7 +168,6 @@ _INTO_LIBRARY: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "free": (None, (c_void_p, c_int64)),
     "matrix_bytes": (c_int64, (POINTER(Matrix),)),
     "matrix_columns": (c_int64, (POINTER(Matrix),)),
-    "matrix_source_row": (c_int64, (POINTER(Matrix), c_int64)),
     "pack": (None, (c_void_p, POINTER(Matrix), c_void_p)),
     "multiply": (None, (c_void_p, POINTER(Product))),
     "attend": (

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from runtime.execution.native import library as c
-from runtime.execution.native.codes import describe_codes, pack_into
+from runtime.execution.native.codes import describe_codes, pack_into, panel_rows
 from runtime.execution.native.library import Library
 from runtime.models.ggml import encode
 from runtime.models.mxfp4 import PackedRows
@@ -59,9 +59,7 @@ class PackedWeights:
         """The address of a bias [n] in the order of the matrix's columns."""
         if bias is None:
             return None
-        library, given = self.team.library, ctypes.byref(matrix)
-        rows = [library.matrix_source_row(given, i) for i in range(library.matrix_columns(given))]
-        order = torch.tensor(rows)
+        order = torch.from_numpy(panel_rows(matrix.n, bool(matrix.is_paired), self.team.library.panel)).flatten()
         return self.keep(bias.float()[order.clamp_min(0)].masked_fill(order < 0, 0))
 
     def keep(self, tensor: torch.Tensor) -> int:

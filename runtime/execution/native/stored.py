@@ -71,7 +71,9 @@ class StoredMatrices:
         self._gate_up = {i: self._plan(layer.gate_up, paired=True) for i, layer in mlps.items()}
         self._down = {i: self._plan(layer.down) for i, layer in mlps.items()}
         experts = {i: layer.experts for i, layer in enumerate(model.layers) if layer.experts is not None}
-        self._expert_gate_up = {i: [self._plan(one, True) for one in each.gate_up] for i, each in experts.items()}
+        self._expert_gate_up = {
+            i: [self._plan(one, paired=each.spec.limit is None) for one in each.gate_up] for i, each in experts.items()
+        }
         self._expert_down = {i: [self._plan(one) for one in each.down] for i, each in experts.items()}
         every = places(spec)
         self._table = self._head = self._plan(every["model.embed_tokens.weight"])

@@ -1,4 +1,4 @@
-"""GGUF files of small models with recurrent layers, as llama.cpp's converter writes them."""
+"""GGUF files of small models with recurrent layers or experts, as llama.cpp's converter writes them."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from runtime.models.publishing import provide
 Kind = gguf.GGMLQuantizationType
 
 ARCHITECTURES = {"Lfm2": "lfm2", "Qwen3_5": "qwen35", "Qwen3Next": "qwen3next", "Qwen3Moe": "qwen3moe"}
-ARCHITECTURES |= {"GraniteMoeHybrid": "granitehybrid"}
+ARCHITECTURES |= {"GptOss": "gpt-oss", "GraniteMoeHybrid": "granitehybrid"}
 # Sizes that are multiples of the 32 values of a block.
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 GRANITE_SIZES: dict[str, Any] = {
@@ -33,11 +33,14 @@ DELTA_SIZES: dict[str, Any] = {"linear_key_head_dim": 32, "linear_value_head_dim
 
 
 def round_weights(source: Path, kind: Kind) -> None:
-    """Round a model's matrices to the values that `kind` can hold; a file of that type then holds the same."""
+    """Round a model's matrices to the values that `kind`, or MXFP4 of gpt-oss's experts, can hold."""
     weights = load_file(source / "model.safetensors")
     for name, weight in weights.items():
-        if weight.ndim > 1 and weight.shape[-1] % 32 == 0:
-            weights[name] = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind))
+        is_fused = name.endswith("_proj")
+        own, rows = (Kind.MXFP4, weight.mT.contiguous()) if is_fused else (kind, weight)
+        if weight.ndim > 1 and rows.shape[-1] % 32 == 0 and not name.endswith("_bias"):
+            rows = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(rows.numpy(), own), own))
+            weights[name] = rows.mT.contiguous() if is_fused else rows
     save_file(weights, source / "model.safetensors", {"format": "pt"})
 
 
@@ -45,7 +48,8 @@ def write_hybrid(source: Path, path: Path, kind: Kind | dict[str, Kind] | None =
     """Write a file of a Hugging Face directory.
 
     Args:
-        kind: type of the matrices, also by the last part of their names; None: float32.
+        kind: type of the matrices, also by the last part of their names; None: float32. Experts of gpt-oss are in
+            MXFP4 instead.
         predicting: number of layers for the prediction of several tokens.
     """
     config = json.loads((source / "config.json").read_text())
@@ -66,16 +70,23 @@ def write_hybrid(source: Path, path: Path, kind: Kind | dict[str, Kind] | None =
     elif family == "GraniteMoeHybrid":
         _add_granite(writer, config)
     else:
-        if family == "Qwen3Moe":
+        if family in ("Qwen3Moe", "GptOss"):
             _add_attention(writer, config)
         else:
             _add_delta(writer, config)
-        if family in ("Qwen3Next", "Qwen3Moe"):
+        if family != "Qwen3_5":
             writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
             writer.add_expert_used_count(config["num_experts_per_tok"])
-            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+            inner = config["intermediate_size" if family == "GptOss" else "moe_intermediate_size"]
+            writer.add_expert_feed_forward_length(inner)
         if family == "Qwen3Next":
             writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+        if family == "GptOss":
+            rope = config["rope_parameters"]
+            writer.add_sliding_window(config["sliding_window"])
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(rope["factor"])
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         if predicting:
             writer.add_nextn_predict_layers(predicting)
     _add_tokenizer(writer, config)
@@ -85,7 +96,9 @@ def write_hybrid(source: Path, path: Path, kind: Kind | dict[str, Kind] | None =
     for name, weight in weights.items():
         for stored, data in _converted(name.replace("language_model.", ""), weight.float(), config, names):
             own = kind.get(stored.split(".")[-2]) if isinstance(kind, dict) else kind
-            if data.shape[-1] % 32 or data.ndim == 1 or "norm" in stored or own is None:
+            if family == "GptOss" and own is not None and stored.endswith("_exps.weight"):
+                own = Kind.MXFP4
+            if data.shape[-1] % 32 or data.ndim == 1 or "norm" in stored or stored.endswith("bias") or own is None:
                 writer.add_tensor(stored, np.ascontiguousarray(data))
             else:
                 writer.add_tensor(stored, gguf.quants.quantize(np.ascontiguousarray(data), own), raw_dtype=own)
@@ -169,9 +182,15 @@ def _converted(name: str, weight: torch.Tensor, config: dict[str, Any], names: A
             (f"blk.{layer}.attn_qkv.weight", torch.cat(qkv).numpy()),
             (f"blk.{layer}.attn_gate.weight", gate.numpy()),
         ]
+    if found := re.fullmatch(r"(.+\.experts\.)(gate_up|down)(_proj)(_bias)?", name):
+        layer, part, end, bias = found.groups()
+        weight = weight if bias else weight.mT
+        parts = {"gate": weight[:, ::2], "up": weight[:, 1::2]} if part == "gate_up" else {"down": weight}
+        kind = "bias" if bias else "weight"
+        return [(f"{names[layer + part + end]}.{kind}", one.numpy()) for part, one in parts.items()]
     if ".linear_attn." in name:
         weight = _reordered(name.split(".linear_attn.")[1], weight, config)
-    module, kind = name.replace(".dt_bias", ".dt_proj.bias").rsplit(".", 1)
+    module, kind = name.replace(".dt_bias", ".dt_proj.bias").replace(".sinks", ".sinks.weight").rsplit(".", 1)
     return [(f"{names[module]}.{kind}", weight.numpy())]
 
 
@@ -182,7 +201,7 @@ def _stacked(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         whole, number = re.sub(r"\.experts\.\d+\.", ".experts.", name), re.search(r"\.experts\.(\d+)\.", name)
         found.setdefault(whole, {})[int(number[1]) if number else 0] = weight
     return {
-        name: torch.stack([parts[i] for i in range(len(parts))]) if ".experts." in name else parts[0]
+        name: torch.stack([parts[i] for i in range(len(parts))]) if len(parts) > 1 else parts[0]
         for name, parts in found.items()
     }
 

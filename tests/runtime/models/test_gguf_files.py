@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from runtime.errors import ModelError
-from runtime.models.gguf import convert_gguf
+from runtime.models.gguf import _ends, convert_gguf
 from runtime.models.gguf_tokenizer import _pre_tokenizer
 from runtime.models.publishing import provide
 from runtime.models.spec import LlamaSpec
@@ -144,9 +144,15 @@ def test_marks_belong_to_the_letters_before_them_in_qwen35(tmp_path):
     assert counts == {"qwen2": 5, "qwen35": 4}
 
 
+def test_words_end_between_cases_in_gpt_4o(tmp_path):
+    found = _pre_tokenizer(tmp_path, "gpt-4o").pre_tokenize_str("camelCase isN'T HTTPServer 1234 a.//\n")
+    assert [word for word, _ in found] == ["camel", "Case", "Ġis", "N'T", "ĠHTTPServer", "Ġ", "123", "4", "Ġa", ".//Ċ"]
+
+
 def test_ends_and_windows_come_from_the_file(tmp_path):
     fields = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 7}
     out = convert(write(tmp_path / "m.gguf", **fields, **{"llama.attention.sliding_window": 50}), tmp_path / "out")
     spec = LlamaSpec.load(out)
     assert (spec.eos_token_ids, spec.context_length, set(spec.windows)) == ((2, 7), 99, {50})
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 7]
+    assert _ends({"tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.tokens": ["<|return|>", "<|call|>"]}) == [0, 1]

@@ -47,10 +47,6 @@ RAMET_API void ramet_free(void* data, int64_t bytes) { munmap(data, size_t(bytes
 RAMET_API int64_t ramet_matrix_bytes(const ramet::Matrix* w) { return w->bytes(); }
 // Number of columns in all panels of a matrix, padding included; its bias has as many entries.
 RAMET_API int64_t ramet_matrix_columns(const ramet::Matrix* w) { return w->panels() * ramet::kPanel; }
-// The source row of column `i` of the panels, -1 for padding.
-RAMET_API int64_t ramet_matrix_source_row(const ramet::Matrix* w, int64_t i) {
-    return w->source_row(i / ramet::kPanel, i % ramet::kPanel);
-}
 RAMET_API void ramet_pack(ramet::Team* team, const ramet::Matrix* w, const void* source) {
     ramet::pack(*team, *w, source);
 }

@@ -29,7 +29,9 @@ MIXED = {
     **{"ffn_gate_shexp": Kind.Q8_0, "ffn_up_shexp": Kind.Q8_0, "ffn_down_shexp": Kind.Q5_0},
     **{"ffn_gate": Kind.Q4_0, "ffn_up": Kind.Q4_0, "token_embd": Kind.F16},
 }
-OWN = ["Lfm2", "Qwen3_5", "Qwen3Next", "Qwen3Moe"]
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
+YARN |= {"rope_theta": 10000.0}
+OWN = ["Lfm2", "Qwen3_5", "Qwen3Next", "Qwen3Moe", "GptOss"]
 TEXT = [random.Random(5).randrange(3, 320) for _ in range(70)]
 
 
@@ -41,6 +43,8 @@ def make(family, directory, kind=None, rounded=None, **more):
         "Qwen3Next": DELTA_SIZES | EXPERT_SIZES,
         "Qwen3Moe": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
         | {"moe_intermediate_size": 32},
+        "GptOss": {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16}
+        | {"rope_parameters": YARN},
         "GraniteMoeHybrid": GRANITE_SIZES,
     }
     source = save_hybrid(family, directory / "source", **SIZES, **own[family], **more)
@@ -102,6 +106,13 @@ def test_an_engine_computes_what_is_stored(tmp_path, family):
     assert found == [found[0]] * 4
 
 
+def test_experts_of_gpt_oss_stay_in_mxfp4(library, tmp_path):
+    _, target = make("GptOss", tmp_path, Kind.Q8_0)
+    for experts, _ in Runner(target, library).forward.__self__._experts.values():
+        matrices = [*experts._gate_up._matrices, *experts._down._matrices]
+        assert {(one.bits, bool(one.is_float), bool(one.bias)) for one in matrices} == {(4, True, True)}
+
+
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     source, plain = make("Qwen3_5", tmp_path)
     more = link(write_hybrid(source, tmp_path / "more.gguf", predicting=1), tmp_path / "more")
@@ -109,9 +120,10 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     assert torch.equal(*logits)
 
 
-def test_a_file_is_not_unpacked_for_transformers(tmp_path):
-    source, _ = make("Lfm2", tmp_path)
-    with pytest.raises(ModelError, match="--model-impl transformers is not served with GGUF files of lfm2"):
+@pytest.mark.parametrize(("family", "name"), [("Lfm2", "lfm2"), ("GptOss", "gpt-oss")])
+def test_a_file_is_not_unpacked_for_transformers(tmp_path, family, name):
+    source, _ = make(family, tmp_path)
+    with pytest.raises(ModelError, match=f"--model-impl transformers is not served with GGUF files of {name}"):
         convert_gguf(tmp_path / "m.gguf", source)
 
 
