@@ -39,7 +39,7 @@ class Trees:
         return nearest(key(*tokens), match, self.tree.root(Namespace()), SIZE)
 
 
-@pytest.fixture(params=["lru", "gdsf", "foresight"])
+@pytest.fixture(params=["lru", "foresight"])
 def trees(request):
     return Trees(request.param)
 

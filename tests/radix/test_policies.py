@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from radix import POLICIES, Namespace, Policy, RadixTree, make_policy
-from radix.eviction import GDSF, LRU, Order
+from radix.eviction import LRU, Order
 from radix.foresight import Foresight
 from radix.node import Node
 from runtime.config import CacheConfig
@@ -24,10 +24,10 @@ class Tree:
         self.tree, self.policy, self.pages = RadixTree(1, policy), policy, 0
         self.nodes: dict[int, Node] = {}
 
-    def add(self, *tokens: int, cost: float = 0.0) -> None:
+    def add(self, *tokens: int) -> None:
         pages = array("i", range(self.pages, self.pages + len(tokens)))
         self.pages += len(tokens)
-        node, _ = self.tree.insert(key(*tokens), pages, cost=cost)
+        node, _ = self.tree.insert(key(*tokens), pages)
         self.nodes[node.key[0]] = node
 
     def use(self, *names: int) -> None:
@@ -86,56 +86,7 @@ def test_lru_goes_by_the_last_use():
     assert tree.gone(5) == [4, 2, 1, 3]
 
 
-# -- GDSF --------------------------------------------------------------------------------------------------------
-
-
-def test_gdsf_weighs_cost_by_page():
-    tree = Tree(GDSF())
-    tree.add(1, 11, cost=10.0)  # 5 a page
-    tree.add(2, cost=6.0)
-    tree.add(3, 13, 23, 33, cost=12.0)  # 3
-    assert [tree.nodes[name].heat for name in (1, 2, 3)] == [5.0, 6.0, 3.0]
-    assert tree.gone(3) == [3, 1, 2]
-
-
-def test_gdsf_s_clock_rises_with_its_victims():
-    tree = Tree(GDSF())
-    tree.add(1, cost=4.0)
-    tree.add(2, cost=7.0)
-    assert tree.gone() == [1]
-    tree.add(3, cost=2.0)
-    assert tree.nodes[3].heat == 6.0
-    tree.use(2)
-    assert tree.nodes[2].heat == 4.0 + 2 * 7.0
-    assert tree.gone() == [3]
-    tree.add(4, cost=1.0)
-    assert tree.nodes[4].heat == 7.0
-    tree.policy.leaving(leaf(), 0)
-    assert tree.policy._clock == 6.0, "it never goes back"
-
-
-def test_gdsf_values_a_parent_anew_when_a_child_leaves():
-    tree = Tree(GDSF())
-    tree.add(1, 2, 3, cost=9.0)
-    tree.add(1, 2, 4, cost=2.0)
-    tree.use(4)
-    parent = tree.nodes[4].parent
-    assert (parent.hits, parent.cost) == (1, 6.0)
-    tree.gone()
-    assert tree.policy._clock == 3.0
-    assert parent.heat == 3.0 + 2 * 6.0 / 2
-
-
-def test_gdsf_s_clock_stays_while_a_part_of_a_run_leaves():
-    tree = Tree(GDSF())
-    tree.add(1, 2, cost=4.0)
-    tree.tree.evict(1)
-    assert tree.policy._clock == 0.0
-    tree.tree.evict(1)
-    assert tree.policy._clock == 2.0
-
-
-@pytest.mark.parametrize(("name", "kind"), [("lru", LRU), ("foresight", Foresight), ("gdsf", GDSF)])
+@pytest.mark.parametrize(("name", "kind"), [("lru", LRU), ("foresight", Foresight)])
 def test_policies_by_name(name, kind):
     policy = make_policy(name, 70)
     assert type(policy) is kind
