@@ -8,12 +8,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from radix import Namespace, Quotas, RadixTree
 from radix.eviction import LRU
+from tests.radix.trees import key
 
 A, B = Namespace("a"), Namespace("b")
-
-
-def key(*tokens: int) -> bytes:
-    return array("i", tokens).tobytes()
 
 
 def test_by_how_much_an_owner_is_over():
