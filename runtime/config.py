@@ -286,9 +286,6 @@ class ServerConfig(Section):
         description="host names, without ports, of a server without keys that clients may use, separated by commas; * "
         "allows all; the server's own address, localhost and this machine's name are allowed anyway",
     )
-    max_body_bytes: int = Field(
-        8 << 20, ge=1024, description="most bytes of a request's body; larger bodies are refused with 413"
-    )
     client_timeout: float = Field(
         30.0, gt=0, description="seconds in which a client must send headers or a body, or read a response"
     )

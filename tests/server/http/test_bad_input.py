@@ -142,7 +142,7 @@ def test_a_body_without_a_content_type_is_taken_for_json(server):
 
 def test_a_client_that_sends_everything_before_it_reads_gets_its_413(server):
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
-    connection.request("POST", "/generate", body=b"x" * 700_000, headers={"Content-Type": "application/json"})
+    connection.request("POST", "/generate", body=b"x" * 9_000_000, headers={"Content-Type": "application/json"})
     answer = connection.getresponse()
     assert answer.status == 413
     assert json.loads(answer.read())["error"]["message"]
