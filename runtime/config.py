@@ -184,7 +184,7 @@ class TierConfig(Section):
         description="store of KV that replicas share: redis://HOST:PORT, rediss://... or dir:PATH",
     )
     admin_root: Path | None = Field(
-        None, description="directory below which admins may name tiers' and adapters' paths over HTTP; default: nowhere"
+        None, description="directory below which admins may name adapters over HTTP; default: nowhere"
     )
     kv_encryption_key_file: Path | None = Field(
         None, description="file with a secret; KV on disks and in stores is encrypted with a key for each tenant"

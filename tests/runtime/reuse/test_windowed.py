@@ -7,9 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from runtime.calls import AttachTier
-from runtime.errors import InvalidRequest
-from tests.runtime.engine.driver import Driver, call, make_core
+from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.sampling.drafts.test_exact import run
 from tests.tiny import VOCAB, save_tiny
 
@@ -206,9 +204,6 @@ def test_with_tiers_all_rows_stay(path, tmp_path):
     assert core.cache.near is None
     assert core.executor.has_windows
     core.close()
-    core = make_core(path)
-    with pytest.raises(InvalidRequest, match="start it with its tiers"):
-        call(core, AttachTier({"host_memory": 0.001}))
 
 
 def test_a_miss_names_the_nearest_place_that_can_be_read(path):

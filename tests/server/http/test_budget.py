@@ -38,7 +38,7 @@ LOOP_S = 0.06
 SIZE, NODES = MIB - 300, MAX_NODES - 100
 ROUTES = ("/generate", "/tokenize", "/detokenize", "/v1/chat/completions", "/v1/completions", "/cache/pin")
 ROUTES = (*ROUTES, "/v1/schemas", "/v1/documents", "/abort_request", "/v1/responses", "/v1/responses/input_tokens")
-ROUTES = (*ROUTES, "/v1/messages", "/v1/messages/count_tokens", "/cache/tiers/{name}", "/cache/search")
+ROUTES = (*ROUTES, "/v1/messages", "/v1/messages/count_tokens", "/cache/search")
 ROUTES = (*ROUTES, "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/infill", "/v1/conversations")
 ROUTES = (*ROUTES, "/v1/conversations/{conversation_id}", "/v1/conversations/{conversation_id}/items")
 
@@ -303,8 +303,7 @@ async def ask(app: FastAPI, path: str, body: bytes) -> tuple[int, float, float]:
             gaps.append(time.process_time())
             await asyncio.sleep(0.001)
 
-    method, path = ("PUT", "/cache/tiers/store") if path == "/cache/tiers/{name}" else ("POST", path)
-    scope = {"type": "http", "http_version": "1.1", "method": method, "scheme": "http", "path": path}
+    scope = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path}
     scope |= {"raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": [], "client": ("", 1)}
     ticker = asyncio.create_task(tick())
     await asyncio.sleep(0)

@@ -9,6 +9,7 @@ import torch
 
 from radix import Namespace
 from runtime.engine.tiering import Tiering
+from runtime.kv.tiers.worker import TierWorker
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.kv.tiers.conftest import FlakyStore
 from tests.runtime.kv.tiers.engines import NEW, draw, evict, loaded, open_core, options_of
@@ -157,9 +158,9 @@ def test_a_request_that_leaves_while_its_kv_is_loaded_leaves_no_page(ids_dir, tm
 
 def test_a_store_that_fails_or_hangs_costs_bounded_time(ids_dir, tmp_path, expected):
     core = open_core(ids_dir, **options_of("host", tmp_path))
-    core.part(Tiering).tiers.worker.detach("host")
-    store = FlakyStore()
-    core.part(Tiering).tiers.worker.attach(store)
+    store, worker = FlakyStore(), core.part(Tiering).tiers.worker
+    worker.detach("host")
+    worker._tiers = TierWorker(worker.form, [store])._tiers
     driver = Driver(core)
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     evict(core)
