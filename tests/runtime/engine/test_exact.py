@@ -153,26 +153,3 @@ def tiny_expected(any_tiny_dir, tiny_prompts):
     expected = [greedy(model, prompt, 8) for prompt in tiny_prompts]
     assert len({tuple(tokens) for tokens in expected}) > len(expected) // 2, "the model says the same to everything"
     return expected
-
-
-@pytest.mark.parametrize(("page_size", "seed"), [(1, 0), (8, 1), (16, 2)])
-def test_tiny_pool_evicts_and_retracts(any_tiny_dir, tiny_prompts, tiny_expected, page_size, seed):
-    pool = max(len(p) for p in tiny_prompts) + 8 + 2 * page_size
-    core = make_core(any_tiny_dir, page_size=page_size, pool_tokens=pool, chunk_tokens=16)
-    driver, draw = Driver(core), random.Random(seed)
-    rids = {}
-
-    def between(step: int) -> None:
-        if draw.random() < 0.5 and len(rids) < 16:
-            i = draw.randrange(len(tiny_prompts))
-            rids[f"{len(rids)}"] = i
-            driver.add(f"{len(rids) - 1}", tiny_prompts[i], max_new_tokens=8)
-        if draw.random() < 0.05:
-            driver.flush()
-
-    while len(rids) < 16:
-        between(0)
-        driver.run(between)
-    for rid, i in rids.items():
-        assert driver.tokens[rid] == tiny_expected[i]
-    assert core.state()["evicted_tokens"] > 0
