@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from runtime.models.tokenizer import Tokenizer
-from tests.runtime.engine.driver import Driver, greedy, make_core
+from tests.runtime.engine.driver import Driver, gives, greedy, make_core
 from tests.runtime.engine.prompts import all_prompts
 from tests.tiny import VOCAB
 
@@ -25,16 +25,7 @@ def expected(default_model_dir, reference, prompts):
     """transformers' tokens: one forward pass shows whether a guess is them, where to generate takes one a token."""
     guesses = Driver(make_core(default_model_dir)).together(prompts, max_new_tokens=NEW)
     pairs = zip(prompts, guesses, strict=True)
-    return [
-        guess if _is_greedy(reference, prompt, guess) else greedy(reference, prompt, NEW) for prompt, guess in pairs
-    ]
-
-
-@torch.inference_mode()
-def _is_greedy(model, prompt, guess) -> bool:
-    """Whether each token is the most likely one after the prompt and the tokens before it."""
-    logits = model(torch.tensor([prompt + guess[:-1]]), logits_to_keep=len(guess)).logits[0]
-    return logits.argmax(-1).tolist() == guess
+    return [guess if gives(reference, prompt, guess) else greedy(reference, prompt, NEW) for prompt, guess in pairs]
 
 
 def test_there_are_enough_real_prompts(prompts):

@@ -8,7 +8,10 @@ import torch
 from radix import Namespace
 from runtime.calls import Pause
 from tests.runtime.engine.driver import Driver, call, make_core
+from tests.runtime.engine.test_overlap import VARIANTS
 from tests.tiny import VOCAB
+
+STYLES = [variant for variant in VARIANTS if "regex" not in variant]
 
 
 def prompt_of(seed, count):
@@ -186,10 +189,10 @@ def test_lives(ids_dir, seed, overlap):
             more["prompt_logprobs_from"] = draw.randrange(len(prompt))
             more["logprobs"] = 1
         kinds[rid] = more.get("prompt_logprobs_from")
-        styles[rid] = draw.choice([{}, {"temperature": 1.0, "seed": i}, {"frequency_penalty": 1.5}])
+        styles[rid] = {**draw.choice(STYLES), "seed": i}
         driver.add(
             rid, prompt, max_new_tokens=draw.choice([0, 1, 8, 30]), namespace=Namespace(draw.choice(["x", "y"])),
-            priority=draw.randrange(2), **more, **styles[rid],
+            priority=draw.randrange(2), **{**styles[rid], **more},
         )  # fmt: skip
         if draw.random() < 0.15:
             calls += 1

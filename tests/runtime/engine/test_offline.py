@@ -4,11 +4,9 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from msgspec.structs import replace
 
 from runtime import Document, Engine, ReuseParams, SamplingParams, Segments, Submission
 from runtime.errors import EngineDead, InvalidRequest, ModelError
-from runtime.frontend.output import merge_outputs
 
 
 @pytest.fixture(scope="module")
@@ -129,19 +127,6 @@ def test_what_can_never_be_served_is_refused(engine, prompt, sampling, word):
     with pytest.raises(InvalidRequest, match=word):
         list(engine.stream_all([Submission(prompt, SamplingParams(**sampling))]))
     assert engine.generate("Still there?", GREEDY)[0].completion_tokens > 0
-
-
-def test_outputs_that_are_joined_lose_no_logprobs(engine):
-    """A slow reader gets several as one; the last of an aborted completion has no tokens, and no log-probabilities."""
-    outputs: list = []
-    while len(outputs) < 2:  # this one stood still
-        outputs = list(engine.stream_all([Submission("Once", SamplingParams(**GREEDY), logprobs=0)]))
-    end = replace(outputs[-1], delta="", new_token_ids=[], logprobs=None, prompt_logprobs=None)
-    joined = merge_outputs(merge_outputs(outputs[0], outputs[1]), end)
-    assert joined.delta == outputs[0].delta + outputs[1].delta
-    assert [entry.token for entry in joined.logprobs] == joined.new_token_ids
-    assert joined.new_token_ids == outputs[-1].token_ids[: len(joined.new_token_ids)]
-    assert len(joined.new_token_ids) >= 2
 
 
 def test_as_many_tokens_as_fit(tiny_dir):

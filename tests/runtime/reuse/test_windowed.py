@@ -2,12 +2,13 @@
 
 import random
 from array import array
+from functools import partial
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.runtime.engine.driver import Driver, make_core
+from tests.runtime.engine.driver import Driver, gives, make_core
 from tests.runtime.sampling.drafts.test_exact import run
 from tests.tiny import VOCAB, save_tiny
 
@@ -22,13 +23,7 @@ def path(tmp_path_factory):
 @pytest.fixture(scope="module")
 def is_greedy(path):
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-
-    @torch.inference_mode()
-    def check(prompt: list[int], tokens: list[int]) -> bool:
-        logits = model(torch.tensor([prompt + tokens[:-1]]), logits_to_keep=len(tokens)).logits[0]
-        return logits.argmax(-1).tolist() == tokens
-
-    return check
+    return partial(gives, model)
 
 
 def draw_ids(draw: random.Random, count: int) -> list[int]:

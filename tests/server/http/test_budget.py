@@ -9,6 +9,7 @@ import json
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -25,6 +26,7 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import ModelInfo
 from runtime.sampling.json_text import MAX_NODES
 from server.app import create_app
+from server.errors import NotFound
 from server.http.context import find
 from server.objects.schemas import SchemaStore
 
@@ -123,11 +125,14 @@ ALIEN = {
 }
 
 
+def dumped(body: dict) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
 def conversation(*arguments: str, **fields) -> bytes:
     calls = [{"function": {"name": "f", "arguments": text}} for text in arguments]
     turns = [{"role": "assistant", "tool_calls": calls[i : i + 128]} for i in range(0, len(calls), 128)]
-    body = {"model": "smollm2-135m-instruct", "messages": turns or [{"role": "user", "content": "x"}], **fields}
-    return json.dumps(body, separators=(",", ":")).encode()
+    return dumped({"model": "smollm2-135m-instruct", "messages": turns or [{"role": "user", "content": "x"}], **fields})
 
 
 def tool(**schema) -> dict:
@@ -160,6 +165,7 @@ WHOLE = {
 }
 
 
+ANTHROPIC = {"model": "smollm2-135m-instruct", "max_tokens": 1}
 CONTROL = {"cache_control": {"type": "ephemeral"}}
 BLOCK = {"type": "text", "text": "x"}
 KEPT = [{**BLOCK, **CONTROL}] * 4
@@ -358,31 +364,20 @@ def test_the_worst_value_of_each_field(app, bodies, path):
         check(app, path, filled(body, value), f"{name}: {value}")
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_the_worst_conversations(app, name):
-    check(app, "/v1/chat/completions", WHOLE[name], name)
+WORST_BODIES = {
+    **{name: ("/v1/chat/completions", body) for name, body in WHOLE.items()},
+    **{f"items, {name}": ("/v1/responses", dumped({"input": items})) for name, items in ITEMS.items()},
+    **{f"segments, {name}": ("/generate", dumped(body)) for name, body in SEGMENTS.items()},
+    **{name: ("/v1/messages", dumped({**ANTHROPIC, "messages": turns})) for name, turns in MESSAGES.items()},
+    **{f"schemas, {name}": ("/v1/schemas", body) for name, body in SCHEMAS.items()},
+}
 
 
-@pytest.mark.parametrize("name", ITEMS)
-def test_the_worst_items(app, name):
-    check(app, "/v1/responses", json.dumps({"input": ITEMS[name]}, separators=(",", ":")).encode(), name)
-
-
-@pytest.mark.parametrize("name", SEGMENTS)
-def test_the_worst_segments(app, name):
-    check(app, "/generate", json.dumps(SEGMENTS[name], separators=(",", ":")).encode(), name)
-
-
-@pytest.mark.parametrize("name", MESSAGES)
-def test_the_worst_breakpoints(app, name):
-    body = {"model": "smollm2-135m-instruct", "max_tokens": 1, "messages": MESSAGES[name]}
-    check(app, "/v1/messages", json.dumps(body, separators=(",", ":")).encode(), name)
-
-
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_the_worst_schemas(app, name):
-    check(app, "/v1/schemas", SCHEMAS[name], name)
-    find(app, SchemaStore).remove("", "a")
+@pytest.mark.parametrize("name", WORST_BODIES)
+def test_the_worst_bodies(app, name):
+    check(app, *WORST_BODIES[name], name)
+    with suppress(NotFound):
+        find(app, SchemaStore).remove("", "a")
 
 
 @pytest.mark.parametrize("value", ["lists", "deep lists", "deep objects", "unknown", "fractions", "texts", "batch"])

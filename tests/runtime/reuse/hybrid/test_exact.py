@@ -3,6 +3,7 @@
 import random
 from array import array
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from radix import Namespace
 from runtime.calls import ComputeNextTurn
 from runtime.sampling.drafts.drafter import Drafter
-from tests.runtime.engine.driver import Driver, call, make_core
+from tests.runtime.engine.driver import Driver, call, gives, make_core
 from tests.runtime.execution.mixers.models import HYBRID_MODELS, oracle, save_hybrid
 
 STOP, NEW = 2, 8
@@ -35,14 +36,7 @@ def saved(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def is_greedy(saved) -> Callable[[list[int], list[int]], bool]:
     """Whether transformers would give these tokens."""
-    model = oracle(saved)
-
-    @torch.inference_mode()
-    def check(prompt: list[int], tokens: list[int]) -> bool:
-        logits = model(torch.tensor([prompt + tokens[:-1]]), logits_to_keep=len(tokens)).logits[0]
-        return logits.argmax(-1).tolist() == tokens
-
-    return check
+    return partial(gives, oracle(saved))
 
 
 class Asking(Driver):
