@@ -163,7 +163,7 @@ def test_lives(ids_dir, seed, overlap):
     core = make_core(
         ids_dir, page_size=page, chunk_tokens=draw.choice([5, 9, 16]), pool_tokens=320, pin_budget=0.5,
         tenant_quota=128, max_running=draw.choice([3, 16]),
-        schedule_policy=draw.choice(["balanced", "lpm", "fcfs"]), **options,
+        schedule_policy=draw.choice(["balanced", "lpm", "fcfs", "priority"]), **options,
     )  # fmt: skip
     plain = Driver(make_core(ids_dir, prefix_cache=False))
     driver = Driver(core)
