@@ -1,4 +1,4 @@
-"""Eviction: the policy interface, a victim heap, and two policies that use it."""
+"""Eviction: the policy interface, a victim heap, and LRU, which uses it."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -103,49 +103,15 @@ class Policy(ABC):
         return None
 
 
-class _Ordered(Policy):
-    """Evicts whole leaves in the order of a key."""
+class LRU(Policy):
+    """Least recently used. It evicts whole leaves."""
 
     def __init__(self, order: Order | None = None) -> None:
         self.order = order or Order()
 
-    @abstractmethod
-    def key(self, node: Node) -> float:
-        """The node's key; it may only change when the node is used."""
-
     def enter(self, node: Node) -> None:
-        self.order.push(self.key(node), node)
+        self.order.push(node.last_use, node)
 
     def pop(self) -> Victim | None:
         node = self.order.pop()
         return None if node is None else (node, len(node.pages))
-
-
-class LRU(_Ordered):
-    """Least recently used."""
-
-    def key(self, node: Node) -> float:
-        return node.last_use
-
-
-class GDSF(_Ordered):
-    """Greedy-Dual-Size-Frequency: cost x frequency / size, over a clock that rises with every victim."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._clock = 0.0
-
-    def used(self, node: Node, tick: int) -> None:
-        node.heat = self._clock + (1 + node.hits) * node.cost / max(len(node.pages), 1)
-
-    def key(self, node: Node) -> float:
-        return node.heat
-
-    def absorb(self, parent: Node, child: Node) -> None:
-        super().absorb(parent, child)
-        self.used(parent, parent.last_use)
-
-    def leaving(self, node: Node, kept_pages: int) -> None:
-        """Raise the clock: no newer node is worth less than the victim."""
-        if not kept_pages:
-            self._clock = max(self._clock, node.heat)

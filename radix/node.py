@@ -50,14 +50,14 @@ class Node:
         expired_s: the tree's clock when a pin on the node last expired; negative: no pin did.
         held_until_s: the tree's clock when the node's hold ends; 0: the node is not held.
         cost: cost of computing the run, in any unit as long as it is the same for all nodes.
-        heat, record: state of the eviction policy.
+        record: state of the eviction policy.
         queued, tenant_queued: serial numbers of the node's latest entries in the victim orders of tree and tenant.
         owner: the namespace whose quota the pages count against; set only in trees with quotas.
         meta: record of the reuse strategy that inserted the run; None: the KV depends on nothing but the tokens.
     """
 
     __slots__ = (
-        *("children", "cost", "created_s", "expired_s", "hashes", "heat", "held_until_s", "hits", "is_attached"),
+        *("children", "cost", "created_s", "expired_s", "hashes", "held_until_s", "hits", "is_attached"),
         *("key", "last_use", "meta", "namespace", "num_attached", "only", "order", "owner", "pages", "parent", "pins"),
         *("queued", "record", "refs", "tenant_queued", "used_s"),
     )
@@ -75,7 +75,7 @@ class Node:
         self.order: SortedList | None = None
         self.refs = self.pins = self.hits = 0
         self.last_use = self.queued = self.tenant_queued = 0
-        self.cost = self.heat = self.created_s = self.used_s = self.held_until_s = 0.0
+        self.cost = self.created_s = self.used_s = self.held_until_s = 0.0
         self.expired_s = -1.0
         self.meta: Meta | None = None
         self.record: Any = None

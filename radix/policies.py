@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from radix.eviction import GDSF, LRU, Policy
+from radix.eviction import LRU, Policy
 
-PolicyName = Literal["foresight", "lru", "gdsf"]
+PolicyName = Literal["foresight", "lru"]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 
@@ -20,7 +20,6 @@ def _foresight(capacity: int) -> Policy:
 _MAKERS: dict[PolicyName, Callable[[int], Policy]] = {
     "foresight": _foresight,
     "lru": lambda _: LRU(),
-    "gdsf": lambda _: GDSF(),
 }
 
 

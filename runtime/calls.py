@@ -26,18 +26,6 @@ class EraseTenant(msgspec.Struct, tag="erase"):
     tenant: str
 
 
-class AttachTier(msgspec.Struct, tag="attach"):
-    """Add a tier; `options`: fields of `TierConfig`. Answer: `tiers`, the names of all tiers."""
-
-    options: dict[str, Any]
-
-
-class DetachTier(msgspec.Struct, tag="detach"):
-    """Detach a tier; its store keeps its blocks. Answer: `found`."""
-
-    name: str
-
-
 class LoadAdapter(msgspec.Struct, tag="load_adapter"):
     """Load the low-rank adapter in a directory. Answer: `digest`, `rank`."""
 
@@ -169,7 +157,7 @@ class Ping(msgspec.Struct, tag="ping"):
 
 
 Call = (
-    FlushCache | EraseTenant | AttachTier | DetachTier | LoadAdapter | UnloadAdapter | AddPin | ComputeNextTurn
+    FlushCache | EraseTenant | LoadAdapter | UnloadAdapter | AddPin | ComputeNextTurn
     | RemovePin | GetPins | GetCached | GetState | GetTree | GetOutline | GetRuns | GetRequests | GetQuota | OnNode
     | Pause | Ping
 )  # fmt: skip

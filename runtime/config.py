@@ -184,7 +184,7 @@ class TierConfig(Section):
         description="store of KV that replicas share: redis://HOST:PORT, rediss://... or dir:PATH",
     )
     admin_root: Path | None = Field(
-        None, description="directory below which admins may name tiers' and adapters' paths over HTTP; default: nowhere"
+        None, description="directory below which admins may name adapters over HTTP; default: nowhere"
     )
     kv_encryption_key_file: Path | None = Field(
         None, description="file with a secret; KV on disks and in stores is encrypted with a key for each tenant"
@@ -285,9 +285,6 @@ class ServerConfig(Section):
         pattern=_HOSTS,
         description="host names, without ports, of a server without keys that clients may use, separated by commas; * "
         "allows all; the server's own address, localhost and this machine's name are allowed anyway",
-    )
-    max_body_bytes: int = Field(
-        8 << 20, ge=1024, description="most bytes of a request's body; larger bodies are refused with 413"
     )
     client_timeout: float = Field(
         30.0, gt=0, description="seconds in which a client must send headers or a body, or read a response"

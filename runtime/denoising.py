@@ -254,7 +254,7 @@ def _refuse_sampling(sampling: SamplingParams) -> None:
     if sampling.max_new_tokens == 0:
         raise InvalidRequest("max_new_tokens must be at least 1 for diffusion models", param="max_new_tokens")
     penalties = ("frequency_penalty", "presence_penalty", "repetition_penalty")
-    for name in ("min_p", "typical_p", "min_new_tokens", "allowed_token_ids", "bad_words", *CONSTRAINTS, *penalties):
+    for name in ("min_p", "min_new_tokens", "allowed_token_ids", "bad_words", *CONSTRAINTS, *penalties):
         if getattr(sampling, name) != getattr(default, name):
             raise InvalidRequest(f"{name} is not supported for diffusion models", param=name)
 

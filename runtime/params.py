@@ -44,7 +44,6 @@ class CommonSampling(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(-1, ge=-1, le=1 << 20, description="-1 or 0: all tokens")
     min_p: float = Field(0.0, ge=0, le=1)
-    typical_p: float = Field(1.0, gt=0, le=1, description="share of the tokens whose surprise is nearest to the mean")
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="counts output tokens")
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="counts output tokens")
     repetition_penalty: float = Field(1.0, ge=0.01, le=2, description="applies to prompt and output tokens")

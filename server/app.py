@@ -101,7 +101,7 @@ def admit(app: ASGIApp, config: Config, tenants: list[Tenant]) -> ASGIApp:
     checks: list[Check] = [Origins(origins).check, guard.check]
     if not tenants and "*" not in origins:
         checks.append(hosts.check)
-    limit = BodyLimit(options.max_body_bytes, options.client_timeout)
+    limit = BodyLimit(options.client_timeout)
     admitted = AdmissionMiddleware(app, checks, limit, guard.is_route)
     if not origins:
         return admitted

@@ -95,7 +95,7 @@ class Conflict(RametError):
 
 
 class BodyTooLarge(RametError):
-    """The body exceeds `--max-body-bytes` (HTTP 413)."""
+    """The body is too large (HTTP 413)."""
 
     status = 413
     type = "invalid_request_error"

@@ -40,7 +40,6 @@ CHOICES: dict[str, dict[str, Any]] = {
     "top-k": {"temperature": 0.8, "top_k": 40},
     "top-p": {"temperature": 0.8, "top_p": 0.95},
     "min-p": {"temperature": 0.8, "min_p": 0.05},
-    "typical-p": {"temperature": 0.8, "typical_p": 0.9},
     "penalties": {
         **{"temperature": 0.8, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.2},
     },

@@ -46,13 +46,13 @@ def open_engine(config: Config, path: Path, quotas: Mapping[str, int] | None = N
     _check(config, path)
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
-    opened = open_tiers(config.tiers) if config.cache.prefix_cache else None
+    cipher, stores = open_tiers(config.tiers)
     executor = open_executor(config, path)
     cache = PagedCache(executor.pool, config.cache, quotas)
     info = _describe_model(config, executor, path)
     strategies, decoding = _open_model(config, executor, cache, info, path)
     core = EngineCore(config, executor, cache, info, strategies, decoding)
-    tiering = None if opened is None else Tiering(core, path, *opened)
+    tiering = Tiering(core, path, cipher, stores) if stores else None
     parts: list[Part | None] = [
         Operators(core, tiering),
         EngineAdapters(executor, core.requests),

@@ -35,9 +35,7 @@ class Operators(Part):
         self._slices: Iterator[list[tuple[Node, int]]] = iter(())
 
     def answers(self) -> Mapping[type[calls.Call], Handler]:
-        no_tiers: dict[type[calls.Call], Handler] = {calls.DetachTier: lambda _: {"found": False}}
         return {
-            **(no_tiers if self._tiering is None else {}),
             calls.EraseTenant: self._erase,
             calls.FlushCache: self._flush,
             calls.GetCached: self._cached,
@@ -59,6 +57,7 @@ class Operators(Part):
         if call.pins:
             cache.pins.unpin_all()
         return {
+            **({"erased_blocks": {}} if call.tiers else {}),
             "flushed_tokens": cache.flush() * cache.page_size,
             "live_tokens": cache.tree.num_pages * cache.page_size,
         }
@@ -70,7 +69,7 @@ class Operators(Part):
         cache.pins.unpin_all(call.tenant)
         roots = [root for namespace, root in cache.tree.roots() if namespace.tenant == call.tenant]
         pages = sum(cache.drop(node) for root in roots for node in list(root.children.values()))
-        return {"erased_tokens": pages * cache.page_size}
+        return {"erased_tokens": pages * cache.page_size, "erased_blocks": {}}
 
     def _forget(self) -> None:
         """Drop what strategies and parts keep beside the tree."""

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from radix import Meta
 from runtime.batch import ForwardBatch
-from runtime.calls import AddPin, AttachTier, Call, DetachTier, EraseTenant, FlushCache
+from runtime.calls import AddPin, Call, EraseTenant, FlushCache
 from runtime.config import Config, TierConfig
 from runtime.engine.core import EngineCore
 from runtime.engine.part import Answer, Handler, Part
 from runtime.engine.resume import NotedPin, Resume
-from runtime.errors import InvalidRequest, ModelError
+from runtime.errors import ModelError
 from runtime.execution.executor import Executor
 from runtime.execution.sizing import main_memory
 from runtime.kv.segments import Run
@@ -60,16 +60,14 @@ class Tiering(Part):
     """
 
     def __init__(self, core: EngineCore, model: Path, cipher: KeyFile | None, stores: list[BlockStore]):
-        """`model`: the model's directory; `stores`: the stores at the start, to which operators may attach others."""
-        self._core, self._model = core, model
-        self.active = False  # until there is a store
-        self._form = Format(cipher=cipher)
-        self.tiers = Tiers(core.cache, TierWorker(self._form))
-        self._resume: Resume | None = None
-        if stores:
-            self._attach(stores, self._fingerprint())
+        """`model`: the model's directory."""
+        self._core = core
+        form = Format(_fingerprint(core.config, core.executor, model), cipher)
+        self.tiers = Tiers(core.cache, TierWorker(form, stores))
+        disk = next((store for store in stores if isinstance(store, FileStore) and store.name == "disk"), None)
+        self._resume = None if disk is None else Resume(disk.directory, form)
         self._noted_s = time.monotonic()
-        # Opens stores and writes pins, in order.
+        # Writes and erases pins, in order.
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="kv-aside")
         self._returning: dict[Load, list[NotedPin]] = {}
         self._num_loads: Counter[Request] = Counter()
@@ -78,41 +76,21 @@ class Tiering(Part):
 
     def answers(self) -> Mapping[type[Call], Handler]:
         return {
-            AttachTier: self._attach_tier,
-            DetachTier: self._detach_tier,
             EraseTenant: lambda call: self._erase(call.tenant),
             FlushCache: lambda call: self._erase(None) if call.tiers else {},
         }
 
     def _erase(self, tenant: str | None) -> Waiting:
         """Erase the blocks of a tenant, or of all (None)."""
-        erasing = self._aside.submit(self._erase_aside, self._resume, tenant)
+        erasing = self._aside.submit(self._erase_aside, tenant)
         self.tiers.erased(tenant, erasing)
         blocks = yield from _wait(erasing)
         return {"erased_blocks": blocks}
 
-    def _erase_aside(self, resume: Resume | None, tenant: str | None) -> dict[str, int | None]:
-        if resume is not None:
-            resume.erase(tenant)
+    def _erase_aside(self, tenant: str | None) -> dict[str, int | None]:
+        if self._resume is not None:
+            self._resume.erase(tenant)
         return self.tiers.worker.erase(tenant).result()
-
-    def _attach_tier(self, call: AttachTier) -> Waiting:
-        if self._core.cache.near is not None:
-            raise InvalidRequest("this server keeps only some rows of layers with a window: start it with its tiers")
-        options = TierConfig(**call.options)
-        opening = self._aside.submit(lambda: (open_stores(options), self._fingerprint()))
-        self._attach(*(yield from _wait(opening)))
-        return {"tiers": self.tiers.worker.names}
-
-    def _detach_tier(self, call: DetachTier) -> Waiting:
-        closing = self.tiers.worker.detach(call.name)
-        if closing is None:
-            return {"found": False}
-        if call.name == "disk":
-            self.note()
-            self._resume = None
-        yield from _wait(closing)
-        return {"found": True}
 
     def mark(self, nodes: list[dict[str, Any]]) -> Generator[None, None, None]:
         """Add to each node of the tree the names of the tiers that hold the block of its first page."""
@@ -120,22 +98,6 @@ class Tiering(Part):
         places = (yield from _wait(self.tiers.worker.where(keys))) if any(keys) else [[] for _ in nodes]
         for node, place in zip(nodes, places, strict=True):
             node["tiers"] = place
-
-    def _fingerprint(self) -> bytes:
-        return self._form.fingerprint or _fingerprint(self._core.config, self._core.executor, self._model)
-
-    def _attach(self, stores: list[BlockStore], fingerprint: bytes) -> None:
-        """Attach stores. Raises InvalidRequest if the name of a store is taken."""
-        self._form.fingerprint = fingerprint
-        self.active = True
-        self._core.refresh()
-        for store in stores:
-            if store.name in self.tiers.worker.names:
-                store.close()
-                raise InvalidRequest(f"there is a tier {store.name} already")
-            self.tiers.worker.attach(store)
-            if isinstance(store, FileStore) and store.name == "disk":
-                self._resume = Resume(store.directory, self._form)
 
     def state(self) -> Mapping[str, Any]:
         return self.tiers.state()
@@ -251,13 +213,8 @@ def _note_loaded(request: Request, load: Load) -> None:
 
 def open_tiers(config: TierConfig) -> tuple[KeyFile | None, list[BlockStore]]:
     """The cipher (None without a key file) and the stores of the options. Raises ModelError if one cannot be used."""
-    key = config.kv_encryption_key_file
-    return None if key is None else open_cipher(key), open_stores(config)
-
-
-def open_stores(config: TierConfig) -> list[BlockStore]:
-    """The stores of the options. Raises ModelError if a store cannot be used."""
-    stores: list[BlockStore] = []
+    key, stores = config.kv_encryption_key_file, list[BlockStore]()
+    cipher = None if key is None else open_cipher(key)
     if config.host_memory is not None:
         if config.host_memory * _GIB > (has := main_memory()):
             raise ModelError(f"--host-memory is {config.host_memory:g} GiB; this machine has {has / _GIB:.1f}")
@@ -266,7 +223,7 @@ def open_stores(config: TierConfig) -> list[BlockStore]:
         stores.append(FileStore(config.disk_cache, "--disk-cache", int(config.disk_space * _GIB)))
     if config.kv_store is not None:
         stores.append(open_shared(config.kv_store))
-    return stores
+    return cipher, stores
 
 
 def _fingerprint(config: Config, executor: Executor, model: Path) -> bytes:

@@ -10,7 +10,6 @@ from runtime.execution.flashinfer_package import load_flashinfer
 from runtime.execution.transfers import upload
 from runtime.params import SamplingParams
 from runtime.sampling.choosing import TorchChoosing, column
-from runtime.sampling.filters import keep_typical
 
 
 class FlashInferChoosing(TorchChoosing):
@@ -32,9 +31,6 @@ class FlashInferChoosing(TorchChoosing):
             probs = self._kernels.top_k_renorm_probs(probs, upload(top_k, logits.device))
         if any(p.top_p < 1 for p in params):
             probs = self._kernels.top_p_renorm_probs(probs, column([p.top_p for p in params], logits.device)[:, 0])
-        for row, p in enumerate(params):
-            if p.typical_p < 1:
-                probs[row] = keep_typical(probs[row], p.typical_p)
         if any(p.min_p > 0 for p in params):
             least = column([p.min_p for p in params], logits.device) * probs.amax(-1, keepdim=True)
             probs = probs.masked_fill(probs < least, 0)

@@ -1,4 +1,4 @@
-"""Filters of distributions: top-k, top-p, typical-p and min-p."""
+"""Filters of distributions: top-k, top-p and min-p."""
 
 import torch
 
@@ -8,19 +8,17 @@ _ONE = 2.0**52
 
 
 def has_filters(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1 or params.typical_p < 1 or params.min_p > 0
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
 
 def filter_probs(probs: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """A distribution [vocab] after top-k, then top-p, typical-p and min-p; dropped tokens have 0."""
+    """A distribution [vocab] after top-k, then top-p and min-p; dropped tokens have 0."""
     if 0 < params.top_k < len(probs):
         values, tokens = probs.topk(params.top_k)
         probs = torch.zeros_like(probs).scatter_(0, tokens, values)
         probs /= probs.sum()
     if params.top_p < 1:
         probs = keep_top(probs, params.top_p)
-    if params.typical_p < 1:
-        probs = keep_typical(probs, params.typical_p)
     if params.min_p > 0:
         probs = probs.masked_fill(probs < params.min_p * probs.max(), 0)
     return probs
@@ -36,18 +34,3 @@ def keep_top(probs: torch.Tensor, mass: float) -> torch.Tensor:
 def _whole(probs: torch.Tensor) -> torch.Tensor:
     """Probabilities in units of 1 / `_ONE`, float64. Their sums are exact, so that the order does not matter."""
     return (probs.double() * _ONE).floor_()
-
-
-def keep_typical(probs: torch.Tensor, mass: float) -> torch.Tensor:
-    """Locally typical sampling (Meister et al., 2023): keep the tokens whose surprise is nearest to the entropy.
-
-    Args:
-        probs: [vocab]; dropped tokens have 0.
-        mass: share of the sum of `probs` that the kept tokens reach.
-    """
-    probs = probs / probs.sum()
-    surprise = -probs.log()  # infinite for dropped tokens, which come last
-    entropy = (probs * surprise).nansum()
-    tokens = (surprise - entropy).abs().argsort(stable=True)
-    values = probs[tokens]
-    return torch.zeros_like(probs).scatter_(0, tokens, values.masked_fill(values.cumsum(0) - values >= mass, 0))

@@ -12,14 +12,12 @@ from fastapi import Path as PathParameter
 from pydantic import Field, model_validator
 
 from radix import Namespace
-from runtime.calls import AttachTier, DetachTier, GetPins, GetQuota, GetState, GetTree, OnNode, RemovePin
-from runtime.config import TierConfig
-from runtime.errors import EngineDead, InvalidRequest, RametError
+from runtime.calls import GetPins, GetQuota, GetState, GetTree, OnNode, RemovePin
 from runtime.frontend.documents.prompt import in_messages
 from runtime.frontend.output import Prompt, Submission
 from runtime.params import SamplingParams
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
-from server.errors import Conflict, Forbidden, NotFound
+from server.errors import Forbidden, NotFound
 from server.generation.bodies import Scoped
 from server.http.context import Context, Ctx, erase
 from server.http.sse import while_there
@@ -150,62 +148,11 @@ async def _on_node(
     return done
 
 
-class TierRequest(Body):
-    """The tier `host` takes `space`, `disk` takes `space` and `path`, `store` takes `address`."""
-
-    model_config = example(path="/var/cache/ramet", space=50)
-
-    space: float | None = Field(None, gt=0, le=1 << 20, description="GiB")
-    path: Text | None = Field(None, min_length=1, max_length=4096, description="absolute, and below --admin-root")
-    address: Text | None = Field(
-        None, max_length=4096, description="that of --kv-store, or dir:PATH with a path as for `disk`"
-    )
-
-
-TierName = Literal["host", "disk", "store"]
-# For each tier, the fields of a `TierRequest` and their options of `ramet serve`.
-_TIER_OPTIONS: dict[str, dict[str, str]] = {
-    "host": {"space": "host_memory"},
-    "disk": {"path": "disk_cache", "space": "disk_space"},
-    "store": {"address": "kv_store"},
-}
-
-
 @router.get("/tiers")
 async def tiers(context: Ctx) -> dict[str, Any]:
     """The tiers below the pool, in the order in which blocks are looked up."""
     state = await context.engine.call(GetState())
     return {name: state.get(name, {}) for name in ("tiers", "loaded_tokens_by_tier")}
-
-
-@router.put("/tiers/{name}")
-async def attach_tier(context: Ctx, name: TierName, body: TierRequest) -> dict[str, Any]:
-    """Attach a tier while serving. 409 if this tier is attached already or cannot be used."""
-    names, given = _TIER_OPTIONS[name], body.model_dump(exclude_none=True)
-    if given.keys() != names.keys():
-        raise InvalidRequest(f"a tier {name} takes {' and '.join(names)}", param=next(iter(given), "space"))
-    if body.path is not None:
-        given["path"] = context.below_root(body.path, "path")
-    if body.address is not None and body.address != context.config.tiers.kv_store:
-        kind, _, path = body.address.partition(":")
-        if kind != "dir":
-            raise Forbidden("the address must be that of --kv-store, or dir:PATH", param="address")
-        given["address"] = f"dir:{context.below_root(path, 'address')}"
-    options = TierConfig(**{names[field]: value for field, value in given.items()})
-    try:
-        return await context.engine.call(AttachTier(options.model_dump(mode="json")))
-    except EngineDead:
-        raise
-    except RametError as error:
-        raise Conflict(error.message, code="tier_not_attached") from None
-
-
-@router.delete("/tiers/{name}")
-async def detach_tier(context: Ctx, name: TierName) -> dict[str, Any]:
-    """Detach a tier after its queued blocks are written. Its blocks stay where they are."""
-    if not (await context.engine.call(DetachTier(name)))["found"]:
-        raise NotFound(f"there is no tier {name}", param="name", code="tier_not_found")
-    return {"success": True}
 
 
 @router.delete("/tenants/{name}")

@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.errors import RametError
 from server.errors import error_response
-from server.http.limits import JSON, BodyLimit
+from server.http.limits import JSON, MOST_BYTES, BodyLimit
 
 # After a refusal, at most this multiple of the body limit is read and dropped: a client that sends does not read.
 _DRAIN = 8
@@ -64,7 +64,7 @@ class AdmissionMiddleware:
         response.headers["connection"] = "close"
         await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": True})
-        left = _DRAIN * self.limit.max_bytes
+        left = _DRAIN * MOST_BYTES
         try:
             async with asyncio.timeout(self.limit.patience_s):
                 while left > 0:

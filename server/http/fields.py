@@ -32,10 +32,7 @@ OPENAI = frozenset(
     | {"reasoning_format", "moderation"}
 )
 
-SAMPLING_ALIASES = {
-    **{"repeat_penalty": "repetition_penalty", "typical": "typical_p", "typ_p": "typical_p"},
-    **{"include_stop_str_in_output": "no_stop_trim"},
-}
+SAMPLING_ALIASES = {"repeat_penalty": "repetition_penalty", "include_stop_str_in_output": "no_stop_trim"}
 FORMAT_ALIASES = {
     **{"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"},
     "ebnf": "grammar",
@@ -45,6 +42,7 @@ SAMPLING: dict[str, Values] = {
     **{"use_beam_search": _OFF, "early_stopping": _OFF, "length_penalty": _ONE, "structural_tag": EMPTY},
     **{"stop_regex": EMPTY, "custom_params": EMPTY},
     **{"logits_processors": EMPTY, "custom_logit_processor": EMPTY, "whitespace_pattern": EMPTY},
+    **{"typical_p": _ONE, "typical": _ONE, "typ_p": _ONE},
     **{"guided_whitespace_pattern": EMPTY, "tfs_z": _ONE, "mirostat": _ZERO, "top_a": _ZERO, "top_n_sigma": (-1, 0)},
     **{"dynatemp_range": _ZERO, "xtc_probability": _ZERO, "dry_multiplier": _ZERO, "thinking_token_budget": _ALL},
     **{

@@ -12,18 +12,18 @@ from runtime.sampling.json_text import check_shape
 from server.errors import BodyTooLarge, UnsupportedMediaType
 
 JSON = b"application/json"
+# The most bytes of a body.
+MOST_BYTES = 8 << 20
 
 
 class BodyLimit:
     """Refuses bodies that are too large (413), too slow (408), not JSON (415), too deep or of unclear length (400).
 
     Args:
-        max_bytes: most bytes of a body.
         patience_s: seconds for a body to arrive.
     """
 
-    def __init__(self, max_bytes: int, patience_s: float):
-        self.max_bytes = max_bytes
+    def __init__(self, patience_s: float):
         self.patience_s = patience_s
 
     def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
@@ -32,11 +32,8 @@ class BodyLimit:
             # A proxy that trusts the other header would find the next request at another place.
             raise InvalidRequest("Content-Length and Transfer-Encoding exclude each other")
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and (len(length) > 18 or int(length) > self.max_bytes):
-            raise self._too_large()
-
-    def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(f"the body is larger than {self.max_bytes} bytes")
+        if length.isdigit() and (len(length) > 18 or int(length) > MOST_BYTES):
+            raise _too_large()
 
     async def read(self, receive: Receive) -> bytes | None:
         """The body; None if the client has disconnected. Raises BodyTooLarge or DeadlineExceeded."""
@@ -49,8 +46,8 @@ class BodyLimit:
                         return None
                     chunks.append(message.get("body", b""))
                     size += len(chunks[-1])
-                    if size > self.max_bytes:
-                        raise self._too_large()
+                    if size > MOST_BYTES:
+                        raise _too_large()
                     if not message.get("more_body"):
                         return b"".join(chunks)
         except TimeoutError:
@@ -67,3 +64,7 @@ class BodyLimit:
             check_shape(body)
         except ValueError as error:
             raise InvalidRequest(f"the body has {error}") from None
+
+
+def _too_large() -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {MOST_BYTES} bytes")

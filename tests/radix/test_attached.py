@@ -6,12 +6,9 @@ import pytest
 
 from radix import EventLog, Match, Namespace, RadixTree, attached_key, make_policy, nearest, slices, text_of_path, view
 from runtime.sampling.drafts.lookup import continuation
+from tests.radix.trees import key
 
 SIZE = 4
-
-
-def key(*tokens: int) -> bytes:
-    return array("i", tokens).tobytes()
 
 
 class Trees:
@@ -39,7 +36,7 @@ class Trees:
         return nearest(key(*tokens), match, self.tree.root(Namespace()), SIZE)
 
 
-@pytest.fixture(params=["lru", "gdsf", "foresight"])
+@pytest.fixture(params=["lru", "foresight"])
 def trees(request):
     return Trees(request.param)
 

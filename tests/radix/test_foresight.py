@@ -11,11 +11,7 @@ from radix.foresight import Foresight
 from radix.node import Node
 from radix.returns import BUCKETS, EDGES, KINDS, Life, Returns, bucket, describe, kind_of
 from tests.radix import foresight_model as plain
-
-
-def key(*tokens: int) -> bytes:
-    return array("i", tokens).tobytes()
-
+from tests.radix.trees import Tree, key
 
 # -- the index ---------------------------------------------------------------------------------------------------
 
@@ -246,23 +242,10 @@ def test_foresight_equals_its_plain_model_over_a_long_time(monkeypatch):
 # -- by hand -----------------------------------------------------------------------------------------------------
 
 
-class Tree(RadixTree):
-    """Pages are numbered by itself."""
-
-    def __init__(self, policy: Policy):
-        super().__init__(1, policy)
-        self.count = 0
-
-    def add(self, *tokens: int) -> Node:
-        pages = array("i", range(self.count, self.count + len(tokens)))
-        self.count += len(tokens)
-        return self.insert(key(*tokens), pages)[0]
-
-
 def test_more_leaves_than_a_sample_are_compared_at_an_even_stride():
     """Each victim is the least of its sample, and samples take turns: nobody is left out."""
     policy = Foresight(10_000)
-    tree = Tree(policy)
+    tree = Tree(policy=policy)
     nodes = [tree.add(i) for i in range(64 * 5 + 5)]
     oldest = []
     for _ in range(5):
@@ -283,7 +266,7 @@ def test_more_leaves_than_a_sample_are_compared_at_an_even_stride():
     ],
 )
 def test_the_oldest_are_in_the_last_bucket_and_go_a_little_earlier(ages, promises, first):
-    tree = Tree(Foresight(9))
+    tree = Tree(policy=Foresight(9))
     nodes = [tree.add(i) for i in range(2)]
     table = [promises.get(i, 0.0) for i in range(3 * BUCKETS)]
     leaves = foresight._Leaves()

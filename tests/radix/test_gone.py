@@ -1,76 +1,27 @@
-"""The memory of what left a tree, beside a plain one that asks the tree alone."""
+"""The memory of what left a tree, by hand; `test_tree.py` compares it with a plain one."""
 
-import random
 from array import array
 
 import pytest
 
-from radix import Gone, Namespace, Quotas, RadixTree, hashes
+from radix import Gone, Namespace, RadixTree, hashes
 from radix.gone import Left
+from tests.radix.trees import key
 
 SPACES = (Namespace("a"), Namespace("a", "salt"), Namespace("b"))
 
 
-def key(*tokens: int) -> bytes:
-    return array("i", tokens).tobytes()
-
-
 class Life:
-    """A tree of pages of two tokens, its memory, and for every prompt ever inserted the latest end of each page."""
+    """A tree of pages of two tokens, and the memory of what left it."""
 
-    def __init__(self, seed: int, places: int = 1 << 20):
+    def __init__(self, places: int = 1 << 20):
         self.now = 0.0
-        self.draw = random.Random(seed)
         self.gone = Gone(8, lambda: self.now, places)
-        self.tree = RadixTree(2, clock=lambda: self.now, quotas=Quotas({"b": 12}), watchers=(self.gone,))
-        self.prompts: dict[tuple[Namespace, bytes], None] = {}
-        self.ends: dict[tuple[Namespace, bytes], Left] = {}
-        self.page = 0
-
-    def there(self) -> dict[tuple[Namespace, bytes], int]:
-        return {(space, prompt): len(self.tree.match(prompt, space).pages) for space, prompt in self.prompts}
-
-    def insert(self) -> None:
-        space = self.draw.choice(SPACES)
-        prompt = key(*(self.draw.randrange(2) for _ in range(2 * self.draw.randrange(1, 9))))
-        self.prompts[space, prompt] = None
-        self.page += 100
-        self.tree.insert(prompt, array("i", range(self.page, self.page + len(prompt) // 8)), space)
-
-    def remove(self) -> None:
-        before, cause = self.there(), self.draw.choice(("room", "room", "room", "quota", "flush", "drop"))
-        if cause == "room":
-            self.tree.evict(self.draw.randrange(1, 6))
-        elif cause == "quota":
-            self.tree.make_room(Namespace("b"), self.draw.randrange(6))
-        elif cause == "flush" and self.draw.random() < 0.2:
-            self.tree.flush()
-        elif cause == "drop" and (nodes := list(self.tree.nodes())):
-            self.tree.drop(self.draw.choice(nodes))
-        why = "flush" if cause == "drop" else cause
-        for (space, prompt), pages in self.there().items():
-            for page in range(pages, before[space, prompt]):
-                self.ends[space, prompt[: 8 * (page + 1)]] = Left(self.now, why)
-
-    def check(self) -> None:
-        for (space, prompt), pages in self.there().items():
-            if pages < len(prompt) // 8:
-                expected = self.ends.get((space, prompt[: 8 * (pages + 1)]))
-                assert self.gone.find(prompt, pages, space) == expected, (space, prompt, pages)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_the_first_missing_page_is_found_with_its_time_and_cause(seed):
-    life = Life(seed)
-    for _ in range(120):
-        life.now += 1.0
-        life.insert() if life.draw.random() < 0.6 else life.remove()
-        life.check()
-    assert {left.why for left in life.ends.values()} == {"room", "quota", "flush"}
+        self.tree = RadixTree(2, clock=lambda: self.now, watchers=(self.gone,))
 
 
 def test_a_page_that_was_never_there_is_unknown():
-    life = Life(0)
+    life = Life()
     life.tree.insert(key(1, 2, 3, 4), array("i", [0, 1]), SPACES[0])
     life.tree.flush()
     assert life.gone.find(key(1, 2, 3, 4), 0, SPACES[0]) == Left(0.0, "flush")
@@ -87,7 +38,7 @@ def test_a_page_that_was_never_there_is_unknown():
 
 
 def test_the_memory_is_bounded_and_the_latest_takes_the_place():
-    life = Life(0, places=8)
+    life = Life(places=8)
     for i in range(100):
         life.now += 1
         life.tree.insert(key(i, i), array("i", [i]), SPACES[0])
@@ -98,7 +49,7 @@ def test_the_memory_is_bounded_and_the_latest_takes_the_place():
 
 
 def test_a_run_that_leaves_page_by_page_is_hashed_once(monkeypatch):
-    life, hashed = Life(0), []
+    life, hashed = Life(), []
     real = hashes.xxh64_intdigest
     monkeypatch.setattr(hashes, "xxh64_intdigest", lambda *args: hashed.append(args) or real(*args))
     life.tree.insert(key(*range(64)), array("i", range(32)), SPACES[0])
@@ -114,7 +65,7 @@ def test_a_run_that_leaves_page_by_page_is_hashed_once(monkeypatch):
 
 @pytest.mark.parametrize(("used", "why"), [(False, "expired"), (True, "room")])
 def test_what_a_pin_kept_until_its_time_was_over_has_expired_unless_it_was_used(used, why):
-    life = Life(0)
+    life = Life()
     node, _ = life.tree.insert(key(1, 2, 3, 4, 5, 6), array("i", [0, 1, 2]), SPACES[0])
     life.tree.pin(node)
     life.now = 5.0
@@ -132,7 +83,7 @@ def test_what_a_pin_kept_until_its_time_was_over_has_expired_unless_it_was_used(
 
 
 def test_a_run_that_is_cut_after_its_pin_has_expired_has_expired_as_a_whole():
-    life, run = Life(0), key(1, 2, 3, 4, 5, 6)
+    life, run = Life(), key(1, 2, 3, 4, 5, 6)
     node, _ = life.tree.insert(run, array("i", [0, 1, 2]), SPACES[0])
     life.tree.pin(node)
     life.now = 5.0
@@ -143,7 +94,7 @@ def test_a_run_that_is_cut_after_its_pin_has_expired_has_expired_as_a_whole():
 
 
 def test_a_pin_below_another_one_expires_alone():
-    life = Life(0)
+    life = Life()
     node, _ = life.tree.insert(key(1, 2, 3, 4), array("i", [0, 1]), SPACES[0])
     life.tree.insert(key(1, 2, 5, 6), array("i", [0, 9]), SPACES[0])
     life.tree.pin(node)

@@ -8,12 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from radix import POLICIES, Holds, Namespace, Quotas, RadixTree, make_policy, path, view
+from tests.radix.trees import key
 
 A = Namespace("a")
-
-
-def key(*tokens: int) -> bytes:
-    return array("i", tokens).tobytes()
 
 
 class Cache:

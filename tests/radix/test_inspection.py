@@ -7,14 +7,11 @@ from itertools import count
 import pytest
 
 from radix import Namespace, RadixTree, make_policy, outline, slices, view
+from tests.radix.trees import Tree, key
 
 A, B = Namespace("a"), Namespace("b")
 
 PAGE = 4
-
-
-def key(*tokens: int) -> bytes:
-    return array("i", tokens).tobytes()
 
 
 def chain_of(node):
@@ -38,31 +35,9 @@ def finish(walk, between=lambda step: None):
         between(step)
 
 
-class Filled:
-    """A tree with pages of its own numbering."""
-
-    def __init__(self):
-        self.tree = RadixTree(PAGE)
-        self.pages = 0
-
-    def add(self, tokens, namespace=Namespace()):
-        """Insert whole pages of some tokens; returns the node, unlocked."""
-        key = array("i", tokens).tobytes()
-        match = self.tree.match(key, namespace)
-        wanted = len(tokens) // PAGE
-        fresh = array("i", range(self.pages, self.pages + wanted))
-        self.pages += wanted
-        for i, page in enumerate(match.pages):
-            fresh[i] = page
-        self.tree.insert(key, fresh, namespace)
-        node = self.tree.lock_match(self.tree.match(key, namespace))
-        self.tree.unlock(node)
-        return node
-
-
 @pytest.fixture
 def filled():
-    return Filled()
+    return Tree(PAGE)
 
 
 def grow(filled, count, seed=1):
@@ -72,8 +47,8 @@ def grow(filled, count, seed=1):
     for _ in range(count):
         head = rng.choice(heads)
         tail = [rng.randrange(50) for _ in range(PAGE * rng.randrange(1, 6))]
-        filled.add(head + tail, rng.choice([A, B]))
-    return filled.tree
+        filled.add(*head, *tail, namespace=rng.choice([A, B]))
+    return filled
 
 
 def test_everything_is_shown_where_there_is_room(filled):
@@ -144,14 +119,14 @@ def test_the_heaviest_are_shown_and_their_parents_before_them(filled, limit):
 
 
 def test_a_large_tree_is_walked_in_steps_and_may_change_meanwhile(filled):
-    tree, rng = filled.tree, random.Random(3)
+    tree, rng = filled, random.Random(3)
     for number in range(4000):
-        filled.add([number % 97, 1, 1, 1, number, 2, 2, 2])
+        filled.add(number % 97, 1, 1, 1, number, 2, 2, 2)
     most = tree.num_nodes // 1024
 
     def change(step):
         tree.evict(rng.randrange(400))
-        filled.add([rng.randrange(97), 1, 1, 1, 10**6 + step, 3, 3, 3])
+        filled.add(rng.randrange(97), 1, 1, 1, 10**6 + step, 3, 3, 3)
 
     shown, steps = finish(outline(tree, 300), change)
     assert most <= steps <= 2 * most + 2, "a pause after a thousand nodes, on both ways"
@@ -237,29 +212,29 @@ def test_a_part_of_a_large_tree_costs_what_is_asked_for():
     assert children.taken <= 11
 
 
-def timed() -> tuple[RadixTree, list[float]]:
-    """A trunk and its two branches, and the time."""
-    time = [10.0]
-    tree = RadixTree(1, clock=lambda: time[0])
-    tree.insert(key(1, 2), array("i", [0, 1]))
-    time[0] = 12.0
-    tree.insert(key(1, 3), array("i", [0, 2]))
-    return tree, time
+def timed() -> Tree:
+    """A trunk and its two branches."""
+    tree = Tree()
+    tree.time = 10.0
+    tree.add(1, 2)
+    tree.time = 12.0
+    tree.add(1, 3)
+    return tree
 
 
 def test_seconds():
-    tree, time = timed()
-    time[0] = 12.25
+    tree = timed()
+    tree.time = 12.25
     assert [(node.idle_s, node.age_s) for node in view(tree)] == [(2.25, 2.25), (2.25, 2.25), (0.25, 0.25)]
     blocks = finish(outline(tree, 9))[0]
-    assert sorted((block.id, block.idle_s) for block in blocks) == [(-1, 0.25), (0, 0.25), (1, 2.25), (2, 0.25)]
-    time[0] = 11.0
+    assert sorted((block.id, block.idle_s) for block in blocks) == [(-1, 0.25), (0, 0.25), (1, 2.25), (3, 0.25)]
+    tree.time = 11.0
     assert [(node.idle_s, node.age_s) for node in view(tree)] == [(1.0, 1.0), (1.0, 1.0), (0.0, 0.0)]
     assert {block.idle_s for block in finish(outline(tree, 9))[0]} == {0.0, 1.0}, "nothing is used in the future"
 
 
 def test_one_lock_is_a_lock_and_none_is_none():
-    tree, _ = timed()
+    tree = timed()
     node = tree.match(key(1, 2)).node
     tree.lock(node)
     assert [(one.locked, one.pinned) for one in view(tree)] == [(True, False), (True, False), (False, False)]
@@ -268,12 +243,12 @@ def test_one_lock_is_a_lock_and_none_is_none():
     assert [(one.locked, one.pinned) for one in view(tree)] == [(False, True), (False, True), (False, False)]
     tree.lock(node)
     blocks = {block.id: (block.locked, block.pinned) for block in finish(outline(tree, 9))[0]}
-    assert blocks == {-1: (True, False), 0: (True, True), 1: (True, True), 2: (False, False)}
+    assert blocks == {-1: (True, False), 0: (True, True), 1: (True, True), 3: (False, False)}
 
 
 def test_a_run_that_came_in_chunks_is_one_block(filled):
-    tree, tokens = filled.tree, list(range(12))
-    chunks = [filled.add(tokens[:stop]) for stop in (4, 8, 12)]
+    tree, tokens = filled, list(range(12))
+    chunks = [filled.add(*tokens[:stop]) for stop in (4, 8, 12)]
     for node, cost in zip(chunks, (1.0, 2.0, 4.0), strict=True):
         node.cost = cost
     (root, block), _ = finish(outline(tree, 9, preview_tokens=6))
@@ -285,6 +260,6 @@ def test_a_run_that_came_in_chunks_is_one_block(filled):
     tree.pin(chunks[0])
     shown, _ = finish(outline(tree, 9))
     assert [(one.tokens, one.pinned) for one in shown] == [(0, False), (4, True), (4, False), (4, False)]
-    filled.add([0, 1, 2, 3, 9, 9, 9, 9])
+    filled.add(0, 1, 2, 3, 9, 9, 9, 9)
     shown, _ = finish(outline(tree, 9))
     assert sorted(one.tokens for one in shown) == [0, 4, 4, 4, 4]

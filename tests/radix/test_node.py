@@ -7,10 +7,7 @@ import pytest
 
 from radix import Namespace
 from radix.node import Node, common_tokens
-
-
-def key(*tokens: int) -> bytes:
-    return array("i", tokens).tobytes()
+from tests.radix.trees import key
 
 
 def make_node(*tokens: int, parent: Node | None = None) -> Node:

@@ -6,43 +6,12 @@ from typing import get_args
 
 import pytest
 
-from radix import POLICIES, Namespace, Policy, RadixTree, make_policy
-from radix.eviction import GDSF, LRU, Order
+from radix import POLICIES, Namespace, make_policy
+from radix.eviction import LRU, Order
 from radix.foresight import Foresight
 from radix.node import Node
 from runtime.config import CacheConfig
-
-
-def key(*tokens: int) -> bytes:
-    return array("i", tokens).tobytes()
-
-
-class Tree:
-    """A tree of pages of one token; a run is named by its first token."""
-
-    def __init__(self, policy: Policy):
-        self.tree, self.policy, self.pages = RadixTree(1, policy), policy, 0
-        self.nodes: dict[int, Node] = {}
-
-    def add(self, *tokens: int, cost: float = 0.0) -> None:
-        pages = array("i", range(self.pages, self.pages + len(tokens)))
-        self.pages += len(tokens)
-        node, _ = self.tree.insert(key(*tokens), pages, cost=cost)
-        self.nodes[node.key[0]] = node
-
-    def use(self, *names: int) -> None:
-        for name in names:
-            self.tree.use(self.nodes[name])
-
-    def gone(self, count: int = 1) -> list[int]:
-        """Evict so many whole runs; their names."""
-        left = []
-        while len(left) < count and (freed := self.tree.evict(1)):
-            left += [name for name, node in self.nodes.items() if node.parent is None and freed[0] == node.pages[0]]
-        return left
-
-
-# -- the order ---------------------------------------------------------------------------------------------------
+from tests.radix.trees import Tree, key
 
 
 def leaf() -> Node:
@@ -74,105 +43,22 @@ def test_an_order_is_a_sorted_list_of_the_latest_entries():
     assert [order.pop() for _ in range(len(latest) + 1)] == [*sorted(latest, key=latest.__getitem__), None]
 
 
-# -- least recently used -----------------------------------------------------------------------------------------
-
-
 def test_lru_goes_by_the_last_use():
-    tree = Tree(LRU())
-    for name in (1, 2, 3, 4):
-        tree.add(name)
-    tree.use(2, 1)
-    tree.tree.touch(tree.nodes[3])
-    assert tree.gone(5) == [4, 2, 1, 3]
+    tree = Tree(policy=LRU())
+    nodes = [tree.add(i) for i in range(4)]
+    tree.use(nodes[1])
+    tree.use(nodes[0])
+    tree.touch(nodes[2])
+    assert list(tree.evict(5)) == [3, 1, 0, 2]
 
 
-# -- GDSF --------------------------------------------------------------------------------------------------------
-
-
-def test_gdsf_weighs_cost_by_page():
-    tree = Tree(GDSF())
-    tree.add(1, 11, cost=10.0)  # 5 a page
-    tree.add(2, cost=6.0)
-    tree.add(3, 13, 23, 33, cost=12.0)  # 3
-    assert [tree.nodes[name].heat for name in (1, 2, 3)] == [5.0, 6.0, 3.0]
-    assert tree.gone(3) == [3, 1, 2]
-
-
-def test_gdsf_s_clock_rises_with_its_victims():
-    tree = Tree(GDSF())
-    tree.add(1, cost=4.0)
-    tree.add(2, cost=7.0)
-    assert tree.gone() == [1]
-    tree.add(3, cost=2.0)
-    assert tree.nodes[3].heat == 6.0
-    tree.use(2)
-    assert tree.nodes[2].heat == 4.0 + 2 * 7.0
-    assert tree.gone() == [3]
-    tree.add(4, cost=1.0)
-    assert tree.nodes[4].heat == 7.0
-    tree.policy.leaving(leaf(), 0)
-    assert tree.policy._clock == 6.0, "it never goes back"
-
-
-def test_gdsf_values_a_parent_anew_when_a_child_leaves():
-    tree = Tree(GDSF())
-    tree.add(1, 2, 3, cost=9.0)
-    tree.add(1, 2, 4, cost=2.0)
-    tree.use(4)
-    parent = tree.nodes[4].parent
-    assert (parent.hits, parent.cost) == (1, 6.0)
-    tree.gone()
-    assert tree.policy._clock == 3.0
-    assert parent.heat == 3.0 + 2 * 6.0 / 2
-
-
-def test_gdsf_s_clock_stays_while_a_part_of_a_run_leaves():
-    tree = Tree(GDSF())
-    tree.add(1, 2, cost=4.0)
-    tree.tree.evict(1)
-    assert tree.policy._clock == 0.0
-    tree.tree.evict(1)
-    assert tree.policy._clock == 2.0
-
-
-@pytest.mark.parametrize(("name", "kind"), [("lru", LRU), ("foresight", Foresight), ("gdsf", GDSF)])
+@pytest.mark.parametrize(("name", "kind"), [("lru", LRU), ("foresight", Foresight)])
 def test_policies_by_name(name, kind):
     policy = make_policy(name, 70)
     assert type(policy) is kind
     assert kind is not Foresight or policy._most_ghosts == 70 + 4096
 
 
-# -- all of them -------------------------------------------------------------------------------------------------
-
-
 def test_the_option_offers_every_policy():
     option = CacheConfig.model_fields["eviction_policy"].annotation
     assert get_args(option) == POLICIES
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_hits_are_the_uses_that_ran_through_a_node(policy):
-    """Against a list of all uses, over random insertions, cuts, uses and evictions."""
-    draw, tree, pages = random.Random(7), RadixTree(1, make_policy(policy, 60)), iter(range(10**6))
-    uses: dict[tuple[int, ...], int] = {}  # by the prefix that a page ends
-    for _ in range(3_000):
-        tokens = [draw.randrange(3) for _ in range(draw.randrange(1, 9))]
-        match = tree.match(key(*tokens))
-        node = tree.lock_match(match)
-        if draw.random() < 0.7:
-            tree.use(node)
-            for end in range(1, len(match.pages) + 1):
-                uses[tuple(tokens[:end])] += 1
-            tree.insert(key(*tokens), array("i", [next(pages) for _ in tokens]))
-            for end in range(len(match.pages) + 1, len(tokens) + 1):
-                uses[tuple(tokens[:end])] = 0
-        tree.unlock(node)
-        if tree.num_pages > 60:
-            tree.evict(draw.randrange(1, 20))
-        for one in tree.nodes():
-            prefix, above = [], one
-            while above is not None:
-                prefix[:0] = array("i", above.key)
-                above = above.parent
-            assert one.hits == uses[tuple(prefix)]
-            assert one.hits == uses[tuple(prefix[: len(prefix) - len(one.pages) + 1])]

@@ -6,13 +6,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from radix import Namespace, Quotas, RadixTree, make_policy
+from radix import Namespace, Quotas, RadixTree
+from radix.eviction import LRU
+from tests.radix.trees import key
 
 A, B = Namespace("a"), Namespace("b")
-
-
-def key(*tokens: int) -> bytes:
-    return array("i", tokens).tobytes()
 
 
 def test_by_how_much_an_owner_is_over():
@@ -34,11 +32,16 @@ def test_nothing_is_kept_of_owners_without_pages():
     assert (tree.quotas._pages, tree.quotas._victims) == ({}, {})
 
 
+class Newest(LRU):
+    def enter(self, node):
+        self.order.push(-node.last_use, node)
+
+
 def test_victims_of_a_tenant_are_its_own_least_recently_used_whatever_the_policy():
-    tree = RadixTree(1, make_policy("gdsf", 100), quotas=Quotas({"a": 3}))
-    for i, cost in enumerate((9.0, 1.0, 5.0)):
-        tree.insert(key(i), array("i", [i]), A, cost=cost)
-    tree.insert(key(7), array("i", [7]), B, cost=0.1)
+    tree = RadixTree(1, Newest(), quotas=Quotas({"a": 3}))
+    for i in range(3):
+        tree.insert(key(i), array("i", [i]), A)
+    tree.insert(key(7), array("i", [7]), B)
     tree.touch(tree.match(key(0), A).node)
     assert list(tree.make_room(A, 1)) == [1]
     assert list(tree.make_room(A, 3)) == [2, 0]

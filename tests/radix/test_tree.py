@@ -1,4 +1,4 @@
-"""The tree against a brute-force dictionary of sequences, and its small cases by hand."""
+"""The tree and its watchers against brute-force dictionaries of sequences, and small cases by hand."""
 
 from array import array
 
@@ -6,11 +6,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
-from radix import POLICIES, Namespace, Quotas, RadixTree, make_policy
-
-
-def key(*tokens: int) -> bytes:
-    return array("i", tokens).tobytes()
+from radix import POLICIES, EventLog, Gone, Namespace, Quotas, RadixTree, Stored, make_policy, path
+from radix.gone import Left
+from radix.hashes import block_hashes
+from radix.node import Node
+from tests.radix.trees import key
 
 
 def insert(tree: RadixTree, tokens: list[int], pages: list[int], namespace: Namespace = Namespace()):
@@ -51,8 +51,53 @@ T = Namespace("t")
 NAMESPACES = [Namespace(), T, T.for_entry("kind", "1")]
 
 
+def text_of(node: Node) -> bytes:
+    return b"".join(reversed([above.key for above in path(node)]))
+
+
+class Shelf:
+    """Reads pages that leave while they are whole, as a tier would: their prefixes, numbers and causes."""
+
+    def __init__(self):
+        self.taken: set[tuple[Namespace, bytes, int, str]] = set()
+
+    def stored(self, node: Node) -> None:
+        assert node.pages
+
+    def leaving(self, node: Node, kept_pages: int, cause: str) -> None:
+        text, size = text_of(node), len(node.key) // len(node.pages)
+        assert node.is_free_leaf
+        for i in range(kept_pages, len(node.pages)):
+            end = len(text) - len(node.key) + (i + 1) * size
+            self.taken.add((node.namespace, text[:end], node.pages[i], cause))
+
+
+class Mirror:
+    """Blocks by hash, with their parents and tokens, kept from events alone."""
+
+    def __init__(self, block_bytes: int):
+        self.block_bytes = block_bytes
+        self.blocks: dict[int, tuple[int | None, bytes]] = {}
+
+    def take(self, events) -> None:
+        for event in events:
+            if isinstance(event, Stored):
+                parent = event.parent
+                assert parent is None or parent in self.blocks, "a child came before its parent"
+                for i, value in enumerate(event.hashes):
+                    assert value not in self.blocks, "stored twice"
+                    self.blocks[value] = (parent, event.tokens[i * self.block_bytes : (i + 1) * self.block_bytes])
+                    parent = value
+            else:
+                for value in event.hashes:
+                    del self.blocks[value]
+
+
 class TreeMachine(RuleBasedStateMachine):
-    """Random operations; the model is a dictionary from page-aligned prefixes to pages."""
+    """Random operations on a tree with watchers.
+
+    The model: dictionaries from page-aligned prefixes to pages, to their uses, and to when and why they last left.
+    """
 
     sequences = Bundle("sequences")
     locks = Bundle("locks")
@@ -68,10 +113,15 @@ class TreeMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.quota = quota
         quotas = None if quota is None else Quotas({"t": quota})
-        self.tree = RadixTree(page_size, make_policy(policy, 16), lambda: self.now, quotas)
-        self.pinned: list = []
+        self.log, self.shelf, self.mirror = EventLog(), Shelf(), Mirror(4 * page_size)
+        self.gone = Gone(4 * page_size, lambda: self.now, 1 << 16)
+        watchers = (self.log, self.shelf, self.gone)
+        self.tree = RadixTree(page_size, make_policy(policy, 16), lambda: self.now, quotas, watchers)
         self.next_page = 0
         self.held: dict[tuple, int] = {}
+        self.uses: dict[tuple, int] = {}
+        self.left: dict[tuple, Left] = {}
+        self.pinned: list = []
         self.locked: list = []
 
     @rule(
@@ -98,6 +148,7 @@ class TreeMachine(RuleBasedStateMachine):
         _, held = self.tree.insert(key(*tokens), array("i", pages), ns, cost=len(tokens))
         for prefix, page in zip(prefixes, pages, strict=True):
             self.held.setdefault(prefix, page)
+            self.uses.setdefault(prefix, 0)
         assert list(held) == [self.held[prefix] for prefix in prefixes]
 
     @rule(sequence=sequences)
@@ -133,12 +184,19 @@ class TreeMachine(RuleBasedStateMachine):
         tokens, ns = sequence
         match = self.tree.match(key(*tokens), ns)
         node = self.tree.lock_match(match)
-        self.tree.use(node)
+        prefixes = self.use(node, tokens, ns, len(match.pages))
         if node is None:
             return multiple()
-        prefixes = set(self.prefixes(tokens, ns)[: len(match.pages)])
         self.locked.append(prefixes)
         return node, prefixes
+
+    def use(self, node, tokens, ns, num_pages):
+        """Use a matched path; returns its prefixes."""
+        self.tree.use(node)
+        prefixes = set(self.prefixes(tokens, ns)[:num_pages])
+        for prefix in prefixes:
+            self.uses[prefix] += 1
+        return prefixes
 
     @rule(entry=locks)
     def unlock(self, entry):
@@ -154,14 +212,13 @@ class TreeMachine(RuleBasedStateMachine):
         match = self.tree.match(key(*tokens), ns)
         before, added = self.tree.num_pinned_pages, self.tree.num_new_pinned_pages(match)
         node = self.tree.lock_match(match)
-        self.tree.use(node)
+        prefixes = self.use(node, tokens, ns, len(match.pages))
         if node is None:
             assert added == 0
             return multiple()
         self.tree.pin(node)
         self.tree.unlock(node)
         assert self.tree.num_pinned_pages == before + added
-        prefixes = set(self.prefixes(tokens, ns)[: len(match.pages)])
         self.pinned.append(prefixes)
         return node, prefixes
 
@@ -182,13 +239,13 @@ class TreeMachine(RuleBasedStateMachine):
         evictable = self.tree.num_evictable_pages
         freed = self.tree.evict(count)
         assert len(freed) == min(count, evictable)
-        self.forget(freed)
+        self.forget(freed, "room")
 
     @rule(coming=st.integers(0, 3))
     def make_room(self, coming):
         freed = self.tree.make_room(T, coming)
         assert all(prefix[0].owner == T for prefix, page in self.held.items() if page in freed)
-        self.forget(freed)
+        self.forget(freed, "quota")
         if self.quota is None:
             assert not freed
         else:
@@ -197,15 +254,22 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self):
-        self.forget(self.tree.flush())
+        self.forget(self.tree.flush(), "flush")
         assert set(self.held) == set().union(*self.locked, *self.pinned)
 
-    def forget(self, freed):
-        gone = set(freed)
+    @rule(which=st.integers(0, 99))
+    def drop(self, which):
+        if nodes := list(self.tree.nodes()):
+            self.forget(self.tree.drop(nodes[which % len(nodes)]), "flush")
+
+    def forget(self, freed, cause):
+        gone = [prefix for prefix, page in self.held.items() if page in freed]
         assert len(gone) == len(freed)
-        kept = {prefix: page for prefix, page in self.held.items() if page not in gone}
-        assert len(kept) == len(self.held) - len(gone)
-        self.held = kept
+        assert self.shelf.taken == {(ns, key(*tokens), self.held[ns, *tokens], cause) for ns, *tokens in gone}
+        self.shelf.taken.clear()
+        for prefix in gone:
+            del self.held[prefix], self.uses[prefix]
+            self.left[prefix] = Left(self.now, cause)
 
     @invariant()
     def agrees(self):
@@ -218,6 +282,27 @@ class TreeMachine(RuleBasedStateMachine):
         assert set().union(*self.locked, *self.pinned) <= set(self.held)
         assert self.tree.num_locked_pages == len(set().union(*self.locked, *self.pinned))
         assert self.tree.num_pinned_pages == len(set().union(*self.pinned))
+        self.check_uses()
+        self.check_watchers()
+
+    def check_uses(self):
+        for node in self.tree.nodes():
+            tokens = (node.namespace, *array("i", text_of(node)))
+            ends = range(len(tokens) - len(node.key) // 4 + self.page_size, len(tokens) + 1, self.page_size)
+            assert {self.uses[tokens[:end]] for end in ends} == {node.hits}
+
+    def check_watchers(self):
+        """A mirror has the tree's blocks, and of what left the first missing page is known."""
+        self.mirror.take(self.log.take())
+        blocks = {}
+        for ns, *tokens in self.held:
+            before, digest = [None, *block_hashes(key(*tokens), 4 * self.page_size, None, ns)][-2:]
+            blocks[digest] = before, key(*tokens[-self.page_size :])
+        assert self.mirror.blocks == blocks
+        for (ns, *tokens), left in self.left.items():
+            parent = (ns, *tokens[: -self.page_size])
+            if (ns, *tokens) not in self.held and (len(parent) == 1 or parent in self.held):
+                assert self.gone.find(key(*tokens), len(tokens) // self.page_size - 1, ns) == left
 
 
 TestTreeMachine = TreeMachine.TestCase

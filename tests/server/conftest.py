@@ -134,7 +134,7 @@ def server(default_model_dir, tmp_path_factory) -> Iterator[LiveServer]:
     """One server for all tests that leave it as they found it; its pages are checked at the end."""
     log = tmp_path_factory.mktemp("server") / "log"
     server = start(log, "--model", str(default_model_dir), "--served-model-name", "smollm2", "--pool-tokens", "8192",
-                   "--max-body-bytes", "100000", "--hold-time", "0:600", "--debug-invariants")  # fmt: skip
+                   "--hold-time", "0:600", "--debug-invariants")  # fmt: skip
     yield server
     server.check_idle()
     assert stop(server) == 0

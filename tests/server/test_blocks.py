@@ -82,35 +82,3 @@ def test_stop_strings_and_the_length_end_it_within_a_block(blocks):
         short = ask(blocks, text=PROMPT, sampling_params={**GREEDY, "max_new_tokens": length})
         assert short["meta_info"]["completion_tokens"] == length
         assert short["meta_info"]["finish_reason"] == {"type": "length", "length": length}
-
-
-@pytest.mark.parametrize("diffusion", [{}, JOINT])
-def test_a_seed_repeats_and_another_differs(blocks, diffusion):
-    def sampled(seed):
-        sampling = {"max_new_tokens": 6, "temperature": 1.0, "seed": seed, "ignore_eos": True}
-        return ask(blocks, text=PROMPT, sampling_params=sampling, diffusion=diffusion)["output_ids"]
-
-    assert sampled(1) == sampled(1)
-    assert sampled(1) != sampled(2)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"block_length": 3}, "diffusion.block_length"),
-        ({"block_length": 16}, "diffusion.block_length"),
-        ({"block_length": 0}, "diffusion.block_length"),
-        ({"threshold": 1.5}, "diffusion.threshold"),
-        ({"threshold": 0.9, "factor": 1.0}, "diffusion.factor"),
-        ({**JOINT, "edit_threshold": -0.1}, "diffusion.edit_threshold"),
-        ({**JOINT, "steps": 4}, "diffusion.steps"),
-        ({"edit_threshold": 0.5}, "diffusion.edit_threshold"),
-        ({"prefix_tokens": 16}, "diffusion.prefix_tokens"),
-    ],
-)
-def test_what_is_refused(blocks, fields, param):
-    messages = [{"role": "user", "content": "Why?"}]
-    for path, body in (("/generate", {"text": PROMPT}), ("/v1/chat/completions", {"messages": messages})):
-        answer = blocks.post(path, json={**body, "diffusion": fields})
-        assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["param"] == param

@@ -85,16 +85,6 @@ def test_chat_shares_its_system_message(tiny, denoiser):
         assert streamed == second.choices[0].message.content
 
 
-def test_seeds_choices_and_batches(tiny):
-    sampling = {"max_new_tokens": 8, "temperature": 1.0, "seed": 5, "n": 2, "ignore_eos": True}
-    one, two = (ask(tiny, text=PROMPT, sampling_params=sampling) for _ in range(2))
-    assert [a["output_ids"] for a in one] == [a["output_ids"] for a in two]
-    assert one[0]["output_ids"] != one[1]["output_ids"]
-    alone = [ask(tiny, text=text, sampling_params=GREEDY)["output_ids"] for text in (PROMPT, "Hello")]
-    both = ask(tiny, text=[PROMPT, "Hello"], sampling_params=GREEDY)
-    assert [answer["output_ids"] for answer in both] == alone
-
-
 def test_stop_strings_end_it(tiny):
     whole = ask(tiny, text=PROMPT, sampling_params=GREEDY)["text"]
     stop = whole[10:14]
@@ -210,19 +200,3 @@ def test_noise_in_a_chat_and_in_choices(noisy):
     assert first["choices"][0]["message"] != first["choices"][1]["message"]
     streamed = noisy.post("/v1/chat/completions", json={**body, "stream": True}).text
     assert streamed.endswith("data: [DONE]\n\n")
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"diffusion": {"block_length": 6}}, "diffusion.block_length"),
-        ({"diffusion": {"threshold": 0.9}}, "diffusion.threshold"),
-        ({"diffusion": {"t_min": 0.9, "t_max": 0.5}}, "diffusion.t_min"),
-        ({"diffusion": {"entropy_bound": 0}}, "diffusion.entropy_bound"),
-        ({"diffusion": {"entropy_bound": "all"}}, "diffusion.entropy_bound"),
-        ({"diffusion": {"gen_length": 254}}, "sampling_params.max_new_tokens"),
-        ({"sampling_params": {"max_new_tokens": 4, "frequency_penalty": 1}}, "sampling_params.frequency_penalty"),
-    ],
-)
-def test_noise_refuses(noisy, body, param):
-    check_refused(noisy, body, param)

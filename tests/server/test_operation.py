@@ -231,13 +231,7 @@ def test_an_upgrade_is_a_request_like_any_other(ask, operated):
     assert ask("alice", "GET", "/v1/models", headers=upgrade).status_code == 200
 
 
-def test_what_is_no_http_and_what_is_too_deep(ask, operated):
-    host, port = operated.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
-        connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
-        answer = connection.recv(4096)
-    assert answer.startswith(b"HTTP/1.1 400")
-    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+def test_what_is_too_deep(ask):
     deep: dict = {}
     for _ in range(70):
         deep = {"a": deep}

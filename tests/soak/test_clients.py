@@ -6,38 +6,11 @@ import random
 
 import pytest
 
-from tests.soak.target import Target, greedy, ids, post, read, reset, scaled, target
+from tests.soak.target import Target, post, read, reset, scaled, target
 
 pytestmark = pytest.mark.soak
 _AT_ONCE = 32
 _POOL = ("--pool-tokens", "4096", "--debug-invariants")
-
-
-def test_streams_cut_at_random_points_leave_nothing(tiny_dir, tmp_path):
-    draw = random.Random(1)
-
-    async def cut(server: Target, roots: list[list[int]], own: random.Random) -> None:
-        prompt = own.choice(roots)[: own.randrange(1, 120)] + ids(own, own.randrange(0, 60))
-        body = greedy(prompt, 100, stream=True)
-        body["sampling_params"]["n"] = own.choice([1, 1, 1, 2])
-        async with server.wire() as wire:
-            await asyncio.get_running_loop().sock_sendall(wire, post("/generate", json.dumps(body).encode()))
-            await read(wire, own.choice([0, 1, own.randrange(20_000)]))
-            await asyncio.sleep(own.choice([0, 0, own.random() / 4]))
-            if own.random() < 0.5:
-                reset(wire)
-
-    async def scenario() -> None:
-        async with target(tiny_dir, tmp_path / "log", *_POOL) as server:
-            await server.warm_up(draw)
-            roots = [ids(draw, 120) for _ in range(8)]
-            await _many(scaled(100), draw, lambda own: cut(server, roots, own))
-            before = server.memory()
-            await _many(scaled(500), draw, lambda own: cut(server, roots, own))
-            await server.check(before)
-            assert (await server.get("/server_info"))["state"]["aborted_requests"] > 0
-
-    asyncio.run(scenario())
 
 
 def test_damaged_bodies_are_client_errors_and_no_stream_lacks_its_end(tiny_dir, tmp_path):

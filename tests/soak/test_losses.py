@@ -5,7 +5,6 @@ import os
 import random
 import resource
 import signal
-from collections import Counter
 
 import pytest
 
@@ -109,41 +108,3 @@ def test_answers_stay_right_while_the_disk_is_full_and_its_engine_is_killed(tiny
             await server.check()
 
     asyncio.run(scenario())
-
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-
-
-@pytest.mark.parametrize("number", _SIGNALS)
-@pytest.mark.parametrize("phase", ["prefill", "decode", "drain"])
-@pytest.mark.parametrize("twice", [False, True])
-def test_a_signal_ends_the_server_and_leaves_nothing(tiny_dir, tmp_path, monkeypatch, number, phase, twice):
-    """Once, it lets requests end, unless it is QUIT; twice, it ends at once, unless it is HUP."""
-    draw = random.Random(f"{number} {phase}")
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-
-    async def scenario() -> tuple[int, Counter[str]]:
-        async with target(tiny_dir, tmp_path / "log", "--pool-tokens", "8192", "--drain-time", "60") as server:
-            if phase == "prefill":
-                tasks = [asyncio.create_task(server.follow(ids(draw, 480), 4)) for _ in range(8)]
-                await asyncio.sleep(0.15)
-            else:
-                tasks = await _streams(server, [ids(draw, 20) for _ in range(8)])
-            if phase == "drain":
-                await server.post("/shutdown")
-            server.live.process.send_signal(number)
-            if twice:
-                await asyncio.sleep(1)
-                server.live.process.send_signal(number)
-            code = await asyncio.to_thread(server.live.process.wait, 120)
-            return code, Counter(answer.fate for answer in await asyncio.gather(*tasks))
-
-    code, fates = asyncio.run(scenario())
-    at_once = number == signal.SIGQUIT or (twice and number != signal.SIGHUP)
-    # Requests may all have ended before the second signal.
-    assert code in ({0, 1} if twice else {int(at_once)})
-    if code == 0:
-        assert set(fates) <= {"whole", "aborted", "told", "refused"}, fates
-    assert list((tmp_path / "tmp").iterdir()) == []
-    assert "Traceback" not in (tmp_path / "log").read_text()

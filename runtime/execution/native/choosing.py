@@ -44,7 +44,7 @@ class NativeChoosing:
                 *((None, None) if seen is None else (seen.ids.buffer_info()[0], seen.counts.data_ptr())),
                 pointer(one.barred, np.int64),
                 None if allowed is None else allowed.ctypes.data,
-                *(p.divisor, p.top_p, p.typical_p, p.min_p),
+                *(p.divisor, p.top_p, p.min_p),
                 *(p.repetition_penalty, p.frequency_penalty, p.presence_penalty),
             )
         out = np.empty(len(choices), dtype=np.int64)

@@ -12,7 +12,7 @@ from pathlib import Path
 ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2")
 
 # Libraries whose `ramet_interface` returns another number do not match the declarations below.
-_INTERFACE = 15
+_INTERFACE = 16
 
 # Values of `Into` for gated activations, in src/gemm.h, of `Storage` for codes, in src/matrix.h, and of `Recurrent`.
 SILU, GELU = 2, 3
@@ -151,7 +151,7 @@ class ChoiceStruct(Structure):
     _fields_ = _fields(
         "row top_k is_drawn stream num_biased num_seen num_barred",
         "biased bias seen counts barred allowed",
-        "divisor top_p typical_p min_p repetition frequency presence",
+        "divisor top_p min_p repetition frequency presence",
     )
 
 

@@ -95,7 +95,7 @@ class Format:
     """Computes keys of blocks, encodes and decodes blocks, for one model with one layout.
 
     Args:
-        fingerprint: `Fingerprint.digest()`; it may be set later, before the first block.
+        fingerprint: `Fingerprint.digest()`.
         cipher: None: no encryption.
     """
 

@@ -100,8 +100,7 @@ class Tiers(Watcher):
         Logs progress, and what is not written.
         """
         told = self._clock() + _PROGRESS_S
-        if "host" in self.worker.names:
-            self.worker.detach("host")  # it ends with this process
+        self.worker.detach("host")  # it ends with this process
         size, left = self._pool.page_size, self.worker.capacity("disk") or 0
         offered: dict[BlockKey, array[int]] = {}
         nodes = sorted(self._cache.tree.nodes(), key=lambda node: (node.hits, node.last_use), reverse=True)
@@ -136,7 +135,7 @@ class Tiers(Watcher):
 
     def _ending(self, node: Node, num_pages: int) -> Iterator[tuple[Block, array[int]]]:
         """The blocks that end in the last `num_pages` pages of a path, with their pages."""
-        if not num_pages or not self.worker.names or node.namespace.entry.startswith(_APPROXIMATE):
+        if not num_pages or node.namespace.entry.startswith(_APPROXIMATE):
             return
         size, end = self.block_pages, sum(len(above.pages) for above in path(node))
         is_end = node.meta is not None and node.meta.tokens <= end * self._pool.page_size
@@ -172,8 +171,6 @@ class Tiers(Watcher):
 
     def ask(self, runs: Iterable[Run], owner: Namespace) -> Load | None:
         """The load for which a request that reads `runs` should wait; None if there is nothing to load."""
-        if not self.worker.names:
-            return None
         parts, joined = [], None
         for run in runs:
             part = None if self._is_erased(run.namespace.tenant) else self._missing(run)
@@ -326,8 +323,6 @@ class Tiers(Watcher):
 
     def forget(self, node: Node) -> None:
         """Delete the stored blocks of a node's path and of everything below it: they may be damaged."""
-        if not self.worker.names:
-            return
         self._written.clear()
         runs, below = [], [node]
         for above in below:

@@ -40,7 +40,7 @@ class TierWorker:
 
     Args:
         form: format of the engine's blocks.
-        stores: in any order; main memory is read first, then the others in the order in which they were attached.
+        stores: main memory is read first, then the others in their order.
         queue_bytes: largest queue for each store, in bytes; blocks beyond it are dropped and counted.
     """
 
@@ -59,34 +59,25 @@ class TierWorker:
         self._gatherer = Lane("gather", queue_bytes)
         # A store admits 4 reads at a time, so two stores may hang while a third one is read.
         self._loaders = ThreadPoolExecutor(12, thread_name_prefix="kv-load")
-        self._tiers: dict[str, Tier] = {}  # replaced, never changed: threads read it
+        tiers = [Tier(store, self.ledger, queue_bytes, clock) for store in stores]
+        # Replaced, never changed: threads read it.
+        self._tiers = {tier.name: tier for tier in sorted(tiers, key=lambda tier: tier.outlives)}
         self._num_erasures = 0
         self._promoting = Lock()
         self._usage_at = clock() - USAGE_EVERY_S
-        for store in stores:
-            self.attach(store)
 
     @property
     def names(self) -> list[str]:
         """Names of the tiers, in the order in which they are read."""
         return list(self._tiers)
 
-    def attach(self, store: BlockStore) -> None:
-        """Add a store. Raises ValueError if its name is taken."""
-        if store.name in self._tiers:
-            raise ValueError(f"there is a tier {store.name} already")
-        tiers = [*self._tiers.values(), Tier(store, self.ledger, self._queue_bytes, self._clock)]
-        self._tiers = {tier.name: tier for tier in sorted(tiers, key=lambda tier: tier.outlives)}
-
-    def detach(self, name: str) -> Future[None] | None:
-        """Remove a store, and close it once its queue is written; None if no store has the name."""
-        if name not in self._tiers:
-            return None
-        left = self._tiers[name]
-        self._tiers = {other: tier for other, tier in self._tiers.items() if other != name}
-        closing = left.lane.run(left.close)
-        left.lane.finish()
-        return closing
+    def detach(self, name: str) -> None:
+        """Remove a store, if one has the name, and close it once its queue is written."""
+        if name in self._tiers:
+            left = self._tiers[name]
+            self._tiers = {other: tier for other, tier in self._tiers.items() if other != name}
+            left.lane.run(left.close)
+            left.lane.finish()
 
     # -- writing ---------------------------------------------------------------------------------------------
 

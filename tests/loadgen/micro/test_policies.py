@@ -37,7 +37,7 @@ def trace():
 
 
 # Blocks of the trace that each policy finds, of 3,110.
-HITS = {"foresight": [738, 1462, 1623], "lru": [702, 1320, 1623], "gdsf": [637, 1048, 1419]}
+HITS = {"foresight": [738, 1462, 1623], "lru": [702, 1320, 1623]}
 
 
 @pytest.mark.parametrize("policy", POLICIES)

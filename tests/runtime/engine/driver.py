@@ -150,3 +150,10 @@ def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False
     )
     return out[0, len(prompt) :].tolist()
+
+
+@torch.inference_mode()
+def gives(model: Any, prompt: list[int], tokens: list[int]) -> bool:
+    """Whether each token is the most likely one after the prompt and the tokens before it, by transformers."""
+    logits = model(torch.tensor([prompt + tokens[:-1]]), use_cache=False, logits_to_keep=len(tokens)).logits[0]
+    return logits.argmax(-1).tolist() == tokens

@@ -33,44 +33,6 @@ def test_one_poisoned_request_fails_alone(ids_dir, monkeypatch, out_of_memory):
     assert core.state()["failed_steps"] >= 3
 
 
-def test_a_step_that_is_too_large_for_the_memory_is_run_in_parts(ids_dir, monkeypatch):
-    prompts = [[i, *range(50, 90)] for i in range(3)]
-    plain = Driver(make_core(ids_dir)).together(prompts, max_new_tokens=5)
-    core = make_core(ids_dir)
-    driver = Driver(core)
-    run = core.executor.run
-
-    def small(batch):
-        if len(batch.tokens) > 16:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
-        return run(batch)
-
-    monkeypatch.setattr(core.executor, "run", small)
-    assert driver.together(prompts, max_new_tokens=5) == plain
-    assert core.state()["failed_requests"] == 0
-
-
-def test_pages_of_a_request_whose_logits_were_no_numbers_are_not_used_again(ids_dir, monkeypatch):
-    """Chunks that were committed before: the next request with the same prompt computes them anew."""
-    core = make_core(ids_dir, page_size=4, chunk_tokens=16)
-    driver, prompt = Driver(core), list(range(100, 164))
-    driver.together([prompt[:16]], max_new_tokens=1)
-    run = core.executor.run
-
-    def poisoned(batch):
-        logits = run(batch)
-        return torch.full_like(logits, torch.nan) if len(logits) else logits
-
-    monkeypatch.setattr(core.executor, "run", poisoned)
-    driver.add("bad", prompt, max_new_tokens=4)
-    driver.run()
-    monkeypatch.undo()
-    assert "not finite" in driver.finish["bad"].message
-    assert core.cache.tree.num_pages == 0, "what it read may be damaged, too"
-    plain = Driver(make_core(ids_dir, prefix_cache=False))
-    assert driver.together([prompt], max_new_tokens=4) == plain.together([prompt], max_new_tokens=4)
-
-
 def test_the_output_of_a_request_that_fails_is_not_cached(ids_dir, monkeypatch):
     core = make_core(ids_dir, page_size=4)
     driver = Driver(core)

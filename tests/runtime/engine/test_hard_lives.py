@@ -8,7 +8,10 @@ import torch
 from radix import Namespace
 from runtime.calls import Pause
 from tests.runtime.engine.driver import Driver, call, make_core
+from tests.runtime.engine.test_overlap import VARIANTS
 from tests.tiny import VOCAB
+
+STYLES = [variant for variant in VARIANTS if "regex" not in variant]
 
 
 def prompt_of(seed, count):
@@ -88,18 +91,6 @@ def test_a_pin_without_prefix_cache_is_refused_without_computing(ids_dir):
     assert answer == {"refused": "the prefix cache is off"}
 
 
-def test_two_pins_at_once(ids_dir):
-    core = make_core(ids_dir)
-    driver = Driver(core)
-    tokens = prompt_of(6, 64)
-    assert driver.pin(tokens, 1) is None
-    assert driver.pin(tokens, 2) is None
-    driver.run()
-    replies = {number: driver.answer(number) for number in (1, 2)}
-    assert set(replies) == {1, 2}
-    assert all("pin" in r for r in replies.values())
-
-
 def test_two_different_pins_at_once_hold_the_budget(ids_dir):
     core = make_core(ids_dir, page_size=16, pool_tokens=320, pin_budget=0.5)
     driver = Driver(core)
@@ -123,31 +114,6 @@ def test_a_pin_of_a_prefix_that_is_computed_now_waits_for_it_while_paused(ids_di
     call(core, Pause(False))
     driver.run()
     assert "pin" in driver.answer()
-
-
-def test_a_pin_of_damaged_kv_is_refused(ids_dir):
-    """All logits are NaN: nothing is pinned."""
-    core = make_core(ids_dir)
-    driver = Driver(core)
-    tokens = prompt_of(10, 64)
-    run = core.executor.run
-    first = []
-
-    def bad(batch):
-        logits = run(batch)
-        if not first:
-            first.append(1)
-            poison(core, batch.groups[0].kv_write)
-            logits = torch.full_like(logits, torch.nan)
-        return logits
-
-    core.executor.run = bad
-    assert driver.pin(tokens) is None
-    driver.run()
-    answer = driver.answer()
-    driver.add("later", [*tokens, 5], max_new_tokens=2)
-    driver.run()
-    assert "refused" in answer or driver.finish["later"].type == "length"
 
 
 def test_a_request_named_like_a_pin(ids_dir):
@@ -197,7 +163,7 @@ def test_lives(ids_dir, seed, overlap):
     core = make_core(
         ids_dir, page_size=page, chunk_tokens=draw.choice([5, 9, 16]), pool_tokens=320, pin_budget=0.5,
         tenant_quota=128, max_running=draw.choice([3, 16]),
-        schedule_policy=draw.choice(["balanced", "lpm", "fcfs"]), **options,
+        schedule_policy=draw.choice(["balanced", "lpm", "fcfs", "priority"]), **options,
     )  # fmt: skip
     plain = Driver(make_core(ids_dir, prefix_cache=False))
     driver = Driver(core)
@@ -223,10 +189,10 @@ def test_lives(ids_dir, seed, overlap):
             more["prompt_logprobs_from"] = draw.randrange(len(prompt))
             more["logprobs"] = 1
         kinds[rid] = more.get("prompt_logprobs_from")
-        styles[rid] = draw.choice([{}, {"temperature": 1.0, "seed": i}, {"frequency_penalty": 1.5}])
+        styles[rid] = {**draw.choice(STYLES), "seed": i}
         driver.add(
             rid, prompt, max_new_tokens=draw.choice([0, 1, 8, 30]), namespace=Namespace(draw.choice(["x", "y"])),
-            priority=draw.randrange(2), **more, **styles[rid],
+            priority=draw.randrange(2), **{**styles[rid], **more},
         )  # fmt: skip
         if draw.random() < 0.15:
             calls += 1

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radix import Namespace, path
-from runtime.calls import EraseTenant, FlushCache, GetPins
+from runtime.calls import FlushCache, GetPins
 from runtime.engine.pins import usage_of
 from runtime.protocol import Breakpoint
 from tests.runtime.engine.driver import Driver, call, make_core
@@ -103,13 +103,6 @@ def test_a_breakpoint_survives_a_flood_for_its_time_and_goes_after(driver):
     assert figures(driver.ask(PROMPT, [(96, FIVE)])) == (0, {FIVE: 96}, 4)
 
 
-def test_an_erasure_takes_what_the_tenant_keeps(driver):
-    for tenant in "ab":
-        driver.ask(PROMPT, [(96, HOUR)], tenant=tenant)
-    assert call(driver.core, EraseTenant("a"))["erased_tokens"] == 96
-    assert [driver.cached(PROMPT, tenant) for tenant in "ab"] == [0, 96]
-
-
 def test_floods_with_breakpoints_of_their_own_take_it_from_nobody_within_its_share(driver):
     driver.ask(PROMPT, [(96, FIVE)], tenant="a")
     driver.now += FIVE - 1
@@ -118,17 +111,6 @@ def test_floods_with_breakpoints_of_their_own_take_it_from_nobody_within_its_sha
     assert driver.cached(PROMPT, "a") == 96
     kept = call(driver.core, GetPins())["kept"]
     assert [(entry["tenant"], entry["prefixes"], entry["tokens"]) for entry in kept] == [("a", 1, 96), ("b", 3, 192)]
-
-
-def test_a_tenant_does_not_keep_public_pages_that_another_pays_for(ids_dir):
-    driver = Clock(make_core(ids_dir, pool_tokens=640, tenant_quota=30))
-    public = Namespace("public")
-    driver.ask(PROMPT, tenant="a", namespace=public)
-    told = driver.ask(PROMPT, [(64, FIVE)], tenant="b", namespace=public)
-    assert figures(told) == (96, {}, 4)
-    assert "quota of another tenant" in told.breakpoints[0].reason
-    assert driver.core.cache.tree.num_pinned_pages == 0
-    assert driver.ask(PROMPT, [(64, FIVE)], tenant="a", namespace=public).breakpoints[0].kept == 64
 
 
 def test_an_aborted_prompt_keeps_nothing_and_an_answer_that_is_aborted_does(driver):

@@ -4,11 +4,9 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from msgspec.structs import replace
 
 from runtime import Document, Engine, ReuseParams, SamplingParams, Segments, Submission
 from runtime.errors import EngineDead, InvalidRequest, ModelError
-from runtime.frontend.output import merge_outputs
 
 
 @pytest.fixture(scope="module")
@@ -86,27 +84,12 @@ def test_streamed_deltas_are_the_text(engine):
     assert outputs[-1].completion_tokens == 6
 
 
-def test_of_a_batch_that_is_refused_nothing_goes_on(engine):
-    twins = [Submission("Once upon a time", SamplingParams(max_new_tokens=500, ignore_eos=True), rid="twin")] * 2
-    with pytest.raises(InvalidRequest, match="in use"):
-        list(engine.stream_all(twins))
-    assert engine._client.num_open == 0
-
-
 def test_n_completions_share_the_prompt(engine):
     outputs = engine.generate("A list of colours:", {"n": 3, "seed": 5, "max_new_tokens": 5})
     assert [output.choice for output in outputs] == [0, 1, 2]
     assert len({output.text for output in outputs}) > 1
     again = engine.generate("A list of colours:", {"n": 3, "seed": 5, "max_new_tokens": 5})
     assert [output.text for output in again] == [output.text for output in outputs]
-
-
-def test_stop_string_ends_the_request_in_the_engine(engine):
-    (free,) = engine.generate("1, 2, 3, 4, 5,", {"temperature": 0, "max_new_tokens": 24})
-    (stopped,) = engine.generate("1, 2, 3, 4, 5,", {"temperature": 0, "max_new_tokens": 24, "stop": ["8", "9"]})
-    assert (stopped.finish.type, stopped.finish.matched) == ("stop", "8")
-    assert stopped.text == free.text.split("8")[0]
-    assert engine.state()["running"] == 0
 
 
 def test_a_closed_stream_is_aborted(engine):
@@ -144,28 +127,6 @@ def test_what_can_never_be_served_is_refused(engine, prompt, sampling, word):
     with pytest.raises(InvalidRequest, match=word):
         list(engine.stream_all([Submission(prompt, SamplingParams(**sampling))]))
     assert engine.generate("Still there?", GREEDY)[0].completion_tokens > 0
-
-
-def test_a_request_id_in_use_is_refused(engine):
-    stream = engine.stream_all([Submission("x", SamplingParams(max_new_tokens=3000, ignore_eos=True), rid="mine")])
-    next(stream)
-    with pytest.raises(InvalidRequest, match="in use"):
-        next(engine.stream_all([Submission("y", rid="mine")]))
-    stream.close()
-    assert len(list(engine.stream_all([Submission("y", SamplingParams(max_new_tokens=1), rid="mine")]))) == 1
-
-
-def test_outputs_that_are_joined_lose_no_logprobs(engine):
-    """A slow reader gets several as one; the last of an aborted completion has no tokens, and no log-probabilities."""
-    outputs: list = []
-    while len(outputs) < 2:  # this one stood still
-        outputs = list(engine.stream_all([Submission("Once", SamplingParams(**GREEDY), logprobs=0)]))
-    end = replace(outputs[-1], delta="", new_token_ids=[], logprobs=None, prompt_logprobs=None)
-    joined = merge_outputs(merge_outputs(outputs[0], outputs[1]), end)
-    assert joined.delta == outputs[0].delta + outputs[1].delta
-    assert [entry.token for entry in joined.logprobs] == joined.new_token_ids
-    assert joined.new_token_ids == outputs[-1].token_ids[: len(joined.new_token_ids)]
-    assert len(joined.new_token_ids) >= 2
 
 
 def test_as_many_tokens_as_fit(tiny_dir):

@@ -1,7 +1,6 @@
 """Steady decode one step ahead gives what it gives in step, whatever ends, fails or comes while a step is in flight."""
 
 import random
-from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -9,13 +8,11 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import AutoModelForCausalLM
 
-from runtime.calls import Pause
 from runtime.config import make_config
-from runtime.engine.parts import Grammars
 from runtime.errors import EngineDead, ModelError
 from runtime.execution.device import choose_overlap
 from runtime.sampling.sampler import Sampled, Sampler
-from tests.runtime.engine.driver import Driver, call, greedy, make_core
+from tests.runtime.engine.driver import Driver, greedy, make_core
 from tests.runtime.sampling.test_sampling import request
 
 CPU = torch.device("cpu")
@@ -114,73 +111,6 @@ VARIANTS: list[dict[str, Any]] = [
     {"min_new_tokens": 6},
     {"regex": "[0-9]{6,9}"},
 ]
-
-
-def specify(draw: random.Random, prompts, free) -> dict[str, Any]:
-    """A request at random; with stop tokens that end it without notice."""
-    i = draw.randrange(len(prompts))
-    wanted = {**draw.choice(VARIANTS), "prompt": prompts[i], "max_new_tokens": draw.randrange(1, NEW)}
-    wanted["seed"] = draw.randrange(4)
-    if draw.random() < 0.5:
-        wanted["stop_token_ids"] = [draw.choice(free[i])]
-    wanted["min_new_tokens"] = min(wanted.get("min_new_tokens", 0), wanted["max_new_tokens"])
-    return wanted
-
-
-@pytest.mark.parametrize(("seed", "page_size", "pool"), [(0, 4, 4096), (2, 1, 80), (3, 2, 96)])
-def test_random_lives_are_those_in_step(tiny_dir, prompts, free, seed, page_size, pool):
-    """Arrivals, aborts, flushes and pauses at random, in large and tiny pools, with every kind of sampling."""
-    driver = Overlapping(tiny_dir, page_size=page_size, pool_tokens=pool, chunk_tokens=16, max_running=6)
-    plain, draw = (
-        Driver(make_core(tiny_dir, prefix_cache=False, overlap="off", kernels="torch")),
-        random.Random(seed),
-    )
-    specs: dict[str, dict[str, Any]] = {}
-    aborted, in_flight = set(), 0
-    for _ in range(150):
-        if draw.random() < 0.3 and len(driver.core.requests) < 9:
-            rid = str(len(specs))
-            specs[rid] = specify(draw, prompts, free)
-            driver.add(rid, **specs[rid])
-            wait(driver.core.part(Grammars).compiler.open.values())  # the same lives on any machine
-        if draw.random() < 0.08 and driver.core.requests:
-            rid = draw.choice(list(driver.core.requests))
-            in_flight += driver.core._in_flight is not None
-            aborted.add(rid)
-            driver.abort(rid)
-        if draw.random() < 0.03:
-            driver.flush()
-        if draw.random() < 0.03:
-            call(driver.core, Pause(True))
-            driver.step()
-            driver.step()
-            assert not driver.core.busy
-            call(driver.core, Pause(False))
-        driver.step()
-    driver.run()
-    assert set(driver.finish) == set(specs)
-    assert len(driver.ahead) > 20
-    for rid, spec in specs.items():
-        plain.add(rid, **spec)
-        wait(plain.core.part(Grammars).compiler.open.values())
-        plain.run()
-        if rid in aborted:
-            assert driver.tokens[rid] == plain.tokens[rid][: len(driver.tokens[rid])]
-            continue
-        assert driver.tokens[rid] == plain.tokens[rid]
-        assert driver.finish[rid] == plain.finish[rid]
-        for got, want in zip(logprobs(driver, rid), logprobs(plain, rid), strict=True):
-            assert got == pytest.approx(want, abs=1e-3)
-    assert aborted
-    assert in_flight or pool < 160
-    if pool < 160:
-        assert driver.core.state()["retracted_requests"] > 0
-    assert any(finish.type == "stop" for finish in driver.finish.values())
-
-
-def logprobs(driver: Driver, rid: str) -> list[float]:
-    found = [one for event in driver.events[rid] for one in event.logprobs or []]
-    return [value for one in found for value in (one.logprob, *(pair[1] for pair in one.top))]
 
 
 def test_rows_of_a_request_that_ends_unforeseen_are_thrown_away(tiny_dir, prompts, free):

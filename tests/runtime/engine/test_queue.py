@@ -10,7 +10,6 @@ from runtime.engine.queue import WaitingQueue
 from runtime.request import Found, Request
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.requests import make_request
-from tests.tiny import VOCAB
 
 A, B = Namespace("a"), Namespace("b")
 
@@ -91,16 +90,6 @@ def test_random_comings_and_goings(policy):
     for request in here:
         queue.waiting.remove(request)
     assert not queue.waiting._families
-
-
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "lpm", "balanced"])
-def test_every_policy_serves_everybody_with_the_same_tokens(ids_dir, policy):
-    draw = random.Random(2)
-    roots = [[draw.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
-    prompts = [draw.choice(roots) + [draw.randrange(VOCAB) for _ in range(draw.randrange(1, 30))] for _ in range(30)]
-    driver = Driver(make_core(ids_dir, pool_tokens=400, schedule_policy=policy, max_running=6, step_tokens=64))
-    plain = Driver(make_core(ids_dir, prefix_cache=False))
-    assert driver.together(prompts, max_new_tokens=12) == plain.together(prompts, max_new_tokens=12)
 
 
 def test_who_gives_way_is_cheap_to_compute_again(ids_dir):

@@ -2,6 +2,8 @@
 
 from array import array
 
+import pytest
+
 from radix import Namespace
 from runtime.params import SamplingParams
 from tests.runtime.engine.steps import Engine, prompt
@@ -9,34 +11,20 @@ from tests.runtime.engine.steps import Engine, prompt
 # -- memory ------------------------------------------------------------------------------------------------------
 
 
-def test_the_lowest_priority_gives_way_however_much_it_has_computed():
+@pytest.mark.parametrize(
+    ("lengths", "priorities", "gives_way"),
+    [({"a": 3, "b": 2, "c": 5, "d": 2}, (3, 2, 1, 2), "c"), ({"a": 1, "b": 5, "c": 2, "d": 4}, (0, 0, 0, 0), "c"),
+     ({"a": 3, "b": 3, "c": 3, "d": 3}, (0, 0, 0, 0), "d")],
+    ids=["the lowest priority, however much it has computed", "of equal priority the fewest own tokens, not the first",
+         "of equals the last to come"],
+)  # fmt: skip
+def test_who_gives_way(lengths, priorities, gives_way):
     engine = Engine(pages=16, prefix_cache=False)
-    engine.add("a", prompt(1, 3), priority=3)
-    engine.add("b", prompt(2, 2), priority=2)
-    engine.add("c", prompt(3, 5), priority=1)
-    engine.add("d", prompt(4, 2), priority=2)
-    assert engine.step() == {"a": 3, "b": 2, "c": 5, "d": 2}
-    assert engine.step() == {"a": 1, "b": 1, "c": 1, "d": 1}
-    assert engine.step() == {"a": 1, "b": 1, "d": 1}
-    assert (engine.waiting, engine.scheduler.num_retracted) == ("c", 1)
-
-
-def test_of_equal_priority_the_one_with_the_fewest_own_tokens_gives_way_and_never_the_first():
-    engine = Engine(pages=16, prefix_cache=False)
-    for rid, length in {"a": 1, "b": 5, "c": 2, "d": 4}.items():
-        engine.add(rid, prompt(ord(rid), length))
-    engine.steps(2)
-    assert engine.step() == {"a": 1, "b": 1, "d": 1}
-    assert (engine.running, engine.waiting) == ("abd", "c")
-
-
-def test_of_equals_the_one_that_came_last_gives_way():
-    engine = Engine(pages=16, prefix_cache=False)
-    for rid in "abcd":
-        engine.add(rid, prompt(ord(rid), 3))
-    engine.steps(2)
-    assert engine.step() == {"a": 1, "b": 1, "c": 1}
-    assert engine.waiting == "d"
+    for (rid, length), priority in zip(lengths.items(), priorities, strict=True):
+        engine.add(rid, prompt(ord(rid), length), priority=priority)
+    assert engine.steps(2) == [lengths, dict.fromkeys("abcd", 1)]
+    assert engine.step() == dict.fromkeys(sorted(lengths.keys() - {gives_way}), 1)
+    assert (engine.waiting, engine.scheduler.num_retracted) == (gives_way, 1)
 
 
 def test_who_gives_way_has_no_row_in_the_step():

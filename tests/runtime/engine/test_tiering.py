@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from radix import Namespace
-from runtime.calls import AddPin, AttachTier, DetachTier, EraseTenant, FlushCache, GetOutline, GetPins, GetTree
+from runtime.calls import AddPin, EraseTenant, FlushCache, GetOutline, GetPins, GetTree
 from runtime.engine.tiering import Tiering
-from runtime.errors import InvalidRequest, ModelError
 from runtime.kv.tiers.tiers import Tiers
-from tests.runtime.engine.driver import Driver, call, make_core
+from tests.runtime.engine.driver import Driver, call
 from tests.runtime.kv.tiers.engines import NEW, draw, evict, loaded, open_core, options_of
 
 PROMPTS = [draw(0, 150) + draw(i, 60) for i in range(3)]
@@ -141,57 +140,6 @@ def test_a_flush_reaches_tiers_when_asked(ids_dir, tmp_path):
     core.close()
 
 
-def test_tiers_come_and_go_while_requests_are_served(ids_dir, tmp_path):
-    core = open_core(ids_dir, **options_of("host", tmp_path))
-    driver = Driver(core)
-    assert call(core, AttachTier({"disk_cache": str(tmp_path / "disk")})) == {"tiers": ["host", "disk"]}
-    with pytest.raises(InvalidRequest, match="already"):
-        call(core, AttachTier({"disk_cache": str(tmp_path / "other")}))
-    (tmp_path / "file").touch()
-    with pytest.raises(ModelError):
-        call(core, AttachTier({"kv_store": f"dir:{tmp_path / 'file'}"}))
-    driver.together(PROMPTS[:1], max_new_tokens=NEW)
-    evict(core)
-    assert call(core, DetachTier("host")) == {"found": True}
-    assert call(core, DetachTier("host")) == {"found": False}
-    driver.together(PROMPTS[:1], max_new_tokens=NEW)
-    assert loaded(driver, "r1") == {"disk": 192}
-    assert call(core, DetachTier("disk")) == {"found": True}
-    evict(core)
-    driver.together(PROMPTS[:1], max_new_tokens=NEW)
-    assert loaded(driver, "r2") == {}
-    core.close()
-
-
-def test_an_engine_without_tiers_takes_one(ids_dir, tmp_path):
-    first = open_core(ids_dir)
-    driver = Driver(first)
-    assert call(first, DetachTier("disk")) == {"found": False}
-    expected = driver.together(PROMPTS[:1], max_new_tokens=NEW)
-    evict(first)
-    assert call(first, AttachTier({"disk_cache": str(tmp_path / "disk")})) == {"tiers": ["disk"]}
-    driver.together(PROMPTS[:1], max_new_tokens=NEW)
-    evict(first)
-    assert driver.together(PROMPTS[:1], max_new_tokens=NEW) == expected
-    assert [loaded(driver, rid) for rid in ("r0", "r1", "r2")] == [{}, {}, {"disk": 192}]
-    driver.together(PROMPTS[:1], max_new_tokens=NEW)
-    pin(first, draw(7, 128))
-    first.close()
-    second = open_core(ids_dir, **options_of("disk", tmp_path))
-    Driver(second).run()
-    assert second.part(Tiering).tiers.loaded_tokens == {"disk": 128}, (
-        "the pin was noted, and its blocks are named alike"
-    )
-    second.close()
-
-
-def test_an_engine_without_a_prefix_cache_takes_none(ids_dir):
-    core = make_core(ids_dir, prefix_cache=False)
-    with pytest.raises(InvalidRequest, match="prefix cache is off"):
-        call(core, AttachTier({"host_memory": 1.0}))
-    core.close()
-
-
 def test_the_tree_says_which_tiers_hold_a_node(ids_dir, tmp_path):
     def places():
         return [node["tiers"] for node in call(core, GetTree())["nodes"]]
@@ -206,17 +154,15 @@ def test_the_tree_says_which_tiers_hold_a_node(ids_dir, tmp_path):
     while (blocks := call(core, GetOutline(10, 0))["blocks"]) is None:
         pass
     assert [block["tiers"] for block in blocks[:2]] == [[], ["host", "disk"]], "a root has none"
-    assert call(core, DetachTier("host")) == {"found": True}
-    assert places()[0] == ["disk"]
     driver.flush()
     assert core.part(Tiering).tiers.keys == {}
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
-    assert places()[0] == ["disk"], "it has come from there"
+    assert places()[0] == ["host", "disk"], "it has come from there"
     call(core, FlushCache(tiers=True))
     for _ in range(2):
         driver.together(PROMPTS[:1], max_new_tokens=NEW)
     core.part(Tiering).tiers.worker.drain()
-    assert places()[0] == ["disk"], "what was erased and is used twice is written again"
+    assert places()[0] == ["host", "disk"], "what was erased and is used twice is written again"
     core.close()
 
 

@@ -68,21 +68,3 @@ def test_stop_strings_never_leak(tokenizer, text, stops, keep):
         assert text.startswith(shown + stream.stopped)
     else:
         assert shown.endswith(stream.stopped)
-
-
-def test_a_stop_string_over_several_tokens(tokenizer):
-    ids = tokenizer.encode("one two END three")
-    stream = TextStream(tokenizer, SamplingParams(stop=["two END"]))
-    deltas = [stream.push([token]) for token in ids]
-    assert "".join(deltas) == stream.text == "one "
-    assert stream.stopped == "two END"
-    assert stream.push(tokenizer.encode("more")) == ""
-
-
-def test_what_only_looked_like_a_stop_string_comes_out_at_the_end(tokenizer):
-    ids = tokenizer.encode("value: EN")
-    stream = TextStream(tokenizer, SamplingParams(stop=["END"]))
-    for token in ids[:-1]:
-        stream.push([token])
-    stream.push(ids[-1:], last=True)
-    assert stream.text == "value: EN"

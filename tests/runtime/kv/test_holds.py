@@ -2,7 +2,6 @@
 
 import pytest
 
-from radix import Namespace
 from runtime.calls import FlushCache, GetTree
 from tests.runtime.engine.driver import Driver, call, make_core
 
@@ -42,23 +41,3 @@ def test_what_a_request_only_reads_is_held_too_and_the_longer_hold_stays(ids_dir
         (held,) = (node["held_s"] for node in call(core, GetTree())["nodes"] if node["held_s"])
         assert 800 < held <= 900
         assert core.state()["pages_held"] == 4
-
-
-def test_a_request_that_needs_the_whole_pool_wins_over_holds(ids_dir):
-    driver = Driver(make_core(ids_dir, pool_tokens=512, hold_time="900"))
-    driver.together([PREFIX, PREFIX[::-1]], max_new_tokens=1)
-    assert driver.core.state()["pages_held"] == 12
-    driver.add("big", [7] * 492, max_new_tokens=20, hold_s=0.0)
-    driver.run()
-    assert driver.finish["big"].type == "length"
-    state = driver.core.state()
-    assert (state["pages_held"], state["held_pages_broken"]) == (0, 12)
-
-
-def test_a_tenant_holds_within_its_quota(ids_dir):
-    core = make_core(ids_dir, pool_tokens=640, hold_time="900", tenant_quota=10)
-    driver, space = Driver(core), Namespace("t")
-    for i in range(4):
-        driver.together([[i, *PREFIX]], max_new_tokens=1, namespace=space)
-    assert 6 < core.cache.tree.quotas.pages(space) == core.state()["pages_held"] <= 10
-    assert core.state()["held_pages_broken"] > 0

@@ -3,7 +3,6 @@
 import threading
 import time
 from array import array
-from contextlib import suppress
 from itertools import pairwise
 from socket import socket as Socket
 
@@ -282,33 +281,6 @@ def test_batches_wait_for_a_limited_number_of_consumers(wire, monkeypatch):
     while (numbers := wire.replayed(KEPT)) == [END]:  # until it has left
         pass
     assert numbers == [*range(KEPT, KEPT + 5), END]
-
-
-def test_a_flood_of_requests_stops_no_publisher(wire):
-    """One that never ends while events are published, of consumers that do not read."""
-    fill(wire)
-    published = threading.Event()
-
-    def flood() -> None:
-        asks = [wire.slow() for _ in range(20)]
-        while not published.is_set():
-            for ask in asks:
-                with suppress(zmq.Again):
-                    ask.send_multipart([b"", (0).to_bytes(8, "big")], zmq.NOBLOCK)
-
-    def publish() -> None:
-        for _ in range(200):
-            wire.publisher.publish([STORED])
-        published.set()
-
-    threads = [threading.Thread(target=work, daemon=True) for work in (flood, publish)]
-    for thread in threads:
-        thread.start()
-    found = published.wait(60)
-    published.set()
-    for thread in threads:
-        thread.join(60)
-    assert found
 
 
 def test_no_replays_without_an_endpoint_and_a_clear_error_for_a_bad_one(tmp_path):

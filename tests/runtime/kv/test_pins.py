@@ -42,14 +42,6 @@ def test_a_pin_survives_flushes_and_floods_until_it_is_let_go(driver):
     assert driver.flush()["live_tokens"] == 0
 
 
-def test_a_pin_over_the_budget_is_refused_with_the_figures(driver):
-    refused = driver.pin(list(range(400)))["refused"]
-    assert "25 pages" in refused
-    assert "20 pages" in refused
-    assert "shorter than a page" in driver.pin([1, 2, 3])["refused"]
-    assert driver.core.state()["pins_refused"] == 2
-
-
 def test_a_call_that_is_given_up_computes_no_more(driver):
     for number in (7, 8):
         assert driver.pin([number, *PREFIX], number) is None
@@ -65,16 +57,6 @@ def test_flush_takes_pins_only_when_asked(driver):
     driver.pin(PREFIX)
     assert call(driver.core, FlushCache())["live_tokens"] == 96
     assert call(driver.core, FlushCache(pins=True))["live_tokens"] == 0
-
-
-def test_a_request_that_needs_the_whole_pool_wins_over_a_pin(ids_dir):
-    driver = Driver(make_core(ids_dir, pool_tokens=512))
-    driver.together([PREFIX], max_new_tokens=1)
-    driver.pin(PREFIX)
-    driver.add("big", [7] * 492, max_new_tokens=20)
-    driver.run()
-    assert driver.finish["big"].type == "length"
-    assert driver.core.state()["pins_broken"] == 1
 
 
 def test_a_node_is_pinned_where_it_lies(driver):

@@ -88,19 +88,6 @@ def test_defaults_are_those_of_the_authors(driver, plain, kind):
     assert driver.one(prompt, gen_length=8) == plain.denoise(prompt, 8, threshold=threshold)
 
 
-def test_many_at_once_in_a_pool_that_is_too_small(path, plain):
-    """They share prefixes, are chunked, give way to each other, and evict what others left."""
-    driver = DenoiseDriver(make_core(path, page_size=plain.attended, pool_tokens=160, step_tokens=32))
-    prompts = [text(34, seed=5)[:shared] + text(40 - shared, seed=i) for i, shared in enumerate((0, 17, 34, 34, 25))]
-    for i, prompt in enumerate(prompts):
-        driver.denoise(f"r{i}", prompt, gen_length=30 + i, threshold=SURE)
-    driver.run()
-    for i, prompt in enumerate(prompts):
-        assert driver.tokens[f"r{i}"] == plain.denoise(prompt, 30 + i, threshold=SURE)
-    assert driver.core.scheduler.num_retracted
-    assert sum(driver.core.cache.tree.stats.evicted.values())
-
-
 @pytest.mark.parametrize(("edit_threshold", "most"), [(0.0, 0), (0.0, 16), (SURE, 1)])
 def test_the_joint_threshold_edits_as_published(editor, edit_threshold, most):
     """Cold, warm, and with others in the step; the next turn reads what was edited."""

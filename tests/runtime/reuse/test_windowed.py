@@ -2,14 +2,13 @@
 
 import random
 from array import array
+from functools import partial
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from runtime.calls import AttachTier
-from runtime.errors import InvalidRequest
-from tests.runtime.engine.driver import Driver, call, make_core
+from tests.runtime.engine.driver import Driver, gives, make_core
 from tests.runtime.sampling.drafts.test_exact import run
 from tests.tiny import VOCAB, save_tiny
 
@@ -24,13 +23,7 @@ def path(tmp_path_factory):
 @pytest.fixture(scope="module")
 def is_greedy(path):
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-
-    @torch.inference_mode()
-    def check(prompt: list[int], tokens: list[int]) -> bool:
-        logits = model(torch.tensor([prompt + tokens[:-1]]), logits_to_keep=len(tokens)).logits[0]
-        return logits.argmax(-1).tolist() == tokens
-
-    return check
+    return partial(gives, model)
 
 
 def draw_ids(draw: random.Random, count: int) -> list[int]:
@@ -206,9 +199,6 @@ def test_with_tiers_all_rows_stay(path, tmp_path):
     assert core.cache.near is None
     assert core.executor.has_windows
     core.close()
-    core = make_core(path)
-    with pytest.raises(InvalidRequest, match="start it with its tiers"):
-        call(core, AttachTier({"host_memory": 0.001}))
 
 
 def test_a_miss_names_the_nearest_place_that_can_be_read(path):

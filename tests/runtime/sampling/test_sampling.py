@@ -2,7 +2,6 @@
 
 import math
 from fractions import Fraction
-from itertools import pairwise
 
 import pytest
 import torch
@@ -90,29 +89,6 @@ def test_top_p_of_a_batch_is_that_of_each_row():
     for row, probs, p in zip(got, logits, params, strict=True):
         probs = (probs / p.temperature).softmax(0)
         assert torch.equal(row, top_by_sorting(probs, p.top_p) if p.top_p < 1 else probs)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(-500, 500), min_size=2, max_size=20, unique=True), st.integers(0, 5), st.floats(0.05, 0.99))
-def test_typical_tokens_are_those_whose_surprise_is_nearest_to_the_mean(hundredths, top_k, mass):
-    logits = torch.tensor([h / 100 for h in hundredths])
-    whole = logits.softmax(0)
-    got = filter_probs(whole, SamplingParams(top_k=top_k, typical_p=mass))
-    probs = {i: p for i, p in enumerate(filter_probs(whole, SamplingParams(top_k=top_k)).tolist()) if p > 0}
-    entropy = -sum(p * math.log(p) for p in probs.values())
-    distance = {i: abs(-math.log(p) - entropy) for i, p in probs.items()}
-    order = sorted(probs, key=distance.__getitem__)
-    if any(abs(distance[i] - distance[j]) < 1e-5 for i, j in pairwise(order)):
-        return  # a tie, which rounding decides
-    kept, total = set(), 0.0
-    for i in order:
-        if abs(total - mass) < 1e-6:
-            return
-        if total >= mass:
-            break
-        kept.add(i)
-        total += probs[i]
-    assert set(torch.nonzero(got)[:, 0].tolist()) == kept
 
 
 def test_draws_follow_the_distribution():

@@ -1,4 +1,4 @@
-"""Tiers over HTTP: what answers say of them, what is never stored, attach and detach, and tenants that are erased."""
+"""Tiers over HTTP: what answers say of them, what is never stored, and tenants that are erased."""
 
 import time
 
@@ -83,70 +83,3 @@ def test_a_tenant_is_erased(guarded):
     assert cached(guarded, BOSS) == 192
     assert act(guarded, "DELETE", "/cache/tenants/eve").status_code == 404
     assert act(guarded, "DELETE", "/cache/tenants/boss", key=ALICE).status_code == 403
-
-
-def test_tiers_are_attached_and_detached(guarded):
-    disk = {"path": str(guarded.log.parent / "disk"), "space": 1}
-    assert act(guarded, "PUT", "/cache/tiers/disk", json=disk).json() == {"tiers": ["host", "disk"]}
-    assert act(guarded, "PUT", "/cache/tiers/disk", json=disk).status_code == 409
-    assert set(act(guarded, "GET", "/cache/tiers").json()["tiers"]) == {"host", "disk"}
-    assert act(guarded, "DELETE", "/cache/tiers/disk").json() == {"success": True}
-    assert act(guarded, "DELETE", "/cache/tiers/disk").status_code == 404
-    assert act(guarded, "PUT", "/cache/tiers/disk", json=disk, key=ALICE).status_code == 403
-
-
-@pytest.mark.parametrize(
-    ("name", "body"),
-    [
-        ("host", {}),
-        ("host", {"space": 1, "path": "/tmp"}),
-        ("disk", {"path": "x"}),
-        ("disk", {"path": "", "space": 1}),
-        ("tape", {"space": 1}),
-    ],
-)
-def test_a_tier_that_cannot_be_meant_is_refused(guarded, name, body):
-    assert act(guarded, "PUT", f"/cache/tiers/{name}", json=body).status_code == 400
-
-
-def test_a_directory_is_below_the_root_that_the_operator_named(guarded, tmp_path):
-    root = guarded.log.parent
-    (root / "out").symlink_to(tmp_path)
-    (root / "around").symlink_to(root / "around")
-    (root / "in").symlink_to(root / "real")
-    (tmp_path / "there").mkdir()
-    said = set()
-    for path in (
-        *(".", "disk", f"{root}/../disk", str(root), str(root.parent), "/", "/etc/passwd", f"{root}/x\0y"),
-        *(str(tmp_path / "there"), str(tmp_path / "not-there"), f"{root}/out/there", f"{root}/out/not-there"),
-        f"{root}s/disk",
-    ):
-        for name, body in (("disk", {"path": path, "space": 1}), ("store", {"address": f"dir:{path}"})):
-            refused = act(guarded, "PUT", f"/cache/tiers/{name}", json=body)
-            assert refused.status_code == 403, (path, refused.text)
-            said.add(refused.json()["error"]["message"])
-    assert len(said) == 1, "which says nothing of files"
-    assert list(tmp_path.iterdir()) == [tmp_path / "there"]
-    try:
-        for name, body in (
-            ("disk", {"path": str(root / "in"), "space": 1}),
-            ("store", {"address": f"dir:{root}/a/b"}),
-        ):
-            assert act(guarded, "PUT", f"/cache/tiers/{name}", json=body).status_code == 200
-            assert act(guarded, "DELETE", f"/cache/tiers/{name}").status_code == 200
-        assert (root / "real" / "unfinished").is_dir()
-        assert (root / "a" / "b" / "unfinished").is_dir()
-    finally:
-        for link in ("out", "around", "in"):
-            (root / link).unlink()
-
-
-def test_a_store_is_where_the_operator_said(guarded):
-    for address in ("redis://127.0.0.1:6379", "rediss://127.0.0.1:1", "redis://169.254.169.254/", "dir:", "ftp://x"):
-        assert act(guarded, "PUT", "/cache/tiers/store", json={"address": address}).status_code == 403, address
-
-
-def test_without_a_root_no_path_comes_over_http(client, tmp_path):
-    for name, body in (("disk", {"path": str(tmp_path / "x"), "space": 1}), ("store", {"address": f"dir:{tmp_path}"})):
-        assert client.put(f"/cache/tiers/{name}", json=body).status_code == 403
-    assert list(tmp_path.iterdir()) == []

@@ -159,7 +159,7 @@ def test_without_keys_others_are_admins_where_the_operator_says_so(tmp_path, opt
         ("GET", "/cache/stats"),
         ("POST", "/shutdown"),
         ("GET", "/metrics"),
-        ("PUT", "/cache/tiers/disk"),
+        ("DELETE", "/cache/tenants/a"),
     ):
         status, body = send(app, path, method=method)
         assert (status == 403) is not opens, path

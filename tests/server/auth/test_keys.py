@@ -65,7 +65,7 @@ ANY_KEY = {
 ADMIN = {
     *("/cache/pin", "/cache/pins", "/cache/pins/{pin_id}", "/cache/nodes/{page}", "/cache/nodes/{page}/pin"),
     *("/cache/stats", "/server_info", "/get_server_info", "/metrics"),
-    *("/cache/tiers", "/cache/tiers/{name}", "/cache/tenants/{name}", "/v1/loads", "/get_load"),
+    *("/cache/tiers", "/cache/tenants/{name}", "/v1/loads", "/get_load"),
     *("/flush_cache", "/abort_request", "/pause", "/resume", "/shutdown"),
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 }

@@ -9,6 +9,7 @@ import json
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -25,6 +26,7 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import ModelInfo
 from runtime.sampling.json_text import MAX_NODES
 from server.app import create_app
+from server.errors import NotFound
 from server.http.context import find
 from server.objects.schemas import SchemaStore
 
@@ -38,7 +40,7 @@ LOOP_S = 0.06
 SIZE, NODES = MIB - 300, MAX_NODES - 100
 ROUTES = ("/generate", "/tokenize", "/detokenize", "/v1/chat/completions", "/v1/completions", "/cache/pin")
 ROUTES = (*ROUTES, "/v1/schemas", "/v1/documents", "/abort_request", "/v1/responses", "/v1/responses/input_tokens")
-ROUTES = (*ROUTES, "/v1/messages", "/v1/messages/count_tokens", "/cache/tiers/{name}", "/cache/search")
+ROUTES = (*ROUTES, "/v1/messages", "/v1/messages/count_tokens", "/cache/search")
 ROUTES = (*ROUTES, "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/infill", "/v1/conversations")
 ROUTES = (*ROUTES, "/v1/conversations/{conversation_id}", "/v1/conversations/{conversation_id}/items")
 
@@ -123,11 +125,14 @@ ALIEN = {
 }
 
 
+def dumped(body: dict) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
 def conversation(*arguments: str, **fields) -> bytes:
     calls = [{"function": {"name": "f", "arguments": text}} for text in arguments]
     turns = [{"role": "assistant", "tool_calls": calls[i : i + 128]} for i in range(0, len(calls), 128)]
-    body = {"model": "smollm2-135m-instruct", "messages": turns or [{"role": "user", "content": "x"}], **fields}
-    return json.dumps(body, separators=(",", ":")).encode()
+    return dumped({"model": "smollm2-135m-instruct", "messages": turns or [{"role": "user", "content": "x"}], **fields})
 
 
 def tool(**schema) -> dict:
@@ -160,6 +165,7 @@ WHOLE = {
 }
 
 
+ANTHROPIC = {"model": "smollm2-135m-instruct", "max_tokens": 1}
 CONTROL = {"cache_control": {"type": "ephemeral"}}
 BLOCK = {"type": "text", "text": "x"}
 KEPT = [{**BLOCK, **CONTROL}] * 4
@@ -303,8 +309,7 @@ async def ask(app: FastAPI, path: str, body: bytes) -> tuple[int, float, float]:
             gaps.append(time.process_time())
             await asyncio.sleep(0.001)
 
-    method, path = ("PUT", "/cache/tiers/store") if path == "/cache/tiers/{name}" else ("POST", path)
-    scope = {"type": "http", "http_version": "1.1", "method": method, "scheme": "http", "path": path}
+    scope = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path}
     scope |= {"raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": [], "client": ("", 1)}
     ticker = asyncio.create_task(tick())
     await asyncio.sleep(0)
@@ -359,31 +364,20 @@ def test_the_worst_value_of_each_field(app, bodies, path):
         check(app, path, filled(body, value), f"{name}: {value}")
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_the_worst_conversations(app, name):
-    check(app, "/v1/chat/completions", WHOLE[name], name)
+WORST_BODIES = {
+    **{name: ("/v1/chat/completions", body) for name, body in WHOLE.items()},
+    **{f"items, {name}": ("/v1/responses", dumped({"input": items})) for name, items in ITEMS.items()},
+    **{f"segments, {name}": ("/generate", dumped(body)) for name, body in SEGMENTS.items()},
+    **{name: ("/v1/messages", dumped({**ANTHROPIC, "messages": turns})) for name, turns in MESSAGES.items()},
+    **{f"schemas, {name}": ("/v1/schemas", body) for name, body in SCHEMAS.items()},
+}
 
 
-@pytest.mark.parametrize("name", ITEMS)
-def test_the_worst_items(app, name):
-    check(app, "/v1/responses", json.dumps({"input": ITEMS[name]}, separators=(",", ":")).encode(), name)
-
-
-@pytest.mark.parametrize("name", SEGMENTS)
-def test_the_worst_segments(app, name):
-    check(app, "/generate", json.dumps(SEGMENTS[name], separators=(",", ":")).encode(), name)
-
-
-@pytest.mark.parametrize("name", MESSAGES)
-def test_the_worst_breakpoints(app, name):
-    body = {"model": "smollm2-135m-instruct", "max_tokens": 1, "messages": MESSAGES[name]}
-    check(app, "/v1/messages", json.dumps(body, separators=(",", ":")).encode(), name)
-
-
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_the_worst_schemas(app, name):
-    check(app, "/v1/schemas", SCHEMAS[name], name)
-    find(app, SchemaStore).remove("", "a")
+@pytest.mark.parametrize("name", WORST_BODIES)
+def test_the_worst_bodies(app, name):
+    check(app, *WORST_BODIES[name], name)
+    with suppress(NotFound):
+        find(app, SchemaStore).remove("", "a")
 
 
 @pytest.mark.parametrize("value", ["lists", "deep lists", "deep objects", "unknown", "fractions", "texts", "batch"])

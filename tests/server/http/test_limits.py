@@ -2,15 +2,22 @@
 
 import asyncio
 
-from server.http.admission import AdmissionMiddleware
-from server.http.limits import BodyLimit
+import pytest
+
+from server.http import admission, limits
 
 LIMIT = 1000
 CHUNKED = [(b"transfer-encoding", b"chunked")]
 
 
+@pytest.fixture(autouse=True)
+def limit(monkeypatch):
+    for module in (limits, admission):
+        monkeypatch.setattr(module, "MOST_BYTES", LIMIT)
+
+
 def wrap(app):
-    return AdmissionMiddleware(app, (), BodyLimit(LIMIT, 5.0), bool)
+    return admission.AdmissionMiddleware(app, (), limits.BodyLimit(5.0), bool)
 
 
 def exchange(chunks, headers=()):

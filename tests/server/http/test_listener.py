@@ -56,7 +56,7 @@ class Served:
 
     async def accept(self):
         config = uvicorn.Config(
-            AdmissionMiddleware(self.app, (), BodyLimit(1000, 5), bool), lifespan="off", log_config=None
+            AdmissionMiddleware(self.app, (), BodyLimit(5.0), bool), lifespan="off", log_config=None
         )
         config.load()
         state, loop = ServerState(), asyncio.get_running_loop()

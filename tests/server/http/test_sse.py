@@ -83,39 +83,25 @@ def test_what_json_does_not_have_is_not_sent():
     assert run(events) == ['data: {"logprob":null}', DONE]
 
 
-def test_a_silent_stream_is_kept_alive(monkeypatch):
+@pytest.mark.parametrize(
+    ("sent", "pings"), [(": keep-alive", []), ('data: {"ping":1}', [lambda: [{"ping": 1}]])], ids=["comments", "events"]
+)
+def test_a_silent_stream_is_kept_alive(monkeypatch, sent, pings):
+    """By events if its API has any for that."""
     monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.001)
 
     async def main():
         client = Client()
 
         async def events():
-            while client.text.count(": keep-alive") < 2:
+            while client.text.count(sent) < 2:
                 await asyncio.sleep(0)
             yield {}
 
-        return await client.read(events())
+        return await client.read(events(), *pings)
 
-    *comments, event, last = asyncio.run(main())
-    assert set(comments) == {": keep-alive"}
-    assert (event, last) == ("data: {}", DONE)
-
-
-def test_a_silent_stream_has_events_if_its_api_has_any(monkeypatch):
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.001)
-
-    async def main():
-        client = Client()
-
-        async def events():
-            while client.text.count('{"ping":1}') < 2:
-                await asyncio.sleep(0)
-            yield {}
-
-        return await client.read(events(), lambda: [{"ping": 1}])
-
-    *pings, event, last = asyncio.run(main())
-    assert set(pings) == {'data: {"ping":1}'}
+    *kept, event, last = asyncio.run(main())
+    assert set(kept) == {sent}
     assert (event, last) == ("data: {}", DONE)
 
 

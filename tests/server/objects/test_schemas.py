@@ -163,21 +163,6 @@ def test_what_ends_an_encoding_leaves_neither_schema_nor_pins(client):
         assert client.get("/v1/schemas").json()["data"] == client.get("/cache/pins").json()["pins"] == []
 
 
-def test_options_of_a_request_hold_with_modules_too(client, add):
-    add(CITIES)
-    text = generate(client)["text"]
-    stopped = generate(client, sampling_params={**GREEDY, "stop": [text[5:9]]})
-    assert stopped["text"] == text[: text.index(text[5:9])]
-    several = generate(client, sampling_params={**GREEDY, "n": 2}, return_logprob=True, priority=1)
-    assert [one["text"] for one in several] == [text, text]
-    assert len(several[0]["meta_info"]["output_token_logprobs"]) == 8
-    shaped = generate(client, sampling_params={**GREEDY, "regex": "[a-c]{3}"})
-    assert len(shaped["text"]) == 3
-    salted = generate(client, cache_salt="mine")
-    assert (salted["text"], salted["meta_info"]["cached_tokens"]) == (text, 0)
-    assert generate(client, cache_salt="mine")["meta_info"]["cached_tokens"] > 0
-
-
 @pytest.mark.parametrize(
     ("pml", "status", "words"),
     [

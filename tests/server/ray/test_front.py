@@ -76,6 +76,16 @@ class Client:
     async def send(self, message: dict) -> None:
         self.sent.append(message)
 
+    def ask(self, front: ModuleType, options: dict, *answers: list, **scope: object) -> None:
+        """Ask an ingress whose replicas are there."""
+
+        async def asked() -> None:
+            handle = Handle(options["model"], *answers)
+            handle.there.set()
+            await front.Front(options, handle).pass_on({**self.scope, **scope}, self.receive, self.send)
+
+        asyncio.run(asked())
+
     @property
     def body(self) -> bytes:
         return b"".join(message.get("body", b"") for message in self.sent)
@@ -113,14 +123,8 @@ def test_a_client_that_leaves_while_replicas_start_takes_nobody_along(front, tin
 )
 def test_an_answer_that_has_not_begun_comes_from_another_replica(front, tiny_dir, answers, status, body):
     client = Client()
-
-    async def ask():
-        told = [[front.RayActorError() if one == "dies" else one for one in answer] for answer in answers]
-        handle = Handle(str(tiny_dir), *told)
-        handle.there.set()
-        await front.Front({"model": str(tiny_dir)}, handle).pass_on(client.scope, client.receive, client.send)
-
-    asyncio.run(ask())
+    told = [[front.RayActorError() if one == "dies" else one for one in answer] for answer in answers]
+    client.ask(front, {"model": str(tiny_dir)}, *told)
     assert client.sent[0]["status"] == status
     assert [message["type"] for message in client.sent].count("http.response.start") == 1
     assert not client.sent[-1].get("more_body", False)
@@ -134,14 +138,8 @@ def test_an_answer_that_has_not_begun_comes_from_another_replica(front, tiny_dir
 
 def test_an_answer_that_breaks_off_and_is_no_stream_is_cut(front, tiny_dir):
     client = Client()
-
-    async def ask():
-        handle = Handle(str(tiny_dir), [START, PART, front.RayActorError()])
-        handle.there.set()
-        await front.Front({"model": str(tiny_dir)}, handle).pass_on(client.scope, client.receive, client.send)
-
     with pytest.raises(EngineDead, match="this request is lost"):
-        asyncio.run(ask())
+        client.ask(front, {"model": str(tiny_dir)}, [START, PART, front.RayActorError()])
     assert client.sent == [START, PART]
 
 
@@ -158,14 +156,9 @@ def test_a_body_is_read_once_its_client_may_send_it(front, tiny_dir, tmp_path, h
         assert client.sent, "the body is read before the client is answered"
         return {"type": "http.disconnect"}
 
-    async def ask() -> None:
-        handle = Handle(str(tiny_dir))
-        handle.there.set()
-        ingress = front.Front({"model": str(tiny_dir), "api_keys": tmp_path / "keys"}, handle)
-        scope = {**client.scope, "method": "POST", "path": "/generate", "headers": headers}
-        await ingress.pass_on(scope, receive, client.send)
-
-    asyncio.run(ask())
+    client.receive = receive
+    options = {"model": str(tiny_dir), "api_keys": tmp_path / "keys"}
+    client.ask(front, options, method="POST", path="/generate", headers=headers)
     assert client.sent[0]["status"] == status
 
 
@@ -173,14 +166,7 @@ def test_a_page_of_an_allowed_origin_needs_no_key_to_ask_whether_it_may_send(fro
     (tmp_path / "keys").write_text("alice alice-secret-key\n")
     client = Client()
     headers = [(b"origin", b"http://page"), (b"access-control-request-method", b"POST")]
-
-    async def ask() -> None:
-        options = {"model": str(tiny_dir), "api_keys": tmp_path / "keys", "cors_origins": "http://page"}
-        scope = {**client.scope, "method": "OPTIONS", "path": "/generate", "headers": headers}
-        handle = Handle(str(tiny_dir))
-        handle.there.set()
-        await front.Front(options, handle).pass_on(scope, client.receive, client.send)
-
-    asyncio.run(ask())
+    options = {"model": str(tiny_dir), "api_keys": tmp_path / "keys", "cors_origins": "http://page"}
+    client.ask(front, options, method="OPTIONS", path="/generate", headers=headers)
     assert client.sent[0]["status"] == 200
     assert (b"access-control-allow-origin", b"http://page") in client.sent[0]["headers"]

@@ -11,7 +11,7 @@
 #define RAMET_API extern "C" __attribute__((visibility("default")))
 
 // Version of the structures and functions below. Python refuses libraries with another version.
-RAMET_API int64_t ramet_interface() { return 15; }
+RAMET_API int64_t ramet_interface() { return 16; }
 
 // Whether this processor has the instruction sets that the library was compiled for.
 RAMET_API int64_t ramet_supported() {

@@ -25,10 +25,10 @@ struct Choice {
     const int64_t* counts;    // [n], 1 + how often these were generated
     const int64_t* barred;    // [num_barred]
     const uint8_t* allowed;   // bits [n]; null: all
-    float divisor, top_p, typical_p, min_p, repetition, frequency, presence;
+    float divisor, top_p, min_p, repetition, frequency, presence;
 
     bool changes() const { return num_biased > 0 || num_seen > 0 || num_barred > 0 || allowed != nullptr; }
-    bool filters() const { return top_k > 0 || top_p < 1 || typical_p < 1 || min_p > 0; }
+    bool filters() const { return top_k > 0 || top_p < 1 || min_p > 0; }
 };
 
 struct Token {
@@ -175,7 +175,7 @@ class Row {
 
     // Weigh all blocks; returns their number.
     int64_t weigh(float divisor) {
-        top_ = set1(x_[best_]), factor_ = set1(kLog2E / divisor), divisor_ = divisor, total_ = 0;
+        top_ = set1(x_[best_]), factor_ = set1(kLog2E / divisor), total_ = 0;
         const int64_t blocks = (n_ + kBlock - 1) / kBlock;
         float* sums = sums_.reserve(blocks);
         alignas(64) float weights[kBlock];
@@ -218,14 +218,13 @@ class Row {
         }
     }
 
-    // Make `tokens_` those that top-k, then top-p, typical-p and min-p keep.
+    // Make `tokens_` those that top-k, then top-p and min-p keep.
     void filter(const Choice& choice) {
         const bool counts = choice.top_k > 0 && choice.top_k < n_;
         float least = kLeast;
         if (!counts) {
             // Tokens below half of the mean dropped weight do not matter to top-p.
-            least = std::max(least, float((1 - choice.top_p) / 2 * total_ / double(n_)));
-            if (choice.typical_p == 1) least = std::max(least, choice.min_p);
+            least = std::max({least, choice.min_p, float((1 - choice.top_p) / 2 * total_ / double(n_))});
         }
         const bool searches = counts || choice.top_p < 1;
         for (float cut = searches ? std::max(1 / kStep, least) : least;; cut = std::max(cut / kStep, least)) {
@@ -235,7 +234,6 @@ class Row {
         }
         if (counts) keep_first(tokens_, choice.top_k);
         if (choice.top_p < 1) keep_weight(tokens_, choice.top_p * (counts ? weight() : total_));
-        if (choice.typical_p < 1) keep_typical(choice.typical_p);
         if (choice.min_p > 0) {
             float most = 0;
             for (const Token& token : tokens_) most = std::max(most, token.weight);
@@ -243,23 +241,11 @@ class Row {
         }
     }
 
-    void keep_typical(float share) {
-        const double total = weight(), shift = std::log(total);
-        auto surprise = [&](const Token& token) { return shift - (x_[token.id()] - x_[best_]) / divisor_; };
-        double entropy = 0;
-        for (const Token& token : tokens_) entropy += token.weight / total * surprise(token);
-        for (Token& token : tokens_) {
-            token = Token(-float(std::abs(surprise(token) - entropy)), token.id(), token.weight);
-        }
-        keep_weight(tokens_, share * total);
-    }
-
     double weight() const { return weight_of(tokens_.begin(), tokens_.end()); }
 
     const float* x_ = nullptr;
     int64_t n_ = 0, best_ = 0;
     Vec top_, factor_;
-    float divisor_ = 1;
     double total_ = 0;
     Buffer<float> changed_, sums_;
     Tokens tokens_;

@@ -133,21 +133,3 @@ class Runner:
         every = torch.tensor([token for _, tokens in pieces for token in tokens])
         batch = ForwardBatch(every, torch.tensor(positions), [group], torch.arange(rows), states=states)
         return self.forward(batch).clone()
-
-
-def check_run_again(runner: Runner, text: list[int], draft: int) -> None:
-    """A step with another target leaves its sequence's slot, and the records there, as they were."""
-    one, plain = runner.start(0), runner.start(1)
-    for sequence in (one, plain):
-        runner.step((sequence, text[:24]), draft=4)
-        sequence.tokens += text[20:22]
-        sequence.accepted = 2
-    runner.step((one, text[40:50]), draft=draft, target=2)
-    del one.tokens[22:]
-    one.slot, one.accepted = 0, 2
-    found = runner.step((one, text[22:30]), target=2)
-    wanted = runner.step((plain, text[22:30]))
-    assert torch.allclose(found, wanted, atol=1e-4)
-    assert one.slot == 2
-    for tensor in runner.states.tensors:
-        assert torch.allclose(tensor[2], tensor[1], atol=1e-4)

@@ -34,8 +34,6 @@ KINDS = [
     {"min_p": 0.1},
     {"min_p": 1e-4, "top_p": 0.9},
     {"min_p": 0.3, "top_k": 50, "top_p": 0.9},
-    {"typical_p": 0.3},
-    {"typical_p": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05},
     {"logit_bias": {0: 3.5, 11: -100.0}},
     {"repetition_penalty": 1.3},
     {"frequency_penalty": 0.5, "presence_penalty": -1.5},
@@ -46,20 +44,11 @@ KINDS = [
 def kept(logits: np.ndarray, p: SamplingParams) -> np.ndarray:
     """Weights, float64 [vocab], 0 for dropped tokens."""
     weights = np.exp((logits - logits.max()) / p.divisor)
-
-    def keep(order: np.ndarray, share: float) -> None:
-        before = weights[order].cumsum() - weights[order]
-        weights[order[before >= share * weights.sum()]] = 0
-
     if 0 < p.top_k < len(weights):
         weights[np.argsort(-logits, kind="stable")[p.top_k :]] = 0
     if p.top_p < 1:
-        keep(np.argsort(-weights, kind="stable"), p.top_p)
-    if p.typical_p < 1:
-        probs = weights / weights.sum()
-        surprise = -np.log(np.where(probs > 0, probs, 1))
-        distance = np.where(probs > 0, abs(surprise - (probs * surprise).sum()), np.inf)
-        keep(np.argsort(distance, kind="stable"), p.typical_p)
+        order = np.argsort(-weights, kind="stable")
+        weights[order[weights[order].cumsum() - weights[order] >= p.top_p * weights.sum()]] = 0
     weights[weights < p.min_p * weights.max()] = 0
     return weights
 

@@ -1,13 +1,14 @@
 """GGUF files of models with recurrent layers or experts: transformers' tokens, and matrices computed as stored."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
 
 from runtime.errors import ModelError
 from runtime.models.gguf import convert_gguf
-from tests.runtime.engine.driver import Driver, greedy, make_core
+from tests.runtime.engine.driver import Driver, gives, greedy, make_core
 from tests.runtime.execution.mixers.models import Runner, oracle, save_hybrid
 from tests.runtime.models.hybrid_files import (
     DELTA_SIZES,
@@ -59,15 +60,8 @@ def make(family, directory, kind=None, rounded=None, **more):
 def test_greedy_tokens_are_those_of_transformers(tmp_path, family, kind, kernels):
     """Cold, warm, and the next turn, for a small chunk size and a pool that is too small for all."""
     source, target = make(family, tmp_path, kind, kind)
-    model = oracle(source)
-
-    @torch.inference_mode()
-    def is_greedy(prompt, tokens):
-        logits = model(torch.tensor([prompt + tokens[:-1]]), logits_to_keep=len(tokens)).logits[0]
-        return logits.argmax(-1).tolist() == tokens
-
     draw, options = random.Random(3), {"kernels": kernels, "page_size": 4, "chunk_tokens": 7}
-    driver, prompt = Asking(target, is_greedy, pool_tokens=400, **options), conversation(draw, 3)
+    driver, prompt = Asking(target, partial(gives, oracle(source)), pool_tokens=400, **options), conversation(draw, 3)
     answer = driver.ask(prompt)
     assert driver.ask(prompt) == answer
     assert driver.latest >= len(prompt) - 2

@@ -10,7 +10,7 @@ import transformers
 import runtime.models
 from runtime.engine.core import EngineCore
 from runtime.execution.native.library import load_best
-from tests.runtime.engine.driver import Driver, make_core
+from tests.runtime.engine.driver import Driver, gives, make_core
 from tests.runtime.execution.transformers.architectures import ARCHITECTURES, VOCAB, save_small
 
 NEW = 6
@@ -22,13 +22,6 @@ def prompts():
     root = [draw.randrange(3, VOCAB) for _ in range(40)]
     lengths = [(draw.randrange(2, 41), draw.randrange(1, 9)) for _ in range(4)]
     return [root[:shared] + [draw.randrange(3, VOCAB) for _ in range(own)] for shared, own in lengths]
-
-
-@torch.inference_mode()
-def is_greedy(model, prompt, tokens) -> bool:
-    """Whether each token is the most likely one after the prompt and the tokens before it."""
-    logits = model(torch.tensor([prompt + tokens[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
-    return logits.argmax(-1).tolist() == tokens
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -64,7 +57,7 @@ def check_greedy(path, prompts, **options) -> EngineCore:
     driver = Driver(make_core(path, page_size=1, **options))
     cold = driver.together(prompts, max_new_tokens=NEW)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    assert [is_greedy(model, *pair) for pair in zip(prompts, cold, strict=True)] == [True] * len(prompts)
+    assert [gives(model, *pair) for pair in zip(prompts, cold, strict=True)] == [True] * len(prompts)
     assert len({*map(tuple, cold)}) > 1, "the model says the same to everything"
     assert driver.together(prompts, max_new_tokens=NEW) == cold
     assert driver.cached("r4") == len(prompts[0]) - 1
@@ -91,7 +84,7 @@ def test_windows_in_the_own_code(architecture, kernels, prompts, tmp_path):
         assert (core.info.model_impl, core.executor.has_windows) == ("ramet", True)
         driver = Driver(core)
         cold = driver.together(prompts, max_new_tokens=NEW)
-        assert [is_greedy(model, *pair) for pair in zip(prompts, cold, strict=True)] == [True] * len(prompts)
+        assert [gives(model, *pair) for pair in zip(prompts, cold, strict=True)] == [True] * len(prompts)
         assert driver.together(prompts, max_new_tokens=NEW) == cold
     assert {*core.strategies} == {"prefix"}
     # A window as long as the context hides nothing, but Gemma rotates those layers otherwise.

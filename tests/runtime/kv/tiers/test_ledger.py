@@ -79,8 +79,6 @@ def test_a_bounded_store_tells_of_all_that_comes_and_leaves(start, tmp_path, kin
     assert told.of(kind) == "a1 a4 a5 b0"
     told.worker.erase("alice").result(LIMIT_S)
     assert told.of(kind) == "b0"
-    told.worker.detach(kind).result(LIMIT_S)
-    assert told.of(kind) == ""
 
 
 def test_what_others_wrote_is_known_once_it_is_read_and_what_they_evicted_once_it_is_missed(start, flaky):

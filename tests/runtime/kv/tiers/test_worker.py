@@ -132,7 +132,7 @@ def test_a_block_that_is_not_what_it_should_be_goes_and_the_next_store_is_asked(
     assert load(worker) == ["disk"]
     assert flaky.contains_many([block.key for block in BLOCKS[:3]]) == [True, False, True]
     assert worker.stats()["tiers"]["disk"]["counts"]["mismatch_checksum"] == 1
-    worker.attach(FlakyStore("store"))
+    worker = start(flaky, FlakyStore("store"))
     write(worker, BLOCKS[:3])
     flaky.put(BLOCKS[0].key, [b"rubbish"], "alice")
     assert load(worker) == ["store"] * 3
@@ -226,31 +226,6 @@ def test_an_erasure_forgets_the_key_first(start, flaky):
     worker.form.cipher.error = OSError("read-only")
     assert worker.erase("alice").result(LIMIT_S) == {"keys": None, "disk": 0}
     worker.close(0)
-
-
-def test_stores_come_and_go(start, host, flaky):
-    worker = start()
-    assert not worker.write(BLOCKS[0], lambda: payload_of(BLOCKS[0]), SIZE)
-    assert load(worker) == []
-    worker.attach(flaky)
-    with pytest.raises(ValueError, match="disk"):
-        worker.attach(FlakyStore())
-    worker.attach(host)
-    assert worker.names == ["host", "disk"]
-    write(worker, BLOCKS[:2])
-    assert worker.detach("store") is None
-    flaky.gate.clear()
-    assert worker.write(BLOCKS[2], lambda: payload_of(BLOCKS[2]), SIZE)
-    worker._gatherer.run(lambda: None).result(LIMIT_S)
-    closed = []
-    flaky.close = lambda: closed.append(flaky.usage().blocks)
-    worker._tiers["host"].lane.run(lambda: None).result(LIMIT_S)
-    left = worker.detach("disk")
-    assert worker.names == ["host"]
-    assert load(worker) == ["host"] * 3
-    flaky.gate.set()
-    left.result(LIMIT_S)
-    assert closed == [3], "what was queued is written first"
 
 
 def test_closing_writes_what_is_queued(host, flaky):

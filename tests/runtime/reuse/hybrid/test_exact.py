@@ -3,15 +3,16 @@
 import random
 from array import array
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from radix import Namespace, text_of_path
+from radix import Namespace
 from runtime.calls import ComputeNextTurn
 from runtime.sampling.drafts.drafter import Drafter
-from tests.runtime.engine.driver import Driver, call, make_core
+from tests.runtime.engine.driver import Driver, call, gives, make_core
 from tests.runtime.execution.mixers.models import HYBRID_MODELS, oracle, save_hybrid
 
 STOP, NEW = 2, 8
@@ -35,14 +36,7 @@ def saved(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def is_greedy(saved) -> Callable[[list[int], list[int]], bool]:
     """Whether transformers would give these tokens."""
-    model = oracle(saved)
-
-    @torch.inference_mode()
-    def check(prompt: list[int], tokens: list[int]) -> bool:
-        logits = model(torch.tensor([prompt + tokens[:-1]]), logits_to_keep=len(tokens)).logits[0]
-        return logits.argmax(-1).tolist() == tokens
-
-    return check
+    return partial(gives, oracle(saved))
 
 
 class Asking(Driver):
@@ -130,48 +124,6 @@ def test_a_step_that_fails_when_it_has_written_states_is_run_again(saved, is_gre
     driver.check()
     assert driver.core.state()["failed_steps"] > 3
     assert sum(len(tokens) == NEW for tokens in driver.tokens.values()) > 2
-
-
-@pytest.mark.parametrize(("page_size", "seed"), [(1, 0), (4, 1), (16, 2)])
-def test_evicted_retracted_and_aborted_midway(saved, is_greedy, monkeypatch, page_size, seed):
-    """A pool that holds few prompts and points, conversations that share beginnings, staggered arrivals.
-
-    A search of all points finds none that is nearer.
-    """
-    draw = random.Random(seed)
-    begin = conversation(draw, 2, 20)
-    prompts = [[*begin[: draw.randrange(len(begin))], *conversation(draw, draw.randrange(1, 4), 20)] for _ in range(9)]
-    most = max(map(len, prompts)) + NEW
-    driver = Asking(saved, is_greedy, page_size=page_size, chunk_tokens=16, pool_tokens=most + 60, max_running=4)
-    slots, waiting = driver.free_slots, [draw.choice(prompts) for _ in range(24)]
-    strategy, find = driver.core.strategy, driver.core.strategy.find
-
-    def search(request):
-        found, key = find(request), request.key(len(request.tokens) - 1)
-        points = [text_of_path(node) for node in driver.core.cache.tree.nodes() if node.is_attached]
-        assert found.tokens == max((len(one) // 4 for one in points if key.startswith(one)), default=0)
-        return found
-
-    monkeypatch.setattr(strategy, "find", search)
-
-    def between(step: int) -> None:
-        if waiting and draw.random() < 0.5:
-            driver.begin(waiting.pop())
-        running = driver.core.scheduler.running
-        if running and draw.random() < 0.05:
-            driver.core.scheduler._retract(draw.choice(running))
-        if running and draw.random() < 0.03:
-            driver.abort(draw.choice(running).rid)
-        if draw.random() < 0.03:
-            driver.flush()
-
-    while waiting:
-        between(0)
-        driver.run(between)
-    driver.check()
-    assert driver.core.state()["evicted_tokens"] > 0
-    assert driver.core.state()["resumes"] > 0
-    assert driver.free_slots == slots
 
 
 def test_drafts_are_verified_and_rolled_back(saved, is_greedy, monkeypatch):

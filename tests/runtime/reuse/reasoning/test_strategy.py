@@ -1,6 +1,5 @@
 """Limits of sharing, its truth, and what a shared page means."""
 
-import random
 from array import array
 from collections import Counter
 
@@ -306,34 +305,3 @@ def test_several_ranks_are_refused(tiny_dir):
 
 
 # -- lives -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_random_lives(tiny_dir, seed):
-    """Aborts, retraction for lack of memory, stops, overlap and other requests; invariants hold at every step."""
-    draw = random.Random(seed)
-    overlap = ("off", "on")[seed % 2]
-    driver = ReasonDriver(tiny_dir, overlap=overlap, pool_tokens=160, max_running=6, at_once=seed != 2)
-    stop = list(driver.bias)[3]
-    reuses = [ANY, ANY | {"percentile": 50}, {}]
-    prompts = [[5, 6, 7, draw.randrange(100)] * draw.randrange(1, 6) for _ in range(4)]
-    for i in range(9):
-        options = {"seed": i, **({"stop_token_ids": [stop], "min_new_tokens": 30} if draw.random() < 0.3 else {})}
-        if i % 5 == 4:
-            driver.plain(f"{i}", draw.choice(prompts), 40, seed=i)
-        else:
-            driver.think(f"{i}", draw.choice(prompts), draw.randrange(30, 110), draw.choice(reuses), **options)
-    aborts = {draw.randrange(20, 110): f"{draw.randrange(9)}" for _ in range(3)}
-
-    def between(step: int) -> None:
-        if step in aborts:
-            driver.abort(aborts[step])
-        if step == 100:
-            driver.flush()
-
-    driver.run(between)
-    assert driver.core.scheduler.num_retracted > 0
-    assert driver.core.counters["substituted_pages"] > 5 or seed == 2
-    assert driver.strategy.num_saved == 0
-    driver.flush()
-    assert driver.core.cache.allocator.num_free == driver.core.cache.pool.num_pages
