@@ -157,8 +157,10 @@ class Tiers(ModelBench):
 
 
 def _drain(drive: Drive) -> None:
-    """Wait until all blocks are written."""
-    drive.core.part(Tiering).tiers.worker.drain()
+    """Wait until all blocks are written, if there are tiers."""
+    for part in drive.core.parts:
+        if isinstance(part, Tiering):
+            part.tiers.worker.drain()
 
 
 def _evict(drive: Drive) -> None:
