@@ -311,7 +311,7 @@ _COMMANDS: dict[str, Command] = {
     "bench": ("measure a server or this machine", _add_bench, _bench),
     "doctor": (
         "print this machine's hardware and packages, and what would make Ramet faster",
-        lambda p: add_options(p, "model", unlisted=["cache"]),
+        lambda p: add_options(p, "model", unlisted=("cache",)),
         _doctor,
     ),
     "options": ("print the options of `serve` as tables in Markdown", lambda parser: None, _options),

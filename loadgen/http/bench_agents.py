@@ -77,10 +77,11 @@ HABITS = (
 )  # fmt: skip
 Way = Literal["/v1/messages", "/v1/chat/completions", "/v1/chat/completions, no billing line"]
 # Ways of sending Claude Code's session: the route, and whether the system prompt begins with a billing line.
+_CHAT = "/v1/chat/completions"
 WAYS: dict[Way, tuple[str, bool]] = {
     "/v1/messages": ("/v1/messages", True),
-    "/v1/chat/completions": ("/v1/chat/completions", True),
-    "/v1/chat/completions, no billing line": ("/v1/chat/completions", False),
+    "/v1/chat/completions": (_CHAT, True),
+    "/v1/chat/completions, no billing line": (_CHAT, False),
 }
 
 
@@ -118,7 +119,7 @@ class AgentsBench(Bench):
     warmup: int = warmup_of(0)
     url: str | None = Field(None, description="a running server (default: Ramet is started)")
     model: str | None = Field(
-        None, description="the model's name on a server other than Ramet, which gets only Claude Code's session"
+        None, description="the model's name, sent with Claude Code's session alone: other servers need it"
     )
     ways: tuple[Way, ...] = Field(tuple(WAYS), description="of sending Claude Code's session")
     requests: int = Field(12, gt=0, lt=_MOST_STEPS, description="requests of a session")
@@ -172,7 +173,7 @@ class AgentsBench(Bench):
 
     def _ask(self, route: str, body: Body, options: Body) -> dict[str, float]:
         """Send a body in Anthropic's form, over one of the routes."""
-        chat = route == "/v1/chat/completions"
+        chat = route == _CHAT
         began = time.monotonic()
         answer = self._client.post(route, json=(as_chat(body) if chat else body) | options)
         seconds = time.monotonic() - began
@@ -187,7 +188,7 @@ class AgentsBench(Bench):
         return {"prompt": computed + read, "read": read, "seconds": seconds}
 
     def draw_plot(self, results: Results, path: Path) -> bool:
-        """Draw the computed tokens of each request of Claude Code's session, and the time to its first token."""
+        """Draw the computed tokens and the seconds of each request of Claude Code's session."""
         with drawing(path, (10, 4), 1, 2) as (tokens, times):
             for cell in results.cells.values():
                 if cell["habit"] in WAYS and (found := results.of(cell)):
@@ -210,7 +211,7 @@ class AgentsBench(Bench):
         for step in range(self.requests):
             options = {"cache_salt": salt, "prompt_cache_options": {"mode": "explicit"}, "return_token_ids": True}
             body = {**session.request(step, habit), **options, "max_tokens": 1, "temperature": 0}
-            answer = self._client.post("/v1/chat/completions", json=body).raise_for_status().json()
+            answer = self._client.post(_CHAT, json=body).raise_for_status().json()
             prompt, details = answer["prompt_token_ids"], answer["usage"]["prompt_tokens_details"]
             shared = min(max((_common(prompt, other) for other in earlier), default=0), len(prompt) - 1)
             earlier.append(prompt)

@@ -23,7 +23,7 @@ class CodingSession:
         billing: the first block of the system prompt is a line that differs in each request.
     """
 
-    def __init__(self, seed: int, turns: int, system_tokens: int, step_tokens: int, billing: bool = True):
+    def __init__(self, seed: int, turns: int, system_tokens: int, step_tokens: int, billing: bool):
         self._billing = billing
         self._draw = random.Random(seed)
         self._prose = prose = Prose(self._draw)
