@@ -1,7 +1,8 @@
 // The tree as an icicle: width is tokens, a row is a step down.
 let tree = null, blocks = [], selected = null, zoom = null, cursor = null;
 // A row is as high as the room allows, so that a flat tree shows more text.
-const LOW = 26, HIGH = 150, LINE = 15, TIERS = { host: "--a", disk: "--c", store: "--e" };
+// Blocks narrower than LEAST pixels are drawn together.
+const LOW = 26, HIGH = 150, LINE = 15, LEAST = 1, TIERS = { host: "--a", disk: "--c", store: "--e" };
 let rowHeight = LOW, firstHeight = LOW, hovered = null;
 const topOf = (row) => row ? firstHeight + (row - 1) * rowHeight : 0, heightOf = (row) => row ? rowHeight : firstHeight;
 const nameOf = (block) => block.name || `${block.id}@${block.start}`;
@@ -131,15 +132,13 @@ function drawTree(top) {
     ...(blocks.some((block) => block.attached) ? [["resume point at its end, drawn below it as wide as its memory", "background:var(--panel);border:1px solid var(--ink);width:8px;height:8px;border-radius:0;transform:rotate(45deg)"]] : []), ["pinned or kept", "border:2px solid var(--pin)"], ["held for a time", "border:2px dashed var(--pin)"], ["locked by a live request", "border-bottom:3px solid var(--lock);border-radius:0"], ["smaller nodes, together", "background:var(--line)"]]);
   let deepest = 0, x = 0;
   const place = (block, x, w, row) => {
-    if (w < 1 || row >= most) return;
+    if (row >= most) return;
     deepest = Math.max(deepest, row);
     drawBlock(svg, block, x, w, row, paint);
-    const scale = w / block.total;
+    const { scale, wide, rest, nodes } = below(block, w);
     let at = x;
-    for (const child of block.below) { place(child, at, child.total * scale, row + 1); at += child.total * scale; }
-    const rest = block.total - block.tokens - block.below.reduce((sum, child) => sum + child.total, 0);
-    const nodes = block.nodes - block.chained - block.below.reduce((sum, child) => sum + child.nodes, 0);
-    if (rest > 0 && row + 1 < most && rest * scale >= 1) { deepest = Math.max(deepest, row + 1); drawRest(svg, at, rest * scale, row + 1, rest, nodes); }
+    for (const child of wide) { place(child, at, child.total * scale, row + 1); at += child.total * scale; }
+    if (row + 1 < most && rest * scale >= 1) { deepest = Math.max(deepest, row + 1); drawRest(svg, at, rest * scale, row + 1, rest, nodes); }
   };
   for (const root of top) { place(root, x, width * root.total / sum, 0); x += width * root.total / sum; }
   const height = top.length ? topOf(deepest + 1) : 0;
@@ -147,10 +146,16 @@ function drawTree(top) {
   const place_ = svg.querySelector(`[data-name="${CSS.escape(cursor || "")}"]`) || svg.querySelector("[data-name]");
   if (place_) { place_.setAttribute("tabindex", "0"); if (focused) place_.focus(); }
 }
-// Number of rows that a block of this width fills; what is narrower than a pixel is not drawn.
+// What is drawn below a block of this width: the blocks that are wide enough, and the tokens and nodes of the rest.
+function below(block, width) {
+  const scale = width / block.total, wide = block.below.filter((child) => child.total * scale >= LEAST);
+  const without = (all, field) => wide.reduce((left, child) => left - child[field], all);
+  return { scale, wide, rest: without(block.total - block.tokens, "total"), nodes: without(block.nodes - block.chained, "nodes") };
+}
+// Number of rows that a block of this width fills.
 function depthOf(block, width) {
-  const scale = width / block.total, rest = block.total - block.tokens - block.below.reduce((sum, child) => sum + child.total, 0);
-  return width < 1 ? 0 : 1 + Math.max(rest * scale >= 1 ? 1 : 0, ...block.below.map((child) => depthOf(child, child.total * scale)));
+  const { scale, wide, rest } = below(block, width);
+  return 1 + Math.max(rest * scale >= 1 ? 1 : 0, ...wide.map((child) => depthOf(child, child.total * scale)));
 }
 function drawRest(svg, x, w, row, tokens, nodes) {
   const rect = draw(svg, "rect", { x, y: topOf(row) + 1, width: Math.max(w - 1, 1), height: heightOf(row) - 4, rx: Math.min(3, w / 4), fill: "var(--line)", "data-rest": tokens });
