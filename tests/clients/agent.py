@@ -1,13 +1,16 @@
-"""Coding agents: `agent.py NAME URL MODEL` has two turns with one, and a call of a tool in the first.
+"""Coding agents: `agent.py NAME URL MODEL WORDS` has two turns with one, and a call of a tool in the first.
 
 A random model calls no tool by itself. So a proxy between agent and server forces the first call and its arguments; it
 also ends answers at the first vowel. The agent runs the tool and sends its result, as with any model. The script raises
-if a request fails, if no result comes back, or if the second turn does not send the first one again.
+if a request fails, if the agent closes a connection before its answer ends, if no result comes back, or if the second
+turn does not send the first one again. WORDS random words are put before every system prompt, so that the first prefill
+takes as long as an agent's own prompt on a slow machine.
 """
 
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -49,7 +52,10 @@ class Proxy(BaseHTTPRequestHandler):
     seen: ClassVar[list[tuple[str, dict[str, Any], int]]] = []
     firsts_s: ClassVar[list[float]] = []
     gaps_s: ClassVar[list[float]] = []
+    requests_s: ClassVar[list[float]] = []
+    left: ClassVar[list[str]] = []
     forced = False
+    preface = ""
 
     def do_GET(self) -> None:
         self._pass(b"")
@@ -62,6 +68,8 @@ class Proxy(BaseHTTPRequestHandler):
         for name in ("max_tokens", "max_output_tokens", "max_completion_tokens"):
             if name in asked:
                 asked[name] = min(asked[name], MOST_TOKENS)
+        if Proxy.preface and {"messages", "input"} & asked.keys():
+            _add_preface(asked, Proxy.preface)
         forces = not Proxy.forced and bool(asked.get("tools")) and self._force(asked)
         if not forces and "/v1/" in self.path:
             is_message = self.path.startswith("/v1/messages")
@@ -91,7 +99,7 @@ class Proxy(BaseHTTPRequestHandler):
         url = urlsplit(Proxy.server_url)
         connection = HTTPConnection(url.hostname or "", url.port, timeout=PATIENCE_S)
         kept = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "content-length")}
-        sent_s = time.monotonic()
+        started_s = sent_s = time.monotonic()
         connection.request(self.command, self.path, body, kept)
         answer = connection.getresponse()
         if asked is not None:
@@ -108,12 +116,30 @@ class Proxy(BaseHTTPRequestHandler):
                 now_s = time.monotonic()
                 measured.append(now_s - sent_s)
                 measured, sent_s = Proxy.gaps_s, now_s
-            self.wfile.write(piece)
-            self.wfile.flush()
+            try:
+                self.wfile.write(piece)
+                self.wfile.flush()
+            except OSError:
+                Proxy.left.append(f"{self.path} after {time.monotonic() - started_s:.1f} s")
+                break
+        Proxy.requests_s.append(time.monotonic() - started_s)
         self.close_connection = True
 
     def log_message(self, *_: Any) -> None:
         pass
+
+
+def _add_preface(asked: dict[str, Any], preface: str) -> None:
+    """Put text before the system prompt of a request of any of the three APIs."""
+    if "system" in asked:
+        system = asked["system"]
+        blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
+        asked["system"] = [{"type": "text", "text": preface}, *blocks]
+    elif asked.get("instructions"):
+        asked["instructions"] = f"{preface}\n{asked['instructions']}"
+    else:
+        turns = "messages" if "messages" in asked else "input"
+        asked[turns] = [{"role": "system", "content": preface}, *asked[turns]]
 
 
 def _argument(name: str, schema: dict[str, Any]) -> Any:
@@ -231,8 +257,10 @@ def run(command: list[str], env: dict[str, str], home: Path) -> str:
 
 
 def main() -> None:
-    name, url, model = sys.argv[1:]
+    name, url, model, words = sys.argv[1:]
     Proxy.server_url = url
+    syllables = ["ba", "ko", "mi", "ter", "san", "lu", "ren", "dop"]
+    Proxy.preface = " ".join("".join(random.choices(syllables, k=3)) for _ in range(int(words)))
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
     home = Path(tempfile.mkdtemp(prefix=f"{name}-"))
@@ -245,6 +273,8 @@ def main() -> None:
         run(second, env, home)
     if failed := [(path, status) for path, _, status in Proxy.seen if status != 200]:
         raise RuntimeError(f"requests failed: {failed}")
+    if Proxy.left:
+        raise RuntimeError(f"closed before their answers ended: {Proxy.left}")
     sent = [json.dumps(body) for _, body, _ in Proxy.seen]
     kinds = ('"tool_result"', '"role": "tool"', "call_output")
     if name not in TOOLLESS and not any(kind in body for kind in kinds for body in sent):
@@ -255,7 +285,11 @@ def main() -> None:
         f"{turns} and {len(Proxy.seen) - turns} requests, {'without tools' if name in TOOLLESS else 'with a tool'}"
     )
     first_s, gap_s = (max(times, default=math.nan) for times in (Proxy.firsts_s, Proxy.gaps_s))
-    print(f"{requests}; first events within {first_s:.1f} s, events {gap_s:.1f} s apart at most")
+    longest_s = max(Proxy.requests_s)
+    print(
+        f"{requests}, of {longest_s:.1f} s at most; "
+        f"first events within {first_s:.1f} s, events {gap_s:.1f} s apart at most"
+    )
 
 
 main()

@@ -142,7 +142,7 @@ def last_line(text: str) -> str:
     return lines[-1][:160] if lines else ""
 
 
-def run(client: Client, home: Path, url: str) -> tuple[str, str, str]:
+def run(client: Client, home: Path, url: str, words: int) -> tuple[str, str, str]:
     """Whether the client works, its version, and the last line that it printed."""
     if client.npm and shutil.which("npm") is None:
         return "not tried", "", "npm is not installed"
@@ -154,7 +154,12 @@ def run(client: Client, home: Path, url: str) -> tuple[str, str, str]:
     environment.pop("PYTHONPATH", None)
     try:
         done = subprocess.run(
-            [*command, url, MODEL], capture_output=True, text=True, timeout=PATIENCE_S, env=environment, cwd=home
+            [*command, url, MODEL, *([str(words)] if client.agent else [])],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            env=environment,
+            cwd=home,
         )
     except subprocess.TimeoutExpired:
         return "fails", version_of(client, home), f"it took longer than {PATIENCE_S} s"
@@ -167,6 +172,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of clients; default: all")
     parser.add_argument("--url", help="of a server that runs; default: one is started")
+    parser.add_argument("--words", type=int, default=0, help="put before agents' system prompts (default: %(default)s)")
     parser.add_argument(
         "--home", type=lambda text: Path(text).resolve(), default=ROOT / ".venv/clients", help="of the environments"
     )
@@ -181,7 +187,7 @@ def main() -> int:
         urls = given if arguments.url else start_servers(arguments.home, chosen, closing)
         for client in chosen:
             console.print(f"{client.name} ...")
-            result, version, line = run(client, arguments.home / client.name, urls[client.agent])
+            result, version, line = run(client, arguments.home / client.name, urls[client.agent], arguments.words)
             failed += result == "fails"
             table.add_row(client.name, version, result, line)
             console.print(f"{client.name} {version} {result}: {line}", markup=False)
