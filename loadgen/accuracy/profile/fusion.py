@@ -68,7 +68,7 @@ def profile_fusion(config: Config, settings: FusionSettings, out: Path) -> None:
         raise ModelError(f"{spec.architecture} is a diffusion model, which serves no documents")
     if settings.length + 128 > context_length:
         raise ModelError(f"--length is {settings.length}; prompts of 128 more do not fit into {context_length}")
-    grid = ways(METHODS, [ratio / 100 for ratio in settings.ratios], ["page"])
+    grid = ways(METHODS, [ratio / 100 for ratio in settings.ratios], ["token"])
     asker = Asker(path, **config.model.model_dump(exclude={"model"}))
     found = _measure(asker, Quotations(Tokenizer.load(path), settings), settings, grid)
     asker.close()
