@@ -35,6 +35,7 @@ HARMLESS = (
     "shell_command",
     "exec_command",
     "bash",
+    "shell",
     "read_files",
     "run_commands",
 )
@@ -239,8 +240,15 @@ def continue_cli(home: Path, url: str, model: str) -> Turns:
     return {"CONTINUE_TELEMETRY_ENABLED": "0"}, [*ask, "Say hello."], [*ask, "And again.", "--resume"]
 
 
+def goose(home: Path, url: str, model: str) -> Turns:
+    env = {"GOOSE_PROVIDER": "openai", "GOOSE_MODEL": model, "OPENAI_HOST": url, "OPENAI_API_KEY": "none"}
+    env |= {"GOOSE_DISABLE_KEYRING": "1", "GOOSE_MODE": "auto", "GOOSE_CONTEXT_LIMIT": "32768"}
+    ask = ["goose", "run", "--with-builtin", "developer", "--name", "hello"]
+    return env, [*ask, "--text", "Say hello."], [*ask, "--resume", "--text", "And again."]
+
+
 AGENTS: dict[str, Callable[[Path, str, str], Turns]] = {
-    each.__name__: each for each in (claude_code, codex, opencode, qwen_code, pi, cline, aider, continue_cli)
+    each.__name__: each for each in (claude_code, codex, opencode, qwen_code, pi, cline, aider, continue_cli, goose)
 }
 TOOLLESS = {"aider"}
 

@@ -68,6 +68,7 @@ CLIENTS = (
     Client("cline", ("cline",), npm=True, agent=True),
     Client("aider", ("aider-chat",), agent=True),
     Client("continue_cli", ("@continuedev/cli",), npm=True, agent=True),
+    Client("goose", ("@aaif/goose",), npm=True, agent=True),
 )
 
 
