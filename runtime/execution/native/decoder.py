@@ -1,18 +1,16 @@
-"""The decoder in native kernels: packed weights, and one call per step, or one per layer in models with experts."""
+"""The decoder in native kernels: packed weights, and one call per step."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 import weakref
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, HiddenRows
 from runtime.execution import llama
@@ -47,6 +45,7 @@ class NativeDecoder:
     Attributes:
         name: `native-`, the instruction set, and `-int8` if it applies.
         adapters: loaded adapters by digest.
+        experts: of the layers that have them, in order.
     """
 
     def __init__(
@@ -76,11 +75,10 @@ class NativeDecoder:
         self.adapters: dict[str, PackedAdapter] = {}
         self.team = Team(library, threads)
         self._stored = StoredMatrices(self.team, model, *stored) if stored else None
-        # Experts and the norm before them, by layer. The kernels compute these layers only up to the attention output.
-        self._experts = {i: self._take_experts(layer, i, bits) for i, layer in enumerate(model.layers) if layer.experts}
         self._weights = PackedWeights(self.team, 0 if stored else _model_bytes(library, model, bits))
         self._layers = (c.LayerStruct * self.spec.num_layers)()
         self._latents: list[PackedLatent] = []
+        self.experts: list[NativeExperts] = []
         for index in range(self.spec.num_layers):
             self._layers[index] = self._pack_layer(model.layers[index], index)
             model.layers[index] = None  # type: ignore[call-overload]
@@ -93,14 +91,6 @@ class NativeDecoder:
         self._near_rope = model.near_rope
         # Tables of cos and sin by position, for each rotary embedding.
         self._angles: dict[RotaryEmbedding, tuple[np.ndarray, np.ndarray]] = {}
-
-    def _take_experts(self, layer: llama.Layer, index: int, bits: int) -> tuple[NativeExperts, torch.Tensor]:
-        """Move a layer's experts, the shared one too, out of the layer."""
-        assert layer.experts is not None
-        shared, hidden = (layer.gate_up, layer.down), self.spec.hidden_size
-        layer.gate_up, layer.down = layer.gate_up.new_empty(0, hidden), layer.down.new_empty(hidden, 0)
-        stored = None if self._stored is None else self._stored.experts(index)
-        return NativeExperts(layer.experts, self.team, bits, shared, layer.shared_gate, stored), layer.post_norm.float()
 
     def _pack_layer(self, layer: llama.Layer, index: int) -> c.LayerStruct:
         pack, mixer = self._weights, layer.mixer
@@ -127,11 +117,19 @@ class NativeDecoder:
         if isinstance(mixer, Attention):
             parts.q_norm, parts.k_norm = self._float(mixer.q_norm), self._float(mixer.k_norm)
             parts.kv.sinks = self._float(mixer.sinks)
-        if self._stored is None:
-            parts.o, parts.down = add(layer.o, layer.o_bias), add(layer.down, layer.down_bias)
-            parts.gate_up = add(layer.gate_up, layer.gate_up_bias, paired=True)
-        else:
+        if layer.experts is not None:
+            stored = None if self._stored is None else self._stored.experts(index)
+            shared = layer.gate_up, layer.down
+            one = NativeExperts(layer.experts, self.team, self._bits, shared, layer.shared_gate, stored)
+            self.experts.append(one)
+            parts.experts = ctypes.pointer(one.struct)
+        if self._stored is not None:
             self._link_layer(layer, index, parts)
+        else:
+            parts.o = add(layer.o, layer.o_bias)
+            if layer.experts is None:
+                parts.gate_up = add(layer.gate_up, layer.gate_up_bias, paired=True)
+                parts.down = add(layer.down, layer.down_bias)
         return parts
 
     def _link_layer(self, layer: llama.Layer, index: int, parts: c.LayerStruct) -> None:
@@ -190,37 +188,6 @@ class NativeDecoder:
 
         The next step overwrites the logits, because allocating new memory in each step would cost too much.
         """
-        return self._forward_experts(batch) if self._experts and batch.groups else self._forward(batch)
-
-    def _forward_experts(self, batch: ForwardBatch) -> torch.Tensor:
-        """One kernel call per layer; the experts run between the calls."""
-        every, none = torch.arange(len(batch.tokens)), batch.logits_rows[:0]
-        before, states = torch.empty(2, len(every), self.spec.hidden_size)
-        entered: list[HiddenRows] = []
-        for group in batch.groups:
-            load = [*entered, *group.load]
-            for index in group.layers:
-                before, states = states, before
-                part = replace(group, layers=range(index, index + 1), load=load, save=[HiddenRows(every, states)])
-                self._forward(replace(batch, groups=[part], logits_rows=none))
-                if index in self._experts:
-                    self._add_experts(index, states, group.rows)
-                load = [HiddenRows(every, states)]
-            entered = load
-            for wanted in group.save:
-                wanted.states.copy_(states[wanted.rows])
-        end = self.spec.num_layers - 1
-        part = replace(batch.groups[-1], layers=range(end, end), load=entered, save=[])
-        return self._forward(replace(batch, groups=[part]))
-
-    def _add_experts(self, index: int, states: torch.Tensor, rows: torch.Tensor | None) -> None:
-        """Add the output of a layer's experts to the states, float32 [T, hidden]. `rows`: alive rows; None: all."""
-        experts, norm = self._experts[index]
-        x = states if rows is None else states[rows]
-        x = x + experts(F.rms_norm(x, norm.shape, norm, self.spec.rms_norm_eps))
-        states[slice(None) if rows is None else rows] = x
-
-    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
         kept: list[Any] = []
 
         def pointer(tensor: torch.Tensor) -> int:
@@ -337,7 +304,9 @@ def _model_bytes(library: Library, model: llama.LlamaModel, bits: int) -> int:
     for layer in model.layers:
         if isinstance(layer.mixer, Attention | Recurrent):
             weights.append((layer.mixer.inputs, False))
-        weights += [(layer.o, False), (layer.gate_up, True), (layer.down, False)]
+        weights.append((layer.o, False))
+        if layer.experts is None:
+            weights += [(layer.gate_up, True), (layer.down, False)]
     head = packed_bytes(library, describe(model.head, bits=_head_bits(bits)))
     return head + sum(packed_bytes(library, describe(weight, paired, bits)) for weight, paired in weights)
 

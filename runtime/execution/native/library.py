@@ -12,7 +12,7 @@ from pathlib import Path
 ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2")
 
 # Libraries whose `ramet_interface` returns another number do not match the declarations below.
-_INTERFACE = 16
+_INTERFACE = 17
 
 # Values of `Into` for gated activations, in src/gemm.h, of `Storage` for codes, in src/matrix.h, and of `Recurrent`.
 SILU, GELU = 2, 3
@@ -90,12 +90,31 @@ class StateRowsStruct(Structure):
     _fields_ = (*_fields("first stop slot target draft accepted"), ("saves", POINTER(Save)), ("num_saves", c_int64))
 
 
+# Fields of ExpertSpec that the kernels read as they are.
+EXPERT_FIELDS = ("count", "chosen", "groups", "chosen_groups", "best", "scale", "alpha")
+
+
+class ExpertsStruct(Structure):
+    """The experts of a layer (`src/experts.h`)."""
+
+    _fields_ = (
+        *(("router", Matrix), ("shared_gate", Matrix), ("gate_up", POINTER(Matrix)), ("down", POINTER(Matrix))),
+        *(("bias", c_void_p), *_fields("count chosen has_shared inner groups chosen_groups best")),
+        *_fields("is_sigmoid is_normalized", floats="scale limit alpha"),
+    )
+
+
 class LayerStruct(Structure):
     _fields_ = (
         *_fields(pointers="input_norm post_norm q_norm k_norm o_norm down_norm"),
         ("inputs", Matrix * 4),
         *((name, Matrix) for name in ("o", "gate_up", "down")),
-        *(("kv", LayerKV), ("latent", POINTER(LatentStruct)), ("state", LayerState)),
+        *(
+            ("experts", POINTER(ExpertsStruct)),
+            ("kv", LayerKV),
+            ("latent", POINTER(LatentStruct)),
+            ("state", LayerState),
+        ),
     )
 
 
@@ -170,6 +189,7 @@ _INTO_LIBRARY: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "matrix_columns": (c_int64, (POINTER(Matrix),)),
     "pack": (None, (c_void_p, POINTER(Matrix), c_void_p)),
     "multiply": (None, (c_void_p, POINTER(Product))),
+    "mix": (None, (c_void_p, POINTER(ExpertsStruct), c_void_p, c_void_p, c_int64, c_int64)),
     "attend": (
         None,
         (

@@ -86,10 +86,10 @@ class StoredMatrices:
             one.matrix.data = self._data.ctypes.data + one.offset
 
     def layer(self, index: int) -> tuple[list[c.Matrix], c.Matrix, c.Matrix, c.Matrix]:
-        """Parts of what the mixer reads, side by side; o; gate over up; down."""
+        """Parts of what the mixer reads, side by side; o; gate over up; down. Layers of experts lack the last two."""
         inputs, o = [one.matrix for one in self._inputs[index]], self._o[index].matrix
         if index in self._expert_down:
-            return inputs, o, c.Matrix(k=o.n, is_paired=True), c.Matrix(n=o.n)
+            return inputs, o, c.Matrix(), c.Matrix()
         return inputs, o, self._gate_up[index].matrix, self._down[index].matrix
 
     def experts(self, index: int) -> StoredExperts:

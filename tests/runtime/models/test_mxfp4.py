@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from runtime.models.mxfp4 import PackedExperts, unpack
 from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
 from tests.runtime.engine.driver import Driver, make_core
+from tests.runtime.execution.native.mixtures import mix
 from tests.runtime.execution.transformers.architectures import save_small
 
 PROMPT = [5, 9, 200, 31, 8, 77]
@@ -89,14 +91,16 @@ def test_experts_stay_packed(packed):
     draw = torch.Generator().manual_seed(3)
     x = torch.randn(40, 32, generator=draw)
     tensors = load_file(path / "model.safetensors")
-    for index, (experts, _) in core.executor._decoder._experts.items():
+    decoder = core.executor._decoder
+    assert len(decoder.experts) == core.executor.spec.num_layers
+    for index, experts in enumerate(decoder.experts):
         weights = {name: weight for name, weight in tensors.items() if f"layers.{index}.mlp" in name}
         like = torch.empty(0)
-        exact = take_fused(weights, f"model.layers.{index}.mlp.", experts.spec, like, Ops(), keeps_codes=False)
-        wanted, found = exact(x), experts(x)
+        exact = take_fused(weights, f"model.layers.{index}.mlp.", decoder.spec.experts, like, Ops(), keeps_codes=False)
+        wanted, found = exact(x), mix(decoder.team, experts, x)
         assert 0 < float((found - wanted).norm() / wanted.norm()) < 0.02
-        assert all(torch.equal(experts(x[i : i + 1])[0], found[i]) for i in range(0, 40, 7))
-        matrices = [*experts._gate_up._matrices, *experts._down._matrices]
+        assert all(torch.equal(mix(decoder.team, experts, x[i : i + 1])[0], found[i]) for i in range(0, 40, 7))
+        matrices = [*chain(*experts.matrices)]
         panels = [load_best().matrix_bytes(ctypes.byref(one)) for one in matrices]
         # 4 bits and a scale of 16 bits for each 32, where the file has 4 and 8.
         assert sum(panels) <= sum(-(-one.n // 64) * 64 * one.k for one in matrices) * 4.5 / 8

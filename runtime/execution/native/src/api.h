@@ -11,7 +11,7 @@
 #define RAMET_API extern "C" __attribute__((visibility("default")))
 
 // Version of the structures and functions below. Python refuses libraries with another version.
-RAMET_API int64_t ramet_interface() { return 16; }
+RAMET_API int64_t ramet_interface() { return 17; }
 
 // Whether this processor has the instruction sets that the library was compiled for.
 RAMET_API int64_t ramet_supported() {
@@ -55,6 +55,17 @@ RAMET_API void ramet_multiply(ramet::Team* team, const ramet::Product* product) 
     team->run([&](int) {
         static thread_local ramet::Buffer<uint32_t> room;
         ramet::multiply(*team, *product, room);
+    });
+}
+
+// The experts of one layer alone: x [m, hidden] += their outputs for `in` [m, hidden].
+RAMET_API void ramet_mix(ramet::Team* team, const ramet::Experts* experts, const float* in, float* x, int64_t hidden,
+                         int64_t m) {
+    ramet::Mixture mixture;
+    mixture.reserve(*experts, hidden, m);
+    team->run([&](int) {
+        ramet::Buffer<uint32_t> room;
+        mixture.run(*team, *experts, in, x, hidden, hidden, m, room);
     });
 }
 

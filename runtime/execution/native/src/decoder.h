@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "experts.h"
 #include "recurrence.h"
 
 namespace ramet {
@@ -31,8 +32,9 @@ struct Layer {
     // queries, keys, values, and gates of the results if the model has them.
     Matrix inputs[4];
     Matrix o;
-    Matrix gate_up;  // paired; without columns, the layer ends after its attention
+    Matrix gate_up;  // paired; unused if there are experts, as `down`
     Matrix down;
+    const Experts* experts;  // null: none
     LayerKV kv;
     const Latent* latent;  // null: the layer has keys and values of its own
     LayerState state;
@@ -154,6 +156,9 @@ class Decoder {
         attended_.reserve(step.num_rows * ld_attention_);
         inner_.reserve(step.num_rows * ld_inner_);
         reserve_latent(step.num_rows);
+        for (int64_t i = 0; i < model_.num_layers; ++i) {
+            if (const Experts* experts = model_.layers[i].experts) mixture_.reserve(*experts, model_.hidden, step.num_rows);
+        }
         recurrence_.plan(step.states, step.num_states, step.num_rows);
         team_.run([&](int thread) { embed(step, x, thread); });
         for (int64_t g = 0; g < step.num_groups; ++g) {
@@ -170,7 +175,7 @@ class Decoder {
                 low_rank_.reserve(group.num_rows * round_up(group.adapted[i].most_rank, kPanel));
             }
             // Otherwise, each thread would round all rows of a product with codes.
-            const bool pays = pairs_ || model_.layers[0].down.storage == Storage::kCodes;
+            const bool pays = pairs_ || model_.layers[0].o.storage == Storage::kCodes;
             const bool alone = pays && !group.num_adapted && group.num_rows >= kAlone * team_.size();
             team_.run([&](int thread) {
                 Worker worker = {{team_, alone}, scratch_[thread], 0, group.num_rows};
@@ -340,7 +345,7 @@ class Decoder {
         } else {
             add_product(layer.o, attended_, ld_attention_, layer.o_norm, &AdapterLayer::o);
         }
-        if (layer.gate_up.n == 0) return;
+        if (layer.experts != nullptr) return mix(layer, group.num_rows, x, worker);
         normalise(worker, x, nullptr, layer.post_norm);
         if (group.num_adapted) {
             multiply_rows(layer.gate_up, normed_, ld_hidden_, gates_.data(), ld_gates_, Into::kStore);
@@ -377,6 +382,17 @@ class Decoder {
             }
             round_row(out, width);
         });
+    }
+
+    // x += the layer's experts. All threads compute all rows, because rows of several threads choose the same experts.
+    void mix(const Layer& layer, int64_t m, float* x, Worker& worker) {
+        if (worker.share.size() != team_.size()) team_.barrier();
+        Worker all = {{team_, false}, worker.scratch, 0, m};
+        each_row(all, [&](int64_t row) {
+            normalise_row(x + row * ld_hidden_, layer.post_norm, model_.hidden, model_.eps,
+                          normed_.data() + row * ld_hidden_);
+        });
+        mixture_.run(team_, *layer.experts, normed_.data(), x, ld_hidden_, model_.hidden, m, worker.scratch.product);
     }
 
     void recur(const Layer& layer, Worker& worker) {
@@ -569,6 +585,7 @@ class Decoder {
     const bool pairs_;  // whether activations are rounded to pairs when they are written, not at each product
     Attention attention_;
     Recurrence recurrence_;
+    Mixture mixture_;
     std::unique_ptr<Scratch[]> scratch_;
     int64_t ld_hidden_, ld_qkv_, ld_attention_, ld_inner_, ld_gates_, ld_values_ = 0;
     Buffer<float> hidden_, alive_, normed_, qkv_, attended_, inner_, gates_, low_rank_;

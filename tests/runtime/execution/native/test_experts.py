@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from runtime.execution.experts import Experts
-from runtime.execution.native.experts import NativeExperts
-from runtime.execution.native.packed import Team
 from runtime.execution.ops import Ops
 from runtime.models.experts import ExpertSpec
+from tests.runtime.execution.native.mixtures import Mixture
 
 COUNT, HIDDEN, INNER = 5, 48, 40
 
@@ -45,16 +44,38 @@ def test_products_are_those_of_torch(library, limit, rows):
     experts = random_experts(limit)
     x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(2))
     wanted = experts(x)
-    native = NativeExperts(experts, Team(library, 2), 0)
-    torch.testing.assert_close(native(x), wanted, atol=1e-4, rtol=1e-4)
-    kept = [weight.untyped_storage().nbytes() for one in (experts, native) for weight in (one.gate_up, one.down)]
-    assert kept == [0] * 4, "the weights are there twice"
+    torch.testing.assert_close(Mixture(library, experts)(x), wanted, atol=1e-4, rtol=1e-4)
+    kept = [weight.untyped_storage().nbytes() for weight in (experts.gate_up, experts.down)]
+    assert kept == [0] * 2, "the weights are there twice"
+
+
+@pytest.mark.parametrize("options", [
+    {"groups": 2, "chosen_groups": 1, "sigmoid": True, "scale": 2.5}, {"groups": 3, "chosen_groups": 2, "best": 1},
+    {"normalized": False}, {"shared": 24}, {"shared": 24, "shared_gate": True, "sigmoid": True},
+])  # fmt: skip
+def test_every_kind_of_choice_and_a_shared_expert(library, options):
+    draw = torch.Generator().manual_seed(3)
+    count = 6
+    spec = ExpertSpec((0,), count, 2, INNER, **options)
+    router, gate_up = torch.randn(count, HIDDEN, generator=draw), torch.randn(count, 2 * INNER, HIDDEN, generator=draw)
+    experts = Experts(spec, Ops(), router, gate_up, torch.randn(count, HIDDEN, INNER, generator=draw))
+    experts.bias = torch.randn(count, generator=draw) if spec.sigmoid else None
+    x = torch.randn(17, HIDDEN, generator=draw)
+    wanted, given = experts(x), {}
+    if spec.shared:
+        shared = torch.randn(48, HIDDEN, generator=draw), torch.randn(HIDDEN, 24, generator=draw)
+        output, given = Ops().silu_and_mul(x @ shared[0].T) @ shared[1].T, {"shared": shared}
+        if spec.shared_gate:
+            given["shared_gate"] = torch.randn(1, HIDDEN, generator=draw)
+            output *= (x @ given["shared_gate"].T).sigmoid()
+        wanted += output
+    torch.testing.assert_close(Mixture(library, experts, **given)(x), wanted, atol=1e-3, rtol=1e-3)
 
 
 def test_eight_bits(library):
     experts, x = random_experts(2.0), torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(2))
     wanted = experts(x)
-    error = NativeExperts(experts, Team(library, 1), 8)(x) - wanted
+    error = Mixture(library, experts, threads=1, bits=8)(x) - wanted
     assert 0 < float(error.norm() / wanted.norm()) < 0.02
 
 
@@ -65,7 +86,7 @@ def test_rows_get_the_same_bits_in_any_company(library, limit, bits):
         pytest.skip("only pairs of bfloat16 are summed in one order")
     experts = random_experts(limit)
     experts.gate_up, experts.down = experts.gate_up.bfloat16(), experts.down.bfloat16()
-    native = NativeExperts(experts, Team(library, 2), bits)
+    native = Mixture(library, experts, bits=bits)
     x = torch.randn(70, HIDDEN, generator=torch.Generator().manual_seed(2))
     wanted = native(x)
     for start, stop in ((0, 1), (1, 9), (9, 70), (33, 34)):

@@ -2,6 +2,7 @@
 
 import random
 from functools import partial
+from itertools import chain
 
 import pytest
 import torch
@@ -102,8 +103,10 @@ def test_an_engine_computes_what_is_stored(tmp_path, family):
 
 def test_experts_of_gpt_oss_stay_in_mxfp4(library, tmp_path):
     _, target = make("GptOss", tmp_path, Kind.Q8_0)
-    for experts, _ in Runner(target, library).forward.__self__._experts.values():
-        matrices = [*experts._gate_up._matrices, *experts._down._matrices]
+    layers = Runner(target, library).forward.__self__.experts
+    assert layers
+    for experts in layers:
+        matrices = [*chain(*experts.matrices)]
         assert {(one.bits, bool(one.is_float), bool(one.bias)) for one in matrices} == {(4, True, True)}
 
 
