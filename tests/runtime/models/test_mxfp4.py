@@ -106,12 +106,16 @@ def test_experts_stay_packed(packed):
         assert sum(panels) <= sum(-(-one.n // 64) * 64 * one.k for one in matrices) * 4.5 / 8
 
 
-def test_packed_answers_are_the_same_in_any_company_and_from_the_cache(packed):
-    core = make_core(packed[0], dtype="auto", quantization="auto")
+@pytest.mark.parametrize(
+    ("architecture", "quantization"), [("GptOss", "auto"), ("Qwen3Moe", "int4"), ("Qwen3Moe", "int8")]
+)
+def test_answers_are_the_same_in_any_company_and_from_the_cache(packed, tmp_path, architecture, quantization):
+    path = packed[0] if architecture == "GptOss" else save_small(architecture, tmp_path / "model")
+    core = make_core(path, dtype="auto", quantization=quantization)
     asked = [PROMPT * 9, PROMPT * 9 + [3], PROMPT[1:] * 4]
     alone = [Driver(core).together([one], max_new_tokens=8)[0] for one in asked]
     assert Driver(core).together(asked, max_new_tokens=8) == alone
-    fresh = make_core(packed[0], dtype="auto", quantization="auto", prefix_cache=False, chunk_tokens=16)
+    fresh = make_core(path, dtype="auto", quantization=quantization, prefix_cache=False, chunk_tokens=16)
     assert Driver(fresh).together(asked, max_new_tokens=8) == alone
 
 
