@@ -1,6 +1,7 @@
 // Mixtures of experts: a router chooses experts for each row, and their outputs are summed.
 #pragma once
 
+#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -94,6 +95,8 @@ class Mixture {
     }
 
   private:
+    static constexpr float kLeast = std::numeric_limits<float>::lowest();
+
     // An odd number of cache lines, so that the rows of a tile use different sets of the cache.
     static int64_t stride(int64_t n) { return round_up(n, 2 * kPanel) + 16; }
 
@@ -120,7 +123,8 @@ class Mixture {
         const float total = experts.is_sigmoid ? 1 : std::accumulate(scores, scores + n, 0.0f);
         for (int64_t e = 0; e < n; ++e) {
             scores[e] /= total;
-            ranks[e] = scores[e] + (experts.bias ? experts.bias[e] : 0);
+            // NaN becomes kLeast, which is above the mark of a chosen expert: a row never chooses one twice.
+            ranks[e] = std::max(kLeast, scores[e] + (experts.bias ? experts.bias[e] : 0));
         }
         if (experts.groups > 1) keep_groups(experts, ranks);
         float sum = 0;
@@ -152,7 +156,7 @@ class Mixture {
             // Of equal groups, the first stay.
             const int64_t least = experts.groups - 1 - (std::min_element(sums.rbegin(), sums.rend()) - sums.rbegin());
             sums[least] = INFINITY;
-            std::fill_n(ranks + least * size, size, -INFINITY);
+            std::fill_n(ranks + least * size, size, kLeast);
         }
     }
 

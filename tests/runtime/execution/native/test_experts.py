@@ -72,6 +72,18 @@ def test_every_kind_of_choice_and_a_shared_expert(library, options):
     torch.testing.assert_close(Mixture(library, experts, **given)(x), wanted, atol=1e-3, rtol=1e-3)
 
 
+def test_rows_without_numbers_leave_the_others_as_they_are(library):
+    native, x = (
+        Mixture(library, random_experts(None)),
+        torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(2)),
+    )
+    wanted = native(x)
+    x[[0, 5]], x[7] = torch.nan, torch.inf
+    kept = [1, 2, 3, 4, 6, 8]
+    assert torch.equal(native(x)[kept], wanted[kept])
+    assert native(x)[0].isnan().all()
+
+
 def test_eight_bits(library):
     experts, x = random_experts(2.0), torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(2))
     wanted = experts(x)
