@@ -14,6 +14,7 @@ from rich.table import Table
 
 from runtime.config import Config, default_cache_dir
 from runtime.errors import ModelError
+from runtime.models.resolve import check_name
 from server.commands.models import found_models, free_memory
 
 _GIB = 1 << 30
@@ -26,7 +27,7 @@ _PACKAGES = ("ramet", "torch", "transformers", "tokenizers", "safetensors", "fas
 
 
 def print_report(config: Config) -> None:
-    """Print a table about this machine, and hints."""
+    """Print a table about this machine, and hints. Raises ModelError if the model cannot be there."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     for name, value in _facts(config):
@@ -37,6 +38,9 @@ def print_report(config: Config) -> None:
     console.print("\n[bold]What would be faster, or is missing[/bold]" if hints else "\nNothing is missing.")
     for hint in hints:
         console.print(f"- {hint}", soft_wrap=True)
+    check_name(config.model.model)
+    if (path := Path(config.model.model).expanduser()).is_dir() and not (path / "config.json").exists():
+        raise ModelError(f"--model {path}: the directory has no config.json")
 
 
 def _facts(config: Config) -> Iterator[tuple[str, str]]:
@@ -125,7 +129,13 @@ def _is_there(config: Config) -> str:
     name = config.model.model
     if Path(name).expanduser().exists():
         return "a file or directory of this machine"
-    return "there" if any(default_cache_dir().glob(f"models/{name}-*")) else "fetched at the first start"
+    if any(default_cache_dir().glob(f"models/{name}-*")):
+        return "there"
+    try:
+        check_name(name)
+    except ModelError:
+        return "not found"
+    return "fetched at the first start"
 
 
 def _weights(path: Path, keeps: bool) -> str:

@@ -13,13 +13,13 @@ from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel
 from starlette.exceptions import HTTPException
 
-from runtime.errors import InvalidRequest, Overloaded, RametError, TooLong
+from runtime.errors import InvalidRequest, RametError, TooLong
 from runtime.logs import request_id
 
 RETRY_AFTER_S = 1
 
-# OpenAI's clients would retry these twice within seconds, and so triple the refused requests.
-_NOT_AGAIN = frozenset((408, 409, 429))
+# OpenAI's clients retry these unless they are told not to, although the same request fails again.
+_NOT_AGAIN = frozenset((408, 409))
 
 _NO_OBJECT = ("missing", "model_attributes_type", "model_type")
 _MAX_NAME = 100
@@ -154,7 +154,7 @@ def infill_error(error: RametError) -> dict[str, Any]:
 def error_response(error: RametError, path: str = "", status: int | None = None) -> JSONResponse:
     """The HTTP response to a request for `path` that failed. Sets Retry-After and X-Should-Retry if they apply."""
     headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else {}
-    if error.status in _NOT_AGAIN or isinstance(error, Overloaded):
+    if error.status in _NOT_AGAIN:
         headers["X-Should-Retry"] = "false"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"

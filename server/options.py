@@ -86,4 +86,6 @@ def _section_rows(section: Any) -> Iterator[str]:
         elif isinstance(default, bool):
             default = "on" if default else "off"
         shown = "" if default is None else f"`{default}`"
-        yield f"| `--{name.replace('_', '-')}` | {shown} | {field.description} |"
+        kind = _inner(field.annotation)
+        choices = f" ({', '.join(map(str, get_args(kind)))})" if get_origin(kind) is Literal else ""
+        yield f"| `--{name.replace('_', '-')}` | {shown} | {field.description}{choices} |"

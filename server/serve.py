@@ -180,7 +180,7 @@ class _Server(uvicorn.Server):
         """Once shutdown is requested, wait until open requests end or `--drain-time` has passed. Then stop."""
         await self.shutdown_flag.wait()
         self.feed.close()
-        log.info("stopping: %d requests are running", self.engine.num_open)
+        log.info("stopping; requests that are running: %d", self.engine.num_open)
         # Tasks count, too, because an accepted request may not have reached the engine yet.
         await _wait_while(lambda: self.engine.num_open or self.server_state.tasks, self.options.drain_time)
         if self.engine.num_open:

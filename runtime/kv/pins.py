@@ -135,7 +135,7 @@ class PinBoard:
 
     def describe(self, pin: Pin) -> dict[str, Any]:
         """An operator's pin as clients see it; `tenant` is the owner's."""
-        left = None if pin.ttl_s == inf else max(pin.expires_s - self.tree.now(), 0.0)
+        left = None if pin.ttl_s == inf else max(round(pin.expires_s - self.tree.now(), 1), 0.0)
         shown = {"id": pin.id, "name": pin.name, "tenant": pin.owner.tenant, "tokens": pin.tokens}
         return {**shown, "hits": pin.node.hits, "expires_in_s": left}
 

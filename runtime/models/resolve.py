@@ -24,6 +24,7 @@ def resolve_model(config: ModelConfig) -> Path:
         ModelError: if the model cannot be found, fetched or converted.
     """
     name = config.model
+    check_name(name)
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -36,8 +37,15 @@ def resolve_model(config: ModelConfig) -> Path:
         from runtime.models.adapters.merge import build_adapted
 
         return build_adapted(name, default_cache_dir())
+    return _from_hub(name, config)
+
+
+def check_name(name: str) -> None:
+    """Raise ModelError if `--model` names no path, no short name, and cannot be a model of the hub."""
+    path, short = Path(name).expanduser(), (DEFAULT_MODEL, *ADAPTERS)
+    if path.is_dir() or path.is_file() or name in short:
+        return
     if path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".gguf" or name.count("/") != 1:
-        short = (DEFAULT_MODEL, *ADAPTERS)
         # The first part of a short name stands for it: smolm2 means smollm2-135m-instruct.
         near = {other.name: str(other) for other in _siblings(path)}
         near |= {text.partition("-")[0]: text for text in reversed(short)} | {text: text for text in short}
@@ -46,7 +54,6 @@ def resolve_model(config: ModelConfig) -> Path:
             f"--model {name}: no such directory or file, and not the name of a model on the hub (org/name) "
             f"nor a short name ({', '.join(short)})" + (f"; did you mean {meant[0]}?" if meant else "")
         )
-    return _from_hub(name, config)
 
 
 def _siblings(path: Path) -> list[Path]:

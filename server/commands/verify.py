@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from tqdm import tqdm
 
 from runtime import Engine, Output, Submission
 from runtime.config import Config
@@ -81,7 +82,7 @@ def verify(text: str, config: Config) -> int:
     console, differing, first = Console(), 0, list[Result]()
     if shapes := sum(case.output is None for case in cases):
         console.print(_SHAPES.format(shapes))
-    for condition, results in _conditions(cases, config, console):
+    for condition, results in tqdm(_conditions(cases, config, console), desc="conditions", total=5, disable=None):
         first = first or results
         partings = [case.parting(results[i], first[i]) for i, case in enumerate(cases)]
         wrong = [(number, parting) for number, parting in enumerate(partings, 1) if parting is not None]

@@ -85,9 +85,9 @@ class MissReport:
             return because("not_read", wanted)
         if lookup.point is not None and (ends := min(lookup.found, length - 1)) - lookup.point > page:
             return because(*_no_point(lookup, ends))
-        if length <= page and not output.cached_tokens:
+        if length < page and not output.cached_tokens:
             return because("too_short", f"the prompt has {length} tokens, but only whole pages of {page} are cached")
-        if lookup.found >= (length - 1) // page * page:
+        if lookup.found >= max((length - 1) // page * page, 1):
             return because("hit", f"everything cached for this prompt was read: {output.cached_tokens} tokens")
         if self._earlier is not None:
             return self._against_earlier(submission, lookup, because)
@@ -141,7 +141,8 @@ def _no_point(lookup: Lookup, ends: int) -> tuple[Reason, str]:
 
 
 def _unknown(lookup: Lookup) -> str:
-    return f"it was not evicted in the last {_seconds(lookup.known_s)} s, as far back as evictions are recorded"
+    since = f" in the last {_seconds(lookup.known_s)} s" if lookup.known_s >= 1 else ""
+    return f"no more of its pages are known to have been there{since}"
 
 
 def _seconds(seconds: float) -> str:
@@ -162,7 +163,8 @@ def _of_entries(reuse: dict[str, Any], cached: int) -> tuple[Reason, str]:
 
 def _left(lookup: Lookup) -> tuple[Reason, str]:
     reason, text = LEFT[str(lookup.why)]
-    return reason, f"the KV behind the first {lookup.found} tokens {text.format(_seconds(lookup.gone_s))}"
+    place = f"the KV behind the first {lookup.found} tokens" if lookup.found else "the KV of this prompt"
+    return reason, f"{place} {text.format(_seconds(lookup.gone_s))}"
 
 
 def _differs(parting: Parting, other: str) -> tuple[Reason, str]:

@@ -63,7 +63,7 @@ def _list(store: FileStore, arguments: argparse.Namespace) -> None:
         tenants[entry.tenant].append(entry)
     every = [entry for entries in tenants.values() for entry in entries]
     table = Table("tenant", title=f"{len(every):,} blocks, {_size(every)}")
-    for figure in ("blocks", "size", "first use", "last use"):
+    for figure in ("blocks", "size", "oldest use", "last use"):
         table.add_column(figure, justify="right")
     for tenant, entries in sorted(tenants.items()):
         uses = [entry.used for entry in entries]
@@ -78,7 +78,11 @@ def _purge(store: FileStore, arguments: argparse.Namespace) -> None:
         for note in arguments.directory.glob(f"{NOTES}*"):  # a note may have hashes of the tenant's prompts
             note.unlink()
         accounts = {tenant.name: tenant.account for tenant in read_keys(arguments.api_keys)}
-        print(f"{store.erase(accounts.get(arguments.tenant, arguments.tenant)):,} blocks deleted")
+        deleted = store.erase(accounts.get(arguments.tenant, arguments.tenant))
+        if not deleted and arguments.tenant is not None:
+            hint = "" if arguments.api_keys else "; --api-keys FILE gives names to tenants"
+            raise RametError(f"no blocks of a tenant {arguments.tenant!r} in {arguments.directory}{hint}")
+        print(f"{deleted:,} blocks deleted")
         return
     entries = sorted(store.entries(), key=lambda entry: entry.used)
     if arguments.unused is not None:

@@ -168,6 +168,7 @@ class StoredMatrices:
 
     def _write(self, data: np.ndarray) -> None:
         library, every = self._team.library, list(self._every())
+        log.info("packing the %d matrices of %s, once", len(every), self._linked.path)
         for one in tqdm(every, desc=f"packing {self._linked.path.name}", unit="matrix", disable=None):
             size = library.matrix_bytes(ctypes.byref(one.matrix))
             to = data[one.offset : one.offset + size]

@@ -83,6 +83,8 @@ class DocumentPlanner:
         reuse = None if asked.method == "none" else _message(asked, prompt)
         if asked.method != "none" and min(map(_length, prompt.documents)) < (least := shortest(asked.chunk_tokens)):
             note["note"] = f"documents of fewer than {least} tokens are computed in full"
+        if reuse is None and asked.method != "none":  # nothing is reused, so no measurement applies
+            note.pop("auto", None)
         return DocumentPrompt(prompt.tokens.tolist(), prompt.names, reuse, note)
 
     def _choose(self, asked: ReuseParams) -> tuple[ReuseParams, dict[str, Any]]:

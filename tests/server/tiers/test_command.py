@@ -65,7 +65,6 @@ def test_tenants_have_the_names_of_the_key_file(tmp_path, capsys):
         (["--all"], "6 blocks deleted", []),
         (["--tenant", "alice"], "4 blocks deleted", [4, 5]),
         (["--tenant", ""], "2 blocks deleted", [0, 1, 2, 3]),
-        (["--tenant", "bob"], "0 blocks deleted", [0, 1, 2, 3, 4, 5]),
         (["--unused", "2.5"], "4 blocks deleted, 0.4 MiB", [4, 5]),
         (["--to", "0.0003"], "3 blocks deleted, 0.3 MiB", [3, 4, 5]),
         (["--to", "1"], "0 blocks deleted", [0, 1, 2, 3, 4, 5]),
@@ -77,6 +76,13 @@ def test_purge(directory, capsys, options, words, left):
     assert words in capsys.readouterr().out
     blocks = blocks_of("alice") + blocks_of("", 2)
     assert keys(directory) == {blocks[number].key for number in left}
+
+
+def test_a_tenant_without_blocks_is_an_error(directory, capsys):
+    assert main(["cache", "purge", str(directory), "--tenant", "bob"]) == 1
+    hint = "--api-keys FILE gives names to tenants"
+    assert capsys.readouterr().err == f"ramet: no blocks of a tenant 'bob' in {directory}; {hint}\n"
+    assert len(keys(directory)) == 6
 
 
 @pytest.mark.parametrize(
