@@ -246,6 +246,17 @@ def test_the_doctor_tells_what_there_is(capsys, tmp_path, monkeypatch):
     assert ("may not use all cores" in told) == (len(os.sched_getaffinity(0)) < os.cpu_count())
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("{}/nope", "no such directory or file"), ("nope", "no such directory or file"), ("{}", "has no config.json")],
+)
+def test_the_doctor_finds_no_model(capsys, tmp_path, name, words):
+    assert main(["doctor", "--model", name.format(tmp_path)]) == 1
+    told = capsys.readouterr()
+    assert words in told.err
+    assert "processor" in told.out
+
+
 @pytest.mark.parametrize("compiler", [None, "/bin/c++"])
 def test_the_doctor_misses_kernels_that_were_not_built(capsys, monkeypatch, compiler):
     best = load_best()
@@ -326,7 +337,10 @@ def test_the_tables_have_every_option_with_its_default(capsys):
     assert defaults["page_size"] == str(CacheConfig().page_size)
     named = ("prefix_cache", "eviction_policy", "pin_budget", "kv_events")
     assert [defaults[name] for name in named] == ["on", "foresight", "0.5", ""]
-    assert all(row[2] == f"{field.description} |" for row, field in zip(rows, options.values(), strict=True))
+    assert all(row[2].startswith(field.description) for row, field in zip(rows, options.values(), strict=True))
+    texts = {row[0].strip("| `-"): row[2] for row in rows}
+    assert texts["eviction-policy"].endswith(" (foresight, lru) |")
+    assert texts["page-size"] == f"{options['page_size'].description} |"
 
 
 def test_a_benchmark_without_its_packages_is_one_sentence(monkeypatch, capsys):

@@ -118,6 +118,9 @@ def test_what_was_flushed_was_not_stored_is_too_short_or_has_another_salt(clean)
     body = {"text": "Hi", "explain": True, "sampling_params": {"max_new_tokens": 1}}
     assert clean.post("/generate", json=body).json()["meta_info"]["explain"]["reason"] == "too_short"
     whole = {"explain": True, "sampling_params": {"max_new_tokens": 1}}
+    ids = {**whole, "input_ids": [9] * 16}  # exactly a page
+    told = [clean.post("/generate", json=ids).json()["meta_info"] for _ in range(2)]
+    assert [(one["explain"]["reason"], one["cached_tokens"]) for one in told] == [("never_here", 0), ("hit", 15)]
     for ids in ([7] * 32, [8] * 33):  # the last page of the first is never matched as a whole: one token is computed
         told = [clean.post("/generate", json={**whole, "input_ids": ids}).json() for _ in range(2)][1]["meta_info"]
         assert (told["explain"]["reason"], told["cached_tokens"]) == ("hit", len(ids) - 1)
