@@ -100,7 +100,7 @@ function drawChart(id) {
   svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
   svg.replaceChildren();
   const isEmpty = !options.top && !values.flat().some((v) => v);
-  if (isEmpty) draw(svg, "text", { x: LEFT + (width - LEFT - RIGHT) / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "nothing yet");
+  if (isEmpty) draw(svg, "text", { x: LEFT + (width - LEFT - RIGHT) / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "nothing in this time");
   for (const [value, text] of isEmpty ? [[0, ""]] : ticks(most, unit)) {
     draw(svg, "line", { x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value), stroke: "var(--line)" });
     draw(svg, "text", { x: LEFT - 4, y: y(value) + 3, "text-anchor": "end" }, text);

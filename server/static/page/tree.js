@@ -192,8 +192,9 @@ function write(svg, block, x, w, row) {
   const most = Math.max(Math.floor((heightOf(row) - 8) / LINE), 1), wide = Math.floor(w / 6.4), text = labelOf(block);
   for (let i = 0, at = 0; i < most && at < text.length; i++) {
     let end = at + wide;
-    if (end < text.length && i < most - 1) end = text.lastIndexOf(" ", end) > at ? text.lastIndexOf(" ", end) : end;
-    draw(svg, "text", { x, y: topOf(row) + 16 + LINE * i, class: found(block) || block.id < 0 ? "" : "faded" }, i === most - 1 ? short(text.slice(at), wide) : text.slice(at, end));
+    // A word that is too long is cut.
+    if (end < text.length && i < most - 1) end = text.lastIndexOf(" ", end) > at ? text.lastIndexOf(" ", end) : (text.indexOf(" ", at) + 1 || text.length + 1) - 1;
+    draw(svg, "text", { x, y: topOf(row) + 16 + LINE * i, class: found(block) || block.id < 0 ? "" : "faded" }, short(i === most - 1 ? text.slice(at) : text.slice(at, end), wide));
     at = text[end] === " " ? end + 1 : end;
   }
 }

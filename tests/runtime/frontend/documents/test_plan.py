@@ -149,6 +149,8 @@ def test_the_choice_is_served_as_it_was_measured_and_explained(directory):
     assert planned.report({"strategy": "fusion"}, 0) == {"strategy": "fusion", "auto": "measured KL 0.05"}
     for bound in ({"max_kl": 0.1}, {}):
         assert plan(planner, method="auto", **bound).reuse["select"] == "a3"
+    short = planner.plan(replace(PROMPT, documents=[(2, 30), (67, 98)]), ReuseParams(method="auto"))
+    assert "auto" not in short.report(None, 0), "a measurement of what was not reused"
     none = plan(planner, method="auto", max_kl=0.01)
     assert none.reuse is None
     assert none.report(None, 0)["auto"] == "no method within 0.01"
