@@ -75,13 +75,13 @@ HABITS = (
     "none", "billing line first", "billing line last", "date first", "thoughts stripped", "tools reordered",
     "keys reordered",
 )  # fmt: skip
-Way = Literal["/v1/messages", "/v1/chat/completions", "/v1/chat/completions, no billing line"]
+Way = Literal["messages", "chat", "chat-plain"]
 # Ways of sending Claude Code's session: the route, and whether the system prompt begins with a billing line.
 _CHAT = "/v1/chat/completions"
 WAYS: dict[Way, tuple[str, bool]] = {
-    "/v1/messages": ("/v1/messages", True),
-    "/v1/chat/completions": (_CHAT, True),
-    "/v1/chat/completions, no billing line": (_CHAT, False),
+    "messages": ("/v1/messages", True),
+    "chat": (_CHAT, True),
+    "chat-plain": (_CHAT, False),
 }
 
 
@@ -121,7 +121,9 @@ class AgentsBench(Bench):
     model: str | None = Field(
         None, description="the model's name, sent with Claude Code's session alone: other servers need it"
     )
-    ways: tuple[Way, ...] = Field(tuple(WAYS), description="of sending Claude Code's session")
+    ways: tuple[Way, ...] = Field(
+        tuple(WAYS), description="of sending Claude Code's session; plain: without the billing line"
+    )
     requests: int = Field(12, gt=0, lt=_MOST_STEPS, description="requests of a session")
     system_tokens: int = Field(400, gt=0, description="tokens of the system prompt")
     step_tokens: int = Field(200, gt=0, description="tokens of a thought and a result")

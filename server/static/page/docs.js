@@ -1,5 +1,11 @@
 // The API from its OpenAPI document: every route with its parameters, an example, and a form to try it.
 let schema = null;
+// Text whose parts between backticks are code.
+function prose(tag, text, attributes) {
+  const made = make(tag, "", attributes);
+  made.append(...text.split("`").map((part, i) => i % 2 ? make("code", part) : part));
+  return made;
+}
 const resolve = (it) => it?.$ref ? resolve(it.$ref.split("/").slice(1).reduce((at, name) => at[name], schema)) : it || {};
 function typeOf(given) {
   const it = resolve(given), several = it.anyOf || it.oneOf;
@@ -11,13 +17,13 @@ function typeOf(given) {
 function table(head, lines) {
   const made = make("table"), top = make("tr");
   head.forEach((text) => top.append(make("th", text, { style: "text-align:left" })));
-  made.append(top, ...lines.map((cells) => { const row = make("tr"); cells.forEach((cell) => row.append(make("td", cell, { style: "text-align:left;white-space:normal" }))); return row; }));
+  made.append(top, ...lines.map((cells) => { const row = make("tr"); cells.forEach((cell) => row.append(prose("td", cell, { style: "text-align:left;white-space:normal" }))); return row; }));
   return made;
 }
 const exampleOf = (content) => { const it = content?.["application/json"]; return it?.example ?? resolve(it?.schema).example; };
 function showRoute(path, method, operation) {
   const box = make("details", null, { class: "route" }), summary = make("summary");
-  summary.append(make("b", `${method.toUpperCase()} ${path}`), " ", make("span", operation.description || operation.summary || "", { class: "soft" }));
+  summary.append(make("b", `${method.toUpperCase()} ${path}`), " ", prose("span", operation.description || operation.summary || "", { class: "soft" }));
   box.append(summary);
   box.addEventListener("toggle", () => { if (box.open && box.children.length === 1) fillRoute(box, path, method, operation); });
   return box;
