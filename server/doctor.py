@@ -22,7 +22,7 @@ _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "neon", "
 # The flag that shows that a processor supports the kernels for an instruction set.
 _FLAG_OF = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "avx512": "avx512vl", "avx2": "avx2"}
 # The suffix of a converted model's directory has the conversion's digest and version.
-_VERSION = r"(-[0-9a-f]{12})?(-\d+)?$"
+_VERSION = r"(-[0-9a-f]{12}(-link)?)?(-\d+)?$"
 _PACKAGES = ("ramet", "torch", "transformers", "tokenizers", "safetensors", "fastapi", "flashinfer-python", "redis")
 
 

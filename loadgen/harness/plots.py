@@ -72,10 +72,11 @@ def _lines(axes: Any, results: Results, cells: list[Cell], figure: Figure, x: st
     places = sorted({cell[x] for cell in cells})
     if places[0] > 0 and places[-1] / places[0] > 8:
         axes.set_xscale("log", base=2)
-        axes.set_xticks(places, [f"{place:g}" for place in places])
-        axes.minorticks_off()
+    axes.set_xticks(places, [f"{place:g}" for place in places])
+    axes.minorticks_off()
     axes.set(xlabel=x, ylabel=figure.title)
-    axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+    low, high = min(0, axes.get_ylim()[0]), axes.get_ylim()[1]
+    axes.set_ylim(low, high + 0.05 * (high - low))
     if list(lines) != [""]:
         axes.legend(fontsize=7)
 

@@ -15,7 +15,7 @@ class SharedPrefix(Workload):
     A share `cold` of the requests has a system prompt of its own.
     """
 
-    groups: int = 8
+    groups: int = 1
     questions: int = 16
     cold: float = 0.0
     prefix_tokens: Distribution = length("2048")
@@ -23,8 +23,8 @@ class SharedPrefix(Workload):
     output_tokens: Distribution = length("64")
 
     def requests(self, concurrency: int) -> int:
-        """Every question of every group, once."""
-        return self.groups * self.questions
+        """Every question of every group at least once."""
+        return max(self.groups * self.questions, 2 * concurrency)
 
     def sessions(self, source: Source) -> Iterator[Session]:
         """Rounds over the same prefixes, each with new questions."""
