@@ -75,8 +75,8 @@ def _lines(axes: Any, results: Results, cells: list[Cell], figure: Figure, x: st
     axes.set_xticks(places, [f"{place:g}" for place in places])
     axes.minorticks_off()
     axes.set(xlabel=x, ylabel=figure.title)
-    low, high = min(0, axes.get_ylim()[0]), axes.get_ylim()[1]
-    axes.set_ylim(low, high + 0.05 * (high - low))
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(0.0, low), high + 0.05 * (high - min(0.0, low)))
     if list(lines) != [""]:
         axes.legend(fontsize=7)
 
