@@ -112,7 +112,7 @@ def test_agents_reads_the_longest_prefix_whatever_their_habit(bench, ramet, tmp_
     for figures in measured.values():
         # Only whole pages of 16 tokens are kept of a prompt. A session's first prompt begins as the title's before it.
         assert all(abs(step["shared"] - step["read"]) < 16 for step in figures["steps"]), figures["steps"]
-    assert measured["/v1/messages"]["prompt"] == measured["/v1/chat/completions"]["prompt"]
+    assert measured["messages"]["prompt"] == measured["chat"]["prompt"]
     spent = {habit: figures["prefilled"] for habit, figures in measured.items()}
     assert spent["date first"] > 2 * spent["billing line last"] > 2 * spent["none"] * 0.9
     assert spent["billing line first"] == spent["none"], "this line is no part of the prompt"
