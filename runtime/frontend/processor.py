@@ -303,8 +303,10 @@ def _push(choice: Choice, event: TokenEvent) -> tuple[list[int], str]:
     before, delta = len(tokens), ""
     for i, piece in enumerate(pieces):
         tokens.extend(piece)
-        last = event.finish is not None and i == len(pieces) - 1
-        delta += choice.text.push(piece, len(tokens) >= params.min_new_tokens, last)
+        finish = event.finish if i == len(pieces) - 1 else None
+        if finish is not None and isinstance(finish.matched, int) and not params.no_stop_trim:
+            piece = piece[:-1]  # the text ends before a stop token, as before a stop string
+        delta += choice.text.push(piece, len(tokens) >= params.min_new_tokens, finish is not None)
         if choice.text.stopped is not None:
             break
     return tokens[before:], delta

@@ -1,16 +1,13 @@
-"""Splits the model's text into Anthropic's content blocks: reasoning, text, tool calls."""
+"""Anthropic's content blocks: reasoning, text, tool calls."""
 
 import json
 import uuid
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
 from runtime.sampling.json_text import parse_json
-from server.openai.calls import CallReader, before_tag
-
-_OPEN, _CLOSE = "<think>", "</think>"
+from server.openai.reader import Said
 
 
 class Piece(NamedTuple):
@@ -41,52 +38,11 @@ class Piece(NamedTuple):
         return self.start() | {self.type: self.text}
 
 
-@dataclass(slots=True)
-class ContentReader:
-    """Incremental reader of an answer.
-
-    Attributes:
-        calls: parser of the text behind the reasoning.
-        state: where the answer stands; begins as `thinking` if the prompt ends with `<think>`.
-    """
-
-    calls: CallReader
-    state: Literal["start", "thinking", "gap", "text"] = "start"
-    _held: str = field(default="", init=False)
-    _has_thought: bool = field(default=False, init=False)
-
-    def push(self, text: str, last: bool, cut: bool = False) -> list[Piece]:
-        """Add text; returns the pieces that later text cannot change. `last`, `cut`: see `CallReader.push`."""
-        thought, said = self._split(text, last)
-        shown, calls = self.calls.push(said, last, cut)
-        pieces = [Piece(kind, part) for kind, part in (("thinking", thought), ("text", shown)) if part]
-        return pieces + [_call(**call["function"], cut=cut and call is calls[-1]) for call in calls]
-
-    def _split(self, text: str, last: bool) -> tuple[str, str]:
-        """The new part of the reasoning, and the new text behind it."""
-        thought, said = "", ""
-        self._held += text
-        if self.state == "start":
-            start = self._held.lstrip()
-            if start.startswith(_OPEN):
-                self.state, self._held = "thinking", start.removeprefix(_OPEN)
-            elif last or not _OPEN.startswith(start):
-                self.state = "text"
-        if self.state == "thinking":
-            self._held = self._held if self._has_thought else self._held.lstrip()
-            thought, found, behind = self._held.partition(_CLOSE)
-            if found:
-                self.state, self._held = "gap", behind
-            else:
-                settled = len(thought) if last else before_tag(thought, _CLOSE)
-                thought, self._held = thought[:settled], thought[settled:]
-            self._has_thought = self._has_thought or bool(thought)
-        if self.state == "gap":
-            self._held = self._held.lstrip("\n")
-            self.state = "text" if self._held else "gap"
-        if self.state == "text":
-            said, self._held = self._held, ""
-        return thought, said
+def pieces_of(said: Said, cut: bool) -> list[Piece]:
+    """The parts of an answer as pieces; `cut`: whether a limit has ended it."""
+    thought, shown, calls = said
+    pieces = [Piece(kind, part) for kind, part in (("thinking", thought), ("text", shown)) if part]
+    return pieces + [_call(**call["function"], cut=cut and call is calls[-1]) for call in calls]
 
 
 def _call(name: str, arguments: str, cut: bool) -> Piece:

@@ -7,9 +7,9 @@ from fastapi import Request, Response
 
 from radix.node import TOKEN_BYTES
 from runtime.errors import RametError
-from runtime.frontend.output import MarkedText, Output, Submission
+from runtime.frontend.output import Output, Submission
 from runtime.protocol import CacheUsage
-from server.anthropic.content import ContentReader, Piece
+from server.anthropic.content import Piece, pieces_of
 from server.anthropic.prompt import chat_of, numbers_of, turns_of
 from server.anthropic.types import AnthropicMessage, MessagesPrompt, MessagesRequest
 from server.auth.keys import CurrentTenant, EveryKey
@@ -51,7 +51,8 @@ async def messages(
     submission.progress = body.stream
 
     def following(output: Output) -> str | None:
-        pieces = _reader(chat, submission, service.context).push(output.text, True, output.is_cut)
+        said = reader_of(chat, service.context.engine.tokenizer, submission).push(output.text, True, output.is_cut)
+        pieces = pieces_of(said, output.is_cut)
         answer = AnthropicMessage.model_validate({"role": "assistant", "content": [piece.block() for piece in pieces]})
         return chats.following(chat, tenant, turns_of(answer))
 
@@ -75,22 +76,13 @@ async def count_tokens(
     return await unless_gone(request, work())
 
 
-def _reader(chat: ChatRequest, submission: Submission, context: Context) -> ContentReader:
-    calls = reader_of(chat, context.engine.tokenizer)
-    if submission.sampling.constrained and submission.sampling.lazy is None:
-        return ContentReader(calls, "text")
-    prompt = submission.prompt
-    text = prompt.text if isinstance(prompt, MarkedText) else prompt if isinstance(prompt, str) else ""
-    return ContentReader(calls, "thinking" if text.rstrip().endswith("<think>") else "start")
-
-
 class MessageWriter(Writer):
     """The answer to a conversation."""
 
     STREAM = MessageStream
 
     def __init__(self, body: MessagesRequest, chat: ChatRequest, submission: Submission, context: Context):
-        self._reader = _reader(chat, submission, context)
+        self._reader = reader_of(chat, context.engine.tokenizer, submission)
         self._model, self._context_length = context.check_model(body.model), context.engine.info.context_length
         self._id = f"msg_{submission.rid}"
         self._left_out, self._prompt = [*body.left_out, *chat.left_out], submission
@@ -101,7 +93,7 @@ class MessageWriter(Writer):
 
     async def answer(self, generation: Generation) -> dict[str, Any]:
         (output,) = await generation.collect()
-        pieces = self._reader.push(output.text, True, output.is_cut)
+        pieces = self._pieces(output, output.text)
         message = self._message(output, await generation.explain(output))
         return {**message, "content": [piece.block() for piece in pieces], **self._stop(output, pieces)}
 
@@ -121,7 +113,7 @@ class MessageWriter(Writer):
             yield from self._begin(output, why)
         if output.computed or not was_begun:
             yield {"type": "ping"}
-        for piece in self._reader.push(output.delta, output.finish is not None, output.is_cut):
+        for piece in self._pieces(output, output.delta):
             if not self._seen or piece.type != self._seen[-1].type or piece.type == "tool_use":
                 yield from self._close()
                 self._index += 1
@@ -133,6 +125,9 @@ class MessageWriter(Writer):
             delta = {"type": "message_delta", "delta": self._stop(output, self._seen), "usage": usage(output)}
             yield delta | self._late
             yield {"type": "message_stop"}
+
+    def _pieces(self, output: Output, text: str) -> list[Piece]:
+        return pieces_of(self._reader.push(text, output.finish is not None, output.is_cut), output.is_cut)
 
     def _begin(self, output: Output, why: Explanation | None) -> Iterable[dict[str, Any]]:
         self._begun = True

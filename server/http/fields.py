@@ -65,6 +65,7 @@ _ADAPTER = ": name the adapter in `model`, as ADAPTER or MODEL:ADAPTER"
 INSTEAD = {
     **dict.fromkeys(("lora_path", "lora", "lora_id", "adapter_id"), _ADAPTER),
     "functions": ": use tools",
+    "reasoning_format": ": use separate_reasoning",
     "background": ": keep the connection open, or use `stream`",
     "prompt": ": no prompt templates are stored; send the text as input",
 }
@@ -72,5 +73,5 @@ COMPLETION: dict[str, Values] = {"truncation_side": ("left",)}
 CHAT: dict[str, Values] = {
     **{"functions": EMPTY, "function_call": ("none", "auto"), "modalities": (["text"], []), "audio": EMPTY},
     **{"chat_template": EMPTY, "echo": _OFF, "best_of": _ONE, "truncation_side": ("left",)},
-    **{"input_ids": EMPTY, "images_config": EMPTY, "think": _OFF},
+    **{"input_ids": EMPTY, "images_config": EMPTY, "think": _OFF, "reasoning_format": ("auto", "deepseek")},
 }

@@ -6,17 +6,19 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from runtime.frontend.output import Output
+from runtime.frontend.output import MarkedText, Output, Submission
 from runtime.models.tokenizer import Tokenizer
 from server.auth.keys import CurrentTenant, EveryKey
 from server.explain.reason import Explanation
 from server.generation.service import Generation, Service
 from server.http.answers import JsonList
 from server.http.context import Context
-from server.openai.calls import CallReader, text_input, writes_tags
 from server.openai.common import ChoicesWriter, add_logprobs, finish_reason
+from server.openai.dialects import TAGGED, dialect_of
+from server.openai.harmony import HarmonyReader
 from server.openai.messages import Message
 from server.openai.prompt import Chats
+from server.openai.reader import AnswerReader, CallReader, Said, text_input
 from server.openai.tools import ToolCall
 from server.openai.types import ChatRequest
 
@@ -34,19 +36,22 @@ async def chat_completions(
     submission = await chats.in_turn(request, body, tenant)
     generation = await service.submit(
         *(request, body, [submission], partial(chats.conversation, body, tenant)),
-        following=lambda output: chats.following(body, tenant, [message_of(body, context.engine.tokenizer, output)]),
+        following=lambda output: chats.following(
+            body, tenant, [message_of(body, context.engine.tokenizer, submission, output)]
+        ),
     )
-    writer = ChatWriter(f"chatcmpl-{submission.rid}", body, generation.outputs.prompts, context)
+    writer = ChatWriter(body, submission, generation.outputs.prompts, context)
     return await generation.respond(request, writer, body.stream)
 
 
 class ChatWriter(ChoicesWriter):
     """The answer to a chat."""
 
-    def __init__(self, rid: str, body: ChatRequest, prompts: dict[int, list[int]], context: Context):
-        super().__init__("chat.completion.chunk" if body.stream else "chat.completion", rid, body, prompts, context)
+    def __init__(self, body: ChatRequest, submission: Submission, prompts: dict[int, list[int]], context: Context):
+        kind, rid = "chat.completion.chunk" if body.stream else "chat.completion", f"chatcmpl-{submission.rid}"
+        super().__init__(kind, rid, body, prompts, context)
         self._body = body
-        self._readers = [reader_of(body, context.engine.tokenizer) for _ in range(body.n)]
+        self._readers = [reader_of(body, context.engine.tokenizer, submission) for _ in range(body.n)]
         self._logprobs = [JsonList() for _ in range(body.n)]
         self._opened: set[int] = set()
         self._custom = {tool.function.name for tool in body.offered if tool.type == "custom"}
@@ -60,8 +65,9 @@ class ChatWriter(ChoicesWriter):
         if output.computed:
             yield self._empty(output.choice) | {"prompt_progress": _progress(output)}
             return
-        text, calls = self._read(output, output.delta)
-        delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
+        said = self._read(output, output.delta)
+        names = {"reasoning_content": said.thought, "content": said.text, "tool_calls": said.calls}
+        delta = {name: value for name, value in names.items() if value}
         entry = {"index": output.choice, "delta": delta, **self._ending(output, output.new_token_ids)}
         self._logprobs[output.choice] = JsonList()
         yield self.chunk(output, entry, **self._explained(why))
@@ -70,18 +76,21 @@ class ChatWriter(ChoicesWriter):
         done = await generation.collect(self.add_logprobs)
         choices = []
         for output in done:
-            text, calls = self._read(output, output.text)
+            thought, text, calls = self._read(output, output.text)
             message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+            if thought:
+                message["reasoning_content"] = thought
             if calls:
                 message["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in calls]
             choices.append({"index": output.choice, "message": message, **self._ending(output, output.token_ids)})
         why = await generation.explain(done[0])
         return self.whole(done, choices, **self._of_prompt(), **self._explained(why))
 
-    def _read(self, output: Output, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """The final part of an answer's text, and its calls."""
-        shown, calls = self._readers[output.choice].push(text, output.finish is not None, output.is_cut)
-        return shown, [_custom_call(call) if call["function"]["name"] in self._custom else call for call in calls]
+    def _read(self, output: Output, text: str) -> Said:
+        """The parts of an answer that are final."""
+        thought, shown, calls = self._readers[output.choice].push(text, output.finish is not None, output.is_cut)
+        calls = [_custom_call(call) if call["function"]["name"] in self._custom else call for call in calls]
+        return Said(thought if self._body.include_reasoning else "", shown, calls)
 
     def idle(self) -> Iterable[dict[str, Any]]:
         yield from self._open(0)
@@ -131,16 +140,27 @@ def _progress(output: Output) -> dict[str, Any]:
     return {**counts, "time_ms": round(1000 * (output.e2e_s - output.queue_s))}
 
 
-def message_of(body: ChatRequest, tokenizer: Tokenizer, output: Output) -> Message:
+def message_of(body: ChatRequest, tokenizer: Tokenizer, submission: Submission, output: Output) -> Message:
     """An answer as a client sends it back."""
-    text, calls = reader_of(body, tokenizer).push(output.text, True, output.is_cut)
-    return Message(role="assistant", content=text, tool_calls=[ToolCall(**call) for call in calls] or None)
+    thought, text, calls = reader_of(body, tokenizer, submission).push(output.text, True, output.is_cut)
+    sent = [ToolCall(**call) for call in calls] or None
+    return Message(role="assistant", content=text, reasoning_content=thought or None, tool_calls=sent)
 
 
-def reader_of(body: ChatRequest, tokenizer: Tokenizer) -> CallReader:
-    return CallReader(
-        frozenset(tool.function.name for tool in body.callable_tools()),
+def reader_of(body: ChatRequest, tokenizer: Tokenizer, submission: Submission) -> AnswerReader | HarmonyReader:
+    """The reader of an answer to a prompt, which has been rendered."""
+    dialect = dialect_of(tokenizer)
+    is_forced = submission.sampling.constrained and submission.sampling.lazy is None
+    calls = CallReader(
+        {tool.function.name: tool.schema_of_arguments() for tool in body.callable_tools()},
         forced=body.must_call,
         single=not body.parallel_tool_calls,
-        tagged=writes_tags(tokenizer),
+        dialect=dialect if dialect.is_json or not is_forced else TAGGED,
     )
+    if dialect.is_harmony and body.separate_reasoning:
+        return HarmonyReader(calls)
+    if not body.separate_reasoning:
+        return AnswerReader(calls, "text")
+    prompt, opening = submission.prompt, dialect.thoughts[0].strip()
+    text = prompt.text if isinstance(prompt, MarkedText) else prompt if isinstance(prompt, str) else ""
+    return AnswerReader(calls, "thought" if text.rstrip().endswith(opening) and not is_forced else "start")

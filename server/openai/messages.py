@@ -144,7 +144,7 @@ class Message(Body, extra="ignore"):
             content = content if self.documents else "\n".join(content)
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if thoughts:
-            turn["reasoning_content"] = "\n".join(thoughts)
+            turn["reasoning_content"] = turn["thinking"] = "\n".join(thoughts)  # templates read one or the other
         if self.tool_calls:
             turn["tool_calls"] = [one for call in self.tool_calls for one in call.plain(mark)]
         return turn | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})

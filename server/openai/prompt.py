@@ -20,7 +20,8 @@ from server.objects.documents import DocumentStore
 from server.objects.schemas import SchemaStore
 from server.objects.segments import find_documents
 from server.openai.caching import Mark, keep_places, unmarked
-from server.openai.calls import calls_or_format, lazy_calls, writes_tags
+from server.openai.calls import calls_or_format, lazy_calls
+from server.openai.dialects import WHOLE, dialect_of
 from server.openai.messages import Message
 from server.openai.tools import Function, Tool, continue_chat, render_chat, with_tools
 from server.openai.types import ChatRequest
@@ -45,10 +46,13 @@ class ChatPrompts:
         """The submission of a conversation, whose prompt is rendered later in a thread. Raises InvalidRequest."""
         engine = self._context.engine
         sampling, otherwise = body.sampling(body.most_tokens, body.constraint()), None
-        if body.offered and not sampling.constrained and engine.info.diffusion is None:
-            sampling, otherwise = lazy_calls(sampling, body.callable_tools(), writes_tags(engine.tokenizer))
+        dialect = dialect_of(engine.tokenizer)
+        if dialect.has_special:
+            sampling = sampling.model_copy(update={"skip_special_tokens": False})
+        if body.offered and not sampling.constrained and engine.info.diffusion is None and dialect.is_json:
+            sampling, otherwise = lazy_calls(sampling, body.callable_tools(), dialect is not WHOLE)
         elif body.offered and not body.must_call and sampling.json_schema is not None:
-            grammar = calls_or_format(body.callable_tools(), sampling.json_schema, writes_tags(engine.tokenizer))
+            grammar = calls_or_format(body.callable_tools(), sampling.json_schema, dialect is not WHOLE)
             sampling = sampling.model_copy(update={"json_schema": None, "grammar": grammar})
         return body.submission(
             *(partial(self._render, body, tenant), sampling, tenant, self._context),

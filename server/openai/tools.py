@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
+import xxhash
 from pydantic import Field, model_validator
 
 from runtime.errors import InvalidRequest
@@ -172,8 +173,32 @@ def render_chat(
     else:
         messages = with_tools(tokenizer, messages, [])
     messages = place_systems(messages, tokenizer.system_turns)
+    template = tokenizer.chat_template or ""
+    if "[TOOL_CALLS]" in template:
+        messages = [_with_short_ids(message) for message in messages]
+    if "<|channel|>" in template:
+        messages = [_with_one_text(message) for message in messages]
     described = [tool.plain() for tool in tools] or None
     return tokenizer.apply_chat_template(messages, add_generation_prompt, described, variables or {})
+
+
+def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with ids of nine characters, because Mistral's chat templates refuse others."""
+
+    def short(id: str | None) -> str | None:
+        return id if id is None or len(id) == 9 else xxhash.xxh64_hexdigest(id.encode())[:9]
+
+    own: dict[str, Any] = {key: short(message[key]) for key in ("tool_call_id",) if key in message}
+    if "tool_calls" in message:
+        own["tool_calls"] = [{**call, "id": short(call["id"])} for call in message["tool_calls"]]
+    return message | own
+
+
+def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its text in the reasoning, if it also has calls: gpt-oss's chat template refuses all three."""
+    if not (message.get("tool_calls") and message.get("thinking") and message["content"]):
+        return message
+    return {**message, "thinking": f"{message['thinking']}\n{message['content']}", "content": ""}
 
 
 def continue_chat(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> str:

@@ -133,7 +133,10 @@ class CompletionRequest(CommonRequest):
 class ChatRequest(CommonRequest):
     """`POST /v1/chat/completions`."""
 
-    IGNORED = CommonRequest.IGNORED - {"prompt_cache_retention", "return_progress"}
+    IGNORED = CommonRequest.IGNORED - {
+        *("prompt_cache_retention", "return_progress"),
+        *("separate_reasoning", "include_reasoning", "reasoning_format"),
+    }
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = fields.SAMPLING | fields.MODEL | fields.CHAT
     NAMES: ClassVar[Mapping[str, str]] = {
         **CommonRequest.NAMES,
@@ -162,6 +165,8 @@ class ChatRequest(CommonRequest):
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = Field(
         None, description="a variable for the chat template; `none` also sets enable_thinking to false"
     )
+    separate_reasoning: bool = Field(True, description="answer the reasoning as `reasoning_content`, not in the text")
+    include_reasoning: bool = Field(True, description="whether the answer has the separated reasoning")
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True

@@ -58,9 +58,11 @@ async def create(
     conversation = partial(chats.conversation, chat, tenant)
     generation = await service.submit(
         *(request, body, [submission], conversation, rid),
-        lambda output: chats.following(chat, tenant, [message_of(chat, service.context.engine.tokenizer, output)]),
+        lambda output: chats.following(
+            chat, tenant, [message_of(chat, service.context.engine.tokenizer, submission, output)]
+        ),
     )
-    writer = ResponseWriter(body, chat, rid, service.context, keep)
+    writer = ResponseWriter(body, chat, submission, rid, service.context, keep)
     return await generation.respond(request, writer, body.stream)
 
 

@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from runtime.errors import RametError
-from runtime.frontend.output import Output, new_rid
+from runtime.frontend.output import Output, Submission, new_rid
 from server.explain.reason import Explanation
 from server.generation.service import Generation, Writer
 from server.http.answers import JsonList
@@ -15,9 +15,9 @@ from server.http.context import Context
 from server.http.sse import TypedEventStream
 from server.http.wire import Unusable
 from server.openai.caching import cache_usage
-from server.openai.calls import text_input
 from server.openai.chat import reader_of
 from server.openai.common import add_logprobs
+from server.openai.reader import text_input
 from server.openai.types import ChatRequest
 from server.responses.types import ItemCustom, ItemNamespace, ItemTool, ResponseRequest, TextFormat
 
@@ -28,7 +28,7 @@ class ResponseWriter(Writer):
     """Makes a response's items from the model's text.
 
     Args:
-        body: the request; `chat` is the same request as a chat.
+        body: the request; `chat` is the same request as a chat, and `submission` its prompt.
         rid: the response's id.
         keep: stores the whole response; called before the client gets its end.
     """
@@ -39,17 +39,17 @@ class ResponseWriter(Writer):
         self,
         body: ResponseRequest,
         chat: ChatRequest,
+        submission: Submission,
         rid: str,
         context: Context,
         keep: Callable[[dict[str, Any]], None] | None = None,
     ):
-        tokenizer = context.engine.tokenizer
+        self._tokenizer = context.engine.tokenizer
         self._body = body
-        self._reader = reader_of(chat, tokenizer)
-        self._text_of = tokenizer.token_text
+        self._reader = reader_of(chat, self._tokenizer, submission)
         self._keep = keep
         self._logprobs = JsonList()
-        self._message: dict[str, Any] | None = None
+        self._open: dict[str, Any] | None = None
         self._number = -1
         self._offered = {offered.name: offered for offered in body.offered}
         self.response = _beginning(body, [*body.left_out, *chat.left_out], rid, context.check_model(body.model))
@@ -67,7 +67,7 @@ class ResponseWriter(Writer):
 
     def add_logprobs(self, output: Output) -> None:
         if self._body.with_logprobs:
-            add_logprobs(self._logprobs, output, self._body.top_logprobs or 0, self._text_of)
+            add_logprobs(self._logprobs, output, self._body.top_logprobs or 0, self._tokenizer.token_text)
 
     def write(self, output: Output, why: Explanation | None) -> list[Event]:
         if why is not None:
@@ -88,9 +88,11 @@ class ResponseWriter(Writer):
         last = output.finish is not None
         if output.computed:
             yield from self.idle()
-        text, calls = self._reader.push(output.delta, last, output.is_cut)
+        thought, text, calls = self._reader.push(output.delta, last, output.is_cut)
+        if thought:
+            yield from self._add("reasoning", thought)
         if text or (last and not (calls or self.output or self._body.is_prewarming)):
-            yield from self._add_text(text)
+            yield from self._add("message", text)
         for call in calls:
             yield from self._close()
             yield from self._call(call, "incomplete" if output.is_cut and call is calls[-1] else "completed")
@@ -99,33 +101,40 @@ class ResponseWriter(Writer):
             yield from self._close(status)
             yield self._event(f"response.{status}", response=self.response)
 
-    def _add_text(self, text: str) -> Iterator[Event]:
-        if self._message is None:
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            self._message = {
-                **{"id": f"msg_{new_rid()}", "type": "message", "role": "assistant", "status": "in_progress"},
-                "content": [part],
-            }
-            self.output.append(self._message)
-            yield self._of_item("response.output_item.added", item={**self._message, "content": []})
+    def _add(self, kind: Literal["message", "reasoning"], text: str) -> Iterator[Event]:
+        if self._open is not None and self._open["type"] != kind:
+            yield from self._close()
+        if self._open is None:
+            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+            own: dict[str, Any] = {"id": f"rs_{new_rid()}", "summary": [], "encrypted_content": None}
+            if kind == "message":
+                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+                own = {"id": f"msg_{new_rid()}", "role": "assistant"}
+            self._open = {**own, "type": kind, "status": "in_progress", "content": [part]}
+            self.output.append(self._open)
+            yield self._of_item("response.output_item.added", item={**self._open, "content": []})
             yield self._of_part("response.content_part.added", part=dict(part))
         entries = [{**entry, "bytes": entry["bytes"] or []} for entry in msgspec.json.decode(self._logprobs.text)]
         self._logprobs = JsonList()
-        self._message["content"][0]["text"] += text
-        self._message["content"][0]["logprobs"] += entries
+        (part,) = self._open["content"]
+        part["text"] += text
+        if "logprobs" in part:
+            part["logprobs"] += entries
         if text:
-            yield self._of_part("response.output_text.delta", delta=text, logprobs=entries)
+            more = {"logprobs": entries} if "logprobs" in part else {}
+            yield self._of_part(f"response.{part['type']}.delta", delta=text, **more)
 
     def _close(self, status: str = "completed") -> Iterator[Event]:
-        """End the message that is being written, if any."""
-        if self._message is None:
+        """End the item that is being written, if any."""
+        if self._open is None:
             return
-        (part,) = self._message["content"]
-        yield self._of_part("response.output_text.done", text=part["text"], logprobs=part["logprobs"])
+        (part,) = self._open["content"]
+        more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+        yield self._of_part(f"response.{part['type']}.done", text=part["text"], **more)
         yield self._of_part("response.content_part.done", part=part)
-        self._message["status"] = status
-        yield self._of_item("response.output_item.done", item=self._message)
-        self._message = None
+        self._open["status"] = status
+        yield self._of_item("response.output_item.done", item=self._open)
+        self._open = None
 
     def _call(self, call: dict[str, Any], status: str) -> Iterator[Event]:
         arguments = call["function"]["arguments"]
@@ -153,7 +162,7 @@ class ResponseWriter(Writer):
             "input_tokens": output.prompt_tokens,
             "input_tokens_details": cache_usage([output]),
             "output_tokens": output.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens()},
             "total_tokens": output.prompt_tokens + output.completion_tokens,
         }
         if output.finish.type == "stop" or self._body.is_prewarming:
@@ -164,9 +173,13 @@ class ResponseWriter(Writer):
         status: str = self.response["status"]
         return status
 
+    def _num_reasoning_tokens(self) -> int:
+        thoughts = [part["text"] for item in self.output if item["type"] == "reasoning" for part in item["content"]]
+        return sum(len(tokens) for tokens in self._tokenizer.encode_each(thoughts))
+
     def fail(self, error: RametError) -> Event:
-        if self._message is not None:
-            self._message["status"] = "incomplete"
+        if self._open is not None:
+            self._open["status"] = "incomplete"
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
         return self._event("response.failed", response=self.response)
 
@@ -174,8 +187,8 @@ class ResponseWriter(Writer):
         return self._event(kind, output_index=len(self.output) - 1, **more)
 
     def _of_part(self, kind: str, **more: Any) -> Event:
-        assert self._message is not None
-        return self._of_item(kind, item_id=self._message["id"], content_index=0, **more)
+        assert self._open is not None
+        return self._of_item(kind, item_id=self._open["id"], content_index=0, **more)
 
     def _event(self, kind: str, **more: Any) -> Event:
         self._number += 1

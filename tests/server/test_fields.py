@@ -146,7 +146,7 @@ def test_what_senders_mean_by_limits():
 def test_parts_of_messages():
     said = [{"type": "thinking", "thinking": "Hm.", "signature": "x"}, {"type": "output_text", "text": "Yes."}]
     turn = chat(messages=[{"role": "assistant", "content": said}]).turns()
-    assert turn == [{"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}]
+    assert turn == [{"role": "assistant", "content": "Yes.", "reasoning_content": "Hm.", "thinking": "Hm."}]
     refused = chat(messages=[{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}]).turns()
     assert refused[0]["content"] == "No."
     call = {"id": "a", "function": {"name": "f", "arguments": {"city": "Köln"}}}

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.anthropic.content import ContentReader
-from server.openai.calls import CallReader
+from server.anthropic.content import pieces_of
+from server.openai.reader import AnswerReader, CallReader
 
 CALL = '<tool_call>\n{"name": "plant", "arguments": {"n": 2}}\n</tool_call>'
 ANSWERS = {
@@ -30,8 +30,9 @@ ANSWERS = {
 
 def read(parts: list[str], state="start") -> list:
     """Kinds and contents of the blocks."""
-    reader = ContentReader(CallReader(frozenset({"plant"})), state)
-    pieces = [piece for i, part in enumerate(parts) for piece in reader.push(part, last=i == len(parts) - 1)]
+    reader = AnswerReader(CallReader({"plant": {}}), state)
+    said = [reader.push(part, last=i == len(parts) - 1) for i, part in enumerate(parts)]
+    pieces = [piece for one in said for piece in pieces_of(one, cut=False)]
     blocks: list = []
     for piece in pieces:
         if piece.type == "tool_use":
@@ -54,7 +55,7 @@ def test_blocks_do_not_depend_on_how_the_text_arrives(text, cuts):
 
 
 def test_a_prompt_may_have_begun_the_reasoning():
-    assert read(["Hm.</th", "ink>\nAn oak."], "thinking") == [("thinking", "Hm."), ("text", "An oak.")]
+    assert read(["Hm.</th", "ink>\nAn oak."], "thought") == [("thinking", "Hm."), ("text", "An oak.")]
     assert read(["<think>"], "text") == [("text", "<think>")]
 
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from runtime.errors import EngineDead, Overloaded, RametError, RateLimited
 from runtime.frontend.output import Output, Submission
+from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import Breakpoint, CacheUsage, Finish
 from server.anthropic.messages import MessageWriter
 from server.anthropic.messages import usage as usage_of
@@ -249,11 +250,11 @@ def test_a_line_for_bills_costs_no_conversation_its_cache(client):
     assert answers[0]["left_out"] == ["x-anthropic-billing-header"]
 
 
-def test_a_message_that_waits_begins_before_it_is_admitted():
+def test_a_message_that_waits_begins_before_it_is_admitted(default_model_dir):
     """`idle` is called while a stream has no event; the first Output comes later and begins nothing anew."""
     info = SimpleNamespace(context_length=100)
     context = SimpleNamespace(
-        engine=SimpleNamespace(info=info, tokenizer=SimpleNamespace(chat_template="")), check_model=str
+        engine=SimpleNamespace(info=info, tokenizer=Tokenizer.load(default_model_dir)), check_model=str
     )
     asked = MessagesRequest.model_validate(body())
     submission = Submission("x", tokens=b"1234" * 9)

@@ -1,5 +1,6 @@
 """`--next-turn-tokens`: the history of a chat is computed as its next turn renders it, while the server is idle."""
 
+import json
 import time
 
 import httpx
@@ -77,6 +78,21 @@ def test_thoughts_are_left_out_of_a_history_that_is_computed_while_idle(client):
     # What is left is the question, and what fills no page.
     assert read(second) >= second["prompt_tokens"] - 24 - PAGE
     assert read(second) >= usage["prompt_tokens"] + computed - PAGE
+
+
+@pytest.mark.parametrize(
+    ("fields", "lengths"),
+    [({}, (80, 120)), ({"include_reasoning": False}, (0, 120)), ({"separate_reasoning": False}, (0, 215))],
+)
+def test_reasoning_stands_beside_the_text(client, fields, lengths):
+    body = {"messages": [ASKED], "seed": 1, "structured_outputs": {"regex": THINKS}, **fields}
+    said = client.post("/v1/chat/completions", json=body).raise_for_status().json()["choices"][0]["message"]
+    names = ("reasoning_content", "content")
+    assert tuple(len(said.get(name, "")) for name in names) == lengths
+    with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
+        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert ["".join(delta.get(name, "") for delta in deltas) for name in names] == [said.get(n, "") for n in names]
 
 
 @pytest.mark.parametrize(

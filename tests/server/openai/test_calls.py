@@ -8,12 +8,14 @@ import pytest
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.sampling.grammar import Grammar, GrammarCompiler
-from server.openai.calls import CallReader, lazy_calls
+from server.openai.calls import lazy_calls
+from server.openai.dialects import WHOLE
+from server.openai.reader import CallReader
 from server.openai.tools import Tool
 from tests.server.openai.test_tools import STOP, WEATHER
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rom"}}\n</tool_call>'
-NAMES = frozenset({"get_weather", "stop"})
+TOOLS: dict[str, dict] = {"get_weather": {}, "stop": {}}
 EXPECTED = ("get_weather", {"city": "Rom"})
 
 
@@ -50,7 +52,7 @@ def read(reader: CallReader, text: str, size: int) -> tuple[str, list]:
     ],
 )
 def test_calls_between_tags(text, shown, calls, size):
-    assert read(CallReader(NAMES), text, size) == (shown, calls)
+    assert read(CallReader(TOOLS), text, size) == (shown, calls)
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
@@ -66,15 +68,15 @@ def test_calls_between_tags(text, shown, calls, size):
     ],
 )
 def test_texts_that_are_calls(text, shown, calls, size):
-    assert read(CallReader(NAMES, tagged=False), text, size) == (shown, calls)
+    assert read(CallReader(TOOLS, dialect=WHOLE), text, size) == (shown, calls)
 
 
 def test_one_call_at_most_where_that_is_wanted():
-    assert read(CallReader(NAMES, single=True), CALL + CALL, 7)[1] == [EXPECTED]
+    assert read(CallReader(TOOLS, single=True), CALL + CALL, 7)[1] == [EXPECTED]
 
 
 def test_without_tools_nothing_is_held_back():
-    assert CallReader(frozenset()).push("<tool_call>", last=False) == ("<tool_call>", [])
+    assert CallReader({}).push("<tool_call>", last=False) == ("<tool_call>", [])
 
 
 @pytest.fixture(scope="module")
@@ -167,10 +169,10 @@ def test_a_call_follows_its_schema_as_far_as_a_grammar_can(written):
     ],
 )
 def test_a_call_that_is_cut_off(text, arguments):
-    for reader, before in ((CallReader(NAMES, forced=True), ""), (CallReader(NAMES), "<tool_call>\n")):
+    for reader, before in ((CallReader(TOOLS, forced=True), ""), (CallReader(TOOLS), "<tool_call>\n")):
         shown, calls = reader.push(before + text, True, True)
         if arguments is None:
             assert (shown, calls) == (before + text, [])
         else:
             assert (shown, calls[0]["function"]) == ("", {"name": "stop", "arguments": arguments})
-    assert CallReader(NAMES, forced=True).push(text, True)[1] == [], "a text that the model has ended is no call"
+    assert CallReader(TOOLS, forced=True).push(text, True)[1] == [], "a text that the model has ended is no call"

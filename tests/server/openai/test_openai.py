@@ -82,8 +82,12 @@ def test_an_answer_has_its_least_number_of_tokens(client):
     body = {"prompt": "One, two,", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
     ids = client.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]
     asked = [body | {"stop_token_ids": ids[:1], "min_tokens": least} for least in (0, 6)]
-    short, long = (client.post("/v1/completions", json=one).json()["usage"]["completion_tokens"] for one in asked)
+    asked.append(asked[0] | {"no_stop_trim": True})
+    answers = [client.post("/v1/completions", json=one).json() for one in asked]
+    short, long, _ = (answer["usage"]["completion_tokens"] for answer in answers)
     assert short == 1 < 6 <= long
+    trimmed, _, kept = (answer["choices"][0]["text"] for answer in answers)
+    assert trimmed == "" != kept  # as before a stop string, the text ends before a stop token
 
 
 def test_a_prompt_is_scored_without_an_answer(api):

@@ -110,6 +110,17 @@ def test_a_template_gets_the_tools_that_it_knows():
     assert [message["role"] for message in messages] == ["system", "user", "user"]
 
 
+def test_messages_suit_the_templates_of_mistral_and_gpt_oss():
+    call = {"id": "call_1", "type": "function", "function": {"name": "stop", "arguments": {}}}
+    said = {"role": "assistant", "content": "I stop.", "thinking": "Hm.", "tool_calls": [call]}
+    turns = [said, {"role": "tool", "content": "y", "tool_call_id": "call_1"}]
+    (asked, answered), _ = render_chat(_Template("{{ tools }} {{ tool_calls }} [TOOL_CALLS]"), turns, [])
+    assert len(answered["tool_call_id"]) == 9
+    assert answered["tool_call_id"] == asked["tool_calls"][0]["id"]
+    (asked, _), _ = render_chat(_Template("{{ tools }} {{ tool_calls }} <|channel|>"), turns, [])
+    assert (asked["thinking"], asked["content"]) == ("Hm.\nI stop.", "")
+
+
 def test_a_custom_tool_takes_a_text(api):
     tool = {"type": "custom", "custom": {"name": "patch", "description": "To change a file."}}
     options = {"model": MODEL, "temperature": 0, "max_tokens": 60}

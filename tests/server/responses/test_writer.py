@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from runtime.errors import DeadlineExceeded
-from runtime.frontend.output import Output
+from runtime.frontend.output import Output, Submission
 from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import Finish
 from server.openai.types import ChatRequest
@@ -18,7 +18,8 @@ def begun(default_model_dir) -> ResponseWriter:
     """A response of which a part was written."""
     context = SimpleNamespace(engine=SimpleNamespace(tokenizer=Tokenizer.load(default_model_dir)), check_model=str)
     asked = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-    writer = ResponseWriter(ResponseRequest(model="m", input="x"), ChatRequest(**asked), "resp_1", context)
+    body = ResponseRequest(model="m", input="x")
+    writer = ResponseWriter(body, ChatRequest(**asked), Submission("x"), "resp_1", context)
     list(writer.begin())
     writer.write(Output(0, 0, "r", delta="An oak"), None)
     return writer
@@ -37,3 +38,31 @@ def test_why_an_answer_is_incomplete(begun, end, details):
     response = event["response"]
     assert (response["status"], response["incomplete_details"]["reason"]) == ("incomplete", details)
     assert (item["item"]["status"], response["output"][0]["status"]) == ("incomplete", "incomplete")
+
+
+def test_reasoning_is_an_item_of_its_own(default_model_dir):
+    tokenizer = Tokenizer.load(default_model_dir)
+    context = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), check_model=str)
+    asked = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    body = ResponseRequest(model="m", input="x")
+    writer = ResponseWriter(body, ChatRequest(**asked), Submission("x<think>"), "resp_1", context)
+    events = [*writer.begin()]
+    for part in ("Hm", ".</th", "ink>\n\nAn oak"):
+        events += writer.write(Output(0, 0, "r", delta=part), None)
+    events += writer.write(Output(0, 0, "r", delta=".", finish=Finish("stop")), None)
+    thought, message = writer.response["output"]
+    assert (thought["type"], thought["status"], thought["content"]) == (
+        *("reasoning", "completed"),
+        [{"type": "reasoning_text", "text": "Hm."}],
+    )
+    assert (message["type"], message["content"][0]["text"]) == ("message", "An oak.")
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds == [
+        *("created", "in_progress", "output_item.added", "content_part.added", "reasoning_text.delta"),
+        *("reasoning_text.delta", "reasoning_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta", "output_text.delta", "output_text.done"),
+        *("content_part.done", "output_item.done", "completed"),
+    ]
+    assert [event["output_index"] for event in events if "output_index" in event] == [0] * 7 + [1] * 7
+    assert writer.response["usage"]["output_tokens_details"]["reasoning_tokens"] == len(tokenizer.encode("Hm."))
+    ResponseRequest(model="m", input=[*writer.response["output"], {"role": "user", "content": "And?"}])

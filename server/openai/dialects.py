@@ -1,0 +1,199 @@
+"""How models write reasoning and calls of tools.
+
+A function that reads calls gets a text with its tags, the parameters of the tools by name, and whether a limit has cut
+the text off. It returns the calls' names, and their arguments as JSON text; nothing, if the text is no call.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from runtime.models.tokenizer import Tokenizer
+from runtime.sampling.json_text import parse_json
+from server.openai.tools import CLOSE, OPEN
+
+Calls = list[tuple[str, str]]
+Schemas = Mapping[str, Mapping[str, Any]]
+
+# A call in JSON that has begun: its name, and the beginning of its arguments.
+_BEGUN = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*)', re.DOTALL)
+_OUTER_TAGS = re.compile(r"\A<[^>]*>|</[^>]*>\Z")
+_FUNCTION = re.compile(
+    r'<(?:function=|invoke name=")([^">]+)"?>(.*?)(?:</function>|</invoke>|(?=<function=|<invoke )|\Z)', re.DOTALL
+)
+_PARAMETER = re.compile(r'<parameter(?:=| name=")([^">]+)"?>\n?(.*?)\n?</parameter>', re.DOTALL)
+_PAIRS = re.compile(r"\s*([^<\s]+)\s*((?:<arg_key>.*)?)", re.DOTALL)
+_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_MISTRAL = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\](.*)", re.DOTALL)
+_DEEPSEEK = re.compile(
+    r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(.+?)(?:<｜tool▁sep｜>|\s*```json)(.*?)(?:```\s*)?<｜tool▁call▁end｜>",
+    re.DOTALL,
+)
+_GEMMA = re.compile(r"call:([^{]+)(\{.*\})", re.DOTALL)
+_BARE_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)\s*:')
+_PYTHON = {"true": True, "false": False, "null": None}
+
+
+def read_json(text: str, schemas: Schemas, cut: bool) -> Calls:
+    """A JSON object with name and arguments, or a list of them; also the beginning of an object that is cut off."""
+    try:
+        value = parse_json(text)
+    except ValueError:
+        found = _BEGUN.match(text) if cut else None
+        return [(found[1], found[2])] if found else []
+    entries = value if isinstance(value, list) else [value]
+    calls = [(entry.get("name"), _arguments(entry)) for entry in entries if isinstance(entry, dict)]
+    return [(name, given) for name, given in calls if isinstance(name, str)] if len(calls) == len(entries) else []
+
+
+def _arguments(entry: dict[str, Any]) -> str:
+    arguments = entry.get("arguments", entry.get("parameters", {}))
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _read_tagged(text: str, schemas: Schemas, cut: bool) -> Calls:
+    """The forms between `<tool_call>` tags: JSON, `<function=NAME>` or a name with `<arg_key>`."""
+    if "<function=" in text:
+        return _read_xml(text, schemas, cut)
+    inner = _OUTER_TAGS.sub("", text)
+    if inner.lstrip()[:1] in ("{", "["):
+        return read_json(inner, schemas, cut)
+    found = _PAIRS.fullmatch(inner)
+    return [(found[1], _typed(_PAIR.findall(found[2]), schemas.get(found[1], {})))] if found else []
+
+
+def _read_xml(text: str, schemas: Schemas, cut: bool) -> Calls:
+    found = [(name, _PARAMETER.findall(inner), inner.strip()) for name, inner in _FUNCTION.findall(text)]
+    # Llama's and Functionary's models write all arguments as one JSON object.
+    return [
+        (name, inner if inner.startswith("{") and not given else _typed(given, schemas.get(name, {})))
+        for name, given, inner in found
+    ]
+
+
+def _typed(parameters: Iterable[tuple[str, str]], schema: Mapping[str, Any]) -> str:
+    """Parameters as JSON text: strings as they are, values of other types read as JSON."""
+    properties = schema.get("properties", {})
+
+    def value(name: str, text: str) -> Any:
+        kinds = _kinds(properties.get(name))
+        if "string" in kinds and (text != "null" or "null" not in kinds):
+            return text
+        try:
+            return parse_json({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
+        except ValueError:
+            return text
+
+    return json.dumps({name: value(name, text) for name, text in parameters}, ensure_ascii=False)
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The types that a schema names."""
+    if not isinstance(schema, dict):
+        return set()
+    kinds = schema.get("type", [])
+    further = [one for key in ("anyOf", "oneOf") for one in schema.get(key) or ()]
+    return {*([kinds] if isinstance(kinds, str) else kinds)}.union(*map(_kinds, further))
+
+
+class _Names(ast.NodeTransformer):
+    """Replaces the names `true`, `false` and `null` by their values."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.Constant(_PYTHON[node.id]) if node.id in _PYTHON else node
+
+
+def _read_python(text: str, schemas: Schemas, cut: bool) -> Calls:
+    """Python's calls with keywords, alone or in a list (LFM2)."""
+    inner = text.removeprefix("<|tool_call_start|>").removesuffix("<|tool_call_end|>").strip()
+    try:
+        tree = _Names().visit(ast.parse(inner, mode="eval").body)
+        nodes = tree.elts if isinstance(tree, ast.List) else [tree]
+        return [
+            (ast.unparse(node.func), json.dumps({k.arg: ast.literal_eval(k.value) for k in node.keywords}))
+            for node in nodes
+            if isinstance(node, ast.Call)
+        ]
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return read_json(inner, schemas, cut)
+
+
+def _read_mistral(text: str, schemas: Schemas, cut: bool) -> Calls:
+    first, *more = text.split("[TOOL_CALLS]")[1:]
+    if "[ARGS]" not in first:
+        return read_json(first, schemas, cut)
+    found = [_MISTRAL.fullmatch(part) for part in (first, *more)]
+    return [(one[1], one[2].strip()) for one in found if one] if all(found) else []
+
+
+def _read_deepseek(text: str, schemas: Schemas, cut: bool) -> Calls:
+    return [(name.strip(), given.strip()) for name, given in _DEEPSEEK.findall(text)]
+
+
+def _read_gemma(text: str, schemas: Schemas, cut: bool) -> Calls:
+    """`call:NAME{key:value}`, with `<|"|>` around strings."""
+    found = _GEMMA.search(text)
+    if found is None:
+        return []
+    parts = found[2].split('<|"|>')
+    parts[::2] = [_BARE_KEY.sub(r'\1"\2":', part) for part in parts[::2]]
+    parts[1::2] = [json.dumps(part, ensure_ascii=False) for part in parts[1::2]]
+    return [(found[1].strip(), "".join(parts))]
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a model writes reasoning and calls.
+
+    Attributes:
+        read: reads calls.
+        tags: pairs of tags around calls; an empty second tag is the answer's end. Without tags, the whole answer
+            consists of calls, or of none.
+        thoughts: the tags around reasoning.
+        is_json: whether calls are in JSON, so that a grammar keeps them to their schemas.
+        has_special: whether tags are special tokens, which texts otherwise lack.
+        is_harmony: whether answers consist of messages with channels, see `HarmonyReader`.
+    """
+
+    read: Callable[[str, Schemas, bool], Calls] = _read_tagged
+    tags: tuple[tuple[str, str], ...] = ((OPEN, CLOSE),)
+    thoughts: tuple[str, str] = ("<think>", "</think>")
+    is_json: bool = False
+    has_special: bool = True
+    is_harmony: bool = False
+
+
+TAGGED = Dialect(is_json=True, has_special=False)
+WHOLE = Dialect(read_json, (), is_json=True, has_special=False)
+_XML = ((OPEN, CLOSE), ("<function=", CLOSE))  # some models leave the first tag out
+# By a text in the chat template, or a token of the vocabulary.
+_DIALECTS = {
+    "<|channel|>": Dialect(is_harmony=True),
+    "<|tool_call>": Dialect(_read_gemma, (("<|tool_call>", "<tool_call|>"),), ("<|channel>thought\n", "<channel|>")),
+    "<|tool_call_start|>": Dialect(_read_python, (("<|tool_call_start|>", "<|tool_call_end|>"),)),
+    "[TOOL_CALLS]": Dialect(_read_mistral, (("[TOOL_CALLS]", ""),), ("[THINK]", "[/THINK]")),
+    "<｜tool▁calls▁begin｜>": Dialect(_read_deepseek, (("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),)),
+    "<minimax:tool_call>": Dialect(_read_xml, (("<minimax:tool_call>", "</minimax:tool_call>"),)),
+    "<seed:tool_call>": Dialect(
+        _read_xml, (("<seed:tool_call>", "</seed:tool_call>"),), ("<seed:think>", "</seed:think>")
+    ),
+    "<TOOLCALL>": Dialect(tags=(("<TOOLCALL>", "</TOOLCALL>"),), has_special=False),
+    "<function=": Dialect(tags=_XML, has_special=False),
+    "<arg_key>": Dialect(has_special=False),
+}
+
+
+@lru_cache(maxsize=8)
+def dialect_of(tokenizer: Tokenizer) -> Dialect:
+    """The dialect of a model. If its chat template does not support tools, `render_chat` asks for JSON between tags."""
+    template = tokenizer.chat_template or ""
+    if "tools" not in template:
+        return TAGGED
+    for sign, dialect in _DIALECTS.items():
+        if sign in template or sign in tokenizer.added_texts:
+            return dialect
+    return TAGGED if OPEN in template else WHOLE

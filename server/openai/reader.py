@@ -1,0 +1,171 @@
+"""Reads answers while they arrive: reasoning, text, and calls of tools."""
+
+import uuid
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from runtime.sampling.json_text import parse_json
+from server.openai.dialects import TAGGED, Calls, Dialect, Schemas
+
+_MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")
+
+
+class Said(NamedTuple):
+    """Parts of an answer that later text cannot change. `calls` are in OpenAI's form."""
+
+    thought: str
+    text: str
+    calls: list[dict[str, Any]]
+
+
+@dataclass(slots=True)
+class CallReader:
+    """Incremental parser of tool calls.
+
+    Attributes:
+        tools: the parameters of the tools that may be called, by name; calls of other tools remain text.
+        forced: whether the whole text is one call in JSON.
+        single: whether to drop all calls but the first.
+        dialect: how the model writes calls.
+    """
+
+    tools: Schemas
+    forced: bool = False
+    single: bool = False
+    dialect: Dialect = TAGGED
+    num_calls: int = 0
+    _held: str = field(default="", init=False)
+    _plain: bool = field(default=False, init=False)
+    _cut: bool = field(default=False, init=False)
+
+    def push(self, text: str, last: bool, cut: bool = False) -> tuple[str, list[dict[str, Any]]]:
+        """Add text; returns the text that is final, and the calls in OpenAI's form.
+
+        Args:
+            last: whether no further text follows.
+            cut: whether a limit has ended the text. Then a call that was being written is returned as far as it is.
+        """
+        if not self.tools:
+            return text, []
+        self._held += text
+        self._cut = cut
+        if self.dialect.tags and not self.forced:
+            shown, found = self._between_tags(last)
+        else:
+            shown, found = self._whole(last)
+        return shown, self.numbered(found)
+
+    def numbered(self, found: Calls) -> list[dict[str, Any]]:
+        """Calls in OpenAI's form."""
+        calls = []
+        for name, arguments in found[: max(1 - self.num_calls, 0)] if self.single else found:
+            function = {"name": name, "arguments": arguments}
+            call = {"index": self.num_calls, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+            calls.append({**call, "function": function})
+            self.num_calls += 1
+        return calls
+
+    def _between_tags(self, last: bool) -> tuple[str, Calls]:
+        shown, found = "", Calls()
+        while starts := [(at, tags) for tags in self.dialect.tags if (at := self._held.find(tags[0])) >= 0]:
+            start, (_, close) = min(starts)
+            end = self._held.find(close, start) if close else -1
+            if end < 0 and not last:
+                break
+            stop = end + len(close) if end >= 0 else len(self._held)
+            calls = self._read(self._held[start:stop])
+            shown += self._held[:start].rstrip("\n") if calls else self._held[:stop]
+            found += calls
+            self._held = self._held[stop:].lstrip("\n") if calls else self._held[stop:]
+        keep = len(self._held) if last else self._settled()
+        shown, self._held = shown + self._held[:keep], self._held[keep:]
+        return shown, found
+
+    def _settled(self) -> int:
+        """Length of the held text that is final: up to an opening tag, or to a possible beginning of one."""
+        opens = [opening for opening, _ in self.dialect.tags]
+        places = [self._held.find(one) if one in self._held else before_tag(self._held, one) for one in opens]
+        return len(self._held[: min(places)].rstrip("\n"))
+
+    def _whole(self, last: bool) -> tuple[str, Calls]:
+        text = self._held.lstrip()
+        starts = any(marker.startswith(text[: len(marker)]) for marker in _MARKERS) or text[:1] in ("{", "[")
+        if not last and not self._plain and (starts or not text):
+            return "", []
+        self._plain = True
+        for marker in _MARKERS:
+            text = text.removeprefix(marker)
+        shown, self._held = self._held, ""
+        calls = self._read(text) if starts else []
+        return ("", calls) if calls else (shown, [])
+
+    def _read(self, text: str) -> Calls:
+        """The calls of a text; none if any of them is of an unknown tool."""
+        calls = self.dialect.read(text, self.tools, self._cut)
+        return calls if all(name in self.tools for name, _ in calls) else []
+
+
+@dataclass(slots=True)
+class AnswerReader:
+    """Incremental reader of an answer, whose reasoning stands between tags before all else.
+
+    Attributes:
+        calls: parser of the text behind the reasoning.
+        state: where the answer stands; begins as `thought` if the prompt ends with the opening tag.
+    """
+
+    calls: CallReader
+    state: Literal["start", "thought", "gap", "text"] = "start"
+    _held: str = field(default="", init=False)
+    _has_thought: bool = field(default=False, init=False)
+
+    @property
+    def num_calls(self) -> int:
+        return self.calls.num_calls
+
+    def push(self, text: str, last: bool, cut: bool = False) -> Said:
+        """Add text; `last`, `cut`: see `CallReader.push`."""
+        thought, said = self._split(text, last)
+        return Said(thought, *self.calls.push(said, last, cut))
+
+    def _split(self, text: str, last: bool) -> tuple[str, str]:
+        """The new part of the reasoning, and the new text behind it."""
+        thought, said = "", ""
+        opening, closing = self.calls.dialect.thoughts
+        self._held += text
+        if self.state == "start":
+            start = self._held.lstrip()
+            if start.startswith(opening):
+                self.state, self._held = "thought", start.removeprefix(opening)
+            elif last or not opening.startswith(start):
+                self.state = "text"
+        if self.state == "thought":
+            self._held = self._held if self._has_thought else self._held.lstrip()
+            thought, found, behind = self._held.partition(closing)
+            if found:
+                self.state, self._held = "gap", behind
+            else:
+                settled = len(thought) if last else before_tag(thought, closing)
+                thought, self._held = thought[:settled], thought[settled:]
+            self._has_thought = self._has_thought or bool(thought)
+        if self.state == "gap":
+            self._held = self._held.lstrip("\n")
+            self.state = "text" if self._held else "gap"
+        if self.state == "text":
+            said, self._held = self._held, ""
+        return thought, said
+
+
+def text_input(arguments: str) -> str:
+    """The argument `input` of a custom tool's call; the whole text if it is missing."""
+    try:
+        given = parse_json(arguments)
+    except ValueError:
+        return arguments
+    text = given.get("input") if isinstance(given, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def before_tag(text: str, tag: str) -> int:
+    """Length of the text without a beginning of the tag at its end."""
+    return len(text) - next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)

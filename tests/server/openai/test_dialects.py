@@ -1,0 +1,158 @@
+"""How models write reasoning and calls: what a reader finds in their texts, however these arrive."""
+
+import json
+
+import pytest
+
+from server.openai.dialects import TAGGED, WHOLE, Dialect, dialect_of
+from server.openai.harmony import HarmonyReader
+from server.openai.reader import AnswerReader, CallReader, Said
+
+TEXT, NULLABLE = {"type": "string"}, {"anyOf": [{"type": "string"}, {"type": "null"}]}
+TOOLS = {
+    "find": {"properties": {"q": TEXT, "most": {"type": "integer"}, "in": {"type": "array"}, "note": NULLABLE}},
+    "stop": {},
+}
+
+
+class Named:
+    """A tokenizer with a chat template that has a text, or with a token in its vocabulary."""
+
+    def __init__(self, sign: str, token: str = ""):
+        self.chat_template = f"{{% if tools %}}{sign}{{% endif %}}"
+        self.added_texts = (token,)
+
+
+def dialect(sign: str, token: str = "") -> Dialect:
+    return dialect_of(Named(sign, token))  # type: ignore[arg-type]
+
+
+def read(dialect: Dialect, text: str, size: int, state="start", cut=False) -> tuple[str, str, list]:
+    calls = CallReader(TOOLS, dialect=dialect)
+    reader = HarmonyReader(calls) if dialect.is_harmony else AnswerReader(calls, state)
+    pieces = [text[i : i + size] for i in range(0, len(text), size)] or [""]
+    said = [reader.push(one, i == len(pieces) - 1, cut and i == len(pieces) - 1) for i, one in enumerate(pieces)]
+    thought, shown = ("".join(parts) for parts in ([one.thought for one in said], [one.text for one in said]))
+    found = [call for one in said for call in one.calls]
+    assert [call["index"] for call in found] == [*range(reader.num_calls)]
+    functions = [call["function"] for call in found]
+    return thought, shown, [(one["name"], json.loads(one["arguments"])) for one in functions]
+
+
+FIND = ("find", {"q": "a <b> 3", "most": 3, "in": ["x", {"y": None}], "note": "null and void"})
+XML = (
+    "<function=find>\n<parameter=q>\na <b> 3\n</parameter>\n<parameter=most>\n3\n</parameter>\n"
+    '<parameter=in>\n["x", {"y": null}]\n</parameter>\n<parameter=note>\nnull and void\n</parameter>\n</function>'
+)
+MINIMAX = (
+    '<invoke name="find">\n<parameter name="q">a <b> 3</parameter>\n<parameter name="most">3</parameter>\n'
+    '<parameter name="in">["x", {"y": null}]</parameter>\n<parameter name="note">null and void</parameter>\n</invoke>'
+)
+GLM = (
+    "find\n<arg_key>q</arg_key>\n<arg_value>a <b> 3</arg_value>\n<arg_key>most</arg_key>\n<arg_value>3</arg_value>\n"
+    '<arg_key>in</arg_key>\n<arg_value>["x", {"y": null}]</arg_value>\n'
+    "<arg_key>note</arg_key>\n<arg_value>null and void</arg_value>\n"
+)
+GIVEN = json.dumps(FIND[1])
+GEMMA = 'find{in:[<|"|>x<|"|>,{y:null}],most:3,note:<|"|>null and void<|"|>,q:<|"|>a <b> 3<|"|>}'
+DEEP = "<｜tool▁call▁begin｜>{}<｜tool▁call▁end｜>"
+CASES = [
+    ("<function=", f"Look.\n<tool_call>\n{XML}\n</tool_call>", ("", "Look.", [FIND])),
+    ("<function=", f"<think>\nHm.\n</think>\n\n<tool_call>\n{XML}\n</tool_call>", ("Hm.\n", "", [FIND])),
+    ("<function=", f"{XML}\n</tool_call>", ("", "", [FIND])),
+    ("<function=", f"<tool_call>{XML}</tool_call>\n<tool_call>{XML}</tool_call>", ("", "", [FIND, FIND])),
+    ("<function=", "<tool_call><function=rob>\n</function></tool_call>", None),
+    ("<function=", f'<tool_call>{{"name": "find", "arguments": {GIVEN}}}</tool_call>', ("", "", [FIND])),
+    ("<function=", f"<function=find>{GIVEN}</function>", ("", "", [FIND])),
+    ("<TOOLCALL>", f'<TOOLCALL>[{{"name": "find", "arguments": {GIVEN}}}]</TOOLCALL>', ("", "", [FIND])),
+    ("<arg_key>", f"<think></think>\n<tool_call>{GLM}</tool_call>", ("", "", [FIND])),
+    ("<arg_key>", "<tool_call>stop</tool_call>", ("", "", [("stop", {})])),
+    ("<arg_key>", "<tool_call>stop it</tool_call>", None),
+    ("<minimax:tool_call>", f"<minimax:tool_call>\n{MINIMAX}\n</minimax:tool_call>", ("", "", [FIND])),
+    (
+        "<seed:tool_call>",
+        f"<seed:think>Hm.</seed:think>\n<seed:tool_call>\n{XML}\n</seed:tool_call>",
+        ("Hm.", "", [FIND]),
+    ),
+    (
+        "<|tool_call_start|>",
+        '<|tool_call_start|>[find(q="a", most=3, note=null), stop()]<|tool_call_end|>Now.',
+        ("", "Now.", [("find", {"q": "a", "most": 3, "note": None}), ("stop", {})]),
+    ),
+    ("<|tool_call_start|>", "<|tool_call_start|>[find(q=open('x'))]<|tool_call_end|>", None),
+    ("[TOOL_CALLS]", f"[THINK]Hm.[/THINK]Look.[TOOL_CALLS]find[ARGS]{GIVEN}", ("Hm.", "Look.", [FIND])),
+    (
+        "[TOOL_CALLS]",
+        f"[TOOL_CALLS]find[CALL_ID]123456789[ARGS]{GIVEN}[TOOL_CALLS]stop[ARGS]{{}}",
+        ("", "", [FIND, ("stop", {})]),
+    ),
+    ("[TOOL_CALLS]", f'[TOOL_CALLS] [{{"name": "find", "arguments": {GIVEN}}}]', ("", "", [FIND])),
+    (
+        "<｜tool▁calls▁begin｜>",
+        "Hm.</think>Look.<｜tool▁calls▁begin｜>"
+        + DEEP.format(f"find<｜tool▁sep｜>{GIVEN}")
+        + DEEP.format("function<｜tool▁sep｜>stop\n```json\n{}\n```")
+        + "<｜tool▁calls▁end｜>",
+        ("Hm.", "Look.", [FIND, ("stop", {})]),
+    ),
+    (
+        "<|tool_call>",
+        f"<|channel>thought\nHm.\n<channel|><|tool_call>call:{GEMMA}<tool_call|><|tool_call>call:stop{{}}<tool_call|>",
+        ("Hm.\n", "", [FIND, ("stop", {})]),
+    ),
+    (
+        "<|channel|>",
+        "<|channel|>analysis<|message|>Hm, < or <|.<|end|><|start|>assistant<|channel|>final<|message|>An oak.",
+        ("Hm, < or <|.", "An oak.", []),
+    ),
+    (
+        "<|channel|>",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Look.<|end|>"
+        f"<|start|>assistant to=functions.find<|channel|>commentary json<|message|>{GIVEN}",
+        ("Hm.", "Look.", [FIND]),
+    ),
+    (
+        "<|channel|>",
+        f"<|channel|>commentary to=functions.find <|constrain|>json<|message|>{GIVEN}<|call|>"
+        "<|start|>assistant<|channel|>commentary to=functions.stop<|message|>{}",
+        ("", "", [FIND, ("stop", {})]),
+    ),
+    ("<|channel|>", " to=functions.rob<|channel|>commentary<|message|>{}", ("", "{}", [])),
+    ("<|channel|>", '{"oak": 1}', ("", '{"oak": 1}', [])),
+    ("<|channel|>", "<|channel|>final<|mess", ("", "", [])),
+]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 10_000])
+@pytest.mark.parametrize(("sign", "text", "wanted"), CASES)
+def test_what_a_reader_finds(sign, text, wanted, size):
+    """None: the text stays as it is."""
+    state = "thought" if text.startswith("Hm.") else "start"
+    assert read(dialect(sign), text, size, state) == (wanted or ("", text, []))
+
+
+def test_the_beginning_of_a_call_that_is_cut_off():
+    begun = '{"q": "a'
+    for sign, text in {
+        "[TOOL_CALLS]": f"[TOOL_CALLS]find[ARGS]{begun}",
+        "<|channel|>": f"<|channel|>commentary to=functions.find<|message|>{begun}",
+    }.items():
+        made = dialect(sign)
+        reader = HarmonyReader(CallReader(TOOLS)) if made.is_harmony else AnswerReader(CallReader(TOOLS, dialect=made))
+        assert reader.push(text, True, True).calls[0]["function"] == {"name": "find", "arguments": begun}
+    text = "<tool_call><function=find><parameter=q>a</parameter><parameter=most>"
+    assert read(dialect("<function="), text, 9, cut=True) == ("", "", [("find", {"q": "a"})])
+
+
+def test_the_dialect_of_a_model():
+    assert dialect("") is WHOLE
+    assert dialect("<tool_call>") is TAGGED
+    assert dialect("", "<|tool_call_start|>") is dialect("<|tool_call_start|>")
+    plain = Named("<|channel|>")
+    plain.chat_template = "{{ messages }}"  # without tools, the prompt asks for JSON between tags
+    assert dialect_of(plain) is TAGGED  # type: ignore[arg-type]
+
+
+def test_without_tools_calls_are_text_and_reasoning_is_not():
+    text = "<think>Hm.</think><tool_call><function=find></function></tool_call>"
+    assert AnswerReader(CallReader({}, dialect=dialect("<function="))).push(text, True) == Said("Hm.", text[18:], [])
