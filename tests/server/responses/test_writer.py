@@ -6,7 +6,6 @@ import pytest
 
 from runtime.errors import DeadlineExceeded
 from runtime.frontend.output import Output
-from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import Finish
 from server.openai.types import ChatRequest
 from server.responses.types import ResponseRequest
@@ -14,9 +13,9 @@ from server.responses.writer import ResponseWriter
 
 
 @pytest.fixture
-def begun(default_model_dir) -> ResponseWriter:
+def begun(tokenizer) -> ResponseWriter:
     """A response of which a part was written."""
-    context = SimpleNamespace(engine=SimpleNamespace(tokenizer=Tokenizer.load(default_model_dir)), check_model=str)
+    context = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), check_model=str)
     asked = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
     writer = ResponseWriter(ResponseRequest(model="m", input="x"), ChatRequest(**asked), "resp_1", context)
     list(writer.begin())
