@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import httpx
@@ -216,15 +215,9 @@ def test_each_status_has_its_type_of_error():
 
 
 def test_an_answer_that_is_aborted_is_an_error(client, server):
-    client.post("/pause")
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(httpx.post, f"{server.url}/v1/messages", json=body(), timeout=60)
-            server.wait(lambda state: state["waiting"] == 1)
-            client.post("/abort_request", json={"abort_all": True})
-            told = asked.result()
-    finally:
-        client.post("/resume")
+    with server.waiting("/v1/messages", body()) as asked:
+        client.post("/abort_request", json={"abort_all": True})
+        told = asked.result()
     assert (told.status_code, told.json()["error"]["type"]) == (409, "conflict_error")
 
 
