@@ -11,7 +11,7 @@ from runtime.errors import ModelError
 from runtime.execution.native.library import load_best
 from tests.runtime.engine.driver import make_core
 
-ROWS = 256
+ROWS = 512
 
 
 def log_probabilities(core, ids):

@@ -42,7 +42,7 @@ def model_dir(request, tmp_path_factory, default_model_dir):
 
 def greedy(engine: Engine) -> list[list[int]]:
     """Alone, together, and once more with everything cached, so that partial pages are copied."""
-    sampling = {"temperature": 0, "max_new_tokens": 6}
+    sampling = {"temperature": 0, "max_new_tokens": 12}
     first = [engine.generate(prompt, sampling)[0].token_ids for prompt in PROMPTS]
     return first + [output.token_ids for _ in range(2) for output in engine.generate(PROMPTS, sampling)]
 
