@@ -20,6 +20,7 @@ def test_a_chat_and_its_stream_have_a_usage_and_one_end(api):
     with_usage = {"stream": True, "stream_options": {"include_usage": True}}
     *parts, last = api.chat.completions.create(**asked, max_completion_tokens=12, **with_usage)
     assert parts[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in parts) == whole.choices[0].message.content
     assert [c.choices[0].finish_reason for c in parts if c.choices[0].finish_reason] == [whole.choices[0].finish_reason]
     assert last.choices == []
     assert last.usage.completion_tokens == whole.usage.completion_tokens
