@@ -22,6 +22,7 @@ import torch
 from runtime.config import default_cache_dir
 from runtime.errors import ModelError
 from runtime.models.default_model import fetch_default
+from runtime.models.tokenizer import Tokenizer
 from tests.tiny import TINY_MODELS, save_tiny
 
 # For `make test`: the same examples each time, so that a change alone makes a test fail. Plain pytest draws new ones.
@@ -77,6 +78,12 @@ def default_model_dir(pytestconfig: pytest.Config) -> Path:
         if pytestconfig.getoption("--without-model"):
             pytest.skip(reason)
         pytest.fail(f"{reason} (--without-model skips the tests that need it)", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(default_model_dir) -> Tokenizer:
+    """The default model's, which small models have, too."""
+    return Tokenizer.load(default_model_dir)
 
 
 @pytest.fixture(scope="session")

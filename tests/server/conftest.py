@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -65,6 +66,30 @@ class LiveServer:
             connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n{content}".encode())
             yield
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No step is computed meanwhile, so that no machine is too quick for what a test does."""
+        httpx.post(f"{self.url}/pause").raise_for_status()
+        try:
+            yield
+        finally:
+            httpx.post(f"{self.url}/resume").raise_for_status()
+
+    @contextmanager
+    def waiting(self, path: str, body: dict) -> Iterator[Future]:
+        """The answer to come to a request that waits meanwhile."""
+        with self.paused(), ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(httpx.post, self.url + path, json=body)
+            self.wait(lambda state: state["waiting"] == 1)
+            yield answer
+
+    def leave(self, path: str, body: dict) -> dict:
+        """The state after a client has left while its request waited."""
+        with self.paused():
+            with self.leaving(path, body):
+                self.wait(lambda state: state["waiting"] == 1)
+            return self.wait(lambda state: state["waiting"] == 0)
+
     def engine_pid(self) -> int:
         """The engine process, by the parent's id."""
         children = subprocess.run(
@@ -73,21 +98,16 @@ class LiveServer:
         return next(int(line.split()[0]) for line in children.stdout.splitlines() if "runtime.engine.process" in line)
 
 
-def start(log: Path, *options: str, verify: ssl.SSLContext | bool = True, own_group: bool = False) -> LiveServer:
-    """Start `ramet serve` on a free port, if asked for as the leader of a process group, and wait until it serves."""
-    command = [
-        sys.executable,
-        "-m",
-        "server.cli",
-        "serve",
-        "--port",
-        "0",
-        "--dtype",
-        "float32",
-        "--threads",
-        "1",
-        *options,
-    ]
+def start(
+    log: Path, *options: str, verify: ssl.SSLContext | bool = True, own_group: bool = False, before: str = ""
+) -> LiveServer:
+    """Start `ramet serve` on a free port, if asked for as the leader of a process group, and wait until it serves.
+
+    `before`: what the process runs first.
+    """
+    code = f"{before}; import runpy; runpy.run_module('server.cli', run_name='__main__')"
+    module = ["-c", code] if before else ["-m", "server.cli"]
+    command = [sys.executable, *module, "serve", "--port", "0", "--dtype", "float32", "--threads", "1", *options]
     with log.open("w") as out:
         process = subprocess.Popen(
             command,

@@ -60,7 +60,9 @@ def test_a_dead_engine_ends_every_stream_and_the_server(tiny_dir, tmp_path):
 
 
 def test_a_server_whose_engine_does_not_answer_says_so_and_exits_with_70(tiny_dir, tmp_path):
-    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "8192", "--drain-time", "0")
+    before = "import runtime.frontend.async_engine as engine; engine._STOP_SECONDS = 1"
+    options = ["--model", str(tiny_dir), "--pool-tokens", "8192", "--drain-time", "0"]
+    server = start(tmp_path / "log", *options, before=before)
     threads, found = streams(server, 2)
     os.kill(server.engine_pid(), signal.SIGSTOP)
     server.process.send_signal(signal.SIGTERM)

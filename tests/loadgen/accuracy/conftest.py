@@ -3,12 +3,6 @@
 import pytest
 
 from loadgen.accuracy.forced import Asker
-from runtime.models.tokenizer import Tokenizer
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tiny_dir):
-    return Tokenizer.load(tiny_dir)
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,6 @@ import pytest
 
 from loadgen.accuracy.parts import TASKS, Item
 from runtime.frontend.schemas.schema import Schema
-from runtime.models.tokenizer import Tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(default_model_dir):
-    return Tokenizer.load(default_model_dir)
 
 
 def items(task: str) -> list[Item]:

@@ -39,7 +39,8 @@ def test_every_source_is_measured_and_a_computed_prefix_is_not_taken_for_a_loade
     assert min(one["cpu"] for one in found if "cpu" in one) > 0
 
 
-def test_every_operation_is_measured(measured):
+def test_every_operation_is_measured(measured, monkeypatch):
+    monkeypatch.setattr("loadgen.micro.bench_tree._EVICTED", 100)
     prompts, *evictions = measured("tree", "--page-sizes", 16, "--leaves", 50)
     assert [one["policy"] for one in evictions] == [*POLICIES, "lru"]
     assert min(prompts[name] for name in ("insert", "match", "miss", "lock", "chain", "chain_lock")) > 0

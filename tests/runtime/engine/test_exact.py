@@ -7,24 +7,30 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from runtime.models.tokenizer import Tokenizer
 from tests.runtime.engine.driver import Driver, gives, greedy, make_core
 from tests.runtime.engine.prompts import all_prompts
 from tests.tiny import VOCAB
 
-NEW = 12
+NEW = 8
 
 
 @pytest.fixture(scope="module")
-def prompts(default_model_dir):
-    return all_prompts(Tokenizer.load(default_model_dir))
+def prompts(tokenizer):
+    return all_prompts(tokenizer)
 
 
 @pytest.fixture(scope="module")
-def expected(default_model_dir, reference, prompts):
+def served(default_model_dir, prompts):
+    """A driver that has answered all prompts, cold."""
+    driver = Driver(make_core(default_model_dir, step_tokens=1 << 20, overlap="off"))
+    driver.together(prompts, max_new_tokens=NEW)
+    return driver
+
+
+@pytest.fixture(scope="module")
+def expected(served, reference, prompts):
     """transformers' tokens: one forward pass shows whether a guess is them, where to generate takes one a token."""
-    guesses = Driver(make_core(default_model_dir)).together(prompts, max_new_tokens=NEW)
-    pairs = zip(prompts, guesses, strict=True)
+    pairs = zip(prompts, [*served.tokens.values()], strict=True)
     return [guess if gives(reference, prompt, guess) else greedy(reference, prompt, NEW) for prompt, guess in pairs]
 
 
@@ -40,12 +46,14 @@ def test_cache_off(default_model_dir, prompts, expected):
     assert {len(tokens) for tokens in expected} == {NEW}
 
 
-@pytest.mark.parametrize(("page_size", "chunk", "overlap"), [(16, 1 << 20, "off"), (1, 64, "on")])
-def test_cold_warm_and_flushed(default_model_dir, prompts, expected, page_size, chunk, overlap):
-    options = {"page_size": page_size, "chunk_tokens": chunk, "overlap": overlap}
-    core = make_core(default_model_dir, step_tokens=1 << 20, **options)
-    driver = Driver(core)
-    assert driver.together(prompts, max_new_tokens=NEW) == expected
+@pytest.mark.parametrize("options", [{}, {"page_size": 1, "chunk_tokens": 64, "overlap": "on"}])
+def test_cold_warm_and_flushed(default_model_dir, prompts, served, expected, options):
+    driver = served
+    if options:
+        driver = Driver(make_core(default_model_dir, step_tokens=1 << 20, **options))
+        driver.together(prompts, max_new_tokens=NEW)
+    core, page_size = driver.core, driver.core.cache.page_size
+    assert [*driver.tokens.values()] == expected
     assert core.state()["cached_tokens"] > 0, "prompts with a common beginning share it within one batch"
     assert driver.together(prompts, max_new_tokens=NEW) == expected
     for i, prompt in enumerate(prompts):

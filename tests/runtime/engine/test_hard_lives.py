@@ -32,38 +32,6 @@ def test_a_peer_whose_last_chunk_is_one_row_wakes_those_that_wait_for_it(ids_dir
     assert "b" in driver.finish, "b waits until a has generated all its tokens"
 
 
-def test_damaged_pages_that_two_requests_read_leave_the_cache(ids_dir):
-    """a's first chunk leaves NaN in the pool; b reads it; once both have failed, nothing damaged may stay."""
-    shared = prompt_of(2, 64)
-    core = make_core(ids_dir, page_size=16, chunk_tokens=32)
-    driver = Driver(core)
-    driver.add("a", [*shared, 1, 2, 3], max_new_tokens=4)
-    driver.add("b", [*shared, 7, 8, 9], max_new_tokens=4)
-    run, done = core.executor.run, []
-
-    def bad(batch):
-        logits = run(batch)
-        if not done:
-            done.append(True)
-            slots = batch.groups[0].kv_write
-            poison(core, slots)
-        return logits
-
-    core.executor.run = bad
-    driver.run()
-    assert driver.finish["a"].type == driver.finish["b"].type == "error"
-    driver.add("later", [*shared, 11, 12], max_new_tokens=2)
-    driver.run()
-    assert driver.finish["later"].type == "length", "later reads the damaged pages again"
-
-
-def poison(core, slots):
-    """Damage the KV rows of some slots in all layers."""
-    pool = core.executor.pool
-    pool.k[:, slots] = torch.nan
-    pool.v[:, slots] = torch.nan
-
-
 def test_a_pin_whose_computation_is_refused_is_answered(ids_dir):
     core = make_core(ids_dir, pool_tokens=4096, pin_budget=1.0)
     driver = Driver(core)
@@ -212,9 +180,10 @@ def test_lives(ids_dir, seed, overlap):
     assert set(driver.finish) == set(prompts)
     good = [rid for rid, finish in driver.finish.items() if finish.type == "length"]
     for rid in good[-25:]:
-        if driver.tokens[rid]:
-            (expected,) = plain.together([prompts[rid]], max_new_tokens=len(driver.tokens[rid]), **styles[rid])
-            assert driver.tokens[rid] == expected
+        plain.add(rid, prompts[rid], max_new_tokens=len(driver.tokens[rid]), **styles[rid])
+    plain.run()
+    for rid in good[-25:]:
+        assert driver.tokens[rid] == plain.tokens[rid]
         if kinds[rid] is not None:
             found = [p.token for e in driver.events[rid] for p in e.prompt_logprobs or []]
             assert found == prompts[rid][kinds[rid] :]

@@ -182,7 +182,7 @@ def test_an_event_loop_that_is_left_ends_nothing(engine):
 
 def test_a_cancelled_batch_leaves_no_request(engine):
     async def cancel(reached: Callable[[], bool]) -> None:
-        task = asyncio.create_task(engine.agenerate([[i + 3] * 9 for i in range(64)], LONG))
+        task = asyncio.create_task(engine.agenerate([[i + 3] * 9 for i in range(16)], LONG))
         await asyncio.sleep(0)
         while not reached():
             await asyncio.sleep(0.001)

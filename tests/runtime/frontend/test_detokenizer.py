@@ -5,14 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.frontend.processor import TextStream
-from runtime.models.tokenizer import Detokenizer, Tokenizer
+from runtime.models.tokenizer import Detokenizer
 from runtime.params import SamplingParams
-
-
-@pytest.fixture(scope="module")
-def tokenizer(default_model_dir):
-    return Tokenizer.load(default_model_dir)
-
 
 TEXTS = [
     "Grüße, 世界! 🌱🌳 done",

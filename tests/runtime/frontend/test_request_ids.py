@@ -30,11 +30,6 @@ def sent():
     return []
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny_dir):
-    return Tokenizer.load(tiny_dir)
-
-
 @pytest.fixture
 def frontend(tokenizer, sent):
     return Frontend(InputProcessor(INFO, tokenizer, SchedulerConfig()), sent.append)

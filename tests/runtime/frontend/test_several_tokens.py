@@ -9,7 +9,6 @@ from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Output, Submission
 from runtime.frontend.processor import Frontend
 from runtime.frontend.stream import OutputStream
-from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import Abort, AddRequest, Finish, TokenEvent, TokenLogprob
 from tests.runtime.frontend.test_request_ids import INFO
@@ -17,8 +16,7 @@ from tests.runtime.frontend.test_request_ids import INFO
 TEXT = "One, two, three END four, five END six."
 
 
-def test_a_stop_string_counts_from_the_least_number_of_tokens_on(tiny_dir):
-    tokenizer = Tokenizer.load(tiny_dir)
+def test_a_stop_string_counts_from_the_least_number_of_tokens_on(tokenizer):
     tokens = tokenizer.encode(TEXT)
     at = next(i for i in range(len(tokens)) if "END" in tokenizer.decode(tokens[:i]))
     for least, text in ((at, "One, two, three "), (at + 1, "One, two, three END four, five ")):
@@ -44,8 +42,7 @@ def outputs_of(tokenizer, pieces, **params):
     "params",
     [{}, {"stop": ["END"]}, {"stop": ["END"], "min_new_tokens": 10}, {"stop": ["three E"], "no_stop_trim": True}],
 )
-def test_a_stop_string_ends_the_output_at_its_last_token(tiny_dir, params, size):
-    tokenizer = Tokenizer.load(tiny_dir)
+def test_a_stop_string_ends_the_output_at_its_last_token(tokenizer, params, size):
     tokens = tokenizer.encode(TEXT)
     single, _ = outputs_of(tokenizer, [[token] for token in tokens], **params)
     several, told = outputs_of(tokenizer, [tokens[i : i + size] for i in range(0, len(tokens), size)], **params)
@@ -57,8 +54,8 @@ def test_a_stop_string_ends_the_output_at_its_last_token(tiny_dir, params, size)
     assert told == ("stop" in params and several[-1].completion_tokens <= len(tokens) - (len(tokens) % size or size))
 
 
-def test_a_slow_reader_gets_what_has_arrived_of_a_completion_as_one(tiny_dir):
-    tokenizer, sent = Tokenizer.load(tiny_dir), []
+def test_a_slow_reader_gets_what_has_arrived_of_a_completion_as_one(tokenizer):
+    sent = []
     tokens = tokenizer.encode(TEXT)
     stream = OutputStream(Frontend(InputProcessor(INFO, tokenizer, SchedulerConfig()), sent.append))
     stream.submit(Submission([1], SamplingParams(n=2)), [1])

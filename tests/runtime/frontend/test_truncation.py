@@ -8,7 +8,6 @@ from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Submission
 from runtime.frontend.processor import Frontend
 from runtime.frontend.schemas.compile import ModulePrompt
-from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import ModelInfo
 
@@ -16,9 +15,9 @@ from runtime.protocol import ModelInfo
 @pytest.mark.parametrize(
     ("last", "new", "kept"), [(None, 4, None), (3, 4, 3), (-1, 4, 60), (-1, None, 63), (-1, 0, 64), (64, 4, None)]
 )
-def test_the_last_tokens_that_fit(tiny_dir, last, new, kept):
+def test_the_last_tokens_that_fit(tokenizer, last, new, kept):
     info = ModelInfo("tiny", "", "", 10_000, 64, [2], "", "", "", 16, 4096)
-    inputs = InputProcessor(info, Tokenizer.load(tiny_dir), SchedulerConfig())
+    inputs = InputProcessor(info, tokenizer, SchedulerConfig())
     ids = list(range(5, 205))
     places = [(150, 60.0), (200, 3600.0)]
     submission = Submission(ids, SamplingParams(max_new_tokens=new), last_tokens=last, breakpoints=places)
@@ -37,12 +36,10 @@ def test_the_last_tokens_that_fit(tiny_dir, last, new, kept):
         *((20, 50, 60, 4), (60, 20, 63, 1), (60, 20, 15, 49), (60, 60, 15, 20)),
     ],
 )
-def test_the_limit_of_the_server_is_the_length_of_an_output_without_one(tiny_dir, most, rows, stop, limit):
+def test_the_limit_of_the_server_is_the_length_of_an_output_without_one(tokenizer, most, rows, stop, limit):
     """Within the context, which counts positions, and the pool of 80 tokens; none lets the engine count."""
     info, sent = ModelInfo("tiny", "", "", 10_000, 64, [2], "", "", "", 16, 80), []
-    frontend = Frontend(
-        InputProcessor(info, Tokenizer.load(tiny_dir), SchedulerConfig(max_output_tokens=most)), sent.append
-    )
+    frontend = Frontend(InputProcessor(info, tokenizer, SchedulerConfig(max_output_tokens=most)), sent.append)
     given = [5] * rows if rows == stop else ModulePrompt([5], {}, [rows - 1], stop)
     submission = Submission(given, SamplingParams(max_new_tokens=None))
     frontend.submit(submission, frontend.inputs.encode(submission), 0, sent.append)

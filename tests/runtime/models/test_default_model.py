@@ -10,7 +10,6 @@ import torch
 from runtime.errors import ModelError
 from runtime.models import default_model
 from runtime.models.default_model import fetch_default
-from runtime.models.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -29,9 +28,8 @@ def pip(monkeypatch):
     return install
 
 
-def test_it_knows_the_capital_of_france(reference, default_model_dir):
+def test_it_knows_the_capital_of_france(reference, tokenizer):
     """Wrong row order in q and k would leave nothing but noise."""
-    tokenizer = Tokenizer.load(default_model_dir)
     ids = torch.tensor([tokenizer.encode("The capital of France is")])
     out = reference.generate(ids, max_new_tokens=4, do_sample=False)
     assert tokenizer.decode(out[0].tolist()).startswith("The capital of France is Paris")

@@ -10,11 +10,6 @@ from runtime.models.tokenizer import Detokenizer, Tokenizer
 
 
 @pytest.fixture(scope="module")
-def tokenizer(default_model_dir):
-    return Tokenizer.load(default_model_dir)
-
-
-@pytest.fixture(scope="module")
 def byte_ids(tokenizer):
     """The tokens that are one byte which is no character by itself."""
     ids = range(tokenizer.vocab_size)

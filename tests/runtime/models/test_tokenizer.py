@@ -10,8 +10,8 @@ from runtime.models import sandbox
 from runtime.models.tokenizer import Tokenizer
 
 
-def test_each_token_has_its_end(default_model_dir):
-    tokenizer, text = Tokenizer.load(default_model_dir), "Many stems grow from one shared root."
+def test_each_token_has_its_end(tokenizer):
+    text = "Many stems grow from one shared root."
     ids = tokenizer.encode(text)
     ends = [len(tokenizer.decode(ids[: i + 1])) for i in range(len(ids))]
     assert tokenizer.encode_with_ends(text) == (ids, ends)
@@ -29,11 +29,6 @@ TEXTS = [
     "",
     "\n\n\n",
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(default_model_dir):
-    return Tokenizer.load(default_model_dir)
 
 
 @pytest.mark.parametrize("text", TEXTS)

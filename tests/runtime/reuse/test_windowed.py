@@ -121,24 +121,15 @@ def test_drafts(path, monkeypatch):
             assert run(core, prompts, monkeypatch, plain.tokens, right).tokens == plain.tokens
 
 
-def test_pinned_ends_keep_their_rows(path):
-    draw = random.Random(6)
-    core = make_core(path, page_size=4)
-    driver = Driver(core)
-    prompt = draw_ids(draw, 128)
-    driver.pin(prompt)
-    fill(driver, draw, 40)
-    driver.add("again", [*prompt, 5, 6], max_new_tokens=1)
-    driver.run()
-    assert driver.cached("again") == 128
-
-
-def test_held_ends_keep_their_rows(path):
+@pytest.mark.parametrize("pinned", [True, False])
+def test_pinned_and_held_ends_keep_their_rows(path, pinned):
     draw = random.Random(6)
     driver = Driver(make_core(path, page_size=4, hold_time="0:600"))
     prompt = draw_ids(draw, 129)
-    driver.add("held", prompt, max_new_tokens=1, hold_s=300.0)
-    driver.run()
+    if pinned:
+        driver.pin(prompt)
+    else:
+        driver.add("held", prompt, max_new_tokens=1, hold_s=300.0)
     fill(driver, draw, 40)
     driver.add("again", [*prompt, 5, 6], max_new_tokens=1)
     driver.run()

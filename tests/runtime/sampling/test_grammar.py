@@ -35,13 +35,12 @@ def engine(default_model_dir):
 
 def test_output_follows_a_schema(engine):
     prompts = [f"Describe animal number {i} as JSON: " for i in range(4)]
-    for temperature in (0, 1.5):
-        params = {"temperature": temperature, "seed": 5, "max_new_tokens": 120, "json_schema": json.dumps(SCHEMA)}
-        for output in engine.generate(prompts, params):
-            found = json.loads(output.text)
-            assert (type(found["name"]), type(found["age"]), type(found["tame"])) == (str, int, bool)
-            assert found.keys() == SCHEMA["properties"].keys()
-            assert output.finish.type == "stop"
+    params = {"seed": 5, "max_new_tokens": 120, "json_schema": json.dumps(SCHEMA)}
+    for output in engine.generate(prompts, [{**params, "temperature": heat} for heat in (0, 0, 1.5, 1.5)]):
+        found = json.loads(output.text)
+        assert (type(found["name"]), type(found["age"]), type(found["tame"])) == (str, int, bool)
+        assert found.keys() == SCHEMA["properties"].keys()
+        assert output.finish.type == "stop"
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])

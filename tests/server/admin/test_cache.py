@@ -44,13 +44,7 @@ def test_pin_list_unpin(client, how):
 )
 def test_who_leaves_while_a_prefix_is_computed_leaves_nothing_to_compute(client, server, path, body):
     client.post("/flush_cache?pins=true")
-    client.post("/pause")
-    try:
-        with server.leaving(path, body):
-            server.wait(lambda state: state["waiting"] == 1)
-        server.wait(lambda state: state["waiting"] == 0)
-    finally:
-        client.post("/resume")
+    server.leave(path, body)
     assert client.get("/cache/pins").json()["pins"] == client.get("/v1/schemas").json()["data"] == []
     assert client.get("/v1/documents").json()["data"] == []
 

@@ -92,14 +92,11 @@ def test_figures_and_requests_move(page, server):
     page.locator("#tokens").fill("2000")
     page.get_by_role("button", name="Send").click()
     page.locator("#told", has_text="generated").wait_for()
-    httpx.post(f"{server.url}/pause")  # no machine is too quick for what follows
-    try:
+    with server.paused():
         page.locator("#requests td", has_text="decode").first.wait_for()
         page.locator("#chart-requests .value", has_text="1 running").wait_for()
         page.get_by_role("button", name="Stop").click()
         page.locator("#chart-requests .value", has_text="0 running").wait_for()
-    finally:
-        httpx.post(f"{server.url}/resume")
     assert page.locator("#chart-requests path").count() == 2
 
 

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import httpx
@@ -12,7 +11,6 @@ from msgspec.structs import replace
 
 from runtime.errors import EngineDead, Overloaded, RametError, RateLimited
 from runtime.frontend.output import Output, Submission
-from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import Breakpoint, CacheUsage, Finish
 from server.anthropic.messages import MessageWriter
 from server.anthropic.messages import usage as usage_of
@@ -217,15 +215,9 @@ def test_each_status_has_its_type_of_error():
 
 
 def test_an_answer_that_is_aborted_is_an_error(client, server):
-    client.post("/pause")
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(httpx.post, f"{server.url}/v1/messages", json=body(), timeout=60)
-            server.wait(lambda state: state["waiting"] == 1)
-            client.post("/abort_request", json={"abort_all": True})
-            told = asked.result()
-    finally:
-        client.post("/resume")
+    with server.waiting("/v1/messages", body()) as asked:
+        client.post("/abort_request", json={"abort_all": True})
+        told = asked.result()
     assert (told.status_code, told.json()["error"]["type"]) == (409, "conflict_error")
 
 
@@ -250,12 +242,10 @@ def test_a_line_for_bills_costs_no_conversation_its_cache(client):
     assert answers[0]["left_out"] == ["x-anthropic-billing-header"]
 
 
-def test_a_message_that_waits_begins_before_it_is_admitted(default_model_dir):
+def test_a_message_that_waits_begins_before_it_is_admitted(tokenizer):
     """`idle` is called while a stream has no event; the first Output comes later and begins nothing anew."""
     info = SimpleNamespace(context_length=100)
-    context = SimpleNamespace(
-        engine=SimpleNamespace(info=info, tokenizer=Tokenizer.load(default_model_dir)), check_model=str
-    )
+    context = SimpleNamespace(engine=SimpleNamespace(info=info, tokenizer=tokenizer), check_model=str)
     asked = MessagesRequest.model_validate(body())
     submission = Submission("x", tokens=b"1234" * 9)
     writer = MessageWriter(asked, chat_of(asked), submission, context)

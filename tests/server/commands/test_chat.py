@@ -1,4 +1,4 @@
-"""`ramet chat`: its conversation with a real model, and its commands."""
+"""`ramet chat`: its conversation with a small model, and its commands."""
 
 import io
 import sys
@@ -14,8 +14,8 @@ GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
 
 
 @pytest.fixture(scope="module")
-def engine(default_model_dir):
-    with Engine(model=str(default_model_dir), dtype="float32", pool_tokens=4096) as engine:
+def engine(tiny_dir):
+    with Engine(model=str(tiny_dir), dtype="float32", pool_tokens=4096) as engine:
         yield engine
 
 
@@ -42,9 +42,9 @@ def test_commands_change_the_conversation(engine):
     assert one.command("What?") is None
 
 
-def test_lines_of_standard_input_are_turns(default_model_dir, monkeypatch, capsys):
+def test_lines_of_standard_input_are_turns(tiny_dir, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is a fox?\n\n/back\n"))
-    options = ["--model", str(default_model_dir), "--max-new-tokens", "3", "--temperature", "0", "--pool-memory", "0.2"]
+    options = ["--model", str(tiny_dir), "--max-new-tokens", "3", "--temperature", "0", "--pool-memory", "0.2"]
     assert main(["chat", *options]) == 0
     out = capsys.readouterr().out
     assert "prompt tokens came from the tree" in out

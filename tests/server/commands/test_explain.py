@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import RametError
-from runtime.models.tokenizer import Tokenizer
 from server.cli import main
 from server.commands.explain import explain_files
 
@@ -21,11 +20,6 @@ def tool(name: str) -> dict:
 def chat(said: str, *tools: dict, question: str = "Where is Rome?", **more) -> dict:
     messages = [{"role": "system", "content": f"{said} {HELP}"}, {"role": "user", "content": question}]
     return {"messages": messages, **({"tools": [*tools]} if tools else {}), **more}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(default_model_dir):
-    return Tokenizer.load(default_model_dir)
 
 
 def plain(told: str) -> str:

@@ -50,11 +50,6 @@ def tool(name: str) -> Tool:
     return Tool.model_validate({"type": "function", "function": {"name": name, "description": "Gives something."}})
 
 
-@pytest.fixture(scope="module")
-def tokenizer(default_model_dir):
-    return Tokenizer.load(default_model_dir)
-
-
 def conversation(tokenizer, template, turns, tools=()) -> tuple[Conversation, str]:
     own = Tokenizer(tokenizer._fast, {}, template or tokenizer.chat_template)
     made = Conversation(lambda turns, tools: render_chat(own, turns, tools), turns, [*tools], tool("example"))

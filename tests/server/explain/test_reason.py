@@ -9,7 +9,6 @@ import pytest
 from radix import Namespace, WhyGone
 from radix.stats import Cause
 from runtime.frontend.output import Output
-from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import Lookup
 from server.auth.keys import PUBLIC
 from server.explain.answers import Answers
@@ -17,11 +16,6 @@ from server.explain.compare import compare, find_parting
 from server.explain.parts import Part
 from server.explain.reason import DIFFER, LEFT, Explanation, Reason
 from server.explain.report import MissReport
-
-
-@pytest.fixture(scope="module")
-def tokenizer(default_model_dir):
-    return Tokenizer.load(default_model_dir)
 
 
 def ids(tokenizer, *texts: str) -> bytes:

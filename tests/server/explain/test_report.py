@@ -131,13 +131,7 @@ def test_what_was_flushed_was_not_stored_is_too_short_or_has_another_salt(clean)
 
 def test_an_aborted_prompt_was_not_stored(clean, server):
     body = {"text": f"Nobody waits for this. {HELP}", "rid": "left", "sampling_params": {"max_new_tokens": 1}}
-    clean.post("/pause")
-    try:
-        with server.leaving("/generate", body):
-            server.wait(lambda state: state["waiting"] == 1)
-        server.wait(lambda state: state["waiting"] == 0)
-    finally:
-        clean.post("/resume")
+    server.leave("/generate", body)
     told = clean.post("/generate", json={**body, "rid": "again", "comparison_response_id": "left"}).json()["meta_info"]
     assert (told["explain"]["reason"], told["explain"]["parting"]) == ("not_stored", None)
 

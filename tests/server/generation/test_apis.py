@@ -25,7 +25,6 @@ class Api:
     stop: Callable[[str], dict]
     shape: Callable[[dict], dict]
     text: Callable[[dict], str]
-    delta: Callable[[dict], str]
     cached: Callable[[dict], int]
 
     def body(self, text: str, tokens: int = 8, /, **fields) -> dict:
@@ -58,7 +57,6 @@ APIS = {
         lambda text: sampling(stop=text),
         lambda schema: sampling(json_schema=json.dumps(schema)),
         lambda answer: answer["text"],
-        lambda event: event["delta"],
         lambda answer: answer["meta_info"]["cached_tokens"],
     ),
     "completions": Api(
@@ -69,7 +67,6 @@ APIS = {
         lambda text: {"stop": [text]},
         response_format,
         lambda answer: answer["choices"][0]["text"],
-        lambda event: event["choices"][0]["text"],
         lambda answer: answer["usage"]["prompt_tokens_details"]["cached_tokens"],
     ),
     "chat": Api(
@@ -80,7 +77,6 @@ APIS = {
         lambda text: {"stop": text},
         response_format,
         lambda answer: answer["choices"][0]["message"]["content"],
-        lambda event: event["choices"][0]["delta"].get("content", ""),
         lambda answer: answer["usage"]["prompt_tokens_details"]["cached_tokens"],
     ),
     "messages": Api(
@@ -91,7 +87,6 @@ APIS = {
         lambda text: {"stop_sequences": ["never", text]},
         lambda schema: {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
         lambda answer: answer["content"][0]["text"],
-        lambda event: event["delta"]["text"] if event["type"] == "content_block_delta" else "",
         lambda answer: answer["usage"]["cache_read_input_tokens"],
     ),
     "responses": Api(
@@ -102,7 +97,6 @@ APIS = {
         lambda text: {"stop": text},
         lambda schema: {"text": {"format": {"type": "json_schema", "name": "one", "schema": schema}}},
         lambda answer: answer["output"][0]["content"][0]["text"],
-        lambda event: event["delta"] if event["type"] == "response.output_text.delta" else "",
         lambda answer: answer["usage"]["input_tokens_details"]["cached_tokens"],
     ),
 }
@@ -117,14 +111,6 @@ def ask(client, api: Api, text: str, tokens: int = 8, /, **fields) -> dict:
     answer = client.post(api.path, json=api.body(text, tokens, **fields))
     assert answer.status_code == 200, answer.text
     return answer.json()
-
-
-def test_a_stream_says_what_the_whole_answer_says(client, each):
-    whole = each.text(ask(client, each, "Name a tree."))
-    answer = client.post(each.path, json=each.body("Name a tree.", stream=True))
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-    assert whole
-    assert "".join(each.delta(json.loads(line)) for line in lines if line != "[DONE]") == whole
 
 
 def test_a_stop_string_ends_the_answer(client, each):
@@ -191,13 +177,6 @@ def test_a_request_holds_what_it_used_within_the_server_s_bound(client, each):
     client.post("/flush_cache")
 
 
-def test_a_miss_is_explained(client, each):
-    client.post("/flush_cache")
-    answer = ask(client, each, LONG, 1, explain=True)
-    answer = answer.get("meta_info") or (answer if "explain" in answer else answer["choices"][0])
-    assert answer["explain"]["reason"] in ("never_here", "evicted", "flushed")
-
-
 def test_a_bad_field_is_named(client, each):
     for fields, status, param in (
         ({"colour": 1}, 400, "colour"),
@@ -212,11 +191,5 @@ def test_a_bad_field_is_named(client, each):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_aborts_its_request(client, server, each, stream):
     before = server.state()["aborted_requests"]
-    client.post("/pause")  # so that no answer ends before its client leaves
-    try:
-        with server.leaving(each.path, each.body("Count: 1, 2, 3,", 6000, stream=stream)):
-            server.wait(lambda state: state["waiting"] == 1)
-        state = server.wait(lambda state: state["waiting"] == 0)
-    finally:
-        client.post("/resume")
-    assert state["aborted_requests"] - before == 1
+    after = server.leave(each.path, each.body("Count: 1, 2, 3,", 6000, stream=stream))["aborted_requests"]
+    assert after - before == 1

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from runtime.frontend.output import Output, Submission
 from runtime.frontend.stream import OutputStream
-from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import Finish, TokenLogprob
 from server.generation.service import Generation
@@ -86,9 +85,8 @@ class Outputs:
         return self._left.pop()
 
 
-def test_a_large_answer_leaves_the_event_loop_to_others(default_model_dir):
+def test_a_large_answer_leaves_the_event_loop_to_others(tokenizer):
     """256 prompts with 128 alternatives for each of their tokens took 1 s at a stretch: others run between any two."""
-    tokenizer = Tokenizer.load(default_model_dir)
     body = GenerateRequest(
         input_ids=[[0] * 3] * 256,
         return_logprob=True,

@@ -3,14 +3,12 @@
 import pytest
 
 from runtime.errors import InvalidRequest
-from runtime.models.tokenizer import Tokenizer
 from server.errors import Conflict
 from server.objects.documents import ChunkedKv, DocumentRequest, DocumentStore
 
 
 @pytest.fixture(scope="module")
-def stored(default_model_dir):
-    tokenizer = Tokenizer.load(default_model_dir)
+def stored(tokenizer):
 
     def stored(text: str, title: str = ""):
         return DocumentRequest(text=text, title=title or None).read(tokenizer, 64)

@@ -7,7 +7,6 @@ import httpx
 import pytest
 
 from runtime.frontend.documents.table import choose, read_table
-from runtime.models.tokenizer import Tokenizer
 
 GREEDY = {"max_new_tokens": 8, "temperature": 0}
 ROME = {
@@ -153,8 +152,7 @@ def test_a_document_that_cannot_be_served_is_not_stored(client, body, words, par
 # -- /generate
 
 
-def test_without_reuse_segments_are_an_ordinary_prompt(client, default_model_dir):
-    tokenizer = Tokenizer.load(default_model_dir)
+def test_without_reuse_segments_are_an_ordinary_prompt(client, tokenizer):
     texts = ["Read this.\n", f"{ROME['title']}\n{ROME['text']}", "\n", OSLO["text"], QUESTION]
     ids = [token for text in texts for token in tokenizer.encode(text)]
     plain = client.post("/generate", json={"input_ids": ids, "sampling_params": GREEDY}).json()
@@ -196,16 +194,8 @@ def test_a_ratio_of_one_is_full_prefill(client, method):
         assert generate(client, reuse={"method": method, "ratio": 1, **chunks})["text"] == generate(client)["text"]
 
 
-def test_short_documents_are_computed_in_full(client, add):
-    """Their answer is that without reuse, and says why; nothing of a stored one is computed ahead."""
-    short = {"text": "The market of Tor is held on Thursdays."}
-    segments = [{"document": short}, {"text": "\nWhen?"}]
-    answer = generate(client, segments=segments, reuse={"method": "a3"})
-    assert answer["text"] == generate(client, segments=segments)["text"]
-    reuse = answer["meta_info"]["reuse"]
-    assert (reuse["method"], reuse["exact"]) == ("none", True)
-    assert reuse["note"] == "documents of fewer than 32 tokens are computed in full"
-    made = add(short)
+def test_nothing_of_a_short_document_is_computed_ahead(add):
+    made = add({"text": "The market of Tor is held on Thursdays."})
     assert (made["chunks"], made["cached"], made["pins"]) == (0, 0, [])
 
 

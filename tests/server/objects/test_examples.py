@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from runtime.frontend.schemas.schema import Schema
-from runtime.models.tokenizer import Tokenizer
 from server.objects.examples import trips
 
 ROOM = Path(trips.__file__).parent
@@ -13,16 +12,15 @@ ROOM = Path(trips.__file__).parent
 
 @pytest.mark.parametrize("mode", ["independent", "nested", "scaffold"])
 @pytest.mark.parametrize("name", ["code", "personas", "trips"])
-def test_an_example_is_served(name, mode, default_model_dir):
-    tokenizer = Tokenizer.load(default_model_dir)
+def test_an_example_is_served(name, mode, tokenizer):
     schema = Schema.read((ROOM / f"{name}.pml").read_text(), tokenizer, 8192, mode)
     prompt = schema.compile((ROOM / f"{name}.prompt.pml").read_text())
     assert 0 < len(prompt.tokens) < sum(prompt.rows)
     assert tokenizer.decode(prompt.tokens, False).endswith("<|im_start|>assistant\n")
 
 
-def test_the_program_is_served(default_model_dir):
-    schema = Schema.read(trips.trips.schema, Tokenizer.load(default_model_dir), 8192, "nested")
+def test_the_program_is_served(tokenizer):
+    schema = Schema.read(trips.trips.schema, tokenizer, 8192, "nested")
     for country, city, modules in [
         ("italy", "", ["/", "/duration", "/italy"]),
         ("home", "Porto", ["/", "/duration", "/home/home"]),

@@ -3,14 +3,8 @@
 import pytest
 
 from runtime.frontend.schemas.markup import PmlError
-from runtime.models.tokenizer import Tokenizer
 from server.errors import Conflict, NotFound
 from server.objects.schemas import SchemaRequest, SchemaStore
-
-
-@pytest.fixture(scope="module")
-def tokenizer(default_model_dir) -> Tokenizer:
-    return Tokenizer.load(default_model_dir)
 
 
 @pytest.fixture

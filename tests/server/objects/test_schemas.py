@@ -1,8 +1,6 @@
 """Schemas and prompts over HTTP: what is registered, what requests with modules give, and errors."""
 
 import json
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -138,7 +136,7 @@ def test_modules_of_a_nested_schema_see_the_texts_around_them(client, add):
     assert generate(client, "<prompt schema='one'><m/> is cold</prompt>")["text"] == plain
 
 
-def test_what_ends_an_encoding_leaves_neither_schema_nor_pins(client):
+def test_what_ends_an_encoding_leaves_neither_schema_nor_pins(client, server):
     def abort():
         client.post("/abort_request", json={"abort_all": True})
 
@@ -148,17 +146,9 @@ def test_what_ends_an_encoding_leaves_neither_schema_nor_pins(client):
 
     for n, (end, code) in enumerate([(abort, "aborted"), (delete, "schema_deleted")]):
         pml = f"<schema name='brief'>{f'A brief text {n}. ' * 8}</schema>"
-        client.post("/pause")
-        try:
-            with ThreadPoolExecutor(1) as pool:
-                answer = pool.submit(client.post, "/v1/schemas", json={"pml": pml, "pin": True})
-                deadline = time.monotonic() + 30
-                while not client.get("/server_info").json()["state"]["waiting"]:
-                    assert time.monotonic() < deadline
-                end()
-                response = answer.result()
-        finally:
-            client.post("/resume")
+        with server.waiting("/v1/schemas", {"pml": pml, "pin": True}) as answer:
+            end()
+            response = answer.result()
         assert (response.status_code, response.json()["error"]["code"]) == (409, code)
         assert client.get("/v1/schemas").json()["data"] == client.get("/cache/pins").json()["pins"] == []
 

@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.sampling.grammar import Grammar, GrammarCompiler
 from server.openai.calls import lazy_calls
@@ -80,9 +79,8 @@ def test_without_tools_nothing_is_held_back():
 
 
 @pytest.fixture(scope="module")
-def written(tiny_dir):
+def written(tokenizer):
     """Writes a text under a grammar: the part that may be written, and whether the output ends with it."""
-    tokenizer = Tokenizer.load(tiny_dir)
     compiler = GrammarCompiler(tokenizer.to_json, 49152, [2], timeout_s=300)
 
     def write(sampling: SamplingParams, text: str) -> tuple[str, bool]:

@@ -9,7 +9,6 @@ import pytest
 from radix import Namespace
 from radix.hashes import block_hashes
 from runtime.config import make_config
-from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import ModelInfo
 from server.auth.keys import read_keys
 from server.ray.hasher import PromptHasher
@@ -79,8 +78,7 @@ def test_blocks_are_those_of_the_tenants_own_tree(ask):
     assert shared == blocks(IDS, Namespace("public"))
 
 
-def test_chats_are_rendered_by_the_models_template(ask, tiny_dir):
-    tokenizer = Tokenizer.load(tiny_dir)
+def test_chats_are_rendered_by_the_models_template(ask, tokenizer):
     messages = [{"role": "user", "content": "one two three four five six seven eight"}]
     text = tokenizer.apply_chat_template(messages)
     expected = blocks(tokenizer.encode(text, False), Namespace(ask.account))

@@ -1,9 +1,7 @@
 """`/v1/responses` through the real `openai` client, whose types are checked strictly; over a live server."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
@@ -193,17 +191,9 @@ def test_items_of_the_input(api):
 
 
 def test_an_aborted_response_is_not_complete(client, server):
-    client.post("/pause")
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(
-                httpx.post, f"{server.url}/v1/responses", json={"model": MODEL, "input": "x"}, timeout=60
-            )
-            server.wait(lambda state: state["waiting"] == 1)
-            client.post("/abort_request", json={"abort_all": True})
-            answer = asked.result()
-    finally:
-        client.post("/resume")
+    with server.waiting("/v1/responses", {"model": MODEL, "input": "x"}) as asked:
+        client.post("/abort_request", json={"abort_all": True})
+        answer = asked.result()
     assert answer.status_code != 200 or answer.json()["status"] in ("incomplete", "cancelled", "failed")
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from runtime.errors import DeadlineExceeded
 from runtime.frontend.output import Output, Submission
-from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import Finish
 from server.openai.types import ChatRequest
 from server.responses.types import ResponseRequest
@@ -14,9 +13,9 @@ from server.responses.writer import ResponseWriter
 
 
 @pytest.fixture
-def begun(default_model_dir) -> ResponseWriter:
+def begun(tokenizer) -> ResponseWriter:
     """A response of which a part was written."""
-    context = SimpleNamespace(engine=SimpleNamespace(tokenizer=Tokenizer.load(default_model_dir)), check_model=str)
+    context = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), check_model=str)
     asked = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
     body = ResponseRequest(model="m", input="x")
     writer = ResponseWriter(body, ChatRequest(**asked), Submission("x"), "resp_1", context)
@@ -40,8 +39,7 @@ def test_why_an_answer_is_incomplete(begun, end, details):
     assert (item["item"]["status"], response["output"][0]["status"]) == ("incomplete", "incomplete")
 
 
-def test_reasoning_is_an_item_of_its_own(default_model_dir):
-    tokenizer = Tokenizer.load(default_model_dir)
+def test_reasoning_is_an_item_of_its_own(tokenizer):
     context = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), check_model=str)
     asked = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
     body = ResponseRequest(model="m", input="x")

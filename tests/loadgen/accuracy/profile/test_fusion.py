@@ -8,7 +8,6 @@ import pytest
 from loadgen.accuracy.profile.fusion import Quotations
 from loadgen.accuracy.profile.settings import FusionSettings
 from runtime.frontend.documents.table import choose, read_table
-from runtime.models.tokenizer import Tokenizer
 from server.cli import main
 
 
@@ -30,8 +29,8 @@ def test_auto_reads_what_was_measured(tiny_dir, tmp_path, capsys):
     assert sum(line.startswith("a3 ") for line in capsys.readouterr().out.splitlines()) == 2
 
 
-def test_the_answer_stands_in_a_document_behind_what_is_quoted(tiny_dir):
-    source = Quotations(Tokenizer.load(tiny_dir), FusionSettings(length=200))
+def test_the_answer_stands_in_a_document_behind_what_is_quoted(tokenizer):
+    source = Quotations(tokenizer, FusionSettings(length=200))
     drawn = [source.sample(number) for number in range(8)]
     assert drawn == [source.sample(number) for number in range(8)]
     for prompt, answer in drawn:

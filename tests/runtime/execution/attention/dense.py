@@ -6,6 +6,11 @@ import numpy as np
 import torch
 
 from runtime.batch import AttentionPlan, Span, causal_visible
+from runtime.kv.pool import KVPool
+from runtime.models.rope import RotaryEmbedding
+from runtime.models.rope_spec import RopeSpec
+
+CPU = torch.device("cpu")
 
 
 def dense_attention(plan, q, pool, rope, sinks=None):
@@ -59,6 +64,25 @@ class Pages:
         free = self.random.permutation(self.free) if scattered else np.sort(self.free)
         pages, self.free = free[:count], free[count:]
         return Span(pages, length, **options)
+
+
+class World:
+    """A pool of random rows, and spans of its pages; what computes over them is that of a subclass."""
+
+    def __init__(self, seed, rows, page_size, kv_heads, dim, dtype=torch.float32, device=CPU):
+        self.random, self.generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+        self.rope = RotaryEmbedding(RopeSpec(theta=10000.0), dim, device)
+        self.pool = KVPool(1, rows // page_size, page_size, kv_heads, dim, dtype, device)
+        for tensor in (self.pool.k, self.pool.v):
+            tensor.copy_(self.draw(*tensor.shape))
+        self.pages = Pages(self.pool, self.random)
+        self.span = self.pages.span
+
+    def draw(self, *shape):
+        return torch.randn(shape, generator=self.generator)
+
+    def causal(self, plan, rows, length, **options):
+        plan.add(rows, self.span(length, **options), causal_visible(length, rows.stop - rows.start))
 
 
 def visible_at_random(random, rows, length):

@@ -7,51 +7,29 @@ import torch
 from runtime.batch import AttentionPlan, Span, causal_visible
 from runtime.execution.attention.cpu import CPUAttention
 from runtime.execution.attention.paged_index import by_call
-from runtime.kv.pool import KVPool
-from runtime.models.rope import RotaryEmbedding
-from runtime.models.rope_spec import RopeSpec
-from tests.runtime.execution.attention.dense import Pages, dense_attention, random_plan
+from tests.runtime.execution.attention import dense
+from tests.runtime.execution.attention.dense import dense_attention, random_plan
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
-ROPE = RotaryEmbedding(RopeSpec(theta=10000.0), DIM, torch.device("cpu"))
 
 
-class World:
-    """A pool with random rows, torch's backend over it, and plain attention."""
+class World(dense.World):
+    """Over torch's backend."""
 
-    def __init__(self, seed: int, num_pages: int = 40, page_size: int = 4):
-        self.generator = torch.Generator().manual_seed(seed)
-        self.random = np.random.default_rng(seed)
-        self.pool = KVPool(1, num_pages, page_size, KV_HEADS, DIM, torch.float32, torch.device("cpu"))
-        self.pool.k.normal_(generator=self.generator)
-        self.pool.v.normal_(generator=self.generator)
-        self.backend = CPUAttention(self.pool, ROPE)
-        self.pages = Pages(self.pool, self.random)
-        self.span = self.pages.span
-
-    def causal(self, plan: AttentionPlan, rows: slice, length: int, scattered: bool, **options) -> None:
-        visible = causal_visible(length, rows.stop - rows.start)
-        plan.add(rows, self.span(length, scattered, **options), visible)
+    def __init__(self, seed: int, rows: int = 800, page_size: int = 4):
+        super().__init__(seed, rows, page_size, KV_HEADS, DIM)
+        self.backend = CPUAttention(self.pool, self.rope)
 
     def check(self, plan: AttentionPlan) -> None:
-        q = torch.randn(plan.num_rows, HEADS, DIM, generator=self.generator)
+        q = self.draw(plan.num_rows, HEADS, DIM)
         got = self.backend.run(self.backend.prepare(plan), q, 0)
-        torch.testing.assert_close(got.double(), dense_attention(plan, q, self.pool, ROPE), atol=2e-6, rtol=2e-5)
-
-
-@pytest.mark.parametrize("scattered", [False, True])
-@pytest.mark.parametrize(("rows", "length"), [(1, 1), (1, 13), (5, 5), (5, 22), (8, 8), (7, 9)])
-def test_causal_request(scattered, rows, length):
-    world = World(rows * 100 + length)
-    plan = AttentionPlan(rows)
-    world.causal(plan, slice(0, rows), length, scattered)
-    world.check(plan)
+        torch.testing.assert_close(got.double(), dense_attention(plan, q, self.pool, self.rope), atol=2e-6, rtol=2e-5)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 640), (5, 640), (130, 387), (0, 1)])
 def test_long_extents_are_read_as_views(start, stop):
     """Two extents that are far apart: no gather, and the rows are those of the span."""
-    world = World(7, num_pages=200)
+    world = World(7)
     pages = np.concatenate((np.arange(100, 180), np.arange(0, 80))).astype(np.int32)
     span = Span(pages, stop)
     pieces = world.backend._pieces(span, start, stop)
@@ -63,18 +41,8 @@ def test_long_extents_are_read_as_views(start, stop):
     world.check(plan)
 
 
-def test_a_row_that_sees_nothing_gives_zeros():
-    world = World(6)
-    plan = AttentionPlan(2)
-    plan.add(slice(0, 2), world.span(5, False), np.array([5, 0], dtype=np.int32))
-    q = torch.randn(2, HEADS, DIM)
-    out = world.backend.run(world.backend.prepare(plan), q, 0)
-    assert out[1].abs().max() == 0
-    assert out.isfinite().all()
-
-
 def test_only_what_some_rows_do_not_see_is_under_a_mask():
-    world = World(8, num_pages=100)
+    world = World(8)
     plan = AttentionPlan(3)
     plan.add(slice(0, 3), world.span(300, False), np.array([299, 290, 300], dtype=np.int32))
     masked, whole = world.backend.prepare(plan)
@@ -86,7 +54,7 @@ def test_only_what_some_rows_do_not_see_is_under_a_mask():
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("seed", range(30))
 def test_random_plans(seed, page_size):
-    world = World(seed + 50, num_pages=400 // page_size + 7, page_size=page_size)
+    world = World(seed + 50, page_size=page_size)
     world.check(random_plan(world.pages, int(world.random.integers(1, 12)), 60))
 
 

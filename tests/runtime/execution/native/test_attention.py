@@ -8,33 +8,20 @@ import pytest
 import torch
 
 from runtime.batch import AttentionPlan, Edge, Span, causal_visible
-from runtime.kv.pool import KVPool
-from runtime.models.rope import RotaryEmbedding
-from runtime.models.rope_spec import RopeSpec
-from tests.runtime.execution.attention.dense import Pages, dense_attention, random_plan
+from tests.runtime.execution.attention import dense
+from tests.runtime.execution.attention.dense import dense_attention, random_plan
 from tests.runtime.execution.native.attend import attend_natively
 
 
-class World:
-    """A pool of random rows, the native kernels over it, and plain attention in float64."""
+class World(dense.World):
+    """Over the native kernels, and plain attention in float64."""
 
     def __init__(
         self, library, *, seed=0, page_size=4, heads=6, kv_heads=2, dim=16, dtype=torch.float32, threads=2, rows=6000
     ):
+        super().__init__(seed, rows, page_size, kv_heads, dim, dtype)
         self.library, self.threads = library, threads
-        self.random = np.random.default_rng(seed)
-        self.generator = torch.Generator().manual_seed(seed)
-        self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
-        self.rope = RotaryEmbedding(RopeSpec(theta=10000.0), dim, torch.device("cpu"))
-        self.pool = KVPool(1, rows // page_size, page_size, kv_heads, dim, dtype, torch.device("cpu"))
-        for tensor in (self.pool.k, self.pool.v):
-            tensor.normal_(generator=self.generator)
-        self.pages = Pages(self.pool, self.random)
-        self.span = self.pages.span
-        self.sinks = None
-
-    def causal(self, plan, rows, length, scattered=True, **options):
-        plan.add(rows, self.span(length, scattered, **options), causal_visible(length, rows.stop - rows.start))
+        self.heads, self.dim, self.sinks = heads, dim, None
 
     def plain(self, plan, q):
         return dense_attention(plan, q, self.pool, self.rope, self.sinks)
@@ -44,7 +31,7 @@ class World:
 
     def check(self, plan, q=None):
         if q is None:
-            q = torch.randn(plan.num_rows, self.heads, self.dim, generator=self.generator)
+            q = self.draw(plan.num_rows, self.heads, self.dim)
         if self.library.isa == "avx512bf16" and self.pool.k.dtype == torch.bfloat16:
             self.check_rounded(plan, q)
         else:
@@ -121,16 +108,6 @@ def test_shared_span_with_private_tails(library, dtype, threads, sharing):
     world.check(plan)
 
 
-@pytest.mark.parametrize("length", [5, 600])
-def test_a_row_that_sees_nothing_gives_zeros(library, length):
-    world = World(library)
-    plan = AttentionPlan(3)
-    plan.add(slice(0, 2), world.span(length), np.array([length, 0], dtype=np.int32))
-    q = torch.randn(3, world.heads, world.dim)
-    assert world.run(plan, q)[1:].abs().max() == 0
-    world.check(plan, q)
-
-
 @pytest.mark.parametrize("seen", [0, 1, 63, 64, 300])
 def test_rows_that_see_the_same_prefix(library, seen):
     world = World(library, dim=64)
@@ -159,7 +136,7 @@ def test_a_row_gets_the_same_bits_in_every_company(library, heads, kv_heads, dim
         pytest.skip("of bfloat16, only pairs are summed in one order")
     world = World(library, page_size=16, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
     rows, span = min(length, 70), world.span(length)
-    q = torch.randn(rows, heads, dim, generator=world.generator)
+    q = world.draw(rows, heads, dim)
 
     def run(rows, shared, threads):
         """These rows behind `shared` tokens that they read together; the rest of the span each reads alone."""

@@ -9,7 +9,6 @@ import torch
 from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
 from runtime.errors import ModelError
 from runtime.execution.native.library import load_best
-from runtime.models.tokenizer import Tokenizer
 from tests.runtime.engine.driver import make_core
 
 ROWS = 512
@@ -26,12 +25,12 @@ def log_probabilities(core, ids):
 
 
 @pytest.fixture(scope="module")
-def plain(default_model_dir):
+def plain(default_model_dir, tokenizer):
     """Tokens of prose, and their distributions in float32."""
     if load_best() is None:
         pytest.skip("the kernels were not built, or this processor cannot run them")
     text = (files("loadgen.http.corpus") / "darwin.txt").read_text("utf-8")[:8000]
-    ids = Tokenizer.load(default_model_dir).encode(text)[-ROWS:]
+    ids = tokenizer.encode(text)[-ROWS:]
     return ids, log_probabilities(make_core(default_model_dir), ids)
 
 

@@ -55,18 +55,31 @@ def make(family, directory, kind=None, rounded=None, **more):
     return source, link(write_hybrid(source, directory / "m.gguf", kind), directory / "out")
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """`make`, which makes no model twice."""
+    found = {}
+
+    def made(family, *given):
+        if repr((family, given)) not in found:
+            found[repr((family, given))] = make(family, tmp_path_factory.mktemp(family), *given)
+        return found[repr((family, given))]
+
+    return made
+
+
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("kind", [None, Kind.Q8_0, Kind.Q4_0])
 @pytest.mark.parametrize("family", OWN)
-def test_greedy_tokens_are_those_of_transformers(tmp_path, family, kind, kernels):
+def test_greedy_tokens_are_those_of_transformers(made, family, kind, kernels):
     """Cold, warm, and the next turn, for a small chunk size and a pool that is too small for all."""
-    source, target = make(family, tmp_path, kind, kind)
+    source, target = made(family, kind, kind)
     draw, options = random.Random(3), {"kernels": kernels, "page_size": 4, "chunk_tokens": 7}
-    driver, prompt = Asking(target, partial(gives, oracle(source)), pool_tokens=400, **options), conversation(draw, 3)
+    driver, prompt = Asking(target, partial(gives, oracle(source)), pool_tokens=320, **options), conversation(draw, 3)
     answer = driver.ask(prompt)
     assert driver.ask(prompt) == answer
     assert driver.latest >= len(prompt) - 2
-    for _ in range(6):
+    for _ in range(4):
         driver.ask([*prompt, *answer, STOP, *conversation(draw, 3)])
     assert driver.core.state()["evicted_tokens"] > 0
     driver.ask(prompt)
@@ -74,8 +87,8 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, family, kind, kernels
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, MIXED])
 @pytest.mark.parametrize("family", OWN)
-def test_logits_of_stored_matrices_are_near_those_of_unpacked_ones(library, tmp_path, family, kind):
-    _, target = make(family, tmp_path, kind)
+def test_logits_of_stored_matrices_are_near_those_of_unpacked_ones(library, made, family, kind):
+    _, target = made(family, kind)
     plain, stored = Runner(target), Runner(target, library)
     wanted = plain.step((plain.start(1), TEXT))
     found = stored.step((stored.start(1), TEXT))
@@ -87,9 +100,9 @@ def test_logits_of_stored_matrices_are_near_those_of_unpacked_ones(library, tmp_
 
 
 @pytest.mark.parametrize("family", OWN)
-def test_an_engine_computes_what_is_stored(tmp_path, family):
+def test_an_engine_computes_what_is_stored(made, family):
     """Cold, warm and in chunks; transformers' tokens would need activations that are not rounded."""
-    _, target = make(family, tmp_path, MIXED)
+    _, target = made(family, MIXED)
     draw = random.Random(7)
     prompt, found = conversation(draw, 3), []
     for chunk in (5, 64):
@@ -101,8 +114,8 @@ def test_an_engine_computes_what_is_stored(tmp_path, family):
     assert found == [found[0]] * 4
 
 
-def test_experts_of_gpt_oss_stay_in_mxfp4(library, tmp_path):
-    _, target = make("GptOss", tmp_path, Kind.Q8_0)
+def test_experts_of_gpt_oss_stay_in_mxfp4(library, made):
+    _, target = made("GptOss", Kind.Q8_0)
     layers = Runner(target, library).forward.__self__.experts
     assert layers
     for experts in layers:

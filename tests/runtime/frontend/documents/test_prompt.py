@@ -20,11 +20,6 @@ ESCAPES = "{% for m in messages %}{{ m['content'] | tojson }}{% endfor %}"
 LINES = "{% for m in messages %}{{ m['content'].split() | join(' ') }}{% endfor %}"
 
 
-@pytest.fixture(scope="module")
-def tokenizer(default_model_dir) -> Tokenizer:
-    return Tokenizer.load(default_model_dir)
-
-
 def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
     return Tokenizer(tokenizer._fast, {}, template)
 

@@ -300,21 +300,6 @@ def test_a_pin_of_what_is_being_encoded_waits_for_it(deep_dir):
             assert call(core, RemovePin(driver.answer(number)["pin"]["id"])) == {"found": True}
 
 
-def test_damaged_encodings_that_two_requests_read_leave_the_cache(deep_dir):
-    """With the boundary states that were computed from them."""
-    core = make_core(deep_dir)
-    driver, setting = DenoiseDriver(core), {"prefix_tokens": 48, "gen_length": 8, "depth": 4, "refresh_interval": 1}
-    for rid, more in (("a", 1), ("b", 3)):
-        driver.denoise(rid, [*PREFIX, more], **setting)
-    driver.step()
-    core.cache.pool.k[:, :64] = core.cache.pool.v[:, :64] = float("nan")
-    driver.run()
-    assert {finish.type for finish in driver.finish.values()} == {"error"}
-    assert not core.strategy.boundaries
-    driver.one([*PREFIX, 5], **setting)
-    assert driver.finish[driver.last()].type == "length"
-
-
 @pytest.mark.parametrize(
     ("store", "asked", "is_known"),
     [(True, None, True), (False, None, False), (True, FlushCache(), False), (True, EraseTenant(""), False)],

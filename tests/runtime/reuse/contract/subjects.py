@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import torch
 from transformers import AutoModelForCausalLM
 
+from runtime.calls import GetPins, RemovePin
 from runtime.denoising import DiffusionParams
 from runtime.engine.core import EngineCore
 from runtime.params import SamplingParams
-from tests.runtime.engine.driver import greedy
+from tests.runtime.engine.driver import call, greedy
 from tests.runtime.execution.mixers.models import save_hybrid
 from tests.runtime.reuse.bicache.models import save_tiny
 from tests.runtime.reuse.bicache.reference import PlainModel, llada
@@ -72,6 +73,22 @@ class Prefix(Subject):
 
     def ordinary(self, prompt: list[int]) -> list[int]:
         return prompt
+
+
+def check_pins(world: World, pins: list[dict[str, Any]], prompt: Any, cached: int) -> None:
+    """What is pinned outlives a flush and a flood, serves a prompt, and leaves nothing once it is let go."""
+    draw = random.Random(0)
+    world.flush()
+    for i in range(12):
+        world.ask(f"flood {i}", draw_tokens(draw, 60), by=Prefix(world.subject.path))
+    world.run()
+    world.one("pinned", prompt)
+    world.check()
+    assert world.cached("pinned") == cached
+    assert {pin["id"] for pin in call(world.core, GetPins())["pins"]} == {pin["id"] for pin in pins}
+    for pin in pins:
+        assert call(world.core, RemovePin(pin["id"]))["found"]
+    assert world.flush()["live_tokens"] == 0
 
 
 class Hybrid(Prefix):

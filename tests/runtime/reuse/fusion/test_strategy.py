@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from radix import Namespace
-from runtime.calls import AddPin, EraseTenant, FlushCache, GetPins, GetTree, RemovePin
+from runtime.calls import AddPin, EraseTenant, FlushCache, GetTree
 from tests.runtime.engine.driver import call
 from tests.runtime.reuse.contract.subject import NEW, World
-from tests.runtime.reuse.contract.subjects import Fusion, Prefix
+from tests.runtime.reuse.contract.subjects import Fusion, Prefix, check_pins
 from tests.runtime.reuse.fusion.asks import LAYERS, asked, build, row_layers, selected
 from tests.runtime.reuse.fusion.reference import DENSE, LOOKING, METHODS, Ask
 from tests.runtime.reuse.modules.plain import draw_tokens
@@ -340,17 +340,7 @@ def test_documents_are_encoded_ahead_and_pinned(ids_dir):
     pins = call(world.core, AddPin(array("i", text).tobytes(), reuse=reuse, ttl_s=60))["pins"]
     assert sorted(one["tokens"] for one in pins) == [16, 32, 32], "one for each chunk"
     assert world.row_layers <= LAYERS * (80 + 1)
-    world.flush()
-    for i in range(12):
-        world.ask(f"flood {i}", draw_tokens(draw, 60), by=Prefix(ids_dir))
-    world.run()
-    world.one("a", build(draw, [text], 7))
-    world.check()
-    assert world.cached("a") == 80
-    assert len(call(world.core, GetPins())["pins"]) == 3
-    for one in pins:
-        assert call(world.core, RemovePin(one["id"]))["found"]
-    assert world.flush()["live_tokens"] == 0
+    check_pins(world, pins, build(draw, [text], 7), 80)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------

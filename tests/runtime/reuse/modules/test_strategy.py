@@ -8,12 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from radix import Namespace
-from runtime.calls import AddPin, GetPins, GetTree, LoadAdapter, RemovePin
+from runtime.calls import AddPin, GetTree, LoadAdapter
 from runtime.errors import PinRefused
 from tests.lora import merged, save_lora
 from tests.runtime.engine.driver import call
 from tests.runtime.reuse.contract.subject import NEW, World
-from tests.runtime.reuse.contract.subjects import Modules, Prefix
+from tests.runtime.reuse.contract.subjects import Modules, check_pins
 from tests.runtime.reuse.modules.plain import Module, Prompt, Reference, draw_tokens
 from tests.tiny import VOCAB
 
@@ -204,21 +204,11 @@ def test_modules_are_encoded_ahead_and_pinned(ids_dir):
     world.one("before", behind(draw, modules[:1]))  # the first is there, and the second must be computed
     pins = pin(world, modules, ttl_s=60)["pins"]
     assert sorted((one["name"], one["tokens"]) for one in pins) == [("/a", 48), ("/b", 16)]
-    world.flush()
-    for i in range(12):
-        world.ask(f"flood {i}", draw_tokens(draw, 60), by=Prefix(ids_dir))
-    world.run()
-    world.one("a", behind(draw, modules))
-    world.check()
-    assert world.cached("a") == 39 + 16
     with pytest.raises(PinRefused, match="all pins together"):
         pin(world, [module(draw, 160), module(draw, 160)])  # the first one alone would fit
     with pytest.raises(PinRefused, match="no reuse method"):
         call(world.core, AddPin(b"", reuse={"method": "x"}))
-    assert len(call(world.core, GetPins())["pins"]) == 2, "nothing of a refused call stays"
-    for one in pins:
-        assert call(world.core, RemovePin(one["id"]))["found"]
-    assert world.flush()["live_tokens"] == 0
+    check_pins(world, pins, behind(draw, modules), 39 + 16)
 
 
 def test_the_tree_names_modules_and_fills_up_their_last_page(ids_dir):

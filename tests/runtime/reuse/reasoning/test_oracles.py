@@ -88,11 +88,6 @@ def repetitive(draw: random.Random, tokenizer: Tokenizer, count: int, longest: i
     return [token for step in steps for token in (*step, *delimiter)]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny_dir):
-    return Tokenizer.load(tiny_dir)
-
-
 @pytest.mark.parametrize(
     ("kind", "page_size", "options"),
     [

@@ -302,6 +302,3 @@ def test_several_ranks_are_refused(tiny_dir):
     driver.strategy._has_all_heads = False
     driver.think("r", PROMPT, 4, {})
     assert driver.finish["r"].refused
-
-
-# -- lives -------------------------------------------------------------------------------------------------------
