@@ -171,6 +171,9 @@ class ReuseParams(BaseModel):
         for name, methods in TAKEN_BY.items():
             if getattr(self, name) is not None and self.method not in methods:
                 raise InvalidRequest(f"{name} is an option of {', '.join(methods)}", param=f"reuse.{name}")
+        for name in ("granularity", "chunk_tokens") if self.method == "auto" else ():
+            if name in self.model_fields_set:
+                raise InvalidRequest(f"auto takes the {name} that was measured; leave it out", param=f"reuse.{name}")
         if self.k is not None and self.ratio is not None:
             raise InvalidRequest("k and ratio exclude each other", param="reuse.k")
 

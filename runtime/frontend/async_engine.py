@@ -245,9 +245,9 @@ class AsyncEngine:
         with frontend.admit(account, 1, sum(map(len, several))):
             return await self._work.each(account, text, several)
 
-    def abort(self, rid: str | None) -> None:
-        """Abort the submissions with an id, or all (None); their last Outputs have finish type "abort"."""
-        self._running().abort(rid)
+    def abort(self, rid: str | None) -> int:
+        """Abort the submissions with an id, or all (None); returns their number. Finish type: "abort"."""
+        return self._running().abort(rid)
 
     # -- operators -------------------------------------------------------------------------------------------
 

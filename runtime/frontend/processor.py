@@ -178,11 +178,16 @@ class Frontend:
                 )
             )
 
-    def abort(self, rid: str | None) -> None:
-        """Abort the submissions with an id, of any account, or all (None). Each still gets its last Output."""
-        for (_, one), choices in self._by_submission.items():
-            for choice in choices if rid in (None, one) else ():
+    def abort(self, rid: str | None) -> int:
+        """Abort the submissions with an id, of any account, or all (None); returns their number.
+
+        Each still gets its last Output.
+        """
+        found = [choices for (_, one), choices in self._by_submission.items() if rid in (None, one)]
+        for choices in found:
+            for choice in choices:
                 self._send(Abort(choice))
+        return len(found)
 
     def drop(self, submission: Submission) -> None:
         """Forget a submission and abort it in the engine. Another submission that reuses its id is not affected."""

@@ -100,11 +100,10 @@ async def flush_cache(context: Ctx, pins: bool = False, tiers: bool = False) -> 
 
 @router.post("/abort_request")
 async def abort_request(context: Ctx, body: AbortRequest) -> dict[str, Any]:
-    """Abort one request by its id, or all requests. An unknown id is no error."""
+    """Abort one request by its id, or all requests. An unknown id is no error: 0 requests are aborted."""
     if (body.rid is None) == (not body.abort_all):
         raise InvalidRequest("either rid or abort_all must be given", param="rid")
-    context.engine.abort(body.rid)
-    return {"success": True}
+    return {"success": True, "aborted": context.engine.abort(body.rid)}
 
 
 @router.get("/metrics", response_class=PlainTextResponse)

@@ -17,7 +17,7 @@ log = logging.getLogger("ramet.access")
 ID_HEADER = b"x-request-id"
 # Anthropic's clients read `request-id`.
 ID_HEADERS = (ID_HEADER, b"request-id")
-# The status in the log if the client disconnected before a response began.
+# The status in the log if the client disconnected before the end of its response.
 _GONE = 499
 # Most characters of a path in the log.
 _MOST_PATH = 256
@@ -41,26 +41,29 @@ class AccessLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        rid, started_s, status = _rid_of(scope), time.monotonic(), 0
+        rid, started_s, status, has_ended = _rid_of(scope), time.monotonic(), 0, False
         request_id.set(rid)
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, has_ended
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message = {**message, "headers": [*message["headers"], *((name, rid.encode()) for name in ID_HEADERS)]}
             await send(message)
+            has_ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
             await self.app(scope, receive, send_with_id)
         except Exception:
+            has_ended = True
             log.exception("%s %s failed", scope["method"], _path(scope))
             if not status:
                 response = error_response(RametError("an internal error occurred"), scope["path"])
                 await response(scope, receive, send_with_id)
         finally:
-            self.count(scope["method"], getattr(scope.get("route"), "path", "none"), status or _GONE)
-            _write(scope, status or _GONE, time.monotonic() - started_s)
+            status = status if has_ended else _GONE
+            self.count(scope["method"], getattr(scope.get("route"), "path", "none"), status)
+            _write(scope, status, time.monotonic() - started_s)
 
 
 def _rid_of(scope: Scope) -> str:

@@ -51,8 +51,8 @@ class EventStream(StreamingResponse):
         gone = asyncio.ensure_future(_wait_gone(receive))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._send_all(gone, scope.get("state", {}).get("send_body", send))
-            if not gone.done():
+            # A client that leaves after the last event has its answer.
+            if await self._send_all(gone, scope.get("state", {}).get("send_body", send)):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError:
             pass  # the client disconnected during a write
@@ -60,7 +60,8 @@ class EventStream(StreamingResponse):
             gone.cancel()
             self.on_close()
 
-    async def _send_all(self, gone: asyncio.Future[None], send: Send) -> None:
+    async def _send_all(self, gone: asyncio.Future[None], send: Send) -> bool:
+        """Send the events until the client is gone. Whether all were sent."""
         # A task of its own, because in this task each event would have to pass all middleware.
         events = asyncio.ensure_future(self._send_events(send))
         try:
@@ -74,6 +75,7 @@ class EventStream(StreamingResponse):
             (ended,) = await asyncio.gather(events, return_exceptions=True)
         if isinstance(ended, Exception):
             raise ended
+        return ended is None
 
     async def _send_events(self, send: Send) -> None:
         async with aclosing(self.events):

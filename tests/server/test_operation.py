@@ -189,6 +189,18 @@ def test_a_client_that_does_not_read_is_cut(ask, operated):
     assert b"[DONE]" not in received
 
 
+def test_a_stream_that_its_client_cuts_off_is_no_success_in_the_log(ask, operated):
+    body = {"text": "x", "stream": True, "sampling_params": {"max_new_tokens": 3}}
+    assert ask("alice", **body, headers={"x-request-id": "stream-read"}).text.endswith("[DONE]\n\n")
+    assert json.loads(logged(operated, "stream-read"))["status"] == 200
+    ask("root", path="/pause")  # no machine is too quick for what follows
+    headers = {"authorization": f"Bearer {KEYS['alice']}", "x-request-id": "stream-left"}
+    with httpx.stream("POST", f"{operated.url}/generate", json=body, headers=headers) as answer:
+        assert next(answer.iter_lines()) == ": keep-alive"
+    ask("root", path="/resume")
+    assert json.loads(logged(operated, "stream-left"))["status"] == 499
+
+
 def test_a_client_that_does_not_send_is_cut(ask, operated):
     host, port = operated.url.removeprefix("http://").split(":")
     parts = (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea")

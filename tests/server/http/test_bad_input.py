@@ -64,6 +64,7 @@ BAD = [
     (b'{"text": "x", "sampling_params": {"json_schema": "[]"}}', "sampling_params.json_schema"),
     (b'{"text": "x", "sampling_params": {"regex": "' + b"a" * 9000 + b'"}}', "sampling_params.regex"),
     (b'{"text": "x", "timeout_s": 0}', "timeout_s"),
+    (b'{"text": "x", "reuse": {"method": "auto", "granularity": "page"}}', "reuse.granularity"),
     (b'{"text": "x", "sampling_params": {"stop": ["a", ""]}}', "sampling_params.stop.1"),
     (b'{"text": "x", "sampling_params": {"logit_bias": {"99999999": 1}}}', "sampling_params.logit_bias"),
     (b'{"text": ["x", "y"], "sampling_params": [{}, {"top_p": 3}]}', "sampling_params.1.top_p"),

@@ -101,6 +101,8 @@ def test_a_document_is_encoded_alone():
         ({"method": "a3", "k": 16}, "k"),
         ({"method": "legolink", "k": 16, "ratio": 0.1}, "k"),
         ({"method": "a3", "max_kl": 1}, "max_kl"),
+        ({"method": "auto", "granularity": "page"}, "granularity"),
+        ({"method": "auto", "chunk_tokens": 256}, "chunk_tokens"),
     ],
 )
 def test_an_option_of_another_method_is_refused(asked, param):
