@@ -7,7 +7,7 @@ the text off. It returns the calls' names, and their arguments as JSON text; not
 import ast
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,20 +20,15 @@ Calls = list[tuple[str, str]]
 Schemas = Mapping[str, Mapping[str, Any]]
 
 # A call in JSON that has begun: its name, and the beginning of its arguments.
-_BEGUN = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*)', re.DOTALL)
-_OUTER_TAGS = re.compile(r"\A<[^>]*>|</[^>]*>\Z")
-_FUNCTION = re.compile(
-    r'<(?:function=|invoke name=")([^">]+)"?>(.*?)(?:</function>|</invoke>|(?=<function=|<invoke )|\Z)', re.DOTALL
-)
-_PARAMETER = re.compile(r'<parameter(?:=| name=")([^">]+)"?>\n?(.*?)\n?</parameter>', re.DOTALL)
-_PAIRS = re.compile(r"\s*([^<\s]+)\s*((?:<arg_key>.*)?)", re.DOTALL)
-_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_BEGUN = re.compile(r'\[?\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*)', re.DOTALL)
+_OUTER_TAGS = re.compile(r"\A<[^>]*>|</[^<>]*>\Z")
+# What opens a call or a parameter; the names have bounds, so that no text takes quadratic time.
+_FUNCTION = re.compile(r'<function=([^>]{1,200})>|<invoke name="([^">]{1,200})">')
+_PARAMETER = re.compile(r'<parameter(?:=| name=")([^">]{1,200})"?>')
+_KEY = re.compile(r"<arg_key>([^<]{1,200})</arg_key>\s*<arg_value>")
+_DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^<\n]{1,200})(?:<｜tool▁sep｜>|\n```json)")
 _MISTRAL = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\](.*)", re.DOTALL)
-_DEEPSEEK = re.compile(
-    r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(.+?)(?:<｜tool▁sep｜>|\s*```json)(.*?)(?:```\s*)?<｜tool▁call▁end｜>",
-    re.DOTALL,
-)
-_GEMMA = re.compile(r"call:([^{]+)(\{.*\})", re.DOTALL)
+_GEMMA = re.compile(r"call:([^{]{1,200})(\{.*\})", re.DOTALL)
 _BARE_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)\s*:')
 _PYTHON = {"true": True, "false": False, "null": None}
 
@@ -43,7 +38,7 @@ def read_json(text: str, schemas: Schemas, cut: bool) -> Calls:
     try:
         value = parse_json(text)
     except ValueError:
-        found = _BEGUN.match(text) if cut else None
+        found = _BEGUN.match(text.lstrip()) if cut else None
         return [(found[1], found[2])] if found else []
     entries = value if isinstance(value, list) else [value]
     calls = [(entry.get("name"), _arguments(entry)) for entry in entries if isinstance(entry, dict)]
@@ -62,17 +57,29 @@ def _read_tagged(text: str, schemas: Schemas, cut: bool) -> Calls:
     inner = _OUTER_TAGS.sub("", text)
     if inner.lstrip()[:1] in ("{", "["):
         return read_json(inner, schemas, cut)
-    found = _PAIRS.fullmatch(inner)
-    return [(found[1], _typed(_PAIR.findall(found[2]), schemas.get(found[1], {})))] if found else []
+    name, key, rest = inner.partition("<arg_key>")
+    return [(name.strip(), _typed(_blocks(_KEY, "</arg_value>", key + rest), schemas.get(name.strip(), {})))]
+
+
+def _blocks(opening: re.Pattern[str], closing: str, text: str) -> Iterator[tuple[str, str]]:
+    """The name in each match of `opening`, and the text up to the next `closing`. An unclosed one ends them."""
+    at = 0
+    while (found := opening.search(text, at)) and (end := text.find(closing, found.end())) >= 0:
+        yield found[1], text[found.end() : end].removeprefix("\n").removesuffix("\n")
+        at = end + len(closing)
 
 
 def _read_xml(text: str, schemas: Schemas, cut: bool) -> Calls:
-    found = [(name, _PARAMETER.findall(inner), inner.strip()) for name, inner in _FUNCTION.findall(text)]
-    # Llama's and Functionary's models write all arguments as one JSON object.
-    return [
-        (name, inner if inner.startswith("{") and not given else _typed(given, schemas.get(name, {})))
-        for name, given, inner in found
-    ]
+    calls, at = Calls(), 0
+    while found := _FUNCTION.search(text, at):
+        name, closing = found[1] or found[2], "</function>" if found[1] else "</invoke>"
+        end = text.find(closing, found.end())
+        at = end if end >= 0 else len(text)
+        inner = text[found.end() : at].strip()
+        # Llama's and Functionary's models write all arguments as one JSON object.
+        given = inner if inner[:1] == "{" else _typed(_blocks(_PARAMETER, "</parameter>", inner), schemas.get(name, {}))
+        calls.append((name, given))
+    return calls
 
 
 def _typed(parameters: Iterable[tuple[str, str]], schema: Mapping[str, Any]) -> str:
@@ -131,7 +138,8 @@ def _read_mistral(text: str, schemas: Schemas, cut: bool) -> Calls:
 
 
 def _read_deepseek(text: str, schemas: Schemas, cut: bool) -> Calls:
-    return [(name.strip(), given.strip()) for name, given in _DEEPSEEK.findall(text)]
+    found = _blocks(_DEEPSEEK, "<｜tool▁call▁end｜>", text)
+    return [(name.strip(), given.strip().removesuffix("```").strip()) for name, given in found]
 
 
 def _read_gemma(text: str, schemas: Schemas, cut: bool) -> Calls:

@@ -36,10 +36,11 @@ class HarmonyReader:
     def push(self, text: str, last: bool, cut: bool = False) -> Said:
         """Add text; `last`, `cut`: see `CallReader.push`."""
         self._held += text
-        if self._place == "start" and self._held:
-            begins = any(self._held[: len(one)] == one[: len(self._held)] for one in _BEGINNINGS)
-            self._place = "header" if begins else "plain"
-        if self._place in ("start", "plain"):
+        if self._place == "start" and (last or not any(one.startswith(self._held) for one in _BEGINNINGS)):
+            self._place = "header" if self._held.startswith(_BEGINNINGS) else "plain"
+        if self._place == "start":
+            return Said("", "", [])
+        if self._place == "plain":
             text, self._held = self._held, ""
             return Said("", *self.calls.push(text, last, cut))
         said = Said("", "", [])

@@ -37,6 +37,7 @@ class CallReader:
     _held: str = field(default="", init=False)
     _plain: bool = field(default=False, init=False)
     _cut: bool = field(default=False, init=False)
+    _follows_call: bool = field(default=False, init=False)
 
     def push(self, text: str, last: bool, cut: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """Add text; returns the text that is final, and the calls in OpenAI's form.
@@ -67,17 +68,21 @@ class CallReader:
 
     def _between_tags(self, last: bool) -> tuple[str, Calls]:
         shown, found = "", Calls()
+        if self._follows_call:
+            self._held = self._held.lstrip("\n")
         while starts := [(at, tags) for tags in self.dialect.tags if (at := self._held.find(tags[0])) >= 0]:
             start, (_, close) = min(starts)
             end = self._held.find(close, start) if close else -1
             if end < 0 and not last:
                 break
             stop = end + len(close) if end >= 0 else len(self._held)
-            calls = self._read(self._held[start:stop])
+            calls = self._read(self._held[start:stop], self._cut and end < 0)
             shown += self._held[:start].rstrip("\n") if calls else self._held[:stop]
             found += calls
+            self._follows_call = bool(calls)
             self._held = self._held[stop:].lstrip("\n") if calls else self._held[stop:]
         keep = len(self._held) if last else self._settled()
+        self._follows_call = self._follows_call and not keep
         shown, self._held = shown + self._held[:keep], self._held[keep:]
         return shown, found
 
@@ -96,12 +101,12 @@ class CallReader:
         for marker in _MARKERS:
             text = text.removeprefix(marker)
         shown, self._held = self._held, ""
-        calls = self._read(text) if starts else []
+        calls = self._read(text, self._cut) if starts else []
         return ("", calls) if calls else (shown, [])
 
-    def _read(self, text: str) -> Calls:
+    def _read(self, text: str, cut: bool) -> Calls:
         """The calls of a text; none if any of them is of an unknown tool."""
-        calls = self.dialect.read(text, self.tools, self._cut)
+        calls = self.dialect.read(text, self.tools, cut)
         return calls if all(name in self.tools for name, _ in calls) else []
 
 

@@ -1,8 +1,11 @@
-"""How models write reasoning and calls: what a reader finds in their texts, however these arrive."""
+"""How models write reasoning and calls: what a reader finds in their texts, however they arrive."""
 
 import json
+import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from server.openai.dialects import TAGGED, WHOLE, Dialect, dialect_of
 from server.openai.harmony import HarmonyReader
@@ -118,6 +121,7 @@ CASES = [
         ("", "", [FIND, ("stop", {})]),
     ),
     ("<|channel|>", " to=functions.rob<|channel|>commentary<|message|>{}", ("", "{}", [])),
+    ("<|channel|>", "<b>{</b>", ("", "<b>{</b>", [])),
     ("<|channel|>", '{"oak": 1}', ("", '{"oak": 1}', [])),
     ("<|channel|>", "<|channel|>final<|mess", ("", "", [])),
 ]
@@ -129,6 +133,28 @@ def test_what_a_reader_finds(sign, text, wanted, size):
     """None: the text stays as it is."""
     state = "thought" if text.startswith("Hm.") else "start"
     assert read(dialect(sign), text, size, state) == (wanted or ("", text, []))
+
+
+PARTS = sorted({part for _, text, _ in CASES for part in re.split(r"(?<=[>\]\n])|(?=[<\[])", text)} - {""})
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    sign=st.sampled_from(sorted({sign for sign, *_ in CASES})),
+    parts=st.lists(st.sampled_from(PARTS), max_size=12),
+    state=st.sampled_from(["start", "thought"]),
+    cut=st.booleans(),
+)
+def test_any_text_is_read_alike_however_it_arrives(sign, parts, state, cut):
+    readers = [CallReader(TOOLS, dialect=dialect(sign)) for _ in range(2)]
+    whole, single = (HarmonyReader(one) if one.dialect.is_harmony else AnswerReader(one, state) for one in readers)
+    text = "".join(parts)
+    wanted = whole.push(text, True, cut)
+    got = [single.push(one, False) for one in text] + [single.push("", True, cut)]
+    assert "".join(one.thought for one in got) == wanted.thought
+    assert "".join(one.text for one in got) == wanted.text
+    functions = [[call["function"] for one in said for call in one.calls] for said in (got, [wanted])]
+    assert functions[0] == functions[1]
 
 
 def test_the_beginning_of_a_call_that_is_cut_off():
