@@ -140,7 +140,8 @@ class ChatAnswer(OpenAIAnswer):
 
     def _new_text(self, choice: dict[str, Any]) -> str:
         delta = choice.get("delta") or {}
-        return (delta.get("reasoning_content") or "") + (delta.get("content") or "")
+        # vLLM's name for reasoning is `reasoning`.
+        return (delta.get("reasoning_content") or delta.get("reasoning") or "") + (delta.get("content") or "")
 
 
 class Api(ABC):

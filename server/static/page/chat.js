@@ -16,7 +16,7 @@ function takeExample(text, about) {
   $("prompt").focus();
 }
 const system = () => $("system").value.trim() ? [{ role: "system", content: $("system").value }] : [];
-const conversation = (text) => [...system(), ...messages.map(({ role, content }) => ({ role, content })), ...(text ? [{ role: "user", content: text }] : [])];
+const conversation = (text) => [...system(), ...messages.map(({ role, content, reasoning_content }) => ({ role, content, ...(reasoning_content && { reasoning_content }) })), ...(text ? [{ role: "user", content: text }] : [])];
 function chatBody(text) {
   const body = { model: served?.served_model_name, messages: conversation(text), max_tokens: +$("tokens").value, temperature: +$("temperature").value };
   if (+$("topp").value !== 1) body.top_p = +$("topp").value;
@@ -32,7 +32,7 @@ function showChat() {
 }
 function showTurn(message) {
   const turn = make("div", null, { class: `turn ${message.role}` });
-  turn.append(make("span", message.content, { class: "said" }));
+  turn.append(make("span", message.reasoning_content, { class: "thought" }), make("span", message.content, { class: "said" }));
   if (message.role === "assistant") turn.append(under(message));
   return turn;
 }
@@ -64,8 +64,12 @@ async function playChat(text, signal) {
   messages.push({ role: "user", content: text }, { role: "assistant", content: "" });
   const answer = messages.at(-1), began = performance.now();
   $("prompt").value = ""; keepDraft(); showChat();
-  const said = $("turns").lastChild.querySelector(".said"), meta = { prompt: 0, cached: 0, output: 0, seconds: 0 };
-  const grow = (more) => { if (more) { meta.first_s ??= (performance.now() - began) / 1000; answer.content += more; said.textContent = answer.content; } };
+  const [thought, said] = $("turns").lastChild.children, meta = { prompt: 0, cached: 0, output: 0, seconds: 0 };
+  const grow = ({ reasoning_content, content }) => {
+    if (reasoning_content) thought.textContent = answer.reasoning_content = (answer.reasoning_content || "") + reasoning_content;
+    if (content) said.textContent = answer.content += content;
+    if (reasoning_content || content) meta.first_s ??= (performance.now() - began) / 1000;
+  };
   try {
     if (body) await causal(body, signal, meta, grow); else await denoise(answer, said, signal, meta);
   } catch (error) {
@@ -81,7 +85,7 @@ async function causal(body, signal, meta, grow) {
     if (event.prompt_token_ids) meta.ids = event.prompt_token_ids;
     if (event.explain) meta.why = why(event.explain);
     if (event.usage) Object.assign(meta, { prompt: event.usage.prompt_tokens, output: event.usage.completion_tokens, cached: event.usage.prompt_tokens_details?.cached_tokens || 0 });
-    for (const choice of event.choices) grow((choice.delta || choice.message).content);
+    for (const choice of event.choices) grow(choice.delta || choice.message);
   };
   if (body.stream) { for await (const event of eventsOf(answer)) take(event); } else take(await answer.json());
 }

@@ -341,8 +341,15 @@ def test_a_chat_shows_what_was_reused_and_why_the_rest_was_not(page, server):
             page.wait_for_timeout(10)
         assert page.locator("#send").is_disabled()
         assert page.locator(".turn").last.get_by_role("button").count() == 0, "an answer that is not there yet"
-        held.pop().continue_()
+        body = json.loads(held[0].request.post_data)
+        reasoning = [message.get("reasoning_content") for message in body["messages"]]
+        if not turn:
+            body |= {"max_tokens": 40, "structured_outputs": {"regex": "<think>[a-z]{9}</think>[0-9]{5}"}}
+        held.pop().continue_(post_data=json.dumps(body))
         page.locator(".turn .figures").nth(turn).wait_for()
+    thought = page.locator(".turn .thought:visible").inner_text()
+    assert (len(thought), reasoning) == (9, [None, None, thought, None]), "it is shown, and sent back"
+    assert len(page.locator(".turn.assistant .said").first.inner_text()) == 5
     page.unroute("**/v1/chat/completions")
     page.locator("#stop:disabled").wait_for()
     first, second = (int(text.split(" ")[0]) for text in page.locator(".turn .figures").all_inner_texts())
