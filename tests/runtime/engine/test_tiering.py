@@ -34,7 +34,7 @@ def test_pins_come_back_by_themselves(ids_dir, tmp_path):
     (pinned,) = call(second, GetPins())["pins"]
     assert pinned["name"] == "system"
     assert pinned["tokens"] == 128
-    assert 900 < pinned["expires_in_s"] < 1000
+    assert 900 < pinned["expires_in_s"] <= 1000
     assert again.together([PROMPTS[1]], max_new_tokens=NEW) == tokens[:1]
     assert again.cached("r0") == 192
     assert loaded(again, "r0") == {"disk": 64}, "the pin has brought the common beginning"
