@@ -35,6 +35,7 @@ class Lazy(BaseModel):
     at_start: bool = Field(
         False, description="only from the output's first text on, to the output's end; white space does not count"
     )
+    to_end: bool = Field(False, description="from the first trigger on to the output's end")
 
 
 class CommonSampling(BaseModel):

@@ -135,7 +135,7 @@ class LazyGrammar(Grammar):
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, lazy: Lazy):
         super().__init__(matcher)
         self._tokenizer = tokenizer
-        self._at_start = lazy.at_start
+        self._at_start, self._to_end = lazy.at_start, lazy.at_start or lazy.to_end
         self._triggers = [text.encode() for text in lazy.triggers]
         self._longest = max(map(len, self._triggers))
         self._held = b""  # the latest bytes, which may contain the start of a trigger
@@ -151,14 +151,14 @@ class LazyGrammar(Grammar):
     def accept(self, token: int) -> bool:
         if self._holds:
             super().accept(token)
-            self._holds = self._at_start or not self._matcher.is_stopped()
+            self._holds = self._to_end or not self._matcher.is_stopped()
             return True
         text = self._held + self._tokenizer.decode_bytes([token])
         start, end = self._find(text)
         if start < 0:
             self._held = text if self._at_start else text[max(len(text) - self._longest + 1, 0) :]
         elif self._begins(text[start:]):
-            self._holds, self._held = self._at_start or not self._matcher.is_stopped(), b""
+            self._holds, self._held = self._to_end or not self._matcher.is_stopped(), b""
         elif end < len(text) and self._begins(text[start:end]):
             return False  # the bytes after the trigger violate the grammar
         else:

@@ -1,6 +1,7 @@
 """Grammars of tool calls in JSON: between `<tool_call>` tags (Qwen, Hermes, SmolLM2), or as the whole text (Llama)."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,6 +59,27 @@ def calls_or_format(tools: list[Tool], schema: str, tagged: bool) -> str:
     start, rest = calls.split("\n", 1)
     rule = start.removeprefix("start: ")
     return f"start: ({rule}) | form\n{rest}form: %json {form}\n"
+
+
+def behind_reasoning(sampling: SamplingParams, begins: str) -> SamplingParams:
+    """The parameters with their schema or regular expression from a text on, which ends the reasoning.
+
+    Other constraints, and expressions of several lines, hold for the whole output.
+    """
+    if sampling.json_schema is not None:
+        schema = {"x-guidance": {"whitespace_pattern": _SPACE}, **json.loads(sampling.json_schema)}
+        form = f"%json {json.dumps(schema)}"
+    elif sampling.regex is not None and "\n" not in sampling.regex:
+        form = "/" + re.sub(r"(?<!\\)/", r"\/", sampling.regex) + "/"
+    else:
+        return sampling
+    grammar = f"start: {json.dumps(begins)} SPACE form\nform: {form}\nSPACE: /{_MORE_SPACE}/\n"
+    lazy = Lazy(triggers=[begins], to_end=True)
+    changed = {"grammar": grammar, "json_schema": None, "regex": None, "lazy": lazy}
+    try:
+        return SamplingParams.model_validate({**sampling.model_dump(), **changed})
+    except ValidationError:  # the grammar is too long
+        return sampling
 
 
 def _lazy_grammar(schema: dict[str, Any], tagged: bool) -> str:

@@ -7,6 +7,7 @@ from typing import Literal
 from server.openai.reader import CallReader, Said, before_tag
 
 _BODY = "<|message|>"
+FINAL = f"<|channel|>final{_BODY}"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 # What an answer may begin with, behind the prompt's `<|start|>assistant`.
 _BEGINNINGS = ("<|channel|>", " to=", "<|start|>", _BODY)

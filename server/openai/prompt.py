@@ -1,6 +1,7 @@
 """Makes the prompts of chats, with documents, modules and breakpoints."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -20,8 +21,9 @@ from server.objects.documents import DocumentStore
 from server.objects.schemas import SchemaStore
 from server.objects.segments import find_documents
 from server.openai.caching import Mark, keep_places, unmarked
-from server.openai.calls import calls_or_format, lazy_calls
-from server.openai.dialects import WHOLE, dialect_of
+from server.openai.calls import behind_reasoning, calls_or_format, lazy_calls
+from server.openai.dialects import WHOLE, Dialect, dialect_of
+from server.openai.harmony import FINAL
 from server.openai.messages import Message
 from server.openai.tools import Function, Tool, continue_chat, render_chat, with_tools
 from server.openai.types import ChatRequest
@@ -54,6 +56,8 @@ class ChatPrompts:
         elif body.offered and not body.must_call and sampling.json_schema is not None:
             grammar = calls_or_format(body.callable_tools(), sampling.json_schema, dialect is not WHOLE)
             sampling = sampling.model_copy(update={"json_schema": None, "grammar": grammar})
+        elif sampling.constrained and (begins := self._reasoning_ends(body, dialect)):
+            sampling = behind_reasoning(sampling, begins)
         return body.submission(
             *(partial(self._render, body, tenant), sampling, tenant, self._context),
             num_characters=body.num_characters,
@@ -101,6 +105,19 @@ class ChatPrompts:
         later = body.model_copy(update={"messages": [*body.messages, *answer, coming]})
         before, found, _ = str(self._write(later, tenant, unmarked)).partition(place)
         return before if found else None
+
+    def _reasoning_ends(self, body: ChatRequest, dialect: Dialect) -> str | None:
+        """The text that ends the reasoning of an answer; None if it does not begin with reasoning."""
+        if dialect.is_harmony:
+            return None if body.must_call else FINAL
+        opening, closing = dialect.thoughts
+        tokenizer = self._context.engine.tokenizer
+        if opening not in (tokenizer.chat_template or "") or body.continue_final_message:
+            return None
+        with suppress(InvalidRequest):  # some templates require other messages
+            text = render_chat(tokenizer, [{"role": "user", "content": "x"}], [], variables=body.template_variables())
+            return closing if text.rstrip().endswith(opening.strip()) else None
+        return None
 
     def _render(self, body: ChatRequest, tenant: Tenant) -> Prompt:
         """The prompt of a conversation, or of a schema's modules and messages. Raises InvalidRequest and NotFound."""

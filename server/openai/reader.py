@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from runtime.sampling.json_text import parse_json
-from server.openai.dialects import TAGGED, Calls, Dialect, Schemas
+from server.openai.dialects import TAGGED, Calls, Dialect, Schemas, read_json
 
 _MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")
 
@@ -76,7 +76,7 @@ class CallReader:
             if end < 0 and not last:
                 break
             stop = end + len(close) if end >= 0 else len(self._held)
-            calls = self._read(self._held[start:stop], self._cut and end < 0)
+            calls = self._known(self.dialect.read(self._held[start:stop], self.tools, self._cut and end < 0))
             shown += self._held[:start].rstrip("\n") if calls else self._held[:stop]
             found += calls
             self._follows_call = bool(calls)
@@ -101,12 +101,11 @@ class CallReader:
         for marker in _MARKERS:
             text = text.removeprefix(marker)
         shown, self._held = self._held, ""
-        calls = self._read(text, self._cut) if starts else []
+        calls = self._known(read_json(text, self.tools, self._cut)) if starts else []
         return ("", calls) if calls else (shown, [])
 
-    def _read(self, text: str, cut: bool) -> Calls:
-        """The calls of a text; none if any of them is of an unknown tool."""
-        calls = self.dialect.read(text, self.tools, cut)
+    def _known(self, calls: Calls) -> Calls:
+        """The calls; none if any of them is of an unknown tool."""
         return calls if all(name in self.tools for name, _ in calls) else []
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from runtime.params import SamplingParams
 from runtime.sampling.grammar import Grammar, GrammarCompiler
-from server.openai.calls import lazy_calls
+from server.openai.calls import behind_reasoning, lazy_calls
 from server.openai.dialects import WHOLE
 from server.openai.reader import CallReader
 from server.openai.tools import Tool
@@ -153,6 +153,31 @@ def test_a_call_follows_its_schema_as_far_as_a_grammar_can(written):
     long = {**described, "parameters": {"type": "object", "properties": {"x": {"enum": ["a" * 70_000]}}}}
     strict, loose = lazy_calls(SamplingParams(), [Tool.model_validate({"type": "function", "function": long})], True)
     assert strict == loose
+
+
+SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "stops", "ends"),
+    [
+        ({"json_schema": SCHEMA}, 'Hm, {"b": 2}.</think>\n\n{"a": 1}', "", True),
+        ({"json_schema": SCHEMA}, 'Hm.</think>{"a": 1} and', " and", True),
+        ({"json_schema": SCHEMA}, "Hm.</think>No", "No", False),
+        ({"regex": "a/[0-9]{2}"}, "Hm.</think>a/12", "", True),
+        ({"regex": r"a\/[0-9]{2}"}, "a/3</think>a/1x", "x", False),
+    ],
+)
+def test_a_format_holds_behind_the_reasoning(written, format, text, stops, ends):
+    sampling = behind_reasoning(SamplingParams(**format), "</think>")
+    found, complete = written(sampling, text)
+    assert complete == ends
+    if stops:
+        assert len(text[: text.rindex(stops)]) <= len(found) < len(text)
+    else:
+        assert found == text
+    grammar = SamplingParams(grammar='start: "a"')
+    assert behind_reasoning(grammar, "</think>") is grammar
 
 
 @pytest.mark.parametrize(
