@@ -6,15 +6,21 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from runtime.config import Config, default_cache_dir
+from runtime.config import Config, ModelConfig, default_cache_dir
 from runtime.errors import ModelError
+from runtime.models.gguf_tensors import read_gguf
+from runtime.models.implementation import own_spec
 from runtime.models.resolve import check_name
+from runtime.models.spec import LlamaSpec
 from server.commands.models import found_models, free_memory
 
 _GIB = 1 << 30
@@ -27,10 +33,15 @@ _PACKAGES = ("ramet", "torch", "transformers", "tokenizers", "safetensors", "fas
 
 
 def print_report(config: Config) -> None:
-    """Print a table about this machine, and hints. Raises ModelError if the model cannot be there."""
+    """Print a table about this machine, and hints. Raises ModelError behind them if the model cannot be served."""
+    tokens, fault = None, None
+    try:
+        tokens = _pool_tokens(config)
+    except ModelError as error:
+        fault = error
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
-    for name, value in _facts(config):
+    for name, value in _facts(config, tokens):
         table.add_row(name, value)
     console = Console(highlight=False)
     console.print(table)
@@ -38,12 +49,11 @@ def print_report(config: Config) -> None:
     console.print("\n[bold]What would be faster, or is missing[/bold]" if hints else "\nNothing is missing.")
     for hint in hints:
         console.print(f"- {hint}", soft_wrap=True)
-    check_name(config.model.model)
-    if (path := Path(config.model.model).expanduser()).is_dir() and not (path / "config.json").exists():
-        raise ModelError(f"--model {path}: the directory has no config.json")
+    if fault is not None:
+        raise fault
 
 
-def _facts(config: Config) -> Iterator[tuple[str, str]]:
+def _facts(config: Config, tokens: int | None) -> Iterator[tuple[str, str]]:
     from runtime.execution.native.library import load_best
     from runtime.execution.sizing import main_memory
 
@@ -56,7 +66,8 @@ def _facts(config: Config) -> Iterator[tuple[str, str]]:
     yield "4 and 8 bits", "GGUF files, --quantization int4 and int8" if library else "unpacked: torch computes"
     yield "GPU", _gpu()
     yield "memory", f"{main_memory() / _GIB:.1f} GiB, {free_memory() / _GIB:.1f} of it free"
-    yield "pool", f"{config.cache.pool_memory or 1:g} GiB (--pool-memory)"
+    size = f"{config.cache.pool_memory or 1:g} GiB (--pool-memory)" + (f": {tokens:,} tokens" if tokens else "")
+    yield "pool", size if config.cache.pool_tokens is None else f"{config.cache.pool_tokens:,} tokens (--pool-tokens)"
     where = default_cache_dir()
     yield "disk", f"{shutil.disk_usage(_existing(where)).free / _GIB:.1f} GiB free at {where}"
     yield "model", f"{config.model.model}: {_is_there(config)}"
@@ -69,6 +80,38 @@ def _facts(config: Config) -> Iterator[tuple[str, str]]:
     yield "compiler", _compiler() or "none"
     yield "Python", f"{platform.python_version()} on {platform.system()} {platform.release()}"
     yield "packages", ", ".join(f"{package} {found}" for package in _PACKAGES if (found := _version(package)))
+
+
+def _pool_tokens(config: Config) -> int | None:
+    """Tokens that the pool will hold; None: this is not known before the model is fetched or loaded.
+
+    Raises ModelError if the model cannot be served.
+    """
+    from runtime.execution.sizing import pool_tokens
+
+    spec = _spec(config.model)
+    return None if spec is None else pool_tokens(config, spec)
+
+
+def _spec(config: ModelConfig) -> LlamaSpec | None:
+    """The spec of a model that needs no fetching and no code of transformers. Raises ModelError."""
+    from runtime.models.gguf import write_config
+
+    check_name(config.model)
+    path = Path(config.model).expanduser()
+    if path.is_file():
+        with TemporaryDirectory() as directory:
+            write_config(path, *_read_gguf(path), Path(directory))
+            return own_spec(config, Path(directory))
+    if path.is_dir():
+        return own_spec(config, path)
+    fetched = next(default_cache_dir().glob(f"models/{config.model}-*"), None)
+    return None if fetched is None else own_spec(config, fetched)
+
+
+@cache
+def _read_gguf(path: Path) -> tuple[dict[str, Any], list[Any]]:
+    return read_gguf(path)  # takes seconds
 
 
 def _hints(config: Config) -> Iterator[str]:
@@ -142,10 +185,9 @@ def _weights(path: Path, keeps: bool) -> str:
     """How the matrices of a GGUF file are computed, by type. `keeps`: as stored where the kernels know the type."""
     from runtime.models.ggml import can_decode
     from runtime.models.gguf_hybrid import GRANITE
-    from runtime.models.gguf_tensors import read_gguf
 
     try:
-        metadata, tensors = read_gguf(path)
+        metadata, tensors = _read_gguf(path)
     except ModelError as error:
         return str(error)
     kinds = Counter(tensor.tensor_type.name for tensor in tensors if len(tensor.shape) > 1)

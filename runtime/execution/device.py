@@ -40,6 +40,12 @@ def choose_dtype(config: ModelConfig, device: torch.device, native: bool) -> tor
     return torch.bfloat16 if native or device.type == "cuda" or _cpu_multiplies_bfloat16() else torch.float32
 
 
+def wants_native(config: Config, device: torch.device) -> bool:
+    """Whether the native kernels are to compute the layers, if Ramet's own code computes the model."""
+    torch_only = config.model.kernels == "torch" or config.model.tensor_parallel > 1 or config.cache.kv_dtype == "fp8"
+    return device.type == "cpu" and not torch_only
+
+
 def choose_attention(config: ModelConfig, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """The backend of `--kernels`; auto is FlashInfer on CUDA if it is installed and supports dtype and head size."""
     installed = find_spec("flashinfer") is not None

@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +16,7 @@ from runtime.execution.attention.backend import AttentionBackend
 from runtime.execution.attention.cpu import CPUAttention, Scores
 from runtime.execution.attention.flashinfer import FlashInferAttention
 from runtime.execution.attention.windows import Window, narrowed
-from runtime.execution.device import choose_attention, choose_device, choose_dtype, is_out_of_memory
+from runtime.execution.device import choose_attention, choose_device, choose_dtype, is_out_of_memory, wants_native
 from runtime.execution.graphs import DecodeGraphs
 from runtime.execution.llama import LlamaModel
 from runtime.execution.native.choosing import NativeChoosing
@@ -25,7 +24,15 @@ from runtime.execution.native.decoder import NativeDecoder
 from runtime.execution.native.library import Library, load_best
 from runtime.execution.ops import FlashInferOps, Ops
 from runtime.execution.parallel.group import RankGroup
-from runtime.execution.sizing import check_weights, pool_pages
+from runtime.execution.sizing import (
+    bytes_per_token,
+    check_weights,
+    choose_context_length,
+    choose_kv_dtype,
+    near_share,
+    pool_pages,
+    with_near,
+)
 from runtime.kv.near import NearPages, most_places
 from runtime.kv.pool import KVPool
 from runtime.kv.states import StatePool
@@ -43,9 +50,6 @@ log = logging.getLogger("ramet.engine")
 
 # Torch's default, which follows $OMP_NUM_THREADS; read before an executor changes it.
 ALL_THREADS = torch.get_num_threads()
-
-# The pool of the layers with a window has room for the ends of conversations of this length.
-_TYPICAL = 2048
 
 # Bits of `--quantization`.
 _BITS = {"int4": 4, "int8": 8}
@@ -107,13 +111,13 @@ class Executor:
         if spec is not None and spec.needs_torch and config.model.kernels == "flashinfer":
             raise ModelError(f"--kernels flashinfer is not served with {spec.architecture}")
         self.implementation: ModelCode = "transformers" if spec is None else "ramet"
-        library = None if spec is None else self._choose_kernels(config, spec)
+        library = None if spec is None else self._choose_kernels(config)
         if library is None and (config.model.quantization in _BITS or config.model.kernels == "native"):
             raise ModelError("--quantization int4 or int8 and --kernels native need the native kernels of a CPU")
         given = config.model.quantization
         self.quantization: str = given if given in _BITS else "none"
         self.dtype = choose_dtype(config.model, self.device, library is not None)
-        self.kv_dtype = torch.float8_e4m3fn if config.cache.kv_dtype == "fp8" else self.dtype
+        self.kv_dtype = choose_kv_dtype(config.cache, self.dtype)
         if spec is None:
             self._open_transformers(config, path)
         else:
@@ -131,7 +135,7 @@ class Executor:
         self._decoder = model = TransformersModel(path, config.model, self.dtype, self.device)
         self.spec = model.spec
         self.soften = model.soften
-        self.context_length = _context_length(config, self.spec)
+        self.context_length = choose_context_length(config.model, self.spec)
         self.pool = self._make_pool(config, self.spec)
         self.has_windows = any(window.size < self.context_length for window in model.windows)
         self.backend_name = CPUAttention.name
@@ -139,15 +143,13 @@ class Executor:
 
     def _open_own(self, config: Config, path: Path, spec: LlamaSpec, library: Library | None) -> None:
         group = self._group
-        self.spec = spec
-        share = spec if group is None else split_spec(spec, group.size)
         backend = "cpu" if spec.needs_torch else choose_attention(config.model, self.device, self.dtype, spec.head_dim)
-        self.context_length = _context_length(config, spec)
+        self.context_length = choose_context_length(config.model, spec)
+        self.spec = spec = with_near(config, spec, backend)
+        share = spec if group is None else split_spec(spec, group.size)
         if spec.near_rope or any(size is not None and size < self.context_length for size in spec.windows):
             self._windows = [None if size is None else Window(size) for size in spec.windows]
             self.has_windows, self._split = True, spec.near_rope is not None
-        if backend == "cpu" and group is None and not config.tiers.any:  # a tier keeps the rows of all layers
-            self.spec = share = spec = replace(spec, near=_near_layers(spec, self.context_length))
         ops = FlashInferOps(self.context_length, group) if backend == "flashinfer" else Ops(group)
         check_weights(spec, self.dtype, self.device, group.size if group else 1)
         if self.device.type == "cpu":  # report a pool that is too large before reading the weights
@@ -197,20 +199,13 @@ class Executor:
 
     def _pool_pages(self, config: Config, spec: ModelSpec) -> tuple[int, int]:
         """Number of pages of the pool, and bytes per token."""
-        shape = spec.num_kv_heads, spec.head_dim
-        per_token = KVPool.bytes_per_token(spec.kv_layers, *shape, self.kv_dtype, spec.halves)
-        if isinstance(spec, LlamaSpec) and spec.near:
-            per_near = KVPool.bytes_per_token(len(spec.near), *shape, self.kv_dtype)
-            per_token += math.ceil(per_near * self._near_share(spec, config.cache.page_size))
+        per_token = bytes_per_token(config, spec, self.kv_dtype)
         return pool_pages(config.cache, per_token, self.device), per_token
 
-    def _near_share(self, spec: LlamaSpec, page_size: int) -> float:
-        """Places in the pool of the layers with a window, as a share of the main pool's pages."""
-        return min((spec.largest_window + 2 * page_size) / min(_TYPICAL, self.context_length), 1)
-
-    def _make_near(self, spec: LlamaSpec, num_pages: int, page_size: int) -> NearPages:
+    def _make_near(self, config: Config, spec: LlamaSpec, num_pages: int) -> NearPages:
+        page_size = config.cache.page_size
         prompt = most_places(spec.largest_window, page_size)  # beside the ends of conversations, one that is prefilled
-        count = min(math.ceil(num_pages * self._near_share(spec, page_size)) + prompt, num_pages)
+        count = min(math.ceil(num_pages * near_share(config, spec)) + prompt, num_pages)
         shape = (len(spec.near), count, page_size, spec.num_kv_heads, spec.head_dim)
         return NearPages(KVPool(*shape, self.kv_dtype, self.device), num_pages)
 
@@ -225,7 +220,7 @@ class Executor:
                 slots = 2 * config.scheduler.max_running + _SLOTS
                 self.states = StatePool(spec.states, slots, self.device, spec.records)
             if isinstance(spec, LlamaSpec) and spec.near:
-                self.near = self._make_near(spec, num_pages, cache.page_size)
+                self.near = self._make_near(config, spec, num_pages)
             return KVPool(*shape, self.kv_dtype, self.device, spare_pages, spec.halves)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -235,9 +230,8 @@ class Executor:
                 f"the KV pool of {size:.1f} GiB does not fit: lower --pool-tokens or --pool-memory"
             ) from None
 
-    def _choose_kernels(self, config: Config, spec: LlamaSpec) -> Library | None:
-        torch_only = config.model.kernels == "torch" or self._group is not None or config.cache.kv_dtype == "fp8"
-        if self.device.type != "cpu" or torch_only:
+    def _choose_kernels(self, config: Config) -> Library | None:
+        if not wants_native(config, self.device):
             return None
         library = load_best()
         if library is None:
@@ -294,21 +288,6 @@ class Executor:
 
     def close(self) -> None:
         """End the processes of other ranks."""
-
-
-def _near_layers(spec: LlamaSpec, context_length: int) -> tuple[int, ...]:
-    """Layers whose windows are so small that a pool of their own saves memory; empty: there are none."""
-    sizes = {size for size in spec.windows if size is not None and size < context_length}
-    near = tuple(i for i, size in enumerate(spec.windows) if size in sizes)
-    is_worth = 0 < len(near) < spec.num_layers and 2 * max(sizes) <= min(_TYPICAL, context_length)
-    return near if is_worth else ()
-
-
-def _context_length(config: Config, spec: ModelSpec) -> int:
-    asked = config.model.context_length
-    if asked is not None and asked > spec.context_length:
-        raise ModelError(f"--context-length is {asked}; the model supports at most {spec.context_length}")
-    return asked or spec.context_length
 
 
 def _keeps_codes(config: ModelConfig) -> bool:

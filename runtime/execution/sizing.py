@@ -2,16 +2,22 @@
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from runtime.config import CacheConfig
+from runtime.config import CacheConfig, Config, ModelConfig
 from runtime.errors import ModelError
-from runtime.models.shards import share_of
-from runtime.models.spec import LlamaSpec
+from runtime.execution.device import choose_attention, choose_device, choose_dtype, wants_native
+from runtime.execution.native.library import load_best
+from runtime.kv.pool import KVPool
+from runtime.models.shards import share_of, split_spec
+from runtime.models.spec import LlamaSpec, ModelSpec
 
 _GIB = 2**30
+# The pool of the layers with a window has room for the ends of conversations of this length.
+_TYPICAL = 2048
 # Share of a GPU that is left to others, and to buffers of steps.
 _SPARE = 0.15
 
@@ -61,3 +67,55 @@ def pool_pages(config: CacheConfig, bytes_per_token: int, device: torch.device) 
             f"one token takes {bytes_per_token} bytes: raise --pool-tokens or --pool-memory"
         )
     return num_pages
+
+
+def choose_context_length(config: ModelConfig, spec: ModelSpec) -> int:
+    """The context length of `--context-length`. Raises ModelError if the model has a shorter one."""
+    asked = config.context_length
+    if asked is not None and asked > spec.context_length:
+        raise ModelError(f"--context-length is {asked}; the model supports at most {spec.context_length}")
+    return asked or spec.context_length
+
+
+def choose_kv_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the pool of a model that computes in `dtype`."""
+    return torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
+
+
+def with_near(config: Config, spec: LlamaSpec, backend: str) -> LlamaSpec:
+    """The spec with the layers whose windows are so small that a pool of their own saves memory."""
+    if backend != "cpu" or config.model.tensor_parallel > 1 or config.tiers.any:  # a tier keeps the rows of all layers
+        return spec
+    context_length = choose_context_length(config.model, spec)
+    sizes = {size for size in spec.windows if size is not None and size < context_length}
+    near = tuple(i for i, size in enumerate(spec.windows) if size in sizes)
+    is_worth = 0 < len(near) < spec.num_layers and 2 * max(sizes) <= min(_TYPICAL, context_length)
+    return replace(spec, near=near if is_worth else ())
+
+
+def near_share(config: Config, spec: LlamaSpec) -> float:
+    """Places in the pool of the layers with a window, as a share of the main pool's pages."""
+    most = min(_TYPICAL, choose_context_length(config.model, spec))
+    return min((spec.largest_window + 2 * config.cache.page_size) / most, 1)
+
+
+def bytes_per_token(config: Config, spec: ModelSpec, kv_dtype: torch.dtype) -> int:
+    """Bytes that a token takes of the memory for pools."""
+    shape = spec.num_kv_heads, spec.head_dim
+    per_token = KVPool.bytes_per_token(spec.kv_layers, *shape, kv_dtype, spec.halves)
+    if isinstance(spec, LlamaSpec) and spec.near:
+        per_near = KVPool.bytes_per_token(len(spec.near), *shape, kv_dtype)
+        per_token += math.ceil(per_near * near_share(config, spec))
+    return per_token
+
+
+def pool_tokens(config: Config, spec: LlamaSpec) -> int | None:
+    """Tokens that the pool will hold; None: what the weights leave of a GPU. Raises ModelError as for `Executor`."""
+    model, cache, device = config.model, config.cache, choose_device(config.model)
+    if device.type == "cuda" and cache.pool_tokens is None and cache.pool_memory is None:
+        return None
+    dtype = choose_dtype(model, device, wants_native(config, device) and load_best() is not None)
+    backend = "cpu" if spec.needs_torch else choose_attention(model, device, dtype, spec.head_dim)
+    share = split_spec(with_near(config, spec, backend), model.tensor_parallel)
+    per_token = bytes_per_token(config, share, choose_kv_dtype(cache, dtype))
+    return pool_pages(cache, per_token, device) * cache.page_size

@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +37,30 @@ def convert_gguf(path: Path, work: Path, linked: bool = False, rounded: bool = F
         OSError: if the disk is full.
     """
     metadata, tensors = read_gguf(path)
+    config = write_config(path, metadata, tensors, work)
+    with _as_model_error(path):
+        _write(path, metadata, tensors, config, work, linked, rounded)
+
+
+def write_config(path: Path, metadata: dict[str, Any], tensors: list[Any], work: Path) -> dict[str, Any]:
+    """Write the `config.json` of a GGUF file, and return it. Raises ModelError."""
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise ModelError(f"{path.name}: architecture {architecture!r}; supported in GGUF are {supported}")
+    with _as_model_error(path):
+        if architecture == "gemma3":
+            config = _gemma_config(path, metadata, tensors)
+        else:
+            config = _config(path, metadata, architecture, tensors)
+        _write_json(work / "config.json", config)
+    return config
+
+
+@contextmanager
+def _as_model_error(path: Path) -> Iterator[None]:
     try:
-        _write(path, metadata, tensors, architecture, work, linked, rounded)
+        yield
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{path.name} has metadata of the wrong kind: {error}") from None
 
@@ -49,16 +69,12 @@ def _write(
     path: Path,
     metadata: dict[str, Any],
     tensors: list[Any],
-    architecture: str,
+    config: dict[str, Any],
     work: Path,
     linked: bool,
     rounded: bool,
 ) -> None:
-    if architecture == "gemma3":
-        config = _gemma_config(path, metadata, tensors)
-    else:
-        config = _config(path, metadata, architecture, tensors)
-    _write_json(work / "config.json", config)
+    architecture = metadata["general.architecture"]
     ids = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(k) is not None}
     _write_json(work / "generation_config.json", ids)
     _write_tokenizer(path, metadata, work)

@@ -41,8 +41,10 @@ def resolve_model(config: ModelConfig) -> Path:
 
 
 def check_name(name: str) -> None:
-    """Raise ModelError if `--model` names no path, no short name, and cannot be a model of the hub."""
+    """Raise ModelError if `--model` names no directory, GGUF file or short name, and cannot be a model of the hub."""
     path, short = Path(name).expanduser(), (DEFAULT_MODEL, *ADAPTERS)
+    if path.is_file() and path.suffix != ".gguf":
+        raise ModelError(f"--model {path} is a file, but not a .gguf file; a model directory or a GGUF file is needed")
     if path.is_dir() or path.is_file() or name in short:
         return
     if path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".gguf" or name.count("/") != 1:
@@ -95,9 +97,6 @@ def known_names(config: ModelConfig) -> list[str]:
 
 
 def _from_file(path: Path, cache_dir: Path, linked: bool) -> Path:
-    if path.suffix != ".gguf":
-        raise ModelError(f"--model {path} is a file, but not a .gguf file; a model directory or a GGUF file is needed")
-
     def make(work: Path) -> None:
         from runtime.models.gguf import convert_gguf
 

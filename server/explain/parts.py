@@ -21,9 +21,9 @@ class Part:
     index: int | None = None
 
     def __str__(self) -> str:
-        """The part's name in explanations."""
+        """The part's name in explanations, which count messages from 1."""
         names = {"tools": "the tools", "system": "the system prompt", "prompt": "the prompt"}
-        return names.get(self.kind, f"message {self.index}")
+        return f"message {self.index + 1}" if self.index is not None else names[self.kind]
 
 
 @dataclass(slots=True)

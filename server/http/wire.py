@@ -80,7 +80,7 @@ class Body(BaseModel):
     """
 
     # Errors that nobody has expected are logged, and inputs are prompts.
-    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True, allow_inf_nan=False)
 
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     ALIASES: ClassVar[Mapping[str, str]] = {}

@@ -18,12 +18,15 @@ import pytest
 import runtime.frontend
 from runtime import Engine
 from runtime.config import CacheConfig, Config, ServerConfig, make_config, unusable
+from runtime.engine.opening import open_engine
 from runtime.errors import ModelError
 from runtime.execution.native.library import load_best
+from runtime.models.resolve import resolve_model
 from server.cli import main
 from server.options import options_page
 from server.serve import _bind
 from tests.runtime.models.test_gguf_files import LAYERS, Kind, tensors, write
+from tests.tiny import save_tiny
 
 
 def test_every_option_of_the_configuration_is_there_and_explained(capsys):
@@ -248,13 +251,35 @@ def test_the_doctor_tells_what_there_is(capsys, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("{}/nope", "no such directory or file"), ("nope", "no such directory or file"), ("{}", "has no config.json")],
+    [("{}/nope", "no such directory or file"), ("nope", "no such directory or file"), ("{}", "config.json is missing")],
 )
 def test_the_doctor_finds_no_model(capsys, tmp_path, name, words):
     assert main(["doctor", "--model", name.format(tmp_path)]) == 1
     told = capsys.readouterr()
     assert words in told.err
     assert "processor" in told.out
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("gguf", {}),
+        ("llama", {"dtype": "float32"}),
+        ("llama", {"kv_dtype": "fp8", "page_size": 5}),
+        ("gemma3", {}),  # some layers have a pool of their own
+        ("gemma3", {"context_length": 64}),
+    ],
+)
+def test_the_doctor_counts_the_tokens_of_the_pool(capsys, tmp_path, kind, options):
+    path = write(tmp_path / "m.gguf") if kind == "gguf" else save_tiny(kind, tmp_path)
+    options |= {"model": str(path), "device": "cpu", "pool_memory": 0.001}
+    arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert main(["doctor", *arguments]) == 0
+    config = make_config(**options)
+    core = open_engine(config, resolve_model(config.model))
+    pool = core.executor.pool
+    core.close()
+    assert f"0.001 GiB (--pool-memory): {pool.num_pages * pool.page_size:,} tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("compiler", [None, "/bin/c++"])
@@ -280,9 +305,12 @@ def test_the_doctor_tells_how_a_file_is_computed(capsys, tmp_path, quantization)
     is_coded = quantization == "auto" and "none: torch computes" not in told
     assert (re.search(rf"weights .*{LAYERS} Q4_0: computed as stored", told) is not None) == is_coded
     assert re.search(r"1 F16.*: unpacked to --dtype", told)
+    path = tmp_path / "broken.gguf"
     path.write_bytes(b"GGUF")
-    assert main(["doctor", "--model", str(path)]) == 0
-    assert "not a readable GGUF file" in re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert main(["doctor", "--model", str(path)]) == 1
+    told = capsys.readouterr()
+    assert "not a readable GGUF file" in told.err
+    assert "processor" in told.out
 
 
 def test_an_option_of_the_engine_is_refused_in_words():
@@ -299,8 +327,10 @@ def test_the_doctor_tells_that_transformers_code_unpacks_a_file(capsys, tmp_path
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert main(["doctor", "--model", str(path)]) == 0
-    assert "1 Q4_0: unpacked to --dtype" in re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert main(["doctor", "--model", str(path)]) == 1
+    told = capsys.readouterr()
+    assert "1 Q4_0: unpacked to --dtype" in re.sub(r"\s+", " ", told.out)
+    assert "no metadata field granitehybrid.attention.head_count" in told.err
 
 
 def test_the_server_process_does_without_torch(server):

@@ -58,7 +58,7 @@ def test_the_command(tiny_dir, tmp_path, capsys):
         (chat("It is Monday."), chat("It is Saturday."), ["behind 6 characters of the system prompt"]),
         (chat("Hi.", tool("get"), tool("put")), chat("Hi.", tool("put"), tool("get")), ["characters of the tools"]),
         (chat("Hi."), chat("Hi.", tool("get"), tool("put")), ["behind 0 characters of the tools"]),
-        (chat("Hi.", question="Where?"), chat("Hi.", question="When?"), ["behind 3 characters of message 1", "re?<"]),
+        (chat("Hi.", question="Where?"), chat("Hi.", question="When?"), ["behind 3 characters of message 2", "re?<"]),
         (chat("Hi."), chat("Hi.", tool_choice="none", tools=[tool("get")], temperature=7, unknown=1), ["the same"]),
         (chat("Hi."), chat("Hi.", cache_salt="x"), ["Both prompts are the same", "cache_salt or cache_scope differ"]),
         ({"text": "Once upon a time there"}, {"prompt": ["Once upon a day there", "x"], "model": "m"},

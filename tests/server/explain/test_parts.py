@@ -132,5 +132,5 @@ def test_tools_of_another_prompt_are_recognised(tokenizer, template, turns):
 
 
 def test_parts_have_names():
-    names = [str(Part(kind, 0, 3)) for kind in ("tools", "system", "message", "prompt")]
-    assert names == ["the tools", "the system prompt", "message 3", "the prompt"]
+    names = [str(Part(kind)) for kind in ("tools", "system", "prompt")]
+    assert [*names, str(Part("message", index=0))] == ["the tools", "the system prompt", "the prompt", "message 1"]

@@ -98,6 +98,12 @@ def test_bad_input_is_a_client_error(client, body, param):
     assert error["param"] == param
 
 
+@pytest.mark.parametrize("value", ["NaN", "-Infinity"])
+def test_what_is_no_number_is_not_called_too_large(client, value):
+    answer = client.post("/v1/completions", content=f'{{"model": "smollm2", "prompt": "x", "temperature": {value}}}')
+    assert answer.json()["error"]["message"] == "temperature: Input should be a finite number"
+
+
 @pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-8])
 def test_a_temperature_next_to_nothing_is_as_good_as_greedy(client, temperature):
     def ask(value: float) -> list[int]:
