@@ -24,6 +24,9 @@ from server.openai.types import ChatRequest
 
 router = EveryKey(prefix="/v1", tags=["openai"])
 
+# Llama 3's chat templates refuse a history with two calls in one message.
+_ONE_CALL = "only supports single tool-calls at once"
+
 
 @router.post("/chat/completions", response_model=None)
 async def chat_completions(
@@ -154,7 +157,7 @@ def reader_of(body: ChatRequest, tokenizer: Tokenizer, submission: Submission) -
     calls = CallReader(
         {tool.function.name: tool.schema_of_arguments() for tool in body.callable_tools()},
         forced=body.must_call,
-        single=not body.parallel_tool_calls,
+        single=not body.parallel_tool_calls or _ONE_CALL in (tokenizer.chat_template or ""),
         dialect=dialect if dialect.is_json or not is_forced else TAGGED,
     )
     if dialect.is_harmony and body.separate_reasoning:

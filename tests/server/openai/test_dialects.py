@@ -7,9 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.frontend.output import Submission
+from server.openai.chat import reader_of
 from server.openai.dialects import TAGGED, WHOLE, Dialect, dialect_of
 from server.openai.harmony import HarmonyReader
 from server.openai.reader import AnswerReader, CallReader, Said
+from server.openai.types import ChatRequest
 
 TEXT, NULLABLE = {"type": "string"}, {"anyOf": [{"type": "string"}, {"type": "null"}]}
 TOOLS = {
@@ -177,6 +180,15 @@ def test_the_dialect_of_a_model():
     plain = Named("<|channel|>")
     plain.chat_template = "{{ messages }}"  # without tools, the prompt asks for JSON between tags
     assert dialect_of(plain) is TAGGED  # type: ignore[arg-type]
+
+
+def test_llamas_templates_get_one_call_of_each_answer():
+    tool = {"type": "function", "function": {"name": "stop"}}
+    body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "tools": [tool]})
+    text = '[{"name": "stop", "parameters": {}}, {"name": "stop", "parameters": {}}]'
+    for sign, calls in (("", 2), ("This model only supports single tool-calls at once!", 1)):
+        reader = reader_of(body, Named(sign), Submission("x"))  # type: ignore[arg-type]
+        assert len(reader.push(text, True).calls) == calls
 
 
 def test_without_tools_calls_are_text_and_reasoning_is_not():
