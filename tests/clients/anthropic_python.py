@@ -1,6 +1,8 @@
 """The official `anthropic` client, whose typed models read every answer: messages, streams, calls, caches, errors."""
 
+import re
 import sys
+from pathlib import Path
 
 import anthropic
 from anthropic.types import ErrorResponse, RawMessageStreamEvent
@@ -57,4 +59,10 @@ try:
 except anthropic.BadRequestError as error:
     refused = ErrorResponse.model_validate(error.body).error.message
 assert "temperature" in refused
-print("messages, streams, calls, counts, breakpoints, errors")
+
+readme = (Path(__file__).parents[2] / "server/anthropic/README.md").read_text("utf-8")
+space: dict = {}
+for example in re.findall(r"```python\n(.*?)```", readme, re.DOTALL):
+    exec(example.replace("http://127.0.0.1:30000", url).replace("smollm2-135m-instruct", model), space)
+assert space["turns"][1]["content"][-1].name == "weather"
+print("messages, streams, calls, counts, breakpoints, errors, the README's examples")
