@@ -34,7 +34,11 @@ class Piece(NamedTuple):
     def block(self) -> dict[str, Any]:
         """The complete block, if this piece is all of it."""
         if self.type == "tool_use":
-            return self.start() | {"input": from_json(self.text or "{}", allow_partial=True)}
+            try:
+                given = from_json(self.text or "{}", allow_partial=True, allow_inf_nan=False)
+            except ValueError:  # the beginning of a call that is no JSON
+                given = {"arguments": self.text}
+            return self.start() | {"input": given}
         return self.start() | {self.type: self.text}
 
 

@@ -17,7 +17,7 @@ from server.openai.common import ChoicesWriter, add_logprobs, finish_reason
 from server.openai.dialects import TAGGED, dialect_of
 from server.openai.harmony import HarmonyReader
 from server.openai.messages import Message
-from server.openai.prompt import Chats
+from server.openai.prompt import Chats, begins_reasoning
 from server.openai.reader import AnswerReader, CallReader, Said, text_input
 from server.openai.tools import ToolCall
 from server.openai.types import ChatRequest
@@ -165,5 +165,6 @@ def reader_of(body: ChatRequest, tokenizer: Tokenizer, submission: Submission) -
     if not body.separate_reasoning:
         return AnswerReader(calls, "text")
     prompt, opening = submission.prompt, dialect.thoughts[0].strip()
-    text = prompt.text if isinstance(prompt, MarkedText) else prompt if isinstance(prompt, str) else ""
-    return AnswerReader(calls, "thought" if text.rstrip().endswith(opening) and not is_forced else "start")
+    text = prompt.text if isinstance(prompt, MarkedText) else prompt
+    begun = text.rstrip().endswith(opening) if isinstance(text, str) else begins_reasoning(body, tokenizer)
+    return AnswerReader(calls, "thought" if begun and not is_forced else "start")

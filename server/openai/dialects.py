@@ -21,7 +21,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 # A call in JSON that has begun: its name, and the beginning of its arguments.
 _BEGUN = re.compile(r'\[?\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*)', re.DOTALL)
-_OUTER_TAGS = re.compile(r"\A<[^>]*>|</[^<>]*>\Z")
+_OUTER_TAGS = re.compile(r"\A<[^>]*>|</(?!arg_value)[^<>]*>\Z")
 # What opens a call or a parameter; the names have bounds, so that no text takes quadratic time.
 _FUNCTION = re.compile(r'<function=([^>]{1,200})>|<invoke name="([^">]{1,200})">')
 _PARAMETER = re.compile(r'<parameter(?:=| name=")([^">]{1,200})"?>')
@@ -52,11 +52,11 @@ def _arguments(entry: dict[str, Any]) -> str:
 
 def _read_tagged(text: str, schemas: Schemas, cut: bool) -> Calls:
     """The forms between `<tool_call>` tags: JSON, `<function=NAME>` or a name with `<arg_key>`."""
-    if "<function=" in text:
-        return _read_xml(text, schemas, cut)
-    inner = _OUTER_TAGS.sub("", text)
+    inner = text if text.startswith("<function=") else _OUTER_TAGS.sub("", text)
     if inner.lstrip()[:1] in ("{", "["):
         return read_json(inner, schemas, cut)
+    if "<function=" in inner:
+        return _read_xml(inner, schemas, cut)
     name, key, rest = inner.partition("<arg_key>")
     return [(name.strip(), _typed(_blocks(_KEY, "</arg_value>", key + rest), schemas.get(name.strip(), {})))]
 
@@ -84,10 +84,10 @@ def _read_xml(text: str, schemas: Schemas, cut: bool) -> Calls:
 
 def _typed(parameters: Iterable[tuple[str, str]], schema: Mapping[str, Any]) -> str:
     """Parameters as JSON text: strings as they are, values of other types read as JSON."""
-    properties = schema.get("properties", {})
+    properties = schema.get("properties")
 
     def value(name: str, text: str) -> Any:
-        kinds = _kinds(properties.get(name))
+        kinds = _kinds(properties.get(name) if isinstance(properties, dict) else None)
         if "string" in kinds and (text != "null" or "null" not in kinds):
             return text
         try:
@@ -102,9 +102,11 @@ def _kinds(schema: Any) -> set[str]:
     """The types that a schema names."""
     if not isinstance(schema, dict):
         return set()
-    kinds = schema.get("type", [])
-    further = [one for key in ("anyOf", "oneOf") for one in schema.get(key) or ()]
-    return {*([kinds] if isinstance(kinds, str) else kinds)}.union(*map(_kinds, further))
+    lists = [one if isinstance(one, list) else [one] for one in map(schema.get, ("type", "anyOf", "oneOf", "enum"))]
+    kinds, *unions, values = lists
+    found = {kind for kind in kinds if isinstance(kind, str)}
+    found |= {"string" for value in values if isinstance(value, str)}
+    return found.union(*(_kinds(one) for union in unions for one in union))
 
 
 class _Names(ast.NodeTransformer):
@@ -121,7 +123,7 @@ def _read_python(text: str, schemas: Schemas, cut: bool) -> Calls:
         tree = _Names().visit(ast.parse(inner, mode="eval").body)
         nodes = tree.elts if isinstance(tree, ast.List) else [tree]
         return [
-            (ast.unparse(node.func), json.dumps({k.arg: ast.literal_eval(k.value) for k in node.keywords}))
+            (ast.unparse(node.func), json.dumps(_keywords(node), ensure_ascii=False, allow_nan=False))
             for node in nodes
             if isinstance(node, ast.Call)
         ]
@@ -129,12 +131,23 @@ def _read_python(text: str, schemas: Schemas, cut: bool) -> Calls:
         return read_json(inner, schemas, cut)
 
 
+def _keywords(call: ast.Call) -> dict[str, Any]:
+    """Raises ValueError for arguments without a name."""
+    given = {one.arg: ast.literal_eval(one.value) for one in call.keywords if one.arg is not None}
+    if call.args or len(given) < len(call.keywords):
+        raise ValueError
+    return given
+
+
 def _read_mistral(text: str, schemas: Schemas, cut: bool) -> Calls:
-    first, *more = text.split("[TOOL_CALLS]")[1:]
-    if "[ARGS]" not in first:
-        return read_json(first, schemas, cut)
-    found = [_MISTRAL.fullmatch(part) for part in (first, *more)]
-    return [(one[1], one[2].strip()) for one in found if one] if all(found) else []
+    calls = Calls()
+    for part in text.split("[TOOL_CALLS]")[1:]:
+        found = _MISTRAL.fullmatch(part)
+        read = [(found[1], found[2].strip())] if found else read_json(part, schemas, cut)
+        if not read:
+            return []
+        calls += read
+    return calls
 
 
 def _read_deepseek(text: str, schemas: Schemas, cut: bool) -> Calls:
@@ -202,6 +215,9 @@ def dialect_of(tokenizer: Tokenizer) -> Dialect:
     if "tools" not in template:
         return TAGGED
     for sign, dialect in _DIALECTS.items():
-        if sign in template or sign in tokenizer.added_texts:
+        if sign in template:
             return dialect
-    return TAGGED if OPEN in template else WHOLE
+    if OPEN in template:
+        return TAGGED
+    # Some templates write no calls, so the model's tokens tell.
+    return next((dialect for sign, dialect in _DIALECTS.items() if sign in tokenizer.added_texts), WHOLE)

@@ -110,14 +110,7 @@ class ChatPrompts:
         """The text that ends the reasoning of an answer; None if it does not begin with reasoning."""
         if dialect.is_harmony:
             return None if body.must_call else FINAL
-        opening, closing = dialect.thoughts
-        tokenizer = self._context.engine.tokenizer
-        if opening not in (tokenizer.chat_template or "") or body.continue_final_message:
-            return None
-        with suppress(InvalidRequest):  # some templates require other messages
-            text = render_chat(tokenizer, [{"role": "user", "content": "x"}], [], variables=body.template_variables())
-            return closing if text.rstrip().endswith(opening.strip()) else None
-        return None
+        return dialect.thoughts[1] if begins_reasoning(body, self._context.engine.tokenizer) else None
 
     def _render(self, body: ChatRequest, tenant: Tenant) -> Prompt:
         """The prompt of a conversation, or of a schema's modules and messages. Raises InvalidRequest and NotFound."""
@@ -171,6 +164,17 @@ def conversation_of(
     example = Tool(type="function", function=Function(name="example"))
     plain_turns = [{**turn, "content": plain(turn["content"])} for turn in turns]
     return Conversation(_renderer(body, tokenizer), plain_turns, body.offered, example, numbers)
+
+
+def begins_reasoning(body: ChatRequest, tokenizer: Tokenizer) -> bool:
+    """Whether the chat template begins an answer with the tag of reasoning."""
+    opening = dialect_of(tokenizer).thoughts[0]
+    if opening not in (tokenizer.chat_template or "") or body.continue_final_message:
+        return False
+    with suppress(InvalidRequest):  # some templates require other messages
+        text = render_chat(tokenizer, [{"role": "user", "content": "x"}], [], variables=body.template_variables())
+        return text.rstrip().endswith(opening.strip())
+    return False
 
 
 def _renderer(body: ChatRequest, tokenizer: Tokenizer) -> Callable[[list[dict[str, Any]], list[Tool]], str]:

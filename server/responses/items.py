@@ -88,7 +88,7 @@ def turns_of(items: list[types.Item]) -> list[Message]:
             continue
         turn = _turn(item, turns[-1] if turns else None)
         if thoughts and turn.role == "assistant":
-            turn.reasoning_content = "\n".join(thoughts)
+            turn.reasoning_content = "\n".join(filter(None, [turn.reasoning_content, *thoughts]))
             thoughts = []
         if not turns or turn is not turns[-1]:
             turns.append(turn)

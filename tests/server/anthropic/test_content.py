@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.anthropic.content import pieces_of
-from server.openai.reader import AnswerReader, CallReader
+from server.openai.reader import AnswerReader, CallReader, Said
 
 CALL = '<tool_call>\n{"name": "plant", "arguments": {"n": 2}}\n</tool_call>'
 ANSWERS = {
@@ -66,3 +66,9 @@ def test_a_prompt_may_have_begun_the_reasoning():
 def test_the_input_of_a_call_is_an_object(arguments, given):
     text = f'<tool_call>{{"name": "plant", "arguments": {arguments}}}</tool_call>'
     assert read([text]) == [("tool_use", given)]
+
+
+@pytest.mark.parametrize("begun", ["{'q': 1", '{"q": NaN', "x"])
+def test_the_beginning_of_a_call_that_is_no_json(begun):
+    (piece,) = pieces_of(Said("", "", [{"function": {"name": "plant", "arguments": begun}}]), cut=True)
+    assert piece.block()["input"] == {"arguments": begun}

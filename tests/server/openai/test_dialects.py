@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.frontend.documents.prompt import Document, Segments
 from runtime.frontend.output import Submission
+from runtime.models.tokenizer import Tokenizer
 from server.openai.chat import reader_of
 from server.openai.dialects import TAGGED, WHOLE, Dialect, dialect_of
 from server.openai.harmony import HarmonyReader
@@ -72,6 +74,15 @@ CASES = [
     ("<function=", f"<function=find>{GIVEN}</function>", ("", "", [FIND])),
     ("<TOOLCALL>", f'<TOOLCALL>[{{"name": "find", "arguments": {GIVEN}}}]</TOOLCALL>', ("", "", [FIND])),
     ("<arg_key>", f"<think></think>\n<tool_call>{GLM}</tool_call>", ("", "", [FIND])),
+    (
+        "<function=",
+        '<tool_call>{"name": "find", "arguments": {"q": "<function=stop>"}}</tool_call>',
+        ("", "", [("find", {"q": "<function=stop>"})]),
+    ),
+    ("[TOOL_CALLS]", '[TOOL_CALLS]{"name": "stop"}[TOOL_CALLS]{"name": "stop"}', ("", "", [("stop", {})] * 2)),
+    ("[TOOL_CALLS]", '[TOOL_CALLS]{"name": "stop"}[TOOL_CALLS]no', None),
+    ("<|tool_call_start|>", "<|tool_call_start|>[find('a')]<|tool_call_end|>", None),
+    ("<|tool_call_start|>", "<|tool_call_start|>[find(most=1e999)]<|tool_call_end|>", None),
     ("<arg_key>", "<tool_call>stop</tool_call>", ("", "", [("stop", {})])),
     ("<arg_key>", "<tool_call>stop it</tool_call>", None),
     ("<minimax:tool_call>", f"<minimax:tool_call>\n{MINIMAX}\n</minimax:tool_call>", ("", "", [FIND])),
@@ -176,10 +187,35 @@ def test_the_beginning_of_a_call_that_is_cut_off():
 def test_the_dialect_of_a_model():
     assert dialect("") is WHOLE
     assert dialect("<tool_call>") is TAGGED
+    assert dialect("<function=", "[TOOL_CALLS]") is dialect("<function="), "a template says more than a vocabulary"
+    assert dialect("<tool_call>", "[TOOL_CALLS]") is TAGGED
     assert dialect("", "<|tool_call_start|>") is dialect("<|tool_call_start|>")
     plain = Named("<|channel|>")
     plain.chat_template = "{{ messages }}"  # without tools, the prompt asks for JSON between tags
     assert dialect_of(plain) is TAGGED  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        *((odd, 3) for odd in (None, {"type": None}, {"anyOf": 3}, {"type": [["x"]]}, {"type": 5}, {"enum": 3})),
+        ({"enum": ["3", "4"]}, "3"),
+        ({"oneOf": [{"type": "null"}, {"type": ["string"]}]}, "3"),
+    ],
+)
+def test_values_of_parameters_follow_any_schema(schema, value):
+    text = "<tool_call><function=f><parameter=a>3</parameter></function></tool_call>"
+    for properties in ({"a": schema}, None, [schema]):
+        (call,) = CallReader({"f": {"properties": properties}}, dialect=dialect("<function=")).push(text, True)[1]
+        wanted = value if isinstance(properties, dict) else 3
+        assert json.loads(call["function"]["arguments"]) == {"a": wanted}
+
+
+def test_a_prompt_with_documents_may_begin_the_reasoning_too(tokenizer):
+    own = Tokenizer(tokenizer._fast, {}, "{{ messages[0].content }}<think>\n")
+    body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}]})
+    reader = reader_of(body, own, Submission(Segments(["x", Document("A tree."), "y"])))
+    assert reader.push("Hm.</think>An oak.", True) == Said("Hm.", "An oak.", [])
 
 
 def test_llamas_templates_get_one_call_of_each_answer():
