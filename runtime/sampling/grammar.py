@@ -14,7 +14,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from runtime.errors import InvalidRequest, RametError
 from runtime.params import Lazy, SamplingParams
-from runtime.sampling.json_text import parse_json
+from runtime.sampling.json_text import parse_schema
 from runtime.sampling.turns import Piece, Turns
 
 if TYPE_CHECKING:
@@ -72,13 +72,7 @@ def _source(params: SamplingParams) -> str | None:
     if params.json_schema is None:
         return None
     try:
-        schema = parse_json(params.json_schema)
-        if not isinstance(schema, dict):
-            raise ValueError
-    except ValueError:
-        raise InvalidRequest("json_schema must be the text of a JSON object", param="json_schema") from None
-    try:
-        return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)
+        return LLMatcher.grammar_from_json_schema(parse_schema(params.json_schema), overrides=_JSON)
     except ValueError:
         raise InvalidRequest("json_schema has an integer of more than 64 bits", param="json_schema") from None
 

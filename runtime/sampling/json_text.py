@@ -6,6 +6,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from runtime.errors import InvalidRequest
+
 # Nesting depth: far above what templates and schemas need, far below the stack's limit.
 MAX_DEPTH = 64
 # Limit for lists, objects, names and fractions, which take longest to parse and write. 4,096 messages with one tool
@@ -28,6 +30,17 @@ def parse_json(text: str) -> Any:
     value = json.loads(text, parse_constant=_refuse)
     check_unicode(value)
     return value
+
+
+def parse_schema(text: str) -> dict[str, Any]:
+    """The JSON schema in a text. Raises InvalidRequest if it is no JSON object."""
+    try:
+        schema = parse_json(text)
+        if not isinstance(schema, dict):
+            raise ValueError
+    except ValueError:
+        raise InvalidRequest("json_schema must be the text of a JSON object", param="json_schema") from None
+    return schema
 
 
 def check_unicode(value: Any) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from runtime.params import Lazy, SamplingParams
+from runtime.sampling.json_text import parse_schema
 from server.openai.tools import OPEN, Tool
 
-_MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")
+MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")
 
 # White space between the parts of a call. The model may have begun the call with more of it before the grammar applies.
 _SPACE, _MORE_SPACE = r"[ \n]?", r"[ \n\t]{0,8}"
@@ -35,7 +36,7 @@ def lazy_calls(sampling: SamplingParams, tools: list[Tool], tagged: bool) -> tup
     """
     names = [tool.function.name for tool in tools]
     starts = [f'{bracket}{{"name":"{name}"' for name in names for bracket in ("", "[")]
-    lazy = Lazy(triggers=[OPEN]) if tagged else Lazy(triggers=[*_MARKERS, *starts], at_start=True)
+    lazy = Lazy(triggers=[OPEN]) if tagged else Lazy(triggers=[*MARKERS, *starts], at_start=True)
     keys = ("arguments",) if tagged else ("arguments", "parameters")
     any_call = {
         "type": "object",
@@ -53,22 +54,20 @@ def lazy_calls(sampling: SamplingParams, tools: list[Tool], tagged: bool) -> tup
 
 
 def calls_or_format(tools: list[Tool], schema: str, tagged: bool) -> str:
-    """A grammar of answers that are calls or follow a JSON schema, in JSON text."""
+    """A grammar of answers that are calls or follow a JSON schema, in JSON text. Raises InvalidRequest."""
     calls = _lazy_grammar(json.loads(schema_of_call([_bare(tool) for tool in tools])), tagged)
-    form = json.dumps({"x-guidance": {"whitespace_pattern": _SPACE}, **json.loads(schema)})
     start, rest = calls.split("\n", 1)
     rule = start.removeprefix("start: ")
-    return f"start: ({rule}) | form\n{rest}form: %json {form}\n"
+    return f"start: ({rule}) | form\n{rest}form: {_form(schema)}\n"
 
 
 def behind_reasoning(sampling: SamplingParams, begins: str) -> SamplingParams:
     """The parameters with their schema or regular expression from a text on, which ends the reasoning.
 
-    Other constraints, and expressions of several lines, hold for the whole output.
+    Other constraints, and expressions of several lines, hold for the whole output. Raises InvalidRequest.
     """
     if sampling.json_schema is not None:
-        schema = {"x-guidance": {"whitespace_pattern": _SPACE}, **json.loads(sampling.json_schema)}
-        form = f"%json {json.dumps(schema)}"
+        form = _form(sampling.json_schema)
     elif sampling.regex is not None and "\n" not in sampling.regex:
         form = "/" + re.sub(r"(?<!\\)/", r"\/", sampling.regex) + "/"
     else:
@@ -80,6 +79,11 @@ def behind_reasoning(sampling: SamplingParams, begins: str) -> SamplingParams:
         return SamplingParams.model_validate({**sampling.model_dump(), **changed})
     except ValidationError:  # the grammar is too long
         return sampling
+
+
+def _form(schema: str) -> str:
+    """The rule of a text that follows a schema, in JSON text. Raises InvalidRequest."""
+    return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": _SPACE}, **parse_schema(schema)})
 
 
 def _lazy_grammar(schema: dict[str, Any], tagged: bool) -> str:

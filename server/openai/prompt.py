@@ -15,6 +15,7 @@ from runtime.models.marks import new_place
 from runtime.models.tokenizer import Tokenizer
 from server.auth.keys import Tenant
 from server.explain.parts import Conversation
+from server.generation.bodies import naming
 from server.http.context import Context, provided
 from server.http.sse import while_there
 from server.objects.documents import DocumentStore
@@ -51,13 +52,14 @@ class ChatPrompts:
         dialect = dialect_of(engine.tokenizer)
         if dialect.has_special:
             sampling = sampling.model_copy(update={"skip_special_tokens": False})
-        if body.offered and not sampling.constrained and engine.info.diffusion is None and dialect.is_json:
-            sampling, otherwise = lazy_calls(sampling, body.callable_tools(), dialect is not WHOLE)
-        elif body.offered and not body.must_call and sampling.json_schema is not None:
-            grammar = calls_or_format(body.callable_tools(), sampling.json_schema, dialect is not WHOLE)
-            sampling = sampling.model_copy(update={"json_schema": None, "grammar": grammar})
-        elif sampling.constrained and (begins := self._reasoning_ends(body, dialect)):
-            sampling = behind_reasoning(sampling, begins)
+        with naming(body.names):
+            if body.offered and not sampling.constrained and engine.info.diffusion is None and dialect.is_json:
+                sampling, otherwise = lazy_calls(sampling, body.callable_tools(), dialect is not WHOLE)
+            elif body.offered and not body.must_call and sampling.json_schema is not None:
+                grammar = calls_or_format(body.callable_tools(), sampling.json_schema, dialect is not WHOLE)
+                sampling = sampling.model_copy(update={"json_schema": None, "grammar": grammar})
+            elif sampling.constrained and (begins := self._reasoning_ends(body, dialect)):
+                sampling = behind_reasoning(sampling, begins)
         return body.submission(
             *(partial(self._render, body, tenant), sampling, tenant, self._context),
             num_characters=body.num_characters,

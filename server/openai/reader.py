@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from runtime.sampling.json_text import parse_json
+from server.openai.calls import MARKERS
 from server.openai.dialects import TAGGED, Calls, Dialect, Schemas, read_json
-
-_MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")
 
 
 class Said(NamedTuple):
@@ -94,11 +93,11 @@ class CallReader:
 
     def _whole(self, last: bool) -> tuple[str, Calls]:
         text = self._held.lstrip()
-        starts = any(marker.startswith(text[: len(marker)]) for marker in _MARKERS) or text[:1] in ("{", "[")
+        starts = any(marker.startswith(text[: len(marker)]) for marker in MARKERS) or text[:1] in ("{", "[")
         if not last and not self._plain and (starts or not text):
             return "", []
         self._plain = True
-        for marker in _MARKERS:
+        for marker in MARKERS:
             text = text.removeprefix(marker)
         shown, self._held = self._held, ""
         calls = self._known(read_json(text, self.tools, self._cut)) if starts else []

@@ -188,10 +188,10 @@ def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
     def short(id: str | None) -> str | None:
         return id if id is None or len(id) == 9 else xxhash.xxh64_hexdigest(id.encode())[:9]
 
-    own: dict[str, Any] = {key: short(message[key]) for key in ("tool_call_id",) if key in message}
-    if "tool_calls" in message:
-        own["tool_calls"] = [{**call, "id": short(call["id"])} for call in message["tool_calls"]]
-    return message | own
+    if "tool_call_id" in message:
+        return {**message, "tool_call_id": short(message["tool_call_id"])}
+    calls = [{**call, "id": short(call["id"])} for call in message.get("tool_calls", ())]
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:

@@ -51,6 +51,7 @@ def test_the_tree_is_drawn_and_a_node_pinned_unpinned_and_evicted(page, server):
         page.wait_for_timeout(500)
         if text.is_visible():
             break
+    text.wait_for()
     assert "held for 10 min" in page.locator("#tip").inner_text()
     page.locator("#chart-pool .value", has_text="% held").wait_for()
     rect.click()

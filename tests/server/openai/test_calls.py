@@ -5,9 +5,10 @@ import time
 
 import pytest
 
+from runtime.errors import InvalidRequest
 from runtime.params import SamplingParams
 from runtime.sampling.grammar import Grammar, GrammarCompiler
-from server.openai.calls import behind_reasoning, lazy_calls
+from server.openai.calls import behind_reasoning, calls_or_format, lazy_calls
 from server.openai.dialects import WHOLE
 from server.openai.reader import CallReader
 from server.openai.tools import Tool
@@ -100,6 +101,16 @@ def written(tokenizer):
     return write
 
 
+def check_written(written, sampling, text, stops, ends):
+    """`stops`: in `text`, the first token that may not be written begins somewhere in it; empty: all may be."""
+    found, complete = written(sampling, text)
+    assert complete == ends
+    if stops:
+        assert len(text[: text.rindex(stops)]) <= len(found) < len(text)
+    else:
+        assert found == text
+
+
 WELL = '{"name": "get_weather", "arguments": {"city": "Rom", "unit": "C"}}'
 LLAMA = WELL.replace("arguments", "parameters")
 
@@ -125,14 +136,8 @@ LLAMA = WELL.replace("arguments", "parameters")
     ],
 )
 def test_a_call_once_begun_is_well_formed(written, which, tagged, text, stops, ends):
-    """`stops`: in `text`, the first token that may not be written begins somewhere in it."""
     sampling = lazy_calls(SamplingParams(), [Tool.model_validate(WEATHER), Tool.model_validate(STOP)], tagged)[which]
-    found, complete = written(sampling, text)
-    assert complete == ends
-    if stops:
-        assert len(text[: text.rindex(stops)]) <= len(found) < len(text)
-    else:
-        assert found == text
+    check_written(written, sampling, text, stops, ends)
 
 
 def test_a_call_follows_its_schema_as_far_as_a_grammar_can(written):
@@ -170,14 +175,19 @@ SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}},
 )
 def test_a_format_holds_behind_the_reasoning(written, format, text, stops, ends):
     sampling = behind_reasoning(SamplingParams(**format), "</think>")
-    found, complete = written(sampling, text)
-    assert complete == ends
-    if stops:
-        assert len(text[: text.rindex(stops)]) <= len(found) < len(text)
-    else:
-        assert found == text
+    check_written(written, sampling, text, stops, ends)
     grammar = SamplingParams(grammar='start: "a"')
     assert behind_reasoning(grammar, "</think>") is grammar
+
+
+@pytest.mark.parametrize("schema", ["nonsense", "[1]", '"x"', '{"a": NaN}'])
+def test_a_schema_that_is_no_object_is_refused(schema):
+    for make in (
+        lambda: behind_reasoning(SamplingParams(json_schema=schema), "</think>"),
+        lambda: calls_or_format([Tool.model_validate(STOP)], schema, True),
+    ):
+        with pytest.raises(InvalidRequest, match="must be the text of a JSON object"):
+            make()
 
 
 @pytest.mark.parametrize(
