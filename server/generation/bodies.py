@@ -11,7 +11,7 @@ from radix import Namespace
 from runtime.denoising import DiffusionParams
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import Prompt, Submission
-from runtime.params import DocumentMethod, ReasoningParams, ReuseParams, SamplingParams
+from runtime.params import DocumentMethod, Lazy, ReasoningParams, ReuseParams, SamplingParams
 from server.auth.keys import CacheScope, Tenant
 from server.http import fields
 from server.http.context import Context
@@ -124,6 +124,10 @@ class GenerationBody(Body, Scoped):
         }
 
 
+class LazyGrammar(Body, Lazy, strict=True):
+    """`Lazy` in a request."""
+
+
 class Sampling(Body, SamplingParams, strict=True):
     """`SamplingParams` in a request."""
 
@@ -136,6 +140,7 @@ class Sampling(Body, SamplingParams, strict=True):
     NULL_COUNTS = frozenset({"max_new_tokens"})
 
     logit_bias: LogitBias = Field(default_factory=dict)
+    lazy: LazyGrammar | None = Field(None, description=SamplingParams.model_fields["lazy"].description)
 
     def plain(self) -> SamplingParams:
         """The parameters as the engine's class."""

@@ -115,7 +115,7 @@ class Body(BaseModel):
                     raise InvalidRequest(f"{name} is not supported{fields.INSTEAD.get(name, '')}", param=name)
             elif (own := cls.ALIASES.get(name)) is None:
                 within = [cls.WITHIN[name]] if name in cls.WITHIN else []
-                if meant := within or get_close_matches(name, own_names, 1):
+                if meant := within or get_close_matches(name[:256], own_names, 1):
                     names = {"field": name, "meant": meant[0]}
                     raise PydanticCustomError("extra_forbidden", "unknown field {field}; did you mean {meant}?", names)
                 return used | {name: value}
