@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from runtime.params import Lazy, SamplingParams
 from runtime.sampling.json_text import parse_schema
-from server.openai.tools import OPEN, Tool
+from server.openai.dialects import OPEN
+from server.openai.tools import Tool
 
 MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")
 
@@ -61,8 +62,8 @@ def calls_or_format(tools: list[Tool], schema: str, tagged: bool) -> str:
     return f"start: ({rule}) | form\n{rest}form: {_form(schema)}\n"
 
 
-def behind_reasoning(sampling: SamplingParams, begins: str) -> SamplingParams:
-    """The parameters with their schema or regular expression from a text on, which ends the reasoning.
+def behind_reasoning(sampling: SamplingParams, begins: Sequence[str]) -> SamplingParams:
+    """The parameters with their schema or regular expression from one of the texts on, which ends the reasoning.
 
     Other constraints, and expressions of several lines, hold for the whole output. Raises InvalidRequest.
     """
@@ -72,8 +73,9 @@ def behind_reasoning(sampling: SamplingParams, begins: str) -> SamplingParams:
         form = "/" + re.sub(r"(?<!\\)/", r"\/", sampling.regex) + "/"
     else:
         return sampling
-    grammar = f"start: {json.dumps(begins)} SPACE form\nform: {form}\nSPACE: /{_MORE_SPACE}/\n"
-    lazy = Lazy(triggers=[begins], to_end=True)
+    ends = " | ".join(map(json.dumps, begins))
+    grammar = f"start: ({ends}) SPACE form\nform: {form}\nSPACE: /{_MORE_SPACE}/\n"
+    lazy = Lazy(triggers=list(begins), to_end=True)
     changed = {"grammar": grammar, "json_schema": None, "regex": None, "lazy": lazy}
     try:
         return SamplingParams.model_validate({**sampling.model_dump(), **changed})

@@ -146,7 +146,7 @@ def _progress(output: Output) -> dict[str, Any]:
 def message_of(body: ChatRequest, tokenizer: Tokenizer, submission: Submission, output: Output) -> Message:
     """An answer as a client sends it back."""
     thought, text, calls = reader_of(body, tokenizer, submission).push(output.text, True, output.is_cut)
-    sent = [ToolCall(**call) for call in calls] or None
+    sent, thought = [ToolCall(**call) for call in calls] or None, thought if body.include_reasoning else ""
     return Message(role="assistant", content=text, reasoning_content=thought or None, tool_calls=sent)
 
 
@@ -160,8 +160,8 @@ def reader_of(body: ChatRequest, tokenizer: Tokenizer, submission: Submission) -
         single=not body.parallel_tool_calls or _ONE_CALL in (tokenizer.chat_template or ""),
         dialect=dialect if dialect.is_json or not is_forced else TAGGED,
     )
-    if dialect.is_harmony and body.separate_reasoning:
-        return HarmonyReader(calls)
+    if dialect.is_harmony:
+        return HarmonyReader(calls, body.separate_reasoning)
     if not body.separate_reasoning:
         return AnswerReader(calls, "text")
     prompt, opening = submission.prompt, dialect.thoughts[0].strip()

@@ -9,13 +9,13 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 from runtime.models.tokenizer import Tokenizer
 from runtime.sampling.json_text import parse_json
-from server.openai.tools import CLOSE, OPEN
 
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 Calls = list[tuple[str, str]]
 Schemas = Mapping[str, Mapping[str, Any]]
 
@@ -30,6 +30,7 @@ _DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜
 _MISTRAL = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\](.*)", re.DOTALL)
 _GEMMA = re.compile(r"call:([^{]{1,200})(\{.*\})", re.DOTALL)
 _BARE_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)\s*:')
+_NAMING = ("type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf")
 _PYTHON = {"true": True, "false": False, "null": None}
 
 
@@ -43,6 +44,19 @@ def read_json(text: str, schemas: Schemas, cut: bool) -> Calls:
     entries = value if isinstance(value, list) else [value]
     calls = [(entry.get("name"), _arguments(entry)) for entry in entries if isinstance(entry, dict)]
     return [(name, given) for name, given in calls if isinstance(name, str)] if len(calls) == len(entries) else []
+
+
+def end_of_call(text: str, start: int, closing: str) -> int:
+    """Where a closing tag begins at or behind `start`; -1 if it is missing. Strings of JSON may have the tag."""
+    at, end, in_string = start, text.find(closing, start), False
+    if not text[start : start + 8].lstrip().startswith(("{", "[")):
+        return end
+    while end >= 0:
+        in_string ^= bool(text[at:end].replace("\\\\", "").replace('\\"', "").count('"') % 2)
+        if not in_string:
+            break
+        at, end = end, text.find(closing, end + 1)
+    return end
 
 
 def _arguments(entry: dict[str, Any]) -> str:
@@ -65,7 +79,8 @@ def _blocks(opening: re.Pattern[str], closing: str, text: str) -> Iterator[tuple
     """The name in each match of `opening`, and the text up to the next `closing`. An unclosed one ends them."""
     at = 0
     while (found := opening.search(text, at)) and (end := text.find(closing, found.end())) >= 0:
-        yield found[1], text[found.end() : end].removeprefix("\n").removesuffix("\n")
+        inner = text[found.end() : end]
+        yield found[1], inner[1:].removesuffix("\n") if inner[:1] == "\n" else inner
         at = end + len(closing)
 
 
@@ -87,7 +102,7 @@ def _typed(parameters: Iterable[tuple[str, str]], schema: Mapping[str, Any]) -> 
     properties = schema.get("properties")
 
     def value(name: str, text: str) -> Any:
-        kinds = _kinds(properties.get(name) if isinstance(properties, dict) else None)
+        kinds = _kinds(properties.get(name) if isinstance(properties, dict) else None, schema)
         if "string" in kinds and (text != "null" or "null" not in kinds):
             return text
         try:
@@ -98,15 +113,22 @@ def _typed(parameters: Iterable[tuple[str, str]], schema: Mapping[str, Any]) -> 
     return json.dumps({name: value(name, text) for name, text in parameters}, ensure_ascii=False)
 
 
-def _kinds(schema: Any) -> set[str]:
-    """The types that a schema names."""
+def _kinds(schema: Any, root: Mapping[str, Any], seen: frozenset[str] = frozenset()) -> set[str]:
+    """The types that a schema names, itself or by references within `root`."""
     if not isinstance(schema, dict):
         return set()
-    lists = [one if isinstance(one, list) else [one] for one in map(schema.get, ("type", "anyOf", "oneOf", "enum"))]
-    kinds, *unions, values = lists
+    lists = [one if isinstance(one, list) else [one] for one in map(schema.get, _NAMING)]
+    kinds, values, constants, (reference, *_), *unions = lists
     found = {kind for kind in kinds if isinstance(kind, str)}
-    found |= {"string" for value in values if isinstance(value, str)}
-    return found.union(*(_kinds(one) for union in unions for one in union))
+    found |= {"string" for value in (*values, *constants) if isinstance(value, str)}
+    if isinstance(reference, str) and reference not in seen:
+        seen |= {reference}
+        unions.append([reduce(_member, reference.split("/")[1:], root)])
+    return found.union(*(_kinds(one, root, seen) for union in unions for one in union))
+
+
+def _member(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, dict) else None
 
 
 class _Names(ast.NodeTransformer):
@@ -166,46 +188,65 @@ def _read_gemma(text: str, schemas: Schemas, cut: bool) -> Calls:
     return [(found[1].strip(), "".join(parts))]
 
 
+def _write_json(function: Mapping[str, Any]) -> str:
+    return f"{OPEN}\n{json.dumps(function, ensure_ascii=False)}\n{CLOSE}"
+
+
+def _write_python(function: Mapping[str, Any]) -> str:
+    given = function["arguments"] if isinstance(function["arguments"], dict) else {}
+    values = {k: json.dumps(v, ensure_ascii=False) if isinstance(v, str) else repr(v) for k, v in given.items()}
+    keywords = ", ".join(f"{name}={value}" for name, value in values.items())
+    return f"<|tool_call_start|>[{function['name']}({keywords})]<|tool_call_end|>"
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """How a model writes reasoning and calls.
 
     Attributes:
         read: reads calls.
+        write: the text of an earlier call, from its name and arguments, for chat templates that write none.
         tags: pairs of tags around calls; an empty second tag is the answer's end. Without tags, the whole answer
             consists of calls, or of none.
         thoughts: the tags around reasoning.
         is_json: whether calls are in JSON, so that a grammar keeps them to their schemas.
-        has_special: whether tags are special tokens, which texts otherwise lack.
         is_harmony: whether answers consist of messages with channels, see `HarmonyReader`.
     """
 
     read: Callable[[str, Schemas, bool], Calls] = _read_tagged
     tags: tuple[tuple[str, str], ...] = ((OPEN, CLOSE),)
     thoughts: tuple[str, str] = ("<think>", "</think>")
+    write: Callable[[Mapping[str, Any]], str] = _write_json
     is_json: bool = False
-    has_special: bool = True
     is_harmony: bool = False
 
 
-TAGGED = Dialect(is_json=True, has_special=False)
-WHOLE = Dialect(read_json, (), is_json=True, has_special=False)
+TAGGED = Dialect(is_json=True)
+WHOLE = Dialect(read_json, (), is_json=True)
 _XML = ((OPEN, CLOSE), ("<function=", CLOSE))  # some models leave the first tag out
 # By a text in the chat template, or a token of the vocabulary.
 _DIALECTS = {
     "<|channel|>": Dialect(is_harmony=True),
     "<|tool_call>": Dialect(_read_gemma, (("<|tool_call>", "<tool_call|>"),), ("<|channel>thought\n", "<channel|>")),
-    "<|tool_call_start|>": Dialect(_read_python, (("<|tool_call_start|>", "<|tool_call_end|>"),)),
+    "<|tool_call_start|>": Dialect(_read_python, (("<|tool_call_start|>", "<|tool_call_end|>"),), write=_write_python),
     "[TOOL_CALLS]": Dialect(_read_mistral, (("[TOOL_CALLS]", ""),), ("[THINK]", "[/THINK]")),
     "<｜tool▁calls▁begin｜>": Dialect(_read_deepseek, (("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),)),
     "<minimax:tool_call>": Dialect(_read_xml, (("<minimax:tool_call>", "</minimax:tool_call>"),)),
     "<seed:tool_call>": Dialect(
         _read_xml, (("<seed:tool_call>", "</seed:tool_call>"),), ("<seed:think>", "</seed:think>")
     ),
-    "<TOOLCALL>": Dialect(tags=(("<TOOLCALL>", "</TOOLCALL>"),), has_special=False),
-    "<function=": Dialect(tags=_XML, has_special=False),
-    "<arg_key>": Dialect(has_special=False),
+    "<TOOLCALL>": Dialect(tags=(("<TOOLCALL>", "</TOOLCALL>"),)),
+    "<function=": Dialect(tags=_XML),
+    "<arg_key>": Dialect(),
 }
+
+
+@lru_cache(maxsize=8)
+def writes_special(tokenizer: Tokenizer) -> bool:
+    """Whether the model's tags are special tokens, which texts otherwise lack."""
+    dialect, special = dialect_of(tokenizer), {tokenizer.token_text(token) for token in tokenizer.special_ids}
+    tags = [tag for pair in (*dialect.tags, dialect.thoughts) for tag in pair if tag]
+    return dialect.is_harmony or any(mark in tag for tag in tags for mark in special)
 
 
 @lru_cache(maxsize=8)

@@ -7,7 +7,8 @@ from typing import Literal
 from server.openai.reader import CallReader, Said, before_tag
 
 _BODY = "<|message|>"
-FINAL = f"<|channel|>final{_BODY}"
+# Headers of the answer's text; the second one announces JSON.
+FINALS = (f"<|channel|>final{_BODY}", f"<|channel|>final <|constrain|>json{_BODY}")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 # What an answer may begin with, behind the prompt's `<|start|>assistant`.
 _BEGINNINGS = ("<|channel|>", " to=", "<|start|>", _BODY)
@@ -21,14 +22,20 @@ class HarmonyReader:
 
     The channel `analysis` is reasoning, messages to offered functions are calls, and all others are text. An answer
     that does not begin with a header is text, or what `calls` finds in it: a format has forced it.
+
+    Attributes:
+        separates: whether reasoning is no part of the text.
     """
 
     calls: CallReader
+    separates: bool = True
     _place: Literal["start", "header", "body", "plain"] = field(default="start", init=False)
     _channel: str = field(default="", init=False)
     _recipient: str = field(default="", init=False)
     _arguments: str = field(default="", init=False)
     _held: str = field(default="", init=False)
+    _is_new: bool = field(default=True, init=False)
+    _written: set[bool] = field(default_factory=set, init=False)
 
     @property
     def num_calls(self) -> int:
@@ -64,7 +71,7 @@ class HarmonyReader:
             channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
             self._channel = channel[1] if channel else "final"
             self._recipient = recipient[1] if recipient and recipient[1] in self.calls.tools else ""
-            self._place, self._held = "body", behind
+            self._place, self._held, self._is_new = "body", behind, True
         return bool(found)
 
     def _add(self, said: Said, part: str, is_whole: bool) -> Said:
@@ -75,8 +82,9 @@ class HarmonyReader:
             if is_whole:
                 calls = [*calls, *self.calls.numbered([(self._recipient, self._arguments.strip())])]
                 self._arguments = ""
-        elif self._channel == "analysis":
-            thought += part
-        else:
-            text += part
+        elif part:
+            is_thought = self._channel == "analysis" and self.separates
+            part = f"\n\n{part}" if self._is_new and is_thought in self._written else part
+            self._is_new, self._written = False, self._written | {is_thought}
+            thought, text = (thought + part, text) if is_thought else (thought, text + part)
         return Said(thought, text, calls)

@@ -23,8 +23,8 @@ from server.objects.schemas import SchemaStore
 from server.objects.segments import find_documents
 from server.openai.caching import Mark, keep_places, unmarked
 from server.openai.calls import behind_reasoning, calls_or_format, lazy_calls
-from server.openai.dialects import WHOLE, Dialect, dialect_of
-from server.openai.harmony import FINAL
+from server.openai.dialects import WHOLE, Dialect, dialect_of, writes_special
+from server.openai.harmony import FINALS
 from server.openai.messages import Message
 from server.openai.tools import Function, Tool, continue_chat, render_chat, with_tools
 from server.openai.types import ChatRequest
@@ -50,7 +50,7 @@ class ChatPrompts:
         engine = self._context.engine
         sampling, otherwise = body.sampling(body.most_tokens, body.constraint()), None
         dialect = dialect_of(engine.tokenizer)
-        if dialect.has_special:
+        if writes_special(engine.tokenizer):
             sampling = sampling.model_copy(update={"skip_special_tokens": False})
         with naming(body.names):
             if body.offered and not sampling.constrained and engine.info.diffusion is None and dialect.is_json:
@@ -108,11 +108,11 @@ class ChatPrompts:
         before, found, _ = str(self._write(later, tenant, unmarked)).partition(place)
         return before if found else None
 
-    def _reasoning_ends(self, body: ChatRequest, dialect: Dialect) -> str | None:
-        """The text that ends the reasoning of an answer; None if it does not begin with reasoning."""
+    def _reasoning_ends(self, body: ChatRequest, dialect: Dialect) -> Sequence[str]:
+        """The texts that end the reasoning of an answer; none if it does not begin with reasoning."""
         if dialect.is_harmony:
-            return None if body.must_call else FINAL
-        return dialect.thoughts[1] if begins_reasoning(body, self._context.engine.tokenizer) else None
+            return () if body.must_call else FINALS
+        return dialect.thoughts[1:] if begins_reasoning(body, self._context.engine.tokenizer) else ()
 
     def _render(self, body: ChatRequest, tenant: Tenant) -> Prompt:
         """The prompt of a conversation, or of a schema's modules and messages. Raises InvalidRequest and NotFound."""

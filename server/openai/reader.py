@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from runtime.sampling.json_text import parse_json
 from server.openai.calls import MARKERS
-from server.openai.dialects import TAGGED, Calls, Dialect, Schemas, read_json
+from server.openai.dialects import TAGGED, Calls, Dialect, Schemas, end_of_call, read_json
 
 
 class Said(NamedTuple):
@@ -70,10 +70,12 @@ class CallReader:
         if self._follows_call:
             self._held = self._held.lstrip("\n")
         while starts := [(at, tags) for tags in self.dialect.tags if (at := self._held.find(tags[0])) >= 0]:
-            start, (_, close) = min(starts)
-            end = self._held.find(close, start) if close else -1
+            start, (opening, close) = min(starts)
+            end = end_of_call(self._held, start + len(opening), close) if close else -1
             if end < 0 and not last:
                 break
+            if end < 0 and close and not self._cut:
+                end = self._held.find(close, start)
             stop = end + len(close) if end >= 0 else len(self._held)
             calls = self._known(self.dialect.read(self._held[start:stop], self.tools, self._cut and end < 0))
             shown += self._held[:start].rstrip("\n") if calls else self._held[:stop]

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-import xxhash
 from pydantic import Field, model_validator
 
 from runtime.errors import InvalidRequest
@@ -18,11 +19,10 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.sampling.json_text import parse_json
 from server.http.wire import Body, ByType, JsonObject, JsonText, Text, Unusable
 from server.openai.caching import Breakpoint, Mark, unmarked
-from server.openai.roles import place_systems
+from server.openai.dialects import CLOSE, OPEN
+from server.openai.history import fitted, mended, with_calls_as_text
 
 MAX_TOOLS = 128
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
@@ -147,12 +147,12 @@ class ToolCall(Body, extra="ignore"):
         return {**given, "function": {"name": custom.get("name"), "arguments": arguments}}
 
     def plain(self, mark: Mark = unmarked) -> list[dict[str, Any]]:
-        """The call as a dict for the chat template. Arguments that are JSON are parsed.
+        """The call as a dict for the chat template. Arguments that are JSON are parsed; null stands for none.
 
         If `mark` returns a text, a second call with this name follows, which marks the breakpoint.
         """
         try:
-            arguments = parse_json(self.function.arguments or "{}")
+            arguments = parse_json(self.function.arguments or "{}") or {}
         except ValueError:
             arguments = self.function.arguments
         name, given = mark(self.prompt_cache_breakpoint), {"name": self.function.name, "arguments": arguments}
@@ -168,37 +168,22 @@ def render_chat(
     variables: Mapping[str, Any] | None = None,
 ) -> str:
     """The prompt of a conversation with tools; `variables`: the chat template's. Raises InvalidRequest."""
-    if "tools" not in (tokenizer.chat_template or ""):
-        messages, tools = with_tools(tokenizer, messages, tools), []
-    else:
-        messages = with_tools(tokenizer, messages, [])
-    messages = place_systems(messages, tokenizer.system_turns)
-    template = tokenizer.chat_template or ""
-    if "[TOOL_CALLS]" in template:
-        messages = [_with_short_ids(message) for message in messages]
-    if "<|channel|>" in template:
-        messages = [_with_one_text(message) for message in messages]
-    described = [tool.plain() for tool in tools] or None
-    return tokenizer.apply_chat_template(messages, add_generation_prompt, described, variables or {})
-
-
-def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with ids of nine characters, because Mistral's chat templates refuse others."""
-
-    def short(id: str | None) -> str | None:
-        return id if id is None or len(id) == 9 else xxhash.xxh64_hexdigest(id.encode())[:9]
-
-    if "tool_call_id" in message:
-        return {**message, "tool_call_id": short(message["tool_call_id"])}
-    calls = [{**call, "id": short(call["id"])} for call in message.get("tool_calls", ())]
-    return message | ({"tool_calls": calls} if calls else {})
-
-
-def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its text in the reasoning, if it also has calls: gpt-oss's chat template refuses all three."""
-    if not (message.get("tool_calls") and message.get("thinking") and message["content"]):
-        return message
-    return {**message, "thinking": f"{message['thinking']}\n{message['content']}", "content": ""}
+    if tools and "tools" not in (tokenizer.chat_template or ""):
+        messages, tools = _described(messages, tools), []
+    turns, described = fitted(tokenizer, messages), [tool.plain() for tool in tools] or None
+    write = partial(
+        tokenizer.apply_chat_template,
+        add_generation_prompt=add_generation_prompt,
+        tools=described,
+        variables=variables or {},
+    )
+    try:
+        return write(turns)
+    except InvalidRequest:
+        if (changed := mended(turns)) != turns:
+            with suppress(InvalidRequest):
+                return write(changed)
+        raise
 
 
 def continue_chat(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> str:
@@ -220,24 +205,14 @@ def continue_chat(messages: list[dict[str, Any]], render: Callable[[list[dict[st
 
 
 def with_tools(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[Tool]) -> list[dict[str, Any]]:
-    """Messages with a system message that describes the tools. If the template has no calls, calls become text."""
+    """Messages with a system message that describes the tools, and with calls as text if the template has none."""
     if "tool_calls" not in (tokenizer.chat_template or ""):
-        messages = [_without_calls(message) for message in messages]
-    return _described(messages, [tool.plain() for tool in tools]) if tools else messages
+        messages = with_calls_as_text(tokenizer, messages)
+    return _described(messages, tools) if tools else messages
 
 
-def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its tool calls as text, for chat templates without them."""
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    if calls := message.get("tool_calls"):
-        texts = [f"{OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{CLOSE}" for call in calls]
-        return {"role": message["role"], "content": "\n".join([*filter(None, [message["content"]]), *texts])}
-    return message
-
-
-def _described(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    signatures = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+def _described(messages: list[dict[str, Any]], tools: list[Tool]) -> list[dict[str, Any]]:
+    signatures = "\n".join(json.dumps(tool.plain(), ensure_ascii=False) for tool in tools)
     text = (
         f"You may call these functions:\n<tools>\n{signatures}\n</tools>\n"
         "To call one, write its name and its arguments as JSON between two tags:\n"

@@ -174,16 +174,16 @@ SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}},
     ],
 )
 def test_a_format_holds_behind_the_reasoning(written, format, text, stops, ends):
-    sampling = behind_reasoning(SamplingParams(**format), "</think>")
+    sampling = behind_reasoning(SamplingParams(**format), ["</think>"])
     check_written(written, sampling, text, stops, ends)
     grammar = SamplingParams(grammar='start: "a"')
-    assert behind_reasoning(grammar, "</think>") is grammar
+    assert behind_reasoning(grammar, ["</think>"]) is grammar
 
 
 @pytest.mark.parametrize("schema", ["nonsense", "[1]", '"x"', '{"a": NaN}'])
 def test_a_schema_that_is_no_object_is_refused(schema):
     for make in (
-        lambda: behind_reasoning(SamplingParams(json_schema=schema), "</think>"),
+        lambda: behind_reasoning(SamplingParams(json_schema=schema), ["</think>"]),
         lambda: calls_or_format([Tool.model_validate(STOP)], schema, True),
     ):
         with pytest.raises(InvalidRequest, match="must be the text of a JSON object"):

@@ -83,6 +83,17 @@ CASES = [
     ("[TOOL_CALLS]", '[TOOL_CALLS]{"name": "stop"}[TOOL_CALLS]no', None),
     ("<|tool_call_start|>", "<|tool_call_start|>[find('a')]<|tool_call_end|>", None),
     ("<|tool_call_start|>", "<|tool_call_start|>[find(most=1e999)]<|tool_call_end|>", None),
+    (
+        "<TOOLCALL>",
+        '<TOOLCALL>[{"name": "find", "arguments": {"q": "\\"</TOOLCALL>\\\\"}}]</TOOLCALL>So.',
+        ("", "So.", [("find", {"q": '"</TOOLCALL>\\'})]),
+    ),
+    ("<TOOLCALL>", '<TOOLCALL>{"name": "find}</TOOLCALL>So.', None),
+    (
+        "<arg_key>",
+        "<tool_call>find<arg_key>q</arg_key><arg_value>a\n</arg_value></tool_call>",
+        ("", "", [("find", {"q": "a\n"})]),
+    ),
     ("<arg_key>", "<tool_call>stop</tool_call>", ("", "", [("stop", {})])),
     ("<arg_key>", "<tool_call>stop it</tool_call>", None),
     ("<minimax:tool_call>", f"<minimax:tool_call>\n{MINIMAX}\n</minimax:tool_call>", ("", "", [FIND])),
@@ -121,6 +132,12 @@ CASES = [
         "<|channel|>",
         "<|channel|>analysis<|message|>Hm, < or <|.<|end|><|start|>assistant<|channel|>final<|message|>An oak.",
         ("Hm, < or <|.", "An oak.", []),
+    ),
+    (
+        "<|channel|>",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>analysis<|message|>So.<|end|>"
+        '<|start|>assistant<|channel|>final <|constrain|>json<|message|>{"oak": 1}',
+        ("Hm.\n\nSo.", '{"oak": 1}', []),
     ),
     (
         "<|channel|>",
@@ -201,12 +218,17 @@ def test_the_dialect_of_a_model():
         *((odd, 3) for odd in (None, {"type": None}, {"anyOf": 3}, {"type": [["x"]]}, {"type": 5}, {"enum": 3})),
         ({"enum": ["3", "4"]}, "3"),
         ({"oneOf": [{"type": "null"}, {"type": ["string"]}]}, "3"),
+        ({"allOf": [{"$ref": "#/$defs/text"}]}, "3"),
+        ({"anyOf": [{"$ref": "#/$defs/again"}, {"const": "4"}]}, "3"),
+        ({"anyOf": [{"$ref": "#/$defs/again"}, {"$ref": "#/none"}, {"$ref": 3}]}, 3),
     ],
 )
 def test_values_of_parameters_follow_any_schema(schema, value):
     text = "<tool_call><function=f><parameter=a>3</parameter></function></tool_call>"
+    shared = {"text": {"type": "string"}, "again": {"anyOf": [{"$ref": "#/$defs/again"}]}}
     for properties in ({"a": schema}, None, [schema]):
-        (call,) = CallReader({"f": {"properties": properties}}, dialect=dialect("<function=")).push(text, True)[1]
+        tools = {"f": {"properties": properties, "$defs": shared}}
+        (call,) = CallReader(tools, dialect=dialect("<function=")).push(text, True)[1]
         wanted = value if isinstance(properties, dict) else 3
         assert json.loads(call["function"]["arguments"]) == {"a": wanted}
 
@@ -225,6 +247,14 @@ def test_llamas_templates_get_one_call_of_each_answer():
     for sign, calls in (("", 2), ("This model only supports single tool-calls at once!", 1)):
         reader = reader_of(body, Named(sign), Submission("x"))  # type: ignore[arg-type]
         assert len(reader.push(text, True).calls) == calls
+
+
+def test_reasoning_of_gpt_oss_may_stay_in_the_text():
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.stop<|channel|>commentary<|message|>"
+    )
+    said = HarmonyReader(CallReader(TOOLS), separates=False).push(text + "{}", True)
+    assert (said.thought, said.text, said.calls[0]["function"]) == ("", "Hm.", {"name": "stop", "arguments": "{}"})
 
 
 def test_without_tools_calls_are_text_and_reasoning_is_not():
