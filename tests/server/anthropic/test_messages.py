@@ -69,6 +69,13 @@ def let_go(client: httpx.Client) -> None:
     client.post("/flush_cache?pins=true")
 
 
+@pytest.fixture(autouse=True)
+def nothing_stays(client):
+    """What is kept for hours would hold up the tests of other modules that share the server."""
+    yield
+    let_go(client)
+
+
 def test_usage_adds_up_in_every_mix_of_breakpoints(client):
     draw = random.Random(4)
     salt = "mix"
