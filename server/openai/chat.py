@@ -57,6 +57,8 @@ class ChatWriter(ChoicesWriter):
         self._readers = [reader_of(body, context.engine.tokenizer, submission) for _ in range(body.n)]
         self._logprobs = [JsonList() for _ in range(body.n)]
         self._opened: set[int] = set()
+        self._thoughts: list[list[str]] = [[] for _ in range(body.n)]
+        self._tokenizer = context.engine.tokenizer
         self._custom = {tool.function.name for tool in body.offered if tool.type == "custom"}
 
     def add_logprobs(self, output: Output) -> None:
@@ -92,8 +94,13 @@ class ChatWriter(ChoicesWriter):
     def _read(self, output: Output, text: str) -> Said:
         """The parts of an answer that are final."""
         thought, shown, calls = self._readers[output.choice].push(text, output.finish is not None, output.is_cut)
+        self._thoughts[output.choice].append(thought)
         calls = [_custom_call(call) if call["function"]["name"] in self._custom else call for call in calls]
         return Said(thought if self._body.include_reasoning else "", shown, calls)
+
+    def usage(self, outputs: Iterable[Output]) -> dict[str, Any]:
+        thoughts = self._tokenizer.encode_each(["".join(parts) for parts in self._thoughts])
+        return {**super().usage(outputs), "completion_tokens_details": {"reasoning_tokens": sum(map(len, thoughts))}}
 
     def idle(self) -> Iterable[dict[str, Any]]:
         yield from self._open(0)

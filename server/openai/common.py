@@ -51,13 +51,17 @@ class ChoicesWriter(Writer):
 
     def end(self) -> Iterable[dict[str, Any]]:
         if self._with_usage:
-            yield {**self._head, "choices": [], "usage": usage(self._last.values())}
+            yield {**self._head, "choices": [], "usage": self.usage(self._last.values())}
 
     def whole(self, done: list[Output], choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """The whole answer with its choices and the fields `more`; `done`: the last Output of each choice."""
         if len(done) > 1:  # each choice reports its own reuse
             choices = [choice | reuse_of(output) for choice, output in zip(choices, done, strict=True)]
-        return {**self._head, "choices": choices, "usage": usage(done), **reuse_of(done[0]), **more}
+        return {**self._head, "choices": choices, "usage": self.usage(done), **reuse_of(done[0]), **more}
+
+    def usage(self, outputs: Iterable[Output]) -> dict[str, Any]:
+        """Token counts of the request, from the last Output of each choice."""
+        return usage(outputs)
 
 
 def usage(outputs: Iterable[Output]) -> dict[str, Any]:

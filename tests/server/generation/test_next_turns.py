@@ -86,11 +86,16 @@ def test_thoughts_are_left_out_of_a_history_that_is_computed_while_idle(client):
 )
 def test_reasoning_stands_beside_the_text(client, fields, lengths):
     body = {"messages": [ASKED], "seed": 1, "structured_outputs": {"regex": THINKS}, **fields}
-    said = client.post("/v1/chat/completions", json=body).raise_for_status().json()["choices"][0]["message"]
+    answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+    said, usage = answer["choices"][0]["message"], answer["usage"]
     names = ("reasoning_content", "content")
     assert tuple(len(said.get(name, "")) for name in names) == lengths
-    with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
-        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    thought = usage["completion_tokens_details"]["reasoning_tokens"]
+    assert 0 < thought < usage["completion_tokens"] if fields.get("separate_reasoning", True) else thought == 0
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        *events, last = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    assert last["usage"]["completion_tokens_details"]["reasoning_tokens"] == thought
     deltas = [event["choices"][0]["delta"] for event in events]
     assert ["".join(delta.get(name, "") for delta in deltas) for name in names] == [said.get(n, "") for n in names]
 
