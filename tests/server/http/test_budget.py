@@ -32,7 +32,7 @@ from server.objects.schemas import SchemaStore
 MIB = 1 << 20
 # Calls of functions, Python's and C's, for one value of a field and for a body that is worst as a whole; bytes.
 # A call for each element of a list takes more. Calls do not depend on the processor, as seconds do.
-MOST_CALLS, MOST_CALLS_WHOLE, MOST_BYTES = 10_000, 500_000, 8 * MIB
+MOST_CALLS, MOST_CALLS_WHOLE, MOST_BYTES = 10_000, 500_000, 4 * MIB
 SIZE, NODES = 1 << 16, MAX_NODES // 4
 ROUTES = ("/generate", "/tokenize", "/detokenize", "/v1/chat/completions", "/v1/completions", "/cache/pin")
 ROUTES = (*ROUTES, "/v1/schemas", "/v1/documents", "/abort_request", "/v1/responses", "/v1/responses/input_tokens")
