@@ -21,12 +21,14 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 # A call in JSON that has begun: its name, and the beginning of its arguments.
 _BEGUN = re.compile(r'\[?\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*)', re.DOTALL)
+_NEXT = re.compile(r',\s*(?=\{\s*"name"\s*:)')
 _OUTER_TAGS = re.compile(r"\A<[^>]*>|</(?!arg_value)[^<>]*>\Z")
 # What opens a call or a parameter; the names have bounds, so that no text takes quadratic time.
 _FUNCTION = re.compile(r'<function=([^>]{1,200})>|<invoke name="([^">]{1,200})">')
 _PARAMETER = re.compile(r'<parameter(?:=| name=")([^">]{1,200})"?>')
 _KEY = re.compile(r"<arg_key>([^<]{1,200})</arg_key>\s*<arg_value>")
 _DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^<\n]{1,200})(?:<｜tool▁sep｜>|\n```json)")
+_DEEPSEEK_END = "<｜tool▁call▁end｜>"
 _MISTRAL = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\](.*)", re.DOTALL)
 _GEMMA = re.compile(r"call:([^{]{1,200})(\{.*\})", re.DOTALL)
 _BARE_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)\s*:')
@@ -35,15 +37,22 @@ _PYTHON = {"true": True, "false": False, "null": None}
 
 
 def read_json(text: str, schemas: Schemas, cut: bool) -> Calls:
-    """A JSON object with name and arguments, or a list of them; also the beginning of an object that is cut off."""
+    """A JSON object with name and arguments, or a list of them; with `cut` also the beginning of the last object."""
     try:
         value = parse_json(text)
     except ValueError:
-        found = _BEGUN.match(text.lstrip()) if cut else None
-        return [(found[1], found[2])] if found else []
+        return _read_cut(text.lstrip(), schemas) if cut else []
     entries = value if isinstance(value, list) else [value]
     calls = [(entry.get("name"), _arguments(entry)) for entry in entries if isinstance(entry, dict)]
     return [(name, given) for name, given in calls if isinstance(name, str)] if len(calls) == len(entries) else []
+
+
+def _read_cut(text: str, schemas: Schemas) -> Calls:
+    for comma in reversed([*_NEXT.finditer(text)][-4:]):  # some may stand within strings
+        if whole := read_json(f"{text[: comma.start()]}]", schemas, False):
+            return whole + _read_cut(text[comma.end() :], schemas)
+    found = _BEGUN.match(text)
+    return [(found[1], found[2])] if found else []
 
 
 def end_of_call(text: str, start: int, closing: str) -> int:
@@ -167,13 +176,13 @@ def _read_mistral(text: str, schemas: Schemas, cut: bool) -> Calls:
         found = _MISTRAL.fullmatch(part)
         read = [(found[1], found[2].strip())] if found else read_json(part, schemas, cut)
         if not read:
-            return []
+            return calls if cut else []
         calls += read
     return calls
 
 
 def _read_deepseek(text: str, schemas: Schemas, cut: bool) -> Calls:
-    found = _blocks(_DEEPSEEK, "<｜tool▁call▁end｜>", text)
+    found = _blocks(_DEEPSEEK, _DEEPSEEK_END, text if not cut or text.endswith(_DEEPSEEK_END) else text + _DEEPSEEK_END)
     return [(name.strip(), given.strip().removesuffix("```").strip()) for name, given in found]
 
 

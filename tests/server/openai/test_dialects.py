@@ -190,6 +190,18 @@ def test_any_text_is_read_alike_however_it_arrives(sign, parts, state, cut):
 
 def test_the_beginning_of_a_call_that_is_cut_off():
     begun = '{"q": "a'
+    stop, find = '{"name": "stop", "arguments": {}}', f'{{"name": "find", "arguments": {begun}'
+    for sign, text, found in (
+        ("<TOOLCALL>", f"<TOOLCALL>[{stop}, {find}", ["stop", "find"]),
+        ("<TOOLCALL>", f'<TOOLCALL>[{stop}, {stop}, {{"na', ["stop", "stop"]),
+        ("<TOOLCALL>", f'<TOOLCALL>[{find}, {{"name":', ["find"]),
+        ("[TOOL_CALLS]", f"[TOOL_CALLS]stop[ARGS]{{}}[TOOL_CALLS]find[ARGS]{begun}", ["stop", "find"]),
+        ("[TOOL_CALLS]", "[TOOL_CALLS]stop[ARGS]{}[TOOL_CALLS]find[AR", ["stop"]),
+        ("<｜tool▁calls▁begin｜>", f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find<｜tool▁sep｜>{begun}", ["find"]),
+    ):
+        calls = CallReader(TOOLS, dialect=dialect(sign)).push(text, True, True)[1]
+        assert [call["function"]["name"] for call in calls] == found
+        assert found[-1] == "stop" or calls[-1]["function"]["arguments"].startswith(begun)
     for sign, text in {
         "[TOOL_CALLS]": f"[TOOL_CALLS]find[ARGS]{begun}",
         "<|channel|>": f"<|channel|>commentary to=functions.find<|message|>{begun}",
