@@ -3,30 +3,32 @@
 import json
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from pydantic import ValidationError
 
+from runtime.models.tokenizer import Tokenizer
 from runtime.params import Lazy, SamplingParams
 from runtime.sampling.json_text import parse_schema
-from server.openai.dialects import OPEN
+from server.openai.dialects import CLOSE, OPEN
 from server.openai.tools import Tool
 
 MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")
 
 # White space between the parts of a call. The model may have begun the call with more of it before the grammar applies.
 _SPACE, _MORE_SPACE = r"[ \n]?", r"[ \n\t]{0,8}"
-_TAGGED = 'start: "<tool_call>" SPACE call SPACE "</tool_call>"'
-_WHOLE = (
-    'start: SPACE (("[TOOL_CALLS]" | "<|python_tag|>") SPACE)? (call | list)\n'
-    'list: "[" SPACE call (SPACE "," SPACE call)* SPACE "]"'
-)
+_TAGGED = "start: {open} SPACE call SPACE {close}"
+_WHOLE = 'start: SPACE (({markers}) SPACE)? (call | list)\nlist: "[" SPACE call (SPACE "," SPACE call)* SPACE "]"'
 
 
-def lazy_calls(sampling: SamplingParams, tools: list[Tool], tagged: bool) -> tuple[SamplingParams, SamplingParams]:
+def lazy_calls(
+    tokenizer: Tokenizer, sampling: SamplingParams, tools: list[Tool], tagged: bool
+) -> tuple[SamplingParams, SamplingParams]:
     """Sampling parameters whose grammar applies from the point where the model begins a call.
 
     Args:
+        tokenizer: the model's.
         sampling: parameters without a grammar.
         tools: the tools that may be called.
         tagged: whether the model writes calls between tags.
@@ -45,24 +47,26 @@ def lazy_calls(sampling: SamplingParams, tools: list[Tool], tagged: bool) -> tup
         "required": ["name"] if len(keys) > 1 else ["name", *keys],
         "additionalProperties": False,
     }
-    loose = sampling.model_copy(update={"grammar": _lazy_grammar(any_call, tagged), "lazy": lazy})
+    loose = sampling.model_copy(update={"grammar": _lazy_grammar(tokenizer, any_call, tagged), "lazy": lazy})
     try:
         schema = json.loads(schema_of_call([_bare(tool) for tool in tools], keys))
-        strict = SamplingParams.model_validate({**loose.model_dump(), "grammar": _lazy_grammar(schema, tagged)})
+        strict = SamplingParams.model_validate(
+            {**loose.model_dump(), "grammar": _lazy_grammar(tokenizer, schema, tagged)}
+        )
     except ValidationError:  # the grammar is too long
         return loose, loose
     return strict, loose
 
 
-def calls_or_format(tools: list[Tool], schema: str, tagged: bool) -> str:
+def calls_or_format(tokenizer: Tokenizer, tools: list[Tool], schema: str, tagged: bool) -> str:
     """A grammar of answers that are calls or follow a JSON schema, in JSON text. Raises InvalidRequest."""
-    calls = _lazy_grammar(json.loads(schema_of_call([_bare(tool) for tool in tools])), tagged)
+    calls = _lazy_grammar(tokenizer, json.loads(schema_of_call([_bare(tool) for tool in tools])), tagged)
     start, rest = calls.split("\n", 1)
     rule = start.removeprefix("start: ")
     return f"start: ({rule}) | form\n{rest}form: {_form(schema)}\n"
 
 
-def behind_reasoning(sampling: SamplingParams, begins: Sequence[str]) -> SamplingParams:
+def behind_reasoning(tokenizer: Tokenizer, sampling: SamplingParams, begins: Sequence[str]) -> SamplingParams:
     """The parameters with their schema or regular expression from one of the texts on, which ends the reasoning.
 
     Other constraints, and expressions of several lines, hold for the whole output. Raises InvalidRequest.
@@ -73,7 +77,7 @@ def behind_reasoning(sampling: SamplingParams, begins: Sequence[str]) -> Samplin
         form = "/" + re.sub(r"(?<!\\)/", r"\/", sampling.regex) + "/"
     else:
         return sampling
-    ends = " | ".join(map(json.dumps, begins))
+    ends = " | ".join(_literal(tokenizer, text) for text in begins)
     grammar = f"start: ({ends}) SPACE form\nform: {form}\nSPACE: /{_MORE_SPACE}/\n"
     lazy = Lazy(triggers=list(begins), to_end=True)
     changed = {"grammar": grammar, "json_schema": None, "regex": None, "lazy": lazy}
@@ -88,11 +92,22 @@ def _form(schema: str) -> str:
     return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": _SPACE}, **parse_schema(schema)})
 
 
-def _lazy_grammar(schema: dict[str, Any], tagged: bool) -> str:
+@lru_cache(maxsize=64)
+def _literal(tokenizer: Tokenizer, text: str) -> str:
+    """The rule of a text, parts of which may be tokens of their own. llguidance does not find these by their texts."""
+    tokens = {one: tokenizer.token_to_id(one) for one in tokenizer.added_texts if one in text}
+    parts = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
+    rules = [f"({json.dumps(one)} | <[{tokens[one]}]>)" if one in tokens else json.dumps(one) for one in parts if one]
+    return f"({' '.join(rules)})"
+
+
+def _lazy_grammar(tokenizer: Tokenizer, schema: dict[str, Any], tagged: bool) -> str:
     space = _SPACE if tagged else _MORE_SPACE
     # Lenient: keywords that no grammar can express are ignored.
     call = json.dumps({"x-guidance": {"whitespace_pattern": space, "lenient": True}, **schema})
-    return f"{_TAGGED if tagged else _WHOLE}\ncall: %json {call}\nSPACE: /{space}/\n"
+    open_, close, *markers = (_literal(tokenizer, text) for text in (OPEN, CLOSE, *MARKERS))
+    start = _TAGGED.format(open=open_, close=close) if tagged else _WHOLE.format(markers=" | ".join(markers))
+    return f"{start}\ncall: %json {call}\nSPACE: /{space}/\n"
 
 
 def _bare(tool: Tool) -> Tool:

@@ -47,19 +47,22 @@ class ChatPrompts:
 
     def submission(self, body: ChatRequest, tenant: Tenant) -> Submission:
         """The submission of a conversation, whose prompt is rendered later in a thread. Raises InvalidRequest."""
-        engine = self._context.engine
+        engine, tokenizer = self._context.engine, self._context.engine.tokenizer
         sampling, otherwise = body.sampling(body.most_tokens, body.constraint()), None
-        dialect = dialect_of(engine.tokenizer)
-        if writes_special(engine.tokenizer):
+        dialect = dialect_of(tokenizer)
+        if writes_special(tokenizer):
             sampling = sampling.model_copy(update={"skip_special_tokens": False})
         with naming(body.names):
             if body.offered and not sampling.constrained and engine.info.diffusion is None and dialect.is_json:
-                sampling, otherwise = lazy_calls(sampling, body.callable_tools(), dialect is not WHOLE)
+                sampling, otherwise = lazy_calls(
+                    engine.tokenizer, sampling, body.callable_tools(), dialect is not WHOLE
+                )
             elif body.offered and not body.must_call and sampling.json_schema is not None:
-                grammar = calls_or_format(body.callable_tools(), sampling.json_schema, dialect is not WHOLE)
+                tools, schema = body.callable_tools(), sampling.json_schema
+                grammar = calls_or_format(tokenizer, tools, schema, dialect is not WHOLE)
                 sampling = sampling.model_copy(update={"json_schema": None, "grammar": grammar})
             elif sampling.constrained and (begins := self._reasoning_ends(body, dialect)):
-                sampling = behind_reasoning(sampling, begins)
+                sampling = behind_reasoning(tokenizer, sampling, begins)
         return body.submission(
             *(partial(self._render, body, tenant), sampling, tenant, self._context),
             num_characters=body.num_characters,

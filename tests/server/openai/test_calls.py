@@ -4,12 +4,15 @@ import json
 import time
 
 import pytest
+import tokenizers
 
 from runtime.errors import InvalidRequest
+from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.sampling.grammar import Grammar, GrammarCompiler
 from server.openai.calls import behind_reasoning, calls_or_format, lazy_calls
 from server.openai.dialects import WHOLE
+from server.openai.harmony import FINALS
 from server.openai.reader import CallReader
 from server.openai.tools import Tool
 from tests.server.openai.test_tools import STOP, WEATHER
@@ -79,10 +82,20 @@ def test_without_tools_nothing_is_held_back():
     assert CallReader({}).push("<tool_call>", last=False) == ("<tool_call>", [])
 
 
+TAGS = ["<tool_call>", "</tool_call>", "</think>", "<|python_tag|>", "<|channel|>", "<|message|>"]
+
+
+@pytest.fixture(scope="module", params=["", "tags are tokens", "tags are special tokens"])
+def vocabulary(request, tokenizer):
+    fast = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    (fast.add_special_tokens if "special" in request.param else fast.add_tokens)(TAGS if request.param else [])
+    return Tokenizer(fast, {}, None)
+
+
 @pytest.fixture(scope="module")
-def written(tokenizer):
+def written(vocabulary):
     """Writes a text under a grammar: the part that may be written, and whether the output ends with it."""
-    compiler = GrammarCompiler(tokenizer.to_json, 49152, [2], timeout_s=300)
+    tokenizer, compiler = vocabulary, GrammarCompiler(vocabulary.to_json, 49152 + len(TAGS), [2], timeout_s=300)
 
     def write(sampling: SamplingParams, text: str) -> tuple[str, bool]:
         compiler.start("a", sampling)
@@ -96,7 +109,7 @@ def written(tokenizer):
             if (allowed is not None and not allowed[token // 8] >> token % 8 & 1) or not grammar.accept(token):
                 break
             ids.append(token)
-        return tokenizer.decode(ids), grammar.complete
+        return tokenizer.decode(ids, skip_special_tokens=False), grammar.complete
 
     return write
 
@@ -135,16 +148,17 @@ LLAMA = WELL.replace("arguments", "parameters")
         (False, "[TOOL_CALLS] none", " none", False),
     ],
 )
-def test_a_call_once_begun_is_well_formed(written, which, tagged, text, stops, ends):
-    sampling = lazy_calls(SamplingParams(), [Tool.model_validate(WEATHER), Tool.model_validate(STOP)], tagged)[which]
+def test_a_call_once_begun_is_well_formed(vocabulary, written, which, tagged, text, stops, ends):
+    tools = [Tool.model_validate(WEATHER), Tool.model_validate(STOP)]
+    sampling = lazy_calls(vocabulary, SamplingParams(), tools, tagged)[which]
     check_written(written, sampling, text, stops, ends)
 
 
-def test_a_call_follows_its_schema_as_far_as_a_grammar_can(written):
+def test_a_call_follows_its_schema_as_far_as_a_grammar_can(vocabulary, written):
     odd = {"x": {"type": "string", "format": "weird", "description": "a ::= b"}, "y": {"enum": [1, {"title": "t"}]}}
     described = {"name": "f", "parameters": {"type": "object", "title": "T", "properties": {**odd, "title": {}}}}
     tools = [Tool.model_validate({"type": "function", "function": described})]
-    strict, loose = lazy_calls(SamplingParams(), tools, True)
+    strict, loose = lazy_calls(vocabulary, SamplingParams(), tools, True)
     start = '<tool_call>{"name": "f", "arguments": {"'
     assert "weird" in strict.grammar
     assert "::=" not in strict.grammar
@@ -156,7 +170,8 @@ def test_a_call_follows_its_schema_as_far_as_a_grammar_can(written):
     ]:
         assert (written(sampling, start + text)[0] == start + text) == is_taken
     long = {**described, "parameters": {"type": "object", "properties": {"x": {"enum": ["a" * 70_000]}}}}
-    strict, loose = lazy_calls(SamplingParams(), [Tool.model_validate({"type": "function", "function": long})], True)
+    tools = [Tool.model_validate({"type": "function", "function": long})]
+    strict, loose = lazy_calls(vocabulary, SamplingParams(), tools, True)
     assert strict == loose
 
 
@@ -171,20 +186,22 @@ SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}},
         ({"json_schema": SCHEMA}, "Hm.</think>No", "No", False),
         ({"regex": "a/[0-9]{2}"}, "Hm.</think>a/12", "", True),
         ({"regex": r"a\/[0-9]{2}"}, "a/3</think>a/1x", "x", False),
+        ({"json_schema": SCHEMA}, '<|channel|>a<|message|>Hm, {<|channel|>final<|message|>{"b', "b", False),
+        ({"json_schema": SCHEMA}, '<|channel|>final <|constrain|>json<|message|>{"a": 1}', "", True),
     ],
 )
-def test_a_format_holds_behind_the_reasoning(written, format, text, stops, ends):
-    sampling = behind_reasoning(SamplingParams(**format), ["</think>"])
+def test_a_format_holds_behind_the_reasoning(vocabulary, written, format, text, stops, ends):
+    sampling = behind_reasoning(vocabulary, SamplingParams(**format), ["</think>", *FINALS])
     check_written(written, sampling, text, stops, ends)
     grammar = SamplingParams(grammar='start: "a"')
-    assert behind_reasoning(grammar, ["</think>"]) is grammar
+    assert behind_reasoning(vocabulary, grammar, ["</think>"]) is grammar
 
 
 @pytest.mark.parametrize("schema", ["nonsense", "[1]", '"x"', '{"a": NaN}'])
-def test_a_schema_that_is_no_object_is_refused(schema):
+def test_a_schema_that_is_no_object_is_refused(tokenizer, schema):
     for make in (
-        lambda: behind_reasoning(SamplingParams(json_schema=schema), ["</think>"]),
-        lambda: calls_or_format([Tool.model_validate(STOP)], schema, True),
+        lambda: behind_reasoning(tokenizer, SamplingParams(json_schema=schema), ["</think>"]),
+        lambda: calls_or_format(tokenizer, [Tool.model_validate(STOP)], schema, True),
     ):
         with pytest.raises(InvalidRequest, match="must be the text of a JSON object"):
             make()
