@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, reduce
+from keyword import iskeyword
 from typing import Any
 
 from runtime.models.tokenizer import Tokenizer
@@ -21,6 +22,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 # A call in JSON that has begun: its name, and the beginning of its arguments.
 _BEGUN = re.compile(r'\[?\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*)', re.DOTALL)
+_OBJECT = re.compile(r"\s{0,8}(\{|\[\s{0,8}\{)")
 _NEXT = re.compile(r',\s*(?=\{\s*"name"\s*:)')
 _OUTER_TAGS = re.compile(r"\A<[^>]*>|</(?!arg_value)[^<>]*>\Z")
 # What opens a call or a parameter; the names have bounds, so that no text takes quadratic time.
@@ -31,8 +33,8 @@ _DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜
 _DEEPSEEK_END = "<｜tool▁call▁end｜>"
 _MISTRAL = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\](.*)", re.DOTALL)
 _GEMMA = re.compile(r"call:([^{]{1,200})(\{.*\})", re.DOTALL)
+_NONE = re.compile(r"\bNone\b")
 _BARE_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)\s*:')
-_NAMING = ("type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf")
 _PYTHON = {"true": True, "false": False, "null": None}
 
 
@@ -55,17 +57,31 @@ def _read_cut(text: str, schemas: Schemas) -> Calls:
     return [(found[1], found[2])] if found else []
 
 
-def end_of_call(text: str, start: int, closing: str) -> int:
-    """Where a closing tag begins at or behind `start`; -1 if it is missing. Strings of JSON may have the tag."""
-    at, end, in_string = start, text.find(closing, start), False
-    if not text[start : start + 8].lstrip().startswith(("{", "[")):
-        return end
+@dataclass(slots=True)
+class Closing:
+    """Where the search for a call's closing tag stands, behind the opening tag; `in_string`: of JSON."""
+
+    at: int = 0
+    in_string: bool = False
+
+
+def end_of_call(text: str, start: int, closing: str, inner: str = ">", search: Closing | None = None) -> int:
+    """Where the tag that closes a call begins, at or behind `start`; -1 if it is missing.
+
+    Strings of JSON may have the tag, and so may values between other tags, unless `inner` stands before it.
+    """
+    search = search or Closing()
+    is_json, at = _OBJECT.match(text, start) is not None, start + search.at
+    end = text.find(closing, at + bool(search.at))
     while end >= 0:
-        in_string ^= bool(text[at:end].replace("\\\\", "").replace('\\"', "").count('"') % 2)
-        if not in_string:
-            break
-        at, end = end, text.find(closing, end + 1)
-    return end
+        if is_json:
+            search.in_string ^= bool(text[at:end].replace("\\\\", "").replace('\\"', "").count('"') % 2)
+            if not search.in_string:
+                return end
+        elif text.find("<", start, end) < 0 or text[max(start, end - 40) : end].rstrip().endswith(inner):
+            return end
+        search.at, at, end = end - start, end, text.find(closing, end + 1)
+    return -1
 
 
 def _arguments(entry: dict[str, Any]) -> str:
@@ -84,25 +100,37 @@ def _read_tagged(text: str, schemas: Schemas, cut: bool) -> Calls:
     return [(name.strip(), _typed(_blocks(_KEY, "</arg_value>", key + rest), schemas.get(name.strip(), {})))]
 
 
-def _blocks(opening: re.Pattern[str], closing: str, text: str) -> Iterator[tuple[str, str]]:
-    """The name in each match of `opening`, and the text up to the next `closing`. An unclosed one ends them."""
-    at = 0
-    while (found := opening.search(text, at)) and (end := text.find(closing, found.end())) >= 0:
+def _blocks(opening: re.Pattern[str], closing: str, text: str, is_wrapped: bool = False) -> Iterator[tuple[str, str]]:
+    """The name in each match of `opening`, and the text up to its `closing`, which no text but the next match follows.
+
+    `is_wrapped`: line breaks at the text's ends do not belong to it. An unclosed text ends them.
+    """
+    found = opening.search(text)
+    while found is not None:
+        following = opening.search(text, found.end())
+        limit = following.start() if following else len(text)
+        end = text.rfind(closing, found.end(), limit)
+        if end < 0 or text[end + len(closing) : limit].strip():
+            end = text.find(closing, found.end())
+            following = opening.search(text, end)
+        if end < 0:
+            return
         inner = text[found.end() : end]
-        yield found[1], inner[1:].removesuffix("\n") if inner[:1] == "\n" else inner
-        at = end + len(closing)
+        yield found[1], inner.removeprefix("\n").removesuffix("\n") if is_wrapped else inner
+        found = following
 
 
 def _read_xml(text: str, schemas: Schemas, cut: bool) -> Calls:
-    calls, at = Calls(), 0
+    calls, at, is_inline = Calls(), 0, text.startswith("<seed:")
     while found := _FUNCTION.search(text, at):
         name, closing = found[1] or found[2], "</function>" if found[1] else "</invoke>"
-        end = text.find(closing, found.end())
+        end = end_of_call(text, found.end(), closing, "</parameter>")
         at = end if end >= 0 else len(text)
         inner = text[found.end() : at].strip()
-        # Llama's and Functionary's models write all arguments as one JSON object.
-        given = inner if inner[:1] == "{" else _typed(_blocks(_PARAMETER, "</parameter>", inner), schemas.get(name, {}))
-        calls.append((name, given))
+        if inner[:1] != "{":  # Llama's and Functionary's models write all arguments as one JSON object
+            parameters = _blocks(_PARAMETER, "</parameter>", inner, bool(found[1]) and not is_inline)
+            inner = _typed(parameters, schemas.get(name, {}))
+        calls.append((name, inner))
     return calls
 
 
@@ -112,7 +140,7 @@ def _typed(parameters: Iterable[tuple[str, str]], schema: Mapping[str, Any]) -> 
 
     def value(name: str, text: str) -> Any:
         kinds = _kinds(properties.get(name) if isinstance(properties, dict) else None, schema)
-        if "string" in kinds and (text != "null" or "null" not in kinds):
+        if "string" in kinds and (text not in ("null", "None") or "null" not in kinds):
             return text
         try:
             return parse_json({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
@@ -122,18 +150,25 @@ def _typed(parameters: Iterable[tuple[str, str]], schema: Mapping[str, Any]) -> 
     return json.dumps({name: value(name, text) for name, text in parameters}, ensure_ascii=False)
 
 
-def _kinds(schema: Any, root: Mapping[str, Any], seen: frozenset[str] = frozenset()) -> set[str]:
+def _kinds(schema: Any, root: Mapping[str, Any]) -> set[str]:
     """The types that a schema names, itself or by references within `root`."""
-    if not isinstance(schema, dict):
-        return set()
-    lists = [one if isinstance(one, list) else [one] for one in map(schema.get, _NAMING)]
-    kinds, values, constants, (reference, *_), *unions = lists
-    found = {kind for kind in kinds if isinstance(kind, str)}
-    found |= {"string" for value in (*values, *constants) if isinstance(value, str)}
-    if isinstance(reference, str) and reference not in seen:
-        seen |= {reference}
-        unions.append([reduce(_member, reference.split("/")[1:], root)])
-    return found.union(*(_kinds(one, root, seen) for union in unions for one in union))
+    kinds, left = set[str](), [schema]
+    seen = set[str]()
+    while left:
+        one = left.pop()
+        if not isinstance(one, dict):
+            continue
+        types, values = (value if isinstance(value, list) else [value] for value in map(one.get, ("type", "enum")))
+        kinds.update(kind for kind in types if isinstance(kind, str))
+        values += [one["const"]] if "const" in one else []
+        kinds.update("string" if isinstance(value, str) else "null" for value in values if value in (None, str(value)))
+        for union in map(one.get, ("anyOf", "oneOf", "allOf")):
+            left += union if isinstance(union, list) else []
+        reference = one.get("$ref")
+        if isinstance(reference, str) and reference not in seen:
+            seen.add(reference)
+            left.append(reduce(_member, reference.split("/")[1:], root))
+    return kinds
 
 
 def _member(value: Any, name: str) -> Any:
@@ -154,20 +189,26 @@ def _read_python(text: str, schemas: Schemas, cut: bool) -> Calls:
         tree = _Names().visit(ast.parse(inner, mode="eval").body)
         nodes = tree.elts if isinstance(tree, ast.List) else [tree]
         return [
-            (ast.unparse(node.func), json.dumps(_keywords(node), ensure_ascii=False, allow_nan=False))
-            for node in nodes
-            if isinstance(node, ast.Call)
+            ("-".join([*before, ast.unparse(call.func)]), _keywords(call))
+            for *before, call in map(_hyphenated, nodes)
+            if isinstance(call, ast.Call)
         ]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return read_json(inner, schemas, cut)
 
 
-def _keywords(call: ast.Call) -> dict[str, Any]:
-    """Raises ValueError for arguments without a name."""
+def _hyphenated(node: ast.AST) -> list[Any]:
+    """The parts of a name with hyphens, which Python takes for a difference, and the call with the last one."""
+    return [ast.unparse(node.left).replace(" ", ""), node.right] if isinstance(node, ast.BinOp) else [node]
+
+
+def _keywords(call: ast.Call) -> str:
+    """The arguments as JSON text. Raises ValueError for arguments without a name, and lone surrogates."""
     given = {one.arg: ast.literal_eval(one.value) for one in call.keywords if one.arg is not None}
     if call.args or len(given) < len(call.keywords):
         raise ValueError
-    return given
+    text = json.dumps(given, ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16")  # pairs of surrogates become characters
 
 
 def _read_mistral(text: str, schemas: Schemas, cut: bool) -> Calls:
@@ -192,7 +233,7 @@ def _read_gemma(text: str, schemas: Schemas, cut: bool) -> Calls:
     if found is None:
         return []
     parts = found[2].split('<|"|>')
-    parts[::2] = [_BARE_KEY.sub(r'\1"\2":', part) for part in parts[::2]]
+    parts[::2] = [_BARE_KEY.sub(r'\1"\2":', _NONE.sub("null", part)) for part in parts[::2]]
     parts[1::2] = [json.dumps(part, ensure_ascii=False) for part in parts[1::2]]
     return [(found[1].strip(), "".join(parts))]
 
@@ -202,7 +243,9 @@ def _write_json(function: Mapping[str, Any]) -> str:
 
 
 def _write_python(function: Mapping[str, Any]) -> str:
-    given = function["arguments"] if isinstance(function["arguments"], dict) else {}
+    given = function["arguments"]
+    if not isinstance(given, dict) or not all(name.isidentifier() and not iskeyword(name) for name in given):
+        return _write_json(function)
     values = {k: json.dumps(v, ensure_ascii=False) if isinstance(v, str) else repr(v) for k, v in given.items()}
     keywords = ", ".join(f"{name}={value}" for name, value in values.items())
     return f"<|tool_call_start|>[{function['name']}({keywords})]<|tool_call_end|>"

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from runtime.sampling.json_text import parse_json
 from server.openai.calls import MARKERS
-from server.openai.dialects import TAGGED, Calls, Dialect, Schemas, end_of_call, read_json
+from server.openai.dialects import TAGGED, Calls, Closing, Dialect, Schemas, end_of_call, read_json
 
 
 class Said(NamedTuple):
@@ -37,6 +37,7 @@ class CallReader:
     _plain: bool = field(default=False, init=False)
     _cut: bool = field(default=False, init=False)
     _follows_call: bool = field(default=False, init=False)
+    _closing: Closing = field(default_factory=Closing, init=False)
 
     def push(self, text: str, last: bool, cut: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """Add text; returns the text that is final, and the calls in OpenAI's form.
@@ -71,11 +72,12 @@ class CallReader:
             self._held = self._held.lstrip("\n")
         while starts := [(at, tags) for tags in self.dialect.tags if (at := self._held.find(tags[0])) >= 0]:
             start, (opening, close) = min(starts)
-            end = end_of_call(self._held, start + len(opening), close) if close else -1
+            end = end_of_call(self._held, start + len(opening), close, search=self._closing) if close else -1
             if end < 0 and not last:
                 break
             if end < 0 and close and not self._cut:
                 end = self._held.find(close, start)
+            self._closing = Closing()
             stop = end + len(close) if end >= 0 else len(self._held)
             calls = self._known(self.dialect.read(self._held[start:stop], self.tools, self._cut and end < 0))
             shown += self._held[:start].rstrip("\n") if calls else self._held[:stop]

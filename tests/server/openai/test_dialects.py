@@ -20,6 +20,7 @@ TEXT, NULLABLE = {"type": "string"}, {"anyOf": [{"type": "string"}, {"type": "nu
 TOOLS = {
     "find": {"properties": {"q": TEXT, "most": {"type": "integer"}, "in": {"type": "array"}, "note": NULLABLE}},
     "stop": {},
+    "look-it-up": {},
 }
 
 
@@ -52,6 +53,7 @@ XML = (
     "<function=find>\n<parameter=q>\na <b> 3\n</parameter>\n<parameter=most>\n3\n</parameter>\n"
     '<parameter=in>\n["x", {"y": null}]\n</parameter>\n<parameter=note>\nnull and void\n</parameter>\n</function>'
 )
+INLINE = XML.replace(">\n", ">").replace("\n<", "<")
 MINIMAX = (
     '<invoke name="find">\n<parameter name="q">a <b> 3</parameter>\n<parameter name="most">3</parameter>\n'
     '<parameter name="in">["x", {"y": null}]</parameter>\n<parameter name="note">null and void</parameter>\n</invoke>'
@@ -90,6 +92,30 @@ CASES = [
     ),
     ("<TOOLCALL>", '<TOOLCALL>{"name": "find}</TOOLCALL>So.', None),
     (
+        "<function=",
+        "<tool_call><function=find><parameter=q>\na </function> b </tool_call> </parameter> c\n</parameter>\n"
+        "<parameter=note>\nNone\n</parameter></function>\n</tool_call>",
+        ("", "", [("find", {"q": "a </function> b </tool_call> </parameter> c", "note": None})]),
+    ),
+    (
+        "<minimax:tool_call>",
+        '<minimax:tool_call><invoke name="find"><parameter name="q">\n</invoke>\n</parameter></invoke>'
+        "</minimax:tool_call>",
+        ("", "", [("find", {"q": "\n</invoke>\n"})]),
+    ),
+    (
+        "<|tool_call_start|>",
+        """<|tool_call_start|>[find(q='5" <')]<|tool_call_end|><|tool_call_start|>[find(q="\\ud83d\\ude00")]""",
+        ("", "", [("find", {"q": '5" <'}), ("find", {"q": "\U0001f600"})]),
+    ),
+    ("<|tool_call_start|>", '<|tool_call_start|>[find(q="\\ud83d")]<|tool_call_end|>', None),
+    (
+        "<|tool_call_start|>",
+        "<|tool_call_start|>[look-it-up(a=1)]<|tool_call_end|>",
+        ("", "", [("look-it-up", {"a": 1})]),
+    ),
+    ("<|tool_call>", "<|tool_call>call:find{note:None}<tool_call|>", ("", "", [("find", {"note": None})])),
+    (
         "<arg_key>",
         "<tool_call>find<arg_key>q</arg_key><arg_value>a\n</arg_value></tool_call>",
         ("", "", [("find", {"q": "a\n"})]),
@@ -99,7 +125,7 @@ CASES = [
     ("<minimax:tool_call>", f"<minimax:tool_call>\n{MINIMAX}\n</minimax:tool_call>", ("", "", [FIND])),
     (
         "<seed:tool_call>",
-        f"<seed:think>Hm.</seed:think>\n<seed:tool_call>\n{XML}\n</seed:tool_call>",
+        f"<seed:think>Hm.</seed:think>\n<seed:tool_call>\n{INLINE}\n</seed:tool_call>",
         ("Hm.", "", [FIND]),
     ),
     (
@@ -228,7 +254,8 @@ def test_the_dialect_of_a_model():
     ("schema", "value"),
     [
         *((odd, 3) for odd in (None, {"type": None}, {"anyOf": 3}, {"type": [["x"]]}, {"type": 5}, {"enum": 3})),
-        ({"enum": ["3", "4"]}, "3"),
+        ({"enum": ["3", None]}, "3"),
+        ({"$ref": []}, 3),
         ({"oneOf": [{"type": "null"}, {"type": ["string"]}]}, "3"),
         ({"allOf": [{"$ref": "#/$defs/text"}]}, "3"),
         ({"anyOf": [{"$ref": "#/$defs/again"}, {"const": "4"}]}, "3"),
@@ -243,6 +270,14 @@ def test_values_of_parameters_follow_any_schema(schema, value):
         (call,) = CallReader(tools, dialect=dialect("<function=")).push(text, True)[1]
         wanted = value if isinstance(properties, dict) else 3
         assert json.loads(call["function"]["arguments"]) == {"a": wanted}
+
+
+def test_references_are_followed_once():
+    shared = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(3000)}
+    tools = {"f": {"properties": {"a": {"$ref": "#/$defs/a0"}}, "$defs": {**shared, "a3000": {"type": "string"}}}}
+    text = "<tool_call><function=f><parameter=a>3</parameter></function></tool_call>"
+    (call,) = CallReader(tools, dialect=dialect("<function=")).push(text, True)[1]
+    assert call["function"]["arguments"] == '{"a": "3"}'
 
 
 def test_a_prompt_with_documents_may_begin_the_reasoning_too(tokenizer):
