@@ -42,6 +42,10 @@ class _NoPanic:
 _no_panic = _NoPanic()
 
 
+class TemplateRefused(InvalidRequest):
+    """The chat template raises an error for these messages."""
+
+
 class Tokenizer:
     """A tokenizer and the chat template that belongs to it. Thread-safe."""
 
@@ -166,7 +170,8 @@ class Tokenizer:
         `variables`: further template variables, such as `enable_thinking`; they do not override other arguments.
 
         Raises:
-            InvalidRequest: if the model has no template, or the template refuses the messages.
+            InvalidRequest: if the model has no template, or the template takes too long.
+            TemplateRefused: if the template refuses the messages.
         """
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions, or start with --chat-template")
@@ -185,7 +190,7 @@ class Tokenizer:
         except TemplateTimeout:
             raise InvalidRequest("the chat template takes too long with these messages", param="messages") from None
         except Exception as error:  # a template is a program and may raise anything
-            raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
+            raise TemplateRefused(f"the chat template refuses these messages: {error}", param="messages") from None
 
     @cached_property
     def system_turns(self) -> Literal["anywhere", "first", "nowhere"]:

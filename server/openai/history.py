@@ -1,5 +1,7 @@
 """Puts a conversation into the form that a model's chat template takes."""
 
+from collections import deque
+from contextlib import suppress
 from typing import Any, Literal
 
 import xxhash
@@ -17,7 +19,7 @@ def fitted(tokenizer: Tokenizer, turns: list[Turn]) -> list[Turn]:
         turns = with_calls_as_text(tokenizer, turns)
     turns = place_systems(turns, tokenizer.system_turns)
     if "[TOOL_CALLS]" in template:
-        turns = [_with_short_ids(turn) for turn in turns]
+        turns = [_with_short_ids(turn) for turn in _with_ids(turns)]
     if "<|channel|>" in template:
         turns = [_with_one_text(turn) for turn in turns]
     return turns
@@ -41,28 +43,44 @@ def with_calls_as_text(tokenizer: Tokenizer, turns: list[Turn]) -> list[Turn]:
 def mended(turns: list[Turn]) -> list[Turn]:
     """The turns in a form that more templates take: roles alternate, arguments are objects, nothing is missing."""
     found: list[Turn] = []
-    for turn in map(_whole, turns):
+    for turn in map(_whole, _with_ids(turns)):
         before = found[-1] if found else {"role": ""}
         if before["role"] == "tool" and turn["role"] == "user":
             found.append({"role": "assistant", "content": " "})
-        if before["role"] == turn["role"] != "tool" and "tool_calls" not in before:
-            found[-1] = {**before, **turn, "content": f"{before['content']}\n\n{turn['content']}"}
+        # A text that precedes calls stays on its own, because some templates write the calls alone.
+        if before["role"] == turn["role"] != "tool" and not (before.keys() | turn.keys()) & {"tool_calls"}:
+            joined = {name: f"{before[name]}\n\n{turn[name]}" for name in before.keys() & turn.keys() - {"role"}}
+            found[-1] = {**before, **turn, **joined}
         else:
             found.append(turn)
     return found
 
 
+def _with_ids(turns: list[Turn]) -> list[Turn]:
+    """The turns with ids of calls and results; where they are missing, the order tells which belong together."""
+    found, waiting = [], deque[str]()
+    for i, turn in enumerate(turns):
+        if turn.get("tool_calls"):
+            calls = [{**call, "id": call["id"] or f"call {i} {n}"} for n, call in enumerate(turn["tool_calls"])]
+            turn, waiting = {**turn, "tool_calls": calls}, deque(call["id"] for call in calls)
+        elif turn["role"] == "tool":
+            id = turn.get("tool_call_id") or (waiting[0] if waiting else "")
+            turn = {**turn, "tool_call_id": id}
+            with suppress(ValueError):
+                waiting.remove(id)
+        found.append(turn)
+    return found
+
+
 def _whole(turn: Turn) -> Turn:
-    """The turn with objects as arguments, ids, and a content."""
-    if turn["role"] == "tool":
-        return {"tool_call_id": "", **turn}
+    """The turn with objects as arguments, and a content."""
     if "tool_calls" not in turn:
         return {**turn, "content": turn["content"] or " "}
 
     def call(given: dict[str, Any]) -> dict[str, Any]:
         name, arguments = given["function"]["name"], given["function"]["arguments"]
         arguments = arguments if isinstance(arguments, dict) else {"arguments": arguments}
-        return {**given, "id": given["id"] or "", "function": {"name": name, "arguments": arguments}}
+        return {**given, "function": {"name": name, "arguments": arguments}}
 
     return {**turn, "tool_calls": [call(given) for given in turn["tool_calls"]]}
 
@@ -98,11 +116,11 @@ def place_systems(turns: list[Turn], taken: Literal["anywhere", "first", "nowher
 def _with_short_ids(turn: Turn) -> Turn:
     """The turn with ids of nine characters, because Mistral's chat templates refuse others."""
 
-    def short(id: str | None) -> str:
-        return id if id and len(id) == 9 else xxhash.xxh64_hexdigest((id or "").encode())[:9]
+    def short(id: str) -> str:
+        return id if len(id) == 9 else xxhash.xxh64_hexdigest(id.encode())[:9]
 
     if turn["role"] == "tool":
-        return {**turn, "tool_call_id": short(turn.get("tool_call_id"))}
+        return {**turn, "tool_call_id": short(turn["tool_call_id"])}
     calls = [{**call, "id": short(call["id"])} for call in turn.get("tool_calls", ())]
     return turn | ({"tool_calls": calls} if calls else {})
 

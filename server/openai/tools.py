@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from runtime.errors import InvalidRequest
 from runtime.models.marks import cut, new_mark
-from runtime.models.tokenizer import Tokenizer
+from runtime.models.tokenizer import TemplateRefused, Tokenizer
 from runtime.sampling.json_text import parse_json
 from server.http.wire import Body, ByType, JsonObject, JsonText, Text, Unusable
 from server.openai.caching import Breakpoint, Mark, unmarked
@@ -152,7 +152,8 @@ class ToolCall(Body, extra="ignore"):
         If `mark` returns a text, a second call with this name follows, which marks the breakpoint.
         """
         try:
-            arguments = parse_json(self.function.arguments or "{}") or {}
+            arguments = parse_json(self.function.arguments or "{}")
+            arguments = {} if arguments is None else arguments
         except ValueError:
             arguments = self.function.arguments
         name, given = mark(self.prompt_cache_breakpoint), {"name": self.function.name, "arguments": arguments}
@@ -179,7 +180,7 @@ def render_chat(
     )
     try:
         return write(turns)
-    except InvalidRequest:
+    except TemplateRefused:
         if (changed := mended(turns)) != turns:
             with suppress(InvalidRequest):
                 return write(changed)

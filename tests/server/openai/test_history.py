@@ -59,6 +59,7 @@ def test_a_conversation_that_grows_keeps_its_prompt():
     assert after[3] == {"role": "user", "content": "<system>\n5\n</system>"}
 
 
+CALLED = {"name": "f", "arguments": {}}
 STRICT = """{% for m in messages %}{% if m.role == 'tool' %}[{{ m.tool_call_id | length }}]{{ m.content }}
 {% elif m.tool_calls %}{% for c in m.tool_calls %}({{ c.id | length }})
 {% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}{% endfor %}
@@ -78,11 +79,11 @@ def call(arguments: str, id: str | None = "abc") -> Message:
     [
         ([call("null")], "<user>x(3)"),
         ([call('{"a": "b')], '<user>x(3)arguments={"a": "b;'),
-        ([call("[1]", None), Message(role="tool", content="y")], "<user>x(0)arguments=[1];[0]y"),
+        ([call("[1]", None), Message(role="tool", content="y")], "<user>x(8)arguments=[1];[8]y"),
         ([Message(role="user", content="y"), Message(role="assistant", content="")], "<user>x\n\ny<assistant> "),
         (
             [call("{}"), Message(role="tool", content="y"), Message(role="user", content="z")],
-            "(3)[0]y<assistant> <user>z",
+            "(3)[3]y<assistant> <user>z",
         ),
     ],
 )
@@ -91,6 +92,27 @@ def test_a_history_that_a_template_refuses_is_mended(tokenizer, messages, text):
     turns = [Message(role="user", content="x").plain(), *(message.plain() for message in messages)]
     assert render_chat(strict, turns, []).endswith(text)
     assert mended(mended(turns)) == mended(turns)
+
+
+def test_nothing_is_lost_of_turns_that_are_joined():
+    thought = {"role": "assistant", "content": "x", "reasoning_content": "Hm."}
+    (joined,) = mended([thought, {**thought, "content": "y"}])
+    assert joined == {"role": "assistant", "content": "x\n\ny", "reasoning_content": "Hm.\n\nHm."}
+    calling = [thought, {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "function": CALLED}]}]
+    assert mended(calling) == calling
+
+
+def test_ids_that_are_missing_follow_the_order(tokenizer):
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [m] %}{{ c.id or m.tool_call_id }}.{% endfor %}{% endfor %}"
+    )
+    turns = [{"role": "assistant", "content": "", "tool_calls": [{"id": None, "function": CALLED}] * 2}]
+    turns += [{"role": "tool", "content": "y"}] * 2
+    own = Tokenizer(tokenizer._fast, {}, template + "{# tools tool_calls [TOOL_CALLS] #}")
+    first, second, *results = render_chat(own, turns, [])[:-1].split(".")
+    assert results == [first, second]
+    assert first != second
+    assert len(first) == 9
 
 
 def test_lfm2s_calls_are_written_as_it_writes_them(tokenizer):
