@@ -24,7 +24,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 _BEGUN = re.compile(r'\[?\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*)', re.DOTALL)
 _OBJECT = re.compile(r"\s{0,8}(\{|\[\s{0,8}\{)")
 _NEXT = re.compile(r',\s*(?=\{\s*"name"\s*:)')
-_OUTER_TAGS = re.compile(r"\A<[^>]*>|</(?!arg_value)[^<>]*>\Z")
+_OUTER_TAGS = re.compile(r"\A(?:<[^>]*>|```json)|(?:</(?!arg_value)[^<>]*>|```)\Z")
 # What opens a call or a parameter; the names have bounds, so that no text takes quadratic time.
 _FUNCTION = re.compile(r'<function=([^>]{1,200})>|<invoke name="([^">]{1,200})">')
 _PARAMETER = re.compile(r'<parameter(?:=| name=")([^">]{1,200})"?>')
@@ -273,7 +273,8 @@ class Dialect:
     is_harmony: bool = False
 
 
-TAGGED = Dialect(is_json=True)
+# Qwen2.5-Coder often leaves its tags out.
+TAGGED = Dialect(tags=((OPEN, CLOSE), ("```json\n", "\n```")), is_json=True)
 WHOLE = Dialect(read_json, (), is_json=True)
 _XML = ((OPEN, CLOSE), ("<function=", CLOSE))  # some models leave the first tag out
 # By a text in the chat template, or a token of the vocabulary.

@@ -8,6 +8,8 @@ from runtime.sampling.json_text import parse_json
 from server.openai.calls import MARKERS
 from server.openai.dialects import TAGGED, Calls, Closing, Dialect, Schemas, end_of_call, read_json
 
+_CALL = '{"name":"'  # without white space
+
 
 class Said(NamedTuple):
     """Parts of an answer that later text cannot change. `calls` are in OpenAI's form."""
@@ -37,6 +39,7 @@ class CallReader:
     _plain: bool = field(default=False, init=False)
     _cut: bool = field(default=False, init=False)
     _follows_call: bool = field(default=False, init=False)
+    _begins: bool = field(default=True, init=False)
     _closing: Closing = field(default_factory=Closing, init=False)
 
     def push(self, text: str, last: bool, cut: bool = False) -> tuple[str, list[dict[str, Any]]]:
@@ -66,8 +69,23 @@ class CallReader:
             self.num_calls += 1
         return calls
 
+    def _bare(self, last: bool) -> Calls | None:
+        """The call of an answer that consists of one without tags; None as long as the answer may be one."""
+        dense = "".join(self._held[:60].split())[: len(_CALL)]
+        if not self.dialect.is_json or not _CALL.startswith(dense):
+            return []
+        return self._known(self.dialect.read(self._held, self.tools, self._cut)) if last and dense else None
+
     def _between_tags(self, last: bool) -> tuple[str, Calls]:
         shown, found = "", Calls()
+        if self._begins:
+            calls = self._bare(last)
+            if calls is None and not last:
+                return "", []
+            self._begins = False
+            if calls:
+                self._held = ""
+                return "", calls
         if self._follows_call:
             self._held = self._held.lstrip("\n")
         while starts := [(at, tags) for tags in self.dialect.tags if (at := self._held.find(tags[0])) >= 0]:

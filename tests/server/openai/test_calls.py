@@ -18,6 +18,7 @@ from server.openai.tools import Tool
 from tests.server.openai.test_tools import STOP, WEATHER
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rom"}}\n</tool_call>'
+BARE = '{\n  "name": "get_weather", "arguments": {"city": "Rom"}}'
 TOOLS: dict[str, dict] = {"get_weather": {}, "stop": {}}
 EXPECTED = ("get_weather", {"city": "Rom"})
 
@@ -44,6 +45,13 @@ def read(reader: CallReader, text: str, size: int) -> tuple[str, list]:
         ('<tool_call>{"name": "unknown"}</tool_call>', '<tool_call>{"name": "unknown"}</tool_call>', []),
         ('<tool_call>{"name": "stop"}', "", [("stop", {})]),
         ("<tool_call>" + "[" * 2000, "<tool_call>" + "[" * 2000, []),
+        (f"So:\n```json\n{BARE}\n```\nand so on", "So:and so on", [EXPECTED]),
+        (f"```json\n{BARE}", "", [EXPECTED]),
+        ("```json\n[1]\n``` ```js", "```json\n[1]\n``` ```js", []),
+        (f"\n{BARE} ", "", [EXPECTED]),
+        (f"{BARE} is it", f"{BARE} is it", []),
+        ("  ", "  ", []),
+        ('{"name": "x"}', '{"name": "x"}', []),
         *(
             (f"<tool_call>{odd}</tool_call>", f"<tool_call>{odd}</tool_call>", [])
             for odd in (
