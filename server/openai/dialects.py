@@ -23,6 +23,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 # A call in JSON that has begun: its name, and the beginning of its arguments.
 _BEGUN = re.compile(r'\[?\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*)', re.DOTALL)
 _OBJECT = re.compile(r"\s{0,8}(\{|\[\s{0,8}\{)")
+_BETWEEN = re.compile(r'\}\s*\{(?=\s*"name"\s*:)')
 _NEXT = re.compile(r',\s*(?=\{\s*"name"\s*:)')
 _OUTER_TAGS = re.compile(r"\A(?:<[^>]*>|```json)|(?:</(?!arg_value)[^<>]*>|```)\Z")
 # What opens a call or a parameter; the names have bounds, so that no text takes quadratic time.
@@ -39,11 +40,16 @@ _PYTHON = {"true": True, "false": False, "null": None}
 
 
 def read_json(text: str, schemas: Schemas, cut: bool) -> Calls:
-    """A JSON object with name and arguments, or a list of them; with `cut` also the beginning of the last object."""
+    """JSON objects with name and arguments, in a list or not; with `cut` also the beginning of the last one."""
     try:
         value = parse_json(text)
     except ValueError:
-        return _read_cut(text.lstrip(), schemas) if cut else []
+        text = _BETWEEN.sub("},{", text.strip())
+        text = text if text.startswith("[") else f"[{text}"
+        try:
+            value = parse_json(f"{text}]")
+        except ValueError:
+            return _read_cut(text, schemas) if cut else []
     entries = value if isinstance(value, list) else [value]
     calls = [(entry.get("name"), _arguments(entry)) for entry in entries if isinstance(entry, dict)]
     return [(name, given) for name, given in calls if isinstance(name, str)] if len(calls) == len(entries) else []
