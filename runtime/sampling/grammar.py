@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Hashable
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 from cachetools import LRUCache
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
 from runtime.errors import InvalidRequest, RametError
@@ -104,7 +106,7 @@ class Grammar:
     @property
     def complete(self) -> bool:
         """Whether no token may follow."""
-        return self._matcher.is_stopped()
+        return self._matcher.is_stopped() and not self._matcher.is_error()
 
 
 class AnyText:
@@ -183,6 +185,27 @@ class LazyGrammar(Grammar):
         return self._matcher.try_consume_tokens(tokens) == len(tokens)
 
 
+class _Speller:
+    """A tokenizer for llguidance that spells the texts of special tokens, because a literal of a grammar is text.
+
+    With a special token in place of such a text, llguidance cannot follow its own mask.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, base: LLTokenizer, eos: int):
+        self._base, self.eos_token_id = base, eos
+        self.tokens = [base.decode_bytes([token]) for token in range(base.vocab_size)]
+        self.special_token_ids = [token for token in range(base.vocab_size) if base.is_special_token(token)]
+        texts = sorted((self.tokens[token] for token in self.special_token_ids), key=len, reverse=True)
+        self._special = re.compile(b"|".join(map(re.escape, filter(None, texts))) or b"(?!)")
+
+    def __call__(self, text: bytes) -> list[int]:
+        cuts = [found.start() + 1 for found in self._special.finditer(text)]
+        parts = (text[start:end] for start, end in pairwise([0, *cuts, len(text)]))
+        return [token for part in parts for token in self._base.tokenize_bytes(part)]
+
+
 class GrammarCompiler:
     """Compiles grammars in threads that tenants share fairly, so that no step and no other tenant waits for a grammar.
 
@@ -256,7 +279,9 @@ class GrammarCompiler:
         key = (tenant, source)
         with self._lock:
             if self._tokenizer is None:
-                self._tokenizer = LLTokenizer(self._load_tokenizer(), n_vocab=self._vocab_size, eos_token=self._eos)
+                size, eos = self._vocab_size, self._eos
+                speller = _Speller(LLTokenizer(self._load_tokenizer(), n_vocab=size, eos_token=eos), eos[0])
+                self._tokenizer = LLTokenizer(TokenizerWrapper(speller), n_vocab=size, eos_token=eos)
             matcher = self._kept.get(key)
         matcher = matcher or LLMatcher(self._tokenizer, source, limits=_LIMITS, log_level=0)
         if matcher.is_error():

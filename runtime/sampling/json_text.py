@@ -16,6 +16,8 @@ MAX_NODES = 1 << 16
 # Limit for values in lists and objects; a prompt of this many token ids fills the largest allowed body.
 MAX_VALUES = 1 << 20
 
+# Formats of texts that llguidance follows.
+_FORMATS = {*("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")}
 _NODES = b"[{:.eE"
 _NO_MARKS = bytes(set(range(256)) - set(b'"]},' + _NODES))
 _SHORT = 1 << 12
@@ -40,7 +42,20 @@ def parse_schema(text: str) -> dict[str, Any]:
             raise ValueError
     except ValueError:
         raise InvalidRequest("json_schema must be the text of a JSON object", param="json_schema") from None
-    return schema
+    return _with_known_formats(schema) if '"format"' in text else schema
+
+
+def _with_known_formats(schema: Any) -> Any:
+    """The schema without formats that no grammar has: JSON Schema takes them for annotations."""
+    if isinstance(schema, list):
+        return [_with_known_formats(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in ("enum", "const") else _with_known_formats(value)
+        for key, value in schema.items()
+        if key != "format" or not isinstance(value, str) or value in _FORMATS
+    }
 
 
 def check_unicode(value: Any) -> None:

@@ -63,7 +63,8 @@ def calls_or_format(tokenizer: Tokenizer, tools: list[Tool], schema: str, tagged
     calls = _lazy_grammar(tokenizer, json.loads(schema_of_call([_bare(tool) for tool in tools])), tagged)
     start, rest = calls.split("\n", 1)
     rule = start.removeprefix("start: ")
-    return f"start: ({rule}) | form\n{rest}form: {_form(schema)}\n"
+    more = f" (SPACE {rule})*" if tagged else ""
+    return f"start: {rule}{more} | form\n{rest}form: {_form(schema)}\n"
 
 
 def behind_reasoning(tokenizer: Tokenizer, sampling: SamplingParams, begins: Sequence[str]) -> SamplingParams:
@@ -103,8 +104,7 @@ def _literal(tokenizer: Tokenizer, text: str) -> str:
 
 def _lazy_grammar(tokenizer: Tokenizer, schema: dict[str, Any], tagged: bool) -> str:
     space = _SPACE if tagged else _MORE_SPACE
-    # Lenient: keywords that no grammar can express are ignored.
-    call = json.dumps({"x-guidance": {"whitespace_pattern": space, "lenient": True}, **schema})
+    call = json.dumps({**schema, "x-guidance": {"whitespace_pattern": space, "lenient": True}})
     open_, close, *markers = (_literal(tokenizer, text) for text in (OPEN, CLOSE, *MARKERS))
     start = _TAGGED.format(open=open_, close=close) if tagged else _WHOLE.format(markers=" | ".join(markers))
     return f"{start}\ncall: %json {call}\nSPACE: /{space}/\n"
@@ -140,7 +140,8 @@ def schema_of_call(tools: list[Tool], keys: Sequence[str] = ("arguments",)) -> s
             form = {"name": {"const": tool.function.name}, key: {"$ref": f"#/$defs/tool{i}"}}
             closed_form = {"properties": form, "required": ["name", key], "additionalProperties": False}
             forms.append({"type": "object", **closed_form})
-    return json.dumps({"anyOf": forms, "$defs": definitions})
+    # Lenient: keywords that no grammar can express are ignored.
+    return json.dumps({"anyOf": forms, "$defs": definitions, "x-guidance": {"lenient": True}})
 
 
 def _moved(schema: Any, root: str) -> Any:

@@ -8,8 +8,10 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, reduce
+from json import JSONDecoder
 from keyword import iskeyword
 from typing import Any
 
@@ -59,8 +61,12 @@ def _read_cut(text: str, schemas: Schemas) -> Calls:
     for comma in reversed([*_NEXT.finditer(text)][-4:]):  # some may stand within strings
         if whole := read_json(f"{text[: comma.start()]}]", schemas, False):
             return whole + _read_cut(text[comma.end() :], schemas)
-    found = _BEGUN.match(text)
-    return [(found[1], found[2])] if found else []
+    if (found := _BEGUN.match(text)) is None:
+        return []
+    given = found[2]
+    with suppress(ValueError, RecursionError):
+        given = given[: JSONDecoder().raw_decode(given)[1]]  # the call may go on behind its arguments
+    return [(found[1], given)]
 
 
 @dataclass(slots=True)

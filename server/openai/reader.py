@@ -4,7 +4,8 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from runtime.sampling.json_text import parse_json
+from pydantic_core import from_json
+
 from server.openai.calls import MARKERS
 from server.openai.dialects import TAGGED, Calls, Closing, Dialect, Schemas, end_of_call, read_json
 
@@ -182,12 +183,12 @@ class AnswerReader:
 
 
 def text_input(arguments: str) -> str:
-    """The argument `input` of a custom tool's call; the whole text if it is missing."""
+    """The argument `input` of a custom tool's call, as far as it is; the whole text if it is missing."""
     try:
-        given = parse_json(arguments)
+        given = from_json(arguments, allow_partial="trailing-strings")
     except ValueError:
         return arguments
-    text = given.get("input") if isinstance(given, dict) else None
+    text = given.get("input", "") if isinstance(given, dict) else None
     return text if isinstance(text, str) else arguments
 
 

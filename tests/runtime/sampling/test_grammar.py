@@ -62,6 +62,39 @@ def test_output_follows_a_grammar(engine, grammar, pattern):
     assert set(output.text) <= set("0123456789,oakelm")
 
 
+@pytest.mark.parametrize(
+    ("constraint", "pattern"),
+    [
+        ({"regex": r"<\|im_start\|>[0-9]{2}<\|im_end\|>"}, r"<\|im_start\|>\d\d<\|im_end\|>"),
+        ({"grammar": 'start: "<|im_start|>" /[a-z]{3}/'}, r"<\|im_start\|>[a-z]{3}"),
+        ({"json_schema": '{"const": "<|im_end|>"}'}, r'"<\|im_end\|>"'),
+    ],
+)
+def test_texts_of_special_tokens_are_spelled(engine, constraint, pattern):
+    (output,) = engine.generate("Say: ", {"temperature": 1, "seed": 2, "max_new_tokens": 40, **constraint})
+    assert re.fullmatch(pattern, output.text)
+    assert output.finish.type == "stop"
+
+
+def test_a_special_token_may_be_a_trigger(engine):
+    lazy = {"regex": r"<\|im_start\|>[0-9]{3}", "lazy": {"triggers": ["<|im_start|>"]}, "logit_bias": {1: 100}}
+    (output,) = engine.generate("Say: ", {"temperature": 1, "seed": 2, "max_new_tokens": 12, **lazy})
+    assert output.token_ids[::4] == [1] * 3
+    assert re.fullmatch(r"\d{9}", output.text)
+
+
+@pytest.mark.parametrize("format", ["password", "int32", "uri-reference"])
+def test_unknown_formats_are_annotations(engine, format):
+    schema = {"type": "object", "properties": {"format": {"type": "string", "format": format, "maxLength": 3}}}
+    params = {
+        "json_schema": json.dumps({**schema, "required": ["format"], "additionalProperties": False}),
+        "max_new_tokens": 30,
+        "seed": 1,
+    }
+    (output,) = engine.generate("JSON: ", params)
+    assert list(json.loads(output.text)) == ["format"]
+
+
 def test_neighbours_of_a_grammar_are_left_alone(engine):
     plain = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
     (alone,) = engine.generate("The capital of France is", plain)

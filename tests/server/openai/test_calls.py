@@ -10,10 +10,10 @@ from runtime.errors import InvalidRequest
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.sampling.grammar import Grammar, GrammarCompiler
-from server.openai.calls import behind_reasoning, calls_or_format, lazy_calls
+from server.openai.calls import behind_reasoning, calls_or_format, lazy_calls, schema_of_call
 from server.openai.dialects import WHOLE
 from server.openai.harmony import FINALS
-from server.openai.reader import CallReader
+from server.openai.reader import CallReader, text_input
 from server.openai.tools import Tool
 from tests.server.openai.test_tools import STOP, WEATHER
 
@@ -204,6 +204,31 @@ def test_a_format_holds_behind_the_reasoning(vocabulary, written, format, text, 
     check_written(written, sampling, text, stops, ends)
     grammar = SamplingParams(grammar='start: "a"')
     assert behind_reasoning(vocabulary, grammar, ["</think>"]) is grammar
+
+
+def test_an_answer_is_calls_or_has_a_format(vocabulary, written):
+    grammar = calls_or_format(vocabulary, [Tool.model_validate(STOP)], SCHEMA, True)
+    one = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
+    for well, more in ((f"{one}\n{one}", " no"), ('{"a": 1}', " no"), (one, '{"a": 1}'), ('{"a": 1}', one)):
+        assert written(SamplingParams(grammar=grammar), well + more)[0].strip() == well
+
+
+def test_the_input_of_a_custom_tool_that_is_cut_off():
+    for arguments, text in (
+        ('{"input": "a\\n', "a\n"),
+        ('{\n"in', ""),
+        ('{"input": "b"}', "b"),
+        ("no", "no"),
+        ("[1]", "[1]"),
+    ):
+        assert text_input(arguments) == text
+
+
+def test_a_forced_call_needs_no_keyword_that_no_grammar_has(written):
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}, "required": ["a"]}
+    text = schema_of_call([Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": schema}})])
+    wanted = '{"name": "f", "arguments": {"a": [1, 1]}}'
+    assert written(SamplingParams(json_schema=text), wanted) == (wanted, True)
 
 
 @pytest.mark.parametrize("schema", ["nonsense", "[1]", '"x"', '{"a": NaN}'])

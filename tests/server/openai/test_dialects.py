@@ -222,6 +222,7 @@ def test_the_beginning_of_a_call_that_is_cut_off():
         ("<TOOLCALL>", f'<TOOLCALL>[{stop}, {stop}, {{"na', ["stop", "stop"]),
         ("<TOOLCALL>", f'<TOOLCALL>[{find}, {{"name":', ["find"]),
         ("<TOOLCALL>", f"<TOOLCALL>{stop}\n{find}", ["stop", "find"]),
+        ("<TOOLCALL>", f'<TOOLCALL>{stop}\n{{"name": "stop", "arguments": {{}}}}<', ["stop", "stop"]),
         ("[TOOL_CALLS]", f"[TOOL_CALLS]stop[ARGS]{{}}[TOOL_CALLS]find[ARGS]{begun}", ["stop", "find"]),
         ("[TOOL_CALLS]", "[TOOL_CALLS]stop[ARGS]{}[TOOL_CALLS]find[AR", ["stop"]),
         ("<｜tool▁calls▁begin｜>", f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find<｜tool▁sep｜>{begun}", ["find"]),
