@@ -24,6 +24,9 @@ ARCHITECTURES = {
     **{architecture: name for architecture, (name, _) in HYBRIDS.items()},
 }
 
+# Texts of tokens that end an answer. Files name one or two of them, and models write others as well.
+_ENDS = ("<|call|>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
+
 
 def convert_gguf(path: Path, work: Path, linked: bool = False, rounded: bool = False) -> None:
     """Convert a GGUF file into a Hugging Face model directory, written to the existing directory `work`.
@@ -163,9 +166,9 @@ def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: li
 
 
 def _ends(metadata: dict[str, Any]) -> int | list[int] | None:
-    """The token ids for end of sequence, end of turn, end of message and, in gpt-oss, end of a tool call."""
+    """The token ids for end of sequence, end of turn and end of message, and those of texts that end an answer."""
     found = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    found += [i for i, token in enumerate(metadata.get("tokenizer.ggml.tokens") or []) if token == "<|call|>"]
+    found += [i for i, token in enumerate(metadata.get("tokenizer.ggml.tokens") or []) if token in _ENDS]
     ids = list(dict.fromkeys(i for i in found if i is not None))
     return ids if len(ids) > 1 else ids[0] if ids else None
 

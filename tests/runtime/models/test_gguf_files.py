@@ -155,4 +155,5 @@ def test_ends_and_windows_come_from_the_file(tmp_path):
     spec = LlamaSpec.load(out)
     assert (spec.eos_token_ids, spec.context_length, set(spec.windows)) == ((2, 7), 99, {50})
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 7]
-    assert _ends({"tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.tokens": ["<|return|>", "<|call|>"]}) == [0, 1]
+    texts = ["<|return|>", "<|call|>", "<|end|>", "<|endoftext|>"]
+    assert _ends({"tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.tokens": texts}) == [0, 1, 3]
