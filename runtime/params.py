@@ -30,10 +30,12 @@ class Lazy(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     triggers: list[StopString] = Field(
-        min_length=1, max_length=512, description="texts from which the output follows the grammar up to its end"
+        default_factory=list, max_length=512, description="texts from which the output follows the grammar to its end"
     )
-    at_start: bool = Field(
-        False, description="only from the output's first text on, to the output's end; white space does not count"
+    starts: list[StopString] = Field(
+        default_factory=list,
+        max_length=512,
+        description="texts without white space with which the output may begin; it then follows the grammar as a whole",
     )
     to_end: bool = Field(False, description="from the first trigger on to the output's end")
 
@@ -136,6 +138,8 @@ class SamplingParams(CommonSampling):
             raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other", param=given[1])
         if self.lazy is not None and not given:
             raise InvalidRequest("lazy needs a grammar, a schema or an expression", param="lazy")
+        if self.lazy is not None and not (self.lazy.triggers or self.lazy.starts):
+            raise InvalidRequest("lazy needs triggers or starts", param="lazy")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise InvalidRequest(
                 f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens, {self.max_new_tokens}",

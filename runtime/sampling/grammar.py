@@ -131,9 +131,9 @@ class LazyGrammar(Grammar):
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, lazy: Lazy):
         super().__init__(matcher)
         self._tokenizer = tokenizer
-        self._at_start, self._to_end = lazy.at_start, lazy.at_start or lazy.to_end
-        self._triggers = [text.encode() for text in lazy.triggers]
-        self._longest = max(map(len, self._triggers))
+        self._to_end = lazy.to_end
+        self._starts, self._triggers = ([text.encode() for text in texts] for texts in (lazy.starts, lazy.triggers))
+        self._longest = max(map(len, self._triggers), default=1)
         self._held = b""  # the latest bytes, which may contain the start of a trigger
         self._holds = False
 
@@ -141,7 +141,7 @@ class LazyGrammar(Grammar):
         try:
             return super().allowed() if self._holds else None
         except InvalidRequest:
-            self._holds, self._triggers = False, []
+            self._holds, self._starts, self._triggers = False, [], []
             return None
 
     def accept(self, token: int) -> bool:
@@ -152,11 +152,14 @@ class LazyGrammar(Grammar):
         text = self._held + self._tokenizer.decode_bytes([token])
         start, end = self._find(text)
         if start < 0:
-            self._held = text if self._at_start else text[max(len(text) - self._longest + 1, 0) :]
+            self._held = text if self._starts else text[max(len(text) - self._longest + 1, 0) :]
         elif self._begins(text[start:]):
+            self._to_end = self._to_end or bool(self._starts)
             self._holds, self._held = self._to_end or not self._matcher.is_stopped(), b""
         elif end < len(text) and self._begins(text[start:end]):
             return False  # the bytes after the trigger violate the grammar
+        elif self._starts:
+            self._starts = []
         else:
             self._triggers = []
         return True
@@ -166,14 +169,14 @@ class LazyGrammar(Grammar):
         return self._holds and super().complete
 
     def _find(self, text: bytes) -> tuple[int, int]:
-        """Start and end of the first trigger in a text; (-1, -1) if there is none."""
-        if self._at_start:
+        """Start and end of the first trigger in a text; (-1, -1) if there is none, or its start is undecided."""
+        if self._starts:
             dense = b"".join(text.split())
-            if any(dense.startswith(trigger) for trigger in self._triggers):
+            if any(dense.startswith(start) for start in self._starts):
                 return 0, len(text)
-            if len(text) > _MOST_HELD or not any(trigger.startswith(dense) for trigger in self._triggers):
-                self._triggers = []
-            return -1, -1
+            if len(text) <= _MOST_HELD and any(start.startswith(dense) for start in self._starts):
+                return -1, -1
+            self._starts = []
         places = [(text.find(trigger), len(trigger)) for trigger in self._triggers]
         start, length = min(((at, length) for at, length in places if at >= 0), default=(-1, 0))
         return start, start + length

@@ -18,8 +18,10 @@ MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")
 
 # White space between the parts of a call. The model may have begun the call with more of it before the grammar applies.
 _SPACE, _MORE_SPACE = r"[ \n]?", r"[ \n\t]{0,8}"
-_TAGGED = "start: {open} SPACE call SPACE {close}"
-_WHOLE = 'start: SPACE (({markers}) SPACE)? (call | list)\nlist: "[" SPACE call (SPACE "," SPACE call)* SPACE "]"'
+_LIST = 'list: "[" SPACE call (SPACE "," SPACE call)* SPACE "]"'
+# Models that ask for tags leave them out, and write objects one after the other, alone or as a block of Markdown.
+_FENCE = "```json"
+_BARE = f'(SPACE call)+ SPACE | SPACE "{_FENCE}" (SPACE call)+ SPACE "```"'
 
 
 def lazy_calls(
@@ -38,8 +40,8 @@ def lazy_calls(
         schemas that no grammar can express.
     """
     names = [tool.function.name for tool in tools]
-    starts = [f'{bracket}{{"name":"{name}"' for name in names for bracket in ("", "[")]
-    lazy = Lazy(triggers=[OPEN]) if tagged else Lazy(triggers=[*MARKERS, *starts], at_start=True)
+    starts = [f'{before}{{"name":"{name}"' for name in names for before in ("", _FENCE if tagged else "[")]
+    lazy = Lazy(triggers=[OPEN], starts=starts) if tagged else Lazy(starts=[*MARKERS, *starts])
     keys = ("arguments",) if tagged else ("arguments", "parameters")
     any_call = {
         "type": "object",
@@ -60,11 +62,9 @@ def lazy_calls(
 
 def calls_or_format(tokenizer: Tokenizer, tools: list[Tool], schema: str, tagged: bool) -> str:
     """A grammar of answers that are calls or follow a JSON schema, in JSON text. Raises InvalidRequest."""
-    calls = _lazy_grammar(tokenizer, json.loads(schema_of_call([_bare(tool) for tool in tools])), tagged)
-    start, rest = calls.split("\n", 1)
-    rule = start.removeprefix("start: ")
-    more = f" (SPACE {rule})*" if tagged else ""
-    return f"start: {rule}{more} | form\n{rest}form: {_form(schema)}\n"
+    calls, rules = _rules(tokenizer, json.loads(schema_of_call([_bare(tool) for tool in tools])), tagged)
+    more = f" (SPACE {calls})*" if tagged else ""
+    return f"start: {calls}{more} | form\n{rules}form: {_form(schema)}\n"
 
 
 def behind_reasoning(tokenizer: Tokenizer, sampling: SamplingParams, begins: Sequence[str]) -> SamplingParams:
@@ -103,11 +103,18 @@ def _literal(tokenizer: Tokenizer, text: str) -> str:
 
 
 def _lazy_grammar(tokenizer: Tokenizer, schema: dict[str, Any], tagged: bool) -> str:
-    space = _SPACE if tagged else _MORE_SPACE
-    call = json.dumps({**schema, "x-guidance": {"whitespace_pattern": space, "lenient": True}})
+    calls, rules = _rules(tokenizer, schema, tagged)
+    return f"start: {calls}{f' | {_BARE}' if tagged else ''}\n{rules}"
+
+
+def _rules(tokenizer: Tokenizer, schema: dict[str, Any], tagged: bool) -> tuple[str, str]:
+    """The rule of a call between tags, or of an answer of calls alone, and the rules that it needs."""
+    call = json.dumps({**schema, "x-guidance": {"whitespace_pattern": _MORE_SPACE, "lenient": True}})
+    rules = f"call: %json {call}\nSPACE: /{_MORE_SPACE}/\n"
     open_, close, *markers = (_literal(tokenizer, text) for text in (OPEN, CLOSE, *MARKERS))
-    start = _TAGGED.format(open=open_, close=close) if tagged else _WHOLE.format(markers=" | ".join(markers))
-    return f"{start}\ncall: %json {call}\nSPACE: /{space}/\n"
+    if tagged:
+        return f"({open_} SPACE call SPACE {close})", rules
+    return f"(SPACE (({' | '.join(markers)}) SPACE)? (call | list))", f"{_LIST}\n{rules}"
 
 
 def _bare(tool: Tool) -> Tool:

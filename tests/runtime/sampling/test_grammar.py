@@ -121,7 +121,7 @@ def test_a_lazy_grammar_holds_from_each_trigger_to_its_end(engine):
 
 def test_a_lazy_grammar_may_be_that_of_the_whole_output_or_of_none(engine):
     plain = {"temperature": 0, "max_new_tokens": 12}
-    lazy = {"lazy": {"triggers": ["7"], "at_start": True}}
+    lazy = {"lazy": {"starts": ["7"]}}
     free, whole, none = engine.generate(
         [COUNT, COUNT, "The capital of France is"],
         [plain, {**plain, **lazy, "regex": " 7, [x-z]{3}"}, {**plain, **lazy, "regex": "7"}],
