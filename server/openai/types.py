@@ -236,6 +236,10 @@ class ChatRequest(CommonRequest):
             return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
+    @property
+    def names(self) -> Mapping[str, str]:
+        return {**super().names, "json_schema": "tools"} if self.must_call else super().names
+
     def callable_tools(self) -> list[Tool]:
         """The tools that the answer may call: those in the prompt, or in `tool_choice`. Raises InvalidRequest."""
         if not isinstance(self.tool_choice, NamedTool | AllowedTools):

@@ -75,7 +75,7 @@ def test_tools_whose_schemas_no_grammar_can_follow_are_offered(api):
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "colour"}}}],
              "tool_choice": "required"},
-            "response_format",
+            "tools",
         ),
     ],
 )  # fmt: skip
