@@ -1,7 +1,7 @@
 """Checks of untrusted JSON text, from a request or a model's output."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -42,19 +42,24 @@ def parse_schema(text: str) -> dict[str, Any]:
             raise ValueError
     except ValueError:
         raise InvalidRequest("json_schema must be the text of a JSON object", param="json_schema") from None
-    return _with_known_formats(schema) if '"format"' in text else schema
+    return pruned(schema, _is_unknown_format) if '"format"' in text else schema
 
 
-def _with_known_formats(schema: Any) -> Any:
-    """The schema without formats that no grammar has: JSON Schema takes them for annotations."""
+def _is_unknown_format(key: str, value: Any) -> bool:
+    """Whether no grammar has the format: JSON Schema takes it for an annotation."""
+    return key == "format" and isinstance(value, str) and value not in _FORMATS
+
+
+def pruned(schema: Any, drops: Callable[[str, Any], bool]) -> Any:
+    """The JSON schema without the members that `drops` chooses by name and value, except in constants."""
     if isinstance(schema, list):
-        return [_with_known_formats(one) for one in schema]
+        return [pruned(one, drops) for one in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        key: value if key in ("enum", "const") else _with_known_formats(value)
+        key: value if key in ("enum", "const") else pruned(value, drops)
         for key, value in schema.items()
-        if key != "format" or not isinstance(value, str) or value in _FORMATS
+        if not drops(key, value)
     }
 
 

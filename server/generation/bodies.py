@@ -124,7 +124,7 @@ class GenerationBody(Body, Scoped):
         }
 
 
-class LazyGrammar(Body, Lazy, strict=True):
+class LazyConstraint(Body, Lazy, strict=True):
     """`Lazy` in a request."""
 
 
@@ -140,7 +140,7 @@ class Sampling(Body, SamplingParams, strict=True):
     NULL_COUNTS = frozenset({"max_new_tokens"})
 
     logit_bias: LogitBias = Field(default_factory=dict)
-    lazy: LazyGrammar | None = Field(None, description=SamplingParams.model_fields["lazy"].description)
+    lazy: LazyConstraint | None = Field(None, description=SamplingParams.model_fields["lazy"].description)
 
     def plain(self) -> SamplingParams:
         """The parameters as the engine's class."""

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import Lazy, SamplingParams
-from runtime.sampling.json_text import parse_schema
-from server.openai.dialects import CLOSE, OPEN
+from runtime.sampling.json_text import parse_schema, pruned
+from server.openai.dialects import CLOSE, FENCE, FENCE_END, OPEN
 from server.openai.tools import Tool
 
 MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")
@@ -19,9 +19,7 @@ MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")
 # White space between the parts of a call. The model may have begun the call with more of it before the grammar applies.
 _SPACE, _MORE_SPACE = r"[ \n]?", r"[ \n\t]{0,8}"
 _LIST = 'list: "[" SPACE call (SPACE "," SPACE call)* SPACE "]"'
-# Models that ask for tags leave them out, and write objects one after the other, alone or as a block of Markdown.
-_FENCE = "```json"
-_BARE = f'(SPACE call)+ SPACE | SPACE "{_FENCE}" (SPACE call)+ SPACE "```"'
+_UNTAGGED = f'(SPACE call)+ SPACE | SPACE "{FENCE}" (SPACE call)+ SPACE "{FENCE_END}"'
 
 
 def lazy_calls(
@@ -40,7 +38,7 @@ def lazy_calls(
         schemas that no grammar can express.
     """
     names = [tool.function.name for tool in tools]
-    starts = [f'{before}{{"name":"{name}"' for name in names for before in ("", _FENCE if tagged else "[")]
+    starts = [f'{before}{{"name":"{name}"' for name in names for before in ("", FENCE if tagged else "[")]
     lazy = Lazy(triggers=[OPEN], starts=starts) if tagged else Lazy(starts=[*MARKERS, *starts])
     keys = ("arguments",) if tagged else ("arguments", "parameters")
     any_call = {
@@ -95,7 +93,7 @@ def _form(schema: str) -> str:
 
 @lru_cache(maxsize=64)
 def _literal(tokenizer: Tokenizer, text: str) -> str:
-    """The rule of a text, parts of which may be tokens of their own. llguidance does not find these by their texts."""
+    """The rule of a text. Parts of it may be tokens of their own, which the model writes or spells."""
     tokens = {one: tokenizer.token_to_id(one) for one in tokenizer.added_texts if one in text}
     parts = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
     rules = [f"({json.dumps(one)} | <[{tokens[one]}]>)" if one in tokens else json.dumps(one) for one in parts if one]
@@ -104,7 +102,7 @@ def _literal(tokenizer: Tokenizer, text: str) -> str:
 
 def _lazy_grammar(tokenizer: Tokenizer, schema: dict[str, Any], tagged: bool) -> str:
     calls, rules = _rules(tokenizer, schema, tagged)
-    return f"start: {calls}{f' | {_BARE}' if tagged else ''}\n{rules}"
+    return f"start: {calls}{f' | {_UNTAGGED}' if tagged else ''}\n{rules}"
 
 
 def _rules(tokenizer: Tokenizer, schema: dict[str, Any], tagged: bool) -> tuple[str, str]:
@@ -119,20 +117,12 @@ def _rules(tokenizer: Tokenizer, schema: dict[str, Any], tagged: bool) -> tuple[
 
 def _bare(tool: Tool) -> Tool:
     """The tool without the descriptions and titles in its schema."""
-    function = tool.function.model_copy(update={"parameters": _without_words(tool.schema_of_arguments())})
+
+    def is_word(key: str, value: Any) -> bool:
+        return key in ("description", "title") and isinstance(value, str)
+
+    function = tool.function.model_copy(update={"parameters": pruned(tool.schema_of_arguments(), is_word)})
     return tool.model_copy(update={"function": function})
-
-
-def _without_words(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_without_words(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: value if key in ("enum", "const") else _without_words(value)
-        for key, value in schema.items()
-        if key not in ("description", "title") or not isinstance(value, str)
-    }
 
 
 def schema_of_call(tools: list[Tool], keys: Sequence[str] = ("arguments",)) -> str:

@@ -94,7 +94,8 @@ class ChatWriter(ChoicesWriter):
     def _read(self, output: Output, text: str) -> Said:
         """The parts of an answer that are final."""
         thought, shown, calls = self._readers[output.choice].push(text, output.finish is not None, output.is_cut)
-        self._thoughts[output.choice].append(thought)
+        if thought:
+            self._thoughts[output.choice].append(thought)
         calls = [_custom_call(call) if call["function"]["name"] in self._custom else call for call in calls]
         return Said(thought if self._body.include_reasoning else "", shown, calls)
 

@@ -10,8 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, reduce
-from json import JSONDecoder
+from functools import lru_cache, partial, reduce
 from keyword import iskeyword
 from typing import Any
 
@@ -19,6 +18,8 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.sampling.json_text import parse_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+# Models that ask for tags leave them out, and write objects one after the other, alone or as a block of Markdown.
+FENCE, FENCE_END = "```json", "```"
 Calls = list[tuple[str, str]]
 Schemas = Mapping[str, Mapping[str, Any]]
 
@@ -27,7 +28,7 @@ _BEGUN = re.compile(r'\[?\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|para
 _OBJECT = re.compile(r"\s{0,8}(\{|\[\s{0,8}\{)")
 _BETWEEN = re.compile(r'\}\s*\{(?=\s*"name"\s*:)')
 _NEXT = re.compile(r',\s*(?=\{\s*"name"\s*:)')
-_OUTER_TAGS = re.compile(r"\A(?:<[^>]*>|```json)|(?:</(?!arg_value)[^<>]*>|```)\Z")
+_OUTER_TAGS = re.compile(rf"\A(?:<[^>]*>|{FENCE})|(?:</(?!arg_value)[^<>]*>|{FENCE_END})\Z")
 # What opens a call or a parameter; the names have bounds, so that no text takes quadratic time.
 _FUNCTION = re.compile(r'<function=([^>]{1,200})>|<invoke name="([^">]{1,200})">')
 _PARAMETER = re.compile(r'<parameter(?:=| name=")([^">]{1,200})"?>')
@@ -65,7 +66,7 @@ def _read_cut(text: str, schemas: Schemas) -> Calls:
         return []
     given = found[2]
     with suppress(ValueError, RecursionError):
-        given = given[: JSONDecoder().raw_decode(given)[1]]  # the call may go on behind its arguments
+        given = given[: json.JSONDecoder().raw_decode(given)[1]]  # the call may go on behind its arguments
     return [(found[1], given)]
 
 
@@ -132,18 +133,20 @@ def _blocks(opening: re.Pattern[str], closing: str, text: str, is_wrapped: bool 
         found = following
 
 
-def _read_xml(text: str, schemas: Schemas, cut: bool) -> Calls:
-    calls, at, is_inline = Calls(), 0, text.startswith("<seed:")
+def _read_xml(text: str, schemas: Schemas, cut: bool, is_wrapped: bool = True) -> Calls:
+    calls, at = Calls(), 0
     while found := _FUNCTION.search(text, at):
         name, closing = found[1] or found[2], "</function>" if found[1] else "</invoke>"
         end = end_of_call(text, found.end(), closing, "</parameter>")
         at = end if end >= 0 else len(text)
         inner = text[found.end() : at].strip()
         if inner[:1] != "{":  # Llama's and Functionary's models write all arguments as one JSON object
-            parameters = _blocks(_PARAMETER, "</parameter>", inner, bool(found[1]) and not is_inline)
-            inner = _typed(parameters, schemas.get(name, {}))
+            inner = _typed(_blocks(_PARAMETER, "</parameter>", inner, is_wrapped), schemas.get(name, {}))
         calls.append((name, inner))
     return calls
+
+
+_read_inline = partial(_read_xml, is_wrapped=False)
 
 
 def _typed(parameters: Iterable[tuple[str, str]], schema: Mapping[str, Any]) -> str:
@@ -170,11 +173,11 @@ def _kinds(schema: Any, root: Mapping[str, Any]) -> set[str]:
         one = left.pop()
         if not isinstance(one, dict):
             continue
-        types, values = (value if isinstance(value, list) else [value] for value in map(one.get, ("type", "enum")))
-        kinds.update(kind for kind in types if isinstance(kind, str))
-        values += [one["const"]] if "const" in one else []
-        kinds.update("string" if isinstance(value, str) else "null" for value in values if value in (None, str(value)))
-        for union in map(one.get, ("anyOf", "oneOf", "allOf")):
+        types, values, *unions = (one.get(key, []) for key in ("type", "enum", "anyOf", "oneOf", "allOf"))
+        kinds.update(kind for kind in (types if isinstance(types, list) else [types]) if isinstance(kind, str))
+        for value in [*(values if isinstance(values, list) else []), one.get("const", 0)]:
+            kinds |= {"string"} if isinstance(value, str) else {"null"} if value is None else set()
+        for union in unions:
             left += union if isinstance(union, list) else []
         reference = one.get("$ref")
         if isinstance(reference, str) and reference not in seen:
@@ -285,8 +288,7 @@ class Dialect:
     is_harmony: bool = False
 
 
-# Qwen2.5-Coder often leaves its tags out.
-TAGGED = Dialect(tags=((OPEN, CLOSE), ("```json\n", "\n```")), is_json=True)
+TAGGED = Dialect(tags=((OPEN, CLOSE), (f"{FENCE}\n", f"\n{FENCE_END}")), is_json=True)
 WHOLE = Dialect(read_json, (), is_json=True)
 _XML = ((OPEN, CLOSE), ("<function=", CLOSE))  # some models leave the first tag out
 # By a text in the chat template, or a token of the vocabulary.
@@ -296,9 +298,9 @@ _DIALECTS = {
     "<|tool_call_start|>": Dialect(_read_python, (("<|tool_call_start|>", "<|tool_call_end|>"),), write=_write_python),
     "[TOOL_CALLS]": Dialect(_read_mistral, (("[TOOL_CALLS]", ""),), ("[THINK]", "[/THINK]")),
     "<｜tool▁calls▁begin｜>": Dialect(_read_deepseek, (("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),)),
-    "<minimax:tool_call>": Dialect(_read_xml, (("<minimax:tool_call>", "</minimax:tool_call>"),)),
+    "<minimax:tool_call>": Dialect(_read_inline, (("<minimax:tool_call>", "</minimax:tool_call>"),)),
     "<seed:tool_call>": Dialect(
-        _read_xml, (("<seed:tool_call>", "</seed:tool_call>"),), ("<seed:think>", "</seed:think>")
+        _read_inline, (("<seed:tool_call>", "</seed:tool_call>"),), ("<seed:think>", "</seed:think>")
     ),
     "<TOOLCALL>": Dialect(tags=(("<TOOLCALL>", "</TOOLCALL>"),)),
     "<function=": Dialect(tags=_XML),

@@ -15,9 +15,7 @@ Turn = dict[str, Any]
 def fitted(tokenizer: Tokenizer, turns: list[Turn]) -> list[Turn]:
     """The turns, with calls, ids and system messages as the template writes them."""
     template = tokenizer.chat_template or ""
-    if "tool_calls" not in template:
-        turns = with_calls_as_text(tokenizer, turns)
-    turns = place_systems(turns, tokenizer.system_turns)
+    turns = place_systems(with_calls_as_text(tokenizer, turns), tokenizer.system_turns)
     if "[TOOL_CALLS]" in template:
         turns = [_with_short_ids(turn) for turn in _with_ids(turns)]
     if "<|channel|>" in template:
@@ -26,8 +24,11 @@ def fitted(tokenizer: Tokenizer, turns: list[Turn]) -> list[Turn]:
 
 
 def with_calls_as_text(tokenizer: Tokenizer, turns: list[Turn]) -> list[Turn]:
-    """The turns with calls as the model writes them, and results as users' turns unless the template knows them."""
-    write, knows_results = dialect_of(tokenizer).write, '"tool"' in (tokenizer.chat_template or "")
+    """The turns with calls as the model writes them, and results as users' turns, unless the template knows them."""
+    template = tokenizer.chat_template or ""
+    if "tool_calls" in template:
+        return turns
+    write, knows_results = dialect_of(tokenizer).write, '"tool"' in template
 
     def plain(turn: Turn) -> Turn:
         if turn["role"] == "tool" and not knows_results:

@@ -54,9 +54,7 @@ class ChatPrompts:
             sampling = sampling.model_copy(update={"skip_special_tokens": False})
         with naming(body.names):
             if body.offered and not sampling.constrained and engine.info.diffusion is None and dialect.is_json:
-                sampling, otherwise = lazy_calls(
-                    engine.tokenizer, sampling, body.callable_tools(), dialect is not WHOLE
-                )
+                sampling, otherwise = lazy_calls(tokenizer, sampling, body.callable_tools(), dialect is not WHOLE)
             elif body.offered and not body.must_call and sampling.json_schema is not None:
                 tools, schema = body.callable_tools(), sampling.json_schema
                 grammar = calls_or_format(tokenizer, tools, schema, dialect is not WHOLE)

@@ -70,7 +70,7 @@ class CallReader:
             self.num_calls += 1
         return calls
 
-    def _bare(self, last: bool) -> Calls | None:
+    def _untagged(self, last: bool) -> Calls | None:
         """The call of an answer that consists of one without tags; None as long as the answer may be one."""
         dense = "".join(self._held[:60].split())[: len(_CALL)]
         if not self.dialect.is_json or not _CALL.startswith(dense):
@@ -80,7 +80,7 @@ class CallReader:
     def _between_tags(self, last: bool) -> tuple[str, Calls]:
         shown, found = "", Calls()
         if self._begins:
-            calls = self._bare(last)
+            calls = self._untagged(last)
             if calls is None and not last:
                 return "", []
             self._begins = False

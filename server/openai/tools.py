@@ -207,8 +207,7 @@ def continue_chat(messages: list[dict[str, Any]], render: Callable[[list[dict[st
 
 def with_tools(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[Tool]) -> list[dict[str, Any]]:
     """Messages with a system message that describes the tools, and with calls as text if the template has none."""
-    if "tool_calls" not in (tokenizer.chat_template or ""):
-        messages = with_calls_as_text(tokenizer, messages)
+    messages = with_calls_as_text(tokenizer, messages)
     return _described(messages, tools) if tools else messages
 
 

@@ -45,9 +45,9 @@ ROUTES = (*ROUTES, "/v1/conversations/{conversation_id}", "/v1/conversations/{co
 SAME_FIELDS = ("/v1/messages/count_tokens", "/v1/responses/input_tokens")
 
 
-def fill(element: str, ends: str = "[]", most: int = MIB, last: str = "") -> str:
+def fill(element: str, ends: str = "[]", most: int = MIB, last: str = "", size: int = SIZE) -> str:
     """A list of as many equal elements as fit, and another last one."""
-    count = min((SIZE - 2 - len(last)) // (len(element) + 1), most)
+    count = min((size - 2 - len(last)) // (len(element) + 1), most)
     return f"{ends[0]}{','.join([element] * count + [last] * bool(last))}{ends[1]}"
 
 
@@ -65,7 +65,7 @@ WORST = {
     "objects": padded(fill("{}", most=NODES)),
     "deep lists": padded(fill("[" * 50 + "]" * 50, most=NODES // 50)),
     "deep objects": padded(fill('{"":' * 50 + "0" + "}" * 50, most=NODES // 100)),
-    "too many lists": f"[{','.join(['[' * 50 + ']' * 50] * (MAX_NODES // 50))}]",
+    "too many lists": fill("[" * 50 + "]" * 50, most=MAX_NODES // 50, size=MIB),
     "unknown": names('"%x":0', NODES),
     "null": names('"%x":null', NODES),
     "decimal": names('"%d":0', NODES),
@@ -146,9 +146,9 @@ DOCUMENT = {"text": "x"}
 WHOLE = {
     "many calls": conversation(*["{}"] * 10_000),
     "nested arguments": conversation(*["[" * 33 + "]" * 33] * 9_000),
-    "deep arguments": conversation(*[fill("[" * 50 + "]" * 50, most=1300)] * 7),
-    "arguments of fractions": conversation(f"[{'0.1,' * 130_000}1]"),
-    "arguments of numbers": conversation(fill("0", most=500_000)),
+    "deep arguments": conversation(*[fill("[" * 50 + "]" * 50, most=1300, size=MIB)] * 7),
+    "arguments of fractions": conversation(fill("0.1", size=MIB // 2)),
+    "arguments of numbers": conversation(fill("0", size=MIB // 2)),
     "many messages": conversation(messages=[{"role": "user", "content": "x"}] * 4096),
     "many parts": conversation(messages=[{"role": "user", "content": [PART] * 4000}] * 5),
     "many documents": conversation(documents=[DOCUMENT] * 4096),
@@ -193,7 +193,7 @@ def called(arguments: str) -> dict:
 ITEMS = {
     "many calls": [called("{}")] * 4096,
     "nested arguments": [called("[" * 33 + "]" * 33)] * 4096,
-    "deep arguments": [called(fill("[" * 50 + "]" * 50, most=1300))] * 7,
+    "deep arguments": [called(fill("[" * 50 + "]" * 50, most=1300, size=MIB))] * 7,
     "many references": [{"type": "item_reference", "id": "a"}] * 4096,
     "many texts": [{"role": "user", "content": [{"type": "input_text", "text": ""}] * 4000}] * 5,
     "many system messages": [{"role": "developer", "content": "x"}] * 4096,

@@ -258,6 +258,7 @@ def test_the_dialect_of_a_model():
         *((odd, 3) for odd in (None, {"type": None}, {"anyOf": 3}, {"type": [["x"]]}, {"type": 5}, {"enum": 3})),
         ({"enum": ["3", None]}, "3"),
         ({"$ref": []}, 3),
+        ({"const": "3"}, "3"),
         ({"oneOf": [{"type": "null"}, {"type": ["string"]}]}, "3"),
         ({"allOf": [{"$ref": "#/$defs/text"}]}, "3"),
         ({"anyOf": [{"$ref": "#/$defs/again"}, {"const": "4"}]}, "3"),
@@ -272,6 +273,13 @@ def test_values_of_parameters_follow_any_schema(schema, value):
         (call,) = CallReader(tools, dialect=dialect("<function=")).push(text, True)[1]
         wanted = value if isinstance(properties, dict) else 3
         assert json.loads(call["function"]["arguments"]) == {"a": wanted}
+
+
+def test_null_is_a_text_unless_the_schema_has_null():
+    for schema, value in ((TEXT, "null"), (NULLABLE, None), ({"enum": ["a", None]}, None), ({"const": "a"}, "null")):
+        text = "<tool_call><function=f><parameter=a>null</parameter></function></tool_call>"
+        (call,) = CallReader({"f": {"properties": {"a": schema}}}, dialect=dialect("<function=")).push(text, True)[1]
+        assert json.loads(call["function"]["arguments"]) == {"a": value}
 
 
 def test_references_are_followed_once():

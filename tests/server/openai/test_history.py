@@ -1,4 +1,4 @@
-"""System messages in templates that take them anywhere, first, or not at all."""
+"""Conversations in the form that chat templates take: system messages, calls, and what a template refuses."""
 
 import pytest
 from hypothesis import given
