@@ -139,7 +139,7 @@ def _product(
     """The products [n, out] of rows [n, in], sorted by expert, with weights [count, out, in].
 
     Args:
-        ends: int32 [count], the row behind the last one of each expert; a list if `_is_grouped` is not true of `weight`.
+        ends: int32 [count], the row behind the last one of each expert; a list if `_is_grouped` is false for `weight`.
         experts: int64 [n], the expert of each row, for biases [count, out].
     """
     assert isinstance(weight, torch.Tensor)

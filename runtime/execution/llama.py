@@ -1,5 +1,6 @@
 """The torch decoder of the Llama family, with layers of attention and recurrent layers."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -104,6 +105,13 @@ class LlamaModel:
         """The attention sinks of each layer of the pool, or with `near` of the pool of `spec.near`."""
         layers = (layer.mixer for i, layer in enumerate(self.layers) if (i in self.spec.near) == near)
         return [mixer.sinks for mixer in layers if isinstance(mixer, Attention)]
+
+    @property
+    def most_free_rows(self) -> float:
+        """See `Experts`; without experts, there is no limit."""
+        return min(
+            (layer.experts.most_free_rows for layer in self.layers if layer.experts is not None), default=math.inf
+        )
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
         """Load an adapter. Raises ModelError if it does not fit the model."""

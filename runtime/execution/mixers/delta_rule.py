@@ -1,9 +1,9 @@
 """The gated delta rule for chunks of many sequences (Yang et al., 2024, section 3.3), in float32.
 
-With S the state before a chunk, g_t the product of the decays of its rows up to t, and u_t = beta_t (v_t - a_t k_t S_t-1)
-what row t adds along its key, the state behind row t is g_t S + sum over i <= t of (g_t / g_i) k_i (x) u_i. So all u of
-a chunk solve one triangular system, (I + A) U = beta (V - g K S) with A_ti = beta_t (g_t / g_i) k_t k_i for i < t, whose
-solution has a part that does not depend on S. That is computed for all chunks at once; then one wave follows the other.
+Let S be the state before a chunk, g_t the product of the decays of its rows up to t, and u_t what row t adds along its
+key: beta_t (v_t - a_t k_t S_t-1). The state behind row t is g_t S + sum over i <= t of (g_t / g_i) k_i (x) u_i. So the
+u of a chunk solve a triangular system, (I + A) U = beta (V - g K S) with A_ti = beta_t (g_t / g_i) k_t k_i for i < t.
+It is solved for V and for g K, for all chunks at once. Then each wave multiplies these solutions with its states.
 """
 
 from dataclasses import dataclass

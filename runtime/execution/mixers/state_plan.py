@@ -56,7 +56,8 @@ class StatePlan:
     """Tensors are int64, on the device of the states.
 
     Attributes:
-        tape: [m], rows of the step by their number; replayed ones come behind the last of these. Any for earlier inputs.
+        tape: [m], rows of the step by their number; replayed ones come behind the last of these; any number for
+            earlier inputs.
         earlier: the places of earlier inputs on the tape, sequence by sequence.
         first: [n], slots with the states before the runs.
         ends, slots: [w, width - 1] and [w], for each state to store, its last places on the tape, and its slot.

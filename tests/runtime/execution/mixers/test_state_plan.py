@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.batch import StateRows
 from runtime.execution.mixers.delta_net import DeltaNet
@@ -12,21 +11,10 @@ from runtime.execution.mixers.mixer import MixedRows
 from runtime.execution.mixers.recurrent import Recurrent
 from runtime.execution.mixers.state_plan import CHUNK, plan_states
 from runtime.kv.states import MOST_DRAFTED, StatePool
+from tests.runtime.execution.counting import Operations
 from tests.runtime.execution.mixers.models import CPU, HYBRID_MODELS, Runner, save_hybrid
 
 KINDS = {**{kind: {} for kind in HYBRID_MODELS}, "tiled": {}}
-
-
-class Ops(TorchDispatchMode):
-    """Counts operations other than views."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -127,9 +115,9 @@ def test_operations_grow_with_neither_sequences_nor_rows(mixer):
             at += length
         x = world.rows(at)
         plan = plan_states(states, mixer.spec.width, CPU)
-        with Ops() as ops:
+        with Operations() as operations:
             mixer.mix(x, MixedRows(None, None, (), states, world.pools[0], plan))
-        return ops.count
+        return operations.count
 
     assert count(1, 1) == count(*[1] * 32) < 80
     assert count(CHUNK, CHUNK) == count(CHUNK - 1, 17) == count(*[CHUNK] * 4)
