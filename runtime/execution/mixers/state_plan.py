@@ -134,8 +134,6 @@ def plan_states(states: Sequence[StateRows], width: int, device: torch.device) -
         records += range(one.target * MOST_DRAFTED, one.target * MOST_DRAFTED + one.draft)
         start += before + one.accepted + count
     writes = [write for run in runs for write in run.writes]
-    ends = np.array([stop for _, stop, _ in writes])[:, None] + np.arange(before)
-    slots = [slot for _, _, slot in writes]
     result_of_row = np.concatenate(rows)
     groups = [[run for run in runs if run.length == length] for length in _LENGTHS]
     grids = [_Grid([*group]) for group in groups if group]
@@ -143,10 +141,21 @@ def plan_states(states: Sequence[StateRows], width: int, device: torch.device) -
     for grid in grids:
         place_of_result[grid.rows[~grid.padding]] = at + np.flatnonzero(~grid.padding)
         at += grid.rows.size
-    arrays = [np.concatenate(tape), np.concatenate(earlier), [one.slot for one in states], ends, slots, result_of_row]
-    arrays += [replayed, np.concatenate(guesses), records, place_of_result[result_of_row]]
-    on_device = _upload([*arrays, *(array for grid in grids for array in grid.arrays())], device)
-    return StatePlan(*(next(on_device) for _ in arrays), [grid.chunks(on_device) for grid in grids])
+    arrays: dict[str, Sequence[int] | np.ndarray] = {
+        "tape": np.concatenate(tape),
+        "earlier": np.concatenate(earlier),
+        "first": [one.slot for one in states],
+        "ends": np.array([stop for _, stop, _ in writes])[:, None] + np.arange(before),
+        "slots": [slot for _, _, slot in writes],
+        "rows": result_of_row,
+        "replayed": replayed,
+        "guesses": np.concatenate(guesses),
+        "records": records,
+        "outputs": place_of_result[result_of_row],
+    }
+    on_device = _upload([*arrays.values(), *(array for grid in grids for array in grid.arrays())], device)
+    named = {name: next(on_device) for name in arrays}
+    return StatePlan(**named, groups=[grid.chunks(on_device) for grid in grids])
 
 
 class _Grid:

@@ -28,7 +28,7 @@ def test_steps_with_experts_and_without_graphs_wait_for_no_counts(device, tmp_pa
     engine.begin_decode([draw(i, 20 + i) for i in range(4)])
     stalls = engine.watch_steps(5).stalls
     # Torch's attention copies its index arrays.
-    assert [stall for stall in stalls if "attention/cpu.py" not in stall] == []
+    assert [stall for stall in stalls if "runtime/execution/attention/" not in stall] == []
 
 
 @pytest.mark.parametrize(("kind", "overlap"), [("Qwen3Next", "off"), ("Qwen3_5", "on"), ("Lfm2", "off")])
@@ -58,5 +58,5 @@ def test_steps_of_recurrent_layers_wait_for_nothing(device, tmp_path, monkeypatc
     state = engine.core.state()
     assert overlap == "on" or 0 < state["accepted_tokens"] < state["drafted_tokens"]
     # Torch's attention copies its index arrays. With float32, experts have no kernel for the many rows of a prompt.
-    places = {event.place.split(":")[0] for event in events.of("sync", "pageable")}
-    assert places <= {"runtime/execution/attention/cpu.py", "runtime/execution/experts.py"}
+    places = {event.place.split(":")[0].removeprefix("runtime/execution/") for event in events.of("sync", "pageable")}
+    assert all(place.startswith(("attention/", "experts.py")) for place in places)
