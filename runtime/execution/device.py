@@ -60,7 +60,7 @@ def choose_attention(config: ModelConfig, device: torch.device, dtype: torch.dty
             raise ModelError(f"--kernels flashinfer has heads of 64, 128 or 256; the model's have {head_dim}")
         return "flashinfer"
     automatic = config.kernels == "auto" and device.type == "cuda" and installed
-    return "flashinfer" if automatic and dtype != torch.float32 and head_dim in _HEAD_DIMS else "cpu"
+    return "flashinfer" if automatic and dtype != torch.float32 and head_dim in _HEAD_DIMS else "torch"
 
 
 def choose_overlap(config: Config, device: torch.device) -> bool:

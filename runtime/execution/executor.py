@@ -13,8 +13,8 @@ from runtime.batch import ForwardBatch
 from runtime.config import Config, ModelCode, ModelConfig, unusable
 from runtime.errors import EngineDead, ModelError
 from runtime.execution.attention.backend import AttentionBackend
-from runtime.execution.attention.cpu import CPUAttention, Scores
 from runtime.execution.attention.flashinfer import FlashInferAttention
+from runtime.execution.attention.torch_attention import Scores, TorchAttention
 from runtime.execution.attention.windows import Window, narrowed
 from runtime.execution.device import choose_attention, choose_device, choose_dtype, is_out_of_memory, wants_native
 from runtime.execution.graphs import DecodeGraphs
@@ -70,7 +70,7 @@ class Executor:
     """Runs `ForwardBatch`es.
 
     Attributes:
-        backend_name: attention kernels: `native-` and an instruction set, `cpu` (torch) or `flashinfer`.
+        backend_name: attention kernels: `native-` and an instruction set, `torch` or `flashinfer`.
         least_saved_tokens: see `AttentionBackend`.
         choosing: chooses tokens with the kernels; None: use torch.
         implementation: `ramet` or `transformers`: the code that computes the model.
@@ -138,12 +138,13 @@ class Executor:
         self.context_length = choose_context_length(config.model, self.spec)
         self.pool = self._make_pool(config, self.spec)
         self.has_windows = any(window.size < self.context_length for window in model.windows)
-        self.backend_name = CPUAttention.name
-        self._forward = partial(model.forward, pool=self.pool, backend=CPUAttention(self.pool), states=self.states)
+        self.backend_name = TorchAttention.name
+        self._forward = partial(model.forward, pool=self.pool, backend=TorchAttention(self.pool), states=self.states)
 
     def _open_own(self, config: Config, path: Path, spec: LlamaSpec, library: Library | None) -> None:
         group = self._group
-        backend = "cpu" if spec.needs_torch else choose_attention(config.model, self.device, self.dtype, spec.head_dim)
+        wanted = partial(choose_attention, config.model, self.device, self.dtype)
+        backend = "torch" if spec.needs_torch else wanted(spec.head_dim)
         self.context_length = choose_context_length(config.model, spec)
         self.spec = spec = with_near(config, spec, backend)
         share = spec if group is None else split_spec(spec, group.size)
@@ -183,11 +184,11 @@ class Executor:
             torch.set_num_threads(config.engine.threads or ALL_THREADS)
             attention: AttentionBackend
             near = None
-            if backend == "cpu":
-                attention = CPUAttention(self.pool, model.rope, [Scores(sinks=sinks) for sinks in model.sinks()])
+            if backend == "torch":
+                attention = TorchAttention(self.pool, model.rope, [Scores(sinks=sinks) for sinks in model.sinks()])
                 if self.near is not None:
                     scores = [Scores(sinks=sinks) for sinks in model.sinks(near=True)]
-                    near = CPUAttention(self.near.pool, scores=scores)
+                    near = TorchAttention(self.near.pool, scores=scores)
             else:
                 attention = FlashInferAttention(self.pool, model.rope, share.num_heads, self.dtype)
                 if graphs:

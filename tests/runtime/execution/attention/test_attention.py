@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from runtime.batch import AttentionPlan, Span, causal_visible
-from runtime.execution.attention.cpu import CPUAttention
 from runtime.execution.attention.paged_index import by_call
+from runtime.execution.attention.torch_attention import TorchAttention
 from tests.runtime.execution.attention import dense
 from tests.runtime.execution.attention.dense import dense_attention, random_plan
 
@@ -18,7 +18,7 @@ class World(dense.World):
 
     def __init__(self, seed: int, rows: int = 800, page_size: int = 4):
         super().__init__(seed, rows, page_size, KV_HEADS, DIM)
-        self.backend = CPUAttention(self.pool, self.rope)
+        self.backend = TorchAttention(self.pool, self.rope)
 
     def check(self, plan: AttentionPlan) -> None:
         q = self.draw(plan.num_rows, HEADS, DIM)
