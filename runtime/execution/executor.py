@@ -14,7 +14,8 @@ from runtime.config import Config, ModelCode, ModelConfig, unusable
 from runtime.errors import EngineDead, ModelError
 from runtime.execution.attention.backend import AttentionBackend
 from runtime.execution.attention.flashinfer import FlashInferAttention
-from runtime.execution.attention.torch_attention import Scores, TorchAttention
+from runtime.execution.attention.fused import open_torch_attention
+from runtime.execution.attention.torch_attention import Scores
 from runtime.execution.attention.windows import Window, narrowed
 from runtime.execution.device import choose_attention, choose_device, choose_dtype, is_out_of_memory, wants_native
 from runtime.execution.graphs import DecodeGraphs
@@ -138,8 +139,9 @@ class Executor:
         self.context_length = choose_context_length(config.model, self.spec)
         self.pool = self._make_pool(config, self.spec)
         self.has_windows = any(window.size < self.context_length for window in model.windows)
-        self.backend_name = TorchAttention.name
-        self._forward = partial(model.forward, pool=self.pool, backend=TorchAttention(self.pool), states=self.states)
+        backend = open_torch_attention(self.pool)
+        self.backend_name = backend.name
+        self._forward = partial(model.forward, pool=self.pool, backend=backend, states=self.states)
 
     def _open_own(self, config: Config, path: Path, spec: LlamaSpec, library: Library | None) -> None:
         group = self._group
@@ -185,10 +187,10 @@ class Executor:
             attention: AttentionBackend
             near = None
             if backend == "torch":
-                attention = TorchAttention(self.pool, model.rope, [Scores(sinks=sinks) for sinks in model.sinks()])
+                attention = open_torch_attention(self.pool, model.rope, [Scores(sinks=one) for one in model.sinks()])
                 if self.near is not None:
                     scores = [Scores(sinks=sinks) for sinks in model.sinks(near=True)]
-                    near = TorchAttention(self.near.pool, scores=scores)
+                    near = open_torch_attention(self.near.pool, scores=scores)
             else:
                 attention = FlashInferAttention(self.pool, model.rope, share.num_heads, self.dtype)
                 if graphs:
