@@ -28,7 +28,7 @@ _MERGE_BYTES = 32 << 20
 
 
 @dataclass(slots=True)
-class Part:
+class FusedPart:
     """Query rows that see a range of a span, before parts are put into calls.
 
     Attributes:
@@ -47,7 +47,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Call:
+class FusedCall:
     """One call of a kernel.
 
     Attributes:
@@ -63,10 +63,10 @@ class Call:
 
 
 @dataclass(slots=True)
-class GroupCalls:
+class FusedCalls:
     """The calls of a layer group. `table`: int64 [rows, n], see `merge_table`; None: one call for all rows in order."""
 
-    calls: list[Call]
+    calls: list[FusedCall]
     table: torch.Tensor | None
 
 
@@ -80,9 +80,9 @@ class FusedAttention(TorchAttention):
         self.least_saved_tokens = max(1, _MERGE_BYTES // row_bytes)
         self._kernels: dict[tuple[torch.dtype, int, int, int], Kernel] = {}
 
-    def prepare(self, plan: AttentionPlan) -> GroupCalls:  # type: ignore[override]
+    def prepare(self, plan: AttentionPlan) -> FusedCalls:  # type: ignore[override]
         """See `AttentionBackend.prepare`. Resolves pages to pool rows."""
-        parts: dict[str, list[Part]] = {}
+        parts: dict[str, list[FusedPart]] = {}
         for edge in sorted(plan.edges, key=lambda edge: first_row(edge, plan.num_rows)):
             for part in self._cut(edge, plan):
                 parts.setdefault(part.kind, []).append(part)
@@ -91,11 +91,11 @@ class FusedAttention(TorchAttention):
         whole = len(groups) == 1 and np.array_equal(rows[0], np.arange(plan.num_rows))
         calls = [self._call(group, None if whole else mine) for group, mine in zip(groups, rows, strict=True)]
         if whole:
-            return GroupCalls(calls, None)
+            return FusedCalls(calls, None)
         every = np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)
-        return GroupCalls(calls, upload(merge_table(every, plan.num_rows), self.device))
+        return FusedCalls(calls, upload(merge_table(every, plan.num_rows), self.device))
 
-    def _cut(self, edge: Edge, plan: AttentionPlan) -> Iterator[Part]:
+    def _cut(self, edge: Edge, plan: AttentionPlan) -> Iterator[FusedPart]:
         """Parts without a mask, and one with a mask for the keys that only some rows see in no causal order."""
         span, rows, visible = plan.spans[edge.span], rows_of(edge, plan.num_rows), visible_of(edge, plan)
         hidden = np.zeros_like(visible) if edge.hidden is None else edge.hidden
@@ -103,12 +103,12 @@ class FusedAttention(TorchAttention):
         slots = (span.pages.astype(np.int64)[:, None] * size + np.arange(size)).reshape(-1)
         first, low, least, most = int(hidden.min()), int(hidden.max()), int(visible.min()), int(visible.max())
 
-        def part(kind: str, start: int, stop: int) -> Part:
+        def part(kind: str, start: int, stop: int) -> FusedPart:
             read = slots[start:stop]
             if span.keep is not None and kind != "masked":
                 read = read[span.keep[start:stop].numpy()]
             mask = upload(visible_pairs(edge, plan)[:, start:stop], self.device) if kind == "masked" else None
-            return Part("single" if len(rows) == 1 else kind, rows, read, span.shift, mask)
+            return FusedPart("single" if len(rows) == 1 else kind, rows, read, span.shift, mask)
 
         if first == low and least == most:
             found = [part("full", low, most)]
@@ -122,9 +122,9 @@ class FusedAttention(TorchAttention):
             found.append(part("masked", first, low))
         yield from (one for one in found if len(one.slots))
 
-    def _bounded(self, parts: list[Part]) -> Iterator[list[Part]]:
+    def _bounded(self, parts: list[FusedPart]) -> Iterator[list[FusedPart]]:
         """Parts in order, in groups that gather a bounded number of keys."""
-        group: list[Part] = []
+        group: list[FusedPart] = []
         keys = 0
         for part in parts:
             if group and keys + len(part.slots) > self._most_keys:
@@ -134,7 +134,7 @@ class FusedAttention(TorchAttention):
             keys += len(part.slots)
         yield group
 
-    def _call(self, parts: list[Part], rows: np.ndarray | None) -> Call:
+    def _call(self, parts: list[FusedPart], rows: np.ndarray | None) -> FusedCall:
         queries, keys = [len(part.rows) for part in parts], [len(part.slots) for part in parts]
         slots = np.concatenate([part.slots for part in parts])
         sequences, on_device = Sequences.make(queries, keys, parts[0].kind == "causal", self.device, slots)
@@ -145,10 +145,10 @@ class FusedAttention(TorchAttention):
             shifts = np.repeat([-part.shift for part in parts], queries)
             cos_sin = self.rope.shift(upload(torch.from_numpy(shifts), self.device))
         at = None if rows is None else upload(torch.from_numpy(rows), self.device)
-        return Call(at, on_device, cos_sin, sequences)
+        return FusedCall(at, on_device, cos_sin, sequences)
 
     def run(  # type: ignore[override]
-        self, prepared: GroupCalls, q: torch.Tensor, layer: int, scores: Scores | None = None
+        self, prepared: FusedCalls, q: torch.Tensor, layer: int, scores: Scores | None = None
     ) -> torch.Tensor:
         how = scores or (self.scores[layer] if self.scores else PLAIN)
         k, v = self.pool.k[layer, :, : how.kv_heads], self.pool.v[layer, :, : how.kv_heads]
@@ -172,7 +172,7 @@ class FusedAttention(TorchAttention):
         lse = torch.cat((*sums, q.new_full((1, q.shape[1]), -torch.inf, dtype=torch.float32)))
         return _merged(out[prepared.table], lse[prepared.table], how.sinks).to(q.dtype)
 
-    def _kernel(self, call: Call, q: torch.Tensor, kv_heads: int, how: Scores) -> Kernel:
+    def _kernel(self, call: FusedCall, q: torch.Tensor, kv_heads: int, how: Scores) -> Kernel:
         if call.sequences.masks or how.cap is not None:
             return by_sequence
         key = (q.dtype, q.shape[1], kv_heads, q.shape[2])
