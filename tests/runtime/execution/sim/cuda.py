@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,15 +19,16 @@ class Cuda:
     """What the product calls of `torch.cuda`, bound to a device."""
 
     def __init__(self, device: Device):
-        self._device, self._streams = device, 0
+        self._device = device
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Replace `torch.cuda` until the end of the test."""
         monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
         for name in ("current_device", "set_device", "current_stream", "synchronize", "device", "stream", "graph"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
-        for name, made in (("Stream", self._stream), ("Event", self._event), ("CUDAGraph", self._graph)):
-            monkeypatch.setattr(torch.cuda, name, made)
+        for name, kind in (("Stream", Stream), ("Event", Event), ("CUDAGraph", Graph)):
+            # Classes, because modules that are imported meanwhile name them in annotations.
+            monkeypatch.setattr(torch.cuda, name, type(name, (kind,), {"_device": self._device}))
         fixed = {
             "is_available": True, "device_count": COUNT, "graph_pool_handle": (0, 0), "empty_cache": None,
             "mem_get_info": (7 << 30, 8 << 30), "get_device_capability": (9, 0), "get_device_name": "Simulated",
@@ -34,7 +36,7 @@ class Cuda:
         }  # fmt: skip
         for name, value in fixed.items():
             monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-        monkeypatch.setattr(torch, "Generator", generator)
+        monkeypatch.setattr(torch, "Generator", Generator)
         # A mode holds for one thread.
         run, simulated = threading.Thread.run, self._device
 
@@ -63,7 +65,9 @@ class Cuda:
         self._device.note("sync", "torch.cuda.synchronize")
 
     def current_stream(self, device: Any = None) -> "Stream":
-        return Stream(self._device, self._device.current.stream)
+        found = torch.cuda.Stream()
+        found.cuda_stream = self._device.current.stream
+        return found
 
     @contextmanager
     def stream(self, stream: "Stream | None") -> Iterator[None]:
@@ -73,16 +77,6 @@ class Cuda:
             yield
         finally:
             current.stream = before
-
-    def _stream(self, *_: Any, **__: Any) -> "Stream":
-        self._streams += 1
-        return Stream(self._device, self._streams)
-
-    def _event(self, **_: Any) -> "Event":
-        return Event(self._device)
-
-    def _graph(self) -> "Graph":
-        return Graph(self._device)
 
     @contextmanager
     def graph(self, graph: "Graph", **_: Any) -> Iterator[None]:
@@ -97,17 +91,17 @@ class Cuda:
 class Stream:
     """A stream; its work is done at once."""
 
-    def __init__(self, device: Device, number: int):
-        self._device, self.cuda_stream = device, number
+    _device: Device
+    _numbers = count(1)
+
+    def __init__(self, *_: Any, **__: Any):
+        self.cuda_stream = next(self._numbers)
 
     def wait_stream(self, other: "Stream") -> None:
         pass
 
     def wait_event(self, event: "Event") -> None:
         pass
-
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        return event or Event(self._device)
 
     def synchronize(self) -> None:
         self._device.note("sync", "Stream.synchronize")
@@ -116,8 +110,10 @@ class Stream:
 class Event:
     """An event of a stream, which the device has always reached."""
 
-    def __init__(self, device: Device):
-        self._device = device
+    _device: Device
+
+    def __init__(self, **_: Any):
+        pass
 
     def record(self, stream: Stream | None = None) -> None:
         pass
@@ -135,35 +131,28 @@ class Event:
 class Graph:
     """A captured graph."""
 
-    def __init__(self, device: Device):
-        self._device, self.tape = device, Tape()
+    _device: Device
+
+    def __init__(self) -> None:
+        self.tape = Tape()
 
     def replay(self) -> None:
         self._device.note("launch", f"a graph of {len(self.tape)} kernels")
         self.tape.replay()
 
 
-class _DeviceGenerator(torch.Generator):
-    """Random numbers on the device, which are those of the host."""
+class Generator(torch.Generator):
+    """Random numbers, which are those of the host on every device."""
 
-    on: torch.device
+    def __new__(cls, device: Any = "cpu") -> "Generator":
+        return super().__new__(cls)
+
+    def __init__(self, device: Any = "cpu"):
+        self._on = torch.device(device)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return self.on
-
-
-_HostGenerator = torch.Generator
-
-
-def generator(device: Any = "cpu") -> torch.Generator:
-    """`torch.Generator`."""
-    on = torch.device(device)
-    if on.type == "cpu":
-        return _HostGenerator()
-    made = _DeviceGenerator()
-    made.on = torch.device("cuda", on.index or 0)
-    return made
+        return self._on
 
 
 def _index(device: Any) -> int:

@@ -8,7 +8,7 @@ from tests.runtime.execution.sim.engines import Engine, draw, save
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    return save("llama", tmp_path_factory.mktemp("llama"))
+    return save("Llama", tmp_path_factory.mktemp("llama"))
 
 
 def test_a_step_in_a_graph_waits_for_a_plan_and_for_tokens(device, llama):
