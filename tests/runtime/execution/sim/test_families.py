@@ -5,7 +5,7 @@ import pytest
 from tests.runtime.execution.sim.engines import FAMILIES, Engine, draw
 
 STEPS = 4
-_EXPERTS, _TORCH = "runtime/execution/experts.py", "runtime/execution/attention/cpu.py"
+_EXPERTS = "runtime/execution/experts.py"
 _MASKS = "runtime/execution/attention/flashinfer.py"
 # Stalls of all steps by file, where there are any.
 KNOWN = {
@@ -13,13 +13,9 @@ KNOWN = {
     "Qwen3Moe": {_EXPERTS: 4 * STEPS},
     # A window is a mask, which FlashInfer packs.
     "Mistral": {_MASKS: 2 * STEPS},
-    # These families need the attention in torch, which copies the pages' numbers.
-    "Gemma3": {_TORCH: 28},
-    "GptOss": {_TORCH: 28, _EXPERTS: 4 * STEPS},
-    "DeepseekV3": {_TORCH: 3 * STEPS, _EXPERTS: 2 * STEPS},
-    "Qwen3Next": {_TORCH: 3 * STEPS, _EXPERTS: 8 * STEPS},
-    "Qwen3_5": {_TORCH: 3 * STEPS},
-    "Lfm2": {_TORCH: 3 * STEPS},
+    "GptOss": {_EXPERTS: 4 * STEPS},
+    "DeepseekV3": {_EXPERTS: 2 * STEPS},
+    "Qwen3Next": {_EXPERTS: 8 * STEPS},
 }
 
 
