@@ -219,6 +219,7 @@ class AsyncEngine:
             if text is None or (shown and text.startswith(shown)):  # its KV is in the tree already
                 return
             turn = Submission(text, SamplingParams(max_new_tokens=0), account=account, replay=answered.replay)
+            turn.namespace = answered.namespace
             turn.add_special_tokens = answered.add_special_tokens
             tokens = await self._work.encode(self._running().inputs, turn)
             await self.call(ComputeNextTurn(array("i", tokens).tobytes(), answered.namespace, account, answered.hold_s))

@@ -275,7 +275,7 @@ class Frontend:
         submission, output = choice.submission, choice.output
         if submission.said is not None and submission.store and not output.choice and output.token_ids:
             said = replace(submission.said, answer=array("i", output.token_ids))
-            self.inputs.replay.add(submission.account, said)
+            self.inputs.replay.add(submission.account, submission.namespace, said)
 
     def _begin(self, choice: Choice) -> None:
         if choice.waiting_tokens:
