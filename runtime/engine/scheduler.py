@@ -21,8 +21,8 @@ PROMPT_SHARE = 0.25
 class Scheduler:
     """Continuous batching: decode rows first, then chunked prefill of running requests, then admission.
 
-    While prompts are there to compute, decode rows leave them PROMPT_SHARE of a step. Requests whose next token finds no
-    row take turns.
+    While prompts are there to compute, decode rows leave them PROMPT_SHARE of a step. Requests for whose next token
+    no row is left take turns.
 
     Accounts share the places among the running requests, and the memory: where none is left, the account with most of
     them gives a place up to one that waits and has at least two fewer. Its latest request is retracted.
@@ -219,7 +219,7 @@ class Scheduler:
         return work
 
     def _in_turn(self, decoding: list[Request]) -> list[Request]:
-        """The requests that decode now: all, or as many as leave rows to prompts, and the next ones in the next step."""
+        """The requests that decode now: all, or in turn as many as leave rows to prompts."""
         most = max(int(self.step_tokens * (1 - PROMPT_SHARE)), 1)
         if len(decoding) <= most or not self._has_prompts():
             return decoding
