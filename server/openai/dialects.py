@@ -1,7 +1,7 @@
 """How models write reasoning and calls of tools.
 
-A function that reads calls gets a text with its tags, the tools' parameters by name, and whether a limit has cut the text
-off. It returns the calls' names, and their arguments as JSON text; nothing, if the text is no call.
+A function that reads calls gets a text with its tags, the tools' parameters by name, and whether a limit has cut the
+text off. It returns the calls' names, and their arguments as JSON text; nothing, if the text is no call.
 """
 
 import ast

@@ -34,7 +34,7 @@ def test_a_chat_s_next_turn_finds_nothing_of_another_s(guarded, asker):
         answer = ask(guarded, other, turns, explain=True).json()
         read = answer["usage"]["prompt_tokens_details"]
         assert (read["cached_tokens"], read.get("replayed_tokens", 0)) == (0, 0)
-        assert answer["explain"]["reason"] == "never_here"
+        assert answer["explain"]["reason"] in ("never_here", "flushed")
         options = {"comparison_response_id": said["id"]}
         compared = ask(guarded, other, turns, prompt_cache_options=options)
         assert compared.status_code in (200, 404)
