@@ -145,10 +145,7 @@ class Frontend:
         key = submission.tokens = array("i", tokens).tobytes()
         sampling = submission.sampling
         now = time.monotonic()
-        if sampling is not self._sent:  # all choices and prompts of a body share them
-            fields = sampling.model_dump(exclude={"stop"})  # stop strings are found here, in the text
-            self._send(Sampling(fields, submission.bad_words))
-            self._sent = sampling
+        self._send_sampling(submission)
         limit: dict[str, Any] = {}
         if sampling.max_new_tokens is None:
             limit = {"max_new_tokens": self.inputs.most_output(length, length if placed is None else placed.stop)}
@@ -185,6 +182,13 @@ class Frontend:
                     progress=submission.progress and choice == 0,
                 )
             )
+
+    def _send_sampling(self, submission: Submission) -> None:
+        """Send the sampling parameters, unless the last submission had them: all prompts of a body share them."""
+        if submission.sampling is not self._sent:
+            fields = submission.sampling.model_dump(exclude={"stop"})  # stop strings are found here, in the text
+            self._send(Sampling(fields, submission.bad_words))
+            self._sent = submission.sampling
 
     def abort(self, rid: str | None) -> int:
         """Abort the submissions with an id, of any account, or all (None); returns their number.

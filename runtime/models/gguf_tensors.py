@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from runtime.errors import ModelError
+from runtime.models.gguf_header import check_counts, check_header
 from runtime.models.spec import LlamaSpec
 
 # Tensor with the divisors of Llama 3's rotary frequencies, which config.json describes by `rope_scaling`.
@@ -30,6 +31,9 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], list[Any]]:
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
                 raise ModelError(f"{path} is not a GGUF file")
+            version = file.read(4)
+        if version[:2] != b"\0\0":  # else big-endian
+            check_header(path)
         reader = gguf.GGUFReader(path)
         if reader.byte_order != "I" or sys.byteorder != "little":
             raise ModelError(f"{path} is a big-endian GGUF file; supported are little-endian ones")
@@ -37,6 +41,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], list[Any]]:
         metadata = {name: field.contents() for name, field in reader.fields.items()}
         if metadata.get("split.count", 1) > 1:
             raise ModelError(f"{path} is one of {metadata['split.count']} parts; join them to one file first")
+        check_counts(path, metadata, reader.tensors)
     except ModelError:
         raise
     except Exception as error:  # the reader has no exception type: a truncated file raises almost anything
