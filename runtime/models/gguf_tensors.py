@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from runtime.errors import ModelError
+from runtime.models.gguf_header import check_counts, check_header
 from runtime.models.spec import LlamaSpec
 
 # Tensor with the divisors of Llama 3's rotary frequencies, which config.json describes by `rope_scaling`.
@@ -61,6 +62,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], list[Any]]:
     for part in parts[1:]:
         tensors += [tensor._replace(data_offset=tensor.data_offset + offset) for tensor in _read_one(part)[1]]
         offset += part.stat().st_size
+    check_counts(path, metadata, tensors)
     return metadata, tensors
 
 
@@ -68,8 +70,12 @@ def _read_one(path: Path) -> tuple[dict[str, Any], list[Any]]:
     import gguf
 
     try:
-        if not is_gguf(path):
-            raise ModelError(f"{path} is not a GGUF file")
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ModelError(f"{path} is not a GGUF file")
+            version = file.read(4)
+        if version[:2] != b"\0\0":  # else big-endian
+            check_header(path)
         reader = gguf.GGUFReader(path)
         if reader.byte_order != "I" or sys.byteorder != "little":
             raise ModelError(f"{path} is a big-endian GGUF file; supported are little-endian ones")
