@@ -272,7 +272,11 @@ class DiffusionInfo(msgspec.Struct):
 
 
 class ModelInfo(msgspec.Struct):
-    """Properties of the loaded model and the pool."""
+    """Properties of the loaded model and the pool.
+
+    `quantization`: how weights are computed: `none`, `int4`, `int8`, or the type of the checkpoint, such as `gguf` or
+    `awq`; with `, unpacked` behind it if they are computed in `dtype`.
+    """
 
     name: str
     path: str
@@ -287,6 +291,7 @@ class ModelInfo(msgspec.Struct):
     pool_tokens: int
     diffusion: DiffusionInfo | None = None
     model_impl: ModelCode = "ramet"
+    quantization: str = "none"
 
 
 class Ready(msgspec.Struct, tag="ready"):

@@ -38,12 +38,12 @@ from runtime.kv.pool import KVPool
 from runtime.kv.states import StatePool
 from runtime.models.adapters.lora import LoraAdapter
 from runtime.models.config_json import read_json
-from runtime.models.gguf_tensors import GGUFTensors
 from runtime.models.implementation import is_diffusion_gemma, own_spec
+from runtime.models.published import PublishedTensors
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.shards import Shard, split_spec
 from runtime.models.spec import LlamaSpec, ModelSpec
-from runtime.models.weights import load_vectors, load_weights, random_weights
+from runtime.models.weights import StoredTensors, codes_directory, load_vectors, load_weights, open_stored, random_weights
 from runtime.sampler_state import Choosing
 
 log = logging.getLogger("ramet.engine")
@@ -156,11 +156,11 @@ class Executor:
             self._pool_pages(config, share)
         shard = None if group is None else Shard(group.rank, group.size)
         keeps_codes = library is not None and _keeps_codes(config.model)
-        linked = GGUFTensors.open(path) if keeps_codes else None
+        tensors = None
         if config.model.random_weights:
             weights = random_weights(spec, self.dtype, self.device, shard)
-        elif linked is not None:
-            weights, self.quantization = load_vectors(linked, spec, self.dtype), "gguf"
+        elif (tensors := self._open_codes(path, spec, keeps_codes)) is not None:
+            weights = load_vectors(tensors, spec, self.dtype)
         else:
             weights = load_weights(path, spec, self.dtype, shard)
             if keeps_codes and spec.experts is not None and spec.experts.packed:
@@ -172,7 +172,7 @@ class Executor:
         model.states = self.states
         if library is not None:
             threads, bits = config.engine.threads or ALL_THREADS, _BITS.get(config.model.quantization, 0)
-            stored = None if linked is None else (linked, path)
+            stored = None if tensors is None else (tensors, codes_directory(tensors, path))
             near_pool = None if self.near is None else self.near.pool
             self._decoder = native = NativeDecoder(library, model, self.pool, threads, bits, stored, near_pool)
             self.backend_name, self._forward, self.project = native.name, native.forward, native.project
@@ -196,6 +196,22 @@ class Executor:
             self.least_saved_tokens = attention.least_saved_tokens
             self._forward = partial(model.forward, pool=self.pool, backend=attention, near=near)
             self.project = model.project
+
+    def _open_codes(self, path: Path, spec: LlamaSpec, keeps_codes: bool) -> StoredTensors | None:
+        """Quantised tensors whose matrices are computed as they are stored. Sets `quantization`. Raises ModelError."""
+        tensors = open_stored(path, spec)
+        if isinstance(tensors, PublishedTensors):
+            every, exact = tensors.count()
+            exact = exact if keeps_codes and spec.latent is None else 0
+            said = f"{exact} of {every} quantised matrices are computed as they are stored, and others are unpacked"
+            log.info("%s weights: %s", tensors.name, said)
+            if not exact:
+                self.quantization = self.quantization if self.quantization != "none" else f"{tensors.name}, unpacked"
+                return None
+        if tensors is not None and keeps_codes:
+            self.quantization = tensors.name
+            return tensors
+        return None
 
     def _pool_pages(self, config: Config, spec: ModelSpec) -> tuple[int, int]:
         """Number of pages of the pool, and bytes per token."""

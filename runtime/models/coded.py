@@ -1,0 +1,113 @@
+"""Quantised weights of linear layers: codes with scales, as published checkpoints store them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from runtime.models.ggml import Codes
+
+# Columns that share a scale in the kernels' codes.
+KERNEL_GROUP = 32
+# Of each 8 values that AWQ packs into 32 bits: the place of the first, second, ...
+_AWQ_PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
+
+
+@dataclass(slots=True)
+class CodedWeight:
+    """A weight [out, in]: scale * (code - zero).
+
+    Attributes:
+        bits: of a code.
+        codes: uint8 or float8 [out, in].
+        scales: of any float type, [blocks of rows, blocks of columns].
+        blocks: rows and columns of a block.
+        zeros: int16 [out, blocks of columns]; None: float8, which has none.
+        order: int64 [in], each column's block; None: neighbours share a block.
+    """
+
+    bits: int
+    codes: torch.Tensor
+    scales: torch.Tensor
+    blocks: tuple[int, int]
+    zeros: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+    def values(self) -> torch.Tensor:
+        """float32 [out, in]."""
+        n, k = self.codes.shape
+        columns = torch.arange(k) // self.blocks[1] if self.order is None else self.order
+        scales = self.scales.float()
+        if self.blocks[0] > 1:
+            scales = scales.repeat_interleave(self.blocks[0], 0)[:n]
+        values = self.codes.float()
+        if self.zeros is not None:
+            values -= self.zeros[:, columns]
+        return values.mul_(scales[:, columns])
+
+    @property
+    def code_bits(self) -> int | None:
+        """Bits of the kernels' codes that hold the weight exactly; None: none do.
+
+        Codes of 5 bits hold all differences of a 4-bit code and its zero.
+        """
+        zeros, k = self.zeros, self.codes.shape[1]
+        if zeros is None or self.order is not None or k % KERNEL_GROUP:
+            return None
+        if self.blocks[1] % KERNEL_GROUP and self.scales.shape[1] > 1:
+            return None
+        if not torch.equal(self.scales.half().float(), self.scales.float()):
+            return None
+        if bool((zeros == 2 ** (self.bits - 1)).all()):
+            return self.bits
+        return 5 if self.bits == 4 and 0 <= int(zeros.min()) and int(zeros.max()) <= 16 else None
+
+    def as_codes(self, bits: int, rows: np.ndarray) -> Codes:
+        """Rows of the weight as the kernels' codes, if `code_bits` are `bits`."""
+        assert self.zeros is not None
+        n, k = self.codes.shape
+        columns, wanted = torch.arange(k) // self.blocks[1], torch.from_numpy(rows)
+        levels = self.codes[wanted].short() - self.zeros[wanted][:, columns] + 2 ** (bits - 1)
+        scales = self.scales.half().expand(n, -1) if self.blocks[0] > 1 else self.scales.half()
+        each = scales[wanted][:, columns[::KERNEL_GROUP]]
+        return Codes(bits, levels.to(torch.uint8).numpy(), each.contiguous().numpy())
+
+
+def unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 [n, 32 / bits * width] of int32 [n, width], the lowest bits first."""
+    octets = packed.contiguous().view(torch.uint8)
+    return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
+
+
+def from_awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, group: int) -> CodedWeight:
+    """A weight of AWQ's gemm layout.
+
+    Args:
+        qweight: int32 [in, out / 8]; 8 outputs are interleaved.
+        qzeros: int32 [groups, out / 8], likewise.
+        scales: float16 [groups, out].
+        group: columns of a group.
+    """
+
+    def in_order(packed: torch.Tensor) -> torch.Tensor:
+        return unpacked(packed, 4).unflatten(1, (-1, 8))[..., _AWQ_PLACES].flatten(1).t()
+
+    codes, zeros = in_order(qweight).contiguous(), in_order(qzeros).short()
+    return CodedWeight(4, codes, scales.t().contiguous(), (1, group), zeros)
+
+
+def from_gptq(
+    qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, group: int, bits: int, offset: int
+) -> CodedWeight:
+    """A weight of GPTQ's layout, without the order of its columns.
+
+    Args:
+        qweight: int32 [in * bits / 32, out].
+        qzeros: int32 [groups, out * bits / 32].
+        scales: float16 [groups, out].
+        group: columns of a group.
+        bits: 4 or 8.
+        offset: what is added to stored zeros: 1 in the first version of the layout. The sum may need one more bit.
+    """
+    zeros = (unpacked(qzeros, bits).short() + offset).t()
+    return CodedWeight(bits, unpacked(qweight.t(), bits), scales.t().contiguous(), (1, group), zeros)
