@@ -43,7 +43,14 @@ from runtime.models.published import PublishedTensors
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.shards import Shard, split_spec
 from runtime.models.spec import LlamaSpec, ModelSpec
-from runtime.models.weights import StoredTensors, codes_directory, load_vectors, load_weights, open_stored, random_weights
+from runtime.models.weights import (
+    StoredTensors,
+    codes_directory,
+    load_vectors,
+    load_weights,
+    open_stored,
+    random_weights,
+)
 from runtime.sampler_state import Choosing
 
 log = logging.getLogger("ramet.engine")

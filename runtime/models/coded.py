@@ -60,7 +60,7 @@ class CodedWeight:
             return None
         if bool((zeros == 2 ** (self.bits - 1)).all()):
             return self.bits
-        return 5 if self.bits == 4 and 0 <= int(zeros.min()) and int(zeros.max()) <= 16 else None
+        return 5 if self.bits == 4 else None
 
     def as_codes(self, bits: int, rows: np.ndarray) -> Codes:
         """Rows of the weight as the kernels' codes, if `code_bits` are `bits`."""
@@ -107,7 +107,7 @@ def from_gptq(
         scales: float16 [groups, out].
         group: columns of a group.
         bits: 4 or 8.
-        offset: what is added to stored zeros: 1 in the first version of the layout. The sum may need one more bit.
+        offset: what is added to stored zeros, without carry: 1 in the first version of the layout.
     """
-    zeros = (unpacked(qzeros, bits).short() + offset).t()
+    zeros = (unpacked(qzeros, bits).short() + offset & 2**bits - 1).t()
     return CodedWeight(bits, unpacked(qweight.t(), bits), scales.t().contiguous(), (1, group), zeros)

@@ -147,7 +147,9 @@ class PublishedTensors:
             return None
         order = self._files.get(name, ("I32", "I64"), (k,)).long()
         if not 0 <= int(order.min()) <= int(order.max()) < -(-k // group):
-            raise ModelError(f"{self._files.where[name]}: {name} has a group {int(order.max())}; there are {-(-k // group)}")
+            raise ModelError(
+                f"{self._files.where[name]}: {name} has a group {int(order.max())}; there are {-(-k // group)}"
+            )
         return None if torch.equal(order, torch.arange(k) // group) else order
 
     def _module(self, name: str) -> str:

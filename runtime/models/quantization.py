@@ -177,7 +177,9 @@ def _group(given: Any) -> int | None:
     if given == -1:
         return None
     if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-        raise ModelError(f"config.json has group_size {given!r} of quantised weights; it must be a positive integer or -1")
+        raise ModelError(
+            f"config.json has group_size {given!r} of quantised weights; it must be a positive integer or -1"
+        )
     return given
 
 

@@ -62,7 +62,8 @@ class NativeDecoder:
 
         Args:
             bits: 4 or 8 rounds the matrices to codes of that size; 0 keeps them.
-            stored: quantised tensors, and the directory of their packed file. Those of `model` are the places of their rows.
+            stored: quantised tensors, and the directory of their packed file. Matrices of `model` are the places of
+                their rows.
 
         Raises:
             MemoryError: if the packed weights do not fit into memory.

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.runtime.execution.transformers.architectures import save_small
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 16}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 64, "head_dim": 16}
 # Of latent attention.
 LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 GROUP = 32
@@ -35,7 +35,7 @@ def rounded(weight: torch.Tensor, bits: int, group: int, is_symmetric: bool, dty
         else:
             low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
             scales[:, i] = (high - low) / most
-            zeros[:, i] = (-low / scales[:, i]).round().clamp(1, most)
+            zeros[:, i] = (-low / scales[:, i]).round().clamp(0, most)
     scales = scales.to(dtype)
     each = scales.float()[:, order]
     codes = ((weight / each).round() + zeros[:, order]).clamp(0, most).int()
@@ -69,7 +69,7 @@ def gptq(weight: torch.Tensor, bits: int, is_symmetric: bool, offset: int = 1, s
         order = order[torch.randperm(k, generator=torch.Generator().manual_seed(k))]
     codes, scales, zeros, values = rounded(weight, bits, GROUP, is_symmetric, torch.float16, order)
     tensors = {"qweight": packed(codes, bits).t().contiguous(), "scales": scales.t().contiguous(), "g_idx": order.int()}
-    return tensors | {"qzeros": packed(zeros.t() - offset, bits)}, values
+    return tensors | {"qzeros": packed((zeros.t() - offset) & 2**bits - 1, bits)}, values
 
 
 def packed_groups(weight: torch.Tensor, bits: int, is_symmetric: bool, group: int = GROUP, shuffled: bool = False):
@@ -126,7 +126,11 @@ def _compressed(kind: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"type": "int", "symmetric": True, **weights}, "format": None}
     return {
         **{"quant_method": "compressed-tensors", "format": kind, "quantization_status": "compressed"},
-        **{"config_groups": {"group_0": group}, "ignore": ["lm_head", PLAIN, r"re:.*mlp\.gate$"], "kv_cache_scheme": None},
+        **{
+            "config_groups": {"group_0": group},
+            "ignore": ["lm_head", PLAIN, r"re:.*mlp\.gate$"],
+            "kv_cache_scheme": None,
+        },
     }
 
 
@@ -140,13 +144,17 @@ FORMATS = {
     "gptq": Format(_GPTQ, partial(gptq, bits=4, is_symmetric=True), True),
     "gptq asymmetric": Format(_GPTQ | {"sym": False}, partial(gptq, bits=4, is_symmetric=False), True),
     "gptq v2": Format(
-        _GPTQ | {"checkpoint_format": "gptq_v2", "sym": False}, partial(gptq, bits=4, is_symmetric=False, offset=0), True
+        _GPTQ | {"checkpoint_format": "gptq_v2", "sym": False},
+        partial(gptq, bits=4, is_symmetric=False, offset=0),
+        True,
     ),
     "gptq of 8 bits": Format(_GPTQ | {"bits": 8}, partial(gptq, bits=8, is_symmetric=True), True),
     "gptq in another order": Format(
         _GPTQ | {"desc_act": True}, partial(gptq, bits=4, is_symmetric=True, shuffled=True)
     ),
-    "packed": Format(_compressed("pack-quantized", num_bits=4, **_GROUPS), partial(packed_groups, bits=4, is_symmetric=True), True),
+    "packed": Format(
+        _compressed("pack-quantized", num_bits=4, **_GROUPS), partial(packed_groups, bits=4, is_symmetric=True), True
+    ),
     "packed asymmetric": Format(
         _compressed("pack-quantized", num_bits=4, symmetric=False, **_GROUPS),
         partial(packed_groups, bits=4, is_symmetric=False),
@@ -163,7 +171,8 @@ FORMATS = {
     ),
     "int8": Format(_compressed("int-quantized", num_bits=8, strategy="channel"), int8, True),
     "int8 asymmetric": Format(
-        _compressed("naive-quantized", num_bits=8, strategy="channel", symmetric=False), partial(int8, is_symmetric=False)
+        _compressed("naive-quantized", num_bits=8, strategy="channel", symmetric=False),
+        partial(int8, is_symmetric=False),
     ),
     "fp8 blocks": Format(
         _FP8 | {"weight_block_size": [40, 48]}, partial(float8, rows=40, columns=48, name="weight_scale_inv")
@@ -174,7 +183,8 @@ FORMATS = {
         partial(float8, rows=0, columns=0, name="weight_scale", shape=(1,)),
     ),
     "float8 channels": Format(
-        _compressed("float-quantized", strategy="channel", **_FLOAT), partial(float8, rows=1, columns=0, name="weight_scale")
+        _compressed("float-quantized", strategy="channel", **_FLOAT),
+        partial(float8, rows=1, columns=0, name="weight_scale"),
     ),
     "float8 blocks": Format(
         _compressed("float-quantized", strategy="block", block_structure=[40, 48], **_FLOAT),
@@ -203,7 +213,9 @@ def write_published(format: Format, directory: Path, architecture: str = "Llama"
         else:
             tensors[name] = weight
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    save_file({name: weight.contiguous() for name, weight in plain.items()}, source / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: weight.contiguous() for name, weight in plain.items()}, source / "model.safetensors", {"format": "pt"}
+    )
     edit_config(target, quantization_config=format.config)
     return target, source
 

@@ -128,7 +128,10 @@ GROUP = COMPRESSED["config_groups"]["group_0"]
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ["'bitsandbytes'", "awq (gemm)", "compressed-tensors"]),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            ["'bitsandbytes'", "awq (gemm)", "compressed-tensors"],
+        ),
         ({"quant_method": "hqq"}, ["'hqq'"]),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ["'modelopt'"]),
         ("odd", ["'odd'"]),
@@ -202,5 +205,5 @@ def test_codes_without_a_scheme_are_no_weights(tmp_path):
     published, _ = write_published(FORMATS["float8 channels"], tmp_path)
     config = FORMATS["float8 channels"].config
     edit_config(published, quantization_config=config | {"ignore": ["re:.*q_proj"]})
-    with pytest.raises(ModelError, match="q_proj.weight is quantised, but config.json does not say how"):
+    with pytest.raises(ModelError, match=r"q_proj\.weight is quantised, but config.json does not say how"):
         load(published)
