@@ -62,15 +62,33 @@ class CodedWeight:
             return self.bits
         return 5 if self.bits == 4 else None
 
-    def as_codes(self, bits: int, rows: np.ndarray) -> Codes:
-        """Rows of the weight as the kernels' codes, if `code_bits` are `bits`."""
+    def as_codes(self, bits: int) -> Codes:
+        """The kernels' codes of a weight with blocks of one row, if `code_bits` are `bits`."""
         assert self.zeros is not None
-        n, k = self.codes.shape
-        columns, wanted = torch.arange(k) // self.blocks[1], torch.from_numpy(rows)
-        levels = self.codes[wanted].short() - self.zeros[wanted][:, columns] + 2 ** (bits - 1)
-        scales = self.scales.half().expand(n, -1) if self.blocks[0] > 1 else self.scales.half()
-        each = scales[wanted][:, columns[::KERNEL_GROUP]]
-        return Codes(bits, levels.to(torch.uint8).numpy(), each.contiguous().numpy())
+        columns = torch.arange(self.codes.shape[1]) // self.blocks[1]
+        levels = self.codes.short() - self.zeros[:, columns] + 2 ** (bits - 1)
+        scales = self.scales.half()[:, columns[::KERNEL_GROUP]].contiguous()
+        return Codes(bits, levels.to(torch.uint8).numpy(), scales.numpy())
+
+    def rows(self, wanted: np.ndarray) -> "CodedWeight":
+        """Some rows, as a weight with blocks of one row."""
+        index = torch.from_numpy(wanted)
+        scales, zeros = self.scales[index // self.blocks[0]], None if self.zeros is None else self.zeros[index]
+        # Not all types of 8 bits can be indexed.
+        codes = self.codes.view(torch.uint8)[index].view(self.codes.dtype)
+        return CodedWeight(self.bits, codes, scales, (1, self.blocks[1]), zeros, self.order)
+
+    @classmethod
+    def stacked(cls, parts: "list[CodedWeight]") -> "CodedWeight | None":
+        """Weights with blocks of one row, one over the other; None: they are stored in different ways."""
+        one = parts[0]
+        if len({(part.bits, part.blocks, part.codes.dtype, part.zeros is None) for part in parts}) > 1:
+            return None
+        if len(parts) > 1 and any(part.order is not None for part in parts):
+            return None
+        codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(one.codes.dtype)
+        zeros = None if one.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None])
+        return cls(one.bits, codes, torch.cat([part.scales for part in parts]), one.blocks, zeros, one.order)
 
 
 def unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:

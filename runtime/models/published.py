@@ -69,7 +69,7 @@ class PublishedTensors:
             weight, bits = self.coded(name), self._code_bits(name)
             assert weight is not None
             assert bits is not None
-            parts.append(weight.as_codes(bits, rows))
+            parts.append(weight.rows(rows).as_codes(bits))
         codes, scales = (np.concatenate([getattr(part, name) for part in parts]) for name in ("codes", "scales"))
         return lambda wanted: Codes(parts[0].bits, codes[wanted], scales[wanted])
 

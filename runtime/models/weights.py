@@ -1,9 +1,10 @@
 """Weights from safetensors files, checked against the model's spec."""
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import xxhash
 from safetensors import safe_open
@@ -67,6 +68,12 @@ def load_vectors(stored: StoredTensors, spec: LlamaSpec, dtype: torch.dtype) -> 
         elif not name.startswith("model.layers."):
             weights[name] = torch.empty(shape[0], 0, dtype=dtype)
     return weights
+
+
+def runs_of(rows: np.ndarray, names: Sequence[str]) -> list[tuple[str, np.ndarray]]:
+    """Runs of rows of one tensor, for places of rows [n]: its name, and the rows' numbers in it."""
+    runs = np.split(rows, np.flatnonzero(np.diff(rows // MOST_ROWS)) + 1)
+    return [(names[run[0] // MOST_ROWS], run % MOST_ROWS) for run in runs]
 
 
 def codes_directory(tensors: StoredTensors, path: Path) -> Path:

@@ -21,7 +21,7 @@ from runtime.execution.native import library as c
 from runtime.execution.native.codes import describe_codes, pack_into
 from runtime.execution.native.packed import Team, pack, packed_bytes
 from runtime.models.publishing import scratch
-from runtime.models.weights import MOST_ROWS, StoredTensors, places, read_stored
+from runtime.models.weights import MOST_ROWS, StoredTensors, places, read_stored, runs_of
 
 log = logging.getLogger(__name__)
 
@@ -172,15 +172,10 @@ class StoredMatrices:
             size = library.matrix_bytes(ctypes.byref(one.matrix))
             to = data[one.offset : one.offset + size]
             if one.matrix.storage == c.CODES:
-                pack_into(to, one.matrix, self._tensors.reader(self._runs(one.rows)), library.panel)
+                pack_into(to, one.matrix, self._tensors.reader(runs_of(one.rows, self._names)), library.panel)
             else:
                 one.matrix.data = to.ctypes.data
                 dtype = torch.bfloat16 if one.matrix.storage else torch.float32
-                runs = self._runs(one.rows)
+                runs = runs_of(one.rows, self._names)
                 weight = [read_stored(self._tensors, name, dtype)[torch.from_numpy(rows)] for name, rows in runs]
                 pack(self._team, one.matrix, torch.cat(weight))
-
-    def _runs(self, rows: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        """Runs of rows of one tensor: its name, and their numbers."""
-        for run in np.split(rows, np.flatnonzero(np.diff(rows // MOST_ROWS)) + 1):
-            yield self._names[run[0] // MOST_ROWS], run % MOST_ROWS
