@@ -36,7 +36,7 @@ class CodedWeight:
     def values(self) -> torch.Tensor:
         """float32 [out, in]."""
         n, k = self.codes.shape
-        columns = torch.arange(k) // self.blocks[1] if self.order is None else self.order
+        columns = torch.arange(k, device=self.codes.device) // self.blocks[1] if self.order is None else self.order
         scales = self.scales.float()
         if self.blocks[0] > 1:
             scales = scales.repeat_interleave(self.blocks[0], 0)[:n]
@@ -44,6 +44,13 @@ class CodedWeight:
         if self.zeros is not None:
             values -= self.zeros[:, columns]
         return values.mul_(scales[:, columns])
+
+    def to(self, device: torch.device) -> "CodedWeight":
+        parts = (None if one is None else one.to(device) for one in (self.codes, self.scales, self.zeros, self.order))
+        codes, scales, zeros, order = parts
+        assert codes is not None
+        assert scales is not None
+        return CodedWeight(self.bits, codes, scales, self.blocks, zeros, order)
 
     @property
     def code_bits(self) -> int | None:

@@ -105,13 +105,13 @@ def test_a_product_that_does_not_work_here_is_not_taken(monkeypatch, caplog, fau
 @pytest.mark.parametrize("kind", [Int4Tensor, Float8Tensor])
 def test_shapes_and_types_are_those_that_cuda_asks_for(kind):
     """Torch checks them without a GPU; layouts and numbers, `coded_tensor` checks on the GPU."""
-    with FakeTensorMode():
-        cuda, is_float = torch.device("cuda"), kind is Float8Tensor
+    with FakeTensorMode(), torch.device("cuda"):
+        is_float = kind is Float8Tensor
         codes = torch.empty(48, 256, dtype=torch.float8_e4m3fn if is_float else torch.uint8)
         groups = 1 if is_float else 2
         zeros = None if is_float else torch.empty(48, groups, dtype=torch.int16)
-        made = kind(CodedWeight(4, codes, torch.empty(48, groups), (1, 256 // groups), zeros), cuda)
-        out = F.linear(torch.empty(5, 256, dtype=torch.bfloat16, device=cuda), made)
+        made = kind(CodedWeight(4, codes, torch.empty(48, groups), (1, 256 // groups), zeros))
+        out = F.linear(torch.empty(5, 256, dtype=torch.bfloat16), made)
     assert (out.shape, out.dtype, out.device.type) == ((5, 48), torch.bfloat16, "cuda")
 
 
