@@ -36,14 +36,18 @@ class CodedWeight:
     def values(self) -> torch.Tensor:
         """float32 [out, in]."""
         n, k = self.codes.shape
-        columns = torch.arange(k, device=self.codes.device) // self.blocks[1] if self.order is None else self.order
-        scales = self.scales.float()
+        scales, zeros, columns = self.scales.float(), self.zeros, self.blocks[1]
         if self.blocks[0] > 1:
             scales = scales.repeat_interleave(self.blocks[0], 0)[:n]
+        if self.order is not None or k % columns:
+            order = torch.arange(k, device=scales.device) // columns if self.order is None else self.order
+            scales, zeros, columns = scales[:, order], None if zeros is None else zeros[:, order], 1
         values = self.codes.float()
-        if self.zeros is not None:
-            values -= self.zeros[:, columns]
-        return values.mul_(scales[:, columns])
+        blocks = values.view(n, -1, columns)
+        if zeros is not None:
+            blocks -= zeros[..., None]
+        blocks *= scales[..., None]
+        return values
 
     def to(self, device: torch.device) -> "CodedWeight":
         parts = (None if one is None else one.to(device) for one in (self.codes, self.scales, self.zeros, self.order))
@@ -52,13 +56,12 @@ class CodedWeight:
         assert scales is not None
         return CodedWeight(self.bits, codes, scales, self.blocks, zeros, order)
 
-    @property
-    def code_bits(self) -> int | None:
-        """Bits of the kernels' codes that hold the weight exactly; None: none do.
+    def code_bits(self, k: int) -> int | None:
+        """Bits of the kernels' codes that hold the weight exactly; None: none do. `k`: inputs.
 
         Codes of 5 bits hold all differences of a 4-bit code and its zero.
         """
-        zeros, k = self.zeros, self.codes.shape[1]
+        zeros = self.zeros
         if zeros is None or self.order is not None or k % KERNEL_GROUP:
             return None
         if self.blocks[1] % KERNEL_GROUP and self.scales.shape[1] > 1:

@@ -87,7 +87,7 @@ class PublishedTensors:
     def coded(self, name: str, is_whole: bool = True) -> CodedWeight | None:
         """The weight of a linear layer; None: it is stored as floats. Raises ModelError.
 
-        `is_whole`: otherwise, codes are on the device `meta`, and are not read.
+        `is_whole`: otherwise, there are only the first columns of codes, because reading takes longer than the rest.
         """
         if (scheme := self._quantised(name)) is None:
             return None
@@ -96,7 +96,8 @@ class PublishedTensors:
 
         def codes(suffix: str, kind: str, *shape: int) -> torch.Tensor:
             found = self._files.get(f"{module}.{suffix}", (kind,), shape)
-            return found if is_whole else found.to("meta")
+            # Codes of several outputs, in the layouts of GPTQ and AWQ, or of inputs are side by side.
+            return found if is_whole else found[:1] if suffix == "qweight" else found[:, :1]
 
         if scheme.layout in ("plain", "packed"):
             return self._compressed(module, scheme, n, k, codes)
@@ -174,7 +175,7 @@ class PublishedTensors:
             return None
         if name not in self._bits:
             weight = self.coded(name, is_whole=False)
-            self._bits[name] = None if weight is None else weight.code_bits
+            self._bits[name] = None if weight is None else weight.code_bits(self._shapes[name][1])
         return self._bits[name]
 
 
