@@ -93,7 +93,10 @@ FOREVER = LOOP.replace("{", "{{").replace("}", "}}") + "{}{{% endfor %}}{{% endf
             "too long|memory",
         ),
         ("{{ messages | tojson(indent=2000000000) }}", "memory|too long"),
-        ("{% set s = namespace(x='x') %}{% for _ in range(40) %}{% set s.x = s.x ~ s.x %}{% endfor %}", "memory|too long"),
+        (
+            "{% set s = namespace(x='x') %}{% for _ in range(40) %}{% set s.x = s.x ~ s.x %}{% endfor %}",
+            "memory|too long",
+        ),
         ("{{ '%2000000000d' | format(messages | length) }}", "memory|OverflowError|refuses"),
         ("{{ 'x' | center(90000000) }}", "characters|too long"),
         ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "refuses"),
