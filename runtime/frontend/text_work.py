@@ -40,11 +40,9 @@ class TextWork:
         self._processes = GrammarProcesses(grammar_timeout_s)
         self._checked: LRUCache[tuple[str, str | None, str], bool] = LRUCache(_CHECKED)
 
-    async def encode(
-        self, inputs: InputProcessor, submission: Submission, before: Submission | None = None
-    ) -> list[int]:
+    async def encode(self, inputs: InputProcessor, submission: Submission) -> list[int]:
         """`InputProcessor.encode` in a thread; also checks the grammar."""
-        tokens = await self.run(submission.account, partial(inputs.encode, submission, before))
+        tokens = await self.run(submission.account, partial(inputs.encode, submission))
         if submission.sampling.constrained:
             await self._check_grammar(submission)
         return tokens
