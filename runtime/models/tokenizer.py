@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import cached_property
@@ -19,6 +20,11 @@ from runtime.errors import InvalidRequest, ModelError, RametError
 from runtime.models.config_json import read_json
 from runtime.models.marks import cut, new_place
 from runtime.models.sandbox import Sandbox, TemplateTimeout, start_clock
+
+log = logging.getLogger(__name__)
+
+# In tokenizer_config.json: the chat template was made up, because the model has none.
+PLAIN_TEMPLATE = "has_plain_chat_template"
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -75,6 +81,8 @@ class Tokenizer:
         fast.no_padding()
         _apply_bos_eos(fast, config)
         tokenizer = cls(fast, config, _find_template(directory, config, chat_template))
+        if config.get(PLAIN_TEMPLATE) and chat_template is None:
+            log.warning("this model has no chat template, so chats get a plain one; --chat-template gives another")
         if chat_template is not None:
             try:  # report a broken template at the start, not for each chat
                 _ = tokenizer._template
