@@ -47,7 +47,7 @@ def find_fault(
         # A stand-in on a CPU has nothing to compile.
         kernels = [] if device.type == "cpu" else list(kernels_for(kv_dtype, spec.head_dim))
         loads = [(f"the kernels for {one.name}", lambda one=one: one.describe().build_and_load()) for one in kernels]
-        trial = Trial(spec, dtype, kv_dtype, page_size, device)
+        trial = FlashInferTrial(spec, dtype, kv_dtype, page_size, device)
         with tqdm(total=len(loads) + len(trial.steps), desc="FlashInfer", disable=quiet or None) as bar:
             for doing, work in (*loads, *trial.steps.items()):
                 bar.set_postfix_str(doing)
@@ -75,7 +75,7 @@ def capture_graphs(graphs: DecodeGraphs, sizes: Sequence[int], layers: int) -> N
 
 
 @dataclass(slots=True)
-class Trial:
+class FlashInferTrial:
     """One step of each kind on random data, by FlashInfer and by torch.
 
     Attributes:

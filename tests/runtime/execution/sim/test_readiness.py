@@ -132,7 +132,7 @@ def test_torch_gives_the_tokens_of_the_host_in_float32(llama, device):
     prompts = [draw(i, 20 + i) for i in range(4)]
     engine = Engine(device, llama, dtype="float32", **OPTIONS)
     assert engine.core.info.attention_backend == "torch"
-    assert "it has no float32" in engine.core.info.attention_note
+    assert "FlashInfer has no float32" in engine.core.info.attention_note
     found = engine.together(prompts, max_new_tokens=8)
     assert found == Driver(make_core(llama, kernels="torch")).together(prompts, max_new_tokens=8)
 
