@@ -1,6 +1,7 @@
 """GGUF files: number formats, missing and odd tensors, files that are cut."""
 
 import json
+import struct
 from functools import partial
 
 import gguf
@@ -216,3 +217,60 @@ def test_ends_and_windows_come_from_the_file(tmp_path):
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 7]
     texts = ["<|return|>", "<|call|>", "<|end|>", "<|endoftext|>"]
     assert _ends({"tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.tokens": texts}) == [0, 1, 3]
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def field(name: bytes, kind: int, *values: bytes) -> bytes:
+    return text(name) + struct.pack("<I", kind) + b"".join(values)
+
+
+def headed(*fields: bytes, tensors: tuple[bytes, ...] = ()) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(fields)) + b"".join((*fields, *tensors))
+
+
+def stored(*sizes: int, kind: int = 0, offset: int = 0) -> bytes:
+    return text(b"t") + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind, offset) + b"\0" * 64
+
+
+BOMBS = {
+    "numbers": headed(field(b"a", 9, struct.pack("<IQ", 4, 1 << 40))),
+    "numbers that wrap": headed(field(b"a", 9, struct.pack("<IQ", 12, (1 << 64) - 1))),
+    "texts": headed(field(b"a", 9, struct.pack("<IQ", 8, 3_000_000), b"\0" * 24_000_000)),
+    "bytes": headed(field(b"a", 9, struct.pack("<IQ", 0, 3_000_000), b"\0" * 3_000_000)),
+    "arrays": headed(field(b"a", 9, struct.pack("<IQ", 9, 1 << 40))),
+    "a long text": headed(field(b"a", 8, struct.pack("<Q", 1 << 60))),
+    "an unknown type": headed(field(b"a", 99)),
+    "fields": b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 50),
+    "tensors": b"GGUF" + struct.pack("<IQQ", 3, 1 << 50, 0),
+    "dimensions": headed(tensors=(stored(*[1] * 9),)),
+    "a large tensor": headed(tensors=(stored(1 << 62, 1 << 62),)),
+    "an offset that wraps": headed(tensors=(stored(4, offset=(1 << 64) - 8),)),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_a_header_promises_is_compared_with_the_file(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(gguf, "GGUFReader", lambda path: pytest.fail("it would make an object for each value"))
+    path = tmp_path / "m.gguf"
+    path.write_bytes(BOMBS[name])
+    with pytest.raises(ModelError, match=r"m\.gguf is truncated, or not a readable GGUF file"):
+        convert(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"block_count": (1 << 32) - 1},
+        {"llama.nextn_predict_layers": (1 << 32) - 100_000},
+        {"llama.nextn_predict_layers": LAYERS},
+        {"llama.expert_count": (1 << 32) - 1},
+        {"llama.expert_count": "many"},
+    ],
+)
+def test_counts_of_layers_and_experts_are_compared_with_the_tensors(tmp_path, counts):
+    path = write(tmp_path / "m.gguf", **counts)
+    with pytest.raises(ModelError, match="its tensors allow"):
+        convert(path, tmp_path / "out")
