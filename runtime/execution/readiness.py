@@ -25,7 +25,11 @@ _ROWS = 8
 # Rows of KV that each row of a step has for itself, and that all rows share.
 _OWN, _SHARED = 37, 64
 _CONTEXT = 4096
-_REMEDY = (
+_REMEDIES = {
+    ArithmeticError: "--kernels torch starts without it",
+    ImportError: "`make extra-cuda` installs what it needs",
+}
+_COMPILE = (
     f"flashinfer-jit-cache=={VERSION} brings compiled kernels; compiling them needs nvcc, a C++ compiler and cuBLAS' "
     "headers"
 )
@@ -55,7 +59,7 @@ def find_fault(
                 bar.update()
     # Compilers, loaders and kernels raise errors of many types, and the server is to start in any case.
     except Exception as error:
-        remedy = "--kernels torch starts without it" if isinstance(error, ArithmeticError) else _REMEDY
+        remedy = next((said for kind, said in _REMEDIES.items() if isinstance(error, kind)), _COMPILE)
         return f"FlashInfer fails at {doing} ({_brief(error)}). {remedy}"
     return None
 

@@ -53,7 +53,7 @@ def missing(monkeypatch):
 
 
 def not_importable(monkeypatch):
-    monkeypatch.delitem(sys.modules, "flashinfer.jit.rope")
+    monkeypatch.setitem(sys.modules, "flashinfer.jit.rope", None)
 
 
 def replaced(name, function):
@@ -80,7 +80,10 @@ FAULTS = {
     "a later version": (of_version("0.7.2.post1"), f"FlashInfer 0.7.2.post1 is installed, and Ramet calls {VERSION}"),
     "an earlier version": (of_version("0.6.14"), "FlashInfer 0.6.14 is installed"),
     "no FlashInfer": (missing, "FlashInfer is missing: `make extra-cuda`"),
-    "an import": (not_importable, "its import (No module named"),
+    "an import": (
+        not_importable,
+        "its import (import of flashinfer.jit.rope halted; None in sys.modules). `make extra-cuda`",
+    ),
     "a wrong norm": (replaced("rmsnorm", lambda x, weight, eps: x), "norms (results differ from torch's by"),
     "a wrong mask": (without_mask, "a masked step (results differ from torch's by"),
 }
