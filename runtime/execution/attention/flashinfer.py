@@ -10,7 +10,14 @@ import torch
 
 from runtime.batch import AttentionPlan
 from runtime.execution.attention.backend import AttentionBackend
-from runtime.execution.attention.paged_index import PagedIndex, by_call, merge_table, paged_index, visible_pairs
+from runtime.execution.attention.paged_index import (
+    PagedIndex,
+    by_call,
+    merge_runs,
+    merge_table,
+    paged_index,
+    visible_pairs,
+)
 from runtime.execution.flashinfer_package import load_flashinfer
 from runtime.execution.transfers import Mark, pin, upload
 from runtime.kv.pool import KVPool
@@ -21,6 +28,9 @@ _WORKSPACE_BYTES = 128 << 20
 
 # Reading shared pages once costs another call and a merge in every layer, about as much as reading 32 MiB.
 _MERGE_BYTES = 32 << 20
+
+# Merging has a block of threads for each row, with a thread for every 8 values of its heads.
+_BLOCK_VALUES = 8 * 1024
 
 
 @dataclass(slots=True)
@@ -44,16 +54,21 @@ class GroupCalls:
     """The planned calls of a layer group, which each of its layers runs.
 
     Attributes:
-        calls: the calls; if `table` is None, one call for all rows in order.
-        table: int64 [rows, n], see `merge_table`; None: there is nothing to merge.
+        calls: the calls; without `out`, one call for all rows in order.
         out, lse: buffers for E partial results, [E + 1, heads, dim] and float32 [E + 1, heads] (base 2). The last
             entry stays empty, for the padding of `table`.
+        whole: partial results of all rows in order; those of `merges` are added to them.
+        merges: pairs (range of `whole`'s partial results, other partial results of the same rows).
+        table: int64 [rows * parts, n], how to merge if there is no `whole`, see `merge_table`; the heads of each row
+            are merged in parts of `FlashInferAttention.merged_heads`.
     """
 
     calls: list[Call]
-    table: torch.Tensor | None = None
     out: torch.Tensor | None = None
     lse: torch.Tensor | None = None
+    whole: slice | None = None
+    merges: Sequence[tuple[slice, slice]] = ()
+    table: torch.Tensor | None = None
 
 
 class FlashInferAttention(AttentionBackend):
@@ -72,6 +87,10 @@ class FlashInferAttention(AttentionBackend):
         self.dtype = dtype
         self.device = pool.k.device
         self.least_saved_tokens = _MERGE_BYTES // (2 * pool.k[0, 0].numel() * pool.k.dtype.itemsize)
+        # Heads of a row that are merged at once.
+        self.merged_heads = next(
+            n for n in range(num_heads, 0, -1) if not num_heads % n and n * pool.k.shape[-1] <= _BLOCK_VALUES
+        )
         self._flashinfer = load_flashinfer()
         cuda = self.device.type == "cuda"
         self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 1
@@ -148,14 +167,25 @@ class FlashInferAttention(AttentionBackend):
             start = calls[-1].place.stop if calls else 0
             calls.append(self._call(part, kind, index, slice(start, start + len(index.rows))))
             indexes.append(index)
-        rows = np.concatenate([index.rows for index in indexes]) if indexes else np.empty(0, dtype=np.int64)
-        if len(calls) == 1 and calls[0].cos_sin is None and np.array_equal(rows, np.arange(plan.num_rows)):
+        rows = [index.rows for index in indexes]
+        whole = next((i for i, part in enumerate(rows) if np.array_equal(part, np.arange(plan.num_rows))), None)
+        if len(calls) == 1 and calls[0].cos_sin is None and whole is not None:
             return GroupCalls(calls)
-        table = upload(merge_table(rows, plan.num_rows), self.device)
-        shape = (len(rows) + 1, self.num_heads, self.pool.k.shape[-1])
-        out = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        lse = torch.full(shape[:2], -torch.inf, dtype=torch.float32, device=self.device)
-        return GroupCalls(calls, table, out, lse)
+        out, lse = self.results(sum(len(part) for part in rows) + 1)
+        merges = None if whole is None else merge_runs(rows, whole)
+        if whole is not None and merges is not None:
+            return GroupCalls(calls, out, lse, calls[whole].place, merges)
+        # The padding of the table: nothing.
+        out[-1], lse[-1] = 0, -torch.inf
+        table = merge_table(np.concatenate(rows) if rows else np.empty(0, dtype=np.int64), plan.num_rows)
+        parts = self.num_heads // self.merged_heads
+        table = (table[:, None] * parts + torch.arange(parts)[:, None]).flatten(0, 1)
+        return GroupCalls(calls, out, lse, table=upload(table, self.device))
+
+    def results(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Uninitialised buffers for `count` partial results, see `GroupCalls.out`."""
+        out = torch.empty(count, self.num_heads, self.pool.k.shape[-1], dtype=self.dtype, device=self.device)
+        return out, torch.empty(out.shape[:2], dtype=torch.float32, device=self.device)
 
     def _call(self, plan: AttentionPlan, kind: str, index: PagedIndex, place: slice) -> Call:
         if index.decode_only and kind != "masked":
@@ -215,7 +245,7 @@ class FlashInferAttention(AttentionBackend):
 
     def run(self, prepared: GroupCalls, q: torch.Tensor, layer: int) -> torch.Tensor:
         pages = self.pages(layer)
-        if prepared.table is None or prepared.out is None or prepared.lse is None:
+        if prepared.out is None or prepared.lse is None:
             return prepared.calls[0].wrapper.run(q, pages)
         for call in prepared.calls:
             queries = q[call.rows]
@@ -223,4 +253,12 @@ class FlashInferAttention(AttentionBackend):
                 queries = rotate(queries, *call.cos_sin)
             out, lse = prepared.out[call.place], prepared.lse[call.place]
             call.wrapper.run(queries, pages, out=out, lse=lse, return_lse=True)
-        return self._flashinfer.merge_states(prepared.out[prepared.table], prepared.lse[prepared.table])[0]
+        heads = self.merged_heads
+        out, lse = prepared.out.view(-1, heads, q.shape[2]), prepared.lse.view(-1, heads)
+        if prepared.table is not None:
+            return self._flashinfer.merge_states(out[prepared.table], lse[prepared.table])[0].view(q.shape)
+        parts = self.num_heads // heads
+        for place, other in prepared.merges:
+            into, found = (slice(one.start * parts, one.stop * parts) for one in (place, other))
+            self._flashinfer.merge_state_in_place(out[into], lse[into], out[found], lse[found])
+        return prepared.out[prepared.whole]

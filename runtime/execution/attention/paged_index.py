@@ -2,11 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from runtime.batch import AttentionPlan, Edge, Span
+
+# A table of partial results costs three kernels a layer, in place of one for each run of rows.
+_MOST_RUNS = 3
 
 
 @dataclass(slots=True)
@@ -128,6 +132,31 @@ def _cut(edge: Edge, plan: AttentionPlan, page_size: int) -> Iterator[tuple[str,
         if whole:
             yield "full", part(0, whole), None
         yield "masked", part(whole, most), visible - whole
+
+
+def merge_runs(rows: Sequence[np.ndarray], whole: int) -> list[tuple[slice, slice]] | None:
+    """Which partial results to merge into those of call `whole`, which has all rows in order.
+
+    Args:
+        rows: int64, the row of each partial result, for each call.
+        whole: index into `rows`.
+
+    Returns:
+        (partial results of `whole`, other partial results) for each run of neighbouring rows; None: there are more than
+        `_MOST_RUNS`, and one kernel for all of them is faster.
+    """
+    starts = np.cumsum([0] + [len(part) for part in rows])
+    found: list[tuple[slice, slice]] = []
+    for call, part in enumerate(rows):
+        if call == whole:
+            continue
+        cuts = [0, *(np.flatnonzero(np.diff(part) != 1) + 1).tolist(), len(part)]
+        if len(found) + len(cuts) - 1 > _MOST_RUNS:
+            return None
+        for first, stop in pairwise(cuts):
+            into, other = int(starts[whole] + part[first]), int(starts[call] + first)
+            found.append((slice(into, into + stop - first), slice(other, other + stop - first)))
+    return found
 
 
 def merge_table(rows: np.ndarray, num_rows: int) -> torch.Tensor:

@@ -162,11 +162,22 @@ if flashinfer is not None:
             ours.plan = fits(ours.__name__, "_plan_impl")(ours.plan)
 
 
+@fits("merge_state_in_place")
+def merge_state_in_place(v, s, v_other, s_other, mask=None):
+    for tensor in (v, s, v_other, s_other):
+        assert tensor.is_contiguous()
+    assert v.shape == v_other.shape
+    merged, sums = merge_states(torch.stack((v, v_other), 1), torch.stack((s, s_other), 1))
+    v.copy_(merged)
+    s.copy_(sums)
+
+
 @fits("merge_states")
 def merge_states(v, s):
     assert v.is_contiguous()
     assert s.is_contiguous()
     assert s.dtype == torch.float32
+    assert v.shape[2] * v.shape[3] // 8 <= 1024, "threads of a block"
     top = s.amax(1, keepdim=True).nan_to_num(neginf=0.0)
     weight = torch.exp2(s - top)
     total = weight.sum(1)
@@ -229,6 +240,7 @@ def stand_in() -> SimpleNamespace:
         BatchPrefillWithPagedKVCacheWrapper=BatchPrefillWithPagedKVCacheWrapper,
         BatchDecodeWithPagedKVCacheWrapper=BatchDecodeWithPagedKVCacheWrapper,
         merge_states=merge_states,
+        merge_state_in_place=merge_state_in_place,
         rmsnorm=rmsnorm,
         sampling=SimpleNamespace(top_k_renorm_probs=top_k_renorm_probs, top_p_renorm_probs=top_p_renorm_probs),
         fused_add_rmsnorm=fused_add_rmsnorm,

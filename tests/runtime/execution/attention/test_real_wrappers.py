@@ -15,8 +15,7 @@ from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.rope_spec import RopeSpec
 from tests.runtime.execution.attention.dense import Pages, dense_attention, random_plan
-from tests.runtime.execution.attention.stand_in import attend, slots
-from tests.runtime.execution.attention.stand_in import merge_states as merge_in_torch
+from tests.runtime.execution.attention.stand_in import attend, merge_state_in_place, merge_states, slots
 
 flashinfer = pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
 
@@ -97,7 +96,8 @@ def kernels(monkeypatch):
     # By its full name the module is hidden behind a function.
     packbits = sys.modules["flashinfer.quantization.packbits"]
     monkeypatch.setattr(packbits, "get_quantization_module", lambda: packed)
-    monkeypatch.setattr(flashinfer, "merge_states", merge_in_torch)
+    monkeypatch.setattr(flashinfer, "merge_states", merge_states)
+    monkeypatch.setattr(flashinfer, "merge_state_in_place", merge_state_in_place)
     return found
 
 
