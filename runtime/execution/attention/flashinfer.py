@@ -18,6 +18,7 @@ from runtime.execution.attention.paged_index import (
     paged_index,
     visible_pairs,
 )
+from runtime.execution.attention.windows import windowed
 from runtime.execution.flashinfer_package import load_flashinfer
 from runtime.execution.transfers import Mark, pin, upload
 from runtime.kv.pool import KVPool
@@ -94,8 +95,8 @@ class FlashInferAttention(AttentionBackend):
         self._flashinfer = load_flashinfer()
         cuda = self.device.type == "cuda"
         self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 1
-        self._workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self.reserve(0)
+        self.workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self.reserve(0, 0)
         # The device copies plans from the wrappers' pinned memory, in stream order; this marks the end of the copies.
         self._plans_copied = Mark(self.device)
         self._wrappers: dict[str, list[Any]] = {"prefill": [], "decode": []}
@@ -103,8 +104,12 @@ class FlashInferAttention(AttentionBackend):
 
     def prepare_step(self, plans: Sequence[AttentionPlan]) -> list[GroupCalls]:
         self._used = dict.fromkeys(self._wrappers, 0)
+        prepared: dict[int, GroupCalls] = {}  # layer groups with the same window share a plan
         with self.planning():
-            return super().prepare_step(plans)
+            for plan in plans:
+                if id(plan) not in prepared:
+                    prepared[id(plan)] = self.prepare(plan)
+        return [prepared[id(plan)] for plan in plans]
 
     @contextmanager
     def planning(self) -> Iterator[None]:
@@ -119,21 +124,26 @@ class FlashInferAttention(AttentionBackend):
         finally:
             self._plans_copied.set()
 
-    def reserve(self, rows: int) -> None:
-        """Enlarge the workspace for a decode call of `rows` rows in a graph, or with 0 for calls without a graph.
+    def reserve(self, queries: int, requests: int) -> None:
+        """Enlarge the workspace for a call in a graph, or with zeros for calls without a graph.
 
         FlashInfer keeps float32 partial results of tiles of query rows: in a graph for every possible tile, otherwise
         for the tiles that run at the same time.
+
+        Args:
+            queries: of all virtual requests.
+            requests: number of virtual requests, at most one more than `queries`; beyond, FlashInfer's plan overflows.
         """
         _, kv_heads, head_dim = self.pool.k.shape[1:]
         group = self.num_heads // kv_heads
-        tile = 128 if group > 64 or not rows else 64 if group > 16 else 16
-        tiles = max(2 * self._num_sms // kv_heads, -(-rows * group // tile) + rows - 1)
+        most = (queries - requests + 1) * group  # FlashInfer's estimate of a request's queries, by which tiles are cut
+        tile = 128 if most > 64 or not queries else 64 if most > 16 else 16
+        tiles = max(2 * self._num_sms // kv_heads, -(-queries * group // tile) + requests - 1)
         size = max(_WORKSPACE_BYTES, tiles * tile * self.num_heads * (head_dim + 1) * 4)
-        if size > len(self._workspace):
+        if size > len(self.workspace):
             # All wrappers share the workspace, as kernels run one after the other. Older wrappers keep the old one.
             # The split kernels have counters in it, which must start at zero.
-            self._workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def _wrapper(self, kind: str) -> Any:
         # The device copies a plan from the wrapper's buffers while the step runs, so each call of a step needs its own
@@ -144,14 +154,16 @@ class FlashInferAttention(AttentionBackend):
             wrappers.append(self.make_decode() if kind == "decode" else self.make_prefill())
         return wrappers[index]
 
-    def make_prefill(self) -> Any:
-        """A wrapper for several queries per request."""
-        return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, kv_layout="NHD", backend="fa2")
+    def make_prefill(self, **buffers: Any) -> Any:
+        """A wrapper for several queries per request; `buffers`: the fixed buffers of a CUDA graph."""
+        return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self.workspace, kv_layout="NHD", backend="fa2", **buffers
+        )
 
     def make_decode(self, **buffers: Any) -> Any:
         """A wrapper for one query per request; `buffers`: the fixed buffers of a CUDA graph."""
         return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, kv_layout="NHD", use_tensor_cores=self.uses_tensor_cores, backend="fa2", **buffers
+            self.workspace, kv_layout="NHD", use_tensor_cores=self.uses_tensor_cores, backend="fa2", **buffers
         )
 
     @property
@@ -162,10 +174,11 @@ class FlashInferAttention(AttentionBackend):
     def prepare(self, plan: AttentionPlan) -> GroupCalls:
         indexes: list[PagedIndex] = []
         calls: list[Call] = []
-        for kind, part in by_call(plan, self.pool.page_size).items():
+        plan, window = windowed(plan, self.pool.page_size)
+        for kind, part in by_call(plan, self.pool.page_size, window).items():
             index = paged_index(part, self.pool.page_size)
             start = calls[-1].place.stop if calls else 0
-            calls.append(self._call(part, kind, index, slice(start, start + len(index.rows))))
+            calls.append(self._call(part, kind, index, window, slice(start, start + len(index.rows))))
             indexes.append(index)
         rows = [index.rows for index in indexes]
         whole = next((i for i, part in enumerate(rows) if np.array_equal(part, np.arange(plan.num_rows))), None)
@@ -187,16 +200,18 @@ class FlashInferAttention(AttentionBackend):
         out = torch.empty(count, self.num_heads, self.pool.k.shape[-1], dtype=self.dtype, device=self.device)
         return out, torch.empty(out.shape[:2], dtype=torch.float32, device=self.device)
 
-    def _call(self, plan: AttentionPlan, kind: str, index: PagedIndex, place: slice) -> Call:
+    def _call(self, plan: AttentionPlan, kind: str, index: PagedIndex, window: int | None, place: slice) -> Call:
+        if kind != "causal":
+            window = None
         if index.decode_only and kind != "masked":
             wrapper = self._wrapper("decode")
-            self.plan_decode(wrapper, index)
+            self.plan_decode(wrapper, index, window)
         else:
             wrapper = self._wrapper("prefill")
             mask = None
             if kind == "masked":
                 mask = upload(torch.cat([visible_pairs(edge, plan).flatten() for edge in plan.edges]), self.device)
-            self.plan_prefill(wrapper, index, kind == "causal", mask)
+            self.plan_prefill(wrapper, index, kind == "causal", mask, window)
         cos_sin = None
         if index.shift.any():
             cos_sin = self.rope.shift(upload(torch.from_numpy(-index.shift), self.device))
@@ -207,19 +222,32 @@ class FlashInferAttention(AttentionBackend):
             return slice(int(rows[0]), int(rows[0]) + len(rows))
         return upload(torch.from_numpy(rows), self.device)
 
-    def plan_decode(self, wrapper: Any, index: PagedIndex) -> None:
-        """Plan a decode wrapper for one query a request."""
+    def plan_decode(self, wrapper: Any, index: PagedIndex, window: int | None) -> None:
+        """Plan a decode wrapper for one query a request, which sees the last `window` keys; None: all."""
         wrapper.plan(
             pin(torch.from_numpy(index.kv_indptr), self.device),
             upload(torch.from_numpy(index.kv_indices), self.device),
             pin(torch.from_numpy(index.last_page_len), self.device),
             *self._shape(),
+            window_left=-1 if window is None else window - 1,
             q_data_type=self.dtype,
             kv_data_type=self.pool.k.dtype,
         )
 
-    def plan_prefill(self, wrapper: Any, index: PagedIndex, causal: bool, mask: torch.Tensor | None) -> None:
-        """Plan a prefill wrapper; `mask`: bool, `visible_pairs` of all requests, flattened and concatenated."""
+    def plan_prefill(
+        self,
+        wrapper: Any,
+        index: PagedIndex,
+        causal: bool = False,
+        mask: torch.Tensor | None = None,
+        window: int | None = None,
+    ) -> None:
+        """Plan a prefill wrapper.
+
+        Args:
+            causal: whether query i of n sees all keys but the last n - 1 - i, or with `window` the last of these.
+            mask: bool, `visible_pairs` of all requests, flattened and concatenated; None: see `causal`.
+        """
         wrapper.plan(
             pin(torch.from_numpy(index.qo_indptr), self.device),
             pin(torch.from_numpy(index.kv_indptr), self.device),
@@ -228,6 +256,7 @@ class FlashInferAttention(AttentionBackend):
             *self._shape(),
             custom_mask=mask,
             causal=causal,
+            window_left=-1 if window is None else window - 1,
             q_data_type=self.dtype,
             kv_data_type=self.pool.k.dtype,
             max_token_per_sequence=int(np.diff(index.qo_indptr).max()),

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
 
-from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup
-from runtime.execution.attention.paged_index import rows_of, visible_of
+from runtime.batch import AttentionPlan, Edge, ForwardBatch, LayerGroup
+from runtime.execution.attention.paged_index import causal_window, rows_of, visible_of
 from runtime.kv.near import NearPages
 
 
@@ -78,6 +78,72 @@ def narrowed(
             groups.append(part)
         groups[-len(runs)].load, groups[-1].save = group.load, group.save
     return replace(batch, groups=groups)
+
+
+def windowed(plan: AttentionPlan, page_size: int) -> tuple[AttentionPlan, int | None]:
+    """A plan within a window in the form of kernels that know windows, but only of causal edges.
+
+    Where rows see only a part of a shared span, each request reads all its spans as one instead. So it shares nothing,
+    but reads no more than a window.
+
+    Returns:
+        The plan, and `causal_window` of it. A plan whose spans do not follow each other is not changed.
+    """
+    hidden = [edge for edge in plan.edges if edge.hidden is not None]
+    if not hidden:
+        return plan, None
+    window = causal_window(plan)
+    if window is None or any(edge.visible is None and len(edge.hidden) > 1 for edge in hidden):
+        plan = _joined(plan, page_size)
+        window = causal_window(plan)
+    return plan, window
+
+
+def _joined(plan: AttentionPlan, page_size: int) -> AttentionPlan:
+    """The plan with one edge for each request; the same plan if that is not possible."""
+    of_row: list[list[int]] = [[] for _ in range(plan.num_rows)]
+    for i, edge in enumerate(plan.edges):
+        for row in rows_of(edge, plan.num_rows):
+            of_row[row].append(i)
+    joined = AttentionPlan(plan.num_rows)
+    for found, members in groupby(range(plan.num_rows), key=of_row.__getitem__):
+        edges = sorted((plan.edges[i] for i in found), key=lambda edge: plan.spans[edge.span].position)
+        rows = [*members]
+        if edges and not _join(plan, edges, slice(rows[0], rows[-1] + 1), page_size, joined):
+            return plan
+    return joined
+
+
+def _join(plan: AttentionPlan, edges: Sequence[Edge], rows: slice, page_size: int, into: AttentionPlan) -> bool:
+    """Add one edge for `rows` in place of `edges`, which are in order. Returns False if their spans do not fit."""
+    *before, own = edges
+    spans = [plan.spans[edge.span] for edge in edges]
+    if any(span.keep is not None or span.shift for span in spans) or any(edge.visible is not None for edge in before):
+        return False
+    if any(a.position + a.length != b.position or a.length % page_size for a, b in pairwise(spans)):
+        return False
+    every = np.arange(rows.start, rows.stop)
+    if own.visible is None and len(every) > 1:
+        return False
+    hidden = np.zeros(len(every), dtype=np.int32)
+    for edge in edges:
+        if edge.hidden is not None:  # all of a span, or the spans behind it are not hidden
+            hidden += edge.hidden[np.searchsorted(rows_of(edge, plan.num_rows), every)]
+    length = sum(span.length for span in spans)
+    visible = None
+    if own.visible is not None:
+        visible = own.visible[np.searchsorted(rows_of(own, plan.num_rows), every)] + np.int32(length - spans[-1].length)
+    skipped = int(hidden.min()) // page_size
+    unread = np.int32(skipped * page_size)
+    span = replace(
+        spans[0],
+        pages=np.concatenate([span.pages for span in spans])[skipped:],
+        length=length - int(unread),
+        position=spans[0].position + int(unread),
+    )
+    hidden -= unread
+    into.add(rows, span, None if visible is None else visible - unread, hidden if hidden.any() else None)
+    return True
 
 
 def _placed(plan: AttentionPlan, near: NearPages) -> AttentionPlan:

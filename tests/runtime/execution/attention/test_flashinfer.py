@@ -159,7 +159,7 @@ def test_wrappers_are_made_once_and_share_the_workspace(replaced):
         world.check(cascade(world), decode(world))
     assert len(Wrapper.made) == 3
     assert len({wrapper.workspace.data_ptr() for wrapper in Wrapper.made}) == 1
-    assert not world.ours._workspace.any(), "the split kernels count in it from zero"
+    assert not world.ours.workspace.any(), "the split kernels count in it from zero"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
@@ -202,11 +202,11 @@ def test_there_is_room_for_the_partial_results_of_large_graphs(replaced):
     """FlashInfer's plan refuses a workspace with less than its tiles times heads times head_dim floats."""
     pool = KVPool(1, 64, 16, 8, 128, torch.bfloat16, torch.device("cpu"))
     ours = FlashInferAttention(pool, RotaryEmbedding(ROPE, 128, torch.device("cpu")), 32)
-    usual = len(ours._workspace)
+    usual = len(ours.workspace)
     assert usual == 128 << 20
-    ours.reserve(128)
-    assert len(ours._workspace) == usual
-    ours.reserve(512)
+    ours.reserve(128, 128)
+    assert len(ours.workspace) == usual
+    ours.reserve(512, 512)
     tiles = 512 * 4 // 16 + 511
-    assert len(ours._workspace) >= 32 * tiles * 16 * 128 * 4 > usual
-    assert not ours._workspace.any()
+    assert len(ours.workspace) >= 32 * tiles * 16 * 128 * 4 > usual
+    assert not ours.workspace.any()
