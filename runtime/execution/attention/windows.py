@@ -93,7 +93,7 @@ def windowed(plan: AttentionPlan, page_size: int) -> tuple[AttentionPlan, int | 
     if not hidden:
         return plan, None
     window = causal_window(plan)
-    if window is None or any(edge.visible is None and len(edge.hidden) > 1 for edge in hidden):
+    if window is None or any(edge.visible is None and len(rows_of(edge, plan.num_rows)) > 1 for edge in hidden):
         plan = _joined(plan, page_size)
         window = causal_window(plan)
     return plan, window
@@ -116,34 +116,41 @@ def _joined(plan: AttentionPlan, page_size: int) -> AttentionPlan:
 
 def _join(plan: AttentionPlan, edges: Sequence[Edge], rows: slice, page_size: int, into: AttentionPlan) -> bool:
     """Add one edge for `rows` in place of `edges`, which are in order. Returns False if their spans do not fit."""
-    *before, own = edges
+    every = np.arange(rows.start, rows.stop)
     spans = [plan.spans[edge.span] for edge in edges]
+    hides = [_hidden(edge, plan, every) for edge in edges]
+    while len(spans) > 1 and (hides[0] == spans[0].length).all():
+        del spans[0], hides[0]
+    *before, own = edges[-len(spans) :]
     if any(span.keep is not None or span.shift for span in spans) or any(edge.visible is not None for edge in before):
         return False
     if any(a.position + a.length != b.position or a.length % page_size for a, b in pairwise(spans)):
         return False
-    every = np.arange(rows.start, rows.stop)
     if own.visible is None and len(every) > 1:
         return False
-    hidden = np.zeros(len(every), dtype=np.int32)
-    for edge in edges:
-        if edge.hidden is not None:  # all of a span, or the spans behind it are not hidden
-            hidden += edge.hidden[np.searchsorted(rows_of(edge, plan.num_rows), every)]
     length = sum(span.length for span in spans)
     visible = None
     if own.visible is not None:
-        visible = own.visible[np.searchsorted(rows_of(own, plan.num_rows), every)] + np.int32(length - spans[-1].length)
+        visible = own.visible[_places(own, plan, every)] + np.int32(length - spans[-1].length)
+    hidden = np.sum(hides, axis=0, dtype=np.int32)  # behind rows that are not hidden, none are
     skipped = int(hidden.min()) // page_size
     unread = np.int32(skipped * page_size)
-    span = replace(
-        spans[0],
-        pages=np.concatenate([span.pages for span in spans])[skipped:],
-        length=length - int(unread),
-        position=spans[0].position + int(unread),
-    )
+    pages = np.concatenate([span.pages for span in spans])[skipped:]
+    span = replace(spans[0], pages=pages, length=length - int(unread), position=spans[0].position + int(unread))
     hidden -= unread
     into.add(rows, span, None if visible is None else visible - unread, hidden if hidden.any() else None)
     return True
+
+
+def _places(edge: Edge, plan: AttentionPlan, rows: np.ndarray) -> np.ndarray:
+    """Where some rows are among an edge's rows."""
+    every = rows_of(edge, plan.num_rows)
+    order = np.argsort(every)
+    return order[np.searchsorted(every, rows, sorter=order)]
+
+
+def _hidden(edge: Edge, plan: AttentionPlan, rows: np.ndarray) -> np.ndarray:
+    return np.zeros(len(rows), dtype=np.int32) if edge.hidden is None else edge.hidden[_places(edge, plan, rows)]
 
 
 def _placed(plan: AttentionPlan, near: NearPages) -> AttentionPlan:
