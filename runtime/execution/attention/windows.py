@@ -129,10 +129,10 @@ def _join(plan: AttentionPlan, edges: Sequence[Edge], rows: slice, page_size: in
     if own.visible is None and len(every) > 1:
         return False
     length = sum(span.length for span in spans)
-    visible = None
+    visible: np.ndarray | None = None
     if own.visible is not None:
         visible = own.visible[_places(own, plan, every)] + np.int32(length - spans[-1].length)
-    hidden = np.sum(hides, axis=0, dtype=np.int32)  # behind rows that are not hidden, none are
+    hidden = np.stack(hides).sum(0, dtype=np.int32)  # behind rows that are not hidden, none are
     skipped = int(hidden.min()) // page_size
     unread = np.int32(skipped * page_size)
     pages = np.concatenate([span.pages for span in spans])[skipped:]

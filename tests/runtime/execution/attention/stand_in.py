@@ -73,7 +73,7 @@ class Wrapper:
         Wrapper.made.append(self)
 
     def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
-        assert float_workspace_buffer is self.workspace
+        assert float_workspace_buffer.data_ptr() == self.workspace.data_ptr()
         assert int_workspace_buffer.dtype == torch.uint8
 
     def fill(self, indptr, indices, last_page_len):
