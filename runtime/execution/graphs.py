@@ -236,24 +236,25 @@ class DecodeGraphs:
         shape = GraphShape(size, tuple(CallShape(len(step.levels), step.window) for step in steps), groups)
         return self._graph(shape).run(batch.tokens, batch.positions, first.kv_write, fitting)
 
-    def capture_all(self, report: Callable[[int, int], None] | None = None) -> None:
-        """Capture the graphs of the steps whose rows share nothing or one level of spans, the largest first.
+    def shapes(self, most: int) -> list[GraphShape]:
+        """The graphs that steps of up to `most` rows usually need, the largest first, so that others reuse its memory.
 
-        `report`: called with the number of captured graphs and of all, after each of them.
+        Rows share nothing, or one level of spans.
         """
         layers = range(self._model.spec.num_layers)
-        shapes = [
+        sizes = reversed(self.sizes[: bisect_left(self.sizes, most) + 1])
+        return [
             GraphShape(size, (CallShape(levels),), ((layers, 0),))
-            for size in reversed(self.sizes)
+            for size in sizes
             for levels in ((1, 0) if size > 1 else (0,))
         ]
+
+    def capture(self, shape: GraphShape) -> None:
+        """Capture a graph before a step needs it. It computes unused rows only."""
+        steps = [DecodeStep((), [()] * call.levels, call.window) for call in shape.calls]
+        indexes = [index for step in steps if (index := self._index(step, shape.size)) is not None]
         nothing = torch.empty(0, dtype=torch.int64)
-        for done, shape in enumerate(shapes):
-            index = self._index(DecodeStep([], [[]] * shape.calls[0].levels), shape.size)
-            assert index is not None
-            self._graph(shape).run(nothing, nothing, nothing, [index])
-            if report is not None:
-                report(done + 1, len(shapes))
+        self._graph(shape).run(nothing, nothing, nothing, indexes)
 
     def _graph(self, shape: GraphShape) -> DecodeGraph:
         if shape not in self._graphs:

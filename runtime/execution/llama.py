@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from runtime.batch import AdapterRows, ForwardBatch, LayerGroup, StateRows
 from runtime.execution.adapters import Adapted, FusedAdapter, add, fuse, rows_within
 from runtime.execution.attention.backend import AttentionBackend
-from runtime.execution.attention.cpu import CPUAttention
+from runtime.execution.attention.torch_attention import TorchAttention
 from runtime.execution.experts import Experts, take_fused
 from runtime.execution.mixers.attention import Attention
 from runtime.execution.mixers.delta_net import DeltaNet
@@ -111,7 +111,7 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward(
-        self, batch: ForwardBatch, pool: KVPool, backend: AttentionBackend, near: CPUAttention | None = None
+        self, batch: ForwardBatch, pool: KVPool, backend: AttentionBackend, near: TorchAttention | None = None
     ) -> torch.Tensor:
         """Run one step: write new K and V into `pool` and return float32 logits [S, vocab] of `logits_rows`.
 
