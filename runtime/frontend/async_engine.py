@@ -174,7 +174,7 @@ class AsyncEngine:
         try:
             with frontend.admit(account, wanted, expected):
                 async with asyncio.timeout_at(deadline_s):
-                    encoded = [await self._work.encode(frontend.inputs, submission) for submission in submissions]
+                    encoded = await self._encode(frontend, submissions)
         except TimeoutError:
             raise _too_late(timeout_s) from None
         stream = OutputStream(self._running(), partial(self._work.run, account))
@@ -187,6 +187,12 @@ class AsyncEngine:
             stream.close()
             raise
         return stream
+
+    async def _encode(self, frontend: Frontend, submissions: list[Submission]) -> list[list[int]]:
+        encoded: list[list[int]] = []
+        for before, submission in zip([None, *submissions], submissions, strict=False):
+            encoded.append(await self._work.encode(frontend.inputs, submission, before))
+        return encoded
 
     def prepare(self, answered: Submission, output: Output, render: Callable[[], str | None]) -> None:
         """Have the next turn of a conversation computed while the engine is idle.

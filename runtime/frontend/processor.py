@@ -16,7 +16,7 @@ from runtime.frontend.limits import RequestLimits
 from runtime.frontend.output import Output, PlacedPrompt, Submission
 from runtime.models.tokenizer import Detokenizer, Tokenizer
 from runtime.params import SamplingParams
-from runtime.protocol import Abort, AddRequest, Finish, Inbound, TokenEvent
+from runtime.protocol import Abort, AddRequest, Finish, Inbound, Sampling, TokenEvent
 
 log = logging.getLogger("ramet.client")
 
@@ -106,6 +106,7 @@ class Frontend:
         self._open: dict[str, Choice] = {}
         self._by_submission: dict[tuple[str, str], set[str]] = {}
         self._serial = 0
+        self._sent: SamplingParams | None = None
 
     @property
     def num_open(self) -> int:
@@ -140,9 +141,13 @@ class Frontend:
         key = submission.tokens = array("i", tokens).tobytes()
         sampling = submission.sampling
         now = time.monotonic()
-        fields = sampling.model_dump(exclude={"stop"})  # stop strings are found here, in the text
+        if sampling is not self._sent:  # all choices and prompts of a body share them
+            fields = sampling.model_dump(exclude={"stop"})  # stop strings are found here, in the text
+            self._send(Sampling(fields, submission.bad_words))
+            self._sent = sampling
+        limit: dict[str, Any] = {}
         if sampling.max_new_tokens is None:
-            fields["max_new_tokens"] = self.inputs.most_output(length, length if placed is None else placed.stop)
+            limit = {"max_new_tokens": self.inputs.most_output(length, length if placed is None else placed.stop)}
         reuse = self.inputs.reuse_of(submission)
         self._by_submission[submission.key] = rids = set()
         self._serial += 1
@@ -161,7 +166,7 @@ class Frontend:
                 AddRequest(
                     rid=rid,
                     tokens=key,
-                    sampling={**fields, "seed": seed},
+                    sampling={**limit, "seed": seed},
                     namespace=submission.namespace,
                     account=submission.account,
                     logprobs=submission.logprobs,
@@ -174,7 +179,6 @@ class Frontend:
                     hold_s=submission.hold_s,
                     breakpoints=[] if choice else submission.breakpoints,
                     progress=submission.progress and choice == 0,
-                    bad_words=submission.bad_words,
                 )
             )
 

@@ -1,15 +1,24 @@
 """The simulated device for each test."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.runtime.execution.sim.cuda import Cuda
+from tests.runtime.execution.sim.engines import save
 from tests.runtime.execution.sim.kernels import flashinfer_on
 from tests.runtime.execution.sim.package import Package
 from tests.runtime.execution.sim.tensors import Device, Dispatch
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of a random model of a family. Ask for it before `device`, which would simulate its making."""
+    return cache(lambda kind: save(kind, tmp_path_factory.mktemp(kind)))
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Engines on the simulated device, and small models whose heads FlashInfer has kernels for."""
 
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from runtime.params import SamplingParams
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.execution.sim.events import Events
 from tests.runtime.execution.sim.tensors import Device
-from tests.tiny import vary
+from tests.tiny import WITH_TOKENIZER, vary
 
 VOCAB = 300
 _BASE: dict[str, Any] = {
@@ -53,8 +54,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 DIFFUSION = ("llada", "dream", "sdar")
 
 
-def save(kind: str, directory: Path) -> Path:
-    """Write a random model of a family as a Hugging Face directory without a tokenizer."""
+def save(kind: str, directory: Path, tokenizer_from: Path | None = None) -> Path:
+    """Write a random model of a family as a Hugging Face directory; with a tokenizer, for all of its tokens."""
     torch.manual_seed(1)
     if kind in DIFFUSION:
         with pytest.MonkeyPatch.context() as patched:  # heads that FlashInfer has kernels for
@@ -62,9 +63,12 @@ def save(kind: str, directory: Path) -> Path:
             patched.setattr(diffusion, "HEAD_DIM", 64)
             return diffusion.save_tiny(kind, directory / kind, layers=2)
     family = getattr(transformers, f"{kind}ForCausalLM")
-    model = family(family.config_class(**{**_BASE, **FAMILIES[kind]}))
+    vocab = VOCAB if tokenizer_from is None else WITH_TOKENIZER
+    model = family(family.config_class(**{**_BASE, **FAMILIES[kind], "vocab_size": vocab}))
     vary(model)
     model.save_pretrained(directory)
+    for name in () if tokenizer_from is None else ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer_from / name, directory / name)
     return directory
 
 

@@ -29,6 +29,9 @@ class _OnDevice:
             if not isinstance(tensor, DeviceTensor):  # FlashInfer copies it without waiting
                 self._device.note("upload" if self._device.is_pinned(tensor) else "pageable", "a plan")
         _check(self._device, "plan", options.values())
+        if options.get("custom_mask") is not None:  # FlashInfer packs it, and asks how large the result is
+            self._device.note("pageable", "bounds of a mask")
+            self._device.note("sync", "size of a packed mask")
         with kernels_only():
             self._wrapper.plan(*tree_map(_here, given), **tree_map(_here, options))
 
