@@ -80,9 +80,8 @@ class GraphAttention:
 
     def __init__(self, backend: FlashInferAttention, size: int, shape: CallShape, buffers: Buffers):
         self._backend, self._size, self._shape, self._buffers = backend, size, shape, buffers
-        device = backend.device
         self._own = self._make(backend.make_decode, "buffer", "own", size, size)
-        own = Call(self._own, slice(0, size), None, slice(0, size))
+        own = Call(self._own, None, None)
         self._shared: Any = None
         if not shape.levels:
             self.calls = GroupCalls([own])
@@ -90,11 +89,12 @@ class GraphAttention:
         edges, queries = max_edges(size, shape.levels), size * shape.levels
         qo_indptr = _zeros(backend, edges + 1, torch.int32)
         self._shared = self._make(backend.make_prefill, "buf", "shared", queries, edges, qo_indptr_buf=qo_indptr)
-        rows = slice(0, size) if shape.levels == 1 else upload(torch.arange(size).repeat(shape.levels), device)
-        shared = Call(self._shared, rows, None, slice(size, size + queries))
+        rows = None if shape.levels == 1 else upload(torch.arange(size).repeat(shape.levels), backend.device)
+        results = backend.results(size + queries)
+        own.into = results.of(slice(0, size))
+        shared = Call(self._shared, rows, None, results.of(slice(size, None)))
         levels = (slice(first, first + size) for first in range(size, size + queries, size))
-        merges = [(slice(0, size), level) for level in levels]
-        self.calls = GroupCalls([own, shared], *backend.results(size + queries), slice(0, size), merges)
+        self.calls = backend.merged([own, shared], 0, results, [(slice(0, size), level) for level in levels])
 
     def _make(
         self, make: Callable[..., Any], suffix: str, kind: str, queries: int, requests: int, **buffers: torch.Tensor

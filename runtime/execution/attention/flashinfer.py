@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,20 +35,35 @@ _MERGE_BYTES = 32 << 20
 _BLOCK_VALUES = 8 * 1024
 
 
+class Results(NamedTuple):
+    """Partial results of rows: out [E, heads, dim], and lse float32 [E, heads] (base 2)."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def of(self, place: slice) -> "Results":
+        """Some of them, as views."""
+        return Results(self.out[place], self.lse[place])
+
+    def split(self, heads: int) -> "Results":
+        """As results of rows with `heads` heads; each row becomes several, which are neighbours."""
+        return Results(self.out.view(-1, heads, self.out.shape[2]), self.lse.view(-1, heads))
+
+
 @dataclass(slots=True)
 class Call:
     """One planned wrapper.
 
     Attributes:
-        rows: query rows, as rows of the layer group; a slice if they are contiguous.
+        rows: query rows, as rows of the layer group; a slice if they are contiguous; None: all in order.
         cos_sin: rotation of the queries by the shifts of their spans, float32 [rows, head_dim / 2] each.
-        place: where the call writes its partial results in `GroupCalls.out`.
+        into: where the call writes its partial results; None: it has the only results.
     """
 
     wrapper: Any
-    rows: slice | torch.Tensor
+    rows: slice | torch.Tensor | None
     cos_sin: tuple[torch.Tensor, torch.Tensor] | None
-    place: slice
+    into: Results | None = None
 
 
 @dataclass(slots=True)
@@ -55,21 +71,19 @@ class GroupCalls:
     """The planned calls of a layer group, which each of its layers runs.
 
     Attributes:
-        calls: the calls; without `out`, one call for all rows in order.
-        out, lse: buffers for E partial results, [E + 1, heads, dim] and float32 [E + 1, heads] (base 2). The last
-            entry stays empty, for the padding of `table`.
-        whole: partial results of all rows in order; those of `merges` are added to them.
-        merges: pairs (range of `whole`'s partial results, other partial results of the same rows).
-        table: int64 [rows * parts, n], how to merge if there is no `whole`, see `merge_table`; the heads of each row
-            are merged in parts of `FlashInferAttention.merged_heads`.
+        calls: the calls.
+        merges: pairs (partial results, others of the same rows, which are added to them).
+        whole: [rows, heads, dim], where the results are once `merges` are done; None: there is a table or one call.
+        table: int64 [rows * parts, n], how to merge `every`, see `merge_table`; the heads of each row are merged in
+            parts of `FlashInferAttention.merged_heads`.
+        every: all partial results in parts; the last ones are empty, for the padding of `table`.
     """
 
     calls: list[Call]
-    out: torch.Tensor | None = None
-    lse: torch.Tensor | None = None
-    whole: slice | None = None
-    merges: Sequence[tuple[slice, slice]] = ()
+    merges: Sequence[tuple[Results, Results]] = ()
+    whole: torch.Tensor | None = None
     table: torch.Tensor | None = None
+    every: Results | None = None
 
 
 class FlashInferAttention(AttentionBackend):
@@ -87,6 +101,11 @@ class FlashInferAttention(AttentionBackend):
         self.num_heads = num_heads
         self.dtype = dtype
         self.device = pool.k.device
+        # K and V of each layer, each [pages, page_size, kv_heads, head_dim].
+        self.pages = [
+            tuple(half[layer].unflatten(0, (-1, pool.page_size)) for half in (pool.k, pool.v))
+            for layer in range(len(pool.k))
+        ]
         self.least_saved_tokens = _MERGE_BYTES // (2 * pool.k[0, 0].numel() * pool.k.dtype.itemsize)
         # Heads of a row that are merged at once.
         self.merged_heads = next(
@@ -172,35 +191,44 @@ class FlashInferAttention(AttentionBackend):
         return self.num_heads // self.pool.k.shape[2] >= 4
 
     def prepare(self, plan: AttentionPlan) -> GroupCalls:
-        indexes: list[PagedIndex] = []
-        calls: list[Call] = []
-        plan, window = windowed(plan, self.pool.page_size)
-        for kind, part in by_call(plan, self.pool.page_size, window).items():
-            index = paged_index(part, self.pool.page_size)
-            start = calls[-1].place.stop if calls else 0
-            calls.append(self._call(part, kind, index, window, slice(start, start + len(index.rows))))
-            indexes.append(index)
-        rows = [index.rows for index in indexes]
-        whole = next((i for i, part in enumerate(rows) if np.array_equal(part, np.arange(plan.num_rows))), None)
+        page_size = self.pool.page_size
+        plan, window = windowed(plan, page_size)
+        parts = by_call(plan, page_size, window)
+        indexes = {kind: paged_index(part, page_size) for kind, part in parts.items()}
+        calls = [self._call(part, kind, indexes[kind], window) for kind, part in parts.items()]
+        rows = [index.rows for index in indexes.values()]
+        whole = next((i for i, call in enumerate(calls) if call.rows is None), None)
         if len(calls) == 1 and calls[0].cos_sin is None and whole is not None:
             return GroupCalls(calls)
-        out, lse = self.results(sum(len(part) for part in rows) + 1)
-        merges = None if whole is None else merge_runs(rows, whole)
-        if whole is not None and merges is not None:
-            return GroupCalls(calls, out, lse, calls[whole].place, merges)
+        ends = np.cumsum([0] + [len(part) for part in rows]).tolist()
+        results = self.results(ends[-1] + 1)
+        for call, place in zip(calls, pairwise(ends), strict=True):
+            call.into = results.of(slice(*place))
+        runs = None if whole is None else merge_runs(rows, whole)
+        if whole is not None and runs is not None:
+            return self.merged(calls, whole, results, runs)
         # The padding of the table: nothing.
-        out[-1], lse[-1] = 0, -torch.inf
+        results.out[-1], results.lse[-1] = 0, -torch.inf
         table = merge_table(np.concatenate(rows) if rows else np.empty(0, dtype=np.int64), plan.num_rows)
-        parts = self.num_heads // self.merged_heads
-        table = (table[:, None] * parts + torch.arange(parts)[:, None]).flatten(0, 1)
-        return GroupCalls(calls, out, lse, table=upload(table, self.device))
+        split = self.num_heads // self.merged_heads
+        table = (table[:, None] * split + torch.arange(split)[:, None]).flatten(0, 1)
+        return GroupCalls(calls, table=upload(table, self.device), every=results.split(self.merged_heads))
 
-    def results(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Uninitialised buffers for `count` partial results, see `GroupCalls.out`."""
+    def results(self, count: int) -> Results:
+        """Room for `count` partial results, not initialised."""
         out = torch.empty(count, self.num_heads, self.pool.k.shape[-1], dtype=self.dtype, device=self.device)
-        return out, torch.empty(out.shape[:2], dtype=torch.float32, device=self.device)
+        return Results(out, torch.empty(out.shape[:2], dtype=torch.float32, device=self.device))
 
-    def _call(self, plan: AttentionPlan, kind: str, index: PagedIndex, window: int | None, place: slice) -> Call:
+    def merged(
+        self, calls: list[Call], whole: int, results: Results, runs: Sequence[tuple[slice, slice]]
+    ) -> GroupCalls:
+        """Calls of which `whole` has all rows in order; `runs` of other `results` are merged into its, in place."""
+        heads, into = self.merged_heads, calls[whole].into
+        assert into is not None
+        merges = [(results.of(one).split(heads), results.of(other).split(heads)) for one, other in runs]
+        return GroupCalls(calls, merges, into.out)
+
+    def _call(self, plan: AttentionPlan, kind: str, index: PagedIndex, window: int | None) -> Call:
         if kind != "causal":
             window = None
         if index.decode_only and kind != "masked":
@@ -215,9 +243,11 @@ class FlashInferAttention(AttentionBackend):
         cos_sin = None
         if index.shift.any():
             cos_sin = self.rope.shift(upload(torch.from_numpy(-index.shift), self.device))
-        return Call(wrapper, self._place(index.rows), cos_sin, place)
+        return Call(wrapper, self._place(index.rows, plan.num_rows), cos_sin)
 
-    def _place(self, rows: np.ndarray) -> slice | torch.Tensor:
+    def _place(self, rows: np.ndarray, num_rows: int) -> slice | torch.Tensor | None:
+        if np.array_equal(rows, np.arange(num_rows)):
+            return None
         if len(rows) and np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows))):
             return slice(int(rows[0]), int(rows[0]) + len(rows))
         return upload(torch.from_numpy(rows), self.device)
@@ -267,27 +297,20 @@ class FlashInferAttention(AttentionBackend):
         _, _, kv_heads, head_dim = self.pool.k.shape
         return self.num_heads, kv_heads, head_dim, self.pool.page_size
 
-    def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer, each [pages, page_size, kv_heads, head_dim]."""
-        k, v = (t[layer].unflatten(0, (-1, self.pool.page_size)) for t in (self.pool.k, self.pool.v))
-        return k, v
-
     def run(self, prepared: GroupCalls, q: torch.Tensor, layer: int) -> torch.Tensor:
-        pages = self.pages(layer)
-        if prepared.out is None or prepared.lse is None:
-            return prepared.calls[0].wrapper.run(q, pages)
+        pages = self.pages[layer]
         for call in prepared.calls:
-            queries = q[call.rows]
+            queries = q if call.rows is None else q[call.rows]
             if call.cos_sin is not None:
                 queries = rotate(queries, *call.cos_sin)
-            out, lse = prepared.out[call.place], prepared.lse[call.place]
-            call.wrapper.run(queries, pages, out=out, lse=lse, return_lse=True)
-        heads = self.merged_heads
-        out, lse = prepared.out.view(-1, heads, q.shape[2]), prepared.lse.view(-1, heads)
-        if prepared.table is not None:
-            return self._flashinfer.merge_states(out[prepared.table], lse[prepared.table])[0].view(q.shape)
-        parts = self.num_heads // heads
-        for place, other in prepared.merges:
-            into, found = (slice(one.start * parts, one.stop * parts) for one in (place, other))
-            self._flashinfer.merge_state_in_place(out[into], lse[into], out[found], lse[found])
-        return prepared.out[prepared.whole]
+            if call.into is None:
+                return call.wrapper.run(queries, pages)
+            call.wrapper.run(queries, pages, out=call.into.out, lse=call.into.lse, return_lse=True)
+        for into, other in prepared.merges:
+            self._flashinfer.merge_state_in_place(*into, *other)
+        if prepared.whole is not None:
+            return prepared.whole
+        assert prepared.table is not None
+        assert prepared.every is not None
+        out, lse = prepared.every
+        return self._flashinfer.merge_states(out[prepared.table], lse[prepared.table])[0].view(q.shape)
