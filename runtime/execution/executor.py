@@ -182,7 +182,7 @@ class Executor:
                 self.quantization = "mxfp4"
         model = LlamaModel(share, weights, self.device, ops, keeps_codes)
         self.rope, self._decoder = model.rope, model
-        graphs = self._graph_sizes(config) if backend == "flashinfer" else []
+        graphs = self._graph_sizes(config, model.most_free_rows) if backend == "flashinfer" else []
         self.pool = self._make_pool(config, share, spare_pages=1 if graphs else 0)
         model.states = self.states
         if library is not None:
@@ -257,13 +257,12 @@ class Executor:
             )
         return library
 
-    def _graph_sizes(self, config: Config) -> list[int]:
-        """Batch sizes of the CUDA graphs; empty with several ranks, for diffusion models and for experts."""
-        experts = isinstance(self.spec, LlamaSpec) and self.spec.experts is not None  # a graph cannot wait for counts
-        if self._group is not None or self.spec.diffusion is not None or experts:
+    def _graph_sizes(self, config: Config, most_rows: float) -> list[int]:
+        """Batch sizes of the CUDA graphs, up to `most_rows`; empty with several ranks and for diffusion models."""
+        if self._group is not None or self.spec.diffusion is not None:
             return []
-        sizes = sorted({int(size) for size in config.engine.cuda_graph_batches.split(",") if size})
-        return [size for size in sizes if size]
+        sizes = {int(size) for size in config.engine.cuda_graph_batches.split(",") if size}
+        return sorted(size for size in sizes if 0 < size <= most_rows)
 
     def _choose_attention(self, config: Config, spec: LlamaSpec) -> str:
         """The backend for a model of Ramet's own code. FlashInfer must first compute one step of each kind.

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -55,7 +55,8 @@ def find_fault(
                 bar.update()
     # Compilers, loaders and kernels raise errors of many types, and the server is to start in any case.
     except Exception as error:
-        return f"FlashInfer fails at {doing} ({_brief(error)}). {_REMEDY}"
+        remedy = "--kernels torch starts without it" if isinstance(error, ArithmeticError) else _REMEDY
+        return f"FlashInfer fails at {doing} ({_brief(error)}). {remedy}"
     return None
 
 
@@ -90,11 +91,11 @@ class Trial:
     def _draw(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._random).to(self.device, self.dtype)
 
-    def _span(self, length: int, first: int = 0, **options: int | torch.Tensor) -> Span:
-        """A span whose pages begin with the page of row `first` of the pool."""
+    def _span(self, length: int, first: int = 0) -> Span:
+        """A span whose pages begin behind row `first` of the pool."""
         start = -(-first // self.page_size)
         pages = np.arange(start, start - (-length // self.page_size), dtype=np.int32)[::-1].copy()
-        return Span(pages, length, **options)  # type: ignore[arg-type]
+        return Span(pages, length)
 
     def _plans(self) -> Iterator[tuple[str, AttentionPlan]]:
         def own(plan: AttentionPlan) -> AttentionPlan:
@@ -102,9 +103,9 @@ class Trial:
                 plan.add(slice(row, row + 1), self._span(_OWN, _SHARED + row * (_OWN + self.page_size)))
             return plan
 
-        def shared(**options: int | torch.Tensor) -> AttentionPlan:
+        def shared(shift: int = 0, keep: torch.Tensor | None = None) -> AttentionPlan:
             plan = AttentionPlan(_ROWS)
-            plan.add(slice(0, _ROWS), self._span(_SHARED, **options))
+            plan.add(slice(0, _ROWS), replace(self._span(_SHARED), shift=shift, keep=keep))
             return plan
 
         prompt = AttentionPlan(_ROWS)

@@ -104,7 +104,7 @@ class InputProcessor:
         replays = submission.replay and not special and self.info.diffusion is None
         if not (keep or replays):
             return self.tokenizer.encode(text, add_special_tokens=special)
-        before = self.replay.find(submission.account, text) if replays else NOTHING
+        before = self.replay.find(submission.account, submission.namespace, text) if replays else NOTHING
         start = before.characters
         rest, rest_ends = self.tokenizer.encode_with_ends(text[start:], special)
         tokens, ends = before.tokens + array("i", rest), before.ends + array("i", [start + end for end in rest_ends])

@@ -120,6 +120,10 @@ class Frontend:
             raise InvalidRequest(message, param="n")
         return self._admission.held(account, completions, tokens)
 
+    def check_batch(self, account: str, tokens: int) -> None:
+        """See `RequestLimits.check_batch`."""
+        self._admission.check_batch(account, tokens)
+
     def submit(self, submission: Submission, tokens: list[int], index: int, on_output: OnOutput) -> None:
         """Send a submission's completions to the engine.
 
@@ -141,10 +145,7 @@ class Frontend:
         key = submission.tokens = array("i", tokens).tobytes()
         sampling = submission.sampling
         now = time.monotonic()
-        if sampling is not self._sent:  # all choices and prompts of a body share them
-            fields = sampling.model_dump(exclude={"stop"})  # stop strings are found here, in the text
-            self._send(Sampling(fields, submission.bad_words))
-            self._sent = sampling
+        self._send_sampling(submission)
         limit: dict[str, Any] = {}
         if sampling.max_new_tokens is None:
             limit = {"max_new_tokens": self.inputs.most_output(length, length if placed is None else placed.stop)}
@@ -181,6 +182,13 @@ class Frontend:
                     progress=submission.progress and choice == 0,
                 )
             )
+
+    def _send_sampling(self, submission: Submission) -> None:
+        """Send the sampling parameters, unless the last submission had them: all prompts of a body share them."""
+        if submission.sampling is not self._sent:
+            fields = submission.sampling.model_dump(exclude={"stop"})  # stop strings are found here, in the text
+            self._send(Sampling(fields, submission.bad_words))
+            self._sent = submission.sampling
 
     def abort(self, rid: str | None) -> int:
         """Abort the submissions with an id, of any account, or all (None); returns their number.
@@ -271,7 +279,7 @@ class Frontend:
         submission, output = choice.submission, choice.output
         if submission.said is not None and submission.store and not output.choice and output.token_ids:
             said = replace(submission.said, answer=array("i", output.token_ids))
-            self.inputs.replay.add(submission.account, said)
+            self.inputs.replay.add(submission.account, submission.namespace, said)
 
     def _begin(self, choice: Choice) -> None:
         if choice.waiting_tokens:

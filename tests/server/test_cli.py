@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import runtime.frontend
+from radix import POLICIES
 from runtime import Engine
 from runtime.config import CacheConfig, Config, ServerConfig, make_config, unusable
 from runtime.engine.opening import open_engine
@@ -410,7 +411,7 @@ def test_the_tables_have_every_option_with_its_default(capsys):
     assert [defaults[name] for name in named] == ["on", "foresight", "0.5", ""]
     assert all(row[2].startswith(field.description) for row, field in zip(rows, options.values(), strict=True))
     texts = {row[0].strip("| `-"): row[2] for row in rows}
-    assert texts["eviction-policy"].endswith(" (foresight, lru) |")
+    assert texts["eviction-policy"].endswith(f" ({', '.join(POLICIES)}) |")
     assert texts["page-size"] == f"{options['page_size'].description} |"
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from runtime.errors import ModelError
 from runtime.execution import flashinfer_package
-from runtime.execution.flashinfer_package import VERSION
+from runtime.execution.flashinfer_package import COST, VERSION
 from tests.runtime.engine.driver import Driver, make_core
-from tests.runtime.execution.sim.engines import Engine, draw, save
+from tests.runtime.execution.sim.engines import Engine, draw
 from tests.runtime.execution.sim.package import Package
 
 OPTIONS = {"cuda_graph_batches": "1,4,64", "max_running": 4}
@@ -21,9 +21,9 @@ compilation terminated.
 """
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return save("Llama", tmp_path_factory.mktemp("llama"))
+@pytest.fixture
+def llama(saved):
+    return saved("Llama")
 
 
 def no_compiler(name):
@@ -86,7 +86,7 @@ FAULTS = {
 }
 
 
-def test_kernels_are_loaded_and_graphs_captured_before_the_engine_is_ready(device, llama, monkeypatch, caplog):
+def test_kernels_are_loaded_and_graphs_captured_before_the_engine_is_ready(llama, device, monkeypatch, caplog):
     package = Package(version=f"{VERSION}+cu130")
     package.install(monkeypatch)
     engine = Engine(device, llama, **OPTIONS)
@@ -101,14 +101,14 @@ def test_kernels_are_loaded_and_graphs_captured_before_the_engine_is_ready(devic
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_whatever_fails_is_said_on_one_line_and_torch_serves(device, llama, monkeypatch, caplog, fault):
+def test_whatever_fails_is_said_on_one_line_and_torch_serves(llama, device, monkeypatch, caplog, fault):
     cause, said = FAULTS[fault]
     cause(monkeypatch)
     engine = Engine(device, llama, **OPTIONS)
     info = engine.core.info
     assert info.attention_backend == "torch"
     assert said in info.attention_note
-    assert "in place of" in info.attention_note, "what it costs"
+    assert COST[1:] in info.attention_note
     lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and "FlashInfer" in r.getMessage()]
     assert lines == [f"torch computes attention, not FlashInfer: {info.attention_note}"]
     assert "\n" not in lines[0]
@@ -118,7 +118,7 @@ def test_whatever_fails_is_said_on_one_line_and_torch_serves(device, llama, monk
     assert engine.core.counters["failed_steps"] == 0
 
 
-def test_a_backend_that_is_asked_for_by_name_is_had_or_refused(device, llama, monkeypatch):
+def test_a_backend_that_is_asked_for_by_name_is_had_or_refused(llama, device, monkeypatch):
     FAULTS["a broken compiler"][0](monkeypatch)
     with pytest.raises(
         ModelError, match=r"^--kernels flashinfer: FlashInfer fails at the kernels for norm \(.*cublasLt"
@@ -128,7 +128,7 @@ def test_a_backend_that_is_asked_for_by_name_is_had_or_refused(device, llama, mo
     assert engine.core.info.attention_note.startswith("--kernels torch. ")
 
 
-def test_torch_gives_the_tokens_of_the_host_in_float32(device, llama):
+def test_torch_gives_the_tokens_of_the_host_in_float32(llama, device):
     prompts = [draw(i, 20 + i) for i in range(4)]
     engine = Engine(device, llama, dtype="float32", **OPTIONS)
     assert engine.core.info.attention_backend == "torch"
@@ -137,7 +137,7 @@ def test_torch_gives_the_tokens_of_the_host_in_float32(device, llama):
     assert found == Driver(make_core(llama, kernels="torch")).together(prompts, max_new_tokens=8)
 
 
-def test_steps_run_without_graphs_that_cannot_be_captured(device, llama, monkeypatch, caplog):
+def test_steps_run_without_graphs_that_cannot_be_captured(llama, device, monkeypatch, caplog):
     def fails(*_):
         raise RuntimeError("operation not permitted when stream is capturing")
 
