@@ -29,7 +29,7 @@ def little_is_shared(monkeypatch):
 
 def decoding(device, path, prompts):
     """An engine that decodes requests, whose shared prompts are in the tree."""
-    engine = Engine(device, path, cuda_graph_batches="8")
+    engine = Engine(device, path)
     for prompt in prompts:
         engine.together([prompt], max_new_tokens=1)
     engine.tokens.clear()
@@ -78,7 +78,7 @@ def test_graphs_and_windows_give_the_tokens_of_the_host(device, models, monkeypa
 
 
 def test_prompts_within_a_window_need_no_mask(device, models):
-    engine = Engine(device, models["Mistral"], cuda_graph_batches="8")
+    engine = Engine(device, models["Mistral"])
     engine.together([SHARED[0]], max_new_tokens=1)
     engine.begin_decode([SHARED[0][:110]])
     for prompt in SHARED[1:]:
