@@ -252,7 +252,7 @@ class EngineConfig(Section):
 
     threads: int | None = Field(None, ge=1, le=4096, description="CPU threads of the engine; default: all cores")
     cuda_graph_batches: str = Field(
-        "1,2,4,8,16,32,64,128",
+        "1,2,4,8,16,32,64,128,256",
         pattern=r"^(\d+(,\d+)*)?$",
         description="comma-separated batch sizes of CUDA graphs for decode steps, padded to the next one; 0: no graphs",
     )

@@ -2,7 +2,6 @@
 
 import logging
 import math
-from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -196,7 +195,7 @@ class Executor:
                 attention = FlashInferAttention(self.pool, model.rope, share.num_heads, self.dtype)
                 if graphs:
                     self._graphs = DecodeGraphs(model, self.pool, attention, graphs, self.context_length)
-                    self._capture(graphs, config.scheduler.max_running)
+                    self._capture(config.scheduler.max_running)
             self.backend_name = attention.name
             self.least_saved_tokens = attention.least_saved_tokens
             self._forward = partial(model.forward, pool=self.pool, backend=attention, near=near)
@@ -286,7 +285,7 @@ class Executor:
             self.backend_note = f"{why}. {COST[0].upper()}{COST[1:]}"
             log.log(level, "torch computes attention, not FlashInfer: %s", self.backend_note)
 
-    def _capture(self, sizes: list[int], most: int) -> None:
+    def _capture(self, most: int) -> None:
         """Capture the graphs of decode steps of up to `most` rows. If this fails, steps run without graphs.
 
         Raises ModelError if the failure has made the GPU unusable.
@@ -294,7 +293,7 @@ class Executor:
         if self.device.type == "cpu" or self._graphs is None:
             return
         try:
-            capture_graphs(self._graphs, sizes[: bisect_left(sizes, most) + 1], self.spec.num_layers)
+            capture_graphs(self._graphs, most)
         except Exception as error:  # of the driver, the allocator or a kernel
             if is_lost(self.device):
                 raise ModelError(f"a CUDA graph cannot be captured ({error}): --cuda-graph-batches 0") from None

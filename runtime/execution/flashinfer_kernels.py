@@ -15,18 +15,24 @@ class Kernel(NamedTuple):
     describe: Callable[[], Any]
 
 
-def kernels_for(kv_dtype: torch.dtype, head_dim: int) -> Iterator[Kernel]:
-    """What a model loads, in the order in which a first run needs it. Raises ImportError without FlashInfer."""
+def kernels_for(kv_dtype: torch.dtype, head_dim: int, windows: bool) -> Iterator[Kernel]:
+    """What a model loads, in the order in which a first run needs it. Raises ImportError without FlashInfer.
+
+    `windows`: whether some layers have a window.
+    """
     yield from _common()
-    yield from _attention(kv_dtype, head_dim)
+    yield from _attention(kv_dtype, head_dim, False)
+    if windows:
+        yield from _attention(kv_dtype, head_dim, True)
 
 
 def every_kernel() -> Iterator[Kernel]:
     """What all models load: heads of 64 and 128, KV in bfloat16 and fp8; those that are needed most first."""
     yield from _common()
-    for kv_dtype in _NAMES:
-        for head_dim in (64, 128):
-            yield from _attention(kv_dtype, head_dim)
+    for window in (False, True):
+        for kv_dtype in _NAMES:
+            for head_dim in (64, 128):
+                yield from _attention(kv_dtype, head_dim, window)
 
 
 def _common() -> Iterator[Kernel]:
@@ -45,26 +51,26 @@ def _common() -> Iterator[Kernel]:
     yield Kernel("sampling", gen_sampling_module)
 
 
-def _attention(kv_dtype: torch.dtype, head_dim: int) -> Iterator[Kernel]:
-    of = f"{_NAMES.get(kv_dtype, kv_dtype)}, heads of {head_dim}"
-    yield Kernel(f"prefill, {of}", lambda: _prefill(kv_dtype, head_dim))
-    yield Kernel(f"decode, {of}", lambda: _decode(kv_dtype, head_dim))
+def _attention(kv_dtype: torch.dtype, head_dim: int, window: bool) -> Iterator[Kernel]:
+    of = f"{_NAMES.get(kv_dtype, kv_dtype)}, heads of {head_dim}{', window' if window else ''}"
+    yield Kernel(f"prefill, {of}", lambda: _prefill(kv_dtype, head_dim, window))
+    yield Kernel(f"decode, {of}", lambda: _decode(kv_dtype, head_dim, window))
 
 
-def _prefill(kv_dtype: torch.dtype, head_dim: int) -> Any:
+def _prefill(kv_dtype: torch.dtype, head_dim: int, window: bool) -> Any:
     """Attention of several rows a request, and of single rows if at least 4 query heads share keys."""
     from flashinfer.jit.attention import gen_batch_prefill_module
 
     half = torch.bfloat16
-    # No rotation (mode 0), window, cap or products in half precision within attention.
+    # No rotation (mode 0), cap or products in half precision within attention.
     return gen_batch_prefill_module(
-        "fa2", half, kv_dtype, half, torch.int32, head_dim, head_dim, 0, False, False, False
+        "fa2", half, kv_dtype, half, torch.int32, head_dim, head_dim, 0, window, False, False
     )
 
 
-def _decode(kv_dtype: torch.dtype, head_dim: int) -> Any:
+def _decode(kv_dtype: torch.dtype, head_dim: int, window: bool) -> Any:
     """Attention of one row a request if fewer than 4 query heads share keys."""
     from flashinfer.jit.attention import gen_batch_decode_module
 
     half = torch.bfloat16
-    return gen_batch_decode_module(half, kv_dtype, half, torch.int32, head_dim, head_dim, 0, False, False)
+    return gen_batch_decode_module(half, kv_dtype, half, torch.int32, head_dim, head_dim, 0, window, False)

@@ -1,14 +1,14 @@
 """Whether FlashInfer computes a model here: its kernels are loaded or compiled, and every kind of step is compared."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
+from runtime.batch import AttentionPlan, Span, causal_visible
 from runtime.execution.attention.flashinfer import FlashInferAttention
 from runtime.execution.attention.torch_attention import TorchAttention
 from runtime.execution.flashinfer_kernels import kernels_for
@@ -49,7 +49,7 @@ def find_fault(
     try:
         load_flashinfer()
         # A stand-in on a CPU has nothing to compile.
-        kernels = [] if device.type == "cpu" else list(kernels_for(kv_dtype, spec.head_dim))
+        kernels = [] if device.type == "cpu" else list(kernels_for(kv_dtype, spec.head_dim, bool(spec.windows)))
         loads = [(f"the kernels for {one.name}", lambda one=one: one.describe().build_and_load()) for one in kernels]
         trial = FlashInferTrial(spec, dtype, kv_dtype, page_size, device)
         with tqdm(total=len(loads) + len(trial.steps), desc="FlashInfer", disable=quiet or None) as bar:
@@ -64,18 +64,10 @@ def find_fault(
     return None
 
 
-def capture_graphs(graphs: DecodeGraphs, sizes: Sequence[int], layers: int) -> None:
-    """Capture the graphs of decode steps of `sizes` rows, before a request has to wait for them.
-
-    The steps write no KV: every row is a token at position 0 that reads the pool's first row.
-    """
-    for rows in tqdm(sizes, desc="CUDA graphs", unit="size", disable=None):
-        plan = AttentionPlan(rows)
-        for row in range(rows):
-            plan.add(slice(row, row + 1), Span(np.zeros(1, dtype=np.int32), 1))
-        zeros = torch.zeros(rows, dtype=torch.int64)
-        group = LayerGroup(range(layers), None, zeros - 1, plan)
-        graphs.run(ForwardBatch(zeros, zeros, [group], torch.arange(rows)))
+def capture_graphs(graphs: DecodeGraphs, most: int) -> None:
+    """Capture the graphs of decode steps of up to `most` rows, before a request has to wait for them."""
+    for shape in tqdm(graphs.shapes(most), desc="CUDA graphs", unit="graph", disable=None):
+        graphs.capture(shape)
 
 
 @dataclass(slots=True)
@@ -127,6 +119,12 @@ class FlashInferTrial:
         yield "cascade", own(shared())
         yield "masked", own(shared(keep=torch.arange(_SHARED) % 3 > 0))
         yield "shifted", own(shared(shift=11))
+        if self.spec.windows:
+            for rows in (1, _ROWS):
+                plan, visible = AttentionPlan(rows), causal_visible(_SHARED, rows)
+                hidden = np.arange(_SHARED - rows, _SHARED, dtype=np.int32) + np.int32(1 - _OWN)
+                plan.add(slice(0, rows), self._span(_SHARED), visible, hidden)
+                yield f"windowed {'decode' if rows == 1 else 'prefill'}", plan
 
     @torch.inference_mode()
     def _attend(self, plan: AttentionPlan) -> None:
@@ -137,7 +135,7 @@ class FlashInferTrial:
             half.copy_(self._draw(*half.shape).to(self.kv_dtype))
         rope = RotaryEmbedding(spec.rope, spec.head_dim, self.device)
         ours = FlashInferAttention(pool, rope, spec.num_heads, self.dtype)
-        reference, q = TorchAttention(pool, rope), self._draw(_ROWS, spec.num_heads, spec.head_dim)
+        reference, q = TorchAttention(pool, rope), self._draw(plan.num_rows, spec.num_heads, spec.head_dim)
         (planned,) = ours.prepare_step([plan])
         _compare(ours.run(planned, q, 0), reference.run(reference.prepare(plan), q, 0))
 

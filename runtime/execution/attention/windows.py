@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
 
-from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup
-from runtime.execution.attention.paged_index import rows_of, visible_of
+from runtime.batch import AttentionPlan, Edge, ForwardBatch, LayerGroup
+from runtime.execution.attention.paged_index import causal_window, rows_of, visible_of
 from runtime.kv.near import NearPages
 
 
@@ -78,6 +78,79 @@ def narrowed(
             groups.append(part)
         groups[-len(runs)].load, groups[-1].save = group.load, group.save
     return replace(batch, groups=groups)
+
+
+def windowed(plan: AttentionPlan, page_size: int) -> tuple[AttentionPlan, int | None]:
+    """A plan within a window in the form of kernels that know windows, but only of causal edges.
+
+    Where rows see only a part of a shared span, each request reads all its spans as one instead. So it shares nothing,
+    but reads no more than a window.
+
+    Returns:
+        The plan, and `causal_window` of it. A plan whose spans do not follow each other is not changed.
+    """
+    hidden = [edge for edge in plan.edges if edge.hidden is not None]
+    if not hidden:
+        return plan, None
+    window = causal_window(plan)
+    if window is None or any(edge.visible is None and len(rows_of(edge, plan.num_rows)) > 1 for edge in hidden):
+        plan = _joined(plan, page_size)
+        window = causal_window(plan)
+    return plan, window
+
+
+def _joined(plan: AttentionPlan, page_size: int) -> AttentionPlan:
+    """The plan with one edge for each request; the same plan if that is not possible."""
+    of_row: list[list[int]] = [[] for _ in range(plan.num_rows)]
+    for i, edge in enumerate(plan.edges):
+        for row in rows_of(edge, plan.num_rows):
+            of_row[row].append(i)
+    joined = AttentionPlan(plan.num_rows)
+    for found, members in groupby(range(plan.num_rows), key=of_row.__getitem__):
+        edges = sorted((plan.edges[i] for i in found), key=lambda edge: plan.spans[edge.span].position)
+        rows = [*members]
+        if edges and not _join(plan, edges, slice(rows[0], rows[-1] + 1), page_size, joined):
+            return plan
+    return joined
+
+
+def _join(plan: AttentionPlan, edges: Sequence[Edge], rows: slice, page_size: int, into: AttentionPlan) -> bool:
+    """Add one edge for `rows` in place of `edges`, which are in order. Returns False if their spans do not fit."""
+    every = np.arange(rows.start, rows.stop)
+    spans = [plan.spans[edge.span] for edge in edges]
+    hides = [_hidden(edge, plan, every) for edge in edges]
+    while len(spans) > 1 and (hides[0] == spans[0].length).all():
+        del spans[0], hides[0]
+    *before, own = edges[-len(spans) :]
+    if any(span.keep is not None or span.shift for span in spans) or any(edge.visible is not None for edge in before):
+        return False
+    if any(a.position + a.length != b.position or a.length % page_size for a, b in pairwise(spans)):
+        return False
+    if own.visible is None and len(every) > 1:
+        return False
+    length = sum(span.length for span in spans)
+    visible: np.ndarray | None = None
+    if own.visible is not None:
+        visible = own.visible[_places(own, plan, every)] + np.int32(length - spans[-1].length)
+    hidden = np.stack(hides).sum(0, dtype=np.int32)  # behind rows that are not hidden, none are
+    skipped = int(hidden.min()) // page_size
+    unread = np.int32(skipped * page_size)
+    pages = np.concatenate([span.pages for span in spans])[skipped:]
+    span = replace(spans[0], pages=pages, length=length - int(unread), position=spans[0].position + int(unread))
+    hidden -= unread
+    into.add(rows, span, None if visible is None else visible - unread, hidden if hidden.any() else None)
+    return True
+
+
+def _places(edge: Edge, plan: AttentionPlan, rows: np.ndarray) -> np.ndarray:
+    """Where some rows are among an edge's rows."""
+    every = rows_of(edge, plan.num_rows)
+    order = np.argsort(every)
+    return order[np.searchsorted(every, rows, sorter=order)]
+
+
+def _hidden(edge: Edge, plan: AttentionPlan, rows: np.ndarray) -> np.ndarray:
+    return np.zeros(len(rows), dtype=np.int32) if edge.hidden is None else edge.hidden[_places(edge, plan, rows)]
 
 
 def _placed(plan: AttentionPlan, near: NearPages) -> AttentionPlan:

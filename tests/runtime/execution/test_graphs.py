@@ -1,6 +1,7 @@
 """Decode steps with fixed buffers: padded and replayed, against the model without graphs."""
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -105,13 +106,67 @@ def test_steps_of_any_size_are_padded(ids_dir, device):
     unwritten = world.batch(3)
     unwritten.groups[0].kv_write[0] = -1
     world.check(unwritten)
-    assert world.graphs._graphs.keys() == {1, 2, 8}
+    assert {shape.size for shape in world.graphs._graphs} == {1, 2, 8}
+
+
+SHARED = {
+    "one level over all rows": (8, [(0, 8, 5)], 1),
+    "one level over some rows": (7, [(2, 5, 3)], 1),
+    "several spans": (8, [(0, 3, 2), (3, 5, 4), (6, 8, 1)], 1),
+    "a tree": (8, [(0, 8, 6), (0, 3, 2), (3, 7, 3), (1, 3, 4)], 3),
+    "two rows": (2, [(0, 2, 2)], 1),
+    "beside a tree": (6, [(0, 4, 2), (2, 4, 1), (4, 6, 3)], 2),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_rows_share_pages_in_a_graph(ids_dir, device, case):
+    rows, shared, levels = SHARED[case]
+    world = World(ids_dir, device, [2, 8])
+    for _ in range(2):
+        world.check(world.batch(rows, [(slice(first, stop), pages, 0) for first, stop, pages in shared]))
+        world.check(world.batch(rows))
+    assert {shape.calls[0].levels for shape in world.graphs._graphs} == {0, levels}
+    assert len(world.graphs._graphs) == 2, "the second step has the graph of the first"
+
+
+def test_a_shared_page_in_part(ids_dir, device):
+    world = World(ids_dir, device, [4])
+    batch = world.batch(4, [(slice(0, 3), 3, 0)])
+    batch.groups[0].attention.spans[0].length -= 2
+    world.check(batch)
+
+
+def test_a_graph_serves_other_steps_than_it_was_captured_for(ids_dir, device):
+    """Rows that shared pages share none now, and the other way round; the results of the earlier step remain unused."""
+    world = World(ids_dir, device, [8])
+    for shared in ([(0, 4, 5)], [(4, 8, 2)], [(2, 7, 1)], [(0, 2, 1), (2, 4, 1), (5, 8, 7)]):
+        world.check(world.batch(8, [(slice(first, stop), pages, 0) for first, stop, pages in shared]))
+    assert len(world.graphs._graphs) == 1
+
+
+def test_graphs_are_captured_before_the_first_step(ids_dir, device):
+    world = World(ids_dir, device, [1, 4])
+    assert {shape.size for shape in world.graphs.shapes(1)} == {1}, "no more rows than requests run"
+    for shape in world.graphs.shapes(3):
+        world.graphs.capture(shape)
+    captured = dict(world.graphs._graphs)
+    assert [(shape.size, shape.calls[0].levels) for shape in captured] == [(4, 1), (4, 0), (1, 0)]
+    world.check(world.batch(3))
+    world.check(world.batch(1))
+    world.check(world.batch(4, [(slice(1, 4), 2, 0)]))
+    assert world.graphs._graphs == captured
 
 
 def test_other_steps_run_without_a_graph(ids_dir, device):
-    world = World(ids_dir, device, [4])
-    assert world.graphs.run(world.batch(5)) is None, "larger than the ladder"
-    assert world.graphs.run(world.batch(4, [(slice(0, 4), 1, 0)])) is None, "rows share pages"
+    world = World(ids_dir, device, [8])
+    assert world.graphs.run(world.batch(9)) is None, "larger than the ladder"
+    deep = [(slice(0, 4), 1, 0)] * 4
+    assert world.graphs.run(world.batch(4, deep)) is None, "four levels"
+    scattered = [(slice(1, 3), 1, 0), (slice(4, 6), 1, 0)]
+    assert world.graphs.run(world.batch(7, scattered)) is None, "five edges, three of them of rows that share nothing"
+    assert world.graphs.run(world.batch(4, [(torch.tensor([0, 2]), 1, 0)])) is None, "the rows are no neighbours"
+    assert world.graphs.run(world.batch(4, [(slice(0, 4), 1, 3)])) is None, "shifted"
     assert world.graphs.run(world.batch(4, alone=[(3, 5, 0)])) is None, "a row reads two spans"
     prefill = world.batch(2)
     prefill.groups[0].attention.edges[0].rows = slice(0, 2)
@@ -130,8 +185,8 @@ def test_other_steps_run_without_a_graph(ids_dir, device):
     turned.logits_rows = turned.logits_rows.flip(0)
     assert world.graphs.run(turned) is None
     several = world.batch(2)
-    several.groups *= 2
-    assert world.graphs.run(several) is None, "two layer groups"
+    several.groups = [*several.groups, replace(several.groups[0], kv_write=several.groups[0].kv_write.clone())]
+    assert world.graphs.run(several) is None, "layer groups that write other slots"
     fewer = world.batch(2)
     fewer.groups[0].rows = torch.tensor([0, 1])
     assert world.graphs.run(fewer) is None
@@ -144,4 +199,5 @@ def test_other_steps_run_without_a_graph(ids_dir, device):
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_a_whole_engine_gives_torchs_tokens(tiny_dir, device, monkeypatch, overlap):
     graphs = check_whole_engines(tiny_dir, monkeypatch, step_tokens=64, overlap=overlap)._graphs
-    assert any(graph._replay for graph in graphs._graphs.values())
+    captured = [shape for shape, graph in graphs._graphs.items() if graph._replay]
+    assert {shape.calls[0].levels for shape in captured} >= {0, 1}

@@ -53,6 +53,13 @@ def attend(q, k, v, visible):
     return torch.einsum("hnm,mhd->nhd", weights, v).to(q.dtype), lse.t() / math.log(2)
 
 
+def near(n, m, causal, window_left):
+    """Which of m keys each of n queries sees, the last of which is at the last key; `window_left` < 0: no window."""
+    seen = torch.ones(n, m, dtype=torch.bool)
+    seen = seen.tril(m - n) if causal else seen
+    return seen if window_left < 0 else seen.triu(m - n - window_left)
+
+
 class Wrapper:
     """Base of the decode and the prefill wrapper."""
 
@@ -64,6 +71,10 @@ class Wrapper:
         self.workspace, self.graph, self.options = workspace, use_cuda_graph, options
         self.plans: list = []
         Wrapper.made.append(self)
+
+    def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
+        assert float_workspace_buffer.data_ptr() == self.workspace.data_ptr()
+        assert int_workspace_buffer.dtype == torch.uint8
 
     def fill(self, indptr, indices, last_page_len):
         into = self.buffers()
@@ -103,7 +114,8 @@ class Wrapper:
 class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
     def plan(
         self, qo_indptr, indptr, indices, last_page_len, heads, kv_heads, dim, page_size,
-        custom_mask=None, causal=False, q_data_type=torch.float16, kv_data_type=None, max_token_per_sequence=None,
+        custom_mask=None, causal=False, window_left=-1, q_data_type=torch.float16, kv_data_type=None,
+        max_token_per_sequence=None,
     ):  # fmt: skip
         for host in (qo_indptr, indptr, last_page_len):
             assert host.dtype == torch.int32
@@ -115,6 +127,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         self.plans.append({name: value for name, value in locals().items() if name != "self"})
         if self.graph:
             assert self.plans[0]["qo_indptr"][-1] == qo_indptr[-1], "the rows of a graph are fixed"
+            assert self.plans[0]["window_left"] == window_left
             self.fill(indptr, indices, last_page_len)
             self.options["qo_indptr_buf"].copy_(qo_indptr)
 
@@ -131,8 +144,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             if mask is not None:
                 taken += n * m
                 return mask[taken - n * m : taken].view(n, m)
-            full = torch.ones(n, m, dtype=torch.bool)
-            return full.tril(m - n) if plan["causal"] else full
+            return near(n, m, plan["causal"], plan["window_left"])
 
         return self._run(q, pages, out, lse, return_lse, visible)
 
@@ -140,18 +152,20 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     def plan(
         self, indptr, indices, last_page_len, heads, kv_heads, dim, page_size,
-        q_data_type=torch.float16, kv_data_type=None,
+        window_left=-1, q_data_type=torch.float16, kv_data_type=None,
     ):  # fmt: skip
         qo_indptr = torch.arange(len(last_page_len) + 1)
         self.plans.append({name: value for name, value in locals().items() if name != "self"})
         if self.graph:
+            assert self.plans[0]["window_left"] == window_left
             self.fill(indptr, indices, last_page_len)
 
     def buffers(self):
         return {name: self.options[f"paged_kv_{name}_buffer"] for name in ("indptr", "indices", "last_page_len")}
 
     def run(self, q, pages, out=None, lse=None, return_lse=False):
-        return self._run(q, pages, out, lse, return_lse, lambda i, n, m: torch.ones(n, m, dtype=torch.bool))
+        left = self.plans[-1]["window_left"]
+        return self._run(q, pages, out, lse, return_lse, lambda i, n, m: near(n, m, False, left))
 
 
 if flashinfer is not None:
@@ -162,11 +176,22 @@ if flashinfer is not None:
             ours.plan = fits(ours.__name__, "_plan_impl")(ours.plan)
 
 
+@fits("merge_state_in_place")
+def merge_state_in_place(v, s, v_other, s_other, mask=None):
+    for tensor in (v, s, v_other, s_other):
+        assert tensor.is_contiguous()
+    assert v.shape == v_other.shape
+    merged, sums = merge_states(torch.stack((v, v_other), 1), torch.stack((s, s_other), 1))
+    v.copy_(merged)
+    s.copy_(sums)
+
+
 @fits("merge_states")
 def merge_states(v, s):
     assert v.is_contiguous()
     assert s.is_contiguous()
     assert s.dtype == torch.float32
+    assert v.shape[2] * v.shape[3] // 8 <= 1024, "threads of a block"
     top = s.amax(1, keepdim=True).nan_to_num(neginf=0.0)
     weight = torch.exp2(s - top)
     total = weight.sum(1)
@@ -229,6 +254,7 @@ def stand_in() -> SimpleNamespace:
         BatchPrefillWithPagedKVCacheWrapper=BatchPrefillWithPagedKVCacheWrapper,
         BatchDecodeWithPagedKVCacheWrapper=BatchDecodeWithPagedKVCacheWrapper,
         merge_states=merge_states,
+        merge_state_in_place=merge_state_in_place,
         rmsnorm=rmsnorm,
         sampling=SimpleNamespace(top_k_renorm_probs=top_k_renorm_probs, top_p_renorm_probs=top_p_renorm_probs),
         fused_add_rmsnorm=fused_add_rmsnorm,

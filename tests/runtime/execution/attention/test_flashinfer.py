@@ -42,14 +42,23 @@ def replaced(monkeypatch):
 class World(dense.World):
     """Over our backend."""
 
-    def __init__(self, device: torch.device, page_size: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0):
-        super().__init__(seed, 8192, page_size, KV_HEADS, DIM, dtype, device)
-        self.ours = FlashInferAttention(self.pool, self.rope, HEADS)
+    def __init__(
+        self,
+        device: torch.device,
+        page_size: int,
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+        heads: int = HEADS,
+        dim: int = DIM,
+    ):
+        super().__init__(seed, 8192, page_size, KV_HEADS, dim, dtype, device)
+        self.ours = FlashInferAttention(self.pool, self.rope, heads)
 
     def check(self, *plans: AttentionPlan) -> list:
         prepared = self.ours.prepare_step(plans)
         for plan, ready in zip(plans, prepared, strict=True):
-            q = self.draw(plan.num_rows, HEADS, DIM).to(self.pool.k.device, torch.bfloat16)
+            q = self.draw(plan.num_rows, self.ours.num_heads, self.pool.k.shape[-1])
+            q = q.to(self.pool.k.device, torch.bfloat16)
             got = self.ours.run(ready, q, 0).cpu().double()
             wanted = dense_attention(plan, q, self.pool, self.rope)
             assert (got - wanted).norm() / wanted.norm() < 1e-2
@@ -117,8 +126,28 @@ def test_levels_take_two_calls_however_many_there_are(replaced):
     world = World(torch.device("cpu"), 16)
     (ready,) = world.check(cascade(world))
     assert [call.wrapper.plans[-1]["causal"] for call in ready.calls] == [False, True]
-    assert ready.table.shape == (7, 3)
-    assert isinstance(ready.calls[1].rows, slice), "neighbours are not gathered"
+    assert [len(into.out) for into, _ in ready.merges] == [7, 3, 2]
+    assert ready.table is None
+    assert ready.calls[1].rows is None, "neighbours are not gathered"
+
+
+def test_many_runs_of_rows_are_merged_by_one_kernel(replaced):
+    world = World(torch.device("cpu"), 16)
+    plan = cascade(world)
+    plan.add(torch.tensor([0, 2, 4]), world.span(64))
+    (ready,) = world.check(plan)
+    assert ready.table.shape == (7, 4)
+    assert not ready.merges
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(96, 128), (72, 256), (160, 64)])
+def test_heads_are_merged_in_parts_that_a_block_of_threads_can_hold(device, heads, dim):
+    world = World(device, 16, heads=heads, dim=dim)
+    scattered = cascade(world)
+    scattered.add(torch.tensor([0, 2, 4]), world.span(64))
+    in_place, by_table = world.check(cascade(world), scattered)
+    assert in_place.merges
+    assert by_table.table is not None
 
 
 def test_wrappers_are_made_once_and_share_the_workspace(replaced):
@@ -127,7 +156,7 @@ def test_wrappers_are_made_once_and_share_the_workspace(replaced):
         world.check(cascade(world), decode(world))
     assert len(Wrapper.made) == 3
     assert len({wrapper.workspace.data_ptr() for wrapper in Wrapper.made}) == 1
-    assert not world.ours._workspace.any(), "the split kernels count in it from zero"
+    assert not world.ours.workspace.any(), "the split kernels count in it from zero"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
@@ -170,11 +199,11 @@ def test_there_is_room_for_the_partial_results_of_large_graphs(replaced):
     """FlashInfer's plan refuses a workspace with less than its tiles times heads times head_dim floats."""
     pool = KVPool(1, 64, 16, 8, 128, torch.bfloat16, torch.device("cpu"))
     ours = FlashInferAttention(pool, RotaryEmbedding(ROPE, 128, torch.device("cpu")), 32)
-    usual = len(ours._workspace)
+    usual = len(ours.workspace)
     assert usual == 128 << 20
-    ours.reserve(128)
-    assert len(ours._workspace) == usual
-    ours.reserve(512)
+    ours.reserve(128, 128)
+    assert len(ours.workspace) == usual
+    ours.reserve(512, 512)
     tiles = 512 * 4 // 16 + 511
-    assert len(ours._workspace) >= 32 * tiles * 16 * 128 * 4 > usual
-    assert not ours._workspace.any()
+    assert len(ours.workspace) >= 32 * tiles * 16 * 128 * 4 > usual
+    assert not ours.workspace.any()

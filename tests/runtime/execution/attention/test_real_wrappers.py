@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from runtime.batch import AttentionPlan
+from runtime.execution.attention.decode_step import decode_step
 from runtime.execution.attention.flashinfer import FlashInferAttention
 from runtime.execution.flashinfer_kernels import every_kernel
-from runtime.execution.graphs import GraphCall, decode_plan
+from runtime.execution.graphs import Buffers, CallShape, GraphAttention, GraphIndex, max_edges
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.rope_spec import RopeSpec
 from tests.runtime.execution.attention.dense import Pages, dense_attention, random_plan
-from tests.runtime.execution.attention.stand_in import attend, slots
-from tests.runtime.execution.attention.stand_in import merge_states as merge_in_torch
+from tests.runtime.execution.attention.stand_in import attend, merge_state_in_place, merge_states, near, slots
 
 flashinfer = pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
 
@@ -47,14 +47,12 @@ class Kernels:
     def prefill(self, _float, _int, _plan, q, k, v, qo_indptr, indptr, indices, last, out, lse, mask, layout, *more):
         window_left, _pdl, bits, bits_indptr, *_ = more
         scale = more[9]
-        assert (layout, window_left, scale) == (0, -1, pytest.approx(q.shape[-1] ** -0.5))
+        assert (layout, scale) == (0, pytest.approx(q.shape[-1] ** -0.5))
         for i in range(len(last)):
             mine = slice(int(qo_indptr[i]), int(qo_indptr[i + 1]))
             n, m = mine.stop - mine.start, len(slots(indptr, indices, last, k.shape[1], i))
-            seen = torch.ones(n, m, dtype=torch.bool)
-            if _MASKS[mask] == "causal":
-                seen = seen.tril(m - n)
-            elif _MASKS[mask] == "custom":
+            seen = near(n, m, _MASKS[mask] == "causal", window_left)
+            if _MASKS[mask] == "custom":
                 packed = bits[int(bits_indptr[i]) : int(bits_indptr[i + 1])].numpy()
                 unpacked = np.unpackbits(packed, count=n * m, bitorder="little")
                 seen = torch.from_numpy(unpacked.astype(bool)).view(n, m)
@@ -62,16 +60,16 @@ class Kernels:
 
     def decode(self, _float, _int, _plan, q, k, v, indptr, indices, last, out, lse, layout, window_left, _pdl, *more):
         _slopes, cap, scale, *_ = more
-        assert (layout, window_left, cap, scale) == (0, -1, 0.0, pytest.approx(q.shape[-1] ** -0.5))
+        assert (layout, cap, scale) == (0, 0.0, pytest.approx(q.shape[-1] ** -0.5))
         for i in range(len(last)):
             row = slice(i, i + 1)
-            self.attend(q[row], k, v, (indptr, indices, last, i), out[row], None if lse is None else lse[row])
+            seen = near(1, len(slots(indptr, indices, last, k.shape[1], i)), False, window_left)
+            self.attend(q[row], k, v, (indptr, indices, last, i), out[row], None if lse is None else lse[row], seen)
 
     @staticmethod
-    def attend(q, k, v, where, out, lse, seen=None) -> None:
+    def attend(q, k, v, where, out, lse, seen) -> None:
         indptr, indices, last, request = where
         rows = slots(indptr, indices, last, k.shape[1], request)
-        seen = torch.ones(len(q), len(rows), dtype=torch.bool) if seen is None else seen
         found, sums = attend(q, k.flatten(0, 1)[rows], v.flatten(0, 1)[rows], seen)
         out.copy_(found)
         if lse is not None:
@@ -97,7 +95,8 @@ def kernels(monkeypatch):
     # By its full name the module is hidden behind a function.
     packbits = sys.modules["flashinfer.quantization.packbits"]
     monkeypatch.setattr(packbits, "get_quantization_module", lambda: packed)
-    monkeypatch.setattr(flashinfer, "merge_states", merge_in_torch)
+    monkeypatch.setattr(flashinfer, "merge_states", merge_states)
+    monkeypatch.setattr(flashinfer, "merge_state_in_place", merge_state_in_place)
     return found
 
 
@@ -128,24 +127,36 @@ def test_random_plans_through_the_wrappers_give_the_references_results(kernels, 
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_graph_calls_plan_the_same_grid_for_every_step(kernels, shape):
+@pytest.mark.parametrize("levels", [0, 1, 2])
+@pytest.mark.parametrize("window", [None, 7])
+def test_graph_calls_plan_the_same_grid_for_every_step(kernels, shape, levels, window):
     """A captured graph has the numbers of its first plan; only the contents of buffers may change."""
     ours = backend(*shape)
-    call = GraphCall(ours, 4, max_pages=2048)
+    calls = GraphAttention(ours, 8, CallShape(levels, window), Buffers(ours, 2048))
     pages = Pages(ours.pool, np.random.default_rng(0))
-    for rows in (4, 2, 3):
+    every = [[], [[(0, 8)], [(2, 5), (5, 7)], [(0, 3)]], [[(0, 8), (1, 5)], [(0, 3), (0, 2), (5, 7)], [(0, 6), (4, 6)]]]
+    for i, rows in enumerate((8, 7, 6)):
         plan = AttentionPlan(rows)
+        for first, stop in every[levels][i] if levels else ():
+            plan.add(slice(first, min(stop, rows)), pages.span(3 + 16 * i))
         for row in range(rows):
-            plan.add(slice(row, row + 1), pages.span(5 + 20 * row))
-        step = decode_plan(plan, ours.pool.page_size)
+            span = pages.span(8 + 10 * row)
+            plan.add(slice(row, row + 1), span, hidden=None if window is None else np.array([span.length - window]))
+        step = decode_step(plan)
         assert step is not None
-        call.plan(step)
-        q = torch.randn(4, shape[0], shape[2]).bfloat16()
-        got = ours.run(call.calls, q, 0)[:rows].double()
+        assert (len(step.levels), step.window) == (levels, window)
+        page_size = ours.pool.page_size
+        shared = step.shared_index(8, max_edges(8, levels), page_size) if levels else None
+        calls.plan(GraphIndex(step.own_index(8, ours.pool.num_pages, page_size), shared))
+        q = torch.randn(8, shape[0], shape[2]).bfloat16()
+        got = ours.run(calls.calls, q, 0)[:rows].double()
         wanted = dense_attention(plan, q[:rows], ours.pool, ours.rope)
         assert (got - wanted).norm() <= 1e-2 * wanted.norm()
-    sizes = [tuple(x for x in given if isinstance(x, int | float)) for given in kernels.plans]
-    assert len(set(sizes)) == 1
+    number = 2 if levels else 1
+    for call in range(number):
+        sizes = [tuple(x for x in given if isinstance(x, int | float)) for given in kernels.plans[call::number]]
+        assert len(sizes) == 3
+        assert len(set(sizes)) == 1
 
 
 def test_the_kernels_that_are_compiled_ahead_are_those_that_plans_ask_for(kernels, monkeypatch):
@@ -156,6 +167,6 @@ def test_the_kernels_that_are_compiled_ahead_are_those_that_plans_ask_for(kernel
     for kind in ("prefill", "decode"):
         monkeypatch.setattr(f"flashinfer.jit.attention.gen_batch_{kind}_module", lambda *args, kind=kind: (kind, *args))
     ahead = {kernel.describe() for kernel in every_kernel() if kernel.name.startswith(("prefill", "decode"))}
-    assert len(ahead) == 8
+    assert len(ahead) == 16
     assert kernels.asked <= ahead
     assert {kind for kind, *_ in kernels.asked} == {"prefill", "decode"}

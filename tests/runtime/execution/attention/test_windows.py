@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Read, RowSet, Span, Stage, causal_visible
-from runtime.execution.attention.paged_index import rows_of, visible_pairs
-from runtime.execution.attention.windows import Window, narrowed, within
+from runtime.execution.attention.paged_index import by_call, rows_of, visible_of, visible_pairs
+from runtime.execution.attention.windows import Window, narrowed, windowed, within
 from runtime.reuse.build import build
 
 
@@ -45,6 +45,38 @@ def test_rows_see_the_window_before_them(window, page_size):
     # At the most one page in part before the first key that a row of the edge sees.
     for edge in narrow.edges:
         assert edge.hidden is None or int(edge.hidden.min()) < page_size
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("size", [1, 5, 11, 16, 30, 37, 51, 99])
+def test_what_rows_share_in_part_each_request_reads_alone(size, page_size):
+    plan, positions = prefix_plan(page_size)
+    narrow = within(plan, positions, Window(size), page_size)
+    found, window = windowed(narrow, page_size)
+    assert positions_seen(found, page_size) == positions_seen(narrow, page_size)
+    by_kind = by_call(found, page_size, window)
+    if size > 51:
+        assert found is narrow
+        return
+    assert by_kind.keys() == {"causal"}
+    assert window == size or all(edge.hidden is None for edge in found.edges)
+    assert sorted(row for edge in found.edges for row in rows_of(edge, 9)) == [*range(9)]
+    for edge in by_kind["causal"].edges:
+        visible = visible_of(edge, by_kind["causal"])
+        hidden = np.zeros_like(visible) if edge.hidden is None else edge.hidden
+        assert (hidden == np.maximum(visible - size, 0)).all(), "kernels hide what is before the window"
+
+
+def test_spans_that_do_not_follow_each_other_are_not_joined():
+    plan, positions = prefix_plan(4)
+    narrow = within(plan, positions, Window(30), 4)
+    chunked = within(plan, positions, Window(10, True), 4)
+    assert windowed(chunked, 4)[1] is None, "rows see different numbers of keys"
+    narrow.spans[0].position -= 4
+    assert windowed(narrow, 4) == (narrow, None)
+    narrow.spans[0].position += 4
+    narrow.spans[0].keep = torch.ones(narrow.spans[0].length, dtype=torch.bool)
+    assert windowed(narrow, 4) == (narrow, None)
 
 
 @pytest.mark.parametrize("visible", [1, 5])

@@ -35,6 +35,11 @@ class _OnDevice:
         with kernels_only():
             self._wrapper.plan(*tree_map(_here, given), **tree_map(_here, options))
 
+    def reset_workspace_buffer(self, *workspaces: torch.Tensor) -> None:
+        _check(self._device, "workspaces", workspaces)
+        with kernels_only():
+            self._wrapper.reset_workspace_buffer(*map(_here, workspaces))
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
         return _launch(self._device, self._wrapper.run, args, kwargs)
 
