@@ -87,7 +87,8 @@ def choose_kv_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
 
 def with_near(config: Config, spec: LlamaSpec, backend: str) -> LlamaSpec:
     """The spec with the layers whose windows are so small that a pool of their own saves memory."""
-    if backend != "cpu" or config.model.tensor_parallel > 1 or config.tiers.any:  # a tier keeps the rows of all layers
+    # A tier keeps the rows of all layers.
+    if backend != "torch" or config.model.tensor_parallel > 1 or config.tiers.any:
         return spec
     context_length = choose_context_length(config.model, spec)
     sizes = {size for size in spec.windows if size is not None and size < context_length}
@@ -118,7 +119,7 @@ def pool_tokens(config: Config, spec: LlamaSpec) -> int | None:
     if device.type == "cuda" and cache.pool_tokens is None and cache.pool_memory is None:
         return None
     dtype = choose_dtype(model, device, wants_native(config, device) and load_best() is not None)
-    backend = "cpu" if spec.needs_torch else choose_attention(model, device, dtype, spec.head_dim)
+    backend = "torch" if spec.needs_torch else choose_attention(model, device, dtype, spec.head_dim)
     share = split_spec(with_near(config, spec, backend), model.tensor_parallel)
     per_token = bytes_per_token(config, share, choose_kv_dtype(cache, dtype))
     return pool_pages(cache, per_token, device) * cache.page_size

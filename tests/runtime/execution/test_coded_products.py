@@ -5,9 +5,9 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from runtime.execution.attention.cpu import CPUAttention
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from runtime.execution.attention.cpu import CPUAttention
 from runtime.execution.coded_products import CodedTensor, Float8Tensor, Int4Tensor, coded_tensor
 from runtime.execution.llama import LlamaModel
 from runtime.execution.loading import load_products

@@ -4,9 +4,9 @@ import re
 
 import pytest
 import torch
+from runtime.execution.attention.cpu import CPUAttention
 
 from runtime.batch import AdapterRows
-from runtime.execution.attention.cpu import CPUAttention
 from runtime.execution.llama import LlamaModel
 from runtime.execution.native.decoder import NativeDecoder
 from runtime.execution.native.library import load_best
