@@ -64,9 +64,9 @@ class ModelConfig(Section):
     )
     quantization: Literal["auto", "none", "int4", "int8"] = Field(
         "auto",
-        description="weights for the native CPU kernels; int4, int8: rounded to 4 or 8 bits; none: plain; auto: "
-        "the types of a GGUF file and MXFP4 experts if --dtype is auto, otherwise none; quantised weights round "
-        "activations to 8 bits",
+        description="weights; int4, int8: rounded to 4 or 8 bits, for the native CPU kernels; none: unpacked; auto: "
+        "as the checkpoint stores them (GGUF, MXFP4, AWQ, GPTQ, compressed-tensors; on a GPU also FP8) if --dtype is "
+        "auto, otherwise none; quantised weights round activations to 8 bits",
     )
     model_impl: Literal["auto", ModelCode] = Field(
         "auto",

@@ -74,7 +74,7 @@ def _facts(config: Config, tokens: int | None) -> Iterator[tuple[str, str]]:
     yield "cores", f"{_cores()} of {os.cpu_count()} may be used"
     yield "instructions", ", ".join(flag for flag in _FLAGS if flag in flags) or "none that the kernels use"
     yield "kernels", f"native, for {library.isa}" if library else "none: torch computes"
-    yield "4 and 8 bits", "GGUF files, --quantization int4 and int8" if library else "unpacked: torch computes"
+    yield "4 and 8 bits", "GGUF, AWQ, GPTQ, --quantization int4 and int8" if library else "unpacked: torch computes"
     yield "GPU", _gpu()
     if _gpu() != "none":
         yield "attention", _attention(config.model)

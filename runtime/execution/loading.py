@@ -33,7 +33,7 @@ log = logging.getLogger("ramet.engine")
 
 
 @dataclass(slots=True)
-class Loaded:
+class LoadedModel:
     """A model with its weights.
 
     Attributes:
@@ -56,7 +56,7 @@ def load_model(
     ops: Ops,
     is_native: bool,
     shard: Shard | None = None,
-) -> Loaded:
+) -> LoadedModel:
     """Load the model directory `path`, or this rank's shard.
 
     `is_native`: whether the kernels of a CPU compute it. Raises ModelError.
@@ -65,7 +65,7 @@ def load_model(
     share = split_spec(spec, size) if shard else spec
     if config.random_weights:
         check_weights(spec, dtype, device, size)
-        return Loaded(LlamaModel(share, random_weights(spec, dtype, device, shard), device, ops))
+        return LoadedModel(LlamaModel(share, random_weights(spec, dtype, device, shard), device, ops))
     keeps_codes = config.quantization == config.dtype == "auto"
     tensors = open_stored(path, spec)
     if isinstance(tensors, PublishedTensors) and keeps_codes and shard is None and _has_products(spec, dtype, device):
@@ -84,10 +84,12 @@ def load_model(
         quantization = tensors.name
     if tensors is not None and keeps_codes:
         model = LlamaModel(share, load_vectors(tensors, spec, dtype), device, ops, keeps_codes)
-        return Loaded(model, quantization, (tensors, codes_directory(tensors, path)))
+        return LoadedModel(model, quantization, (tensors, codes_directory(tensors, path)))
     if keeps_codes and spec.experts is not None and spec.experts.packed:
         quantization = "mxfp4"
-    return Loaded(LlamaModel(share, load_weights(path, spec, dtype, shard), device, ops, keeps_codes), quantization)
+    return LoadedModel(
+        LlamaModel(share, load_weights(path, spec, dtype, shard), device, ops, keeps_codes), quantization
+    )
 
 
 def _report(tensors: PublishedTensors, exact: int, every: int) -> None:
@@ -99,7 +101,7 @@ def _has_products(spec: LlamaSpec, dtype: torch.dtype, device: torch.device) -> 
     return device.type == "cuda" and dtype == torch.bfloat16 and not others
 
 
-def load_products(tensors: PublishedTensors, spec: LlamaSpec, device: torch.device, ops: Ops) -> Loaded:
+def load_products(tensors: PublishedTensors, spec: LlamaSpec, device: torch.device, ops: Ops) -> LoadedModel:
     """A model in bfloat16 whose matrices stay quantised where `coded_tensor` has a product. Raises ModelError."""
     names, every = list(spec.expected_tensors()), places(spec)
     counts = [0, 0]
@@ -124,4 +126,4 @@ def load_products(tensors: PublishedTensors, spec: LlamaSpec, device: torch.devi
     model.embedding = matrix(every["model.embed_tokens.weight"])
     model.head = model.embedding if spec.tie_embeddings else matrix(every["lm_head.weight"])
     _report(tensors, counts[1], sum(counts))
-    return Loaded(model, tensors.name if counts[1] else f"{tensors.name}, unpacked")
+    return LoadedModel(model, tensors.name if counts[1] else f"{tensors.name}, unpacked")

@@ -103,7 +103,7 @@ class CodedWeight:
 
 def unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """uint8 [n, 32 / bits * width] of int32 [n, width], the lowest bits first."""
-    octets = packed.flatten().view(torch.uint8).view(len(packed), -1)
+    octets = packed.contiguous().flatten().view(torch.uint8).view(len(packed), -1)
     return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
 
 

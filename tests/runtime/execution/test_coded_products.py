@@ -5,9 +5,9 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from runtime.execution.attention.cpu import CPUAttention
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from runtime.execution.attention.torch_attention import TorchAttention
 from runtime.execution.coded_products import CodedTensor, Float8Tensor, Int4Tensor, coded_tensor
 from runtime.execution.llama import LlamaModel
 from runtime.execution.loading import load_products
@@ -131,6 +131,6 @@ def test_logits_are_near_those_of_unpacked_weights(tmp_path, kind, caplog):
     for model, dtype in ((reference, torch.float32), (loaded.model, torch.bfloat16)):
         batch, pool = mixed_batch(spec.num_layers), make_pool(spec, dtype)
         batch.tokens %= VOCAB
-        logits.append(model.forward(batch, pool, CPUAttention(pool, model.rope)))
+        logits.append(model.forward(batch, pool, TorchAttention(pool, model.rope)))
     error = (logits[1] - logits[0]).norm() / logits[0].norm()
     assert 0 < error < PRODUCTS.get(kind, 0.02)

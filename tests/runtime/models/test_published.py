@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from runtime.config import make_config
 from runtime.errors import ModelError
+from runtime.models.coded import from_gptq
 from runtime.models.implementation import own_spec
 from runtime.models.published import PublishedTensors
 from runtime.models.quantization import read_quantization
@@ -87,6 +88,13 @@ def test_the_kernels_codes_are_exact(made, kind):
         sample = tensors.sample(name)
         assert (sample.bits, sample.group, sample.codes.shape[1]) == (codes.bits, codes.group, codes.codes.shape[1])
         assert torch.equal(torch.from_numpy(codes.values()), wanted[name][[5, 0, 9]])
+
+
+def test_zeros_of_the_first_version_of_gptq_wrap():
+    """A zero of 0 is stored as 15."""
+    words, scales = torch.full((1, 1), -1, dtype=torch.int32), torch.ones(1, 8).half()
+    weight = from_gptq(torch.full((1, 8), 0x76543210, dtype=torch.int32), words, scales, 8, 4, 1)
+    assert torch.equal(weight.values(), torch.arange(8).float().expand(8, 8))
 
 
 def test_a_scale_beyond_float16_is_unpacked(made, tmp_path):

@@ -4,9 +4,9 @@ import re
 
 import pytest
 import torch
-from runtime.execution.attention.cpu import CPUAttention
 
 from runtime.batch import AdapterRows
+from runtime.execution.attention.torch_attention import TorchAttention
 from runtime.execution.llama import LlamaModel
 from runtime.execution.native.decoder import NativeDecoder
 from runtime.execution.native.library import load_best
@@ -35,7 +35,7 @@ def test_logits_are_near_those_of_unpacked_weights(library, tmp_path, kind):
     reference = LlamaModel(spec, load_weights(plain, spec, torch.float32), CPU)
     batch, pool = mixed_batch(spec.num_layers), make_pool(spec, torch.float32)
     batch.tokens %= VOCAB
-    wanted = reference.forward(batch, pool, CPUAttention(pool, reference.rope))
+    wanted = reference.forward(batch, pool, TorchAttention(pool, reference.rope))
     for _ in range(2):  # packed, and mapped
         native, native_pool = make_native(library, published)
         got = native.forward(batch).clone()
@@ -58,7 +58,7 @@ def test_rows_with_an_adapter(library, tmp_path):
     for model in (reference, native):
         model.load_adapter(make_adapter(spec, "a", 5))
     batch.adapters = [AdapterRows("a", 2, len(batch.tokens))]
-    wanted = reference.forward(batch, pool, CPUAttention(pool, reference.rope))
+    wanted = reference.forward(batch, pool, TorchAttention(pool, reference.rope))
     assert (native.forward(batch) - wanted).norm() / wanted.norm() < 0.05
 
 
