@@ -179,8 +179,9 @@ class ClockedDrive(Drive):
         setattr(owner, name, timed)
 
     def close(self) -> None:
-        for owner, name, call in self._replaced:  # the kernels' library outlives the engine
-            setattr(owner, name, call)
+        # The kernels' library outlives the engine. Nothing here may keep the engine when the memory is freed.
+        while self._replaced:
+            setattr(*self._replaced.pop())
         super().close()
 
 
