@@ -6,6 +6,7 @@ import random
 import secrets
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,7 +40,7 @@ def add_bench_options(parser: argparse.ArgumentParser, bench: type[Bench]) -> No
 def run_bench(name: str, kind: type[Bench], arguments: argparse.Namespace) -> int:
     """Run a bench from parsed options; returns the exit code.
 
-    It is 2 if the bench cannot run, 3 if `--limit` ended it early, and 130 after Ctrl-C.
+    It is 1 if cells failed, 2 if the bench cannot run, 3 if `--limit` ended it early, and 130 after Ctrl-C.
     """
     try:
         bench = make(kind, arguments)
@@ -57,7 +58,7 @@ def _refused(name: str, error: Exception) -> int:
 
 
 def execute(name: str, bench: Bench) -> int:
-    """Measure, print the tables, write the files. Ctrl-C ends the measurements, not the report."""
+    """Measure, print the tables, write the files. Ctrl-C ends the measurements, not the report; nor does an error."""
     seed = secrets.randbits(32) if bench.seed is None else bench.seed
     facts = {"bench": name, "options": bench.model_dump(mode="json", exclude=_FREE), "seed": seed}
     facts |= {"machine": machine(), "started": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -72,15 +73,16 @@ def execute(name: str, bench: Bench) -> int:
             results.in_order(cells)
     except KeyboardInterrupt:
         code = 130
-    if not results.cells:
-        return code or 1
-    _write(bench, results)
-    return bench.exit_code(results) if code is None else code
+    if results.cells or results.failed:
+        _write(bench, results)
+    if code is None:
+        code = 1 if results.failed or not results.cells else bench.exit_code(results)
+    return code
 
 
 def _write(bench: Bench, results: Results) -> None:
     wide_console().print(*bench.details(results), *terminal_tables(results))
-    if bench.plot is not None and not bench.draw_plot(results, bench.plot):
+    if bench.plot is not None and results.cells and not bench.draw_plot(results, bench.plot):
         default_plot(results, bench.plot)
     if bench.markdown is not None:
         bench.markdown.write_text(page(bench, results), encoding="utf-8")
@@ -95,12 +97,26 @@ def _measure_all(bench: Bench, cells: list[Cell], results: Results) -> bool:
     for cell, repeat in tqdm(plan, desc=results.facts["bench"], unit="cell", disable=None):
         if time.monotonic() >= deadline:
             return False
-        figures = dict(bench.measure(cell, random.Random(f"{seed} {repeat}")))
+        try:
+            figures = dict(bench.measure(cell, random.Random(f"{seed} {repeat}")))
+        except BenchError:
+            raise
+        except Exception as error:  # of any library: the other cells are still measured
+            traceback.print_exc()
+            results.fail(cell, repeat, _said(error))
+            continue
         if repeat >= 0:
             results.add(cell, repeat, figures)
             if not sys.stderr.isatty():  # tqdm is silent there
                 print("measured:", *(f"{name} {value}" for name, value in cell.items()), file=sys.stderr, flush=True)
     return True
+
+
+def _said(error: Exception) -> str:
+    """An error in a line, with the place that raised it."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]} ({Path(place.filename).name}:{place.lineno})"
 
 
 def _order(bench: Bench, cells: list[Cell]) -> Iterator[tuple[Cell, int]]:
