@@ -5,23 +5,25 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from pydantic import Field, PrivateAttr
 
 from loadgen.gpu.correctness import ENGINES, HEADS, KINDS, PAIRS, attention, compare_engines, greedy, random_model
 from loadgen.gpu.shapes import write_shape
-from loadgen.gpu.speed import FULL, MODES, SHARED_MODES, TINY, Sizes, Speed, bounds
+from loadgen.gpu.compiled import compiled, load
+from loadgen.gpu.speed import FULL, MODES, PREFILLS, SHARED_MODES, TINY, Sizes, Speed, bounds
 from loadgen.harness import Bench, BenchError, Cell, Figure, repeats_of, warmup_of
 from runtime.config import make_config
 from runtime.errors import ModelError
+from runtime.execution.device import is_lost
 from runtime.models.resolve import resolve_model
 
-Part = Literal["attention", "tokens", "pairs", "bounds", "decode", "shared prefix", "first token", "prefill"]
-PARTS: tuple[Part, ...] = (
-    "attention", "tokens", "pairs", "bounds", "decode", "shared prefix", "first token", "prefill",
-)  # fmt: skip
+Part = Literal[
+    "kernels", "attention", "tokens", "pairs", "bounds", "decode", "shared prefix", "first token", "prefill"
+]  # fmt: skip
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 class Gpu(Bench):
@@ -29,11 +31,12 @@ class Gpu(Bench):
 
     Targets: attention within a relative error of 0.01; in float32 the tokens of transformers; one step ahead the
     tokens of single steps; 70 % of the bandwidth bound for decoding 32 requests; 50 % of the matrix bound for prefill;
-    a cached first token in 1.5 times its ideal share; behind a shared prefix 1.3 times the time without cascade.
+    a cached first token in 1.5 times its ideal share; behind a shared prefix, 1.3 times as fast as without cascade.
     """
 
     sections = "part"
     figures = (
+        Figure("mib", "MiB", ".1f"),
         Figure("error", "relative error", ".5f", plotted=True),
         Figure("theirs", "tokens as transformers, %", factor=100, plotted=True),
         Figure("gap", "logits apart where they part", ".4f"),
@@ -47,6 +50,8 @@ class Gpu(Bench):
         Figure("step", "step, ms", ".2f", 1e3, versus="ratio"),
         Figure("share", "of the bound, %", factor=100, plotted=True),
         Figure("rate", "tokens/s", ".0f"),
+        Figure("graphs", "steps in graphs, %", ".0f", 100),
+        Figure("sharing", "steps that share reads, %", ".0f", 100),
         Figure("busy", "device busy, %", factor=100),
         Figure("rest", "longest rest, ms", ".2f", 1e3),
         *(Figure(part, part, ".3f", 1e3) for part in ("schedule", "plan", "launch", "sample", "book")),
@@ -55,6 +60,7 @@ class Gpu(Bench):
     repeats: int = repeats_of(1)
     warmup: int = warmup_of(0)
     parts: tuple[Part, ...] = Field(PARTS, description=f"of {', '.join(PARTS)}")
+    only: tuple[str, ...] = Field((), description="of cells with a NAME, those with one of these NAME=VALUE")
     model: str | None = Field(None, description="for tokens and pairs (default: the default model, or a random one)")
     device: Literal["cuda", "cpu"] = Field("cuda", description="cpu tries the bench with a tiny model")
 
@@ -92,7 +98,9 @@ class Gpu(Bench):
 
     def cells(self) -> Iterator[Cell]:
         on_gpu = self.device == "cuda"
+        here = PREFILLS[: 2 if on_gpu and torch.cuda.get_device_capability() == (9, 0) else 1]
         every: dict[Part, list[Cell]] = {
+            "kernels": [{"library": name} for name in compiled()],
             "attention": [
                 {"heads": heads, "page size": size, "kind": kind}
                 for heads in HEADS for size in (1, 16) for kind in KINDS if on_gpu
@@ -103,12 +111,26 @@ class Gpu(Bench):
             "decode": [{"requests": batch, "mode": mode} for mode in MODES for batch in self._sizes.batches],
             "shared prefix": [{"mode": mode} for mode in SHARED_MODES],
             "first token": [{}],
-            "prefill": [{"rows of a step": rows} for rows in self._sizes.chunks],
+            "prefill": [
+                {"kernels": kernels, "rows of a step": rows} for kernels in PREFILLS for rows in self._sizes.chunks
+                if kernels in here
+            ],
         }  # fmt: skip
-        return ({"part": part, **cell} for part in self.parts for cell in every[part])
+        given: dict[str, set[str]] = {}
+        for name, _, value in (one.partition("=") for one in self.only):
+            given.setdefault(name, set()).add(value)
+        wanted = ({"part": part, **cell} for part in self.parts for cell in every[part])
+        return (
+            cell for cell in wanted if all(str(cell.get(name)) in given[name] for name in cell if name in given)
+        )
+
+    def lost(self) -> bool:
+        return is_lost(torch.device(self.device))
 
     def measure(self, cell: Cell, draw: random.Random) -> dict[str, Any]:
         match cell["part"]:
+            case "kernels":
+                return load(cell["library"])
             case "attention":
                 return attention(cell["kind"], cell["page size"], HEADS[cell["heads"]])
             case "tokens":
@@ -125,7 +147,7 @@ class Gpu(Bench):
             case "first token":
                 return self._open().first_token()
             case _:
-                return self._open(step_tokens=cell["rows of a step"]).prefill()
+                return self._open(step_tokens=cell["rows of a step"]).prefill(cell["kernels"])
 
     def _open(self, **options: Any) -> Speed:
         """The engine with these options. It replaces another one, because a GPU has room for one."""

@@ -100,6 +100,10 @@ class Results:
         """Whether a measurement is there."""
         return repeat in self.of(cell)
 
+    def has_failed(self, cell: Cell) -> bool:
+        """Whether the last measurement of a cell failed."""
+        return _key(cell) in self.failed
+
     def of(self, cell: Cell) -> dict[int, dict[str, Any]]:
         """The measurements of a cell by repeat."""
         return self.measured.get(_key(cell), {})

@@ -22,7 +22,7 @@ from loadgen.harness.report import page, terminal_tables, wide_console
 from loadgen.harness.results import BenchError, Cell, Results, read_facts
 
 # Options that do not change what is measured.
-_FREE = {"repeats", "seed", "json_", "resume", "limit", "markdown", "plot"}
+_FREE = {"repeats", "seed", "json_", "resume", "retry", "limit", "markdown", "plot"}
 
 
 def add_bench_options(parser: argparse.ArgumentParser, bench: type[Bench]) -> None:
@@ -90,7 +90,10 @@ def _write(bench: Bench, results: Results) -> None:
 
 def _measure_all(bench: Bench, cells: list[Cell], results: Results) -> bool:
     """Measure what `results` lacks; False if the time limit was reached before the end."""
-    plan = [(cell, repeat) for cell, repeat in _order(bench, cells) if not results.has(cell, repeat)]
+    plan = [
+        (cell, repeat) for cell, repeat in _order(bench, cells)
+        if not results.has(cell, repeat) and (bench.retry or not results.has_failed(cell))
+    ]  # fmt: skip
     missing = {id(cell) for cell, repeat in plan if repeat >= 0}
     plan = [(cell, repeat) for cell, repeat in plan if id(cell) in missing]
     seed, deadline = results.facts["seed"], time.monotonic() + (math.inf if bench.limit is None else bench.limit)
@@ -104,6 +107,8 @@ def _measure_all(bench: Bench, cells: list[Cell], results: Results) -> bool:
         except Exception as error:  # of any library: the other cells are still measured
             traceback.print_exc()
             results.fail(cell, repeat, _said(error))
+            if bench.lost():
+                raise BenchError(f"no more here after {cell}; --resume --no-retry measures the others") from error
             continue
         if repeat >= 0:
             results.add(cell, repeat, figures)
