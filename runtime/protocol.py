@@ -272,7 +272,11 @@ class DiffusionInfo(msgspec.Struct):
 
 
 class ModelInfo(msgspec.Struct):
-    """Properties of the loaded model and the pool."""
+    """Properties of the loaded model and the pool.
+
+    Attributes:
+        attention_note: why torch computes on a GPU in place of FlashInfer, and what this costs; empty otherwise.
+    """
 
     name: str
     path: str
@@ -287,6 +291,7 @@ class ModelInfo(msgspec.Struct):
     pool_tokens: int
     diffusion: DiffusionInfo | None = None
     model_impl: ModelCode = "ramet"
+    attention_note: str = ""
 
 
 class Ready(msgspec.Struct, tag="ready"):

@@ -7,16 +7,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from tqdm import tqdm
 
-from runtime.batch import ForwardBatch
+from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span
 from runtime.config import Config, ModelCode, ModelConfig, unusable
 from runtime.errors import EngineDead, ModelError
 from runtime.execution.attention.backend import AttentionBackend
 from runtime.execution.attention.flashinfer import FlashInferAttention
-from runtime.execution.attention.torch_attention import Scores, TorchAttention
+from runtime.execution.attention.fused import open_torch_attention
+from runtime.execution.attention.torch_attention import Scores
 from runtime.execution.attention.windows import Window, narrowed
-from runtime.execution.device import choose_attention, choose_device, choose_dtype, is_out_of_memory, wants_native
+from runtime.execution.device import (
+    choose_attention,
+    choose_device,
+    choose_dtype,
+    flashinfer_unfit,
+    is_lost,
+    is_out_of_memory,
+    wants_native,
+)
+from runtime.execution.flashinfer_package import COST
 from runtime.execution.graphs import DecodeGraphs
 from runtime.execution.llama import LlamaModel
 from runtime.execution.native.choosing import NativeChoosing
@@ -24,6 +36,7 @@ from runtime.execution.native.decoder import NativeDecoder
 from runtime.execution.native.library import Library, load_best
 from runtime.execution.ops import FlashInferOps, Ops
 from runtime.execution.parallel.group import RankGroup
+from runtime.execution.readiness import find_fault
 from runtime.execution.sizing import (
     bytes_per_token,
     check_weights,
@@ -71,6 +84,7 @@ class Executor:
 
     Attributes:
         backend_name: attention kernels: `native-` and an instruction set, `torch` or `flashinfer`.
+        backend_note: why torch computes on a GPU in place of FlashInfer, and what this costs; empty otherwise.
         least_saved_tokens: see `AttentionBackend`.
         choosing: chooses tokens with the kernels; None: use torch.
         implementation: `ramet` or `transformers`: the code that computes the model.
@@ -92,6 +106,7 @@ class Executor:
     project: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
     soften: Callable[[torch.Tensor], torch.Tensor] | None = None
     least_saved_tokens = AttentionBackend.least_saved_tokens
+    backend_note = ""
 
     def __init__(self, config: Config, path: Path, group: RankGroup | None = None):
         """Load the model directory `path`, or with `group` this rank's shard. Raises ModelError."""
@@ -138,14 +153,15 @@ class Executor:
         self.context_length = choose_context_length(config.model, self.spec)
         self.pool = self._make_pool(config, self.spec)
         self.has_windows = any(window.size < self.context_length for window in model.windows)
-        self.backend_name = TorchAttention.name
-        self._forward = partial(model.forward, pool=self.pool, backend=TorchAttention(self.pool), states=self.states)
+        backend = open_torch_attention(self.pool)
+        self.backend_name = backend.name
+        self._note("transformers' code computes the model")
+        self._forward = partial(model.forward, pool=self.pool, backend=backend, states=self.states)
 
     def _open_own(self, config: Config, path: Path, spec: LlamaSpec, library: Library | None) -> None:
         group = self._group
-        wanted = partial(choose_attention, config.model, self.device, self.dtype)
-        backend = "torch" if spec.needs_torch else wanted(spec.head_dim)
         self.context_length = choose_context_length(config.model, spec)
+        backend = self._choose_attention(config, spec)
         self.spec = spec = with_near(config, spec, backend)
         share = spec if group is None else split_spec(spec, group.size)
         if spec.near_rope or any(size is not None and size < self.context_length for size in spec.windows):
@@ -185,14 +201,15 @@ class Executor:
             attention: AttentionBackend
             near = None
             if backend == "torch":
-                attention = TorchAttention(self.pool, model.rope, [Scores(sinks=sinks) for sinks in model.sinks()])
+                attention = open_torch_attention(self.pool, model.rope, [Scores(sinks=one) for one in model.sinks()])
                 if self.near is not None:
                     scores = [Scores(sinks=sinks) for sinks in model.sinks(near=True)]
-                    near = TorchAttention(self.near.pool, scores=scores)
+                    near = open_torch_attention(self.near.pool, scores=scores)
             else:
                 attention = FlashInferAttention(self.pool, model.rope, share.num_heads, self.dtype)
                 if graphs:
                     self._graphs = DecodeGraphs(model, self.pool, attention, graphs, self.context_length)
+                    self._capture(graphs)
             self.backend_name = attention.name
             self.least_saved_tokens = attention.least_saved_tokens
             self._forward = partial(model.forward, pool=self.pool, backend=attention, near=near)
@@ -250,6 +267,50 @@ class Executor:
         sizes = sorted({int(size) for size in config.engine.cuda_graph_batches.split(",") if size})
         return [size for size in sizes if size]
 
+    def _choose_attention(self, config: Config, spec: LlamaSpec) -> str:
+        """The backend for a model of Ramet's own code. FlashInfer must first compute one step of each kind.
+
+        Raises ModelError if `--kernels flashinfer` cannot be had, or if a failed kernel has made the GPU unusable.
+        """
+        if spec.needs_torch:
+            self._note(f"FlashInfer does not compute {spec.architecture}")
+            return "torch"
+        backend = choose_attention(config.model, self.device, self.dtype, spec.head_dim)
+        if backend == "torch":
+            why = flashinfer_unfit(self.device, self.dtype, spec.head_dim)
+            self._note(why or f"--kernels {config.model.kernels}")
+            return backend
+        share, quiet = (spec, False) if self._group is None else (split_spec(spec, self._group.size), True)
+        dtypes = self.dtype, self.kv_dtype
+        fault = find_fault(share, *dtypes, config.cache.page_size, self.device, quiet)
+        if fault is None:
+            return backend
+        if config.model.kernels == "flashinfer":
+            raise ModelError(f"--kernels flashinfer: {fault}")
+        if is_lost(self.device):
+            raise ModelError(f"{fault}. The GPU cannot be used any more; start with --kernels torch")
+        self._note(fault)
+        return "torch"
+
+    def _note(self, why: str) -> None:
+        """Say in the log and in `backend_note` why torch computes in place of FlashInfer, if this is a GPU."""
+        if self.device.type != "cpu":
+            self.backend_note = f"{why}. {COST[0].upper()}{COST[1:]}"
+            log.warning("torch computes attention, not FlashInfer: %s", self.backend_note)
+
+    def _capture(self, sizes: list[int]) -> None:
+        """Capture the graphs of decode steps; without them if this fails, since they only save time."""
+        if self.device.type == "cpu" or self._graphs is None:
+            return
+        try:
+            for size in tqdm(sizes, desc="CUDA graphs", unit="batch size", disable=None):
+                self._graphs.run(_decode_batch(size, self.spec.num_layers))
+        except Exception as error:
+            if is_lost(self.device):
+                raise ModelError(f"a CUDA graph cannot be captured: {error}; --cuda-graph-batches ''") from None
+            log.warning("decode steps run without CUDA graphs, which cannot be captured: %s", error)
+            self._graphs = None
+
     def load_adapter(self, adapter: LoraAdapter) -> None:
         """Load an adapter for later steps. Raises ModelError if it does not fit the model."""
         if self._group is not None or self.spec.diffusion is not None or self.spec.states:
@@ -294,3 +355,13 @@ class Executor:
 def _keeps_codes(config: ModelConfig) -> bool:
     """Whether the weights of a GGUF file, and experts in MXFP4, are computed as they are stored."""
     return config.quantization == "auto" and config.dtype == "auto" and not config.random_weights
+
+
+def _decode_batch(rows: int, layers: int) -> ForwardBatch:
+    """A decode step that writes no KV: every row is a token at position 0 and reads the pool's first row."""
+    plan = AttentionPlan(rows)
+    for row in range(rows):
+        plan.add(slice(row, row + 1), Span(np.zeros(1, dtype=np.int32), 1))
+    zeros = torch.zeros(rows, dtype=torch.int64)
+    group = LayerGroup(range(layers), None, zeros - 1, plan)
+    return ForwardBatch(zeros, zeros, [group], torch.arange(rows))

@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, LayerGroup, Span, StateRows, causal_visible
 from runtime.config import ModelConfig
 from runtime.errors import ModelError
+from runtime.execution.attention.fused import open_torch_attention
 from runtime.execution.attention.torch_attention import TorchAttention
 from runtime.execution.attention.windows import Window, within
 from runtime.execution.transfers import upload
@@ -237,7 +238,7 @@ class TransformersModel:
         cut, total = len(one) // 2, len(one) + len(other)
         shape = (self.spec.num_layers, total, 1, self.spec.num_kv_heads, self.spec.head_dim)
         pool = KVPool(*shape, self._dtype, self._device)
-        backend = TorchAttention(pool)
+        backend = open_torch_attention(pool)
         states = StatePool(self.spec.states, 2, self._device, self.spec.records) if self._stateful else None
         self.forward(_batch([(one[:cut], 0, 0)]), pool, backend, states)
         ours = self.forward(_batch([(one[cut:], cut, 0), (other, 0, len(one))]), pool, backend, states)
