@@ -60,7 +60,6 @@ class Gpu(Bench):
     repeats: int = repeats_of(1)
     warmup: int = warmup_of(0)
     parts: tuple[Part, ...] = Field(PARTS, description=f"of {', '.join(PARTS)}")
-    only: tuple[str, ...] = Field((), description="of cells with a NAME, those with one of these NAME=VALUE")
     model: str | None = Field(None, description="for tokens and pairs (default: the default model, or a random one)")
     device: Literal["cuda", "cpu"] = Field("cuda", description="cpu tries the bench with a tiny model")
 
@@ -116,13 +115,7 @@ class Gpu(Bench):
                 if kernels in here
             ],
         }  # fmt: skip
-        given: dict[str, set[str]] = {}
-        for name, _, value in (one.partition("=") for one in self.only):
-            given.setdefault(name, set()).add(value)
-        wanted = ({"part": part, **cell} for part in self.parts for cell in every[part])
-        return (
-            cell for cell in wanted if all(str(cell.get(name)) in given[name] for name in cell if name in given)
-        )
+        return ({"part": part, **cell} for part in self.parts for cell in every[part])
 
     def lost(self) -> bool:
         return is_lost(torch.device(self.device))

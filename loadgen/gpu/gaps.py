@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def profile_gaps(work: Callable[[], object], device: str) -> dict[str, float]:
-    """Busy share of the time between the device's first and last operation, and its longest rest.
+    """Busy share of the time between the device's first and last operation, and its longest rest; empty without any.
 
     On a CPU, for a trial, torch's operations stand for the device's.
     """
@@ -20,6 +20,8 @@ def profile_gaps(work: Callable[[], object], device: str) -> dict[str, float]:
         for event in profiled.events()
         if event.device_type == kind and not event.is_user_annotation
     ]
+    if not spans:
+        return {}
     busy_us, rests_us = busy_and_rests(spans)
     return {"busy": busy_us / (busy_us + sum(rests_us)), "rest": max(rests_us, default=0.0) / 1e6}
 

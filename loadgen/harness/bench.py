@@ -45,7 +45,10 @@ class Bench(BaseModel, ABC):
     seed: int | None = Field(None, ge=0, description="seed of all random inputs (default: a new one in each run)")
     json_: NewFile | None = Field(None, description="write every measurement as it is made (JSON lines)")
     resume: bool = Field(False, description="continue the file of --json and measure only what it lacks")
-    retry: bool = Field(True, description="with --resume, also measure again what failed")
+    guard: bool = Field(
+        False, description="for a process that may die: note each cell as failed before it is measured, and try it once"
+    )
+    only: tuple[str, ...] = Field((), description="of cells that have a NAME, only those with one of these NAME=VALUE")
     limit: float | None = Field(None, ge=0, description="seconds after which no measurement begins")
     markdown: NewFile | None = Field(None, description="write a result page")
     plot: NewFile | None = Field(None, description="write the plot (PNG or SVG)")

@@ -7,7 +7,7 @@ import secrets
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from loadgen.harness.report import page, terminal_tables, wide_console
 from loadgen.harness.results import BenchError, Cell, Results, read_facts
 
 # Options that do not change what is measured.
-_FREE = {"repeats", "seed", "json_", "resume", "retry", "limit", "markdown", "plot"}
+_FREE = {"repeats", "seed", "json_", "resume", "guard", "limit", "markdown", "plot"}
 
 
 def add_bench_options(parser: argparse.ArgumentParser, bench: type[Bench]) -> None:
@@ -67,7 +67,7 @@ def execute(name: str, bench: Bench) -> int:
     code = None
     try:
         with bench.session():
-            cells = list(bench.cells())
+            cells = [cell for cell in bench.cells() if _is_wanted(cell, bench.only)]
             if not _measure_all(bench, cells, results):
                 code = 3
             results.in_order(cells)
@@ -92,7 +92,7 @@ def _measure_all(bench: Bench, cells: list[Cell], results: Results) -> bool:
     """Measure what `results` lacks; False if the time limit was reached before the end."""
     plan = [
         (cell, repeat) for cell, repeat in _order(bench, cells)
-        if not results.has(cell, repeat) and (bench.retry or not results.has_failed(cell))
+        if not results.has(cell, repeat) and not (bench.guard and results.has_failed(cell))
     ]  # fmt: skip
     missing = {id(cell) for cell, repeat in plan if repeat >= 0}
     plan = [(cell, repeat) for cell, repeat in plan if id(cell) in missing]
@@ -100,6 +100,8 @@ def _measure_all(bench: Bench, cells: list[Cell], results: Results) -> bool:
     for cell, repeat in tqdm(plan, desc=results.facts["bench"], unit="cell", disable=None):
         if time.monotonic() >= deadline:
             return False
+        if bench.guard:
+            results.fail(cell, repeat, "did not end")
         try:
             figures = dict(bench.measure(cell, random.Random(f"{seed} {repeat}")))
         except BenchError:
@@ -108,13 +110,21 @@ def _measure_all(bench: Bench, cells: list[Cell], results: Results) -> bool:
             traceback.print_exc()
             results.fail(cell, repeat, _said(error))
             if bench.lost():
-                raise BenchError(f"no more here after {cell}; --resume --no-retry measures the others") from error
+                raise BenchError(f"no more here after {cell}; --resume --guard measures the others") from error
             continue
         if repeat >= 0:
             results.add(cell, repeat, figures)
             if not sys.stderr.isatty():  # tqdm is silent there
                 print("measured:", *(f"{name} {value}" for name, value in cell.items()), file=sys.stderr, flush=True)
     return True
+
+
+def _is_wanted(cell: Cell, only: Sequence[str]) -> bool:
+    """Whether a cell has one of the values that `only` gives for each of its names."""
+    given: dict[str, set[str]] = {}
+    for name, _, value in (one.partition("=") for one in only):
+        given.setdefault(name, set()).add(value)
+    return all(str(cell[name]) in values for name, values in given.items() if name in cell)
 
 
 def _said(error: Exception) -> str:
