@@ -2,16 +2,15 @@
 
 import logging
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from tqdm import tqdm
 
-from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span
+from runtime.batch import ForwardBatch
 from runtime.config import Config, ModelCode, ModelConfig, unusable
 from runtime.errors import EngineDead, ModelError
 from runtime.execution.attention.backend import AttentionBackend
@@ -36,7 +35,7 @@ from runtime.execution.native.decoder import NativeDecoder
 from runtime.execution.native.library import Library, load_best
 from runtime.execution.ops import FlashInferOps, Ops
 from runtime.execution.parallel.group import RankGroup
-from runtime.execution.readiness import find_fault
+from runtime.execution.readiness import capture_graphs, find_fault
 from runtime.execution.sizing import (
     bytes_per_token,
     check_weights,
@@ -209,7 +208,7 @@ class Executor:
                 attention = FlashInferAttention(self.pool, model.rope, share.num_heads, self.dtype)
                 if graphs:
                     self._graphs = DecodeGraphs(model, self.pool, attention, graphs, self.context_length)
-                    self._capture(graphs)
+                    self._capture(graphs, config.scheduler.max_running)
             self.backend_name = attention.name
             self.least_saved_tokens = attention.least_saved_tokens
             self._forward = partial(model.forward, pool=self.pool, backend=attention, near=near)
@@ -277,8 +276,10 @@ class Executor:
             return "torch"
         backend = choose_attention(config.model, self.device, self.dtype, spec.head_dim)
         if backend == "torch":
-            why = flashinfer_unfit(self.device, self.dtype, spec.head_dim)
-            self._note(why or f"--kernels {config.model.kernels}")
+            if (why := flashinfer_unfit(self.device, self.dtype, spec.head_dim)) is not None:
+                self._note(why)
+            else:
+                self._note(f"--kernels {config.model.kernels}", logging.INFO)
             return backend
         share, quiet = (spec, False) if self._group is None else (split_spec(spec, self._group.size), True)
         dtypes = self.dtype, self.kv_dtype
@@ -292,22 +293,24 @@ class Executor:
         self._note(fault)
         return "torch"
 
-    def _note(self, why: str) -> None:
+    def _note(self, why: str, level: int = logging.WARNING) -> None:
         """Say in the log and in `backend_note` why torch computes in place of FlashInfer, if this is a GPU."""
         if self.device.type != "cpu":
             self.backend_note = f"{why}. {COST[0].upper()}{COST[1:]}"
-            log.warning("torch computes attention, not FlashInfer: %s", self.backend_note)
+            log.log(level, "torch computes attention, not FlashInfer: %s", self.backend_note)
 
-    def _capture(self, sizes: list[int]) -> None:
-        """Capture the graphs of decode steps; without them if this fails, since they only save time."""
+    def _capture(self, sizes: list[int], most: int) -> None:
+        """Capture the graphs of decode steps of up to `most` rows. If this fails, steps run without graphs.
+
+        Raises ModelError if the failure has made the GPU unusable.
+        """
         if self.device.type == "cpu" or self._graphs is None:
             return
         try:
-            for size in tqdm(sizes, desc="CUDA graphs", unit="batch size", disable=None):
-                self._graphs.run(_decode_batch(size, self.spec.num_layers))
-        except Exception as error:
+            capture_graphs(self._graphs, sizes[: bisect_left(sizes, most) + 1], self.spec.num_layers)
+        except Exception as error:  # of the driver, the allocator or a kernel
             if is_lost(self.device):
-                raise ModelError(f"a CUDA graph cannot be captured: {error}; --cuda-graph-batches ''") from None
+                raise ModelError(f"a CUDA graph cannot be captured ({error}): --cuda-graph-batches 0") from None
             log.warning("decode steps run without CUDA graphs, which cannot be captured: %s", error)
             self._graphs = None
 
@@ -355,13 +358,3 @@ class Executor:
 def _keeps_codes(config: ModelConfig) -> bool:
     """Whether the weights of a GGUF file, and experts in MXFP4, are computed as they are stored."""
     return config.quantization == "auto" and config.dtype == "auto" and not config.random_weights
-
-
-def _decode_batch(rows: int, layers: int) -> ForwardBatch:
-    """A decode step that writes no KV: every row is a token at position 0 and reads the pool's first row."""
-    plan = AttentionPlan(rows)
-    for row in range(rows):
-        plan.add(slice(row, row + 1), Span(np.zeros(1, dtype=np.int32), 1))
-    zeros = torch.zeros(rows, dtype=torch.int64)
-    group = LayerGroup(range(layers), None, zeros - 1, plan)
-    return ForwardBatch(zeros, zeros, [group], torch.arange(rows))

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-_DTYPES = {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "fp8"}
+_NAMES = {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "fp8"}
 
 
 class Kernel(NamedTuple):
@@ -24,7 +24,7 @@ def kernels_for(kv_dtype: torch.dtype, head_dim: int) -> Iterator[Kernel]:
 def every_kernel() -> Iterator[Kernel]:
     """What all models load: heads of 64 and 128, KV in bfloat16 and fp8; those that are needed most first."""
     yield from _common()
-    for kv_dtype in _DTYPES:
+    for kv_dtype in _NAMES:
         for head_dim in (64, 128):
             yield from _attention(kv_dtype, head_dim)
 
@@ -46,7 +46,7 @@ def _common() -> Iterator[Kernel]:
 
 
 def _attention(kv_dtype: torch.dtype, head_dim: int) -> Iterator[Kernel]:
-    of = f"{_DTYPES[kv_dtype]}, heads of {head_dim}"
+    of = f"{_NAMES.get(kv_dtype, kv_dtype)}, heads of {head_dim}"
     yield Kernel(f"prefill, {of}", lambda: _prefill(kv_dtype, head_dim))
     yield Kernel(f"decode, {of}", lambda: _decode(kv_dtype, head_dim))
 

@@ -1,18 +1,19 @@
 """Whether FlashInfer computes a model here: its kernels are loaded or compiled, and every kind of step is compared."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from runtime.batch import AttentionPlan, Span, causal_visible
+from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
 from runtime.execution.attention.flashinfer import FlashInferAttention
-from runtime.execution.attention.fused import open_torch_attention
+from runtime.execution.attention.torch_attention import TorchAttention
 from runtime.execution.flashinfer_kernels import kernels_for
 from runtime.execution.flashinfer_package import VERSION, load_flashinfer
+from runtime.execution.graphs import DecodeGraphs
 from runtime.execution.ops import FlashInferOps, Ops
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
@@ -56,6 +57,20 @@ def find_fault(
     except Exception as error:
         return f"FlashInfer fails at {doing} ({_brief(error)}). {_REMEDY}"
     return None
+
+
+def capture_graphs(graphs: DecodeGraphs, sizes: Sequence[int], layers: int) -> None:
+    """Capture the graphs of decode steps of `sizes` rows, before a request has to wait for them.
+
+    The steps write no KV: every row is a token at position 0 that reads the pool's first row.
+    """
+    for rows in tqdm(sizes, desc="CUDA graphs", unit="size", disable=None):
+        plan = AttentionPlan(rows)
+        for row in range(rows):
+            plan.add(slice(row, row + 1), Span(np.zeros(1, dtype=np.int32), 1))
+        zeros = torch.zeros(rows, dtype=torch.int64)
+        group = LayerGroup(range(layers), None, zeros - 1, plan)
+        graphs.run(ForwardBatch(zeros, zeros, [group], torch.arange(rows)))
 
 
 @dataclass(slots=True)
@@ -117,7 +132,7 @@ class Trial:
             half.copy_(self._draw(*half.shape).to(self.kv_dtype))
         rope = RotaryEmbedding(spec.rope, spec.head_dim, self.device)
         ours = FlashInferAttention(pool, rope, spec.num_heads, self.dtype)
-        reference, q = open_torch_attention(pool, rope), self._draw(_ROWS, spec.num_heads, spec.head_dim)
+        reference, q = TorchAttention(pool, rope), self._draw(_ROWS, spec.num_heads, spec.head_dim)
         (planned,) = ours.prepare_step([plan])
         _compare(ours.run(planned, q, 0), reference.run(reference.prepare(plan), q, 0))
 
@@ -138,17 +153,18 @@ class Trial:
 
     @torch.inference_mode()
     def _rotation(self) -> None:
-        spec = self.spec
+        spec, both = self.spec, (FlashInferOps(_CONTEXT), Ops())
         rope = RotaryEmbedding(spec.rope, spec.head_dim, self.device)
         positions = torch.arange(_ROWS, device=self.device) * 97
         qk = self._draw(_ROWS, spec.num_heads + spec.num_kv_heads, spec.head_dim)
-        found = [ops.rotate_qk(qk.clone(), spec.num_heads, ops.angles(rope, positions)) for ops in _both()]
+        found = [ops.rotate_qk(qk.clone(), spec.num_heads, ops.angles(rope, positions)) for ops in both]
         for one, other in zip(*found, strict=True):
             _compare(one, other)
 
     @torch.inference_mode()
     def _filters(self) -> None:
-        probs = self._draw(_ROWS, self.spec.vocab_size).float().mul(4).softmax(-1)
+        # In float32, because equal probabilities would leave the choice open.
+        probs = torch.randn(_ROWS, self.spec.vocab_size, generator=self._random).mul(4).softmax(-1).to(self.device)
         top_k = torch.arange(1, _ROWS + 1, dtype=torch.int32, device=self.device)
         values, tokens = probs.sort(descending=True)
         least = values.gather(1, top_k.long()[:, None] - 1)
@@ -158,10 +174,6 @@ class Trial:
         values = values.where(values.cumsum(-1) - values < top_p[:, None], 0)
         kept = torch.zeros_like(probs).scatter_(1, tokens, values / values.sum(-1, keepdim=True))
         _compare(load_flashinfer().sampling.top_p_renorm_probs(probs, top_p), kept)
-
-
-def _both() -> tuple[Ops, Ops]:
-    return FlashInferOps(_CONTEXT), Ops()
 
 
 def _compare(found: torch.Tensor, wanted: torch.Tensor) -> None:
