@@ -84,12 +84,14 @@ class Gpu(Bench):
                 self._close()
 
     def _tokens_path(self) -> Path:
+        if self.model is None and self.device == "cpu":
+            return random_model(self._directory, 2)
         try:
             return resolve_model(make_config(**({} if self.model is None else {"model": self.model})).model)
         except ModelError:
             if self.model is not None:
                 raise
-            return random_model(self._directory)
+            return random_model(self._directory, 8)
 
     @property
     def _sizes(self) -> Sizes:

@@ -197,12 +197,13 @@ def _agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
     return sum(_common(a, b) for a, b in zip(ours, theirs, strict=True)) / sum(map(len, theirs))
 
 
-def random_model(directory: Path) -> Path:
+def random_model(directory: Path, layers: int) -> Path:
     """Write a checkpoint of a small Llama with random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=4096, hidden_size=576, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=9,
-        num_key_value_heads=3, max_position_embeddings=2048, eos_token_id=2, bos_token_id=1,
+        vocab_size=4096, hidden_size=72 * layers, intermediate_size=192 * layers, num_hidden_layers=layers,
+        num_attention_heads=9, num_key_value_heads=3, head_dim=64, max_position_embeddings=2048, eos_token_id=2,
+        bos_token_id=1,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

@@ -59,7 +59,8 @@ class WatchedDrive(ClockedDrive):
         """Raise RuntimeError if a GPU's steps run without FlashInfer, which has all dtypes but float32."""
         found, float32 = self.core.info.attention_backend, self.core.executor.dtype == torch.float32
         if self.core.executor.device.type != "cpu" and not float32 and found != "flashinfer":
-            raise RuntimeError(f"the attention backend is {found}, where flashinfer should be")
+            why = self.core.executor.backend_note
+            raise RuntimeError(f"the attention backend is {found}, where flashinfer should be: {why}")
 
 
 def _several(rows: slice | torch.Tensor) -> bool:

@@ -26,6 +26,6 @@ def small_heads(tmp_path_factory):
 
 
 def test_speed(device, measured):  # noqa: F811
-    rows = measured("gpu", "--parts", "bounds", "decode", "shared prefix", "first token", "prefill")
+    rows = measured("gpu", "--parts", "decode", "--only", "mode=default")
     for row in rows:
         print(row)
