@@ -133,9 +133,9 @@ class Lease:
         _write_lines(file, [line for line in before["lines"] if "error" not in line])
         started, rc, error = time.monotonic(), -1, "left out: no time"
         until = min(self.deadline, started + part.most)
-        for _ in range(_TRIES):
+        for attempt in range(_TRIES):
             left = until - time.monotonic()
-            if left < min(part.seconds, part.most / 2):
+            if left < (part.seconds / 2 if attempt else part.seconds):
                 break
             lines = len(_lines(file))
             options = ["--json", str(file), "--resume", "--guard", "--repeats", "1", "--limit", str(max(left - 10, 1))]
@@ -153,7 +153,7 @@ class Lease:
 
         Returns the exit code, and what went wrong.
         """
-        print(f"{self._left():5.0f} s left: {' '.join(command)}"[:300], flush=True)
+        print(f"{self._left():5.0f} s left: {' '.join(command)}".splitlines()[0][:200], flush=True)
         log = self.work / "log"
         with log.open("wb") as output:
             child = subprocess.Popen(
