@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args
 import torch
 from pydantic import Field, PrivateAttr
 
+from loadgen.gpu.compiled import compiled, load
 from loadgen.gpu.correctness import ENGINES, HEADS, KINDS, PAIRS, attention, compare_engines, greedy, random_model
 from loadgen.gpu.shapes import write_shape
-from loadgen.gpu.compiled import compiled, load
 from loadgen.gpu.speed import FULL, MODES, PREFILLS, SHARED_MODES, TINY, Sizes, Speed, bounds
 from loadgen.harness import Bench, BenchError, Cell, Figure, repeats_of, warmup_of
 from runtime.config import make_config

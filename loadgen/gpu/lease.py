@@ -109,7 +109,16 @@ class Lease:
     def _install(self, carried: Path) -> None:
         """Install the wheels and unpack the kernels for the parts' processes, beside what is there."""
         site, kernels = self.work / "site", self.work / "kernels"
-        options = ["-q", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target", str(site)]
+        options = [
+            "-q",
+            "--no-index",
+            "--no-deps",
+            "--no-compile",
+            "--no-cache-dir",
+            "--upgrade",
+            "--target",
+            str(site),
+        ]
         wheels = sorted(map(str, (carried / "wheels").glob("*.whl")))
         self._call(_INSTALL, ["-m", "pip", "install", *options, *wheels], 120)
         if (archive := carried / "kernels.tar.xz").exists():
@@ -145,8 +154,10 @@ class Lease:
                 file.unlink()  # an earlier version's, or another processor's
             elif rc in (0, 1, 3) or len(_lines(file)) == lines:
                 break
-        seconds = time.monotonic() - started
-        self.found[part.name] = {"rc": rc, "seconds": seconds, "error": error, "lines": _lines(file)}
+        seconds, lines = time.monotonic() - started, _lines(file)
+        if rc == 1 and len(lines) < 2:
+            error = "no cells"
+        self.found[part.name] = {"rc": rc, "seconds": seconds, "error": error, "lines": lines}
 
     def _process(self, command: list[str], file: Path, most: float, stall: float) -> tuple[int, str]:
         """Run Python until it ends, `most` seconds are over, or `file` has not grown for `stall` seconds.
@@ -177,7 +188,9 @@ class Lease:
         if why:
             return rc, f"killed: {why}"
         last = [line for line in text.decode(errors="replace").splitlines() if line.strip()][-1:]
-        return rc, {0: "", 1: "cells failed", 3: "not all cells: no time"}.get(rc, f"exit status {rc}: {' '.join(last)}")
+        return rc, {0: "", 1: "cells failed", 3: "not all cells: no time"}.get(
+            rc, f"exit status {rc}: {' '.join(last)}"
+        )
 
     def _environment(self) -> dict[str, str]:
         own = {"PYTHONPATH": os.pathsep.join(self._path), "FLASHINFER_DISABLE_JIT": "1", "PYTHONUNBUFFERED": "1"}

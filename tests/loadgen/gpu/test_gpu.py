@@ -37,7 +37,6 @@ def test_every_speed_is_measured(measured):
         values = [value for name, value in row.items() if name not in ("part", "mode", "kernels", "graphs", "sharing")]
         assert all(number > 0 for value in values for number in (value if isinstance(value, list) else [value]))
 
-
     shared = {row["mode"]: row["sharing"] for row in rows if row["part"] == "shared prefix"}
     assert shared == {"default": 1, "no cascade": 0, "eager": 1, "eager, no cascade": 0}
 
