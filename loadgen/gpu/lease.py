@@ -1,8 +1,8 @@
 """`python -m loadgen.gpu.lease OUT --seconds N`: all that some minutes on a GPU can show, the most valuable first.
 
 Each part runs in a process of its own with a limit, so that one that fails, hangs or loses the device hurts itself
-alone. Parts that no longer fit are left out. OUT gets `gpu.md` (targets beside figures), `lease.json` (all measurements)
-and `log.txt`; the same command goes on from there. This script needs nothing but Python.
+alone. Parts that no longer fit are left out. OUT gets `gpu.md` (targets beside figures), `lease.json` (measurements) and
+`log.txt`; the same command goes on from there. This script needs nothing but Python.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The parts of a lease, the most valuable first: commands of `python -m loadgen`, and the seconds that they may take."""
+"""The parts of a lease, the most valuable first: commands of `python -m loadgen`, and the seconds that they take."""
 
 from dataclasses import dataclass
 

@@ -61,9 +61,6 @@ def bounds(device: str) -> dict[str, float]:
         return min(timed(once) for _ in range(10))
 
     copied_s, multiplied_s = seconds(lambda: target.copy_(source)), seconds(lambda: square @ square)
-    del source, target, square
-    if device == "cuda":
-        torch.cuda.empty_cache()
     return {"copy": 2 * size / copied_s, "product": 2 * n**3 / multiplied_s}
 
 
@@ -81,6 +78,8 @@ class Speed(WatchedDrive):
     def __init__(self, path: Path, sizes: Sizes, device: str, **options: Any):
         most = bounds(device)  # while there is room on the device
         self._bytes_s, self._flop_s = most["copy"], most["product"]
+        if device == "cuda":
+            torch.cuda.empty_cache()
         if device == "cpu":
             options |= {"pool_tokens": 8192, "kernels": "torch"}
         running = max(*sizes.batches, sizes.shared_batch)
