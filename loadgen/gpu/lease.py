@@ -1,7 +1,7 @@
 """`python -m loadgen.gpu.lease OUT --seconds N`: all that some minutes on a GPU can show, the most valuable first.
 
 Each part runs in a process of its own with a limit, so that one that fails, hangs or loses the device hurts itself
-alone. Parts that no longer fit are left out. OUT gets `gpu.md` (targets beside figures), `lease.json` (measurements) and
+alone. Parts that no longer fit are left out. OUT gets `gpu.md` (targets beside figures), `lease.json` and
 `log.txt`; the same command goes on from there. This script needs nothing but Python.
 """
 
@@ -154,10 +154,10 @@ class Lease:
                 file.unlink()  # an earlier version's, or another processor's
             elif rc in (0, 1, 3) or len(_lines(file)) == lines:
                 break
-        seconds, lines = time.monotonic() - started, _lines(file)
-        if rc == 1 and len(lines) < 2:
+        seconds, records = time.monotonic() - started, _lines(file)
+        if rc == 1 and len(records) < 2:
             error = "no cells"
-        self.found[part.name] = {"rc": rc, "seconds": seconds, "error": error, "lines": lines}
+        self.found[part.name] = {"rc": rc, "seconds": seconds, "error": error, "lines": records}
 
     def _process(self, command: list[str], file: Path, most: float, stall: float) -> tuple[int, str]:
         """Run Python until it ends, `most` seconds are over, or `file` has not grown for `stall` seconds.

@@ -10,14 +10,18 @@ from tests.runtime.execution.sim.engines import draw, save
 __all__ = ["device"]
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save("llama", tmp_path_factory.mktemp("llama"))
+
+
 @pytest.fixture
-def ours(device, tmp_path, monkeypatch):
+def ours(device, model, monkeypatch):
     """The tokens of an engine, and how its steps ran."""
     monkeypatch.setattr(correctness, "_NEW", 3)
     sizes = Executor._graph_sizes
     monkeypatch.setattr(Executor, "_graph_sizes", lambda *given: [size for size in sizes(*given) if size == 2])
-    path = save("llama", tmp_path)
-    return lambda: correctness._ours(path, {"device": "cuda", "dtype": "bfloat16"}, [draw(1, 20), draw(2, 30)])
+    return lambda: correctness._ours(model, {"device": "cuda", "dtype": "bfloat16"}, [draw(1, 20), draw(2, 30)])
 
 
 def test_tokens_come_from_flashinfer_and_graphs(ours):
