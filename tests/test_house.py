@@ -1,6 +1,7 @@
 """Sizes of modules and functions, and names of classes; `[tool.importlinter]` in pyproject.toml has the imports."""
 
 import ast
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("radix", "runtime", "server", "loadgen")
+MOST_BYTES = 8 << 20
 MOST_LINES, MOST_LINES_OF_TESTS, MOST_LINES_OF_FUNCTION, MOST_LINES_OF_README = 400, 500, 60, 200
 # Folders of tests that stand for no room.
 NOT_ROOMS = {Path(name) for name in ("", "clients", "soak", "runtime/reuse/contract", "runtime/execution/sim")}
@@ -45,3 +47,12 @@ def test_tests_mirror_the_rooms():
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= MOST_LINES_OF_README
+
+
+def test_the_tree_is_small():
+    """It is carried to machines without internet; a picture or a table of weights must earn its place."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("this is no checkout")
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    assert sum(path.lstat().st_size for path in paths if path.exists()) < MOST_BYTES

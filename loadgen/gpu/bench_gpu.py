@@ -5,23 +5,25 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from pydantic import Field, PrivateAttr
 
+from loadgen.gpu.compiled import compiled, load
 from loadgen.gpu.correctness import ENGINES, HEADS, KINDS, PAIRS, attention, compare_engines, greedy, random_model
 from loadgen.gpu.shapes import write_shape
-from loadgen.gpu.speed import FULL, MODES, SHARED_MODES, TINY, Sizes, Speed, bounds
+from loadgen.gpu.speed import FULL, MODES, PREFILLS, SHARED_MODES, TINY, Sizes, Speed, bounds
 from loadgen.harness import Bench, BenchError, Cell, Figure, repeats_of, warmup_of
 from runtime.config import make_config
 from runtime.errors import ModelError
+from runtime.execution.device import is_lost
 from runtime.models.resolve import resolve_model
 
-Part = Literal["attention", "tokens", "pairs", "bounds", "decode", "shared prefix", "first token", "prefill"]
-PARTS: tuple[Part, ...] = (
-    "attention", "tokens", "pairs", "bounds", "decode", "shared prefix", "first token", "prefill",
-)  # fmt: skip
+Part = Literal[
+    "kernels", "attention", "tokens", "pairs", "bounds", "decode", "shared prefix", "first token", "prefill"
+]  # fmt: skip
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 class Gpu(Bench):
@@ -29,11 +31,12 @@ class Gpu(Bench):
 
     Targets: attention within a relative error of 0.01; in float32 the tokens of transformers; one step ahead the
     tokens of single steps; 70 % of the bandwidth bound for decoding 32 requests; 50 % of the matrix bound for prefill;
-    a cached first token in 1.5 times its ideal share; behind a shared prefix 1.3 times the time without cascade.
+    a cached first token in 1.5 times its ideal share; behind a shared prefix, 1.3 times as fast as without cascade.
     """
 
     sections = "part"
     figures = (
+        Figure("mib", "MiB", ".1f"),
         Figure("error", "relative error", ".5f", plotted=True),
         Figure("theirs", "tokens as transformers, %", factor=100, plotted=True),
         Figure("gap", "logits apart where they part", ".4f"),
@@ -47,6 +50,8 @@ class Gpu(Bench):
         Figure("step", "step, ms", ".2f", 1e3, versus="ratio"),
         Figure("share", "of the bound, %", factor=100, plotted=True),
         Figure("rate", "tokens/s", ".0f"),
+        Figure("graphs", "steps in graphs, %", ".0f", 100),
+        Figure("sharing", "steps that share reads, %", ".0f", 100),
         Figure("busy", "device busy, %", factor=100),
         Figure("rest", "longest rest, ms", ".2f", 1e3),
         *(Figure(part, part, ".3f", 1e3) for part in ("schedule", "plan", "launch", "sample", "book")),
@@ -79,12 +84,14 @@ class Gpu(Bench):
                 self._close()
 
     def _tokens_path(self) -> Path:
+        if self.model is None and self.device == "cpu":
+            return random_model(self._directory, 2)
         try:
             return resolve_model(make_config(**({} if self.model is None else {"model": self.model})).model)
         except ModelError:
             if self.model is not None:
                 raise
-            return random_model(self._directory)
+            return random_model(self._directory, 8)
 
     @property
     def _sizes(self) -> Sizes:
@@ -92,7 +99,9 @@ class Gpu(Bench):
 
     def cells(self) -> Iterator[Cell]:
         on_gpu = self.device == "cuda"
+        here = PREFILLS[: 2 if on_gpu and torch.cuda.get_device_capability() == (9, 0) else 1]
         every: dict[Part, list[Cell]] = {
+            "kernels": [{"library": name} for name in compiled()],
             "attention": [
                 {"heads": heads, "page size": size, "kind": kind}
                 for heads in HEADS for size in (1, 16) for kind in KINDS if on_gpu
@@ -103,12 +112,20 @@ class Gpu(Bench):
             "decode": [{"requests": batch, "mode": mode} for mode in MODES for batch in self._sizes.batches],
             "shared prefix": [{"mode": mode} for mode in SHARED_MODES],
             "first token": [{}],
-            "prefill": [{"rows of a step": rows} for rows in self._sizes.chunks],
+            "prefill": [
+                {"kernels": kernels, "rows of a step": rows} for kernels in PREFILLS for rows in self._sizes.chunks
+                if kernels in here
+            ],
         }  # fmt: skip
         return ({"part": part, **cell} for part in self.parts for cell in every[part])
 
+    def lost(self) -> bool:
+        return is_lost(torch.device(self.device))
+
     def measure(self, cell: Cell, draw: random.Random) -> dict[str, Any]:
         match cell["part"]:
+            case "kernels":
+                return load(cell["library"])
             case "attention":
                 return attention(cell["kind"], cell["page size"], HEADS[cell["heads"]])
             case "tokens":
@@ -125,7 +142,7 @@ class Gpu(Bench):
             case "first token":
                 return self._open().first_token()
             case _:
-                return self._open(step_tokens=cell["rows of a step"]).prefill()
+                return self._open(step_tokens=cell["rows of a step"]).prefill(cell["kernels"])
 
     def _open(self, **options: Any) -> Speed:
         """The engine with these options. It replaces another one, because a GPU has room for one."""

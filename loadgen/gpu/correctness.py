@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from loadgen.micro.drive import Drive
+from loadgen.gpu.watched import WatchedDrive
 from runtime.batch import AttentionPlan, Span, causal_visible
 from runtime.execution.attention.torch_attention import TorchAttention
 from runtime.kv.pool import KVPool
@@ -27,10 +27,11 @@ ENGINES: dict[str, dict[str, Any]] = {
     "bfloat16, without graphs": {"dtype": "bfloat16", "cuda_graph_batches": "0"},
     "bfloat16, fp8 KV": {"dtype": "bfloat16", "kv_dtype": "fp8"},
 }
-# Options of two engines whose tokens should be the same. `shared`: `Executor.least_saved_tokens`.
+_ALWAYS = 1
+# Options of two engines whose tokens should be the same. `shared`: `Planner.least_saved_tokens`.
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one step ahead, single steps": ({"overlap": "on"}, {"overlap": "off"}),
-    "shared pages read once, by each": ({"shared": 1}, {"shared": 1 << 60}),
+    "shared pages read once, by each": ({"shared": _ALWAYS}, {"shared": 1 << 60}),
     "with and without graphs": ({}, {"cuda_graph_batches": "0"}),
     "pages of 1 and of 16": ({"page_size": 1}, {"page_size": 16}),
 }
@@ -117,19 +118,17 @@ def _plan(kind: str, pages: _Pages) -> AttentionPlan:
 def greedy(path: Path, device: str, options: dict[str, Any]) -> dict[str, float]:
     """The share of greedy tokens equal to transformers', and the share that is equal with a cached prompt."""
     prompts = _prompts(path)
-    cold, warm = _ours(path, {"device": device, **options}, prompts)
+    cold, warm, ran = _ours(path, {"device": device, **options}, prompts)
     theirs, gap = _transformers(path, device, getattr(torch, options["dtype"]), prompts, cold)
-    torch.cuda.empty_cache()
-    return {"theirs": _agreement(cold, theirs), "gap": gap, "warm": _agreement(warm, cold)}
+    return {"theirs": _agreement(cold, theirs), "gap": gap, "warm": _agreement(warm, cold)} | ran
 
 
 def compare_engines(path: Path, device: str, one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     """The share of two engines' greedy tokens before their first difference, with uncached and cached prompts."""
     prompts = _prompts(path)
-    options = {"device": device, "dtype": "bfloat16" if device == "cuda" else "float32"}
-    found = (_ours(path, options | more, prompts) for more in (one, other))
-    mine, theirs = ([*cold, *warm] for cold, warm in found)
-    return {"same": _agreement(mine, theirs)}
+    options = {"device": device, "dtype": "float32" if device == "cpu" else "bfloat16"}
+    (*mine, ran), (*theirs, _) = (_ours(path, options | more, prompts) for more in (one, other))
+    return {"same": _agreement([*mine[0], *mine[1]], [*theirs[0], *theirs[1]])} | ran
 
 
 def _prompts(path: Path) -> list[list[int]]:
@@ -140,14 +139,27 @@ def _prompts(path: Path) -> list[list[int]]:
     return prompts
 
 
-def _ours(path: Path, options: dict[str, Any], prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    options = {"kernels": "torch", "pool_tokens": 4096, **options}
+def _ours(
+    path: Path, options: dict[str, Any], prompts: list[list[int]]
+) -> tuple[list[list[int]], list[list[int]], dict[str, float]]:
+    """The greedy tokens with nothing cached and with cached prompts, and how the steps ran, by `WatchedDrive.share`.
+
+    Raises RuntimeError if they did not run as the options say.
+    """
+    on_gpu = options["device"] != "cpu"
+    options = {"pool_tokens": 4096, **({} if on_gpu else {"kernels": "torch"}), **options}
     shared = options.pop("shared", None)
-    drive = Drive(path, **options)
+    drive = WatchedDrive(path, **options)
     if shared is not None:
-        drive.core.executor.least_saved_tokens = shared
+        drive.core.planner.least_saved_tokens = shared
     try:
-        return drive.tokens(prompts, _NEW), drive.tokens(prompts, _NEW)
+        drive.demand_backend()
+        cold, warm = drive.tokens(prompts, _NEW), drive.tokens(prompts, _NEW)
+        if shared is not None:
+            drive.demand("sharing", shared == _ALWAYS)
+        if on_gpu and options["dtype"] != "float32" and shared != _ALWAYS:
+            drive.demand("graphs", options.get("cuda_graph_batches") != "0")
+        return cold, warm, {kind: drive.share(kind) for kind in ("graphs", "sharing")}
     finally:
         drive.close()
 
@@ -185,12 +197,13 @@ def _agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
     return sum(_common(a, b) for a, b in zip(ours, theirs, strict=True)) / sum(map(len, theirs))
 
 
-def random_model(directory: Path) -> Path:
+def random_model(directory: Path, layers: int) -> Path:
     """Write a checkpoint of a small Llama with random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=4096, hidden_size=576, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=9,
-        num_key_value_heads=3, max_position_embeddings=2048, eos_token_id=2, bos_token_id=1,
+        vocab_size=4096, hidden_size=72 * layers, intermediate_size=192 * layers, num_hidden_layers=layers,
+        num_attention_heads=9, num_key_value_heads=3, head_dim=64, max_position_embeddings=2048, eos_token_id=2,
+        bos_token_id=1,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

@@ -1,15 +1,17 @@
 """`python -m loadgen.gpu.prepare DIRECTORY`: all that a machine with a GPU and without internet needs to measure.
 
-Wheels of the packages that it lacks, FlashInfer's kernels compiled for it, a part of the default model, configurations
-of two models of 8 billion weights, and `measure`, which installs them there and runs a bench. The same command
-continues an interrupted run. No GPU is needed here.
+Wheels of the packages that it lacks, FlashInfer's kernels compiled for it, a part of the default model with its
+tokenizer, and `measure`, which installs them there and runs a bench. The same command continues an interrupted run. No
+GPU is needed here.
 """
 
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 from collections.abc import Iterable, Iterator
 from importlib.metadata import distributions
@@ -21,7 +23,6 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
 from loadgen.gpu.cut import cut_model
-from loadgen.gpu.shapes import write_shapes
 from runtime.config import make_config
 from runtime.errors import RametError
 from runtime.models.resolve import resolve_model
@@ -33,6 +34,8 @@ _COMPILERS = tuple(f"flashinfer/data/{library}/" for library in ("cutlass", "ccc
 # The compiler, and headers that FlashInfer's sources include.
 _TOOLKIT = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
 _CURAND = "nvidia-curand>=10.4,<11"
+# Headers of cuBLAS that the norms' sources include and do not use.
+_UNCALLED = ("cublasLt.h", "cublas_v2.h")
 
 _MEASURE = """#!/bin/sh
 # In a checkout of Ramet, on the machine with the GPU: installs what lies beside this file for $PYTHON (python3), apart
@@ -44,11 +47,12 @@ site=${RAMET_SITE:-/tmp/ramet-site}
 if ! [ -e "$site/.complete" ]; then
     "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" \\
         "$here"/wheels/*.whl
+    [ ! -e "$here/kernels.tar.xz" ] || "$python" -m tarfile -e "$here/kernels.tar.xz" "$site"
     touch "$site/.complete"
 fi
-export PYTHONPATH="$site:$here/kernels:$PWD"
-# Kernels that are missing in kernels/ are compiled where there is a compiler; else FlashInfer says which one it lacks.
-command -v nvcc > /dev/null || export FLASHINFER_DISABLE_JIT=1
+export PYTHONPATH="$site:$PWD"
+# FlashInfer came without its sources. It names a kernel that is missing.
+export FLASHINFER_DISABLE_JIT=1
 exec "$python" -m loadgen "$@"
 """
 
@@ -66,12 +70,9 @@ def main() -> int:
     parser.add_argument("--cuda", default="13.0", help="version of the compiler, where this machine has none")
     parser.add_argument("--flashinfer", default="0.6.18.post1", help="default: 0.6.18.post1")
     parser.add_argument(
-        "--slim", action="store_true", help="FlashInfer without its sources, so that nothing is compiled there"
-    )
-    parser.add_argument(
         "--kernels", nargs="*", default=[""], metavar="NAME", help="only those with this in their name; without: none"
     )
-    parser.add_argument("--layers", type=int, default=3, help="of the default model, taken along; 0: no model")
+    parser.add_argument("--layers", type=int, default=1, help="of the default model (default: 1); 0: no model")
     parser.add_argument("--vocabulary", type=int, default=4096, help="of its tokens (default: 4096)")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no kernel is begun")
     arguments = parser.parse_args()
@@ -111,7 +112,7 @@ def collect(arguments: argparse.Namespace, wheels: Path) -> None:
     tags += ["--platform=manylinux2014_x86_64", "--platform=manylinux1_x86_64"]
     target = ["--implementation=cp", f"--python-version={arguments.python}", *tags]
     for wheel in missing(wanted, versions(lines), arguments.python, wheels, target):
-        if arguments.slim and wheel.name.startswith("flashinfer_python-"):
+        if wheel.name.startswith("flashinfer_python-"):
             _leave_sources(wheel)
         print(f"{wheel.name}: {wheel.stat().st_size / (1 << 20):.1f} MiB", flush=True)
 
@@ -204,12 +205,13 @@ def write_script(out: Path) -> None:
 
 
 def carry_model(arguments: argparse.Namespace, out: Path) -> None:
-    """Write a part of the default model to `model`, and the shapes of larger models to `shapes`."""
-    if not arguments.layers:
+    """Write a part of the default model to `model`, and the tokenizer, which models of random weights need, too."""
+    if not arguments.layers or (out / "model" / "tokenizer.json").exists():
         return
-    if not (out / "model" / "config.json").exists():
-        cut_model(resolve_model(make_config().model), out / "model", arguments.layers, arguments.vocabulary)
-    write_shapes(out / "shapes")
+    source = resolve_model(make_config().model)
+    cut_model(source, out / "model", arguments.layers, arguments.vocabulary)
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        shutil.copy(source / name, out / "model" / name)
 
 
 def compile_kernels(arguments: argparse.Namespace, out: Path) -> int:
@@ -233,9 +235,20 @@ def compile_kernels(arguments: argparse.Namespace, out: Path) -> int:
         "PYTHONPATH": os.pathsep.join([str(site), str(_ROOT)]), "PATH": f"{site / 'bin'}:{os.environ['PATH']}",
         "MAX_JOBS": os.environ.get("MAX_JOBS", str(os.cpu_count() or 1)),
     }  # fmt: skip
-    command = [sys.executable, "-m", "loadgen.gpu.aot", str(out / "kernels"), "--limit", str(arguments.limit)]
-    command += ["--only", *arguments.kernels]
-    return subprocess.run(command, env=environment, check=False).returncode
+    kernels = out / "build" / "kernels"
+    command = [sys.executable, "-m", "loadgen.gpu.aot", str(kernels), "--limit", str(arguments.limit)]
+    code = subprocess.run([*command, "--only", *arguments.kernels], env=environment, check=False).returncode
+    pack_kernels(kernels, out)
+    return code
+
+
+def pack_kernels(kernels: Path, out: Path) -> None:
+    """Write `kernels.tar.xz`, half as large as the kernels."""
+    with tarfile.open(out / "kernels.part", "w:xz") as packed:
+        for path in sorted(kernels.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                packed.add(path, path.relative_to(kernels))
+    (out / "kernels.part").rename(out / "kernels.tar.xz")
 
 
 def toolkit(version: str, build: Path) -> dict[str, str]:
@@ -248,7 +261,10 @@ def toolkit(version: str, build: Path) -> dict[str, str]:
     link = ["cc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", str(stubs / "libcuda.so"), "-x", "c", os.devnull]
     subprocess.run(link, check=True)
     home = Path(os.environ.get("CUDA_HOME", f"/usr/local/cuda-{version}"))
-    packages = [_CURAND]
+    headers, packages = build / "headers", [_CURAND]
+    headers.mkdir(exist_ok=True)
+    for name in _UNCALLED:
+        (headers / name).touch()
     if not (home / "bin" / "nvcc").exists():
         home, packages = wheels / "nvidia" / "cu13", [*(f"{name}=={version}.*" for name in _TOOLKIT), *packages]
     if not (wheels / ".complete").exists():
@@ -258,7 +274,7 @@ def toolkit(version: str, build: Path) -> dict[str, str]:
                 (home / link_name).symlink_to(library)
         (wheels / ".complete").touch()
     return {
-        "CUDA_HOME": str(home), "CPATH": str(wheels / "nvidia" / "cu13" / "include"),
+        "CUDA_HOME": str(home), "CPATH": os.pathsep.join([str(wheels / "nvidia" / "cu13" / "include"), str(headers)]),
         "FLASHINFER_EXTRA_LDFLAGS": f"-L{stubs}",
     }  # fmt: skip
 
@@ -266,13 +282,14 @@ def toolkit(version: str, build: Path) -> dict[str, str]:
 def print_sizes(out: Path) -> None:
     """Print the sizes of the files to copy, and the command for the other machine."""
     total = 0.0
-    for part in ("wheels", "kernels", "model", "shapes"):
-        files = [path for path in (out / part).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    for part in ("wheels", "kernels.tar.xz", "model"):
+        path = out / part
+        files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
         size = sum(path.stat().st_size for path in files) / (1 << 20)
         total += size
         print(f"{part}: {len(files)} files, {size:.1f} MiB")
     print(f"together {total:.1f} MiB, without build/, which stays. There, in a checkout of Ramet:")
-    print("    DIRECTORY/measure gpu --model DIRECTORY/model --json gpu.jsonl --resume --limit 480")
+    print("    python3 -m loadgen.gpu.lease OUT --carried DIRECTORY --seconds 540")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""`python -m loadgen.gpu.shapes DIRECTORY`: models of known shapes, for `--engine random_weights=true`.
+"""`python -m loadgen.gpu.shapes DIRECTORY [MODEL]`: models of known shapes, for `--engine random_weights=true`.
 
-Only a configuration and the default model's tokenizer are written.
+Only a configuration and a tokenizer are written: that of the directory MODEL, or of the default model.
 """
 
 import json
@@ -26,7 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "llama-tiny": _LLAMA | {
         "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "vocab_size": 49152, "max_position_embeddings": 8192,
+        "num_key_value_heads": 1, "vocab_size": 512, "max_position_embeddings": 8192,
     },
     "llada-8b": _LLADA | {
         "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "mlp_hidden_size": 12288,
@@ -48,14 +48,14 @@ def write_shape(name: str, directory: Path) -> Path:
     return path
 
 
-def write_shapes(directory: Path) -> None:
-    """Write `llama-8b` and `llada-8b` with the default model's tokenizer. Raises ModelError."""
-    source = resolve_model(make_config().model)
-    for name in ("llama-8b", "llada-8b"):
+def write_shapes(directory: Path, tokenizer: Path | None = None) -> None:
+    """Write all shapes with the tokenizer of a model's directory, or of the default model. Raises ModelError."""
+    source = resolve_model(make_config().model) if tokenizer is None else tokenizer
+    for name in SHAPES:
         path = write_shape(name, directory)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(source / file, path / file)
 
 
 if __name__ == "__main__":
-    write_shapes(Path(sys.argv[1]))
+    write_shapes(*map(Path, sys.argv[1:3]))

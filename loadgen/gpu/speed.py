@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from loadgen.gpu.gaps import profile_gaps
-from loadgen.micro.drive import ClockedDrive, matrix_weights
+from loadgen.gpu.watched import WatchedDrive
+from loadgen.micro.drive import matrix_weights
 from loadgen.micro.timing import timed
 
 
@@ -29,9 +30,9 @@ class Sizes:
 
 
 FULL = Sizes("llama-8b", 1024, 4096, 128, (1, 32, 128), (512, 1024, 2048, 4096, 8192), 32, 24)
-TINY = Sizes("llama-tiny", 32, 64, 8, (1, 3), (32, 64), 3, 3)
+TINY = Sizes("llama-tiny", 32, 256, 8, (1, 3), (64, 256), 3, 3)
 
-# Attributes of the executor, and `overlap` of the engine core, by mode.
+# By mode, attributes of the executor, `overlap` of the engine core and `least_saved_tokens` of the planner.
 _EAGER, _PLAIN = {"_graphs": None}, {"least_saved_tokens": 1 << 60}
 MODES: dict[str, dict[str, Any]] = {
     "default": {}, "eager": _EAGER, "one step at a time": {"overlap": False}, "fp8 KV": {},
@@ -39,9 +40,8 @@ MODES: dict[str, dict[str, Any]] = {
 SHARED_MODES: dict[str, dict[str, Any]] = {
     "default": {}, "no cascade": _PLAIN, "eager": _EAGER, "eager, no cascade": _EAGER | _PLAIN,
 }  # fmt: skip
-
-# Measured on an H200; the part `bounds` shows those of this machine.
-_BYTES_S, _FLOP_S = 4.3e12, 780e12
+# FlashInfer's kernels for prompts; the second needs a Hopper GPU.
+PREFILLS = ("fa2", "fa3")
 
 
 def bounds(device: str) -> dict[str, float]:
@@ -64,14 +64,27 @@ def bounds(device: str) -> dict[str, float]:
     return {"copy": 2 * size / copied_s, "product": 2 * n**3 / multiplied_s}
 
 
-class Speed(ClockedDrive):
+def use_prefill(executor: Any, kernels: str) -> None:
+    """Let FlashInfer compute prompts with other kernels of its own."""
+    attention = executor._forward.keywords["backend"]
+    make = attention._flashinfer.BatchPrefillWithPagedKVCacheWrapper
+    attention.make_prefill = lambda: make(attention._workspace, kv_layout="NHD", backend=kernels)
+    attention._wrappers["prefill"].clear()
+
+
+class Speed(WatchedDrive):
     """The measurements of one engine with random weights."""
 
     def __init__(self, path: Path, sizes: Sizes, device: str, **options: Any):
+        most = bounds(device)  # while there is room on the device
+        self._bytes_s, self._flop_s = most["copy"], most["product"]
+        if device == "cuda":
+            torch.cuda.empty_cache()
         if device == "cpu":
             options |= {"pool_tokens": 8192, "kernels": "torch"}
         running = max(*sizes.batches, sizes.shared_batch)
         super().__init__(path, device=device, random_weights=True, max_running=running, dtype="bfloat16", **options)
+        self.demand_backend()
         self._sizes = sizes
         core, spec = self.core, self.core.executor.spec
         self._body, self._head = matrix_weights(spec)
@@ -86,8 +99,9 @@ class Speed(ClockedDrive):
 
     @contextmanager
     def _changed(self, mode: dict[str, Any]) -> Iterator[None]:
-        """A context with other attributes of the executor or the core. Its end aborts the requests."""
-        owners = {name: self.core if name == "overlap" else self.core.executor for name in mode}
+        """A context with other attributes. Its end aborts the requests."""
+        elsewhere: dict[str, object] = {"overlap": self.core, "least_saved_tokens": self.core.planner}
+        owners = {name: elsewhere.get(name, self.core.executor) for name in mode}
         before = {name: getattr(owner, name) for name, owner in owners.items()}
         try:
             for name, value in mode.items():
@@ -98,6 +112,11 @@ class Speed(ClockedDrive):
             for name, value in before.items():
                 setattr(owners[name], name, value)
 
+    def _check_graphs(self, mode: dict[str, Any]) -> None:
+        """Raise RuntimeError if a GPU's steps ran with graphs or without, against the mode."""
+        if self.core.executor.device.type != "cpu":
+            self.demand("graphs", "_graphs" not in mode)
+
     def decode(self, batch: int, mode: dict[str, Any]) -> dict[str, Any]:
         """Steps of requests without a shared prefix, beside the time to read weights and KV; host time by part."""
         steps = self._sizes.steps
@@ -107,12 +126,16 @@ class Speed(ClockedDrive):
             self.first_tokens()
             self.pace(3)
             self.reset()
+            self.forget()
             times = [self.pace(steps) for _ in range(3)]
+            self._check_graphs(mode)
+            ran = self.share("graphs")
             host = {part: seconds / (3 * steps) for part, seconds in self.spent.items()}
             gaps = profile_gaps(lambda: self.pace(min(steps, 8)), self.core.executor.device.type)
         weights = (self._body + self._head) * self.core.executor.dtype.itemsize
-        bound_s = (weights + batch * self._sizes.context * self._row_bytes) / _BYTES_S
-        return {"step": times, "share": bound_s / median(times), "rate": batch / median(times)} | host | gaps
+        bound_s = (weights + batch * self._sizes.context * self._row_bytes) / self._bytes_s
+        rate = batch / median(times)
+        return {"step": times, "share": bound_s / median(times), "rate": rate, "graphs": ran} | host | gaps
 
     def shared(self, mode: dict[str, Any]) -> dict[str, Any]:
         """Decode steps of requests behind one prefix."""
@@ -124,8 +147,11 @@ class Speed(ClockedDrive):
                 self.add(prefix + self.text(self._sizes.question), steps + 8)
             self.first_tokens()
             self.pace(3)
+            self.forget()
             times = [self.step() for _ in range(steps)]
-        return {"step": times, "rate": self._sizes.shared_batch / median(times)}
+            self.demand("sharing", "least_saved_tokens" not in mode)
+            ran = {kind: self.share(kind) for kind in ("graphs", "sharing")}
+        return {"step": times, "rate": self._sizes.shared_batch / median(times)} | ran
 
     def first_token(self) -> dict[str, list[float]]:
         """TTFT of a prefix and a question with nothing cached, and with all but the question cached."""
@@ -140,8 +166,13 @@ class Speed(ClockedDrive):
         over = [mine / (full * ideal) for full, mine in zip(cold[1:], warm[1:], strict=True)]
         return {"ttft": cold[1:], "cached": warm[1:], "over": over}
 
-    def prefill(self) -> dict[str, Any]:
-        """An uncached prompt, beside the operations at full speed of the matrix units."""
+    def prefill(self, kernels: str) -> dict[str, Any]:
+        """An uncached prompt, beside the operations at full speed of the matrix units.
+
+        `kernels`: of `PREFILLS`.
+        """
+        if self.core.info.attention_backend == "flashinfer":
+            use_prefill(self.core.executor, kernels)
         length, times = self._sizes.prefix, list[float]()
         for _ in range(4):
             self.add(self.text(length), 1)
@@ -149,6 +180,6 @@ class Speed(ClockedDrive):
             self.end()
         spec = self.core.executor.spec
         attention = 2 * spec.num_layers * spec.num_heads * spec.head_dim * length**2
-        bound_s = (2 * self._body * length + 2 * self._head + attention) / _FLOP_S
+        bound_s = (2 * self._body * length + 2 * self._head + attention) / self._flop_s
         prompt_s = median(times[1:])
         return {"ttft": times[1:], "share": bound_s / prompt_s, "rate": length / prompt_s}

@@ -45,6 +45,10 @@ class Bench(BaseModel, ABC):
     seed: int | None = Field(None, ge=0, description="seed of all random inputs (default: a new one in each run)")
     json_: NewFile | None = Field(None, description="write every measurement as it is made (JSON lines)")
     resume: bool = Field(False, description="continue the file of --json and measure only what it lacks")
+    guard: bool = Field(
+        False, description="for a process that may die: note each cell as failed before it is measured, and try it once"
+    )
+    only: tuple[str, ...] = Field((), description="of cells that have a NAME, only those with one of these NAME=VALUE")
     limit: float | None = Field(None, ge=0, description="seconds after which no measurement begins")
     markdown: NewFile | None = Field(None, description="write a result page")
     plot: NewFile | None = Field(None, description="write the plot (PNG or SVG)")
@@ -80,6 +84,10 @@ class Bench(BaseModel, ABC):
 
     def draw_plot(self, results: Results, path: Path) -> bool:
         """Write a plot in place of the default one. Returns whether it did."""
+        return False
+
+    def lost(self) -> bool:
+        """Whether a failed measurement has left this process unable to measure another cell."""
         return False
 
     def exit_code(self, results: Results) -> int:

@@ -43,8 +43,11 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: 
 
 
 def terminal_tables(results: Results) -> list[Table]:
-    """The tables, one for each section."""
-    return [make_table(title, columns, rows, left) for title, columns, rows, left in _sections(results)]
+    """The tables, one for each section, and one of the cells that failed."""
+    tables = [make_table(title, columns, rows, left) for title, columns, rows, left in _sections(results)]
+    if results.failed:
+        tables.append(make_table("failed", ("cell", "error"), _failures(results), 2))
+    return tables
 
 
 def markdown_tables(results: Results) -> str:
@@ -52,6 +55,8 @@ def markdown_tables(results: Results) -> str:
     parts = []
     for title, columns, rows, left in _sections(results):
         parts.append((f"**{title}**\n\n" if title else "") + markdown_table(columns, rows, left))
+    if results.failed:
+        parts.append("**failed**\n\n" + markdown_table(("cell", "error"), _failures(results), 2))
     return "\n".join(parts)
 
 
@@ -64,7 +69,7 @@ def page(bench: Bench, results: Results) -> str:
         f"{title.rstrip('.')}. {facts['started'][:10]}; {machine_text(facts['machine'])}.\n",
         *([f"{more.strip()}\n"] if more else []),
         f"```sh\n{command(facts['bench'], bench)}\n```\n",
-        f"Median of {max(map(len, results.measured.values()))} [95 % bootstrap interval]:\n",
+        f"Median of {max(map(len, results.measured.values()), default=0)} [95 % bootstrap interval]:\n",
         markdown_tables(results),
     ]
     if bench.plot is not None and bench.markdown is not None:
@@ -83,6 +88,14 @@ def command(name: str, bench: Bench) -> str:
         else:
             parts += [flag(name), *map(str, value if isinstance(value, (list, tuple)) else [value])]
     return shlex.join(parts)
+
+
+def _failures(results: Results) -> list[tuple[str, str]]:
+    """Cell and error of what failed; a `|` would end a column."""
+    return [
+        (", ".join(f"{name} {_text(value)}" for name, value in cell.items()), error.replace("|", "/"))
+        for cell, error in results.failed.values()
+    ]
 
 
 def _sections(results: Results) -> Iterator[tuple[str, list[str], list[list[str]], int]]:

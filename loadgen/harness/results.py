@@ -54,6 +54,7 @@ class Results:
         path: file to which measurements are appended.
         measured: by the key of a cell: repeat -> what `measure` returned.
         cells: by key, in the order of the table.
+        failed: by the key of a cell: the cell, and why its last measurement failed, unless a later one succeeded.
     """
 
     facts: dict[str, Any]
@@ -63,6 +64,7 @@ class Results:
     path: Path | None = None
     measured: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
     cells: dict[str, Cell] = field(default_factory=dict)
+    failed: dict[str, tuple[Cell, str]] = field(default_factory=dict)
 
     def begin_file(self, resume: bool) -> None:
         """Create the file or, with `resume`, read it. Raises BenchError if it exists or has other options."""
@@ -86,13 +88,21 @@ class Results:
         try:
             for line in path.read_text("utf-8").splitlines()[1:]:
                 record = json.loads(line)
-                self._keep(record["cell"] | coordinates, record["repeat"], record["figures"])
+                cell = record["cell"] | coordinates
+                if "error" in record:
+                    self.failed[_key(cell)] = cell, record["error"]
+                else:
+                    self._keep(cell, record["repeat"], record["figures"])
         except (ValueError, LookupError, TypeError) as error:
             raise BenchError(f"{path} is not the result of a bench: {error!r}") from None
 
     def has(self, cell: Cell, repeat: int) -> bool:
         """Whether a measurement is there."""
         return repeat in self.of(cell)
+
+    def has_failed(self, cell: Cell) -> bool:
+        """Whether the last measurement of a cell failed."""
+        return _key(cell) in self.failed
 
     def of(self, cell: Cell) -> dict[int, dict[str, Any]]:
         """The measurements of a cell by repeat."""
@@ -104,7 +114,14 @@ class Results:
         if self.path is not None:
             _append(self.path, {"cell": cell, "repeat": repeat, "figures": figures})
 
+    def fail(self, cell: Cell, repeat: int, error: str) -> None:
+        """Record why a measurement failed. It stays missing, so that `--resume` makes it again."""
+        self.failed[_key(cell)] = cell, error
+        if self.path is not None:
+            _append(self.path, {"cell": cell, "repeat": repeat, "error": error})
+
     def _keep(self, cell: Cell, repeat: int, figures: dict[str, Any]) -> None:
+        self.failed.pop(_key(cell), None)
         self.cells.setdefault(_key(cell), cell)
         self.measured.setdefault(_key(cell), {})[repeat] = figures
 

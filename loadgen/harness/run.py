@@ -6,7 +6,8 @@ import random
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from loadgen.harness.report import page, terminal_tables, wide_console
 from loadgen.harness.results import BenchError, Cell, Results, read_facts
 
 # Options that do not change what is measured.
-_FREE = {"repeats", "seed", "json_", "resume", "limit", "markdown", "plot"}
+_FREE = {"repeats", "seed", "json_", "resume", "guard", "limit", "markdown", "plot"}
 
 
 def add_bench_options(parser: argparse.ArgumentParser, bench: type[Bench]) -> None:
@@ -39,7 +40,7 @@ def add_bench_options(parser: argparse.ArgumentParser, bench: type[Bench]) -> No
 def run_bench(name: str, kind: type[Bench], arguments: argparse.Namespace) -> int:
     """Run a bench from parsed options; returns the exit code.
 
-    It is 2 if the bench cannot run, 3 if `--limit` ended it early, and 130 after Ctrl-C.
+    It is 1 if cells failed, 2 if the bench cannot run, 3 if `--limit` ended it early, and 130 after Ctrl-C.
     """
     try:
         bench = make(kind, arguments)
@@ -57,7 +58,7 @@ def _refused(name: str, error: Exception) -> int:
 
 
 def execute(name: str, bench: Bench) -> int:
-    """Measure, print the tables, write the files. Ctrl-C ends the measurements, not the report."""
+    """Measure, print the tables, write the files. Ctrl-C ends the measurements, not the report; nor does an error."""
     seed = secrets.randbits(32) if bench.seed is None else bench.seed
     facts = {"bench": name, "options": bench.model_dump(mode="json", exclude=_FREE), "seed": seed}
     facts |= {"machine": machine(), "started": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -66,21 +67,22 @@ def execute(name: str, bench: Bench) -> int:
     code = None
     try:
         with bench.session():
-            cells = list(bench.cells())
+            cells = [cell for cell in bench.cells() if _is_wanted(cell, bench.only)]
             if not _measure_all(bench, cells, results):
                 code = 3
             results.in_order(cells)
     except KeyboardInterrupt:
         code = 130
-    if not results.cells:
-        return code or 1
-    _write(bench, results)
-    return bench.exit_code(results) if code is None else code
+    if results.cells or results.failed:
+        _write(bench, results)
+    if code is None:
+        code = 1 if results.failed or not results.cells else bench.exit_code(results)
+    return code
 
 
 def _write(bench: Bench, results: Results) -> None:
     wide_console().print(*bench.details(results), *terminal_tables(results))
-    if bench.plot is not None and not bench.draw_plot(results, bench.plot):
+    if bench.plot is not None and results.cells and not bench.draw_plot(results, bench.plot):
         default_plot(results, bench.plot)
     if bench.markdown is not None:
         bench.markdown.write_text(page(bench, results), encoding="utf-8")
@@ -88,19 +90,48 @@ def _write(bench: Bench, results: Results) -> None:
 
 def _measure_all(bench: Bench, cells: list[Cell], results: Results) -> bool:
     """Measure what `results` lacks; False if the time limit was reached before the end."""
-    plan = [(cell, repeat) for cell, repeat in _order(bench, cells) if not results.has(cell, repeat)]
+    plan = [
+        (cell, repeat) for cell, repeat in _order(bench, cells)
+        if not results.has(cell, repeat) and not (bench.guard and results.has_failed(cell))
+    ]  # fmt: skip
     missing = {id(cell) for cell, repeat in plan if repeat >= 0}
     plan = [(cell, repeat) for cell, repeat in plan if id(cell) in missing]
     seed, deadline = results.facts["seed"], time.monotonic() + (math.inf if bench.limit is None else bench.limit)
     for cell, repeat in tqdm(plan, desc=results.facts["bench"], unit="cell", disable=None):
         if time.monotonic() >= deadline:
             return False
-        figures = dict(bench.measure(cell, random.Random(f"{seed} {repeat}")))
+        if bench.guard:
+            results.fail(cell, repeat, "did not end")
+        try:
+            figures = dict(bench.measure(cell, random.Random(f"{seed} {repeat}")))
+        except BenchError:
+            raise
+        except Exception as error:  # of any library: the other cells are still measured
+            traceback.print_exc()
+            results.fail(cell, repeat, _said(error))
+            if bench.lost():
+                raise BenchError(f"no more here after {cell}; --resume --guard measures the others") from error
+            continue
         if repeat >= 0:
             results.add(cell, repeat, figures)
             if not sys.stderr.isatty():  # tqdm is silent there
                 print("measured:", *(f"{name} {value}" for name, value in cell.items()), file=sys.stderr, flush=True)
     return True
+
+
+def _is_wanted(cell: Cell, only: Sequence[str]) -> bool:
+    """Whether a cell has one of the values that `only` gives for each of its names."""
+    given: dict[str, set[str]] = {}
+    for name, _, value in (one.partition("=") for one in only):
+        given.setdefault(name, set()).add(value)
+    return all(str(cell[name]) in values for name, values in given.items() if name in cell)
+
+
+def _said(error: Exception) -> str:
+    """An error in a line, with the place that raised it."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]} ({Path(place.filename).name}:{place.lineno})"
 
 
 def _order(bench: Bench, cells: list[Cell]) -> Iterator[tuple[Cell, int]]:

@@ -175,12 +175,17 @@ class ClockedDrive(Drive):
                 self.spent[part] += seconds - self._within.pop()
                 self._within[-1] += seconds
 
-        self._replaced.append((owner, name, call))
-        setattr(owner, name, timed)
+        self.replace(owner, name, timed)
+
+    def replace(self, owner: object, name: str, call: Callable[..., Any]) -> None:
+        """Replace a method until `close`."""
+        self._replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, call)
 
     def close(self) -> None:
-        for owner, name, call in self._replaced:  # the kernels' library outlives the engine
-            setattr(owner, name, call)
+        # The kernels' library outlives the engine. Nothing here may keep the engine when the memory is freed.
+        while self._replaced:
+            setattr(*self._replaced.pop())
         super().close()
 
 

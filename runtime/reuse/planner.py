@@ -35,6 +35,9 @@ class Planner:
     A step that verifies drafts gets a new plan; the kept plan remains for the steps after it.
 
     The kept plan is changed in place, so a step must have run before the next step is planned.
+
+    Attributes:
+        least_saved_tokens: see `build`; another value counts from the next new plan on.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class Planner:
     ):
         """See `build`."""
         self._num_layers, self._page_size = num_layers, page_size
-        self._hidden_size, self._device, self._least_saved_tokens = hidden_size, device, least_saved_tokens
+        self._hidden_size, self._device, self.least_saved_tokens = hidden_size, device, least_saved_tokens
         self._last: _Steady | None = None
 
     def plan(self, work: Sequence[Work]) -> Planned:
@@ -66,7 +69,7 @@ class Planner:
             self._page_size,
             self._hidden_size,
             self._device,
-            self._least_saved_tokens,
+            self.least_saved_tokens,
         )
         total = 0
         for item, several in zip(work, sets, strict=True):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import lzma
 import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from runtime.errors import ModelError
 from runtime.models.config_json import read_json
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 # `<empty_output>`: a token that SmolLM2's vocabulary reserves, and that text never contains.
 MASK_TOKEN_ID = 16
 MASK_EMBEDDING = "mask_embedding"
+_SUFFIX, _SCALE = ".safetensors.xz", ".lora_scale"
 
 # The depth table in a model's directory, which BiCache reads.
 DEPTH_TABLE_FILE = "depth_table.json"
@@ -36,7 +38,7 @@ def build_adapted(name: str, cache_dir: Path) -> Path:
     Raises:
         ModelError: if the default model cannot be fetched, the adapter does not fit it, or the disk is full.
     """
-    adapter = Path(__file__).with_name(f"{name}.safetensors")
+    adapter = Path(__file__).with_name(f"{name}{_SUFFIX}")
     return merge_adapter(fetch_default(cache_dir), adapter, cache_dir / "models", name)
 
 
@@ -45,16 +47,17 @@ def merge_adapter(base: Path, adapter: Path, models: Path, name: str) -> Path:
 
     Args:
         base: directory of the causal model that the adapter was trained on.
-        adapter: safetensors file with `TENSOR.lora_A.weight` [rank, in] and `TENSOR.lora_B.weight` [out, rank] for
-            weights of the base, `mask_embedding` [hidden], and rank and alpha as metadata. Its optional depth table is
-            ADAPTER.depth_table.json in the same directory.
+        adapter: ADAPTER.safetensors.xz with `TENSOR.lora_A.weight` [rank, in], `TENSOR.lora_B.weight` [out, rank] and
+            `TENSOR.lora_scale` [rank] for weights of the base, which become W + B diag(scale) A, and `mask_embedding`
+            [hidden]. A and B may be integers. Its optional depth table is ADAPTER.depth_table.json in the same
+            directory.
         models: directory of merged models.
         name: prefix of the directory's name.
 
     Raises:
         ModelError: see `build_adapted`.
     """
-    table = adapter.with_suffix(f".{DEPTH_TABLE_FILE}")
+    table = adapter.with_name(f"{adapter.name.removesuffix(_SUFFIX)}.{DEPTH_TABLE_FILE}")
     tables = [table] if table.exists() else []
     target = models / f"{name}-{_digest([adapter, *tables])}-{FORMAT}"
 
@@ -95,15 +98,15 @@ def _digest(paths: list[Path]) -> str:
 
 
 def _add_adapter(weights: dict[str, Tensor], path: Path) -> None:
+    import safetensors.torch
+
     from runtime.models.adapters.lora import low_rank_pairs
 
     try:
-        with safe_open(path, framework="pt") as file:
-            about = file.metadata() or {}
-            scale = float(about["alpha"]) / float(about["rank"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
+        tensors = safetensors.torch.load(lzma.decompress(path.read_bytes()))
         weights["model.embed_tokens.weight"][MASK_TOKEN_ID] = tensors.pop(MASK_EMBEDDING).float()
-        for module, a, b in low_rank_pairs(tensors, path):
-            weights[f"{module}.weight"] += scale * (b.float() @ a.float())
-    except (SafetensorError, KeyError, RuntimeError) as error:
+        scales = {name: tensors.pop(name) for name in list(tensors) if name.endswith(_SCALE)}
+        for module, a, b in low_rank_pairs({name: tensor.float() for name, tensor in tensors.items()}, path):
+            weights[f"{module}.weight"] += b * scales[f"{module}{_SCALE}"] @ a
+    except (SafetensorError, lzma.LZMAError, EOFError, KeyError, RuntimeError) as error:
         raise ModelError(f"{path} is not an adapter of this model: {error}") from None

@@ -4,6 +4,8 @@ import argparse
 import os
 import subprocess
 import sys
+import tarfile
+import time
 from types import SimpleNamespace
 from zipfile import ZipFile
 
@@ -12,6 +14,7 @@ from packaging.version import Version
 
 from loadgen.gpu import aot, prepare
 from loadgen.gpu.cut import cut_model
+from loadgen.gpu.lease import Lease
 from loadgen.micro.drive import Drive
 from runtime.execution.flashinfer_kernels import Kernel
 
@@ -67,9 +70,7 @@ def test_kernels_are_compiled_once_and_found_by_flashinfer(tmp_path, monkeypatch
             self.jit_library_path.write_bytes(b"kernel")
 
     names = ("norm", "prefill", "sampling")
-    monkeypatch.setattr(
-        aot, "every_kernel", lambda: [Kernel(f"a {name}", lambda name=name: Spec(name)) for name in names]
-    )
+    monkeypatch.setattr(aot, "kernels", lambda: [Kernel(f"a {name}", lambda name=name: Spec(name)) for name in names])
     monkeypatch.setitem(sys.modules, "flashinfer.version", SimpleNamespace(__version__="0.6.99"))
 
     def call(*arguments):
@@ -110,6 +111,9 @@ def test_measure_installs_once_and_finds_what_lies_beside_it(tmp_path):
     (out / "wheels").mkdir(parents=True)
     checkout.mkdir()
     wheel(out / "wheels", "small", "1.0")
+    (tmp_path / "kernels" / "cache").mkdir(parents=True)
+    (tmp_path / "kernels" / "cache" / "norm.so").write_bytes(b"a kernel")
+    prepare.pack_kernels(tmp_path / "kernels", out)
     prepare.write_script(out)
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$PYTHONPATH|$*" >> "$LOG"\n')
@@ -119,10 +123,42 @@ def test_measure_installs_once_and_finds_what_lies_beside_it(tmp_path):
     (tmp_path / "site").mkdir()
     for _ in range(2):
         subprocess.run([str(out / "measure"), "gpu", "--limit", "9"], cwd=checkout, env=variables, check=True)
-    install, first, second = (tmp_path / "log").read_text().splitlines()
+    install, unpack, first, second = (tmp_path / "log").read_text().splitlines()
     assert install.endswith(f"--target {tmp_path / 'site'} {out}/wheels/small-1.0-py3-none-any.whl")
-    path = f"{tmp_path / 'site'}:{out}/kernels:{checkout}"
+    path = f"{tmp_path / 'site'}:{checkout}"
+    assert unpack.endswith(f"|-m tarfile -e {out}/kernels.tar.xz {tmp_path / 'site'}")
     assert first == second == f"{path}|-m loadgen gpu --limit 9"
+
+
+def test_the_compilers_find_all_headers(tmp_path, monkeypatch):
+    """FlashInfer's norms include cuBLAS' headers, which neither this machine's CUDA nor the wheels have."""
+    home = tmp_path / "cuda"
+    (home / "bin").mkdir(parents=True)
+    (home / "bin" / "nvcc").touch()
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    monkeypatch.setattr(prepare, "pip", lambda arguments: (tmp_path / "toolkit").mkdir())
+    source = tmp_path / "norm.c"
+    source.write_text("#include <cublasLt.h>\n#include <cublas_v2.h>\nint norm;\n")
+    found = prepare.toolkit("13.0", tmp_path)
+    compile_ = ["cc", "-c", str(source), "-o", os.devnull]
+    subprocess.run(compile_, env={"PATH": os.environ["PATH"], "CPATH": found["CPATH"]}, check=True)
+
+
+def test_kernels_are_packed_for_the_lease(tmp_path):
+    package = tmp_path / "kernels" / aot.PACKAGE
+    (package / "__pycache__").mkdir(parents=True)
+    (package / "__pycache__" / "x.pyc").touch()
+    (package / "__init__.py").write_text("here = 1")
+    (tmp_path / "wheels").mkdir()
+    prepare.pack_kernels(tmp_path / "kernels", tmp_path)
+    lease = Lease(tmp_path / "out", tmp_path / "work", time.monotonic() + 60)
+    lease.out.mkdir()
+    lease.work.mkdir()
+    lease._install(tmp_path)
+    command = ["-c", f"import {aot.PACKAGE} as cache; assert cache.here"]
+    assert lease._process(command, tmp_path / "none", 60, 60) == (0, "")
+    with tarfile.open(tmp_path / "kernels.tar.xz") as packed:
+        assert packed.getnames() == [f"{aot.PACKAGE}/__init__.py"]
 
 
 def test_a_list_of_another_machines_packages(tmp_path, monkeypatch):
@@ -135,7 +171,7 @@ def test_a_list_of_another_machines_packages(tmp_path, monkeypatch):
         return iter(())
 
     monkeypatch.setattr(prepare, "missing", missing)
-    given = argparse.Namespace(torch="2.11.0", has=has, flashinfer="0.6.18", glibc=28, python="3.12", slim=False)
+    given = argparse.Namespace(torch="2.11.0", has=has, flashinfer="0.6.18", glibc=28, python="3.12")
     prepare.collect(given, tmp_path / "wheels")
     assert seen["there"] == {"torch": Version("2.11.0"), "numpy": Version("2.5.2"), "pyyaml": None}
     assert "flashinfer-python==0.6.18" in seen["wanted"]

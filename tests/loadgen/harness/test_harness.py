@@ -22,6 +22,7 @@ class Toy(Bench):
         Figure("never", "never measured"),
     )
     calls: ClassVar[list] = []
+    broken: ClassVar[list] = []
 
     repeats: int = repeats_of(3)
     sizes: tuple[int, ...] = Field((1, 8), description="of inputs")
@@ -37,6 +38,8 @@ class Toy(Bench):
         self.calls.append((cell["way"], cell["size"], draw.random()))
         if self.mode == "odd" and len(self.calls) == 7:
             raise KeyboardInterrupt
+        if (cell["way"], cell["size"]) in self.broken:
+            raise RuntimeError("no | room\nfor it")
         seconds = cell["size"] * (0.5 if cell["way"] == "new" else 1.0)
         return {"seconds": [seconds, 2 * seconds], "note": "kept"}
 
@@ -91,6 +94,31 @@ def test_the_page_has_command_machine_table_and_plot(tmp_path, capsys):
     assert "![plot](toy.png)" in text
     assert plot.stat().st_size > 5000
     assert "slowest, ms" in capsys.readouterr().out
+
+
+def test_a_cell_that_fails_ends_no_bench_and_is_measured_again(tmp_path, capsys, monkeypatch):
+    page, path = tmp_path / "toy.md", tmp_path / "toy.jsonl"
+    monkeypatch.setattr(Toy, "broken", [("new", 8)])
+    assert execute("toy", Toy(warmup=0, repeats=2, json_=path, markdown=page)) == 1
+    lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    assert len(lines) == 8
+    errors = [line for line in lines if "error" in line]
+    assert [line["cell"] for line in errors] == [{"way": "new", "size": 8}] * 2
+    assert errors[0]["error"].startswith("RuntimeError: no | room (test_harness.py:")
+    assert "| way new, size 8 | RuntimeError: no / room" in page.read_text()
+    assert "RuntimeError: no / room" in capsys.readouterr().out
+    Toy.calls.clear()
+    Toy.broken.clear()
+    assert execute("toy", Toy(warmup=0, repeats=2, json_=path, resume=True)) == 0
+    assert [call[:2] for call in Toy.calls] == [("new", 8)] * 2
+    assert "no / room" not in capsys.readouterr().out
+
+
+def test_a_bench_whose_every_cell_fails_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(Toy, "broken", [("old", 8), ("new", 8)])
+    page = tmp_path / "toy.md"
+    assert execute("toy", Toy(sizes=(8,), warmup=0, markdown=page, plot=tmp_path / "toy.png")) == 1
+    assert page.read_text().count("RuntimeError: no / room") == 2
 
 
 def test_intervals():

@@ -1,10 +1,12 @@
 """`ramet bench step` on a small model: its parts, adapters, other builds, and the engine core that benches drive."""
 
+import weakref
+
 import pytest
 
 from loadgen.harness import BenchError
 from loadgen.micro.bench_step import PARTS, Step
-from loadgen.micro.drive import matrix_weights
+from loadgen.micro.drive import ClockedDrive, matrix_weights
 from runtime.execution.native.library import load_best
 from runtime.models.spec import LlamaSpec
 
@@ -52,6 +54,16 @@ def test_builds_and_options_that_do_not_exist_are_refused(tiny_dir, option, reas
     name, _, value = option.partition("=")
     with pytest.raises(BenchError, match=reason), Step(model=str(tiny_dir), **{name: (value,)}).session():
         pass
+
+
+def test_a_closed_drive_keeps_no_memory(tiny_dir):
+    drive = ClockedDrive(tiny_dir, device="cpu", dtype="float32", kernels="torch", pool_tokens=256)
+    drive.clock(drive.core, "_book", "part")
+    drive.clock(drive.core.executor, "run", "part")
+    drive.tokens([[5, 6, 7]], 2)
+    pool = weakref.ref(drive.core.executor.pool.k)
+    drive.close()
+    assert pool() is None, "a GPU has no room for the next engine"
 
 
 def test_matrix_weights_are_those_of_the_checkpoint(tiny_dir):

@@ -1,15 +1,19 @@
 """Adapters: the merged checkpoint is the base plus the adapter; it appears whole, once, and only if it fits."""
 
+import lzma
+
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from runtime.errors import ModelError
 from runtime.models.adapters.merge import MASK_TOKEN_ID, merge_adapter
 from runtime.models.spec import LlamaSpec
 from tests.full_disk import little_room
 
-ABOUT = {"rank": "4", "alpha": "8"}
+
+def write(tensors, path):
+    path.write_bytes(lzma.compress(save(tensors)))
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +29,17 @@ def tensors(base):
     found = {"mask_embedding": torch.randn(hidden, generator=draw).bfloat16()}
     for name in (name for name in base if name.endswith("_proj.weight")):
         module, (outer, inner) = name.removesuffix(".weight"), base[name].shape
-        found[f"{module}.lora_A.weight"] = torch.randn(4, inner, generator=draw).bfloat16()
-        found[f"{module}.lora_B.weight"] = torch.randn(outer, 4, generator=draw).bfloat16()
+        for part, shape in (("A", (4, inner)), ("B", (outer, 4))):
+            codes = torch.randint(-127, 128, shape, generator=draw, dtype=torch.int8)
+            found[f"{module}.lora_{part}.weight"] = codes
+        found[f"{module}.lora_scale"] = torch.rand(4, generator=draw) / 1000
     return found
 
 
 @pytest.fixture
 def adapter(tensors, tmp_path):
-    save_file(tensors, tmp_path / "adapter.safetensors", ABOUT)
-    return tmp_path / "adapter.safetensors"
+    write(tensors, tmp_path / "adapter.safetensors.xz")
+    return tmp_path / "adapter.safetensors.xz"
 
 
 def test_the_merged_weights_are_the_base_plus_the_scaled_products(base, tensors, adapter, tiny_dir, tmp_path):
@@ -43,7 +49,8 @@ def test_the_merged_weights_are_the_base_plus_the_scaled_products(base, tensors,
     for name, weight in base.items():
         expected, module = weight.float().clone(), name.removesuffix(".weight")
         if (a := tensors.get(f"{module}.lora_A.weight")) is not None:
-            expected += 2 * tensors[f"{module}.lora_B.weight"].float() @ a.float()
+            b = tensors[f"{module}.lora_B.weight"].float() * tensors[f"{module}.lora_scale"]
+            expected += b @ a.float()
         elif name == "model.embed_tokens.weight":
             expected[MASK_TOKEN_ID] = tensors["mask_embedding"].float()
         torch.testing.assert_close(merged[name].float(), expected)
@@ -66,7 +73,7 @@ def test_merged_once_and_again_for_another_adapter(adapter, tiny_dir, tmp_path, 
     stamp = (path / "model.safetensors").stat().st_mtime_ns
     assert merge_adapter(tiny_dir, adapter, models, "merged") == path
     assert (path / "model.safetensors").stat().st_mtime_ns == stamp
-    save_file({name: 2 * tensor for name, tensor in tensors.items()}, adapter, ABOUT)
+    write(tensors | {"mask_embedding": 2 * tensors["mask_embedding"]}, adapter)
     assert merge_adapter(tiny_dir, adapter, models, "merged") != path
 
 
@@ -86,13 +93,17 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(tensors, tiny_dir, tmp_
     models.mkdir()
     narrow = {name: tensor[..., :8].contiguous() for name, tensor in tensors.items()}
     unmasked = {name: tensor for name, tensor in tensors.items() if name != "mask_embedding"}
-    for wrong, about in ((narrow, ABOUT), (unmasked, ABOUT), (tensors, {"rank": "4"})):
-        save_file(wrong, tmp_path / "wrong.safetensors", about)
+    unscaled = {name: tensor for name, tensor in tensors.items() if not name.endswith("scale")}
+    path = tmp_path / "wrong.safetensors.xz"
+    for wrong in (narrow, unmasked, unscaled):
+        write(wrong, path)
         with pytest.raises(ModelError, match="not an adapter of this model"):
-            merge_adapter(tiny_dir, tmp_path / "wrong.safetensors", models, "merged")
-    (tmp_path / "wrong.safetensors").write_bytes(b"cut")
-    with pytest.raises(ModelError, match="not an adapter of this model"):
-        merge_adapter(tiny_dir, tmp_path / "wrong.safetensors", models, "merged")
+            merge_adapter(tiny_dir, path, models, "merged")
+    whole = lzma.compress(save(tensors))
+    for wrong in (b"no xz", whole[: len(whole) // 2], lzma.compress(b"no safetensors")):
+        path.write_bytes(wrong)
+        with pytest.raises(ModelError, match="not an adapter of this model"):
+            merge_adapter(tiny_dir, path, models, "merged")
     assert not list(models.iterdir())
 
 

@@ -1,0 +1,67 @@
+"""A drive that sees how its steps ran, so that no figure stands for another path than the one that it names."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loadgen.micro.drive import ClockedDrive
+from runtime.batch import ForwardBatch
+
+
+class WatchedDrive(ClockedDrive):
+    """A drive that counts its steps.
+
+    Attributes:
+        seen: `steps` that only decode, and of these `graphs` (ran as a CUDA graph) and `sharing` (several rows read one
+            span), since `forget`.
+    """
+
+    def __init__(self, path: Path, **options: Any):
+        super().__init__(path, **options)
+        self.seen: Counter[str] = Counter()
+        executor = self.core.executor
+        run, graphs = executor.run, executor._graphs
+
+        def watched(batch: ForwardBatch) -> torch.Tensor:
+            if len(batch.tokens) == len(batch.logits_rows):
+                self.seen["steps"] += 1
+                self.seen["sharing"] += any(_several(edge.rows) for edge in batch.groups[0].attention.edges)
+            return run(batch)
+
+        self.replace(executor, "run", watched)
+        if graphs is not None:
+            in_graph = graphs.run
+
+            def counted(batch: ForwardBatch) -> torch.Tensor | None:
+                logits = in_graph(batch)
+                self.seen["graphs"] += logits is not None
+                return logits
+
+            self.replace(graphs, "run", counted)
+
+    def forget(self) -> None:
+        """Begin to count anew."""
+        self.seen.clear()
+
+    def share(self, kind: str) -> float:
+        """The share of the steps that were `graphs` or `sharing`."""
+        return self.seen[kind] / max(self.seen["steps"], 1)
+
+    def demand(self, kind: str, wanted: bool) -> None:
+        """Raise RuntimeError if no step was of a kind that is wanted, or any was of one that is not."""
+        if bool(self.seen[kind]) != wanted:
+            counts = f"{self.seen[kind]} of {self.seen['steps']} steps"
+            raise RuntimeError(f"{kind}: {counts}, where {'some' if wanted else 'none'} should be")
+
+    def demand_backend(self) -> None:
+        """Raise RuntimeError if a GPU's steps run without FlashInfer, which has all dtypes but float32."""
+        found, float32 = self.core.info.attention_backend, self.core.executor.dtype == torch.float32
+        if self.core.executor.device.type != "cpu" and not float32 and found != "flashinfer":
+            why = self.core.executor.backend_note
+            raise RuntimeError(f"the attention backend is {found}, where flashinfer should be: {why}")
+
+
+def _several(rows: slice | torch.Tensor) -> bool:
+    return (rows.stop - rows.start if isinstance(rows, slice) else len(rows)) > 1

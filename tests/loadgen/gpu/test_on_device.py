@@ -1,0 +1,37 @@
+"""`ramet bench gpu` on the simulated GPU: what must be FlashInfer's and a graph's is."""
+
+import pytest
+
+from loadgen.gpu import correctness
+from runtime.execution.executor import Executor
+from tests.runtime.execution.sim.conftest import device
+from tests.runtime.execution.sim.engines import draw, save
+
+__all__ = ["device"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def ours(device, model, monkeypatch):
+    """The tokens of an engine, and how its steps ran."""
+    monkeypatch.setattr(correctness, "_NEW", 3)
+    sizes = Executor._graph_sizes
+    monkeypatch.setattr(Executor, "_graph_sizes", lambda *given: [size for size in sizes(*given) if size == 2])
+    return lambda: correctness._ours(model, {"device": "cuda", "dtype": "bfloat16"}, [draw(1, 20), draw(2, 30)])
+
+
+def test_tokens_come_from_flashinfer_and_graphs(ours):
+    cold, warm, ran = ours()
+    assert cold == warm
+    assert ran == {"graphs": 1, "sharing": 0}
+
+
+def test_torchs_attention_in_place_of_flashinfer_is_an_error(ours, monkeypatch):
+    """It would give the right tokens, and figures of another path."""
+    monkeypatch.setattr("runtime.execution.flashinfer_package.VERSION", "0")
+    with pytest.raises(RuntimeError, match=r"the attention backend is torch, where flashinfer should be: FlashInfer"):
+        ours()
