@@ -20,7 +20,7 @@ from runtime.errors import RametError
 from runtime.frontend.async_engine import AsyncEngine
 from server.admin.dashboard import Feed
 from server.app import create_app, prepare
-from server.auth.keys import Tenant
+from server.auth.keys import ENVIRONMENT, Tenant
 from server.commands.models import advice
 from server.http.connections import SEND_BUFFER_BYTES, Connection
 from server.http.context import find
@@ -64,6 +64,7 @@ def serve(config: Config) -> NoReturn:
         RametError: if the server cannot start.
     """
     engine, tenants = prepare(config)
+    os.environ.pop(ENVIRONMENT, None)  # the engine and other processes of the server need no keys
     _check_certificate(config)
     _check_replays(config, tenants)
     most_connections(config.scheduler)

@@ -172,7 +172,7 @@ def _cases(text: str) -> Iterator[Case]:
             output: Any = choice.get("token_ids", choice.get("output_ids"))
             sampling = SamplingParams.model_validate(receipt["parameters"])
             digests = [digest_of(array("i", tokens).tobytes()) for tokens in (prompt, output)]
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError):
             message = f"line {number} is neither an answer with a receipt and token ids nor a line of --record-trace"
             raise InvalidRequest(message) from None
         if digests != [receipt["prompt"], receipt["output"]]:
