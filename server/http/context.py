@@ -50,7 +50,7 @@ class Context:
         raise NotFound(message, param="model", code="model_not_found")
 
     def below_root(self, given: str, param: str) -> str:
-        """The path without links of a directory whose files are below the root. Raises Forbidden, which names no file."""
+        """The real path of a directory whose files are below the root. Raises Forbidden, which names no file."""
         root = self.config.tiers.admin_root
         if root is not None and os.path.isabs(given) and "\0" not in given:
             path, above = Path(os.path.realpath(given)), Path(os.path.realpath(root))
