@@ -1,12 +1,13 @@
 """Hold times: what a request has used is evicted last until a time has passed, within a budget."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count
 
 from radix.events import Watcher
 from radix.eviction import LRU, Order, Outlook, Policy, Victim
+from radix.namespace import Namespace
 from radix.node import Node, path
 from radix.stats import Cause
 from radix.tree import RadixTree
@@ -17,7 +18,8 @@ _serials = count()
 class Holds(Watcher):
     """The held nodes of a tree, in all of its victim orders the last victims.
 
-    A node loses its hold when its time is over. If held pages exceed the budget, the longest unused nodes lose theirs.
+    A node loses its hold when its time is over. If held pages exceed the budget, the owner with most of them loses the
+    holds of its longest unused nodes.
     A held node has held ancestors, whose time is not over before its own.
 
     Args:
@@ -34,8 +36,9 @@ class Holds(Watcher):
         self.budget_pages = budget_pages
         self.num_pages = self.num_lost = self.num_broken = 0
         self._tree = tree
-        # Numbers of the held nodes: the longest unused first, children before their parents.
-        self._numbers: OrderedDict[Node, int] = OrderedDict()
+        # Numbers of the held nodes by owner: the longest unused first, children before their parents.
+        self._numbers: dict[Namespace, OrderedDict[Node, int]] = {}
+        self._pages = Counter[Namespace]()
         self._nodes: dict[int, Node] = {}
         # A heap of ends and numbers; an entry may be too early, or of no node any more.
         self._ends: list[tuple[float, int]] = []
@@ -51,11 +54,12 @@ class Holds(Watcher):
         for above in path(node):
             if not above.held_until_s:
                 self._begin(above, until_s)
-                self.num_pages += len(above.pages)
-            self._numbers.move_to_end(above)
+                self._count(above, len(above.pages))
+            self._numbers[above.namespace.owner].move_to_end(above)
             above.held_until_s = max(above.held_until_s, until_s)
         while self.num_pages > self.budget_pages:
-            oldest = next(iter(self._numbers))
+            (most, _), *_ = self._pages.most_common(1)
+            oldest = next(iter(self._numbers[most]))
             self.num_lost += len(oldest.pages)
             self._end(oldest)
         if len(self._ends) > 4 * len(self._nodes) + 64:
@@ -76,46 +80,57 @@ class Holds(Watcher):
     def ends(self) -> Iterator[Node]:
         """The held nodes without held nodes below them."""
         self.expire()
-        yield from (node for node in self._numbers if not any(child.held_until_s for child in node.children.values()))
+        held = self._nodes.values()
+        yield from (node for node in held if not any(child.held_until_s for child in node.children.values()))
 
     def split(self, upper: Node, lower: Node) -> None:
         """See `Policy.split`: both parts are held as the node was."""
         if lower.held_until_s:
             self._begin(upper, lower.held_until_s)
             for above in path(upper):  # parents after their children
-                self._numbers.move_to_end(above)
+                self._numbers[above.namespace.owner].move_to_end(above)
 
     def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
         if node.held_until_s:
             pages = len(node.pages) - kept_pages
-            self.num_pages -= pages
+            self._count(node, -pages)
             self.num_broken += pages if cause != "flush" else 0
             if not kept_pages:
                 self._forget(node)
 
     def _begin(self, node: Node, until_s: float) -> None:
         node.held_until_s = until_s
-        self._numbers[node] = number = next(_serials)
+        number = next(_serials)
+        self._numbers.setdefault(node.namespace.owner, OrderedDict())[node] = number
         self._nodes[number] = node
         heappush(self._ends, (until_s, number))
 
     def _forget(self, node: Node) -> None:
-        del self._nodes[self._numbers.pop(node)]
+        mine = self._numbers[node.namespace.owner]
+        del self._nodes[mine.pop(node)]
+        if not mine:
+            del self._numbers[node.namespace.owner]
         node.held_until_s = 0.0
+
+    def _count(self, node: Node, pages: int) -> None:
+        self.num_pages += pages
+        self._pages[node.namespace.owner] += pages
+        if not self._pages[node.namespace.owner]:
+            del self._pages[node.namespace.owner]
 
     def _end(self, node: Node) -> None:
         self._forget(node)
-        self.num_pages -= len(node.pages)
+        self._count(node, -len(node.pages))
         self._tree.enqueue(node)
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken. Walks the whole tree."""
         held = {node for node in self._tree.nodes() if node.held_until_s}
-        assert held == self._numbers.keys() == set(self._nodes.values())
-        assert self.num_pages == sum(len(node.pages) for node in held) <= self.budget_pages
+        assert held == {node for mine in self._numbers.values() for node in mine} == set(self._nodes.values())
+        assert self.num_pages == self._pages.total() == sum(len(node.pages) for node in held) <= self.budget_pages
         ends = {number: end_s for end_s, number in sorted(self._ends, reverse=True)}
         for node in held:
-            assert ends[self._numbers[node]] <= node.held_until_s, "nothing would end the hold"
+            assert ends[self._numbers[node.namespace.owner][node]] <= node.held_until_s, "nothing would end the hold"
             above = next(path(node.parent), None)
             assert above is None or above.held_until_s >= node.held_until_s, "a parent's hold ends before its child's"
 

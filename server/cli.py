@@ -139,6 +139,7 @@ def _chat(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
 def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from runtime import Document, Engine, Submission
     from runtime.frontend.documents.prompt import in_messages
+    from server.commands.chat import harmless
 
     config = config_from(parser, arguments)
     if arguments.schema and (arguments.chat or arguments.document):
@@ -160,7 +161,7 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
         adapted = engine.namespace(arguments.adapter)
         submission = Submission(prompt, sampling, namespace=adapted, add_special_tokens=not arguments.chat)
         for output in engine.stream_all([submission]):
-            print(output.delta, end="", flush=True)
+            print(harmless(output.delta) if sys.stdout.isatty() else output.delta, end="", flush=True)
     print()
     return 0
 

@@ -20,7 +20,7 @@ from runtime.errors import RametError
 from runtime.frontend.async_engine import AsyncEngine
 from server.admin.dashboard import Feed
 from server.app import create_app, prepare
-from server.auth.keys import Tenant
+from server.auth.keys import ENVIRONMENT, Tenant
 from server.auth.watch import watch_keys
 from server.commands.models import advice
 from server.http.connections import SEND_BUFFER_BYTES, Connection
@@ -65,6 +65,7 @@ def serve(config: Config) -> NoReturn:
         RametError: if the server cannot start.
     """
     engine, tenants = prepare(config)
+    given = os.environ.pop(ENVIRONMENT, "")  # the engine and other processes of the server need no keys
     _check_certificate(config)
     _check_replays(config, tenants)
     most_connections(config.scheduler)
@@ -73,7 +74,7 @@ def serve(config: Config) -> NoReturn:
         log.info("%s", advice(config))
     trace = open_trace(config.server.record_trace, tenants)
     with _bind(config) as listener:
-        asyncio.run(_serve(config, listener, engine, tenants, trace))
+        asyncio.run(_serve(config, listener, engine, tenants, given, trace))
 
 
 def _check_certificate(config: Config) -> None:
@@ -201,7 +202,12 @@ async def _wait_while(open_: Callable[[], object], seconds: float) -> None:
 
 
 async def _serve(
-    config: Config, listener: socket.socket, engine: AsyncEngine, tenants: list[Tenant], trace: Trace | None
+    config: Config,
+    listener: socket.socket,
+    engine: AsyncEngine,
+    tenants: list[Tenant],
+    given: str,
+    trace: Trace | None,
 ) -> NoReturn:
     shutdown = ShutdownFlag()
     signals = Signals(shutdown)
@@ -213,7 +219,7 @@ async def _serve(
         watchers = (server.stop_when_dead(), server.drain(), server.stop_when_forced(signals.forced))
         tasks = [asyncio.create_task(work) for work in (*watchers, server.feed.keep_history())]
         if (keys := config.server.api_keys) is not None:
-            tasks.append(asyncio.create_task(watch_keys(keys, tenants)))
+            tasks.append(asyncio.create_task(watch_keys(keys, given, tenants)))
         await server.serve(sockets=[listener])
     finally:
         await engine.stop()

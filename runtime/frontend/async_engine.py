@@ -28,7 +28,7 @@ from runtime.params import SamplingParams
 from runtime.protocol import ModelInfo, Shutdown
 
 log = logging.getLogger("ramet.client")
-_STOP_SECONDS = 20
+_STOP_SECONDS = 10
 
 T = TypeVar("T")
 

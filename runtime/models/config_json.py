@@ -34,6 +34,14 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
     return value
 
 
+def architecture_of(config: dict[str, Any]) -> str:
+    """The first architecture that a configuration names. Raises ModelError."""
+    named = config.get("architectures") or ["(none named)"]
+    if not isinstance(named, list) or not isinstance(named[0], str):
+        raise ModelError(f"config.json has architectures {named!r}; it must be a list of names")
+    return named[0]
+
+
 def read_generation(directory: Path) -> dict[str, Any]:
     """`generation_config.json`; empty if there is none. Raises ModelError."""
     path = directory / "generation_config.json"

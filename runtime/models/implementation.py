@@ -5,7 +5,7 @@ from typing import Any
 
 from runtime.config import ModelConfig
 from runtime.errors import ModelError
-from runtime.models.config_json import Unsupported, read_json
+from runtime.models.config_json import Unsupported, architecture_of, read_json
 from runtime.models.diffusion import DIFFUSION_GEMMA
 from runtime.models.quantization import read_quantization
 from runtime.models.spec import LlamaSpec, is_packed
@@ -48,7 +48,7 @@ def is_diffusion_gemma(config: dict[str, Any]) -> bool:
 
 def check_served(config: dict[str, Any]) -> None:
     """Raise ModelError for a configuration that cannot be served with transformers' code either."""
-    architecture = (config.get("architectures") or ["(none named)"])[0]
+    architecture = architecture_of(config)
     if is_diffusion_gemma(config):
         _check_diffusion_gemma(config)
     elif config.get("is_encoder_decoder"):

@@ -9,6 +9,7 @@ from typing import Any
 from runtime.errors import ModelError
 from runtime.models.config_json import (
     Unsupported,
+    architecture_of,
     positive_size,
     read_generation,
     read_json,
@@ -253,7 +254,7 @@ def _linear_tensors(shapes: dict[str, tuple[int, int, bool]]) -> dict[str, tuple
 
 
 def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpec:
-    architecture = (config.get("architectures") or ["(none named)"])[0]
+    architecture = architecture_of(config)
     _refuse_unsupported(config, architecture)
     config, family = _translated(config, architecture)
     is_llada2 = architecture == "LLaDA2MoeModelLM"

@@ -66,6 +66,10 @@ class Tokenizer:
         """
         path = directory / "tokenizer_config.json"
         config = read_json(path) if path.exists() else {}
+        for name in _TOKEN_NAMES:
+            value = config.get(name)
+            if not isinstance(value.get("content") if isinstance(value, dict) else value, str | None):
+                raise ModelError(f"{path}: {name} is no text")
         fast = _load_fast(directory)
         # A tokenizer.json may contain truncation and padding settings of a training run.
         fast.no_truncation()

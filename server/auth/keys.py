@@ -92,9 +92,9 @@ EVERYONE = Tenant("", b"", admin=True, public=True)
 ANYONE = Tenant("", b"", public=True, max_priority=(1 << 31) - 1)
 
 
-def _lines(path: Path | None) -> Iterator[tuple[str, int, str]]:
+def _lines(path: Path | None, environment: str) -> Iterator[tuple[str, int, str]]:
     """Sources, numbers and lines without comments of the environment and the key file. Raises BadKeys."""
-    given = [(ENVIRONMENT, number, line) for number, line in enumerate(os.environ.get(ENVIRONMENT, "").split(";"), 1)]
+    given = [(ENVIRONMENT, number, line) for number, line in enumerate(environment.split(";"), 1)]
     if path is not None:
         try:
             given += [(f"{path}", number, line) for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)]
@@ -107,11 +107,12 @@ def _lines(path: Path | None) -> Iterator[tuple[str, int, str]]:
             yield source, number, line
 
 
-def read_keys(path: Path | None) -> list[Tenant]:
-    """The tenants of the key file and the environment. Raises BadKeys."""
+def read_keys(path: Path | None, environment: str | None = None) -> list[Tenant]:
+    """The tenants of the key file, and of `environment`, or else of the variable. Raises BadKeys."""
+    environment = os.environ.get(ENVIRONMENT, "") if environment is None else environment
     tenants: list[Tenant] = []
     secret = None
-    for source, number, line in _lines(path):
+    for source, number, line in _lines(path, environment):
         if (shared := _SECRET.fullmatch(line)) is not None:
             secret = shared["secret"].encode()
             continue

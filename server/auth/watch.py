@@ -13,8 +13,11 @@ log = logging.getLogger("ramet.server")
 _EVERY_S = 5.0
 
 
-async def watch_keys(path: Path, tenants: list[Tenant], every_s: float = _EVERY_S) -> None:
-    """Replace the contents of `tenants` whenever the file changes. A file that cannot be read changes nothing."""
+async def watch_keys(path: Path, environment: str, tenants: list[Tenant], every_s: float = _EVERY_S) -> None:
+    """Replace the contents of `tenants` whenever the file changes. A file that cannot be read changes nothing.
+
+    `environment`: the value of the variable at the start, whose keys stay.
+    """
     seen = None  # it may have changed since the start
     while True:
         await asyncio.sleep(every_s)
@@ -22,7 +25,7 @@ async def watch_keys(path: Path, tenants: list[Tenant], every_s: float = _EVERY_
             continue
         seen = state
         try:
-            found = await asyncio.to_thread(read_keys, path)
+            found = await asyncio.to_thread(read_keys, path, environment)
         except BadKeys as error:
             log.warning("the keys stay as they were: %s", error.message)
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,10 @@ _HELP = """\
 Enter sends, Alt + Enter begins a new line, the up key recalls what you said before.
 /new begins a new conversation, /back takes the last turn back, /system TEXT sets the system prompt.
 Ctrl + C stops an answer, Ctrl + D ends. Below each answer stands how much of its prompt came from the tree."""
+
+
+# Control characters but tab and line feed.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class TerminalChat:
@@ -69,12 +74,19 @@ def _figures(output: Output) -> str:
     )
 
 
+def harmless(text: str) -> str:
+    """A text for a terminal: with signs in place of control characters, which could hide text or send commands."""
+    return _CONTROLS.sub(
+        lambda found: chr(0x2400 + ord(found[0])) if found[0] < " " else "\N{REPLACEMENT CHARACTER}", text
+    )
+
+
 def chat(engine: Engine, sampling: SamplingParams, system: str, history: Path) -> None:
     """Talk until the end of the input. `history`: file of the lines that were typed."""
     console = Console(highlight=False)
 
     def show(piece: str) -> None:
-        print(piece, end="", flush=True)
+        print(harmless(piece), end="", flush=True)
 
     conversation = TerminalChat(engine, sampling, system, show)
     if sys.stdin.isatty():

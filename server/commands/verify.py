@@ -4,7 +4,9 @@ import json
 import math
 from array import array
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from random import Random
 from typing import Any
@@ -27,6 +29,8 @@ _SHAPES = (
     "`return_token_ids`."
 )
 
+# Requests at once with the same prompt, and with different ones.
+_COPIES, _CLIENTS = 4, 6
 # Where an answer differs that has the same tokens.
 _BITS = "log-probabilities"
 
@@ -82,7 +86,7 @@ def verify(text: str, config: Config) -> int:
     console, differing, first = Console(), 0, list[Result]()
     if shapes := sum(case.output is None for case in cases):
         console.print(_SHAPES.format(shapes))
-    for condition, results in tqdm(_conditions(cases, config, console), desc="conditions", total=5, disable=None):
+    for condition, results in tqdm(_conditions(cases, config, console), desc="conditions", total=7, disable=None):
         first = first or results
         partings = [case.parting(results[i], first[i]) for i, case in enumerate(cases)]
         wrong = [(number, parting) for number, parting in enumerate(partings, 1) if parting is not None]
@@ -103,6 +107,10 @@ def _conditions(cases: list[Case], config: Config, console: Console) -> Iterator
         yield "warm", [_alone(engine, one) for one in submissions]
         engine.flush_cache()
         yield "in one batch", _all(engine, submissions)
+        yield "several of each", [_several(engine, one) for one in submissions if engine.flush_cache()]
+        engine.flush_cache()
+        with ThreadPoolExecutor(_CLIENTS) as clients:
+            yield "by several clients", [*clients.map(partial(_alone, engine), submissions)]
         page = engine.info.page_size
     longest = max(len(case.prompt) + case.length for case in cases)
     small = {"pool_tokens": (math.ceil(longest / page) + 4) * page}
@@ -117,6 +125,12 @@ def _conditions(cases: list[Case], config: Config, console: Console) -> Iterator
 
 def _alone(engine: Engine, submission: Submission) -> Result:
     return _all(engine, [submission])[0]
+
+
+def _several(engine: Engine, submission: Submission) -> Result:
+    """The answer to each of several requests at once, as with n > 1; if they differ, one that is not the first's."""
+    first, *others = _all(engine, [submission] * _COPIES)
+    return next((other for other in others if other != first), first)
 
 
 def _all(engine: Engine, submissions: list[Submission]) -> list[Result]:
@@ -158,7 +172,7 @@ def _cases(text: str) -> Iterator[Case]:
             output: Any = choice.get("token_ids", choice.get("output_ids"))
             sampling = SamplingParams.model_validate(receipt["parameters"])
             digests = [digest_of(array("i", tokens).tobytes()) for tokens in (prompt, output)]
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError):
             message = f"line {number} is neither an answer with a receipt and token ids nor a line of --record-trace"
             raise InvalidRequest(message) from None
         if digests != [receipt["prompt"], receipt["output"]]:

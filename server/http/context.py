@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -17,6 +18,13 @@ from server.errors import Forbidden, NotFound
 from server.http.shutdown import ShutdownFlag
 
 T = TypeVar("T")
+
+
+def _files(directory: Path) -> list[Path]:
+    """What a directory has, without symbolic links; nothing if it cannot be read, as its reader will say."""
+    with suppress(OSError):
+        return [Path(os.path.realpath(file)) for file in directory.iterdir()]
+    return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +50,11 @@ class Context:
         raise NotFound(message, param="model", code="model_not_found")
 
     def below_root(self, given: str, param: str) -> str:
-        """A directory's path without symbolic links. Raises Forbidden, with nothing said of files."""
+        """The real path of a directory whose files are below the root. Raises Forbidden, which names no file."""
         root = self.config.tiers.admin_root
         if root is not None and os.path.isabs(given) and "\0" not in given:
-            path = Path(os.path.realpath(given))
-            if Path(os.path.realpath(root)) in path.parents:
+            path, above = Path(os.path.realpath(given)), Path(os.path.realpath(root))
+            if above in path.parents and all(above in file.parents for file in _files(path)):
                 return str(path)
         raise Forbidden("the path must be absolute, and below --admin-root", param=param)
 

@@ -177,7 +177,9 @@ class ResponseWriter(Writer):
         thoughts = [part["text"] for item in self.output if item["type"] == "reasoning" for part in item["content"]]
         return sum(len(tokens) for tokens in self._tokenizer.encode_each(thoughts))
 
-    def fail(self, error: RametError) -> Event:
+    def fail(self, error: RametError) -> Event | None:
+        if not self._body.stream:
+            return None
         if self._open is not None:
             self._open["status"] = "incomplete"
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}

@@ -273,3 +273,16 @@ class Lives(RuleBasedStateMachine):
 
 TestLives = Lives.TestCase
 TestLives.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def test_one_owner_does_not_take_the_holds_of_another():
+    """However many salts it uses."""
+    cache = Cache(budget=6)
+    cache.add(1, 2, hold_s=60, namespace=Namespace("b"))
+    for i in range(10, 30):
+        cache.add(i, i + 1, hold_s=60, namespace=Namespace("a", salt=str(i)))
+        cache.holds.check()
+    assert (cache.holds.num_pages, cache.holds.num_lost) == (6, 36)
+    cache.tree.evict(cache.tree.num_pages - 6)
+    assert cache.has(1, 2, namespace=Namespace("b")) == 2
+    assert cache.has(28, 29, namespace=Namespace("a", salt="28")) == 2

@@ -94,6 +94,8 @@ def test_a_deadline_frees_everything(ask):
     answer = ask("alice", **ENDLESS, timeout_s=0.01)
     assert (answer.status_code, answer.json()["error"]["type"]) == (408, "timeout_error")
     assert answer.headers["x-should-retry"] == "false"
+    asked = {"input": "x", "timeout_s": 0.01, "max_output_tokens": 4000}
+    assert ask("alice", path="/v1/responses", **asked).status_code == 408
 
 
 def test_a_deadline_ends_a_stream(ask, operated):

@@ -117,6 +117,7 @@ def test_served_names(tiny_dir):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
+        ({"architectures": [["LlamaForCausalLM"]]}, ["architectures", "list of names"]),
         ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM"]),
         ({"hidden_act": "gelu"}, ["gelu", "silu"]),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["dynamic", "yarn"]),

@@ -114,8 +114,13 @@ def test_a_template_that_fails_is_a_client_error_reaches_nothing_and_ends(with_t
     assert with_template("{{ messages[0].role }}").apply_chat_template([{"role": "user"}]) == "user"
 
 
-def test_a_template_that_is_no_text_ends_the_start(default_model_dir, tmp_path):
+def test_a_template_or_token_that_is_no_text_ends_the_start(default_model_dir, tmp_path):
     (tmp_path / "tokenizer.json").write_text((default_model_dir / "tokenizer.json").read_text())
+    for name in ("bos_token", "eos_token"):
+        for value in (3, ["a"], {"content": 3}):
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps({name: value, f"add_{name}": True}))
+            with pytest.raises(ModelError, match=f"{name} is no text"):
+                Tokenizer.load(tmp_path)
     for template in (3, {"a": 1}, [{"name": "default", "template": 3}]):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
         with pytest.raises(ModelError, match="chat_template is no text"):

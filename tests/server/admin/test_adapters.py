@@ -140,7 +140,18 @@ def test_names_that_cannot_be(boss, paths, name):
 def test_nothing_is_said_of_what_lies_elsewhere(boss, paths, tmp_path):
     (paths[0].parent / "link").symlink_to(tmp_path)
     root = paths[0].parents[1]
-    for path in (tmp_path, root, root / ".." / "else", "adapters/prose", paths[0].parent / "link", "/no/such/place"):
+    (linked := paths[0].parent / "linked").mkdir()
+    (tmp_path / "config").write_text("{}")
+    (linked / "adapter_config.json").symlink_to(tmp_path / "config")
+    for path in (
+        tmp_path,
+        linked,
+        root,
+        root / ".." / "else",
+        "adapters/prose",
+        paths[0].parent / "link",
+        "/no/such/place",
+    ):
         error = load(boss, "elsewhere", path).json()["error"]
         assert error["message"] == "the path must be absolute, and below --admin-root"
         assert (error["type"], error["param"]) == ("permission_error", "lora_path")

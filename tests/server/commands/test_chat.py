@@ -8,7 +8,7 @@ import pytest
 from runtime import Engine
 from runtime.params import SamplingParams
 from server.cli import main
-from server.commands.chat import TerminalChat
+from server.commands.chat import TerminalChat, harmless
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
 
@@ -49,3 +49,7 @@ def test_lines_of_standard_input_are_turns(tiny_dir, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "prompt tokens came from the tree" in out
     assert out.endswith("0 turns are left\n")
+
+
+def test_a_model_sends_a_terminal_no_commands():
+    assert harmless("a\x1b[2Jb\tc\n\x07\x9b1m\x7f é") == "a␛[2Jb\tc\n␇\ufffd1m\ufffd é"

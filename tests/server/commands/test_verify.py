@@ -54,7 +54,8 @@ def verify(answers: list[dict], tmp_path, tiny_dir, *options: str) -> int:
 def test_recorded_answers_are_computed_again(recorded, tmp_path, tiny_dir, capsys):
     assert verify(recorded, tmp_path, tiny_dir, "--page-size", "4", "--threads", "1") == 0
     shown = capsys.readouterr().out
-    for condition in ("cold", "warm", "in one batch", "after evictions", "from host memory"):
+    together = ("in one batch", "several of each", "by several clients")
+    for condition in ("cold", "warm", *together, "after evictions", "from host memory"):
         assert f"{condition} " in shown
     assert "another" not in shown
 

@@ -17,7 +17,7 @@ def begun(tokenizer) -> ResponseWriter:
     """A response of which a part was written."""
     context = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), check_model=str)
     asked = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-    body = ResponseRequest(model="m", input="x")
+    body = ResponseRequest(model="m", input="x", stream=True)
     writer = ResponseWriter(body, ChatRequest(**asked), Submission("x"), "resp_1", context)
     list(writer.begin())
     writer.write(Output(0, 0, "r", delta="An oak"), None)
