@@ -7,10 +7,10 @@ ARGS    ?=
 WORKERS ?= 3
 # Ramet is tested with this version only. TORCH="torch>=2.6" or the path of a wheel chooses another.
 TORCH   ?= torch==2.13.0
-# Not empty where there is an NVIDIA driver. GPU= leaves FlashInfer out, and takes torch for CPUs.
-GPU     ?= $(wildcard /proc/driver/nvidia)$(shell command -v nvidia-smi)
+# Not empty where there is an NVIDIA driver. NVIDIA= leaves FlashInfer out, and takes torch for CPUs.
+NVIDIA  ?= $(wildcard /proc/driver/nvidia)$(shell command -v nvidia-smi)
 # The index to try first for torch. Without a GPU it is PyTorch's own, whose CPU package has no CUDA.
-TORCH_INDEX ?= $(if $(GPU),,https://download.pytorch.org/whl/cpu)
+TORCH_INDEX ?= $(if $(NVIDIA),,https://download.pytorch.org/whl/cpu)
 
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar on
 # Checks within seconds whether the index answers. pip would retry for minutes.
@@ -66,7 +66,7 @@ $(VENV)/.gpu: $(VENV)/.serve
 extra-load extra-bench extra-otel extra-tiers extra-ray extra-cuda extra-reasoning extra-dev extra-mutants: extra-%: $(VENV)/.%
 	@echo "==> ramet[$*] is installed in $(VENV)"
 
-serve: $(VENV)/.serve $(if $(GPU),$(VENV)/.gpu)
+serve: $(VENV)/.serve $(if $(NVIDIA),$(VENV)/.gpu)
 	$(VENV)/bin/ramet serve $(ARGS)
 
 test: $(VENV)/.dev

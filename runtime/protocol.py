@@ -294,6 +294,8 @@ class ModelInfo(msgspec.Struct):
 
     Attributes:
         attention_note: why torch computes on a GPU in place of FlashInfer, and what this costs; empty otherwise.
+        quantization: how weights are computed: `none`, `int4`, `int8`, or the type of the checkpoint, such as `gguf` or
+            `awq`; with `, unpacked` behind it if they are computed in `dtype`.
     """
 
     name: str
@@ -310,6 +312,7 @@ class ModelInfo(msgspec.Struct):
     diffusion: DiffusionInfo | None = None
     model_impl: ModelCode = "ramet"
     attention_note: str = ""
+    quantization: str = "none"
 
 
 class Ready(msgspec.Struct, tag="ready"):

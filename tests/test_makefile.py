@@ -49,7 +49,7 @@ class Made:
         self.log.write_text("")
         defaults = {"FAILS": "nothing", "CPU_TORCH": "0", "ASKED": str(self.log)}
         found = subprocess.run(
-            ["make", "serve", f"VENV={home}", "ARGS=--port 1", *([] if driver else ["GPU="])],
+            ["make", "serve", f"VENV={home}", "ARGS=--port 1", *([] if driver else ["NVIDIA="])],
             cwd=ROOT, env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", **defaults, **settings},
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip

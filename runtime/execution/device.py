@@ -59,12 +59,12 @@ def choose_attention(config: ModelConfig, device: torch.device, dtype: torch.dty
 def flashinfer_unfit(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why FlashInfer cannot compute a model on a device; None: nothing is known before it is tried."""
     if device.type != "cuda":
-        return f"it needs CUDA; the device is {device}"
+        return f"FlashInfer needs CUDA; the device is {device}"
     if (fault := flashinfer_fault()) is not None:
         return fault
     if dtype == torch.float32:
-        return "it has no float32; take --dtype bfloat16"
-    return None if head_dim in _HEAD_DIMS else f"it has heads of 64, 128 or 256; the model's have {head_dim}"
+        return "FlashInfer has no float32; take --dtype bfloat16"
+    return None if head_dim in _HEAD_DIMS else f"FlashInfer has heads of 64, 128 or 256; the model's have {head_dim}"
 
 
 def choose_overlap(config: Config, device: torch.device) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from runtime.batch import ForwardBatch
-from runtime.config import Config, ModelCode, ModelConfig, unusable
+from runtime.config import Config, ModelCode, unusable
 from runtime.errors import EngineDead, ModelError
 from runtime.execution.attention.backend import AttentionBackend
 from runtime.execution.attention.flashinfer import FlashInferAttention
@@ -28,7 +28,7 @@ from runtime.execution.device import (
 )
 from runtime.execution.flashinfer_package import COST
 from runtime.execution.graphs import DecodeGraphs
-from runtime.execution.llama import LlamaModel
+from runtime.execution.loading import load_model
 from runtime.execution.native.choosing import NativeChoosing
 from runtime.execution.native.decoder import NativeDecoder
 from runtime.execution.native.library import Library, load_best
@@ -37,7 +37,6 @@ from runtime.execution.parallel.group import RankGroup
 from runtime.execution.readiness import capture_graphs, find_fault
 from runtime.execution.sizing import (
     bytes_per_token,
-    check_weights,
     choose_context_length,
     choose_kv_dtype,
     near_share,
@@ -49,12 +48,10 @@ from runtime.kv.pool import KVPool
 from runtime.kv.states import StatePool
 from runtime.models.adapters.lora import LoraAdapter
 from runtime.models.config_json import read_json
-from runtime.models.gguf_tensors import GGUFTensors
 from runtime.models.implementation import is_diffusion_gemma, own_spec
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.shards import Shard, split_spec
 from runtime.models.spec import LlamaSpec, ModelSpec
-from runtime.models.weights import load_vectors, load_weights, random_weights
 from runtime.sampler_state import Choosing
 
 log = logging.getLogger("ramet.engine")
@@ -166,30 +163,21 @@ class Executor:
             self._windows = [None if size is None else Window(size) for size in spec.windows]
             self.has_windows, self._split = True, spec.near_rope is not None
         ops = FlashInferOps(self.context_length, group) if backend == "flashinfer" else Ops(group)
-        check_weights(spec, self.dtype, self.device, group.size if group else 1)
         if self.device.type == "cpu":  # report a pool that is too large before reading the weights
             self._pool_pages(config, share)
         shard = None if group is None else Shard(group.rank, group.size)
-        keeps_codes = library is not None and _keeps_codes(config.model)
-        linked = GGUFTensors.open(path) if keeps_codes else None
-        if config.model.random_weights:
-            weights = random_weights(spec, self.dtype, self.device, shard)
-        elif linked is not None:
-            weights, self.quantization = load_vectors(linked, spec, self.dtype), "gguf"
-        else:
-            weights = load_weights(path, spec, self.dtype, shard)
-            if keeps_codes and spec.experts is not None and spec.experts.packed:
-                self.quantization = "mxfp4"
-        model = LlamaModel(share, weights, self.device, ops, keeps_codes)
+        loaded = load_model(config.model, path, spec, self.dtype, self.device, ops, library is not None, shard)
+        model = loaded.model
+        if self.quantization == "none":
+            self.quantization = loaded.quantization
         self.rope, self._decoder = model.rope, model
         graphs = self._graph_sizes(config, model.most_free_rows) if backend == "flashinfer" else []
         self.pool = self._make_pool(config, share, spare_pages=1 if graphs else 0)
         model.states = self.states
         if library is not None:
             threads, bits = config.engine.threads or ALL_THREADS, _BITS.get(config.model.quantization, 0)
-            stored = None if linked is None else (linked, path)
             near_pool = None if self.near is None else self.near.pool
-            self._decoder = native = NativeDecoder(library, model, self.pool, threads, bits, stored, near_pool)
+            self._decoder = native = NativeDecoder(library, model, self.pool, threads, bits, loaded.stored, near_pool)
             self.backend_name, self._forward, self.project = native.name, native.forward, native.project
             self.choosing = NativeChoosing(native.team, native.argmax)
             # After a parallel operation, torch's threads spin on the cores that the kernels use.
@@ -351,8 +339,3 @@ class Executor:
 
     def close(self) -> None:
         """End the processes of other ranks."""
-
-
-def _keeps_codes(config: ModelConfig) -> bool:
-    """Whether the weights of a GGUF file, and experts in MXFP4, are computed as they are stored."""
-    return config.quantization == "auto" and config.dtype == "auto" and not config.random_weights

@@ -25,7 +25,11 @@ _ROWS = 8
 # Rows of KV that each row of a step has for itself, and that all rows share.
 _OWN, _SHARED = 37, 64
 _CONTEXT = 4096
-_REMEDY = (
+_REMEDIES = {
+    ArithmeticError: "--kernels torch starts without it",
+    ImportError: "`make extra-cuda` installs what it needs",
+}
+_COMPILE = (
     f"flashinfer-jit-cache=={VERSION} brings compiled kernels; compiling them needs nvcc, a C++ compiler and cuBLAS' "
     "headers"
 )
@@ -47,7 +51,7 @@ def find_fault(
         # A stand-in on a CPU has nothing to compile.
         kernels = [] if device.type == "cpu" else list(kernels_for(kv_dtype, spec.head_dim, bool(spec.windows)))
         loads = [(f"the kernels for {one.name}", lambda one=one: one.describe().build_and_load()) for one in kernels]
-        trial = Trial(spec, dtype, kv_dtype, page_size, device)
+        trial = FlashInferTrial(spec, dtype, kv_dtype, page_size, device)
         with tqdm(total=len(loads) + len(trial.steps), desc="FlashInfer", disable=quiet or None) as bar:
             for doing, work in (*loads, *trial.steps.items()):
                 bar.set_postfix_str(doing)
@@ -55,7 +59,7 @@ def find_fault(
                 bar.update()
     # Compilers, loaders and kernels raise errors of many types, and the server is to start in any case.
     except Exception as error:
-        remedy = "--kernels torch starts without it" if isinstance(error, ArithmeticError) else _REMEDY
+        remedy = next((said for kind, said in _REMEDIES.items() if isinstance(error, kind)), _COMPILE)
         return f"FlashInfer fails at {doing} ({_brief(error)}). {remedy}"
     return None
 
@@ -67,7 +71,7 @@ def capture_graphs(graphs: DecodeGraphs, most: int) -> None:
 
 
 @dataclass(slots=True)
-class Trial:
+class FlashInferTrial:
     """One step of each kind on random data, by FlashInfer and by torch.
 
     Attributes:

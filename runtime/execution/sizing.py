@@ -22,14 +22,17 @@ _TYPICAL = 2048
 _SPARE = 0.15
 
 
-def check_weights(spec: LlamaSpec, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> None:
-    """Raise ModelError if a rank's weights do not fit into what is free of its GPU."""
+def check_weights(
+    spec: LlamaSpec, dtype: torch.dtype, device: torch.device, num_ranks: int = 1, needed: int | None = None
+) -> None:
+    """Raise ModelError if a rank's weights do not fit into what is free of its GPU. `needed`: their bytes, if known."""
     if device.type != "cuda":
         return
     free, total = torch.cuda.mem_get_info(device)
-    expected = spec.unpacked.expected_tensors()
-    needed = sum(math.prod(shape) // share_of(name, num_ranks) for name, shape in expected.items())
-    needed *= dtype.itemsize
+    if needed is None:
+        expected = spec.unpacked.expected_tensors()
+        needed = sum(math.prod(shape) // share_of(name, num_ranks) for name, shape in expected.items())
+        needed *= dtype.itemsize
     if needed > free:
         raise ModelError(
             f"the model's weights take {needed / _GIB:.1f} GiB of {device}, of which {free / _GIB:.1f} of "

@@ -4,12 +4,14 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from runtime.errors import ModelError
+from runtime.models.ggml import Codes, can_decode, decode
 from runtime.models.gguf_header import check_counts, check_header
 from runtime.models.spec import LlamaSpec
 
@@ -94,6 +96,8 @@ class GGUFTensors:
     `tensors`: by Hugging Face name: GGUF's name of the type, the shape, and the offset (see `read_gguf`).
     """
 
+    name = "gguf"
+
     def __init__(self, path: Path, tensors: dict[str, list[Any]], heads: dict[str, int], norm_offset: float):
         self.path, self._tensors, self._heads, self._norm_offset = path, tensors, heads, norm_offset
         self._files = [np.memmap(part, np.uint8, "r") for part in parts_of(path)]
@@ -173,6 +177,17 @@ class GGUFTensors:
             return rows
         # In the order for rotation by halves.
         return rows.reshape(heads, len(rows) // heads // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
+
+    def sample(self, name: str) -> Codes | None:
+        """The codes of one row; None: the type has none."""
+        kind = self.kind(name)
+        return decode(self.blocks(name)[:1], kind) if can_decode(kind) else None
+
+    def reader(self, runs: Iterable[tuple[str, np.ndarray]]) -> Callable[[np.ndarray], Codes]:
+        """Reads codes of the rows that runs name one after the other: tensors of one type, and rows of each."""
+        runs = list(runs)
+        kind, blocks = self.kind(runs[0][0]), np.concatenate([self.blocks(name)[rows] for name, rows in runs])
+        return lambda wanted: decode(blocks[wanted], kind)
 
     def values(self, name: str) -> np.ndarray:
         """The values of a tensor as float32, or as uint16 words of a 16-bit type, in its own shape."""

@@ -198,7 +198,7 @@ def test_only_what_may_be_a_model_is_proposed(tmp_path, capsys):
 def test_options_that_the_model_cannot_use_are_refused(tiny_dir, option, value):
     with pytest.raises(ModelError, match=f"--{option.replace('_', '-')}: {tiny_dir.name} is a causal model"):
         Engine(model=str(tiny_dir), dtype="float32", pool_tokens=1024, **{option: value})
-    with pytest.raises(ModelError, match="--kernels flashinfer needs CUDA"):
+    with pytest.raises(ModelError, match="--kernels flashinfer: FlashInfer needs CUDA"):
         Engine(model=str(tiny_dir), kernels="flashinfer", device="cpu", pool_tokens=1024)
     config = make_config(reuse="reasoncache", depth_table="t.json")
     assert [unusable(config, is_diffusion) for is_diffusion in (True, False)] == ["reuse reasoncache", "depth-table"]

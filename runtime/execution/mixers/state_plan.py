@@ -85,13 +85,14 @@ class _Run:
 
     Attributes:
         one: the sequence.
-        start: the convolution's result for the first row of the run.
-        chunks: first rows, as `start`, and lengths.
+        chunks: the convolution's results for their first rows, and lengths.
+        length: to which chunks are padded.
         writes: a number of chunks, the row behind them, and a slot for the state there.
     """
 
     def __init__(self, one: StateRows, start: int):
-        self.one, self.start = one, start
+        """`start`: the convolution's result for the first row of the run."""
+        self.one = one
         self.chunks: list[tuple[int, int]] = []
         self.writes: list[tuple[int, int, int]] = []
         at, offset = start, start + one.accepted - one.first
@@ -102,11 +103,8 @@ class _Run:
             at = stop
             if slot >= 0:
                 self.writes.append((len(self.chunks), stop, slot))
-
-    @property
-    def length(self) -> int:
         longest = max(length for _, length in self.chunks)
-        return next(length for length in _LENGTHS if length >= longest)
+        self.length = next(length for length in _LENGTHS if length >= longest)
 
 
 def plan_states(states: Sequence[StateRows], width: int, device: torch.device) -> StatePlan:
@@ -118,40 +116,35 @@ def plan_states(states: Sequence[StateRows], width: int, device: torch.device) -
         device: of the states.
     """
     total, before = states[-1].stop, width - 1
-    runs: list[_Run] = []
-    tape, earlier, rows, guesses = [], [], [], []
-    replayed: list[int] = []
-    records: list[int] = []
-    start = 0
-    for one in states:
-        runs.append(_Run(one, start))
-        count, again = one.stop - one.first, total + len(replayed)
-        tape += [np.zeros(before), np.arange(again, again + one.accepted), np.arange(one.first, one.stop)]
-        earlier.append(np.arange(start, start + before))
-        rows.append(np.arange(start + one.accepted, start + one.accepted + count))
-        guesses.append(np.arange(one.stop - one.draft, one.stop))
-        replayed += range(one.slot * MOST_DRAFTED, one.slot * MOST_DRAFTED + one.accepted)
-        records += range(one.target * MOST_DRAFTED, one.target * MOST_DRAFTED + one.draft)
-        start += before + one.accepted + count
+    first, stop, again = np.array([(one.first, one.stop, one.accepted) for one in states]).T
+    lengths = again + stop - first
+    # The convolution's results for the first rows of the runs, and for all rows of the step.
+    starts = np.cumsum(lengths + before) - lengths - before
+    rows = np.arange(total) + np.repeat(starts + again - first, stop - first)
+    tape = np.zeros(starts[-1] + lengths[-1] + before, dtype=np.int64)
+    tape[rows + before] = np.arange(total)
+    replays = [(i, one.slot * MOST_DRAFTED + i) for one in states for i in range(one.accepted)]
+    within = np.array([i for i, _ in replays], dtype=np.int64)
+    tape[np.repeat(starts, again) + within + before] = total + np.arange(len(replays))
+    guesses = [(one.stop - one.draft + i, one.target * MOST_DRAFTED + i) for one in states for i in range(one.draft)]
+    runs = [_Run(one, start) for one, start in zip(states, starts.tolist(), strict=True)]
     writes = [write for run in runs for write in run.writes]
-    result_of_row = np.concatenate(rows)
-    groups = [[run for run in runs if run.length == length] for length in _LENGTHS]
-    grids = [_Grid([*group]) for group in groups if group]
-    place_of_result, at = np.zeros(start, dtype=np.int64), 0
+    grids = [_Grid(group) for length in _LENGTHS if (group := [run for run in runs if run.length == length])]
+    place_of_result, at = np.zeros(len(tape), dtype=np.int64), 0
     for grid in grids:
         place_of_result[grid.rows[~grid.padding]] = at + np.flatnonzero(~grid.padding)
         at += grid.rows.size
     arrays: dict[str, Sequence[int] | np.ndarray] = {
-        "tape": np.concatenate(tape),
-        "earlier": np.concatenate(earlier),
+        "tape": tape,
+        "earlier": (starts[:, None] + np.arange(before)).ravel(),
         "first": [one.slot for one in states],
         "ends": np.array([stop for _, stop, _ in writes])[:, None] + np.arange(before),
         "slots": [slot for _, _, slot in writes],
-        "rows": result_of_row,
-        "replayed": replayed,
-        "guesses": np.concatenate(guesses),
-        "records": records,
-        "outputs": place_of_result[result_of_row],
+        "rows": rows,
+        "replayed": [record for _, record in replays],
+        "guesses": [row for row, _ in guesses],
+        "records": [record for _, record in guesses],
+        "outputs": place_of_result[rows],
     }
     on_device = _upload([*arrays.values(), *(array for grid in grids for array in grid.arrays())], device)
     named = {name: next(on_device) for name in arrays}

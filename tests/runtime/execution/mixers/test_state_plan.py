@@ -63,7 +63,7 @@ def steps(draw: random.Random, sequences: int) -> list[StateRows]:
     slots, at, states = draw.sample(range(5 * sequences), 5 * sequences), 0, []
     for _ in range(sequences):
         count = draw.choice([1, 1, 2, 5, 17, CHUNK, CHUNK + 1, 3 * CHUNK - 1])
-        draft = draw.choice([0, 0, min(count - 1, 3), min(count - 1, MOST_DRAFTED)])
+        draft = draw.choice([0, 0, min(count, 3), min(count, MOST_DRAFTED)])
         slot, stop = slots.pop(), at + count
         ends = draw.sample(range(at, stop - draft), min(draw.choice([0, 0, 1, 3]), count - draft))
         saves = [(end, slots.pop()) for end in ends]

@@ -21,14 +21,11 @@ def test_steps_with_experts_run_in_graphs(device, tmp_path, monkeypatch, capabil
 
 
 @pytest.mark.parametrize("kind", ["GptOss", "DeepseekV3"])
-@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
-def test_steps_with_experts_and_without_graphs_wait_for_no_counts(device, tmp_path, monkeypatch, kind, capability):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+def test_steps_with_experts_and_without_graphs_or_a_kernel_wait_for_no_counts(device, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     engine = Engine(device, save(kind, tmp_path))
     engine.begin_decode([draw(i, 20 + i) for i in range(4)])
-    stalls = engine.watch_steps(5).stalls
-    # Torch's attention copies its index arrays.
-    assert [stall for stall in stalls if "runtime/execution/attention/" not in stall] == []
+    assert engine.watch_steps(5).stalls == []
 
 
 @pytest.mark.parametrize(("kind", "overlap"), [("Qwen3Next", "off"), ("Qwen3_5", "on"), ("Lfm2", "off")])
@@ -57,6 +54,6 @@ def test_steps_of_recurrent_layers_wait_for_nothing(device, tmp_path, monkeypatc
     assert [engine.tokens[rid] for rid in sorted(engine.tokens)] == known
     state = engine.core.state()
     assert overlap == "on" or 0 < state["accepted_tokens"] < state["drafted_tokens"]
-    # Torch's attention copies its index arrays. With float32, experts have no kernel for the many rows of a prompt.
-    places = {event.place.split(":")[0].removeprefix("runtime/execution/") for event in events.of("sync", "pageable")}
-    assert all(place.startswith(("attention/", "experts.py")) for place in places)
+    # Torch's attention tries its kernels once. With float32, experts have none for the many rows of a prompt.
+    known = {"runtime/execution/attention/varlen.py", "runtime/execution/experts.py"}
+    assert {event.place.split(":")[0] for event in events.of("sync", "pageable")} <= known
