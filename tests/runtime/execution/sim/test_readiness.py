@@ -121,6 +121,24 @@ def test_whatever_fails_is_said_on_one_line_and_torch_serves(llama, device, monk
     assert engine.core.counters["failed_steps"] == 0
 
 
+@pytest.mark.parametrize("kind", ["Prefill", "Decode"])
+def test_windows_are_tried_for_models_that_have_them(device, saved, monkeypatch, kind):
+    """Kernels that take no notice of the window."""
+    name = f"Batch{kind}WithPagedKVCacheWrapper"
+    made = getattr(sys.modules["flashinfer"], name)
+
+    def wrapper(*args, **options):
+        found = made(*args, **options)
+        plan = found.plan
+        found.plan = lambda *given, window_left, **rest: plan(*given, **rest)
+        return found
+
+    monkeypatch.setattr(sys.modules["flashinfer"], name, wrapper)
+    info = Engine(device, saved("Mistral"), **OPTIONS).core.info
+    assert f"a windowed {kind.lower()} step (results differ" in info.attention_note
+    assert Engine(device, saved("Llama"), **OPTIONS).core.info.attention_backend == "flashinfer"
+
+
 def test_a_backend_that_is_asked_for_by_name_is_had_or_refused(llama, device, monkeypatch):
     FAULTS["a broken compiler"][0](monkeypatch)
     with pytest.raises(
