@@ -292,7 +292,7 @@ class Dispatch(TorchDispatchMode):
             return result
         if not isinstance(source, DeviceTensor):
             self._upload(source, waits)
-        return self._device.launch(aten._to_copy.default, (source,), kept, self._device.index(device))
+        return self._device.launch(_cast, (source,), kept, self._device.index(device))
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         """`copy_` between host and device."""
@@ -315,6 +315,13 @@ def kernels_only() -> Iterator[None]:
     """A context without simulation, for kernels that are written in torch."""
     with torch.utils._python_dispatch._disable_current_modes():
         yield
+
+
+def _cast(source: torch.Tensor, **kept: Any) -> torch.Tensor:
+    """`_to_copy`; to float8 as before torch 2.12: what is outside of the range becomes NaN."""
+    if (dtype := kept.get("dtype")) is not None and dtype.itemsize == 1 and dtype.is_floating_point:
+        source = source.masked_fill(source.abs() > torch.finfo(dtype).max, torch.nan)
+    return aten._to_copy.default(source, **kept)
 
 
 def _name(func: Any) -> str:
