@@ -138,7 +138,8 @@ class NoiseCanvas:
         if self._sampling.temperature != 1:
             logits = logits / self._sampling.divisor
         probs = restrict(logits, self._sampling).softmax(-1)
-        return torch.multinomial(probs, num_samples=1, generator=self._generator)[:, 0]
+        # As torch.multinomial draws, which however waits for the device to look for NaN.
+        return (probs / torch.empty_like(probs).exponential_(generator=self._generator)).argmax(-1)
 
     def _accepted(self, entropy: torch.Tensor) -> torch.Tensor:
         """Whether each position is accepted, bool [block], from its entropy [block]; see the class."""

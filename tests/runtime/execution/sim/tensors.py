@@ -24,7 +24,7 @@ _CPU = torch.device("cpu")
 _SYNCS = {
     aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.nonzero.default,
     aten.masked_select.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
-    aten.bincount.default, aten.repeat_interleave.Tensor,
+    aten.bincount.default, aten.repeat_interleave.Tensor, aten.multinomial.default,
 }  # fmt: skip
 _INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 _PINS = {aten._pin_memory.default, aten.pin_memory.default}
