@@ -287,6 +287,7 @@ class ModelInfo(msgspec.Struct):
     pool_tokens: int
     diffusion: DiffusionInfo | None = None
     model_impl: ModelCode = "ramet"
+    max_running: int = 64
 
 
 class Ready(msgspec.Struct, tag="ready"):

@@ -95,7 +95,7 @@ class EngineCore:
         for counting in counting_parts:
             self.counters |= counting.counters
             counting.counters = self.counters
-        self.scheduler = Scheduler(config.scheduler, cache, executor.step_tokens)
+        self.scheduler = Scheduler(config.scheduler, cache, executor.step_tokens, executor.max_running)
         spec = executor.spec
         self.planner = Planner(
             spec.num_layers, info.page_size, spec.hidden_size, executor.device, executor.least_saved_tokens

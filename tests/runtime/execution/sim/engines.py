@@ -80,8 +80,8 @@ def draw(seed: int, count: int) -> list[int]:
 class Engine(Driver):
     """An engine core on the simulated device, in bfloat16, which FlashInfer needs."""
 
-    def __init__(self, device: Device, path: Path, **options: Any):
-        self.device = device
+    def __init__(self, simulated: Device, path: Path, **options: Any):
+        self.device = simulated
         super().__init__(make_core(path, **{"device": "cuda", "dtype": "bfloat16", "step_tokens": 128, **options}))
 
     def ask(self, prompt: Sequence[int], count: int = 60, **options: Any) -> None:
