@@ -21,7 +21,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     Attributes:
         rid: unique among live requests.
         tokens: the prompt, int32 little-endian, as one bytes object (the radix tree's key as well).
-        sampling: `SamplingParams.model_dump()`.
+        sampling: `SamplingParams.model_dump()`; fields that are missing here are those of the last `Sampling`.
         namespace: requests of different namespaces never share pages.
         account: tenant whose quota the pages count against; empty: the namespace's owner.
         logprobs: number of alternatives to report for each output token; None: no log-probabilities.
@@ -36,7 +36,7 @@ class AddRequest(msgspec.Struct, tag="add"):
             tenant until they have been unused for `seconds`, as far as the budget of pins allows.
         progress: whether each step that computes a part of the prompt has an event.
         idle: whether nobody waits for it: it is counted neither as a request nor as a use of the cache.
-        bad_words: token sequences that the output does not contain.
+        bad_words: token sequences that the output does not contain; empty: those of the last `Sampling`.
     """
 
     rid: str
@@ -56,6 +56,24 @@ class AddRequest(msgspec.Struct, tag="add"):
     progress: bool = False
     idle: bool = False
     bad_words: list[list[int]] = []
+
+
+class Sampling(msgspec.Struct, tag="sampling"):
+    """What the requests that follow have in common, until the next `Sampling`: it may be as large as a body.
+
+    Attributes:
+        fields: of `AddRequest.sampling`.
+        bad_words: as in an `AddRequest`.
+    """
+
+    fields: dict[str, Any] = {}
+    bad_words: list[list[int]] = []
+
+    def complete(self, request: AddRequest) -> AddRequest:
+        """The request with what it lacks, which all requests share."""
+        request.sampling = {**self.fields, **request.sampling}
+        request.bad_words = request.bad_words or self.bad_words
+        return request
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -81,7 +99,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort all requests and end the engine."""
 
 
-Inbound = AddRequest | Abort | Ask | Forget | Shutdown
+Inbound = Sampling | AddRequest | Abort | Ask | Forget | Shutdown
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
@@ -272,7 +290,13 @@ class DiffusionInfo(msgspec.Struct):
 
 
 class ModelInfo(msgspec.Struct):
-    """Properties of the loaded model and the pool."""
+    """Properties of the loaded model and the pool.
+
+    Attributes:
+        attention_note: why torch computes on a GPU in place of FlashInfer, and what this costs; empty otherwise.
+        quantization: how weights are computed: `none`, `int4`, `int8`, or the type of the checkpoint, such as `gguf` or
+            `awq`; with `, unpacked` behind it if they are computed in `dtype`.
+    """
 
     name: str
     path: str
@@ -288,6 +312,8 @@ class ModelInfo(msgspec.Struct):
     diffusion: DiffusionInfo | None = None
     model_impl: ModelCode = "ramet"
     max_running: int = 64
+    attention_note: str = ""
+    quantization: str = "none"
 
 
 class Ready(msgspec.Struct, tag="ready"):

@@ -21,6 +21,7 @@ from runtime.frontend.async_engine import AsyncEngine
 from server.admin.dashboard import Feed
 from server.app import create_app, prepare
 from server.auth.keys import Tenant
+from server.auth.watch import watch_keys
 from server.commands.models import advice
 from server.http.connections import SEND_BUFFER_BYTES, Connection
 from server.http.context import find
@@ -211,6 +212,8 @@ async def _serve(
         server = _make_server(config, listener, engine, app, shutdown)
         watchers = (server.stop_when_dead(), server.drain(), server.stop_when_forced(signals.forced))
         tasks = [asyncio.create_task(work) for work in (*watchers, server.feed.keep_history())]
+        if (keys := config.server.api_keys) is not None:
+            tasks.append(asyncio.create_task(watch_keys(keys, tenants)))
         await server.serve(sockets=[listener])
     finally:
         await engine.stop()

@@ -31,6 +31,7 @@ class EngineLoop:
 
     def __init__(self, receive: Callable[[int | None], wire.Inbound | None], send: Callable[[wire.Outbound], None]):
         self._receive, self._send = receive, send
+        self._common = wire.Sampling()
         self.core: EngineCore | None = None
         self.error: EngineDead | None = None
 
@@ -75,8 +76,13 @@ class EngineLoop:
         while message is not None:
             if isinstance(message, wire.Shutdown):
                 return False
-            self._send_events(core.handle(message))
-            self._settle(core)
+            if isinstance(message, wire.Sampling):
+                self._common = message
+            else:
+                if isinstance(message, wire.AddRequest):
+                    message = self._common.complete(message)
+                self._send_events(core.handle(message))
+                self._settle(core)
             message = self._receive(0) if time.monotonic() <= due_s else None
         return True
 

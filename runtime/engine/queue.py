@@ -1,7 +1,7 @@
 """Waiting requests, in the order of admission."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, KeysView
 from itertools import islice
 from typing import Any
 
@@ -23,6 +23,14 @@ _LATEST = 0.05
 _Family = tuple[Namespace, bytes]
 
 
+class _Line:
+    """The waiting requests of one account, by arrival and by match."""
+
+    def __init__(self, by_arrival: Callable[[Request], Any], by_match: Callable[[Request], Any] | None):
+        self.order: SortedKeyList = SortedKeyList(key=by_arrival)
+        self.matches: SortedKeyList | None = None if by_match is None else SortedKeyList(key=by_match)
+
+
 class WaitingQueue:
     """A queue in the order of a policy. Every operation takes O(log n) for n waiting requests.
 
@@ -35,6 +43,9 @@ class WaitingQueue:
       and no request waits longer than 1 / (1 - share) times its wait by arrival plus 4 full steps. While only one place
       among the running requests is free, places are earned and spent in the same way. A prompt that fills whole steps
       may wait longer, as it leaves half of each step to shorter prompts.
+
+    Each account has a line of its own, with this order. The next request is of the account that runs fewest requests,
+    among those whose first request has the highest priority.
 
     The queue looks up a request's cached tokens on arrival, before admission, and after another request with the same
     first page was computed. Each pass repeats this last look-up for a bounded number of requests.
@@ -53,11 +64,10 @@ class WaitingQueue:
         # Each request's family on arrival; its namespace may change while it waits.
         self._placed: dict[Request, _Family] = {}
         self.matched: dict[Request, int] = {}
-        self._order: SortedKeyList = SortedKeyList(key=_by_arrival if policy == "fcfs" else _by_priority)
-        self._matches: SortedKeyList | None = SortedKeyList(key=self._match_rank)
-        if policy not in ("lpm", "balanced"):
-            self._matches = None
-        self._lpm = policy == "lpm"
+        self._rank = _by_arrival if policy == "fcfs" else _by_priority
+        self._order: SortedKeyList = SortedKeyList(key=self._rank)
+        self._lines: dict[str, _Line] = {}
+        self._matching, self._lpm = policy in ("lpm", "balanced"), policy == "lpm"
         self._earned = overtake_share / (1 - overtake_share)
         self._most_tokens = float(_MOST_STEPS * step_tokens)
         self._tokens, self._places = self._most_tokens, _MOST_PLACES
@@ -72,31 +82,62 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._order)
 
-    def candidates(self, scarce: Callable[[], bool]) -> Iterator[Request]:
-        """The requests in the order of admission; `scarce`: whether one more request may run, and no second one."""
+    @property
+    def accounts(self) -> KeysView[str]:
+        """The accounts whose requests wait."""
+        return self._lines.keys()
+
+    def candidates(
+        self, scarce: Callable[[], bool], running: Callable[[], Counter[str]] = Counter[str]
+    ) -> Iterator[Request]:
+        """The requests in the order of admission.
+
+        Args:
+            scarce: whether one more request may run, and no second one.
+            running: the number of running requests by account.
+        """
         passed: set[Request] = set()
-        while (request := self._next(passed, scarce)) is not None:
+        while (request := self._next(passed, scarce, running)) is not None:
             passed.add(request)
             yield request
 
-    def _next(self, passed: set[Request], scarce: Callable[[], bool]) -> Request | None:
-        if self._matches is None:
-            return _first(self._order, passed)
-        best = _first(self._matches, passed)
+    def _next(
+        self, passed: set[Request], scarce: Callable[[], bool], running: Callable[[], Counter[str]]
+    ) -> Request | None:
+        lines = [*self._lines.items()]
+        if len(lines) > 1:
+            firsts = ((_first(line.order, passed), account) for account, line in lines)
+            places = running()
+            ranks = [
+                (0 if self._rank is _by_arrival else -first.message.priority, places[account], first.serial, account)
+                for first, account in firsts
+                if first is not None
+            ]
+            lines = [(account, self._lines[account]) for *_, account in sorted(ranks)[:1]]
+        return self._next_of(lines[0][1], passed, scarce) if lines else None
+
+    def _next_of(self, line: _Line, passed: set[Request], scarce: Callable[[], bool]) -> Request | None:
+        if line.matches is None:
+            return _first(line.order, passed)
+        best = _first(line.matches, passed)
         if best is None or self._lpm or (self._cost(best) <= self._tokens and (self._places >= 1 or not scarce())):
             return best
-        return _first(self._order, passed)
+        return _first(line.order, passed)
 
     def add(self, request: Request) -> None:
         family = self._family(request)
         self._placed[request] = family
         self._order.add(request)
-        if self._matches is not None:
+        if (account := request.message.account) not in self._lines:
+            self._lines[account] = _Line(self._rank, self._match_rank if self._matching else None)
+        line = self._lines[account]
+        line.order.add(request)
+        if line.matches is not None:
             try:
                 self.matched[request] = request.strategy.find(request).tokens
             except Exception:
                 self.matched[request] = 0  # the look-up before admission fails, too, and ends this request alone
-            self._matches.add(request)
+            line.matches.add(request)
             self._families.setdefault(family, OrderedDict())[request] = None
 
     def remove(self, request: Request) -> None:
@@ -104,9 +145,12 @@ class WaitingQueue:
         if request not in self._placed:
             raise ValueError(f"{request.rid} does not wait")
         self._order.remove(request)
-        family = self._placed.pop(request)
-        if self._matches is not None:
-            self._matches.remove(request)
+        family, line = self._placed.pop(request), self._lines[request.message.account]
+        line.order.remove(request)
+        if not line.order:
+            del self._lines[request.message.account]
+        if line.matches is not None:
+            line.matches.remove(request)
             del self.matched[request]
             del self._families[family][request]
             if not self._families[family]:
@@ -115,7 +159,7 @@ class WaitingQueue:
 
     def admit(self, request: Request, scarce: bool) -> None:
         """Remove an admitted request, and count the credit that it earns or spends for `balanced`."""
-        in_order, cost = request is self._order[0], self._cost(request)
+        in_order, cost = request is self._lines[request.message.account].order[0], self._cost(request)
         self._tokens = min(self._tokens + (self._earned * cost if in_order else -cost), self._most_tokens)
         if scarce:
             self._places = min(self._places + (self._earned if in_order else -1), _MOST_PLACES)
@@ -123,12 +167,13 @@ class WaitingQueue:
 
     def rank_again(self, request: Request, matched_tokens: int) -> bool:
         """Set the cached tokens of a waiting request; returns whether others must now be considered before it."""
-        if self._matches is None or matched_tokens == self.matched[request]:
+        line = self._lines[request.message.account]
+        if line.matches is None or matched_tokens == self.matched[request]:
             return False
-        self._matches.remove(request)
+        line.matches.remove(request)
         is_later, self.matched[request] = matched_tokens < self.matched[request], matched_tokens
-        self._matches.add(request)
-        return is_later and (self._lpm or request is not self._order[0])
+        line.matches.add(request)
+        return is_later and (self._lpm or request is not line.order[0])
 
     def ended(self, request: Request) -> None:
         """Add an ended request's number of output tokens to the moving average."""

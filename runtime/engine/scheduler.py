@@ -1,7 +1,8 @@
 """The scheduler chooses the requests and rows of the next step, within its budget of rows and pages."""
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import count, islice
 
 from runtime.config import SchedulerConfig
@@ -13,10 +14,18 @@ log = logging.getLogger("ramet.engine")
 
 # Share of the work for which the policy `balanced` prefers the longest match to arrival.
 OVERTAKE_SHARE = 0.1
+# Share of a step's rows that decode rows leave to prompts.
+PROMPT_SHARE = 0.25
 
 
 class Scheduler:
     """Continuous batching: decode rows first, then chunked prefill of running requests, then admission.
+
+    While prompts are there to compute, decode rows leave them PROMPT_SHARE of a step. Requests for whose next token
+    no row is left take turns.
+
+    Accounts share the places among the running requests, and the memory: where none is left, the account with most of
+    them gives a place up to one that waits and has at least two fewer. Its latest request is retracted.
 
     The policy orders waiting requests (see `WaitingQueue`). When memory runs out, the scheduler retracts the request
     that is cheapest to compute again: the request releases its pages (the tree keeps the full ones), keeps its tokens
@@ -54,6 +63,7 @@ class Scheduler:
         self._faults: dict[Request, Exception] = {}  # raised for new requests; `schedule` raises them again
         self.num_retracted = 0
         self._turns = count(1)
+        self._decoded = 0  # decode rows of all steps that left some out
         self._last_turns: dict[Request, int] = {}  # of unchunkable requests
         # Available pages when admission last failed for memory; None: a request has been added or removed since.
         self._too_few: int | None = None
@@ -131,6 +141,7 @@ class Scheduler:
         if self._faults:
             self.at, fault = next(iter(self._faults.items()))
             raise fault
+        self._share_places()
         while True:
             work = self._decode()
             budget = self.step_tokens - len(work)
@@ -165,18 +176,59 @@ class Scheduler:
         return all(_decodes(item.request) and not _needs_host(item.request) for item in work)
 
     def _none_to_admit(self) -> bool:
-        if not self.waiting or len(self.running) >= self.max_running:
+        if not self.waiting:
             return True
         self.cache.pins.expire()
+        return self._is_full() and next(self._owed(), None) is None
+
+    def _is_full(self) -> bool:
+        """Whether places or memory were too few for one more request."""
+        if len(self.running) >= self.max_running:
+            return True
         return self._too_few is not None and self.cache.num_available <= self._too_few
+
+    def _share_places(self) -> None:
+        """Retract requests in favour of accounts that run fewer, if no more can be admitted."""
+        if self._is_full():
+            for victim in self._owed():
+                self._retract(victim)
+
+    def _owed(self) -> Iterator[Request]:
+        """The running requests whose places are owed to waiting ones, while their user retracts them."""
+        places = self._places()
+        if not self.waiting or len(places.keys() | self.waiting.accounts) < 2:
+            return
+        for request in self.waiting.candidates(self._scarce, lambda: places):
+            account, priority = request.message.account, request.message.priority
+            most, held = places.most_common(1)[0]
+            mine = (one for one in self.running if one.message.account == most and one.message.priority <= priority)
+            victim = max(mine, key=lambda one: one.serial, default=None)
+            if held - places[account] < 2 or victim is None:
+                return
+            places[most], places[account] = held - 1, places[account] + 1
+            yield victim
+
+    def _places(self) -> Counter[str]:
+        return Counter(request.message.account for request in self.running)
 
     def _decode(self) -> list[Work]:
         work: list[Work] = []
-        for request in list(self.running):
+        for request in self._in_turn([request for request in self.running if _decodes(request)]):
             self.at = request
-            if request.status is Status.RUNNING and _decodes(request) and self._grow(request, work):
+            if request.status is Status.RUNNING and self._grow(request, work):
                 work.append(request.strategy.work(request, 1))
         return work
+
+    def _in_turn(self, decoding: list[Request]) -> list[Request]:
+        """The requests that decode now: all, or in turn as many as leave rows to prompts."""
+        most = max(int(self.step_tokens * (1 - PROMPT_SHARE)), 1)
+        if len(decoding) <= most or not self._has_prompts():
+            return decoding
+        start, self._decoded = self._decoded % len(decoding), self._decoded + most
+        return [*decoding[start:], *decoding[:start]][:most]
+
+    def _has_prompts(self) -> bool:
+        return (bool(self.waiting) and not self._is_full()) or any(map(_prefills, self.running))
 
     def _grow(self, request: Request, work: list[Work]) -> bool:
         """Make room for a request's next rows. If needed, retract requests, this one included, and drop their work."""
@@ -243,7 +295,7 @@ class Scheduler:
         self.cache.pins.expire()
         computing = [request for request in self.running if request.strategy.unchunkable or _prefills(request)]
         self.waiting.refresh(self._find)
-        for request in islice(self.waiting.candidates(self._scarce), 2 * self.max_running):
+        for request in islice(self.waiting.candidates(self._scarce, self._places), 2 * self.max_running):
             in_turns = request.strategy.unchunkable
             if (budget <= 0 and not in_turns) or len(self.running) >= self.max_running:
                 break

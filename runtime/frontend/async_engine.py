@@ -174,7 +174,7 @@ class AsyncEngine:
         try:
             with frontend.admit(account, wanted, expected):
                 async with asyncio.timeout_at(deadline_s):
-                    encoded = [await self._work.encode(frontend.inputs, submission) for submission in submissions]
+                    encoded = await self._encode(frontend, submissions)
         except TimeoutError:
             raise _too_late(timeout_s) from None
         stream = OutputStream(self._running(), partial(self._work.run, account))
@@ -187,6 +187,16 @@ class AsyncEngine:
             stream.close()
             raise
         return stream
+
+    async def _encode(self, frontend: Frontend, submissions: list[Submission]) -> list[list[int]]:
+        encoded: list[list[int]] = []
+        tokens = 0
+        for before, submission in zip([None, *submissions], submissions, strict=False):
+            encoded.append(await self._work.encode(frontend.inputs, submission, before))
+            tokens += len(encoded[-1])
+            if before is not None:  # stored documents may be in many prompts of a short body
+                frontend.check_batch(submission.account, tokens)
+        return encoded
 
     def prepare(self, answered: Submission, output: Output, render: Callable[[], str | None]) -> None:
         """Have the next turn of a conversation computed while the engine is idle.
@@ -209,6 +219,7 @@ class AsyncEngine:
             if text is None or (shown and text.startswith(shown)):  # its KV is in the tree already
                 return
             turn = Submission(text, SamplingParams(max_new_tokens=0), account=account, replay=answered.replay)
+            turn.namespace = answered.namespace
             turn.add_special_tokens = answered.add_special_tokens
             tokens = await self._work.encode(self._running().inputs, turn)
             await self.call(ComputeNextTurn(array("i", tokens).tobytes(), answered.namespace, account, answered.hold_s))

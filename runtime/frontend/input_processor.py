@@ -43,10 +43,14 @@ class InputProcessor:
         self.config, self._planner, self._reasoning = config, planner, reasoning
         self.replay = Replay(tokenizer)
 
-    def encode(self, submission: Submission) -> list[int]:
+    def encode(self, submission: Submission, before: Submission | None = None) -> list[int]:
         """Check a submission, fill `submission.diffusion` for a diffusion model, and return the prompt's token ids.
 
         Does not check a grammar. Thread-safe.
+
+        Args:
+            submission: see above.
+            before: an encoded submission; if it has the same parameters, they are not checked again.
 
         Raises:
             InvalidRequest: if the submission can never be served.
@@ -65,7 +69,7 @@ class InputProcessor:
         if isinstance(prompt, DocumentPrompt) and prompt.reuse is not None and (reason := self._exact(submission)):
             raise InvalidRequest(f"documents are not reused {reason}", param="reuse")
         if isinstance(prompt, ModulePrompt):
-            return self._check_modules(submission, prompt)
+            return self._check_modules(submission, prompt, before)
         if isinstance(prompt, DocumentPrompt):
             prompt = prompt.tokens
         tokens = self._tokenize(submission, prompt) if isinstance(prompt, str | MarkedText) else prompt
@@ -75,8 +79,7 @@ class InputProcessor:
             raise InvalidRequest("the prompt is empty", param="prompt")
         self.check_ids(tokens, "prompt")
         self._check_places(submission, len(tokens))
-        sampling.check(self.info.vocab_size)
-        submission.bad_words = self._tokens_of_words(sampling.bad_words)
+        self._check_sampling(submission, before)
         start = submission.prompt_logprobs_from
         if start is not None and not 0 <= start < len(tokens):
             raise InvalidRequest(
@@ -101,7 +104,7 @@ class InputProcessor:
         replays = submission.replay and not special and self.info.diffusion is None
         if not (keep or replays):
             return self.tokenizer.encode(text, add_special_tokens=special)
-        before = self.replay.find(submission.account, text) if replays else NOTHING
+        before = self.replay.find(submission.account, submission.namespace, text) if replays else NOTHING
         start = before.characters
         rest, rest_ends = self.tokenizer.encode_with_ends(text[start:], special)
         tokens, ends = before.tokens + array("i", rest), before.ends + array("i", [start + end for end in rest_ends])
@@ -133,16 +136,23 @@ class InputProcessor:
         submission.breakpoints = [(max(place - left_out, 0), ttl_s) for place, ttl_s in submission.breakpoints]
         return tokens[left_out:]
 
-    def _check_modules(self, submission: Submission, prompt: ModulePrompt) -> list[int]:
+    def _check_modules(self, submission: Submission, prompt: ModulePrompt, before: Submission | None) -> list[int]:
         """The tokens of a prompt with modules, without those of the modules. Raises InvalidRequest if not servable."""
         if self.info.diffusion is not None:
             raise InvalidRequest("a diffusion model takes no modules", param="prompt")
         if submission.prompt_logprobs_from is not None:
             raise InvalidRequest("prompts with modules have no log-probabilities", param="prompt_logprobs_from")
-        submission.sampling.check(self.info.vocab_size)
-        submission.bad_words = self._tokens_of_words(submission.sampling.bad_words)
+        self._check_sampling(submission, before)
         self._check_length(prompt.length, submission.sampling.max_new_tokens, prompt.stop)
         return prompt.tokens
+
+    def _check_sampling(self, submission: Submission, before: Submission | None) -> None:
+        """Set the tokens of bad words; see `encode`."""
+        if before is not None and before.sampling is submission.sampling:
+            submission.bad_words = before.bad_words
+            return
+        submission.sampling.check(self.info.vocab_size)
+        submission.bad_words = self._tokens_of_words(submission.sampling.bad_words)
 
     def _tokens_of_words(self, words: list[str]) -> list[list[int]]:
         """The tokens of each word at a line's start and, as vLLM takes it, behind a space. Raises InvalidRequest."""

@@ -31,6 +31,13 @@ class RequestLimits:
         if (own := self.waiting_tokens[account]) and own + tokens > most:
             raise RateLimited(f"{own} prompt tokens of this key are waiting; the limit is {most}")
 
+    def check_batch(self, account: str, tokens: int) -> None:
+        """Raise Overloaded or RateLimited if several prompts of one request have more `tokens` than may ever wait."""
+        if tokens > (most := self._config.max_waiting_tokens):
+            raise Overloaded(f"the prompts have more than {most} tokens, which is the limit on those that wait")
+        if tokens > (most := self._share(account, most)):
+            raise RateLimited(f"the prompts have more than {most} tokens; the limit is {most} for one key")
+
     def most_open(self, account: str) -> int:
         """Largest number of open requests of an account."""
         return self._share(account, self._config.max_open)

@@ -16,7 +16,7 @@ from runtime.frontend.limits import RequestLimits
 from runtime.frontend.output import Output, PlacedPrompt, Submission
 from runtime.models.tokenizer import Detokenizer, Tokenizer
 from runtime.params import SamplingParams
-from runtime.protocol import Abort, AddRequest, Finish, Inbound, TokenEvent
+from runtime.protocol import Abort, AddRequest, Finish, Inbound, Sampling, TokenEvent
 
 log = logging.getLogger("ramet.client")
 
@@ -106,6 +106,7 @@ class Frontend:
         self._open: dict[str, Choice] = {}
         self._by_submission: dict[tuple[str, str], set[str]] = {}
         self._serial = 0
+        self._sent: SamplingParams | None = None
 
     @property
     def num_open(self) -> int:
@@ -118,6 +119,10 @@ class Frontend:
             message = f"the request asks for {completions} completions; one client may have {most} open"
             raise InvalidRequest(message, param="n")
         return self._admission.held(account, completions, tokens)
+
+    def check_batch(self, account: str, tokens: int) -> None:
+        """See `RequestLimits.check_batch`."""
+        self._admission.check_batch(account, tokens)
 
     def submit(self, submission: Submission, tokens: list[int], index: int, on_output: OnOutput) -> None:
         """Send a submission's completions to the engine.
@@ -140,9 +145,10 @@ class Frontend:
         key = submission.tokens = array("i", tokens).tobytes()
         sampling = submission.sampling
         now = time.monotonic()
-        fields = sampling.model_dump(exclude={"stop"})  # stop strings are found here, in the text
+        self._send_sampling(submission)
+        limit: dict[str, Any] = {}
         if sampling.max_new_tokens is None:
-            fields["max_new_tokens"] = self.inputs.most_output(length, length if placed is None else placed.stop)
+            limit = {"max_new_tokens": self.inputs.most_output(length, length if placed is None else placed.stop)}
         reuse = self.inputs.reuse_of(submission)
         self._by_submission[submission.key] = rids = set()
         self._serial += 1
@@ -161,7 +167,7 @@ class Frontend:
                 AddRequest(
                     rid=rid,
                     tokens=key,
-                    sampling={**fields, "seed": seed},
+                    sampling={**limit, "seed": seed},
                     namespace=submission.namespace,
                     account=submission.account,
                     logprobs=submission.logprobs,
@@ -174,9 +180,15 @@ class Frontend:
                     hold_s=submission.hold_s,
                     breakpoints=[] if choice else submission.breakpoints,
                     progress=submission.progress and choice == 0,
-                    bad_words=submission.bad_words,
                 )
             )
+
+    def _send_sampling(self, submission: Submission) -> None:
+        """Send the sampling parameters, unless the last submission had them: all prompts of a body share them."""
+        if submission.sampling is not self._sent:
+            fields = submission.sampling.model_dump(exclude={"stop"})  # stop strings are found here, in the text
+            self._send(Sampling(fields, submission.bad_words))
+            self._sent = submission.sampling
 
     def abort(self, rid: str | None) -> int:
         """Abort the submissions with an id, of any account, or all (None); returns their number.
@@ -267,7 +279,7 @@ class Frontend:
         submission, output = choice.submission, choice.output
         if submission.said is not None and submission.store and not output.choice and output.token_ids:
             said = replace(submission.said, answer=array("i", output.token_ids))
-            self.inputs.replay.add(submission.account, said)
+            self.inputs.replay.add(submission.account, submission.namespace, said)
 
     def _begin(self, choice: Choice) -> None:
         if choice.waiting_tokens:

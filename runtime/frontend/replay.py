@@ -12,15 +12,18 @@ from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from sys import getsizeof
 
 from cachetools import TTLCache
 
+from radix import Namespace
 from runtime.models.tokenizer import Detokenizer, Tokenizer
 
 TTL_S = 3600.0
-# Most characters of the prompts of all accounts, and of one account: three bytes each, with their tokens. An answer
-# counts as at least _LEAST characters.
-MOST, MOST_OF_ACCOUNT, _LEAST = 1 << 25, 1 << 23, 1 << 10
+# Most bytes of all accounts, and of one account. An answer counts as at least _LEAST bytes.
+MOST, MOST_OF_ACCOUNT, _LEAST = 100 << 20, 25 << 20, 4 << 10
+# Most tokens of answers that a look-up compares in vain.
+_TRIED = 1 << 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,9 @@ class Said:
 
     @property
     def size(self) -> int:
-        return max(len(self.prompt), _LEAST)
+        """Bytes, with the key of a `Replay`."""
+        ids = sum(len(one) * one.itemsize for one in (self.tokens, self.ends, self.answer, self.answer))
+        return max(getsizeof(self.prompt) + ids, _LEAST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +66,12 @@ class Replayed:
 NOTHING = Replayed(array("i"), array("i"), 0)
 
 
+# Namespace, prompt, and the answer's tokens.
+_Key = tuple[Namespace, str, bytes]
+
+
 class Replay:
-    """The recent answers of all accounts. An account over its bound loses its own; thread-safe.
+    """The recent answers of all accounts, by namespace. An account over its bound loses its own; thread-safe.
 
     Args:
         clock: monotonic seconds.
@@ -70,18 +79,16 @@ class Replay:
 
     def __init__(self, tokenizer: Tokenizer, clock: Callable[[], float] = time.monotonic):
         self._tokenizer, self._clock = tokenizer, clock
-        self._by_account: dict[str, TTLCache[int, Said]] = {}
+        self._by_account: dict[str, TTLCache[_Key, Said]] = {}
         self._lock = threading.Lock()
-        self._serial = 0
 
-    def add(self, account: str, said: Said) -> None:
+    def add(self, account: str, namespace: Namespace, said: Said) -> None:
         """Remember an answer."""
         with self._lock:
             if account not in self._by_account:
                 self._by_account[account] = TTLCache(MOST_OF_ACCOUNT, TTL_S, self._clock, lambda one: one.size)
-            self._serial += 1
-            with suppress(ValueError):  # the prompt is larger than an account's bound
-                self._by_account[account][self._serial] = said
+            with suppress(ValueError):  # it is larger than an account's bound
+                self._by_account[account][namespace, said.prompt, said.answer.tobytes()] = said
             while sum(kept.currsize for kept in self._by_account.values()) > MOST:
                 max(self._by_account.values(), key=lambda kept: kept.currsize).popitem()
 
@@ -90,13 +97,21 @@ class Replay:
         with self._lock:
             self._by_account.pop(account, None)
 
-    def find(self, account: str, text: str) -> Replayed:
-        """The longest beginning of a prompt's text that is a prompt and its answer, or most of it."""
+    def find(self, account: str, namespace: Namespace, text: str) -> Replayed:
+        """The longest beginning of a prompt's text that is a prompt and its answer in the namespace, or most of it."""
         with self._lock:
-            kept = [said for said in self._by_account.get(account, {}).values() if text.startswith(said.prompt)]
+            kept = [
+                said
+                for (space, prompt, _), said in self._by_account.get(account, {}).items()
+                if space == namespace and text.startswith(prompt)
+            ]
+        left = _TRIED
         for said in sorted(kept, key=lambda one: len(one.prompt), reverse=True):
             if (found := self._match(said, text)) is not None:
                 return found
+            left -= len(said.answer)
+            if left < 0:
+                break
         return NOTHING
 
     def _match(self, said: Said, text: str) -> Replayed | None:

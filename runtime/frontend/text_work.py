@@ -40,9 +40,11 @@ class TextWork:
         self._processes = GrammarProcesses(grammar_timeout_s)
         self._checked: LRUCache[tuple[str, str | None, str], bool] = LRUCache(_CHECKED)
 
-    async def encode(self, inputs: InputProcessor, submission: Submission) -> list[int]:
+    async def encode(
+        self, inputs: InputProcessor, submission: Submission, before: Submission | None = None
+    ) -> list[int]:
         """`InputProcessor.encode` in a thread; also checks the grammar."""
-        tokens = await self.run(submission.account, partial(inputs.encode, submission))
+        tokens = await self.run(submission.account, partial(inputs.encode, submission, before))
         if submission.sampling.constrained:
             await self._check_grammar(submission)
         return tokens

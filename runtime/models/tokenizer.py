@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Callable, Mapping
-from datetime import datetime
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
 from tokenizers import Tokenizer as FastTokenizer
 
 from runtime.errors import InvalidRequest, ModelError, RametError
 from runtime.models.config_json import read_json
 from runtime.models.marks import cut, new_place
-from runtime.models.sandbox import Sandbox, TemplateTimeout, start_clock
+from runtime.models.templates import PROCESSES
+
+log = logging.getLogger(__name__)
+
+# In tokenizer_config.json: the chat template was made up, because the model has none.
+PLAIN_TEMPLATE = "has_plain_chat_template"
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -40,10 +41,6 @@ class _NoPanic:
 
 
 _no_panic = _NoPanic()
-
-
-class TemplateRefused(InvalidRequest):
-    """The chat template raises an error for these messages."""
 
 
 class Tokenizer:
@@ -75,9 +72,11 @@ class Tokenizer:
         fast.no_padding()
         _apply_bos_eos(fast, config)
         tokenizer = cls(fast, config, _find_template(directory, config, chat_template))
+        if config.get(PLAIN_TEMPLATE) and chat_template is None:
+            log.warning("this model has no chat template, so chats get a plain one; --chat-template gives another")
         if chat_template is not None:
             try:  # report a broken template at the start, not for each chat
-                _ = tokenizer._template
+                PROCESSES.render(tokenizer.chat_template or "", None)
             except InvalidRequest as error:
                 raise ModelError(f"--chat-template {chat_template}: {error.message}") from None
         return tokenizer
@@ -173,24 +172,17 @@ class Tokenizer:
             InvalidRequest: if the model has no template, or the template takes too long.
             TemplateRefused: if the template refuses the messages.
         """
-        if self._template is None:
+        if self.chat_template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions, or start with --chat-template")
-        start_clock()
-        try:
-            return self._template.render(
-                {
-                    **self._token_names(),
-                    "documents": None,
-                    **(variables or {}),
-                    "messages": messages,
-                    "tools": tools,
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
-        except TemplateTimeout:
-            raise InvalidRequest("the chat template takes too long with these messages", param="messages") from None
-        except Exception as error:  # a template is a program and may raise anything
-            raise TemplateRefused(f"the chat template refuses these messages: {error}", param="messages") from None
+        values = {
+            **self._token_names(),
+            "documents": None,
+            **(variables or {}),
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return PROCESSES.render(self.chat_template, values)
 
     @cached_property
     def system_turns(self) -> Literal["anywhere", "first", "nowhere"]:
@@ -207,19 +199,6 @@ class Tokenizer:
         if not writes("system", "user"):
             return "nowhere"
         return "anywhere" if writes("system", "user", "system", "assistant", "system", "user") else "first"
-
-    @cached_property
-    def _template(self) -> Any:
-        if self.chat_template is None:
-            return None
-        environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        try:
-            return environment.from_string(self.chat_template)
-        except TemplateError as error:
-            raise InvalidRequest(f"the model's chat template cannot be read: {error}") from None
 
     def _token_names(self) -> dict[str, str]:
         """The named special tokens. Missing ones stay undefined, because templates check whether they are defined."""
@@ -339,25 +318,8 @@ def _find_template(directory: Path, config: dict[str, Any], given: Path | None) 
         return path.read_text(encoding="utf-8")
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template}
-        return named.get("default") or next(iter(named.values()), None)
+        named = {entry["name"]: entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default") or next(iter(named.values()), None)
+    if not isinstance(template, str | None):
+        raise ModelError(f"{directory / 'tokenizer_config.json'}: chat_template is no text")
     return template
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """The `tojson` filter without HTML escapes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}`, which marks the assistant's text for training; only its body is rendered."""
-
-    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

@@ -8,6 +8,7 @@ from random import Random
 
 import numpy as np
 import torch
+from cachetools import LRUCache
 
 from runtime.errors import InvalidRequest, RametError
 from runtime.execution.transfers import Download, index_on, upload
@@ -23,6 +24,10 @@ _WORD = (1 << 64) - 1
 
 # A token that is drawn again gets another random stream: the number of the try, shifted by this many bits, is added.
 _TRIES = 40
+
+
+# Lists of allowed tokens to remember as masks.
+_LISTS = 64
 
 
 class BadLogits(RametError):
@@ -115,6 +120,7 @@ class Sampler:
         self.device = device
         self._choosing = choosing or TorchChoosing()
         self._random = Random()
+        self._allowed_by_list: LRUCache[int, tuple[list[int], np.ndarray]] = LRUCache(_LISTS)
 
     def sample(
         self,
@@ -218,7 +224,7 @@ class Sampler:
         if choice.allowed is not None:
             left = np.unpackbits(choice.allowed, bitorder="little", count=self.vocab_size).astype(bool)
         if allowed:
-            left &= np.bincount(allowed, minlength=self.vocab_size).astype(bool)
+            left &= self._allowed(allowed)
         longest = max(map(len, words), default=0)
         output = [*request.tokens[max(request.prompt_len, len(request.tokens) - longest) :], *drafted]
         ends = [last for *before, last in words if output[max(len(output) - len(before), 0) :] == before]
@@ -226,6 +232,14 @@ class Sampler:
         if not left.any():
             raise InvalidRequest("no token may follow: allowed_token_ids and bad_words leave none", param="bad_words")
         choice.allowed = np.packbits(left, bitorder="little")
+
+    def _allowed(self, ids: list[int]) -> np.ndarray:
+        """A bool for each token. The requests of a body share the list, which may be long."""
+        kept = self._allowed_by_list.get(id(ids))
+        if kept is None or kept[0] is not ids:
+            kept = ids, np.bincount(ids, minlength=self.vocab_size).astype(bool)
+            self._allowed_by_list[id(ids)] = kept
+        return kept[1]
 
     def _seen(self, request: Request) -> Seen:
         tokens = np.array(request.entry_tokens + request.tokens, dtype=np.int64)

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from runtime.config import DEFAULT_MODEL, Config
@@ -17,17 +18,30 @@ def found_models() -> Iterator[tuple[str, int]]:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     for path in sorted(Path(HF_HUB_CACHE).glob("models--*--*")):
-        if size := max(map(_size, path.glob("snapshots/*")), default=0):
+        if size := max(map(_size, _within(path / "snapshots")), default=0):
             yield path.name.removeprefix("models--").replace("--", "/"), size
-    for path in sorted(Path.cwd().iterdir()):
-        if path.suffix == ".gguf":
-            yield f"./{path.name}", path.stat().st_size
-        elif path.is_dir() and (path / "config.json").exists() and (size := _size(path)):
+    for path in _within(Path()):
+        has_config = any(one.name == "config.json" for one in _within(path))
+        if size := _bytes(path) if path.suffix == ".gguf" else _size(path) if has_config else 0:
             yield f"./{path.name}", size
 
 
+def _within(directory: Path) -> list[Path]:
+    """What a directory has, sorted; nothing for another user's, and for what is no directory."""
+    with suppress(OSError):
+        return sorted(directory.iterdir())
+    return []
+
+
 def _size(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    return sum(_bytes(path) for path in _within(directory) if path.suffix == ".safetensors")
+
+
+def _bytes(path: Path) -> int:
+    """A file's size; 0 for a link to nothing, and for what may not be read."""
+    with suppress(OSError):
+        return path.stat().st_size if path.is_file() else 0
+    return 0
 
 
 def free_memory() -> int:

@@ -60,10 +60,17 @@ class BodyLimit:
             raise UnsupportedMediaType("the body must be JSON: send the header Content-Type: application/json")
         if body and headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
             raise UnsupportedMediaType("the body must not be compressed")
-        try:
-            check_shape(body)
-        except ValueError as error:
-            raise InvalidRequest(f"the body has {error}") from None
+        check_body(body)
+
+
+def check_body(body: bytes) -> None:
+    """Check the size and the shape of a body, or of JSON in its place. Raises BodyTooLarge or InvalidRequest."""
+    if len(body) > MOST_BYTES:
+        raise _too_large()
+    try:
+        check_shape(body)
+    except ValueError as error:
+        raise InvalidRequest(f"the body has {error}") from None
 
 
 def _too_large() -> BodyTooLarge:

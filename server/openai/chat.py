@@ -163,7 +163,7 @@ def reader_of(body: ChatRequest, tokenizer: Tokenizer, submission: Submission) -
     dialect = dialect_of(tokenizer)
     is_forced = submission.sampling.constrained and submission.sampling.lazy is None
     calls = CallReader(
-        {tool.function.name: tool.schema_of_arguments() for tool in body.callable_tools()},
+        body.parameters_of_tools,
         forced=body.must_call,
         single=not body.parallel_tool_calls or _ONE_CALL in (tokenizer.chat_template or ""),
         dialect=dialect if dialect.is_json or not is_forced else TAGGED,

@@ -13,6 +13,7 @@ from server.explain.reason import Explanation
 from server.generation.service import Generation, Service
 from server.http.answers import JsonList
 from server.http.context import Context
+from server.http.limits import MOST_BYTES
 from server.openai.common import ChoicesWriter, finish_reason
 from server.openai.formats import only
 from server.openai.infill import infill_prompt
@@ -34,6 +35,8 @@ def submissions_of(body: CompletionRequest, tenant: Tenant, context: Context) ->
     if body.suffix:
         if body.echo or not all(isinstance(prompt, str) for prompt in prompts):
             raise InvalidRequest("suffix needs prompts as texts, without echo", param="suffix")
+        if len(prompts) * len(body.suffix) > MOST_BYTES:
+            raise InvalidRequest(f"suffix and prompts have more than {MOST_BYTES} characters together", param="suffix")
         prompts = [infill_prompt(context.engine.tokenizer, str(prompt), body.suffix) for prompt in prompts]
     sampling = body.sampling(body.max_tokens, only(body.constraints()))
     rid = body.request_id or new_rid()

@@ -1,7 +1,7 @@
 """How models write reasoning and calls of tools.
 
-A function that reads calls gets a text with its tags, the parameters of the tools by name, and whether a limit has cut
-the text off. It returns the calls' names, and their arguments as JSON text; nothing, if the text is no call.
+A function that reads calls gets a text with its tags, the tools' parameters by name, and whether a limit has cut the
+text off. It returns the calls' names, and their arguments as JSON text; nothing, if the text is no call.
 """
 
 import ast
@@ -21,7 +21,10 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 # Models that ask for tags leave them out, and write objects one after the other, alone or as a block of Markdown.
 FENCE, FENCE_END = "```json", "```"
 Calls = list[tuple[str, str]]
-Schemas = Mapping[str, Mapping[str, Any]]
+
+# Most parts of a tool's schema that are read for the types of its parameters, and least for one parameter; most
+# characters of a reference within a schema.
+_MOST_PARTS, _LEAST_PARTS, _MOST_CHARACTERS = 1 << 14, 1 << 6, 1 << 10
 
 # A call in JSON that has begun: its name, and the beginning of its arguments.
 _BEGUN = re.compile(r'\[?\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*)', re.DOTALL)
@@ -40,6 +43,32 @@ _GEMMA = re.compile(r"call:([^{]{1,200})(\{.*\})", re.DOTALL)
 _NONE = re.compile(r"\bNone\b")
 _BARE_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)\s*:')
 _PYTHON = {"true": True, "false": False, "null": None}
+
+
+class Parameters:
+    """The parameters of a tool.
+
+    Args:
+        schema: the JSON schema of the tool's arguments; it may be long.
+    """
+
+    def __init__(self, schema: Mapping[str, Any]):
+        self._schema, self._kinds = schema, dict[str, set[str]]()
+        self._left = _MOST_PARTS
+
+    def kinds(self, name: str) -> set[str]:
+        """The types that a parameter may have. They are read once, because an answer may have thousands of calls."""
+        properties = self._schema.get("properties")
+        if not isinstance(properties, dict) or name not in properties:
+            return set()
+        if name not in self._kinds:
+            self._kinds[name], parts = _kinds(properties[name], self._schema, max(self._left, _LEAST_PARTS))
+            self._left -= parts
+        return self._kinds[name]
+
+
+Schemas = Mapping[str, Parameters]
+_UNKNOWN = Parameters({})
 
 
 def read_json(text: str, schemas: Schemas, cut: bool) -> Calls:
@@ -110,7 +139,7 @@ def _read_tagged(text: str, schemas: Schemas, cut: bool) -> Calls:
     if "<function=" in inner:
         return _read_xml(inner, schemas, cut)
     name, key, rest = inner.partition("<arg_key>")
-    return [(name.strip(), _typed(_blocks(_KEY, "</arg_value>", key + rest), schemas.get(name.strip(), {})))]
+    return [(name.strip(), _typed(_blocks(_KEY, "</arg_value>", key + rest), schemas.get(name.strip(), _UNKNOWN)))]
 
 
 def _blocks(opening: re.Pattern[str], closing: str, text: str, is_wrapped: bool = False) -> Iterator[tuple[str, str]]:
@@ -141,7 +170,7 @@ def _read_xml(text: str, schemas: Schemas, cut: bool, is_wrapped: bool = True) -
         at = end if end >= 0 else len(text)
         inner = text[found.end() : at].strip()
         if inner[:1] != "{":  # Llama's and Functionary's models write all arguments as one JSON object
-            inner = _typed(_blocks(_PARAMETER, "</parameter>", inner, is_wrapped), schemas.get(name, {}))
+            inner = _typed(_blocks(_PARAMETER, "</parameter>", inner, is_wrapped), schemas.get(name, _UNKNOWN))
         calls.append((name, inner))
     return calls
 
@@ -149,12 +178,11 @@ def _read_xml(text: str, schemas: Schemas, cut: bool, is_wrapped: bool = True) -
 _read_inline = partial(_read_xml, is_wrapped=False)
 
 
-def _typed(parameters: Iterable[tuple[str, str]], schema: Mapping[str, Any]) -> str:
-    """Parameters as JSON text: strings as they are, values of other types read as JSON."""
-    properties = schema.get("properties")
+def _typed(given: Iterable[tuple[str, str]], parameters: Parameters) -> str:
+    """Arguments as JSON text: strings as they are, values of other types read as JSON."""
 
     def value(name: str, text: str) -> Any:
-        kinds = _kinds(properties.get(name) if isinstance(properties, dict) else None, schema)
+        kinds = parameters.kinds(name)
         if "string" in kinds and (text not in ("null", "None") or "null" not in kinds):
             return text
         try:
@@ -162,28 +190,31 @@ def _typed(parameters: Iterable[tuple[str, str]], schema: Mapping[str, Any]) -> 
         except ValueError:
             return text
 
-    return json.dumps({name: value(name, text) for name, text in parameters}, ensure_ascii=False)
+    return json.dumps({name: value(name, text) for name, text in given}, ensure_ascii=False)
 
 
-def _kinds(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """The types that a schema names, itself or by references within `root`."""
+def _kinds(schema: Any, root: Mapping[str, Any], most: int) -> tuple[set[str], int]:
+    """The types that the `most` first parts of a schema name, themselves or by references; the number of parts read."""
     kinds, left = set[str](), [schema]
-    seen = set[str]()
-    while left:
+    seen, parts = set[str](), 0
+    while left and parts < most:
         one = left.pop()
+        parts += 1
         if not isinstance(one, dict):
             continue
         types, values, *unions = (one.get(key, []) for key in ("type", "enum", "anyOf", "oneOf", "allOf"))
-        kinds.update(kind for kind in (types if isinstance(types, list) else [types]) if isinstance(kind, str))
-        for value in [*(values if isinstance(values, list) else []), one.get("const", 0)]:
+        types, values = types if isinstance(types, list) else [types], values if isinstance(values, list) else []
+        kinds.update(kind for kind in types[:most] if isinstance(kind, str))
+        for value in [*values[:most], one.get("const", 0)]:
+            parts += 1
             kinds |= {"string"} if isinstance(value, str) else {"null"} if value is None else set()
         for union in unions:
-            left += union if isinstance(union, list) else []
+            left += union[:most] if isinstance(union, list) else []
         reference = one.get("$ref")
-        if isinstance(reference, str) and reference not in seen:
+        if isinstance(reference, str) and len(reference) <= _MOST_CHARACTERS and reference not in seen:
             seen.add(reference)
             left.append(reduce(_member, reference.split("/")[1:], root))
-    return kinds
+    return kinds, parts
 
 
 def _member(value: Any, name: str) -> Any:

@@ -55,7 +55,7 @@ class InfillRequest(CommonRequest):
     prompt: Text = Field("", description="the end of the prefix")
     max_tokens: NewTokens = -1
     add_special_tokens: bool = True
-    response_fields: Annotated[list[Text], Field(max_length=64)] = Field(
+    response_fields: Annotated[list[Annotated[Text, Field(max_length=256)]], Field(max_length=64)] = Field(
         default_factory=list, description="only these fields of the answer; a field within another: `timings/prompt_n`"
     )
 
@@ -145,6 +145,9 @@ def _chosen(result: dict[str, Any], wanted: list[str]) -> dict[str, Any]:
     for path in wanted:
         value: Any = result
         for name in path.split("/"):
-            value = value.get(name) if isinstance(value, dict) else None
+            if not isinstance(value, dict):
+                value = None
+                break
+            value = value.get(name)
         found |= {} if value is None else {path: value}
     return found if wanted else result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, model_validator
@@ -16,6 +17,7 @@ from server.http.wire import Body, JsonObject, OneOrMany, Prompts, Rid, Text, To
 from server.objects.segments import GivenDocuments
 from server.openai.caching import CacheOptions, Mark, Retention, unmarked
 from server.openai.calls import schema_of_call
+from server.openai.dialects import Parameters
 from server.openai.formats import Constrained, Constraint, ResponseFormat, StructuredOutputs, only
 from server.openai.messages import Messages
 from server.openai.tools import MAX_TOOLS, AllowedTools, AnyTool, NamedTool, Tool, ToolChoice
@@ -249,6 +251,11 @@ class ChatRequest(CommonRequest):
             message = f"tool_choice names {min(unknown)!r}, which is not in tools"
             raise InvalidRequest(message, param="tool_choice")
         return [tool for tool in self.offered if tool.function.name in names]
+
+    @cached_property
+    def parameters_of_tools(self) -> Mapping[str, Parameters]:
+        """The parameters of the tools that the answer may call, by name, for all choices. Raises InvalidRequest."""
+        return {tool.function.name: Parameters(tool.schema_of_arguments()) for tool in self.callable_tools()}
 
     def constraint(self) -> Constraint:
         """The constraint on the answer. Raises InvalidRequest."""

@@ -15,7 +15,7 @@ from server.http.context import Ctx
 from server.http.sse import unless_gone
 from server.http.wire import Body, example
 from server.responses.items import After, Limit, Order, dump, page_of, show
-from server.responses.store import Responses, ResponseStore, StoredResponse
+from server.responses.store import Responses, ResponseStore, StoredResponse, sizes_of
 from server.responses.types import InputItem, Metadata
 
 router = EveryKey(prefix="/v1/conversations", tags=["openai"])
@@ -52,8 +52,8 @@ class ItemsRequest(Body):
 
 def _store(responses: ResponseStore, account: str, conversation: dict[str, Any]) -> None:
     """Store a conversation, whose `output` has its items: so references find them as they find a response's."""
-    answered = frozenset(item["id"] for item in conversation["output"])
-    responses.add(account, conversation["id"], StoredResponse(encode(conversation), b"[]", answered))
+    stored = StoredResponse(encode(conversation), b"[]", sizes_of(conversation["output"]))
+    responses.add(account, conversation["id"], stored)
 
 
 def read_conversation(responses: ResponseStore, account: str, name: str) -> dict[str, Any]:
@@ -71,7 +71,8 @@ def check_room(responses: ResponseStore, account: str, name: str | None, items: 
 
 
 def extend(responses: ResponseStore, account: str, name: str, items: list[dict[str, Any]]) -> None:
-    """Add items to a conversation. Raises NotFound."""
+    """Add items to a conversation. Raises NotFound, and Conflict where others have filled it meanwhile."""
+    check_room(responses, account, name, encode(items))
     conversation = read_conversation(responses, account, name)
     conversation["output"] += items
     _store(responses, account, conversation)

@@ -42,14 +42,18 @@ def read_input(given: str | list[types.Item], answered: Mapping[str, dict[str, A
     """The items of a request, with references replaced by items of `answered`. Raises NotFound for unknown ones."""
     if isinstance(given, str):
         return [types.ItemMessage(role="user", content=given)]
-    items = []
-    for item in given:
-        if isinstance(item, types.ItemReference):
-            if item.id not in answered:
-                raise NotFound(f"there is no item {item.id!r} in a stored response", param="input")
-            item = _item.validate_python(answered[item.id])
-        items.append(item)
-    return items
+    found: dict[str, types.Item] = {}
+
+    def read(item: types.Item) -> types.Item:
+        if not isinstance(item, types.ItemReference):
+            return item
+        if item.id not in answered:
+            raise NotFound(f"there is no item {item.id!r} in a stored response", param="input")
+        if item.id not in found:
+            found[item.id] = _item.validate_python(answered[item.id])
+        return found[item.id]
+
+    return [*map(read, given)]
 
 
 def page_of(items: list[dict[str, Any]], order: str, after: str | None, limit: int) -> dict[str, Any]:

@@ -10,18 +10,19 @@ from fastapi import Query, Request, Response
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import new_rid
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
-from server.errors import NotFound, NotImplementedHere
+from server.errors import BodyTooLarge, NotFound, NotImplementedHere
 from server.generation.bodies import naming
 from server.generation.service import Service
 from server.http.answers import JsonAnswer, encode
 from server.http.context import Context, Ctx
+from server.http.limits import MOST_BYTES, check_body
 from server.http.sse import Events, TypedEventStream, unless_gone, while_there
 from server.openai.chat import message_of
 from server.openai.prompt import Chats
 from server.openai.types import ChatRequest
 from server.responses.conversations import check_room, extend, read_conversation
 from server.responses.items import After, Limit, Order, chat_of, dump, load, page_of, read_input, read_output, show
-from server.responses.store import Responses, ResponseStore, StoredResponse
+from server.responses.store import Responses, ResponseStore, StoredResponse, sizes_of
 from server.responses.types import ResponseRequest
 from server.responses.writer import ResponseWriter, replay
 
@@ -48,8 +49,8 @@ async def create(
 
     def keep(response: dict[str, Any]) -> None:
         if body.store:
-            answered = frozenset(item["id"] for item in response["output"])
-            responses.add(tenant.account, rid, StoredResponse(encode(response), asked.items, answered))
+            stored = StoredResponse(encode(response), asked.items, sizes_of(response["output"]))
+            responses.add(tenant.account, rid, stored)
         if body.conversation is not None:
             with suppress(NotFound):  # it was deleted meanwhile
                 extend(responses, tenant.account, body.conversation, [*show(asked.new, rid), *response["output"]])
@@ -154,7 +155,7 @@ class _Asked(NamedTuple):
 
 
 async def _read(body: ResponseRequest, context: Context, responses: ResponseStore, tenant: Tenant) -> _Asked:
-    """Raises InvalidRequest and NotFound."""
+    """Raises InvalidRequest, NotFound, and BodyTooLarge where stored items exceed the limits on a body."""
     name, account, output = body.previous_response_id, tenant.account, list[dict[str, Any]]()
     if name is not None and body.conversation is not None:
         message = "previous_response_id and conversation exclude each other"
@@ -162,13 +163,21 @@ async def _read(body: ResponseRequest, context: Context, responses: ResponseStor
     before = None if name is None else responses.get(account, name)
     if body.conversation is not None:
         output = read_conversation(responses, account, body.conversation)["output"]
-    sources = responses.with_items(account, body.references)
+    sources = responses.with_items(account, {*body.references})
+    sizes = {name: size for stored in sources for name, size in stored.answered.items()}
+    size = sum(sizes.get(reference, 0) for reference in body.references) + len(msgspec.json.encode(output))
+    size += 0 if before is None else len(before.items) + sum(before.answered.values())
+    if size > MOST_BYTES:
+        raise BodyTooLarge(f"the stored items of this request have {size} bytes; the limit is {MOST_BYTES}")
 
     def work() -> _Asked:
         earlier = read_output(output) if before is None else [*load(before.items), *read_output(before.output)]
         answered = {item["id"]: item for stored in sources for item in stored.output}
         new = read_input(body.input, answered)
-        kept = dump([*earlier, *new]) if body.store else b""
-        return _Asked(kept, dump(new) if body.conversation else b"", chat_of(body, [*earlier, *new]))
+        kept = dump([*earlier, *new])
+        check_body(kept)
+        return _Asked(
+            kept if body.store else b"", dump(new) if body.conversation else b"", chat_of(body, [*earlier, *new])
+        )
 
-    return await context.engine.in_turn(account, 0, work)
+    return await context.engine.in_turn(account, size, work)

@@ -1,7 +1,7 @@
 """Responses and conversations by account, for `TTL_S`. They are kept as JSON, so that all their bytes are counted."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -26,12 +26,12 @@ class StoredResponse:
     Attributes:
         body: the response as the client gets it, as JSON.
         items: the conversation before the answer, without instructions, as JSON.
-        answered: ids of the answer's items.
+        answered: the bytes of the answer's items as JSON, by id.
     """
 
     body: bytes
     items: bytes
-    answered: frozenset[str]
+    answered: Mapping[str, int]
 
     @property
     def size(self) -> int:
@@ -85,6 +85,11 @@ class ResponseStore:
     def with_items(self, account: str, ids: set[str]) -> list[StoredResponse]:
         """The responses whose answers have one of these items."""
         return [stored for stored in self._of(account).values() if not ids.isdisjoint(stored.answered)]
+
+
+def sizes_of(items: list[dict[str, Any]]) -> dict[str, int]:
+    """The bytes of items as JSON, by id."""
+    return {item["id"]: len(msgspec.json.encode(item)) for item in items}
 
 
 Responses = Annotated[ResponseStore, provided(ResponseStore)]

@@ -275,10 +275,10 @@ class ResponseRequest(SampledRequest):
         return self.prompt_cache_options is not None and self.prompt_cache_options.prewarm
 
     @property
-    def references(self) -> set[str]:
-        """Ids of items of stored responses."""
+    def references(self) -> list[str]:
+        """Ids of items of stored responses, in the order of the input."""
         items = self.input if isinstance(self.input, list) else []
-        return {item.id for item in items if isinstance(item, ItemReference)}
+        return [item.id for item in items if isinstance(item, ItemReference)]
 
     @property
     def with_logprobs(self) -> bool:

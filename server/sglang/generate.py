@@ -109,8 +109,9 @@ def submissions_of(
     if isinstance(body.rid, str) and is_list:
         raise InvalidRequest("a batch needs a list of request ids", param="rid")
     rids = _for_each(body.rid, len(prompts), "rid")
+    plain = {id(params): params.plain() for params in sampling}  # prompts with the same parameters share them
     submissions = [
-        body.submission(prompt, params.plain(), tenant, context, num_characters=count, rid=rid or new_rid())
+        body.submission(prompt, plain[id(params)], tenant, context, num_characters=count, rid=rid or new_rid())
         for prompt, count, params, rid in zip(prompts, characters, sampling, rids, strict=True)
     ]
     return submissions, is_list or any(s.sampling.n > 1 for s in submissions)

@@ -152,3 +152,17 @@ def tiny_expected(any_tiny_dir, tiny_prompts):
     expected = [greedy(model, prompt, 8) for prompt in tiny_prompts]
     assert len({tuple(tokens) for tokens in expected}) > len(expected) // 2, "the model says the same to everything"
     return expected
+
+
+def test_requests_with_one_prompt_have_the_same_bits(tiny_dir):
+    """The first computes it, and the others read whole pages of it together, which are no whole number of blocks."""
+    driver, draw = Driver(make_core(tiny_dir, threads=2)), random.Random(1)
+    common = [draw.randrange(5, VOCAB) for _ in range(300)]
+    for i in range(24):
+        prompt = common + [draw.randrange(5, VOCAB) for _ in range(draw.randrange(20, 200))]
+        for choice in range(4):
+            driver.add(f"{i}/{choice}", prompt, max_new_tokens=1, logprobs=0)
+        while driver.core.requests:
+            driver.take(driver.core.step())
+        of = [[one for event in driver.events[f"{i}/{choice}"] for one in event.logprobs or ()] for choice in range(4)]
+        assert all(other == of[0] for other in of), f"prompt {i} of {len(prompt)} tokens"

@@ -310,3 +310,72 @@ def test_pages_cost_the_time_of_all_rows_since_the_last_ones():
     engine.steps(4)
     engine.remove("a")
     assert sorted(node.cost for node in engine.cache.tree.nodes()) == [3.0, 3.0, 6.0, 6.0]
+
+
+# -- accounts ----------------------------------------------------------------------------------------------------
+
+
+def test_places_are_shared_among_accounts_that_wait():
+    engine = Engine(max_running=4, step_tokens=64)
+    for i in range(6):
+        engine.add(f"a{i}", prompt(i, 3), account="a")
+    assert engine.step().keys() == {"a0", "a1", "a2", "a3"}
+    engine.add("b0", prompt(10, 3), new=1, account="b")
+    engine.add("b1", prompt(11, 3), account="b")
+    engine.add("b2", prompt(12, 3), account="b")
+    engine.add("c0", prompt(13, 3), account="c")
+    assert engine.step().keys() == {"a0", "a1", "b0", "c0"}, "the latest ones of the account with most places"
+    assert engine.scheduler.num_retracted == 2
+    assert engine.step().keys() == {"a0", "a1", "b1", "c0"}, "a free place is for whoever has fewest"
+    assert [engine.step().keys() for _ in range(5)] == [{"a0", "a1", "b1", "c0"}] * 5, "one place more is no reason"
+    engine.scheduler.remove(engine.requests["c0"])
+    assert engine.step().keys() == {"a0", "a1", "b1", "b2"}
+    for rid in ("b1", "b2"):
+        engine.scheduler.remove(engine.requests[rid])
+    assert engine.step().keys() == {"a0", "a1", "a2", "a3"}
+
+
+def test_one_account_keeps_what_it_has():
+    engine = Engine(max_running=2)
+    for i in range(6):
+        engine.add(f"a{i}", prompt(i, 3), account="a")
+    assert [engine.step().keys() for _ in range(3)] == [{"a0", "a1"}] * 3
+    assert engine.scheduler.num_retracted == 0
+
+
+def test_a_place_is_not_taken_from_a_higher_priority():
+    engine = Engine(max_running=3)
+    for i in range(3):
+        engine.add(f"a{i}", prompt(i, 3), account="a", priority=1)
+    engine.step()
+    engine.add("b", prompt(9, 3), account="b")
+    assert engine.step().keys() == {"a0", "a1", "a2"}
+
+
+def test_memory_is_shared_as_places_are():
+    engine = Engine(pages=64, step_tokens=64)
+    for i in range(6):
+        engine.add(f"a{i}", prompt(i, 10), new=20, account="a")
+    engine.steps(2)
+    assert len(engine.scheduler.running) == 5, "the pool holds no more"
+    engine.add("b", prompt(9, 12), new=3, account="b")
+    assert "b" in {rid for step in engine.steps(4) for rid in step}
+    assert len(engine.scheduler.running) > 2
+
+
+# -- prompts beside decode rows ------------------------------------------------------------------------------------
+
+
+def test_decode_rows_leave_a_share_of_the_step_to_prompts():
+    engine = Engine(pages=512, step_tokens=8, max_running=8)
+    for i in range(8):
+        engine.add(f"a{i}", prompt(i, 2))
+    rows = engine.steps(12)
+    assert {**rows[-1]} == {f"a{i}": 1 for i in range(8)}, "without prompts, all decode"
+    assert all(len(step) <= 8 for step in rows)
+    engine.scheduler.remove(engine.requests["a0"])
+    engine.add("long", prompt(20, 20))
+    steps = engine.steps(7)
+    assert [step["long"] for step in steps] == [2] * 7
+    decoded = [sum(rid in step for step in steps) for rid in (f"a{i}" for i in range(1, 8))]
+    assert set(decoded) == {6}, "they take turns"

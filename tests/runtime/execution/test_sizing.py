@@ -83,13 +83,13 @@ def test_flashinfer_is_taken_where_it_can_compute(monkeypatch):
     with pytest.raises(ModelError, match="needs CUDA"):
         choose_attention(asked, torch.device("cpu"), torch.bfloat16, 64)
     monkeypatch.setattr("runtime.execution.device.find_spec", lambda name: None)
-    assert choose_attention(ModelConfig(), CUDA, torch.bfloat16, 64) == "cpu"
+    assert choose_attention(ModelConfig(), CUDA, torch.bfloat16, 64) == "torch"
     with pytest.raises(ModelError, match="FlashInfer is missing"):
         choose_attention(asked, CUDA, torch.bfloat16, 64)
     monkeypatch.setattr("runtime.execution.device.find_spec", lambda name: name)
     assert choose_attention(ModelConfig(), CUDA, torch.bfloat16, 64) == "flashinfer"
     for dtype, head_dim, said in ((torch.float32, 64, "no float32"), (torch.bfloat16, 80, "heads of 64, 128 or 256")):
-        assert choose_attention(ModelConfig(), CUDA, dtype, head_dim) == "cpu"
+        assert choose_attention(ModelConfig(), CUDA, dtype, head_dim) == "torch"
         with pytest.raises(ModelError, match=said):
             choose_attention(asked, CUDA, dtype, head_dim)
 

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from radix import Namespace
 from runtime.config import SchedulerConfig
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import MarkedText, Submission
 from runtime.frontend.processor import Frontend
-from runtime.frontend.replay import MOST_OF_ACCOUNT, NOTHING, Replay, Said
+from runtime.frontend.replay import _TRIED, MOST_OF_ACCOUNT, NOTHING, Replay, Said
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest, Admission, Finish, TokenEvent
@@ -28,6 +29,7 @@ TEMPLATES = {
     "plain": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}",
 }
+SPACE = Namespace("a")
 TOOL = Tool.model_validate({"type": "function", "function": {"name": "plant"}})
 ANSWERS = st.one_of(
     st.text(" abé<{\n\u4e16oak", min_size=1, max_size=30),
@@ -77,7 +79,7 @@ def test_a_prompt_differs_within_replayed_answers_alone(tokenizers, kind, answer
         if answer is not None:
             said = sampled(tokenizer, answer, draw) + (end if draw.random() < 0.8 else [])
             spans.append((len(text), len(text) + len(answer)))
-            inputs.replay.add("a", Said(text, array("i", tokens), submission.said.ends, 0, array("i", said)))
+            inputs.replay.add("a", SPACE, Said(text, array("i", tokens), submission.said.ends, 0, array("i", said)))
             turns += [
                 {"role": "assistant", "content": answer},
                 {"role": "user", "content": draw.choice(["More.", "é"])},
@@ -120,10 +122,38 @@ def test_memory_is_bounded_and_no_account_s_answers_are_another_s(tokenizers):
     ids = array("i", tokenizers["chatml"].encode("x<|im_end|>", False))
     for i in range(20):
         prompt = f"{i:02}" * (MOST_OF_ACCOUNT // 20)
-        replay.add("a", Said(prompt, array("i", [1]), array("i", [len(prompt)]), 0, ids))
+        replay.add("a", SPACE, Said(prompt, array("i", [1]), array("i", [len(prompt)]), 0, ids))
     assert replay._by_account["a"].currsize <= MOST_OF_ACCOUNT
     again = prompt + "x<|im_end|> y"
-    assert replay.find("a", again).sampled == len(ids)
-    assert replay.find("b", again) == NOTHING
+    assert replay.find("a", SPACE, again).sampled == len(ids)
+    assert replay.find("b", SPACE, again) == NOTHING
     clock[0] = 1e6
-    assert replay.find("a", again) == NOTHING
+    assert replay.find("a", SPACE, again) == NOTHING
+
+
+def test_long_answers_count_and_equal_ones_count_once(tokenizers):
+    replay = Replay(tokenizers["chatml"])
+    answer = array("i", [7] * 10_000)
+    for i in range(2000):
+        replay.add("a", SPACE, Said(f"{i}", array("i", [1]), array("i", [1]), 0, answer))
+    assert sum(len(said.answer) * 4 for said in replay._by_account["a"].values()) < MOST_OF_ACCOUNT
+    replay.erase("a")
+    for _ in range(20):
+        replay.add("a", SPACE, Said("x", array("i", [1]), array("i", [1]), 0, answer))
+    assert len(replay._by_account["a"]) == 1
+
+
+def test_answers_that_cannot_be_replayed_take_bounded_time(tokenizers):
+    """The template marks no turn's end, so every answer of the history is compared in vain."""
+    tokenizer = tokenizers["plain"]
+    replay, words, read = Replay(tokenizer), tokenizer.encode(" oak" * 512, add_special_tokens=False), []
+    text = tokenizer.decode(words * 300, skip_special_tokens=False)
+    for i in range(300):
+        prompt = text[: i * len(text) // 300]
+        replay.add("a", SPACE, Said(prompt, array("i", [1]), array("i", [1]), 0, array("i", words)))
+    decode, tokenizer.token_text = tokenizer.token_text, lambda token: read.append(token) or decode(token)
+    try:
+        assert replay.find("a", SPACE, text) == NOTHING
+    finally:
+        del tokenizer.token_text
+    assert len(read) < 4 * (_TRIED + len(words))

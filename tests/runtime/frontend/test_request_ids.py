@@ -105,8 +105,8 @@ class Lives(RuleBasedStateMachine):
         with pytest.raises(refused) if refused else nullcontext():
             client.submit(Submission(tokens, SamplingParams(n=n), rid=rid, account=account), tokens)
         if refused is None:
-            self.live[account, rid] = client, [message.rid for message in self.sent[before:]]
-            self.waiting[self.sent[before].rid] = account, len(tokens)
+            rids = [message.rid for message in self.sent[before:] if isinstance(message, AddRequest)]
+            self.live[account, rid], self.waiting[rids[0]] = (client, rids), (account, len(tokens))
 
     @rule(data=st.data(), ends=st.booleans())
     def answer(self, data, ends):

@@ -59,7 +59,7 @@ def test_a_slow_reader_gets_what_has_arrived_of_a_completion_as_one(tokenizer):
     tokens = tokenizer.encode(TEXT)
     stream = OutputStream(Frontend(InputProcessor(INFO, tokenizer, SchedulerConfig()), sent.append))
     stream.submit(Submission([1], SamplingParams(n=2)), [1])
-    first, second = (message.rid for message in sent)
+    first, second = (message.rid for message in sent[1:])
 
     async def read() -> list[Output]:
         for token in tokens[:3]:

@@ -121,7 +121,7 @@ def test_a_prompt_is_rendered_in_its_turn_and_so_is_an_answer(engine, slow):
 
     async def main() -> None:
         stream = await engine.open([Submission(render, account="a", num_characters=8)])
-        (sent,) = engine.sent
+        _, sent = engine.sent
         assert sent.tokens == b"".join(token.to_bytes(4, "little") for token in slow.encode("rendered"))
         await stream.in_turn(render)
         stream.close()

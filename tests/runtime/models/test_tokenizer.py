@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from runtime.errors import InvalidRequest, ModelError, RametError
-from runtime.models import sandbox
+from runtime.models import templates
 from runtime.models.tokenizer import Tokenizer
 
 
@@ -84,8 +84,21 @@ FOREVER = LOOP.replace("{", "{{").replace("}", "}}") + "{}{{% endfor %}}{{% endf
     [
         (FOREVER.format("{% set c = a + b %}"), "too long"),
         (FOREVER.format("{{ messages[0].role }}"), "too long"),
-        ("{{ 'x' * 10 ** 12 }}", "multiplied"),
-        ("{{ 10 ** 99999999 }}", "exponent"),
+        (FOREVER.format(""), "too long"),
+        ("{{ lipsum(n=10000000) }}", "too long|memory"),
+        ("{{ 'x' * 10 ** 12 }}", "memory|too long"),
+        ("{{ 10 ** 99999999 % 7 }}", "too long|read"),
+        (
+            "{% set n = messages | length + 9 %}{{ n ** 99 ** 99 ** 99 ** 99 ** 99 % 7 }}",
+            "too long|memory",
+        ),
+        ("{{ messages | tojson(indent=2000000000) }}", "memory|too long"),
+        (
+            "{% set s = namespace(x='x') %}{% for _ in range(40) %}{% set s.x = s.x ~ s.x %}{% endfor %}",
+            "memory|too long",
+        ),
+        ("{{ '%2000000000d' | format(messages | length) }}", "memory|OverflowError|refuses"),
+        ("{{ 'x' | center(90000000) }}", "characters|too long"),
         ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "refuses"),
         ("{{ cycler.__init__.__globals__.os.system('true') }}", "refuses"),
         ("{% set _ = messages.append(1) %}", "refuses"),
@@ -95,9 +108,31 @@ FOREVER = LOOP.replace("{", "{{").replace("}", "}}") + "{}{{% endfor %}}{{% endf
     ],
 )
 def test_a_template_that_fails_is_a_client_error_reaches_nothing_and_ends(with_template, monkeypatch, template, words):
-    monkeypatch.setattr(sandbox, "TEMPLATE_S", 0.2)
-    with pytest.raises(InvalidRequest, match=words):
+    monkeypatch.setattr(templates, "TEMPLATE_S", 2)
+    with pytest.raises((InvalidRequest, ModelError), match=words):
         with_template(template).apply_chat_template([{"role": "user", "content": "x"}])
+    assert with_template("{{ messages[0].role }}").apply_chat_template([{"role": "user"}]) == "user"
+
+
+def test_a_template_that_is_no_text_ends_the_start(default_model_dir, tmp_path):
+    (tmp_path / "tokenizer.json").write_text((default_model_dir / "tokenizer.json").read_text())
+    for template in (3, {"a": 1}, [{"name": "default", "template": 3}]):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        with pytest.raises(ModelError, match="chat_template is no text"):
+            Tokenizer.load(tmp_path)
+
+
+def test_a_rendering_process_ends_with_its_owner_and_another_follows(with_template):
+    tokenizer, pool = with_template("{{ messages[0].role }}"), templates.PROCESSES
+    assert tokenizer.apply_chat_template([{"role": "user"}]) == "user"
+    for process in list(pool._all):
+        process.kill()
+        process.wait()
+    assert tokenizer.apply_chat_template([{"role": "a"}]) == "a"
+    (process,) = pool._all
+    process.stdin.close()
+    assert process.wait(60) == 0
+    assert tokenizer.apply_chat_template([{"role": "b"}]) == "b"
 
 
 def test_what_published_templates_use(with_template):

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.anthropic.content import pieces_of
+from server.openai.dialects import Parameters
 from server.openai.reader import AnswerReader, CallReader, Said
 
 CALL = '<tool_call>\n{"name": "plant", "arguments": {"n": 2}}\n</tool_call>'
@@ -30,7 +31,7 @@ ANSWERS = {
 
 def read(parts: list[str], state="start") -> list:
     """Kinds and contents of the blocks."""
-    reader = AnswerReader(CallReader({"plant": {}}), state)
+    reader = AnswerReader(CallReader({"plant": Parameters({})}), state)
     said = [reader.push(part, last=i == len(parts) - 1) for i, part in enumerate(parts)]
     pieces = [piece for one in said for piece in pieces_of(one, cut=False)]
     blocks: list = []

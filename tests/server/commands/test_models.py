@@ -1,6 +1,8 @@
 """The models that a start without `--model` names."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +31,30 @@ def here(tmp_path, monkeypatch):
 
 def test_models_of_the_hub_and_of_this_directory_are_found(here):
     assert list(models.found_models()) == [("org/large", 40 << 30), ("./a.gguf", 4), ("./tiny", 1000)]
+
+
+def test_a_neighbour_s_files_are_left_out(here, monkeypatch):
+    (Path() / "gone.gguf").symlink_to("nowhere")
+    (Path() / "loop.gguf").symlink_to("loop.gguf")
+    (Path() / "directory.gguf").mkdir()
+    (Path() / "notes" / "config.json").symlink_to("nowhere")
+    (Path() / "private").mkdir()
+    list_all = os.listdir
+
+    def listdir(path):
+        if str(path).endswith("private"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return list_all(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert [name for name, _ in models.found_models()] == ["org/large", "./a.gguf", "./tiny"]
+
+
+def test_a_directory_that_is_gone_has_no_models(here, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert [name for name, _ in models.found_models()] == ["org/large"]
 
 
 def test_the_advice_says_what_fits(here):

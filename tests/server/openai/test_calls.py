@@ -11,7 +11,7 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.sampling.grammar import Grammar, GrammarCompiler
 from server.openai.calls import behind_reasoning, calls_or_format, lazy_calls, schema_of_call
-from server.openai.dialects import WHOLE
+from server.openai.dialects import WHOLE, Parameters
 from server.openai.harmony import FINALS
 from server.openai.reader import CallReader, text_input
 from server.openai.tools import Tool
@@ -19,7 +19,7 @@ from tests.server.openai.test_tools import STOP, WEATHER
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rom"}}\n</tool_call>'
 BARE = '{\n  "name": "get_weather", "arguments": {"city": "Rom"}}'
-TOOLS: dict[str, dict] = {"get_weather": {}, "stop": {}}
+TOOLS = {"get_weather": Parameters({}), "stop": Parameters({})}
 EXPECTED = ("get_weather", {"city": "Rom"})
 
 

@@ -11,17 +11,14 @@ from runtime.frontend.documents.prompt import Document, Segments
 from runtime.frontend.output import Submission
 from runtime.models.tokenizer import Tokenizer
 from server.openai.chat import reader_of
-from server.openai.dialects import TAGGED, WHOLE, Dialect, dialect_of
+from server.openai.dialects import TAGGED, WHOLE, Dialect, Parameters, dialect_of
 from server.openai.harmony import HarmonyReader
 from server.openai.reader import AnswerReader, CallReader, Said
 from server.openai.types import ChatRequest
 
 TEXT, NULLABLE = {"type": "string"}, {"anyOf": [{"type": "string"}, {"type": "null"}]}
-TOOLS = {
-    "find": {"properties": {"q": TEXT, "most": {"type": "integer"}, "in": {"type": "array"}, "note": NULLABLE}},
-    "stop": {},
-    "look-it-up": {},
-}
+PROPERTIES = {"q": TEXT, "most": {"type": "integer"}, "in": {"type": "array"}, "note": NULLABLE}
+TOOLS = {"find": Parameters({"properties": PROPERTIES}), "stop": Parameters({}), "look-it-up": Parameters({})}
 
 
 class Named:
@@ -269,7 +266,7 @@ def test_values_of_parameters_follow_any_schema(schema, value):
     text = "<tool_call><function=f><parameter=a>3</parameter></function></tool_call>"
     shared = {"text": {"type": "string"}, "again": {"anyOf": [{"$ref": "#/$defs/again"}]}}
     for properties in ({"a": schema}, None, [schema]):
-        tools = {"f": {"properties": properties, "$defs": shared}}
+        tools = {"f": Parameters({"properties": properties, "$defs": shared})}
         (call,) = CallReader(tools, dialect=dialect("<function=")).push(text, True)[1]
         wanted = value if isinstance(properties, dict) else 3
         assert json.loads(call["function"]["arguments"]) == {"a": wanted}
@@ -278,13 +275,44 @@ def test_values_of_parameters_follow_any_schema(schema, value):
 def test_null_is_a_text_unless_the_schema_has_null():
     for schema, value in ((TEXT, "null"), (NULLABLE, None), ({"enum": ["a", None]}, None), ({"const": "a"}, "null")):
         text = "<tool_call><function=f><parameter=a>null</parameter></function></tool_call>"
-        (call,) = CallReader({"f": {"properties": {"a": schema}}}, dialect=dialect("<function=")).push(text, True)[1]
+        (call,) = CallReader({"f": Parameters({"properties": {"a": schema}})}, dialect=dialect("<function=")).push(
+            text, True
+        )[1]
         assert json.loads(call["function"]["arguments"]) == {"a": value}
+
+
+class Counted(dict):
+    """A schema that counts how often its types are read."""
+
+    reads = 0
+
+    def get(self, *args):
+        Counted.reads += args[0] == "type"
+        return super().get(*args)
+
+
+@pytest.mark.parametrize("sign", ["<function=", "<minimax:tool_call>", "<arg_key>"])
+def test_a_long_schema_is_read_once_for_all_calls_and_choices(sign):
+    Counted.reads, long = 0, {"anyOf": [Counted(enum=[1])] * 1000 + [{"$ref": "#/" + "/" * 100_000}]}
+    shared = {"f": Parameters({"properties": {f"a{i}": {"anyOf": [long] * 40} for i in range(10)}})}
+    minimax = '<minimax:tool_call><invoke name="f">{}</invoke></minimax:tool_call>'
+    forms = {
+        "<function=": ("<tool_call><function=f>{}</function></tool_call>", "<parameter=a{}>3</parameter>"),
+        "<minimax:tool_call>": (minimax, '<parameter name="a{}">3</parameter>'),
+        "<arg_key>": ("<tool_call>f{}</tool_call>", "<arg_key>a{}</arg_key><arg_value>3</arg_value>"),
+    }
+    call, argument = forms[sign]
+    text = call.format("".join(argument.format(i) for i in range(10))) * 20
+    for _ in range(4):
+        calls = CallReader(shared, dialect=dialect(sign)).push(text, True)[1]
+        assert [json.loads(one["function"]["arguments"]) for one in calls] == [{f"a{i}": 3 for i in range(10)}] * 20
+    assert 0 < Counted.reads < 20_000
 
 
 def test_references_are_followed_once():
     shared = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(3000)}
-    tools = {"f": {"properties": {"a": {"$ref": "#/$defs/a0"}}, "$defs": {**shared, "a3000": {"type": "string"}}}}
+    schema = {"properties": {"a": {"$ref": "#/$defs/a0"}}, "$defs": {**shared, "a3000": {"type": "string"}}}
+    tools = {"f": Parameters(schema)}
     text = "<tool_call><function=f><parameter=a>3</parameter></function></tool_call>"
     (call,) = CallReader(tools, dialect=dialect("<function=")).push(text, True)[1]
     assert call["function"]["arguments"] == '{"a": "3"}'

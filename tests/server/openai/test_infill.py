@@ -76,6 +76,7 @@ def test_what_is_refused(url, client):
     for body, param in (
         ({"input_prefix": "a"}, "input_suffix"),
         ({"input_prefix": "a", "input_suffix": "b", "n_probs": 3}, "n_probs"),
+        ({"input_prefix": "a", "input_suffix": "b", "response_fields": ["/" * 257]}, "response_fields.0"),
         ({"input_prefix": "a", "input_suffix": "b", "input_extra": [{}]}, "input_extra.0.text"),
     ):
         answer = httpx.post(f"{url}/infill", json=body)
@@ -85,3 +86,9 @@ def test_what_is_refused(url, client):
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "suffix")
     answer = client.post("/infill", json={"input_prefix": "a", "input_suffix": "b"})
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_a_suffix_for_many_prompts_is_bounded(url):
+    asked = {"prompt": ["a"] * 1000, "suffix": "b" * 10_000, "max_tokens": 1}
+    answer = httpx.post(f"{url}/v1/completions", json=asked)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "suffix")

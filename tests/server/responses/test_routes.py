@@ -2,6 +2,7 @@
 
 import json
 
+import httpx
 import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
@@ -293,3 +294,22 @@ def test_calls_beside_a_format(api):
     answer = api.responses.create(**GREEDY, **asked)
     calls = [item for item in answer.output if item.type == "function_call"]
     assert calls or json.loads(answer.output_text) == {"a": 1}
+
+
+def test_stored_items_count_before_they_are_written_out(guarded):
+    """A body of 3 KiB that names one long item many times, and one that names many small parts."""
+    url, key = f"{guarded.url}/v1", {"Authorization": "Bearer alice-secret-key"}
+    parts = [{"type": "input_text", "text": ""}] * 4000
+
+    def ask(content, times: int) -> httpx.Response:
+        asked = {"items": [{"role": "user", "content": content}]}
+        made = httpx.post(f"{url}/conversations", json=asked, headers=key).json()["id"]
+        (item,) = httpx.get(f"{url}/conversations/{made}/items", headers=key).json()["data"]
+        references = [{"type": "item_reference", "id": item["id"]}] * times
+        asked = {"input": references, "max_output_tokens": 1, "store": False}
+        return httpx.post(f"{url}/responses", json=asked, headers=key)
+
+    for content, times, status in (("x" * 2_000_000, 5, 413), ("x" * 2_000_000, 100, 413), (parts, 20, 400)):
+        refused = ask(content, times)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (status, "invalid_request_error")
+    assert ask("x", 5).status_code == 200

@@ -12,7 +12,7 @@ ALICE = {"Authorization": "Bearer alice-secret-key"}
 
 
 def stored(text: bytes, items: bytes = b"[]") -> StoredResponse:
-    return StoredResponse(b'{"output":[],"user":"' + text + b'"}', items, frozenset())
+    return StoredResponse(b'{"output":[],"user":"' + text + b'"}', items, {})
 
 
 def kept(store: ResponseStore, account: str, names: str) -> str:
@@ -110,3 +110,15 @@ def test_labels_are_short(guarded, field, most, too_much):
     refused = ask(too_much)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
     assert "64" in refused.json()["error"]["message"]
+
+
+def test_responses_at_once_do_not_fill_a_conversation_beyond_its_room(monkeypatch):
+    monkeypatch.setattr(conversations, "_MOST_BYTES", 500)
+    store = ResponseStore()
+    store.add("alice", "conv_1", StoredResponse(b'{"id":"conv_1","output":[]}', b"[]", {}))
+    item = {"id": "a", "content": "y" * 200}
+    conversations.extend(store, "alice", "conv_1", [item])
+    assert store.with_items("alice", {"a"})[0].answered == {"a": 223}
+    with pytest.raises(Conflict, match="at most 500 bytes"):
+        conversations.extend(store, "alice", "conv_1", [item] * 2)
+    assert len(conversations.read_conversation(store, "alice", "conv_1")["output"]) == 1

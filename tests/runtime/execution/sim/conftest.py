@@ -11,6 +11,7 @@ import torch
 from tests.runtime.execution.sim.cuda import Cuda
 from tests.runtime.execution.sim.engines import save
 from tests.runtime.execution.sim.kernels import flashinfer_on
+from tests.runtime.execution.sim.package import Package
 from tests.runtime.execution.sim.tensors import Device, Dispatch
 
 
@@ -26,6 +27,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     made = Device()
     Cuda(made).install(monkeypatch)
     monkeypatch.setitem(sys.modules, "flashinfer", flashinfer_on(made))
+    Package().install(monkeypatch)
     lifted = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(values, device=...) is a copy from the host
     try:
