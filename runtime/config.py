@@ -196,6 +196,10 @@ class TierConfig(Section):
         return self.host_memory is not None or self.disk_cache is not None or self.kv_store is not None
 
 
+# The default of `max_running` on a GPU, where a step of many rows takes hardly longer.
+MOST_RUNNING = 256
+
+
 class SchedulerConfig(Section):
     """Scheduling and limits."""
 
@@ -207,7 +211,7 @@ class SchedulerConfig(Section):
         "balanced",
         description="order of waiting requests; lpm: longest prefix match first",
     )
-    max_running: int = Field(64, ge=1, description="most running requests")
+    max_running: int | None = Field(None, ge=1, description="most running requests; default: 64 on a CPU, 256 on a GPU")
     max_waiting: int = Field(4096, ge=1, description="most waiting requests; more are refused with 503")
     key_share: float = Field(
         0.5,
@@ -224,7 +228,8 @@ class SchedulerConfig(Section):
 
     @property
     def max_open(self) -> int:
-        return self.max_running + self.max_waiting
+        """Most open requests; more are refused with 503."""
+        return (self.max_running or MOST_RUNNING) + self.max_waiting
 
     @property
     def max_waiting_tokens(self) -> int:

@@ -311,6 +311,7 @@ class ModelInfo(msgspec.Struct):
     pool_tokens: int
     diffusion: DiffusionInfo | None = None
     model_impl: ModelCode = "ramet"
+    max_running: int = 64
     attention_note: str = ""
     quantization: str = "none"
 

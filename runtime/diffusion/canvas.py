@@ -8,6 +8,7 @@ import torch
 
 from runtime.denoising import BidirectionalParams, BlockParams, MaskParams
 from runtime.diffusion.fast_dllm import active_rows, by_factor, by_threshold
+from runtime.execution.transfers import Download, index_on, upload
 from runtime.models.diffusion import DiffusionSpec
 from runtime.params import SamplingParams
 from runtime.sampling.sampler import BadLogits
@@ -85,25 +86,36 @@ class Canvas(Generic[Params]):
         return self.block.start + np.flatnonzero(self._undecided[self.block.start : self.block.stop])
 
     @torch.inference_mode()
-    def commit(self, logits: torch.Tensor) -> None:
-        """Decide the tokens of this step.
+    def choose(self, logits: torch.Tensor) -> list[torch.Tensor]:
+        """What `decide` needs of this step's logits, on their device, which is not waited for.
 
         Args:
             logits: float32 [n, vocab], for the `candidates`; overwritten.
+        """
+        logits[:, self.spec.mask_token_id] = -math.inf
+        if self._bias is not None:
+            logits.index_add_(1, self._bias[0], self._bias[1].expand(len(logits), -1))
+        tokens, confidence = self._choose(logits)
+        return [tokens, confidence, self._noise(confidence)]
+
+    @torch.inference_mode()
+    def decide(self, tokens: torch.Tensor, confidence: torch.Tensor, noise: torch.Tensor) -> None:
+        """Decide the tokens of this step.
+
+        Args:
+            tokens: int64 [n], for the `candidates`, on the host like all that `choose` returned.
+            confidence: float32 [n].
+            noise: see `_noise`.
 
         Raises:
             BadLogits: if a row has a NaN or an infinite value that could be chosen.
         """
         positions = self.candidates()
-        logits[:, self.spec.mask_token_id] = -math.inf
-        if self._bias is not None:
-            logits.index_add_(1, self._bias[0], self._bias[1].expand(len(logits), -1))
-        tokens, confidence = self._choose(logits)
         # One bad value makes all probabilities of its row NaN.
         if not bool(confidence.isfinite().all()):
             raise BadLogits
-        decided = self._decide(positions, tokens, confidence)
-        self.tokens[positions[decided]] = tokens.cpu().numpy()[decided]
+        decided = self._decide(positions, tokens, confidence, noise)
+        self.tokens[positions[decided]] = tokens.numpy()[decided]
         self._undecided[positions[decided]] = False
         self.num_steps += 1
         self.is_block_start = False
@@ -112,9 +124,15 @@ class Canvas(Generic[Params]):
         else:
             self._skip()
 
-    def _decide(self, positions: np.ndarray, tokens: torch.Tensor, confidence: torch.Tensor) -> np.ndarray:
+    def commit(self, logits: torch.Tensor) -> None:
+        """`choose` and `decide` at once."""
+        self.decide(*Download(self.choose(logits), logits.device).wait())
+
+    def _decide(
+        self, positions: np.ndarray, tokens: torch.Tensor, confidence: torch.Tensor, noise: torch.Tensor
+    ) -> np.ndarray:
         """Indices of the candidates that get their token now; advances the schedule."""
-        decided = self._select(confidence).cpu().numpy()
+        decided = self._select(confidence, noise).numpy()
         self._step += 1
         return decided
 
@@ -154,7 +172,18 @@ class Canvas(Generic[Params]):
         tokens = (restrict(logits, self.sampling).double() - temperature * noise.log()).argmax(-1)
         return tokens, probs.gather(1, tokens[:, None])[:, 0]
 
-    def _select(self, confidence: torch.Tensor) -> torch.Tensor:
+    def _noise(self, confidence: torch.Tensor) -> torch.Tensor:
+        """Random numbers for the choice of candidates, float32 [n] on the device; empty if it is not random."""
+        params = self.params
+        if params.threshold is not None or params.factor is not None:
+            return confidence.new_empty(0)
+        if params.algorithm == "origin":
+            return torch.rand(confidence.shape, generator=self._generator, device=confidence.device)
+        if params.alg_temp and params.algorithm != "low_confidence":
+            return torch.empty_like(confidence).exponential_(generator=self._generator)
+        return confidence.new_empty(0)
+
+    def _select(self, confidence: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """Indices of the candidates to decide."""
         params = self.params
         if params.threshold is not None:
@@ -162,12 +191,10 @@ class Canvas(Generic[Params]):
         if params.factor is not None:
             return by_factor(confidence, params.factor)
         if params.algorithm == "origin":
-            draws = torch.rand(confidence.shape, generator=self._generator, device=confidence.device)
-            return (draws < self._share()).nonzero()[:, 0]
-        if params.alg_temp and params.algorithm != "low_confidence":
-            weights = (confidence / params.alg_temp).softmax(-1)
-            noise = torch.empty_like(weights).exponential_(generator=self._generator)
-            confidence = weights / noise  # exponential races: the largest values are a draw without replacement
+            return (noise < self._share()).nonzero()[:, 0]
+        if len(noise):
+            # Exponential races: the largest values are a draw without replacement.
+            confidence = (confidence / params.alg_temp).softmax(-1) / noise
         return confidence.topk(min(self._count(), len(confidence))).indices
 
     def _share(self) -> float:
@@ -249,11 +276,16 @@ class BlockCanvas(Canvas[BlockParams]):
             return np.array((self.block.start,))
         return np.array(self.block) if self._edits else super().candidates()
 
-    def _decide(self, positions: np.ndarray, tokens: torch.Tensor, confidence: torch.Tensor) -> np.ndarray:
+    def _noise(self, confidence: torch.Tensor) -> torch.Tensor:
+        return confidence.new_empty(0) if self.leads or self._edits else super()._noise(confidence)
+
+    def _decide(
+        self, positions: np.ndarray, tokens: torch.Tensor, confidence: torch.Tensor, noise: torch.Tensor
+    ) -> np.ndarray:
         if self.leads:
             return np.zeros(1, dtype=np.int64)
         if not self._edits:
-            return super()._decide(positions, tokens, confidence)
+            return super()._decide(positions, tokens, confidence, noise)
         self._step += 1
         return self._select_joint(positions, tokens, confidence)
 
@@ -265,11 +297,11 @@ class BlockCanvas(Canvas[BlockParams]):
     def _select_joint(self, positions: np.ndarray, tokens: torch.Tensor, confidence: torch.Tensor) -> np.ndarray:
         """Indices of masks to decide, by `threshold`, and of tokens to replace, by `edit_threshold`."""
         params, masked = self.params, self._undecided[positions]
-        sure, changed = confidence.cpu(), tokens.cpu().numpy() != self.tokens[positions]
-        selected = ~masked & changed & (sure > (params.edit_threshold or 0.0)).numpy()
+        changed = tokens.numpy() != self.tokens[positions]
+        selected = ~masked & changed & (confidence > (params.edit_threshold or 0.0)).numpy()
         if masked.any():
             masks = np.flatnonzero(masked)
-            selected[masks[by_threshold(sure[masks], params.threshold or 0.0)]] = True
+            selected[masks[by_threshold(confidence[masks], params.threshold or 0.0)]] = True
         else:
             self._post_edits += 1
         return np.flatnonzero(selected)
@@ -291,5 +323,5 @@ def bias_of(sampling: SamplingParams, device: torch.device) -> tuple[torch.Tenso
     """`logit_bias` as tokens, int64 [n], and their biases, float32 [n]; None: no bias."""
     if not sampling.logit_bias:
         return None
-    tokens = torch.tensor(list(sampling.logit_bias), dtype=torch.int64, device=device)
-    return tokens, torch.tensor(list(sampling.logit_bias.values()), device=device)
+    biases = torch.tensor(list(sampling.logit_bias.values()))
+    return index_on(list(sampling.logit_bias), device), upload(biases, device)

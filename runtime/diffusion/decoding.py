@@ -1,8 +1,7 @@
 """Decoding of diffusion models: each step decides some masks of a canvas, until none is left."""
 
 import logging
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from runtime.denoising import BidirectionalParams, BlockParams, NoiseParams, par
 from runtime.diffusion.canvas import BidirectionalCanvas, BlockCanvas
 from runtime.diffusion.noise import NoiseCanvas
 from runtime.errors import RametError
+from runtime.execution.transfers import Download, index_on
 from runtime.models.diffusion import DiffusionSpec
 from runtime.protocol import Finish, TokenEvent
 from runtime.request import Decoding, Request, Work
@@ -23,18 +23,18 @@ log = logging.getLogger("ramet.engine")
 _MOST_NATS = 1e4
 
 
-def divergence(exact: torch.Tensor, other: torch.Tensor, mask_token_id: int) -> float:
+def divergence(exact: torch.Tensor, other: torch.Tensor, mask_token_id: int) -> torch.Tensor:
     """Mean over rows of the KL divergence in nats of other distributions from exact ones, given as logits [n, vocab].
 
-    The mask token is left out, because it is never chosen. The result is finite even if the logits are not.
+    The mask token is left out, because it is never chosen. The result, float32 [] on the device of the logits, is
+    finite even if they are not.
     """
-    p, q = (logits.index_fill(1, _index(mask_token_id, logits), -1e4).log_softmax(-1) for logits in (exact, other))
-    nats = float((p.exp() * (p - q)).sum(-1).mean())
-    return max(nats, 0.0) if math.isfinite(nats) else _MOST_NATS
-
-
-def _index(token: int, logits: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([token], device=logits.device)
+    p, q = (
+        logits.index_fill(1, index_on([mask_token_id], logits.device), -1e4).log_softmax(-1)
+        for logits in (exact, other)
+    )
+    nats = (p.exp() * (p - q)).sum(-1).mean()
+    return nats.clamp_min(0).where(nats.isfinite(), _MOST_NATS)
 
 
 class CanvasDecoding(Decoding):
@@ -81,31 +81,54 @@ class CanvasDecoding(Decoding):
         rows = work.request.canvas.candidates() - self._spec.logits_shift - work.start
         return rows if rows[-1] < work.count else rows[:0]
 
-    def book(self, work: Work, result: StepResult) -> TokenEvent | None:
-        """Take the logits of a denoising step.
+    def choose(self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor) -> None:
+        """Start one transfer of what `book` needs of all requests.
 
         A second row set is either the canvas without its prompt, for guidance, or the trial of a reuse depth.
         """
-        request, (logits, places, *_) = work.request, result
-        canvas = request.canvas
+        self._failures: dict[Request, Exception] = {}
+        self._chosen: dict[Request, list[torch.Tensor]] = {}
+        for item, (place, *more) in zip(work, places, strict=True):
+            if (canvas := item.request.canvas) is None or place.start == place.stop:
+                continue
+            wanted, nats = logits[place], []
+            if more and item.detail.trial is not None:
+                nats.append(divergence(wanted, logits[more[0]], self._spec.mask_token_id))
+            elif more:
+                wanted = logits[more[0]] + (canvas.params.cfg_scale + 1) * (wanted - logits[more[0]])
+            try:
+                self._chosen[item.request] = nats + canvas.choose(wanted)
+            except Exception as error:
+                self._failures[item.request] = error
+        tensors = [tensor for chosen in self._chosen.values() for tensor in chosen]
+        self._download = Download(tensors, logits.device) if tensors else None
+
+    def book(self, work: Work, result: StepResult) -> TokenEvent | None:
+        """Take what a denoising step chose."""
+        request, canvas = work.request, work.request.canvas
         if canvas is None:
             return request.take_event([], Finish("length"))
         self.counters["denoise_steps"] += 1
-        wanted = logits[places[0]]
-        if len(places) > 1:
-            other = logits[places[1]]
-            if work.detail.trial is not None:
-                work.detail.trial.note(divergence(wanted, other, self._spec.mask_token_id))
-            else:
-                wanted = other + (canvas.params.cfg_scale + 1) * (wanted - other)
         try:
-            canvas.commit(wanted)
+            chosen = self._read(request)
+            if len(result.places) > 1 and work.detail.trial is not None:
+                work.detail.trial.note(float(chosen.pop(0)))
+            canvas.decide(*chosen)
         except RametError:
             raise
         except Exception as error:
             log.exception("no token could be chosen for request %s", request.rid)
             raise RametError(f"no token could be chosen: {type(error).__name__}") from error
         return self._report(request)
+
+    def _read(self, request: Request) -> list[torch.Tensor]:
+        """What was chosen for a request, on the host. Raises the error of its choice."""
+        if request in self._failures:
+            raise self._failures[request]
+        if self._download is not None:
+            host, self._download = iter(self._download.wait()), None
+            self._chosen = {one: [next(host) for _ in chosen] for one, chosen in self._chosen.items()}
+        return self._chosen[request]
 
     def _report(self, request: Request) -> TokenEvent | None:
         """The event of new final tokens: those before the first undecided position, up to the first stop token.

@@ -9,6 +9,7 @@ from torch.distributions import Categorical
 
 from runtime.denoising import NoiseParams
 from runtime.diffusion.canvas import bias_of, restrict
+from runtime.execution.transfers import Download
 from runtime.params import SamplingParams
 from runtime.sampling.sampler import BadLogits
 
@@ -59,6 +60,7 @@ class NoiseCanvas:
         """Start the next canvas after the tokens `before`, int64."""
         self.settled = len(before)
         self.soft: torch.Tensor | None = None
+        self._logits: torch.Tensor | None = None  # between `choose` and `decide`
         self._left = self.params.steps or 1
         self._history = deque[torch.Tensor](maxlen=self.params.stability_threshold)
         self.shown, self.tokens = before, np.concatenate((before, self._noise().cpu().numpy()))
@@ -82,27 +84,46 @@ class NoiseCanvas:
         return np.arange(self.settled, self.end)
 
     @torch.inference_mode()
-    def commit(self, logits: torch.Tensor) -> None:
-        """Denoise with this step's logits, float32 [block, vocab]. Raises BadLogits if they are not finite."""
+    def choose(self, logits: torch.Tensor) -> list[torch.Tensor]:
+        """What `decide` needs of this step's logits, float32 [block, vocab], on their device, without a wait for it."""
         if self._bias is not None:
             logits = logits.index_add(1, self._bias[0], self._bias[1].expand(len(logits), -1))
-        logits = logits / self._temperature()
+        self._logits = logits = logits / self._temperature()
         parts = (Categorical(logits=rows, validate_args=False).entropy() for rows in logits.split(_ENTROPY_ROWS))
         entropy = torch.cat(list(parts))
+        best = logits.argmax(-1)
+        drawn, noise = self._draw(logits, best), self._noise()
+        return [entropy, entropy.mean(), best, torch.where(self._accepted(entropy), drawn, noise)]
+
+    @torch.inference_mode()
+    def decide(self, entropy: torch.Tensor, mean: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Take the next canvas. Raises BadLogits if the logits are not finite.
+
+        Args:
+            entropy: of each row, float32 [block], on the host like all that `choose` returned.
+            mean: of these, float32 [].
+            best: the likeliest tokens, int64 [block].
+            tokens: the next canvas, int64 [block].
+        """
+        logits, self._logits = self._logits, None
         if not bool(entropy.isfinite().all()):
             raise BadLogits
-        best, before = logits.argmax(-1), self.tokens[: self.settled]
-        drawn, noise = self._draw(logits, best), self._noise()
+        before = self.tokens[: self.settled]
         self.num_steps += 1
         self._left -= 1
-        self.shown = np.concatenate((before, best.cpu().numpy()))
-        sure = bool(entropy.mean() < (self.params.confidence_threshold or 0.0))
+        self.shown = np.concatenate((before, best.numpy()))
+        sure = bool(mean < (self.params.confidence_threshold or 0.0))
         if not self._left or (sure and self._is_stable(best)):
             self._begin(self.shown)
             return
         self._history.append(best)
+        assert logits is not None
         self.soft = self._soften(logits)
-        self.tokens = np.concatenate((before, torch.where(self._accepted(entropy), drawn, noise).cpu().numpy()))
+        self.tokens = np.concatenate((before, tokens.numpy()))
+
+    def commit(self, logits: torch.Tensor) -> None:
+        """`choose` and `decide` at once."""
+        self.decide(*Download(self.choose(logits), logits.device).wait())
 
     def _temperature(self) -> torch.Tensor:
         """The temperature of this step, in float32 like the published schedule."""
@@ -117,7 +138,8 @@ class NoiseCanvas:
         if self._sampling.temperature != 1:
             logits = logits / self._sampling.divisor
         probs = restrict(logits, self._sampling).softmax(-1)
-        return torch.multinomial(probs, num_samples=1, generator=self._generator)[:, 0]
+        # As torch.multinomial draws, which however waits for the device to look for NaN.
+        return (probs / torch.empty_like(probs).exponential_(generator=self._generator)).argmax(-1)
 
     def _accepted(self, entropy: torch.Tensor) -> torch.Tensor:
         """Whether each position is accepted, bool [block], from its entropy [block]; see the class."""

@@ -95,11 +95,9 @@ class EngineCore:
         for counting in counting_parts:
             self.counters |= counting.counters
             counting.counters = self.counters
-        self.scheduler = Scheduler(config.scheduler, cache, executor.step_tokens)
-        spec = executor.spec
-        self.planner = Planner(
-            spec.num_layers, info.page_size, spec.hidden_size, executor.device, executor.least_saved_tokens
-        )
+        self.scheduler = Scheduler(config.scheduler, cache, executor.step_tokens, executor.max_running)
+        spec, device, least = executor.spec, executor.device, executor.least_saved_tokens
+        self.planner = Planner(spec.num_layers, info.page_size, spec.hidden_size, device, least)
         self.overlap = info.diffusion is None and choose_overlap(config, choose_device(config.model))
         self.paused = False
         self.requests: dict[str, Request] = {}

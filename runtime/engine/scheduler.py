@@ -48,9 +48,10 @@ class Scheduler:
             a request id (for its grammar), a running request (for tokens to share) or a load from tiers.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: PagedCache, step_tokens: int):
-        """`step_tokens`: rows of a step, if `config` does not set them."""
+    def __init__(self, config: SchedulerConfig, cache: PagedCache, step_tokens: int, max_running: int = 64):
+        """`step_tokens`, `max_running`: rows of a step, and most running requests, if `config` does not set them."""
         self.config = config
+        self.max_running = config.max_running or max_running
         self.blocked_on: Sequence[Callable[[Request], Hashable | None]] = ()
         self.step_tokens = config.step_tokens or step_tokens
         self._chunk_tokens = config.chunk_tokens or self.step_tokens
@@ -182,7 +183,7 @@ class Scheduler:
 
     def _is_full(self) -> bool:
         """Whether places or memory were too few for one more request."""
-        if len(self.running) >= self.config.max_running:
+        if len(self.running) >= self.max_running:
             return True
         return self._too_few is not None and self.cache.num_available <= self._too_few
 
@@ -294,9 +295,9 @@ class Scheduler:
         self.cache.pins.expire()
         computing = [request for request in self.running if request.strategy.unchunkable or _prefills(request)]
         self.waiting.refresh(self._find)
-        for request in islice(self.waiting.candidates(self._scarce, self._places), 2 * self.config.max_running):
+        for request in islice(self.waiting.candidates(self._scarce, self._places), 2 * self.max_running):
             in_turns = request.strategy.unchunkable
-            if (budget <= 0 and not in_turns) or len(self.running) >= self.config.max_running:
+            if (budget <= 0 and not in_turns) or len(self.running) >= self.max_running:
                 break
             if beside is not None and (request.message.priority < beside.message.priority or self._scarce()):
                 break
@@ -335,7 +336,7 @@ class Scheduler:
 
     def _scarce(self) -> bool:
         """Whether the next admission takes the last place."""
-        return len(self.running) + 1 >= self.config.max_running
+        return len(self.running) + 1 >= self.max_running
 
     def _take_turns(self, work: list[Work]) -> None:
         waiting = [request for request in self.running if request.strategy.unchunkable]

@@ -29,6 +29,12 @@ def choose_device(config: ModelConfig) -> torch.device:
     return device
 
 
+def set_current(device: torch.device) -> None:
+    """Make a GPU the current one of this thread: FlashInfer launches its kernels there, wherever the tensors are."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
 def choose_dtype(config: ModelConfig, device: torch.device, native: bool) -> torch.dtype:
     """The dtype of `--dtype`; auto is bfloat16 unless torch would have to emulate it.
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from runtime.batch import ForwardBatch
-from runtime.config import Config, ModelCode, unusable
+from runtime.config import MOST_RUNNING, Config, ModelCode, unusable
 from runtime.errors import EngineDead, ModelError
 from runtime.execution.attention.backend import AttentionBackend
 from runtime.execution.attention.flashinfer import FlashInferAttention
@@ -24,6 +24,7 @@ from runtime.execution.device import (
     flashinfer_unfit,
     is_lost,
     is_out_of_memory,
+    set_current,
     wants_native,
 )
 from runtime.execution.flashinfer_package import COST
@@ -106,6 +107,7 @@ class Executor:
     def __init__(self, config: Config, path: Path, group: RankGroup | None = None):
         """Load the model directory `path`, or with `group` this rank's shard. Raises ModelError."""
         self.device = choose_device(config.model) if group is None else group.device
+        set_current(self.device)
         self._group = group
         self._graphs: DecodeGraphs | None = None
         self._windows: list[Window | None] = []
@@ -195,7 +197,7 @@ class Executor:
                 attention = FlashInferAttention(self.pool, model.rope, share.num_heads, self.dtype)
                 if graphs:
                     self._graphs = DecodeGraphs(model, self.pool, attention, graphs, self.context_length)
-                    self._capture(config.scheduler.max_running)
+                    self._capture(config.scheduler.max_running or self.max_running)
             self.backend_name = attention.name
             self.least_saved_tokens = attention.least_saved_tokens
             self._forward = partial(model.forward, pool=self.pool, backend=attention, near=near)
@@ -221,7 +223,7 @@ class Executor:
         shape = (spec.kv_layers, num_pages, cache.page_size, spec.num_kv_heads, spec.head_dim)
         try:
             if spec.states:
-                slots = 2 * config.scheduler.max_running + _SLOTS
+                slots = 2 * (config.scheduler.max_running or self.max_running) + _SLOTS
                 self.states = StatePool(spec.states, slots, self.device, spec.records)
             if isinstance(spec, LlamaSpec) and spec.near:
                 self.near = self._make_near(config, spec, num_pages)
@@ -321,6 +323,11 @@ class Executor:
         """
         return 2048 if self.device.type == "cuda" else 256
 
+    @property
+    def max_running(self) -> int:
+        """Default for the most running requests."""
+        return MOST_RUNNING if self.device.type == "cuda" else 64
+
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """Run one step. Returns float32 logits [S, vocab] of `batch.logits_rows`, valid until the next step.
 
@@ -328,6 +335,7 @@ class Executor:
         """
         if (last := int(batch.positions.numpy().max())) >= self.context_length:
             raise ValueError(f"position {last} is outside a context of {self.context_length}")
+        set_current(self.device)
         is_split = self._split or self.near is not None
         if self._windows and (is_split or last >= min(window.size for window in self._windows if window)):
             batch = narrowed(batch, self._windows, self.pool.page_size, self.near)

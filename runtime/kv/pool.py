@@ -8,6 +8,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from runtime.kv.side_stream import upload_array
+
 
 class OtherPools(Protocol):
     """The pools of the other ranks, which repeat what this pool does."""
@@ -67,8 +69,14 @@ class KVPool:
         return halves * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store new rows: `slots` int64 [T], `k` and `v` [T, kv_heads, head_dim], converted to the pool's dtype."""
+        """Store new rows: `slots` int64 [T], `k` and `v` [T, kv_heads, head_dim], converted to the pool's dtype.
+
+        Values outside of the dtype's range become its largest ones.
+        """
         for half, rows in zip(self._halves, (k, v), strict=False):
+            if half.dtype.itemsize == 1:  # a cast to float8 makes NaN of what is too large
+                most = torch.finfo(half.dtype).max
+                rows = rows.clamp(-most, most)
             pool, rows = half[layer], rows.to(half.dtype)
             if pool.dtype.itemsize == 1:  # float8 has no index_copy_
                 pool, rows = pool.view(torch.uint8), rows.view(torch.uint8)
@@ -111,7 +119,7 @@ class KVPool:
             mine, *theirs = np.frombuffer(data, dtype=np.uint8).reshape(shape)[:, :, :, skipped:]
             if self.others is not None:
                 self.others.scatter(pages, theirs)
-            mine = mine if on_host else torch.tensor(mine, device=self.k.device)
+            mine = mine if on_host else upload_array(mine, self.k.device)
         for half, own in zip(mine, self._pages, strict=True):
             target = own.numpy() if on_host else own
             for at, first, stop in _runs(pages):

@@ -34,7 +34,8 @@ class Planner:
 
     A step that verifies drafts gets a new plan; the kept plan remains for the steps after it.
 
-    The kept plan is changed in place, so a step must have run before the next step is planned.
+    The kept plan is changed in place, so a step must have been launched before the next step is planned. The device
+    reads copies.
 
     Attributes:
         least_saved_tokens: see `build`; another value counts from the next new plan on.
@@ -102,7 +103,7 @@ class _Steady:
         for item, before, segments in zip(work, self._work, self._segments, strict=True):
             request = item.request
             follows = request is before.request and item.start > before.start and request.segments is segments
-            if not follows or item.num_rows != 1 or item.ahead or item.start + 1 != len(request.sequence.tokens):
+            if not follows or item.num_rows != 1 or not item.samples:
                 return False
             grown.append(item.start - before.start)
         batch, each = self.planned.batch, self.planned.row_layers // len(work)
@@ -114,7 +115,7 @@ class _Steady:
             request, span = item.request, self._tails[row]
             request.row_layers += each
             sequence = request.sequence
-            tokens[row] = sequence.tokens[-1]
+            tokens[row] = 0 if item.ahead else sequence.tokens[-1]  # 0: it is on the device
             span.length += more
             page, rest = divmod(item.start - sequence.start, self._page_size)
             if rest < more:
@@ -138,7 +139,7 @@ def _tails(planned: Planned, work: Sequence[Work], page_size: int) -> list[Span]
         return None
     for item in work:
         sequence, strategy = item.request.sequence, item.request.strategy
-        if not strategy.steady or item.ahead or item.start + 1 != len(sequence.tokens):
+        if not strategy.steady or item.count != 1 or not item.samples:
             return None
         if sequence.anchors[-1][0] > item.start:
             return None

@@ -30,7 +30,9 @@ class FlashInferChoosing(TorchChoosing):
             top_k = torch.tensor([p.top_k if 0 < p.top_k < vocab else vocab for p in params], dtype=torch.int32)
             probs = self._kernels.top_k_renorm_probs(probs, upload(top_k, logits.device))
         if any(p.top_p < 1 for p in params):
-            probs = self._kernels.top_p_renorm_probs(probs, column([p.top_p for p in params], logits.device)[:, 0])
+            top_p = column([p.top_p for p in params], logits.device)[:, 0]
+            # Otherwise sums by atomic additions would let a seed draw other tokens from run to run.
+            probs = self._kernels.top_p_renorm_probs(probs, top_p, is_deterministic=True)
         if any(p.min_p > 0 for p in params):
             least = column([p.min_p for p in params], logits.device) * probs.amax(-1, keepdim=True)
             probs = probs.masked_fill(probs < least, 0)

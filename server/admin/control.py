@@ -54,7 +54,7 @@ async def server_info(context: Ctx) -> dict[str, Any]:
         **{"model_path": info.path, "tokenizer_path": info.path, "served_model_name": info.name},
         **{"tp_size": options.model.tensor_parallel, "dp_size": 1, "disaggregation_mode": "null"},
         **{"context_length": info.context_length, "page_size": info.page_size},
-        **{"max_total_num_tokens": info.pool_tokens, "max_running_requests": options.scheduler.max_running},
+        **{"max_total_num_tokens": info.pool_tokens, "max_running_requests": info.max_running},
         "version": version("ramet"),
         "model_info": msgspec.to_builtins(info),
         "config": context.config.model_dump(mode="json"),
@@ -65,15 +65,15 @@ async def server_info(context: Ctx) -> dict[str, Any]:
 @router.get("/v1/loads")
 async def loads(context: Ctx, metrics: Measured) -> dict[str, Any]:
     """The load of the server, in SGLang's form for routers."""
-    state, options = await context.engine.call(GetState()), context.config.scheduler
+    state = await context.engine.call(GetState())
     used, page_size = state["pages_private"] + state["pages_locked"], context.engine.info.page_size
     running, waiting, speed = state["running"], state["waiting"], metrics.now()["tokens_per_s"]
-    shares = {"token_usage": used / state["pages_total"], "utilization": running / options.max_running}
+    shares = {"token_usage": used / state["pages_total"], "utilization": running / context.engine.info.max_running}
     hit_rate = state["cached_tokens"] / (state["queried_tokens"] or 1)
     load = {
         **{"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting, "gen_throughput": speed},
         **{"num_used_tokens": used * page_size, "max_total_num_tokens": context.engine.info.pool_tokens, **shares},
-        **{"cache_hit_rate": hit_rate, "max_running_requests": options.max_running},
+        **{"cache_hit_rate": hit_rate, "max_running_requests": context.engine.info.max_running},
     }
     total = {"total_running_reqs": running, "total_waiting_reqs": waiting, "total_reqs": running + waiting}
     mean = {"avg_token_usage": shares["token_usage"], "avg_throughput": speed, "avg_utilization": shares["utilization"]}

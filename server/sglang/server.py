@@ -80,7 +80,7 @@ async def props(context: Ctx, asker: CurrentTenant) -> dict[str, Any]:
     engine = context.engine
     return {
         "default_generation_settings": {"n_ctx": engine.info.context_length},
-        "total_slots": context.config.scheduler.max_running,
+        "total_slots": engine.info.max_running,
         "model_alias": engine.info.name,
         "model_path": engine.info.path if asker.admin else engine.info.name,
         "chat_template": engine.tokenizer.chat_template or "",

@@ -76,7 +76,7 @@ class Probe:
             reusing.canvas = full.canvas
             with_reuse = self._run(reusing).clone()
             without = self._run(full)
-            found.append(divergence(without, with_reuse, self._diffusion.mask_token_id))
+            found.append(float(divergence(without, with_reuse, self._diffusion.mask_token_id)))
             full.canvas.commit(without)
         return float(np.mean(found))
 

@@ -11,6 +11,7 @@ from threading import Lock
 import torch
 
 from runtime.kv.pool import KVPool
+from runtime.kv.side_stream import SideStream
 from runtime.kv.tiers.block import Block
 from runtime.kv.tiers.worker import TierWorker
 
@@ -31,13 +32,14 @@ class Copies:
     A page may be freed and allocated again before it is copied. So each writer of pages calls `settle` first, which
     copies the pages that no thread has copied yet. A step thus waits only for pages that it writes, and a queued copy
     takes no memory. On a GPU or with several ranks, threads cannot copy pages: `add` copies them at once, on the device
-    and in the order of its stream.
+    and in the order of its stream. From there, the thread copies them to main memory in a stream of its own.
     """
 
     def __init__(self, pool: KVPool, worker: TierWorker):
         self._pool, self._worker = pool, worker
         self._lock = Lock()
         self._by_page: dict[int, list[Copy]] = {}
+        self._side = SideStream(pool.k.device)
         self._at_once = pool.k.device.type != "cpu" or pool.ranks > 1
 
     def __bool__(self) -> bool:
@@ -77,7 +79,7 @@ class Copies:
         with copy.lock:
             if copy.payload is None:
                 data = self._pool.read_pages(copy.pages) if copy.data is None else copy.data
-                copy.payload = data.cpu().flatten().numpy().data
+                copy.payload = self._side.download(data).data
                 self._forget(copy)
             return copy.payload
 

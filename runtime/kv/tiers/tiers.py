@@ -21,6 +21,7 @@ from radix.node import TOKEN_BYTES
 from radix.stats import Cause
 from runtime.kv.cache import PagedCache
 from runtime.kv.segments import Run, Segment
+from runtime.kv.side_stream import SideStream
 from runtime.kv.tiers.block import HEAD_BYTES, ROOT, Block, BlockKey
 from runtime.kv.tiers.copies import Copies
 from runtime.kv.tiers.loads import Load, RunLoad
@@ -70,7 +71,7 @@ class Tiers(Watcher):
         self.worker = worker
         self._cache, self._pool, self._clock = cache, pool, clock
         self._page_bytes = pool.page_size * TOKEN_BYTES
-        self._copies = Copies(pool, worker)
+        self._copies, self._side = Copies(pool, worker), SideStream(pool.k.device)
         self._written: LRUCache[BlockKey, None] = LRUCache(_MOST_WRITTEN)
         self._absent: TTLCache[BlockKey, None] = TTLCache(_MOST_ABSENT, _ABSENT_S, clock)
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="kv-fill")
@@ -318,8 +319,9 @@ class Tiers(Watcher):
 
     def _put(self, jobs: list[tuple[array[int], memoryview, int]]) -> None:
         """Fill pages with payloads, leaving out the first `skipped` pages of each."""
-        for pages, payload, skipped in jobs:
-            self._pool.write_pages(pages, payload, skipped)
+        with self._side.behind_steps():
+            for pages, payload, skipped in jobs:
+                self._pool.write_pages(pages, payload, skipped)
 
     def forget(self, node: Node) -> None:
         """Delete the stored blocks of a node's path and of everything below it: they may be damaged."""

@@ -241,7 +241,8 @@ def top_k_renorm_probs(probs, top_k):
 
 
 @fits("sampling", "top_p_renorm_probs")
-def top_p_renorm_probs(probs, top_p):
+def top_p_renorm_probs(probs, top_p, is_deterministic=False):
+    assert is_deterministic, "a seed gives the same tokens again"
     values, tokens = probs.sort(descending=True)
     values = values.masked_fill(values.cumsum(-1) - values >= top_p[:, None], 0)
     return torch.zeros_like(probs).scatter_(-1, tokens, values / values.sum(-1, keepdim=True))

@@ -13,6 +13,16 @@ import torch
 from tests.runtime.execution.sim.tensors import Device, Dispatch, Tape
 
 COUNT = 2
+_REPLACED = (
+    "current_device",
+    "set_device",
+    "current_stream",
+    "default_stream",
+    "synchronize",
+    "device",
+    "stream",
+    "graph",
+)
 
 
 class Cuda:
@@ -24,7 +34,7 @@ class Cuda:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Replace `torch.cuda` until the end of the test."""
         monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
-        for name in ("current_device", "set_device", "current_stream", "synchronize", "device", "stream", "graph"):
+        for name in _REPLACED:
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         for name, kind in (("Stream", Stream), ("Event", Event), ("CUDAGraph", Graph)):
             # Classes, because modules that are imported meanwhile name them in annotations.
@@ -67,6 +77,11 @@ class Cuda:
     def current_stream(self, device: Any = None) -> "Stream":
         found = torch.cuda.Stream()
         found.cuda_stream = self._device.current.stream
+        return found
+
+    def default_stream(self, device: Any = None) -> "Stream":
+        found = torch.cuda.Stream()
+        found.cuda_stream = 0
         return found
 
     @contextmanager

@@ -80,8 +80,8 @@ def draw(seed: int, count: int) -> list[int]:
 class Engine(Driver):
     """An engine core on the simulated device, in bfloat16, which FlashInfer needs, with graphs of 8 rows only."""
 
-    def __init__(self, device: Device, path: Path, **options: Any):
-        self.device = device
+    def __init__(self, simulated: Device, path: Path, **options: Any):
+        self.device = simulated
         usual = {"device": "cuda", "dtype": "bfloat16", "step_tokens": 128, "cuda_graph_batches": "8"}
         super().__init__(make_core(path, **{**usual, **options}))
 
@@ -93,7 +93,7 @@ class Engine(Driver):
             return
         fields = {name: options.pop(name) for name in DiffusionParams.model_fields.keys() & options.keys()}
         params = DiffusionParams(gen_length=count, **fields)
-        filled = params.filled(info, SamplingParams(temperature=0, **options)).model_dump()
+        filled = params.filled(info, SamplingParams(**{"temperature": 0, **options})).model_dump()
         self.send(rid, prompt, {"max_new_tokens": count, **options}, diffusion=filled)
 
     def begin_decode(self, prompts: Sequence[Sequence[int]], **options: Any) -> None:

@@ -24,7 +24,7 @@ _CPU = torch.device("cpu")
 _SYNCS = {
     aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.nonzero.default,
     aten.masked_select.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
-    aten.bincount.default, aten.repeat_interleave.Tensor,
+    aten.bincount.default, aten.repeat_interleave.Tensor, aten.multinomial.default,
 }  # fmt: skip
 _INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 _PINS = {aten._pin_memory.default, aten.pin_memory.default}
@@ -292,7 +292,7 @@ class Dispatch(TorchDispatchMode):
             return result
         if not isinstance(source, DeviceTensor):
             self._upload(source, waits)
-        return self._device.launch(aten._to_copy.default, (source,), kept, self._device.index(device))
+        return self._device.launch(_cast, (source,), kept, self._device.index(device))
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         """`copy_` between host and device."""
@@ -315,6 +315,13 @@ def kernels_only() -> Iterator[None]:
     """A context without simulation, for kernels that are written in torch."""
     with torch.utils._python_dispatch._disable_current_modes():
         yield
+
+
+def _cast(source: torch.Tensor, **kept: Any) -> torch.Tensor:
+    """`_to_copy`; to float8 as before torch 2.12: what is outside of the range becomes NaN."""
+    if (dtype := kept.get("dtype")) is not None and dtype.itemsize == 1 and dtype.is_floating_point:
+        source = source.masked_fill(source.abs() > torch.finfo(dtype).max, torch.nan)
+    return aten._to_copy.default(source, **kept)
 
 
 def _name(func: Any) -> str:

@@ -102,19 +102,20 @@ def test_logits_that_are_no_numbers_end_their_request_alone(any_dir, monkeypatch
     shared = PROMPTS[3][:32]
     wanted = plain.one([*shared, 1], prefix_tokens=32, **same)
     core, decoding = driver.core, driver.core.decoding
-    book, batch_sizes, run = decoding.book, [], core.executor.run
+    choose, batch_sizes, run = decoding.choose, [], core.executor.run
 
-    def poisoned(work, found):
-        if work.request.rid == "bad" and work.request.canvas.num_steps == 1:
-            found = found._replace(logits=found.logits.clone())
-            found.logits[found.places[0].start, 7] = value
-        return book(work, found)
+    def poisoned(work, places, logits):
+        logits = logits.clone()
+        for item, (place, *_) in zip(work, places, strict=True):
+            if item.request.rid == "bad" and item.request.canvas.num_steps == 1:
+                logits[place.start, 7] = value
+        return choose(work, places, logits)
 
     def counted(batch):
         batch_sizes.append(len(core.scheduler.running))
         return run(batch)
 
-    monkeypatch.setattr(decoding, "book", poisoned)
+    monkeypatch.setattr(decoding, "choose", poisoned)
     monkeypatch.setattr(core.executor, "run", counted)
     driver.denoise("bad", [*shared, 2], prefix_tokens=32, **same)
     driver.denoise("sound", PROMPTS[2], **same)

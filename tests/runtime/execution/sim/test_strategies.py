@@ -1,0 +1,61 @@
+"""Decode steps of every reuse strategy on the simulated device: no step waits or copies unasked, or as is known."""
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.runtime.execution.sim.engines import Engine, draw, save
+from tests.runtime.execution.sim.events import Events
+
+STEPS = 4
+_FLASHINFER = "runtime/execution/attention/flashinfer.py"
+# Recomputed rows between others are a mask for later rows, which FlashInfer packs.
+_MASKED = {_FLASHINFER: 2 * STEPS}
+FUSIONS = {"a3": _MASKED, "cacheblend": _MASKED, "prophetkv": _MASKED, "legolink": _MASKED, "pie": {}, "full": {}}
+
+
+@pytest.fixture
+def llama(saved):
+    return saved("Llama")
+
+
+def steady(engine: Engine, prompts: Sequence[list[int]], reuse: dict[str, Any]) -> Events:
+    """The events of some decode steps of requests with the same `reuse` fields."""
+    for i, prompt in enumerate(prompts):
+        engine.send(str(i), prompt, {"max_new_tokens": 40}, reuse=reuse)
+        assert str(i) not in engine.finish
+    while not all(request.num_output for request in engine.core.requests.values()):
+        engine.step()
+    for _ in range(3):
+        engine.step()
+    return engine.watch_steps(STEPS)
+
+
+@pytest.mark.parametrize("method", FUSIONS)
+def test_documents(llama, device, method):
+    engine = Engine(device, llama)
+    reuse = {
+        **{"method": "fusion", "select": method, "documents": [[8, 48], [48, 81]], "names": ["a", "b"]},
+        **{"granularity": "token", "chunk_tokens": 32},
+        **({} if method in ("pie", "full") else {"ratio": 0.3}),
+        **({"k": 3} if method == "legolink" else {}),
+    }
+    events = steady(engine, [[*draw(1, 8), *draw(2, 40), *draw(3, 33), *draw(i, 7)] for i in range(2)], reuse)
+    assert events.stalls_by_file() == FUSIONS[method], events.stalls
+
+
+def test_modules(llama, device):
+    entries = [
+        {"name": f"/{i}", "tokens": array("i", draw(i, 25)).tobytes(), "anchors": [[0, 25 * i]], "holes": []}
+        for i in range(2)
+    ]
+    reuse = {"method": "modules", "entries": entries, "anchors": [[0, 50]]}
+    assert steady(Engine(device, llama), [draw(i, 9) for i in range(3)], reuse).stalls == []
+
+
+def test_reasoncache(tmp_path_factory, default_model_dir, request):
+    path = save("Llama", tmp_path_factory.mktemp("tokenizer"), default_model_dir)
+    engine = Engine(request.getfixturevalue("device"), path)
+    assert steady(engine, [[*draw(7, 30), *draw(i, 9)] for i in range(3)], {"method": "reasoncache"}).stalls == []
