@@ -188,9 +188,8 @@ class Lease:
         if why:
             return rc, f"killed: {why}"
         last = [line for line in text.decode(errors="replace").splitlines() if line.strip()][-1:]
-        return rc, {0: "", 1: "cells failed", 3: "not all cells: no time"}.get(
-            rc, f"exit status {rc}: {' '.join(last)}"
-        )
+        known = {1: "cells failed", 3: "not all cells: no time"} if "--json" in command else {}
+        return rc, ({0: ""} | known).get(rc, f"exit status {rc}: {' '.join(last)}")
 
     def _environment(self) -> dict[str, str]:
         own = {"PYTHONPATH": os.pathsep.join(self._path), "FLASHINFER_DISABLE_JIT": "1", "PYTHONUNBUFFERED": "1"}
