@@ -7,12 +7,16 @@ ARGS    ?=
 WORKERS ?= 3
 # Ramet is tested with this version only. TORCH="torch>=2.6" or the path of a wheel chooses another.
 TORCH   ?= torch==2.13.0
-# The index to try first for torch. Without an NVIDIA driver it is PyTorch's own, whose CPU package has no CUDA.
-TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia)$(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
+# Not empty where there is an NVIDIA driver. NVIDIA= leaves FlashInfer out, and takes torch for CPUs.
+NVIDIA  ?= $(wildcard /proc/driver/nvidia)$(shell command -v nvidia-smi)
+# The index to try first for torch. Without a GPU it is PyTorch's own, whose CPU package has no CUDA.
+TORCH_INDEX ?= $(if $(NVIDIA),,https://download.pytorch.org/whl/cpu)
 
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar on
 # Checks within seconds whether the index answers. pip would retry for minutes.
 REACHES = $(VENV)/bin/python -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1] + "/torch/", timeout=5)' 2>/dev/null
+# The line of a log that says what failed.
+WHY = grep -m 1 ERROR $(VENV)/$(1).log || tail -n 1 $(VENV)/$(1).log
 
 .PHONY: serve test test-all soak clients lint mutants docs pictures pins bench bench-prefix compose wheel clean
 
@@ -41,11 +45,28 @@ $(VENV)/.%: $(VENV)/.serve docker/requirements.py
 	$(PIP) --requirement $(VENV)/$*.txt
 	@touch $@
 
+# FlashInfer, and by its own command the wheel of compiled kernels for torch's CUDA, which is not on PyPI.
+$(VENV)/.cuda: $(VENV)/.serve docker/requirements.py
+	@echo "==> FlashInfer and its compiled kernels, for NVIDIA GPUs: about 2 GB to fetch"
+	@$(VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.version.cuda)' || \
+	  { echo "ERROR: this torch is built for CPUs; with the driver, make clean and make serve" >&2; exit 1; }
+	$(VENV)/bin/python docker/requirements.py cuda > $(VENV)/cuda.txt
+	$(PIP) --requirement $(VENV)/cuda.txt
+	@PIP_RETRIES=1 $(VENV)/bin/python -m flashinfer install-jit-cache-wheel 2> $(VENV)/kernels.log || \
+	  echo "==> no compiled kernels: $$($(call WHY,kernels)); the first start compiles with nvcc and a C++ compiler"
+	@touch $@
+
+# The same for `make serve`, which goes on without it.
+$(VENV)/.gpu: $(VENV)/.serve
+	@$(MAKE) --no-print-directory $(VENV)/.cuda 2> $(VENV)/gpu.log || \
+	  echo "==> no FlashInfer: $$($(call WHY,gpu)); torch computes attention. \`make extra-cuda\` tries again"
+	@touch $@
+
 # The packages of an extra. CONTRIBUTING.md lists the extras.
 extra-load extra-bench extra-otel extra-tiers extra-ray extra-cuda extra-reasoning extra-dev extra-mutants: extra-%: $(VENV)/.%
 	@echo "==> ramet[$*] is installed in $(VENV)"
 
-serve: $(VENV)/.serve
+serve: $(VENV)/.serve $(if $(NVIDIA),$(VENV)/.gpu)
 	$(VENV)/bin/ramet serve $(ARGS)
 
 test: $(VENV)/.dev

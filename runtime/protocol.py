@@ -290,7 +290,13 @@ class DiffusionInfo(msgspec.Struct):
 
 
 class ModelInfo(msgspec.Struct):
-    """Properties of the loaded model and the pool."""
+    """Properties of the loaded model and the pool.
+
+    Attributes:
+        attention_note: why torch computes on a GPU in place of FlashInfer, and what this costs; empty otherwise.
+        quantization: how weights are computed: `none`, `int4`, `int8`, or the type of the checkpoint, such as `gguf` or
+            `awq`; with `, unpacked` behind it if they are computed in `dtype`.
+    """
 
     name: str
     path: str
@@ -305,6 +311,8 @@ class ModelInfo(msgspec.Struct):
     pool_tokens: int
     diffusion: DiffusionInfo | None = None
     model_impl: ModelCode = "ramet"
+    attention_note: str = ""
+    quantization: str = "none"
 
 
 class Ready(msgspec.Struct, tag="ready"):

@@ -190,7 +190,7 @@ def _schema(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
     path = resolve_model(config.model)
     tokenizer = Tokenizer.load(path, config.model.chat_template)
     length = config.model.context_length or context_of(config.model, path)
-    print_layout(Schema.read(text, tokenizer, length))
+    print_layout(Schema.read(text, tokenizer, length), config.model.model)
     return 0
 
 

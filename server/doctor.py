@@ -17,6 +17,7 @@ from rich.table import Table
 
 from runtime.config import Config, ModelConfig, default_cache_dir
 from runtime.errors import ModelError
+from runtime.execution.flashinfer_package import COST, VERSION, flashinfer_fault
 from runtime.models.gguf_tensors import read_gguf
 from runtime.models.implementation import own_spec
 from runtime.models.resolve import check_name
@@ -29,7 +30,17 @@ _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "neon", "
 _FLAG_OF = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "avx512": "avx512vl", "avx2": "avx2"}
 # The suffix of a converted model's directory has the conversion's digest and version.
 _VERSION = r"(-[0-9a-f]{12}(-link)?)?(-\d+)?$"
-_PACKAGES = ("ramet", "torch", "transformers", "tokenizers", "safetensors", "fastapi", "flashinfer-python", "redis")
+_PACKAGES = (
+    "ramet",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "fastapi",
+    "flashinfer-python",
+    "flashinfer-jit-cache",
+    "redis",
+)
 
 
 def print_report(config: Config) -> None:
@@ -65,6 +76,8 @@ def _facts(config: Config, tokens: int | None) -> Iterator[tuple[str, str]]:
     yield "kernels", f"native, for {library.isa}" if library else "none: torch computes"
     yield "4 and 8 bits", "GGUF files, --quantization int4 and int8" if library else "unpacked: torch computes"
     yield "GPU", _gpu()
+    if _gpu() != "none":
+        yield "attention", _attention(config.model)
     yield "memory", f"{main_memory() / _GIB:.1f} GiB, {free_memory() / _GIB:.1f} of it free"
     size = f"{config.cache.pool_memory or 1:g} GiB (--pool-memory)" + (f": {tokens:,} tokens" if tokens else "")
     yield "pool", size if config.cache.pool_tokens is None else f"{config.cache.pool_tokens:,} tokens (--pool-tokens)"
@@ -130,8 +143,11 @@ def _hints(config: Config) -> Iterator[str]:
         yield "A processor with bfloat16 products (AVX512-BF16) computes prompts faster."
     if _cores() < (os.cpu_count() or 1):
         yield "This process may not use all cores (affinity or a container's limit)."
-    if _gpu() != "none" and not _version("flashinfer-python"):
-        yield "`make extra-cuda`, or `pip install flashinfer-python`, adds FlashInfer for the GPU."
+    wanted = _gpu() != "none" and config.model.kernels != "torch"
+    if wanted and (fault := flashinfer_fault()):
+        yield f"{fault}, or `pip install flashinfer-python=={VERSION}`. Without it, {COST}."
+    elif wanted and not (_version("flashinfer-jit-cache") or shutil.which("nvcc")):
+        yield f"FlashInfer has neither compiled kernels (`make extra-cuda`) nor nvcc. Without it, {COST}."
     if free_memory() < 2 * _GIB:
         yield "Little memory is free: lower --pool-memory."
 
@@ -157,6 +173,19 @@ def _gpu() -> str:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "a driver, but torch finds no device"
+
+
+def _attention(config: ModelConfig) -> str:
+    """What will compute attention on the GPU, unless FlashInfer fails its trial at the start."""
+    if config.kernels == "torch":
+        return "torch (--kernels torch)"
+    if fault := flashinfer_fault():
+        return f"torch: {fault}"
+    if compiled := _version("flashinfer-jit-cache"):
+        return f"flashinfer {VERSION}, compiled ({compiled})"
+    if nvcc := shutil.which("nvcc"):
+        return f"flashinfer {VERSION}, compiled at a model's first start with {nvcc}"
+    return f"torch: FlashInfer {VERSION} has neither compiled kernels nor nvcc"
 
 
 def _cores() -> int:

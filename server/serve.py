@@ -20,7 +20,8 @@ from runtime.errors import RametError
 from runtime.frontend.async_engine import AsyncEngine
 from server.admin.dashboard import Feed
 from server.app import create_app, prepare
-from server.auth.keys import ENVIRONMENT, Tenant
+from server.auth.keys import Tenant
+from server.auth.watch import watch_keys
 from server.commands.models import advice
 from server.http.connections import SEND_BUFFER_BYTES, Connection
 from server.http.context import find
@@ -64,7 +65,6 @@ def serve(config: Config) -> NoReturn:
         RametError: if the server cannot start.
     """
     engine, tenants = prepare(config)
-    os.environ.pop(ENVIRONMENT, None)  # the engine and other processes of the server need no keys
     _check_certificate(config)
     _check_replays(config, tenants)
     most_connections(config.scheduler)
@@ -212,6 +212,8 @@ async def _serve(
         server = _make_server(config, listener, engine, app, shutdown)
         watchers = (server.stop_when_dead(), server.drain(), server.stop_when_forced(signals.forced))
         tasks = [asyncio.create_task(work) for work in (*watchers, server.feed.keep_history())]
+        if (keys := config.server.api_keys) is not None:
+            tasks.append(asyncio.create_task(watch_keys(keys, tenants)))
         await server.serve(sockets=[listener])
     finally:
         await engine.stop()

@@ -7,11 +7,9 @@ imported, FlashInfer takes a kernel from there before it compiles one.
 import argparse
 import shutil
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import torch
+from runtime.execution.flashinfer_kernels import every_kernel
 
 PACKAGE = "flashinfer_jit_cache"
 
@@ -27,13 +25,6 @@ def get_jit_cache_dir() -> str:
 '''
 
 
-class Kernel(NamedTuple):
-    """A library of kernels: its name on the command line, and a function that returns FlashInfer's description."""
-
-    name: str
-    describe: Callable[[], Any]
-
-
 def main() -> int:
     """Compile the missing kernels. Returns 3 if `--limit` was reached before the last kernel."""
     parser = argparse.ArgumentParser(prog="python -m loadgen.gpu.aot", description=__doc__)
@@ -43,7 +34,7 @@ def main() -> int:
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.limit
     package = package_of_kernels(arguments.out)
-    for kernel in kernels():
+    for kernel in every_kernel():
         if not any(part in kernel.name for part in arguments.only):
             continue
         spec = kernel.describe()
@@ -72,51 +63,6 @@ def package_of_kernels(out: Path) -> Path:
     package.mkdir(parents=True, exist_ok=True)
     (package / "__init__.py").write_text(_PACKAGE_CODE.format(version=__version__), encoding="utf-8")
     return package
-
-
-def kernels() -> Iterator[Kernel]:
-    """Every library that Ramet's steps load, in the order in which a first run needs them."""
-    from flashinfer.jit.activation import gen_act_and_mul_module
-    from flashinfer.jit.cascade import gen_cascade_module
-    from flashinfer.jit.norm import gen_norm_module
-    from flashinfer.jit.quantization import gen_quantization_module
-    from flashinfer.jit.rope import gen_rope_module
-    from flashinfer.jit.sampling import gen_sampling_module
-
-    half, eighth = torch.bfloat16, torch.float8_e4m3fn
-    yield Kernel("prefill, bfloat16, heads of 128", lambda: prefill(half, 128))
-    yield Kernel("norm", gen_norm_module)
-    yield Kernel("rotation", gen_rope_module)
-    yield Kernel("activation", lambda: gen_act_and_mul_module("silu"))
-    yield Kernel("merge", gen_cascade_module)
-    yield Kernel("mask", gen_quantization_module)
-    yield Kernel("decode, bfloat16, heads of 64", lambda: decode(half, 64))
-    yield Kernel("prefill, bfloat16, heads of 64", lambda: prefill(half, 64))
-    yield Kernel("decode, bfloat16, heads of 128", lambda: decode(half, 128))
-    yield Kernel("prefill, fp8, heads of 128", lambda: prefill(eighth, 128))
-    yield Kernel("decode, fp8, heads of 64", lambda: decode(eighth, 64))
-    yield Kernel("prefill, fp8, heads of 64", lambda: prefill(eighth, 64))
-    yield Kernel("decode, fp8, heads of 128", lambda: decode(eighth, 128))
-    yield Kernel("sampling", gen_sampling_module)
-
-
-def prefill(kv_dtype: torch.dtype, head_dim: int) -> Any:
-    """Attention of several rows a request, and of single rows if at least 4 query heads share keys."""
-    from flashinfer.jit.attention import gen_batch_prefill_module
-
-    half = torch.bfloat16
-    # No rotation (mode 0), window, cap or products in half precision within attention.
-    return gen_batch_prefill_module(
-        "fa2", half, kv_dtype, half, torch.int32, head_dim, head_dim, 0, False, False, False
-    )
-
-
-def decode(kv_dtype: torch.dtype, head_dim: int) -> Any:
-    """Attention of one row a request if fewer than 4 query heads share keys."""
-    from flashinfer.jit.attention import gen_batch_decode_module
-
-    half = torch.bfloat16
-    return gen_batch_decode_module(half, kv_dtype, half, torch.int32, head_dim, head_dim, 0, False, False)
 
 
 def _mib(path: Path) -> float:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from loadgen.micro.drive import Drive
 from runtime.batch import AttentionPlan, Span, causal_visible
-from runtime.execution.attention.cpu import CPUAttention
+from runtime.execution.attention.torch_attention import TorchAttention
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.rope_spec import RopeSpec
@@ -51,7 +51,7 @@ def attention(kind: str, page_size: int, heads: tuple[int, int, int]) -> dict[st
     exact.k.copy_(pool.k)
     exact.v.copy_(pool.v)
     rope = RotaryEmbedding(RopeSpec(10000.0), dim, device)
-    ours, reference = FlashInferAttention(pool, rope, num_heads), CPUAttention(exact, rope)
+    ours, reference = FlashInferAttention(pool, rope, num_heads), TorchAttention(exact, rope)
     plan = _plan(kind, _Pages(pool.num_pages, page_size))
     q = torch.randn(plan.num_rows, num_heads, dim, device=device).bfloat16()
     (prepared,) = ours.prepare_step([plan])

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, create_model, field_validator
+from pydantic import Field, PrivateAttr, ValidationError, create_model, field_validator
 from rich.console import RenderableType
 from tqdm import tqdm
 
@@ -88,6 +88,7 @@ class ServeBench(Bench):
     grace: float = Field(30.0, ge=0, description="seconds for running requests after --duration")
     max_outstanding: int = Field(1024, gt=0, description="most requests running at once")
     warmup_requests: int = Field(0, ge=0, description="uncounted requests of other text before each run")
+    warm_prefixes: bool = Field(False, description="send each shared prefix once, uncounted, before each run")
     flush: bool = Field(False, description="empty the server's cache before each run")
     goodput: tuple[str, ...] = Field((), description="service levels as LATENCY:MS, of ttft, tpot, itl and e2e")
     process: tuple[str, ...] = Field(
@@ -99,6 +100,9 @@ class ServeBench(Bench):
     _servers: dict[str, Prepared]
     _workloads: dict[tuple[str, Any], Workload]  # by name and value of --vary
     _interrupted: bool = False
+    # Sessions of finite workloads that were sent, and that each load leaves out: by workload, and by load and repeat.
+    _sent: dict[tuple[str, Any], int] = PrivateAttr(default_factory=dict)
+    _skipped: dict[int, int] = PrivateAttr(default_factory=dict)
 
     @field_validator("goodput", "extra_body", "workload", "vary", "concurrency", "rate")
     @classmethod
@@ -189,6 +193,10 @@ class ServeBench(Bench):
             except (ValueError, OSError) as error:
                 raise BenchError(str(error)) from None
         self._interrupted = result.interrupted
+        sent = self._sent.get(self._workload(cell), 0)
+        self._sent[self._workload(cell)] = max(sent, plan.skip + result.facts["sessions"])
+        is_finite = plan.workload.requests(1) is None and not plan.workload.TIMED
+        result.facts["same_lines"] = is_finite and not self._is_bounded and sent > 0
         requests = {"requests": [record.as_dict() for record in result.records]} if self.records else {}
         return result.figures | cpu | {"facts": result.facts} | requests
 
@@ -196,9 +204,15 @@ class ServeBench(Bench):
         """CPU seconds of a server so far; 0 if its process was not given."""
         return cpu_seconds(self._pids[server]) if server in self._pids else 0.0
 
+    def _workload(self, cell: Cell) -> tuple[str, Any]:
+        return cell["workload"], cell[_field(self.vary[0])] if self.vary else ""
+
+    @property
+    def _is_bounded(self) -> bool:
+        return self.requests is not None or self.duration is not None
+
     def _plan(self, cell: Cell, seed: int) -> Plan:
-        value = cell[_field(self.vary[0])] if self.vary else ""
-        workload = self._workloads[cell["workload"], value]
+        workload = self._workloads[self._workload(cell)]
         arrivals: Arrivals = Recorded()
         if "rate" in cell:
             arrivals = Gamma(cell["rate"], self.burstiness)
@@ -207,11 +221,17 @@ class ServeBench(Bench):
         requests = self.requests
         if requests is None and self.duration is None:
             requests = workload.requests(cell.get("concurrency", 1))
+        skip = 0
+        if self._is_bounded and workload.requests(1) is None and not workload.TIMED:
+            # All servers get the lines behind those of the loads before.
+            skip = self._skipped.setdefault(seed, self._sent.get(self._workload(cell), 0))
         return Plan(
             workload=workload,
             arrivals=arrivals,
             bounds=Bounds(requests, self.duration, self.grace, self.max_outstanding),
             seed=seed,
+            skip=skip,
+            warms=self.warm_prefixes,
             warmup=self.warmup_requests,
             flush=self.flush,
             scripted=self.answers == "scripted",

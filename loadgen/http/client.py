@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from loadgen.http.apis import Answer, Api, BadEvent, RequestFields, ServerError
-from loadgen.http.record import Record
+from loadgen.http.record import UNFINISHED, Record
 from loadgen.http.session import Conversation
 from loadgen.http.sse import EventSplitter
 
@@ -70,7 +70,7 @@ class Client:
         except BaseException as error:
             record.error, record.message = _kind(error), str(error)[:300].encode("utf-8", "replace").decode() or None
             if record.error is None:
-                record.error = "interrupted"
+                record.error = UNFINISHED
                 raise
         finally:
             record.end_s = now_s()

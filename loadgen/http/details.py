@@ -12,6 +12,8 @@ from loadgen.harness.report import make_table
 from loadgen.http.summary import POINTS, spread
 
 _MOST_CELLS = 4
+# Share of requests that compute a shared prefix from which on a warning says so.
+_MANY_COLD = 0.2
 _NAMES = {
     "ttft": "time to first token (TTFT)",
     "tpot": "time per output token (TPOT)",
@@ -67,6 +69,8 @@ def _figures(run: dict[str, Any]) -> Table:
     for name, cpu_s in used_s.items():
         if cpu_s and run["output_tokens"]:
             rows[f"CPU of the {name}, us a token"] = f"{1e6 * cpu_s / run['output_tokens']:.0f}"
+    if run.get("unfinished"):  # earlier files lack it
+        rows["running when the run ended"] = f"{run['unfinished']}"
     rows |= {f"failed: {kind}": f"{number}" for kind, number in run["errors"].items()}
     table = make_table("", ("", ""), rows.items())
     table.show_header = False
@@ -80,5 +84,12 @@ def _warnings(run: dict[str, Any]) -> Iterator[str]:
         yield f"{run['wrong_length']} answers have another length than was asked for"
     if run["output_tokens_counted_by"] == ["pieces"]:
         yield "the server reports no usage: every piece of a stream was counted as one token"
+    if (cold := run["facts"].get("before_prefix", 0)) > _MANY_COLD * run["completed"]:
+        yield (
+            f"{cold} of {run['completed']} complete requests came before their shared prefix was in the cache; "
+            "--warm-prefixes sends each prefix once before the run"
+        )
+    if run["facts"].get("same_lines"):
+        yield "every load sent the same lines, so later loads find them cached; --requests N takes other lines for each"
     for kind, message in run["error_examples"].items():
         yield f"failed, {kind}: {message}" if message else f"failed, {kind}"

@@ -38,6 +38,7 @@ class Load:
     """One run of requests.
 
     Attributes:
+        begun: number of sessions begun so far.
         records: the records of the requests sent so far.
         ended_by: what ended the run, in words.
 
@@ -68,7 +69,7 @@ class Load:
         self._ended = ended
         self._uncounted: list[tuple[Record, str, str]] = []
         self._taken = 0
-        self._begun = 0
+        self.begun = 0
         self._failures = 0
         self.records: list[Record] = []
         self.ended_by = "the workload's end"
@@ -78,7 +79,7 @@ class Load:
         return time.perf_counter() - self._begin
 
     async def run(self) -> None:
-        """Run to the end. Cancellation records the running requests as interrupted."""
+        """Run to the end. Cancellation records the running requests as unfinished."""
         self._begin = time.perf_counter()
         work = asyncio.create_task(self._closed() if isinstance(self._arrivals, Closed) else self._open())
         limit = self._bounds.duration_s
@@ -147,7 +148,7 @@ class Load:
     async def _session(self, session: Session, scheduled_s: float | None) -> bool:
         """Send the turns until one fails or the run ends; False after a failure."""
         conversation = Conversation(session.dialogue)
-        number, self._begun = self._begun, self._begun + 1
+        number, self.begun = self.begun, self.begun + 1
         for i, turn in enumerate(session.turns):
             if scheduled_s is not None and not await self._wait_until(scheduled_s):
                 return True

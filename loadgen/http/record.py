@@ -4,6 +4,9 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
+# Kind of error of a request that was still running when the run ended; it is no failure.
+UNFINISHED = "unfinished"
+
 
 @dataclass
 class Record:

@@ -20,7 +20,7 @@ from loadgen.http.record import Record
 from loadgen.http.scrape import difference, scrape
 from loadgen.http.session import Session
 from loadgen.http.slo import Slo
-from loadgen.http.summary import summarise
+from loadgen.http.summary import before_prefix, summarise
 from loadgen.http.target import Target, find_fixed_output, find_model, word_cost
 from loadgen.http.tokens import TokenCounter
 from loadgen.http.workloads import Source, Workload
@@ -35,7 +35,9 @@ class Plan:
 
     Attributes:
         seed: of texts, lengths and arrivals.
+        skip: number of sessions that are left out.
         warmup: uncounted requests of other text that are sent first.
+        warms: whether each prefix that the workload shares is sent once, uncounted, before the run.
         flush: whether the server's cache is flushed after the warm-up.
         scripted: whether later turns build on the workload's answers instead of the server's.
     """
@@ -44,7 +46,9 @@ class Plan:
     arrivals: Arrivals
     bounds: Bounds
     seed: int
+    skip: int = 0
     warmup: int = 0
+    warms: bool = False
     flush: bool = False
     scripted: bool = False
     slo: Slo | None = None
@@ -52,10 +56,17 @@ class Plan:
 
     def sessions(self, cost: Cost) -> Iterator[Session]:
         """The sessions. Raises ValueError before the run if a file cannot be read."""
-        rng = random.Random(self.seed)
-        sessions = self.workload.sessions(Source(rng, Prose(rng, cost)))
+        sessions = itertools.islice(self.workload.sessions(self._source(cost)), self.skip, None)
         first = next(sessions, None)
         return iter(()) if first is None else itertools.chain([first], sessions)
+
+    def prefixes(self, cost: Cost) -> list[Session]:
+        """A session for each prefix that the sessions share."""
+        return list(self.workload.prefixes(self._source(cost)))
+
+    def _source(self, cost: Cost) -> Source:
+        rng = random.Random(self.seed)
+        return Source(rng, Prose(rng, cost))
 
 
 @dataclass(frozen=True)
@@ -123,6 +134,7 @@ def execute(prepared: Prepared, plan: Plan, ended: Ended = lambda record: None) 
 async def _execute(prepared: Prepared, plan: Plan, ended: Ended) -> Result:
     target, started = prepared.target, datetime.now(UTC)
     sessions, rng = plan.sessions(prepared.cost), random.Random(plan.seed)
+    prefixes = plan.prefixes(prepared.cost)
     # The timeout of a scrape is at most that of a request.
     scraping_s = min(_SCRAPE_S, plan.timeouts.stall_s)
     before, flushed, interrupted, lag = None, None, False, LagMeter()
@@ -133,6 +145,8 @@ async def _execute(prepared: Prepared, plan: Plan, ended: Ended) -> Result:
                 await _warm_up(prepared, plan, client)
             if plan.flush:
                 flushed = await asyncio.to_thread(_flush, target)
+            if plan.warms:
+                await _warm(plan, client, prefixes)
             before = await scrape(target.url, target.key, scraping_s)
             async with lag:
                 await load.run()
@@ -148,6 +162,8 @@ async def _execute(prepared: Prepared, plan: Plan, ended: Ended) -> Result:
         "workload": {"kind": type(plan.workload).__name__} | {k: str(v) for k, v in vars(plan.workload).items()},
         "arrivals": str(plan.arrivals),
         "seed": plan.seed,
+        "sessions": load.begun,
+        "before_prefix": before_prefix(load.records) if prefixes and not plan.warms else 0,
         "flushed": flushed,
         "client": lag.result(),
         "server_metrics": difference(before, after),
@@ -162,6 +178,11 @@ async def _warm_up(prepared: Prepared, plan: Plan, client: Client) -> None:
     concurrency = plan.arrivals.concurrency if isinstance(plan.arrivals, Closed) else 1
     bounds = replace(plan.bounds, requests=plan.warmup, duration_s=None)
     await Load(client, sessions, Closed(min(concurrency, plan.warmup)), bounds, random.Random(plan.seed)).run()
+
+
+async def _warm(plan: Plan, client: Client, prefixes: list[Session]) -> None:
+    bounds = replace(plan.bounds, requests=None, duration_s=None)
+    await Load(client, iter(prefixes), Closed(1), bounds, random.Random(plan.seed)).run()
 
 
 def _flush(target: Target) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from loadgen.http.record import Record
+from loadgen.http.record import UNFINISHED, Record
 from loadgen.http.slo import Slo
 
 _PERCENTILES = (50, 90, 95, 99)
@@ -45,9 +45,19 @@ def hit_ratio(records: Sequence[Record]) -> float | None:
     return sum(r.cached_tokens or 0 for r in told) / asked if asked else None
 
 
+def before_prefix(records: Sequence[Record]) -> int:
+    """Complete requests that were sent before any answer behind their shared prefix had begun."""
+    begun_s: dict[str, float] = {}
+    for record in records:
+        if record.group and record.first_s is not None:
+            begun_s[record.group] = min(begun_s.get(record.group, record.first_s), record.first_s)
+    return sum(r.ok and r.group in begun_s and r.sent_s < begun_s[r.group] for r in records)
+
+
 def summarise(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]:
     """All figures as JSON data: a list for each kind of latency, in seconds; throughput per second of the whole run."""
     good = [record for record in records if record.ok]
+    failed = [record for record in records if record.error not in (None, UNFINISHED)]
     seconds = max(r.end_s for r in records) - min(r.scheduled_s for r in records) if records else 0.0
     inputs, outputs = sum(r.prompt_tokens or 0 for r in good), sum(r.output_tokens for r in good)
 
@@ -57,9 +67,10 @@ def summarise(records: Sequence[Record], slo: Slo | None = None) -> dict[str, An
     summary: dict[str, Any] = {
         "count": len(records),
         "completed": len(good),
-        "failed": len(records) - len(good),
-        "errors": dict(Counter(r.error for r in records if r.error is not None)),
-        "error_examples": {r.error: r.message for r in reversed(records) if r.error is not None},
+        "failed": len(failed),
+        "unfinished": len(records) - len(good) - len(failed),
+        "errors": dict(Counter(r.error for r in failed)),
+        "error_examples": {r.error: r.message for r in reversed(failed)},
         "seconds": seconds,
         "input_tokens": inputs,
         "output_tokens": outputs,

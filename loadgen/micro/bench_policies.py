@@ -119,7 +119,8 @@ def advice(traffic: Traffic, hits: dict[str, dict[int, float]]) -> str:
     best = max(POLICIES, key=lambda policy: hits[policy][middle])
     enough = next((blocks for blocks in capacities if hits[best][blocks] >= 0.9 * most), capacities[-1])
     said = [
-        f"{most:.1f} % of the prompt tokens were there before, and no cache can find more.",
+        f"{most:.1f} % of the prompt tokens were in whole blocks of {size} tokens of earlier prompts, as the trace has "
+        "them. A server also finds parts of blocks, and what its own answers left.",
         f"A pool of {enough * size:,} tokens (--pool-tokens) finds {hits[best][enough]:.1f} % with "
         f"--eviction-policy {best}; one of {least * size:,} finds {hits[best][least]:.1f} %.",
     ]

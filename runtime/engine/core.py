@@ -18,7 +18,7 @@ from runtime.execution.device import choose_device, choose_overlap, is_lost, is_
 from runtime.execution.executor import Executor
 from runtime.kv.cache import PagedCache
 from runtime.kv.lookup import count_miss
-from runtime.protocol import Abort, AddRequest, Ask, Finish, Forget, Inbound, ModelInfo, Reply, TokenEvent
+from runtime.protocol import Abort, AddRequest, Ask, Finish, Forget, Inbound, ModelInfo, Reply, Sampling, TokenEvent
 from runtime.request import Decoding, Request, Strategy, Work
 from runtime.reuse.planner import Planner
 from runtime.sampler_state import SampledTokens, StepResult
@@ -105,7 +105,7 @@ class EngineCore:
         self.requests: dict[str, Request] = {}
         self.install([])
         self._in_flight: InFlight | None = None
-        self._serial, self._step_s = 0, 0.0
+        self._serial, self._step_s, self._common = 0, 0.0, Sampling()
 
     def install(self, parts: Sequence[Part]) -> None:
         """Set the parts."""
@@ -155,7 +155,9 @@ class EngineCore:
     def handle(self, message: Inbound) -> list[TokenEvent]:
         """Handle a message; returns the terminal events of requests that it ends."""
         if isinstance(message, AddRequest):
-            return self.add(message)
+            return self.add(self._common.complete(message))
+        if isinstance(message, Sampling):
+            self._common = message
         if isinstance(message, Abort):
             return self.abort(message.rid)
         if isinstance(message, Ask):

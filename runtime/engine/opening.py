@@ -101,6 +101,8 @@ def _describe_model(config: Config, executor: Executor, path: Path) -> ModelInfo
         page_size=page_size,
         pool_tokens=executor.pool.num_pages * page_size,
         model_impl=executor.implementation,
+        attention_note=executor.backend_note,
+        quantization=executor.quantization,
     )
 
 

@@ -1,12 +1,12 @@
 """Choice of device, dtype, attention backend and overlap from the options."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from runtime.config import Config, ModelConfig
 from runtime.errors import ModelError
+from runtime.execution.flashinfer_package import flashinfer_fault
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -47,20 +47,24 @@ def wants_native(config: Config, device: torch.device) -> bool:
 
 
 def choose_attention(config: ModelConfig, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """The backend of `--kernels`; auto is FlashInfer on CUDA if it is installed and supports dtype and head size."""
-    installed = find_spec("flashinfer") is not None
+    """The backend of `--kernels`; auto is FlashInfer on CUDA, unless `flashinfer_unfit` says why not."""
+    unfit = flashinfer_unfit(device, dtype, head_dim)
     if config.kernels == "flashinfer":
-        if device.type != "cuda":
-            raise ModelError(f"--kernels flashinfer needs CUDA; the device is {device}")
-        if not installed:
-            raise ModelError("--kernels flashinfer: FlashInfer is missing: `make extra-cuda`")
-        if dtype == torch.float32:
-            raise ModelError("--kernels flashinfer has no float32; take --dtype bfloat16")
-        if head_dim not in _HEAD_DIMS:
-            raise ModelError(f"--kernels flashinfer has heads of 64, 128 or 256; the model's have {head_dim}")
+        if unfit is not None:
+            raise ModelError(f"--kernels flashinfer: {unfit}")
         return "flashinfer"
-    automatic = config.kernels == "auto" and device.type == "cuda" and installed
-    return "flashinfer" if automatic and dtype != torch.float32 and head_dim in _HEAD_DIMS else "cpu"
+    return "flashinfer" if config.kernels == "auto" and unfit is None else "torch"
+
+
+def flashinfer_unfit(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why FlashInfer cannot compute a model on a device; None: nothing is known before it is tried."""
+    if device.type != "cuda":
+        return f"FlashInfer needs CUDA; the device is {device}"
+    if (fault := flashinfer_fault()) is not None:
+        return fault
+    if dtype == torch.float32:
+        return "FlashInfer has no float32; take --dtype bfloat16"
+    return None if head_dim in _HEAD_DIMS else f"FlashInfer has heads of 64, 128 or 256; the model's have {head_dim}"
 
 
 def choose_overlap(config: Config, device: torch.device) -> bool:

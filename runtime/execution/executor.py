@@ -2,6 +2,7 @@
 
 import logging
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,23 +11,33 @@ from typing import Any, Protocol
 import torch
 
 from runtime.batch import ForwardBatch
-from runtime.config import Config, ModelCode, ModelConfig, unusable
+from runtime.config import Config, ModelCode, unusable
 from runtime.errors import EngineDead, ModelError
 from runtime.execution.attention.backend import AttentionBackend
-from runtime.execution.attention.cpu import CPUAttention, Scores
 from runtime.execution.attention.flashinfer import FlashInferAttention
+from runtime.execution.attention.fused import open_torch_attention
+from runtime.execution.attention.torch_attention import Scores
 from runtime.execution.attention.windows import Window, narrowed
-from runtime.execution.device import choose_attention, choose_device, choose_dtype, is_out_of_memory, wants_native
+from runtime.execution.device import (
+    choose_attention,
+    choose_device,
+    choose_dtype,
+    flashinfer_unfit,
+    is_lost,
+    is_out_of_memory,
+    wants_native,
+)
+from runtime.execution.flashinfer_package import COST
 from runtime.execution.graphs import DecodeGraphs
-from runtime.execution.llama import LlamaModel
+from runtime.execution.loading import load_model
 from runtime.execution.native.choosing import NativeChoosing
 from runtime.execution.native.decoder import NativeDecoder
 from runtime.execution.native.library import Library, load_best
 from runtime.execution.ops import FlashInferOps, Ops
 from runtime.execution.parallel.group import RankGroup
+from runtime.execution.readiness import capture_graphs, find_fault
 from runtime.execution.sizing import (
     bytes_per_token,
-    check_weights,
     choose_context_length,
     choose_kv_dtype,
     near_share,
@@ -38,12 +49,10 @@ from runtime.kv.pool import KVPool
 from runtime.kv.states import StatePool
 from runtime.models.adapters.lora import LoraAdapter
 from runtime.models.config_json import read_json
-from runtime.models.gguf_tensors import GGUFTensors
 from runtime.models.implementation import is_diffusion_gemma, own_spec
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.shards import Shard, split_spec
 from runtime.models.spec import LlamaSpec, ModelSpec
-from runtime.models.weights import load_vectors, load_weights, random_weights
 from runtime.sampler_state import Choosing
 
 log = logging.getLogger("ramet.engine")
@@ -70,7 +79,8 @@ class Executor:
     """Runs `ForwardBatch`es.
 
     Attributes:
-        backend_name: attention kernels: `native-` and an instruction set, `cpu` (torch) or `flashinfer`.
+        backend_name: attention kernels: `native-` and an instruction set, `torch` or `flashinfer`.
+        backend_note: why torch computes on a GPU in place of FlashInfer, and what this costs; empty otherwise.
         least_saved_tokens: see `AttentionBackend`.
         choosing: chooses tokens with the kernels; None: use torch.
         implementation: `ramet` or `transformers`: the code that computes the model.
@@ -92,6 +102,7 @@ class Executor:
     project: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
     soften: Callable[[torch.Tensor], torch.Tensor] | None = None
     least_saved_tokens = AttentionBackend.least_saved_tokens
+    backend_note = ""
 
     def __init__(self, config: Config, path: Path, group: RankGroup | None = None):
         """Load the model directory `path`, or with `group` this rank's shard. Raises ModelError."""
@@ -138,43 +149,36 @@ class Executor:
         self.context_length = choose_context_length(config.model, self.spec)
         self.pool = self._make_pool(config, self.spec)
         self.has_windows = any(window.size < self.context_length for window in model.windows)
-        self.backend_name = CPUAttention.name
-        self._forward = partial(model.forward, pool=self.pool, backend=CPUAttention(self.pool), states=self.states)
+        backend = open_torch_attention(self.pool)
+        self.backend_name = backend.name
+        self._note("transformers' code computes the model")
+        self._forward = partial(model.forward, pool=self.pool, backend=backend, states=self.states)
 
     def _open_own(self, config: Config, path: Path, spec: LlamaSpec, library: Library | None) -> None:
         group = self._group
-        backend = "cpu" if spec.needs_torch else choose_attention(config.model, self.device, self.dtype, spec.head_dim)
         self.context_length = choose_context_length(config.model, spec)
+        backend = self._choose_attention(config, spec)
         self.spec = spec = with_near(config, spec, backend)
         share = spec if group is None else split_spec(spec, group.size)
         if spec.near_rope or any(size is not None and size < self.context_length for size in spec.windows):
             self._windows = [None if size is None else Window(size) for size in spec.windows]
             self.has_windows, self._split = True, spec.near_rope is not None
         ops = FlashInferOps(self.context_length, group) if backend == "flashinfer" else Ops(group)
-        check_weights(spec, self.dtype, self.device, group.size if group else 1)
         if self.device.type == "cpu":  # report a pool that is too large before reading the weights
             self._pool_pages(config, share)
         shard = None if group is None else Shard(group.rank, group.size)
-        keeps_codes = library is not None and _keeps_codes(config.model)
-        linked = GGUFTensors.open(path) if keeps_codes else None
-        if config.model.random_weights:
-            weights = random_weights(spec, self.dtype, self.device, shard)
-        elif linked is not None:
-            weights, self.quantization = load_vectors(linked, spec, self.dtype), "gguf"
-        else:
-            weights = load_weights(path, spec, self.dtype, shard)
-            if keeps_codes and spec.experts is not None and spec.experts.packed:
-                self.quantization = "mxfp4"
-        model = LlamaModel(share, weights, self.device, ops, keeps_codes)
+        loaded = load_model(config.model, path, spec, self.dtype, self.device, ops, library is not None, shard)
+        model = loaded.model
+        if self.quantization == "none":
+            self.quantization = loaded.quantization
         self.rope, self._decoder = model.rope, model
-        graphs = self._graph_sizes(config) if backend == "flashinfer" else []
+        graphs = self._graph_sizes(config, model.most_free_rows) if backend == "flashinfer" else []
         self.pool = self._make_pool(config, share, spare_pages=1 if graphs else 0)
         model.states = self.states
         if library is not None:
             threads, bits = config.engine.threads or ALL_THREADS, _BITS.get(config.model.quantization, 0)
-            stored = None if linked is None else (linked, path)
             near_pool = None if self.near is None else self.near.pool
-            self._decoder = native = NativeDecoder(library, model, self.pool, threads, bits, stored, near_pool)
+            self._decoder = native = NativeDecoder(library, model, self.pool, threads, bits, loaded.stored, near_pool)
             self.backend_name, self._forward, self.project = native.name, native.forward, native.project
             self.choosing = NativeChoosing(native.team, native.argmax)
             # After a parallel operation, torch's threads spin on the cores that the kernels use.
@@ -183,15 +187,16 @@ class Executor:
             torch.set_num_threads(config.engine.threads or ALL_THREADS)
             attention: AttentionBackend
             near = None
-            if backend == "cpu":
-                attention = CPUAttention(self.pool, model.rope, [Scores(sinks=sinks) for sinks in model.sinks()])
+            if backend == "torch":
+                attention = open_torch_attention(self.pool, model.rope, [Scores(sinks=one) for one in model.sinks()])
                 if self.near is not None:
                     scores = [Scores(sinks=sinks) for sinks in model.sinks(near=True)]
-                    near = CPUAttention(self.near.pool, scores=scores)
+                    near = open_torch_attention(self.near.pool, scores=scores)
             else:
                 attention = FlashInferAttention(self.pool, model.rope, share.num_heads, self.dtype)
                 if graphs:
                     self._graphs = DecodeGraphs(model, self.pool, attention, graphs, self.context_length)
+                    self._capture(graphs, config.scheduler.max_running)
             self.backend_name = attention.name
             self.least_saved_tokens = attention.least_saved_tokens
             self._forward = partial(model.forward, pool=self.pool, backend=attention, near=near)
@@ -241,13 +246,60 @@ class Executor:
             )
         return library
 
-    def _graph_sizes(self, config: Config) -> list[int]:
-        """Batch sizes of the CUDA graphs; empty with several ranks, for diffusion models and for experts."""
-        experts = isinstance(self.spec, LlamaSpec) and self.spec.experts is not None  # a graph cannot wait for counts
-        if self._group is not None or self.spec.diffusion is not None or experts:
+    def _graph_sizes(self, config: Config, most_rows: float) -> list[int]:
+        """Batch sizes of the CUDA graphs, up to `most_rows`; empty with several ranks and for diffusion models."""
+        if self._group is not None or self.spec.diffusion is not None:
             return []
-        sizes = sorted({int(size) for size in config.engine.cuda_graph_batches.split(",") if size})
-        return [size for size in sizes if size]
+        sizes = {int(size) for size in config.engine.cuda_graph_batches.split(",") if size}
+        return sorted(size for size in sizes if 0 < size <= most_rows)
+
+    def _choose_attention(self, config: Config, spec: LlamaSpec) -> str:
+        """The backend for a model of Ramet's own code. FlashInfer must first compute one step of each kind.
+
+        Raises ModelError if `--kernels flashinfer` cannot be had, or if a failed kernel has made the GPU unusable.
+        """
+        if spec.needs_torch:
+            self._note(f"FlashInfer does not compute {spec.architecture}")
+            return "torch"
+        backend = choose_attention(config.model, self.device, self.dtype, spec.head_dim)
+        if backend == "torch":
+            if (why := flashinfer_unfit(self.device, self.dtype, spec.head_dim)) is not None:
+                self._note(why)
+            else:
+                self._note(f"--kernels {config.model.kernels}", logging.INFO)
+            return backend
+        share, quiet = (spec, False) if self._group is None else (split_spec(spec, self._group.size), True)
+        dtypes = self.dtype, self.kv_dtype
+        fault = find_fault(share, *dtypes, config.cache.page_size, self.device, quiet)
+        if fault is None:
+            return backend
+        if config.model.kernels == "flashinfer":
+            raise ModelError(f"--kernels flashinfer: {fault}")
+        if is_lost(self.device):
+            raise ModelError(f"{fault}. The GPU cannot be used any more; start with --kernels torch")
+        self._note(fault)
+        return "torch"
+
+    def _note(self, why: str, level: int = logging.WARNING) -> None:
+        """Say in the log and in `backend_note` why torch computes in place of FlashInfer, if this is a GPU."""
+        if self.device.type != "cpu":
+            self.backend_note = f"{why}. {COST[0].upper()}{COST[1:]}"
+            log.log(level, "torch computes attention, not FlashInfer: %s", self.backend_note)
+
+    def _capture(self, sizes: list[int], most: int) -> None:
+        """Capture the graphs of decode steps of up to `most` rows. If this fails, steps run without graphs.
+
+        Raises ModelError if the failure has made the GPU unusable.
+        """
+        if self.device.type == "cpu" or self._graphs is None:
+            return
+        try:
+            capture_graphs(self._graphs, sizes[: bisect_left(sizes, most) + 1], self.spec.num_layers)
+        except Exception as error:  # of the driver, the allocator or a kernel
+            if is_lost(self.device):
+                raise ModelError(f"a CUDA graph cannot be captured ({error}): --cuda-graph-batches 0") from None
+            log.warning("decode steps run without CUDA graphs, which cannot be captured: %s", error)
+            self._graphs = None
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
         """Load an adapter for later steps. Raises ModelError if it does not fit the model."""
@@ -288,8 +340,3 @@ class Executor:
 
     def close(self) -> None:
         """End the processes of other ranks."""
-
-
-def _keeps_codes(config: ModelConfig) -> bool:
-    """Whether the weights of a GGUF file, and experts in MXFP4, are computed as they are stored."""
-    return config.quantization == "auto" and config.dtype == "auto" and not config.random_weights

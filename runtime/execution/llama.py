@@ -1,5 +1,6 @@
 """The torch decoder of the Llama family, with layers of attention and recurrent layers."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,13 +10,14 @@ import torch.nn.functional as F
 from runtime.batch import AdapterRows, ForwardBatch, LayerGroup, StateRows
 from runtime.execution.adapters import Adapted, FusedAdapter, add, fuse, rows_within
 from runtime.execution.attention.backend import AttentionBackend
-from runtime.execution.attention.cpu import CPUAttention
+from runtime.execution.attention.torch_attention import TorchAttention
 from runtime.execution.experts import Experts, take_fused
 from runtime.execution.mixers.attention import Attention
 from runtime.execution.mixers.delta_net import DeltaNet
 from runtime.execution.mixers.latent import LatentAttention
 from runtime.execution.mixers.mixer import Attend, LayerWeights, MixedRows, Mixer
 from runtime.execution.mixers.short_conv import ShortConv
+from runtime.execution.mixers.state_plan import plan_states
 from runtime.execution.ops import Ops
 from runtime.execution.transfers import upload
 from runtime.kv.pool import KVPool
@@ -59,6 +61,7 @@ class LlamaModel:
         near_rope: rotary embedding of layers with a window.
         embedding_scale: factor on embeddings, rounded to the dtype of the weights.
         states: the pool of recurrent states, which the executor sets; None: there are no recurrent layers.
+        is_chunked: whether recurrent layers compute all sequences of a step together, see `StatePlan`.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class LlamaModel:
         self.keeps_codes = keeps_codes
         self.ops = ops or Ops()
         self.states: StatePool | None = None
+        self.is_chunked = device.type != "cpu"
         if spec.centered:
             _finish_norms(weights, spec)
         self.embedding = weights.pop("model.embed_tokens.weight").to(device)
@@ -102,6 +106,13 @@ class LlamaModel:
         layers = (layer.mixer for i, layer in enumerate(self.layers) if (i in self.spec.near) == near)
         return [mixer.sinks for mixer in layers if isinstance(mixer, Attention)]
 
+    @property
+    def most_free_rows(self) -> float:
+        """See `Experts`; without experts, there is no limit."""
+        return min(
+            (layer.experts.most_free_rows for layer in self.layers if layer.experts is not None), default=math.inf
+        )
+
     def load_adapter(self, adapter: LoraAdapter) -> None:
         """Load an adapter. Raises ModelError if it does not fit the model."""
         dtype, device = self.embedding.dtype, self.embedding.device
@@ -111,7 +122,7 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward(
-        self, batch: ForwardBatch, pool: KVPool, backend: AttentionBackend, near: CPUAttention | None = None
+        self, batch: ForwardBatch, pool: KVPool, backend: AttentionBackend, near: TorchAttention | None = None
     ) -> torch.Tensor:
         """Run one step: write new K and V into `pool` and return float32 logits [S, vocab] of `logits_rows`.
 
@@ -181,6 +192,8 @@ class LlamaModel:
         is_near = bool(self.spec.windows) and self.spec.windows[layers.start] is not None
         angles = ops.angles(self.near_rope if is_near else self.rope, positions)
         rows = MixedRows(attend, angles, adapted, states, self.states)
+        if states and self.is_chunked and self.spec.recurrence is not None:
+            rows.state_plan = plan_states(states, self.spec.recurrence.width, x.device)
         normed = ops.rms_norm(x, self.layers[layers.start].input_norm, eps)
         for index in layers:
             layer = self.layers[index]

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from runtime.execution.coded_products import CodedTensor
 from runtime.execution.flashinfer_package import load_flashinfer
 from runtime.execution.parallel.group import RankGroup
 from runtime.models.rope import RotaryEmbedding, rotate
@@ -30,6 +31,8 @@ class Ops:
         """x + y @ weight^T (+ bias), summed over ranks, each of which has some columns of `weight`."""
         if self.group is not None:
             return self.group.sum(F.linear(y, weight, bias)).add_(x)
+        if isinstance(weight, CodedTensor):
+            return F.linear(y, weight, bias).add_(x)
         # The residual is added within the matrix product.
         out = torch.addmm(x, y, weight.t())
         return out if bias is None else out.add_(bias)

@@ -22,14 +22,17 @@ _TYPICAL = 2048
 _SPARE = 0.15
 
 
-def check_weights(spec: LlamaSpec, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> None:
-    """Raise ModelError if a rank's weights do not fit into what is free of its GPU."""
+def check_weights(
+    spec: LlamaSpec, dtype: torch.dtype, device: torch.device, num_ranks: int = 1, needed: int | None = None
+) -> None:
+    """Raise ModelError if a rank's weights do not fit into what is free of its GPU. `needed`: their bytes, if known."""
     if device.type != "cuda":
         return
     free, total = torch.cuda.mem_get_info(device)
-    expected = spec.unpacked.expected_tensors()
-    needed = sum(math.prod(shape) // share_of(name, num_ranks) for name, shape in expected.items())
-    needed *= dtype.itemsize
+    if needed is None:
+        expected = spec.unpacked.expected_tensors()
+        needed = sum(math.prod(shape) // share_of(name, num_ranks) for name, shape in expected.items())
+        needed *= dtype.itemsize
     if needed > free:
         raise ModelError(
             f"the model's weights take {needed / _GIB:.1f} GiB of {device}, of which {free / _GIB:.1f} of "
@@ -84,7 +87,8 @@ def choose_kv_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
 
 def with_near(config: Config, spec: LlamaSpec, backend: str) -> LlamaSpec:
     """The spec with the layers whose windows are so small that a pool of their own saves memory."""
-    if backend != "cpu" or config.model.tensor_parallel > 1 or config.tiers.any:  # a tier keeps the rows of all layers
+    # A tier keeps the rows of all layers.
+    if backend != "torch" or config.model.tensor_parallel > 1 or config.tiers.any:
         return spec
     context_length = choose_context_length(config.model, spec)
     sizes = {size for size in spec.windows if size is not None and size < context_length}
@@ -115,7 +119,7 @@ def pool_tokens(config: Config, spec: LlamaSpec) -> int | None:
     if device.type == "cuda" and cache.pool_tokens is None and cache.pool_memory is None:
         return None
     dtype = choose_dtype(model, device, wants_native(config, device) and load_best() is not None)
-    backend = "cpu" if spec.needs_torch else choose_attention(model, device, dtype, spec.head_dim)
+    backend = "torch" if spec.needs_torch else choose_attention(model, device, dtype, spec.head_dim)
     share = split_spec(with_near(config, spec, backend), model.tensor_parallel)
     per_token = bytes_per_token(config, share, choose_kv_dtype(cache, dtype))
     return pool_pages(cache, per_token, device) * cache.page_size

@@ -96,19 +96,23 @@ class KVPool:
                 target[:, at : at + stop - first] = source[:, first:stop]
         return found if self.others is None else self.others.gather(pages, found)
 
-    def write_pages(self, pages: Sequence[int], data: memoryview | np.ndarray, skipped: int = 0) -> None:
-        """Fill pages with bytes of `read_pages`, which begin with `skipped` other pages.
+    def write_pages(self, pages: Sequence[int], data: memoryview | np.ndarray | torch.Tensor, skipped: int = 0) -> None:
+        """Fill pages with bytes of `read_pages`, which begin with `skipped` other pages. A tensor is this rank's.
 
         Raises ValueError if the number of bytes is wrong.
         """
         if self.before_write is not None:
             self.before_write(pages)
         shape = (self.ranks, len(self._pages), len(self._pages[0]), skipped + len(pages), self._pages[0].shape[2])
-        mine, *theirs = np.frombuffer(data, dtype=np.uint8).reshape(shape)[:, :, :, skipped:]
-        if self.others is not None:
-            self.others.scatter(pages, theirs)
         on_host = self.k.device.type == "cpu"
-        for half, own in zip(mine if on_host else torch.tensor(mine, device=self.k.device), self._pages, strict=True):
+        if isinstance(data, torch.Tensor):
+            mine = (data.numpy() if on_host else data).reshape(shape)[0, :, :, skipped:]
+        else:
+            mine, *theirs = np.frombuffer(data, dtype=np.uint8).reshape(shape)[:, :, :, skipped:]
+            if self.others is not None:
+                self.others.scatter(pages, theirs)
+            mine = mine if on_host else torch.tensor(mine, device=self.k.device)
+        for half, own in zip(mine, self._pages, strict=True):
             target = own.numpy() if on_host else own
             for at, first, stop in _runs(pages):
                 target[:, first:stop] = half[:, at : at + stop - first]

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from runtime.kv.pool import zeros
@@ -40,16 +39,15 @@ class StatePool:
         for tensor in self.tensors:
             tensor[target] = tensor[source]
 
-    def read(self, slot: int, size: int) -> np.ndarray:
-        """A copy of a slot, uint8 [size], with zeros behind the `state_bytes`."""
-        parts = [tensor[slot].cpu().numpy().reshape(-1).view(np.uint8) for tensor in self.tensors]
-        return np.concatenate((*parts, np.zeros(size - self.state_bytes, dtype=np.uint8)))
+    def read(self, slot: int, size: int) -> torch.Tensor:
+        """A copy of a slot, uint8 [size] on the device, with zeros behind the `state_bytes`."""
+        parts = [tensor[slot].flatten().view(torch.uint8) for tensor in self.tensors]
+        return torch.cat((*parts, parts[0].new_zeros(size - self.state_bytes)))
 
-    def write(self, slot: int, data: np.ndarray) -> None:
+    def write(self, slot: int, data: torch.Tensor) -> None:
         """Fill a slot with bytes of `read`, which other bytes may follow."""
-        at = 0
+        whole, at = data[: self.state_bytes].view(torch.float32), 0
         for tensor in self.tensors:
-            size = math.prod(tensor.shape[1:]) * 4
-            values = np.ascontiguousarray(data[at : at + size]).view(np.float32)
-            tensor[slot] = torch.from_numpy(values).view(tensor.shape[1:]).to(tensor.device)
+            size = math.prod(tensor.shape[1:])
+            tensor[slot] = whole[at : at + size].view(tensor.shape[1:])
             at += size

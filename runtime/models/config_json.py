@@ -57,15 +57,6 @@ def positive_size(config: dict[str, Any], name: str, default: int | None = None)
     return value
 
 
-def refuse_quantised(config: dict[str, Any]) -> None:
-    """Raise ModelError for a quantised checkpoint."""
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ModelError(
-            f"the checkpoint is quantised with {method!r}; supported are float32, bfloat16 and float16 weights"
-        )
-
-
 def token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
     """The distinct ids of several configuration values, each an id, a list or None. Raises ModelError."""
     found: list[int] = []

@@ -7,6 +7,7 @@ from typing import Any
 from runtime.errors import ModelError
 from runtime.models.config_json import Unsupported
 from runtime.models.latent import LATENT
+from runtime.models.quantization import method_of
 
 # Number of values that share a scale.
 MXFP4_BLOCK = 32
@@ -168,7 +169,7 @@ def _gpt_oss(config: dict[str, Any]) -> ExpertSpec:
         config["intermediate_size"],
         limit=_positive(config, "swiglu_limit", 7.0),
         alpha=_positive(config, "swiglu_alpha", 1.702),
-        packed=bool(config.get("quantization_config")),
+        packed=method_of(config) == "mxfp4",
         fused=not config.get("experts_separate"),
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from runtime.errors import ModelError
 from runtime.models.gguf_hybrid import GRANITE, HYBRIDS, expert_keys, gpt_oss_keys, granite_tensors, hybrid_keys
-from runtime.models.gguf_tensors import ROPE_FACTORS, GGUFTensors, read_gguf
+from runtime.models.gguf_tensors import ROPE_FACTORS, GGUFTensors, parts_of, read_gguf
 from runtime.models.spec import LlamaSpec
 
 ARCHITECTURES = {
@@ -25,12 +25,16 @@ ARCHITECTURES = {
 }
 
 # Texts of tokens that end an answer. Files name one or two of them, and models write others as well.
-_ENDS = ("<|call|>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
+_ENDS = (
+    *("<|call|>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"),
+    *("<EOT>", "[EOT]", "<end_of_utterance>", "<｜end▁of▁sentence｜>"),
+)
 
 
 def convert_gguf(path: Path, work: Path, linked: bool = False, rounded: bool = False) -> None:
-    """Convert a GGUF file into a Hugging Face model directory, written to the existing directory `work`.
+    """Convert a GGUF file, or all parts of one, into a Hugging Face model directory.
 
+    It is written to the existing directory `work`.
     Quantised tensors become float32, which is exact, or bfloat16 with `rounded`; float16 and bfloat16 tensors keep
     their type. Only one tensor at a time is in memory. With `linked`, the directory has no tensors: it names the file,
     unless transformers' code computes the model.
@@ -39,6 +43,7 @@ def convert_gguf(path: Path, work: Path, linked: bool = False, rounded: bool = F
         ModelError: if the file is not a complete GGUF file of a supported architecture.
         OSError: if the disk is full.
     """
+    path = parts_of(path)[0]
     metadata, tensors = read_gguf(path)
     config = write_config(path, metadata, tensors, work)
     with _as_model_error(path):

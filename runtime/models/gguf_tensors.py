@@ -4,12 +4,14 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from runtime.errors import ModelError
+from runtime.models.ggml import Codes, can_decode, decode
 from runtime.models.gguf_header import check_counts, check_header
 from runtime.models.spec import LlamaSpec
 
@@ -19,12 +21,54 @@ ROPE_FACTORS = "rope_freqs.weight"
 GGUF_LINK = "gguf.json"
 # An expert's number in a name, and what stands before it.
 _EXPERT = re.compile(r"(\.experts)\.(\d+)\.")
+# The number of a part, and of all parts, at the end of a file's name.
+_PART = re.compile(r"-(\d{5})-of-(\d{5})$")
 # The types that a conversion keeps: safetensors' name, and bytes per value.
 _FLOATS = {"F16": ("F16", 2), "BF16": ("BF16", 2)}
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a file's content is GGUF, whatever its name. False for a file that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
+
+
+def name_without_part(path: Path) -> str:
+    """The name of a GGUF file without its suffix, and without the number of its part."""
+    return _PART.sub("", path.stem)
+
+
+def parts_of(path: Path) -> list[Path]:
+    """All parts of the model that a file is a part of, as its name says; the file itself if it is whole."""
+    if (found := _PART.search(path.stem)) is None:
+        return [path]
+    count = int(found[2])
+    return [path.with_name(f"{name_without_part(path)}-{i:05}-of-{count:05}{path.suffix}") for i in range(1, count + 1)]
+
+
 def read_gguf(path: Path) -> tuple[dict[str, Any], list[Any]]:
-    """Metadata and tensors of a file. Raises ModelError."""
+    """Metadata and tensors of a file, or of all files that it is a part of. Raises ModelError.
+
+    The offsets of tensors count through all parts as if they were one file.
+    """
+    parts = parts_of(path)
+    if missing := [part.name for part in parts if not part.exists()]:
+        raise ModelError(f"{path} is one of {len(parts)} parts, and {missing[0]} is missing beside it")
+    metadata, tensors = _read_one(parts[0])
+    if (count := metadata.get("split.count", 1)) != len(parts):
+        raise ModelError(f"{path} is one of {count} parts; the names of parts must end like -00001-of-00003.gguf")
+    offset = parts[0].stat().st_size
+    for part in parts[1:]:
+        tensors += [tensor._replace(data_offset=tensor.data_offset + offset) for tensor in _read_one(part)[1]]
+        offset += part.stat().st_size
+    check_counts(path, metadata, tensors)
+    return metadata, tensors
+
+
+def _read_one(path: Path) -> tuple[dict[str, Any], list[Any]]:
     import gguf
 
     try:
@@ -39,9 +83,6 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], list[Any]]:
             raise ModelError(f"{path} is a big-endian GGUF file; supported are little-endian ones")
         # Large arrays are decoded once here; the reader's accessor of a single element is quadratic.
         metadata = {name: field.contents() for name, field in reader.fields.items()}
-        if metadata.get("split.count", 1) > 1:
-            raise ModelError(f"{path} is one of {metadata['split.count']} parts; join them to one file first")
-        check_counts(path, metadata, reader.tensors)
     except ModelError:
         raise
     except Exception as error:  # the reader has no exception type: a truncated file raises almost anything
@@ -52,12 +93,14 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], list[Any]]:
 class GGUFTensors:
     """The tensors of a model in a GGUF file, in the order of `LlamaSpec.expected_tensors`.
 
-    `tensors`: by Hugging Face name: GGUF's name of the type, the shape, and the offset in the file.
+    `tensors`: by Hugging Face name: GGUF's name of the type, the shape, and the offset (see `read_gguf`).
     """
+
+    name = "gguf"
 
     def __init__(self, path: Path, tensors: dict[str, list[Any]], heads: dict[str, int], norm_offset: float):
         self.path, self._tensors, self._heads, self._norm_offset = path, tensors, heads, norm_offset
-        self._file = np.memmap(path, np.uint8, "r")
+        self._files = [np.memmap(part, np.uint8, "r") for part in parts_of(path)]
 
     @classmethod
     def named(cls, path: Path, tensors: list[Any], architecture: str, spec: LlamaSpec) -> "GGUFTensors":
@@ -102,8 +145,10 @@ class GGUFTensors:
 
     def link(self, directory: Path) -> None:
         """Let `open` find the tensors without reading the file's metadata, which takes seconds."""
+        # The target of a symbolic link need not have the name of a part.
+        path = self.path.resolve() if len(self._files) == 1 else self.path.absolute()
         found = {
-            "path": str(self.path.resolve()),
+            "path": str(path),
             "tensors": self._tensors,
             "heads": self._heads,
             "norm_offset": self._norm_offset,
@@ -124,11 +169,25 @@ class GGUFTensors:
         kind, shape, offset = self._tensors[name]
         values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
         width = math.prod(shape[1:]) // values * size
-        rows = self._file[offset : offset + shape[0] * width].reshape(-1, width)
+        file = 0
+        while offset >= len(self._files[file]):
+            offset, file = offset - len(self._files[file]), file + 1
+        rows = self._files[file][offset : offset + shape[0] * width].reshape(-1, width)
         if (heads := self._heads.get(name.split(".")[-2])) is None:
             return rows
         # In the order for rotation by halves.
         return rows.reshape(heads, len(rows) // heads // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
+
+    def sample(self, name: str) -> Codes | None:
+        """The codes of one row; None: the type has none."""
+        kind = self.kind(name)
+        return decode(self.blocks(name)[:1], kind) if can_decode(kind) else None
+
+    def reader(self, runs: Iterable[tuple[str, np.ndarray]]) -> Callable[[np.ndarray], Codes]:
+        """Reads codes of the rows that runs name one after the other: tensors of one type, and rows of each."""
+        runs = list(runs)
+        kind, blocks = self.kind(runs[0][0]), np.concatenate([self.blocks(name)[rows] for name, rows in runs])
+        return lambda wanted: decode(blocks[wanted], kind)
 
     def values(self, name: str) -> np.ndarray:
         """The values of a tensor as float32, or as uint16 words of a 16-bit type, in its own shape."""

@@ -3,31 +3,25 @@
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from runtime.errors import ModelError
+from runtime.models.pre_tokenizers import Cuts, cuts_of
+from runtime.models.tokenizer import PLAIN_TEMPLATE
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 # SentencePiece's spelling of a space.
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Forms of a chat for files without a template: ChatML where the vocabulary has its tags, else names and colons.
+_CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3", "lfm2")
-_QWEN2_NAMES = ("qwen2", "deepseek-r1-qwen")
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-# Marks belong to the letters before them.
-_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
-
-# Words also end between lower and upper case.
-_START, _END = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_GPT4O = (
-    f"{_START}{_UPPER}*{_LOWER}+{_END}{_START}{_UPPER}+{_LOWER}*{_END}"
-    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_NAMES = (
+    "{{ bos_token or '' }}{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n\n"
+    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 
 
@@ -40,7 +34,7 @@ def build_tokenizer(path: Path, metadata: dict[str, Any]) -> tuple[Tokenizer, di
     if kind == "gpt2":
         fast = _byte_level(path, metadata, tokens)
     elif kind == "llama":
-        fast = _sentencepiece(metadata, tokens)
+        fast = _sentencepiece(path, metadata, tokens)
     else:
         raise ModelError(f"{path.name}: tokenizer {kind!r}; supported in GGUF are 'gpt2' and 'llama'")
     types = metadata.get("tokenizer.ggml.token_type") or []
@@ -48,47 +42,41 @@ def build_tokenizer(path: Path, metadata: dict[str, Any]) -> tuple[Tokenizer, di
     for wanted, add in ((_CONTROL, fast.add_special_tokens), (_USER_DEFINED, fast.add_tokens)):
         found = (token for token, token_type in zip(tokens, types, strict=False) if token_type == wanted)
         add([AddedToken(token, normalized=False, special=wanted == _CONTROL) for token in found])
-    return fast, _settings(metadata, tokens, fast, kind)
+    # A file that does not say whether prompts begin with the BOS leaves it to its kind.
+    begins = kind == "llama" or _cuts(path.name, metadata).begins
+    return fast, _settings(metadata, tokens, fast, metadata.get("tokenizer.ggml.add_bos_token", begins))
 
 
 def _byte_level(path: Path, metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or []]
-    pre = metadata.get("tokenizer.ggml.pre", "default")
+    cuts = _cuts(path.name, metadata)
     vocab = {token: i for i, token in enumerate(tokens)}
     try:
-        fast = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in _LLAMA3_NAMES))
+        fast = Tokenizer(models.BPE(vocab, merges, ignore_merges=cuts.whole))
     except Exception as error:  # the library raises bare exceptions
         raise ModelError(f"{path.name}: the tokenizer's merges do not fit its tokens: {error}") from None
-    fast.pre_tokenizer = _pre_tokenizer(path, pre)
-    if pre in (*_QWEN2_NAMES, "qwen35"):
+    fast.pre_tokenizer = cuts.build()
+    if cuts.composed:
         fast.normalizer = normalizers.NFC()
     fast.decoder = decoders.ByteLevel()
     fast.post_processor = processors.ByteLevel(trim_offsets=False)
     return fast
 
 
-def _pre_tokenizer(path: Path, name: str) -> pre_tokenizers.PreTokenizer:
-    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if name in ("gpt-2", "default"):
-        return plain
-    if name == "smollm":
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
-    patterns = dict.fromkeys((*_LLAMA3_NAMES, "dbrx"), _LLAMA3) | dict.fromkeys(_QWEN2_NAMES, _QWEN2)
-    patterns |= {"qwen35": _QWEN35, "gpt-4o": _GPT4O}
-    if name not in patterns:
-        known = ", ".join(["gpt-2", "default", "smollm", *patterns])
-        raise ModelError(f"{path.name}: pre-tokenizer {name!r}; supported in GGUF are {known}")
-    split = pre_tokenizers.Split(Regex(patterns[name]), behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+def _cuts(file: str, metadata: dict[str, Any]) -> Cuts:
+    return cuts_of(file, metadata.get("tokenizer.ggml.pre", "default"))
 
 
-def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
+def _sentencepiece(path: Path, metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
     """SentencePiece BPE: merges ordered by the score of their result, with byte fallback."""
     from transformers.tokenization_utils_base import generate_merges
 
     vocab = {token: i for i, token in enumerate(tokens)}
     scores = metadata.get("tokenizer.ggml.scores") or [0.0] * len(tokens)
     types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    if not len(tokens) == len(scores) == len(types):
+        counts = f"{len(tokens)} tokens, {len(scores)} scores and {len(types)} token types"
+        raise ModelError(f"{path.name}: the tokenizer has {counts}; there must be one of each for a token")
     # Text never encodes to a byte or control token.
     normal = {token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == _NORMAL}
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
@@ -103,20 +91,18 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
     return fast
 
 
-def _settings(metadata: dict[str, Any], tokens: list[str], fast: Tokenizer, kind: str) -> dict[str, Any]:
-    """The contents of tokenizer_config.json. Also makes the tokenizer's post-processor add the BOS."""
+def _settings(metadata: dict[str, Any], tokens: list[str], fast: Tokenizer, begins: bool) -> dict[str, Any]:
+    """The contents of tokenizer_config.json. With `begins`, the tokenizer's post-processor also adds the BOS."""
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for name, field in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token = metadata.get(f"tokenizer.ggml.{field}_token_id")
         if token is not None and 0 <= token < len(tokens):
             settings[f"{name}_token"] = tokens[token]
-    bos = settings.get("bos_token")
-    # For these two kinds, llama.cpp adds a BOS unless the file says otherwise.
-    implied = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
-    if bos and metadata.get("tokenizer.ggml.add_bos_token", implied):
+    if begins and (bos := settings.get("bos_token")):
         fast.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, fast.token_to_id(bos))]
         )
     if template := metadata.get("tokenizer.chat_template"):
-        settings["chat_template"] = template
-    return settings
+        return settings | {"chat_template": template}
+    has_tags = fast.token_to_id("<|im_start|>") is not None and fast.token_to_id("<|im_end|>") is not None
+    return settings | {"chat_template": _CHATML if has_tags else _NAMES, PLAIN_TEMPLATE: True}

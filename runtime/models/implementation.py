@@ -5,8 +5,9 @@ from typing import Any
 
 from runtime.config import ModelConfig
 from runtime.errors import ModelError
-from runtime.models.config_json import Unsupported, architecture_of, read_json, refuse_quantised
+from runtime.models.config_json import Unsupported, architecture_of, read_json
 from runtime.models.diffusion import DIFFUSION_GEMMA
+from runtime.models.quantization import read_quantization
 from runtime.models.spec import LlamaSpec, is_packed
 
 # Sections of config.json that describe inputs other than text.
@@ -54,7 +55,12 @@ def check_served(config: dict[str, Any]) -> None:
         raise ModelError(f"{architecture} is an encoder-decoder; supported are decoders")
     elif found := [kind for section, kind in _SENSES.items() if config.get(section)]:
         raise ModelError(f"{architecture} takes {found[0]}; supported is text alone")
-    refuse_quantised(config)
+    if (quantization := read_quantization(config)) is not None:
+        raise ModelError(
+            f"the checkpoint of {architecture} is quantised ({quantization.name}); transformers' code is served with "
+            "float32, bfloat16 and float16 weights. Ramet's own code, which reads quantised ones, does not know the "
+            "model or was not chosen"
+        )
 
 
 def _check_diffusion_gemma(config: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from runtime.errors import ModelError
 
 # Suffix of the directories. It is raised when a conversion changes, so that older results are not used.
-FORMAT = 4
+FORMAT = 5
 
 
 def provide(target: Path, make: Callable[[Path], None]) -> Path:

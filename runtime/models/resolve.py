@@ -9,6 +9,7 @@ from runtime.config import DEFAULT_MODEL, ModelConfig, default_cache_dir
 from runtime.errors import ModelError
 from runtime.models.adapters import ADAPTERS
 from runtime.models.default_model import fetch_default
+from runtime.models.gguf_tensors import is_gguf, name_without_part, parts_of
 from runtime.models.implementation import own_spec
 from runtime.models.publishing import FORMAT, provide
 
@@ -43,8 +44,8 @@ def resolve_model(config: ModelConfig) -> Path:
 def check_name(name: str) -> None:
     """Raise ModelError if `--model` names no directory, GGUF file or short name, and cannot be a model of the hub."""
     path, short = Path(name).expanduser(), (DEFAULT_MODEL, *ADAPTERS)
-    if path.is_file() and path.suffix != ".gguf":
-        raise ModelError(f"--model {path} is a file, but not a .gguf file; a model directory or a GGUF file is needed")
+    if path.is_file() and not is_gguf(path):
+        raise ModelError(f"--model {path} is a file, but not GGUF; a model directory or a GGUF file is needed")
     if path.is_dir() or path.is_file() or name in short:
         return
     if path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".gguf" or name.count("/") != 1:
@@ -73,7 +74,7 @@ def model_name(config: ModelConfig, path: Path) -> str:
         return names[0]
     given = Path(config.model).expanduser()
     if given.is_file():
-        return given.stem
+        return name_without_part(given)
     return path.resolve().name if given.is_dir() else config.model
 
 
@@ -102,10 +103,12 @@ def _from_file(path: Path, cache_dir: Path, linked: bool) -> Path:
 
         convert_gguf(path, work, linked)
 
-    state = path.stat()
-    identity = f"{path.resolve()}\n{state.st_size}\n{state.st_mtime_ns}"
+    parts = [part for part in parts_of(path) if part.exists()]
+    states = [(part.resolve(), part.stat()) for part in parts]
+    identity = "\n".join(f"{file}\n{state.st_size}\n{state.st_mtime_ns}" for file, state in states)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
-    return provide(cache_dir / "models" / f"{path.stem}-{digest}{'-link' if linked else ''}-{FORMAT}", make)
+    name = f"{name_without_part(path)}-{digest}{'-link' if linked else ''}-{FORMAT}"
+    return provide(cache_dir / "models" / name, make)
 
 
 def _from_hub(name: str, config: ModelConfig) -> Path:

@@ -13,7 +13,6 @@ from runtime.models.config_json import (
     positive_size,
     read_generation,
     read_json,
-    refuse_quantised,
     token_ids,
 )
 from runtime.models.diffusion import (
@@ -27,6 +26,7 @@ from runtime.models.diffusion import (
 )
 from runtime.models.experts import ExpertSpec, expert_spec
 from runtime.models.latent import LATENT, LatentSpec, latent_spec
+from runtime.models.quantization import method_of, read_quantization
 from runtime.models.recurrence import (
     HYBRIDS,
     RecurrenceSpec,
@@ -351,14 +351,12 @@ def _refuse_unsupported(config: dict[str, Any], architecture: str) -> None:
         if architecture == "Gemma3ForCausalLM" and config.get(name):
             raise Unsupported(f"config.json has {name} {config[name]!r}; supported are models without it")
     if not is_packed(config):
-        refuse_quantised(config)
+        read_quantization(config)
 
 
 def is_packed(config: dict[str, Any]) -> bool:
-    """Whether this is gpt-oss in MXFP4, the only supported quantised checkpoint (Ramet's own code only)."""
-    quantization = config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    return (config.get("architectures"), method) == (["GptOssForCausalLM"], "mxfp4")
+    """Whether this is gpt-oss with experts in MXFP4."""
+    return (config.get("architectures"), method_of(config)) == (["GptOssForCausalLM"], "mxfp4")
 
 
 def _windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:

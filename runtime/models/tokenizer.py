@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from itertools import accumulate
@@ -14,6 +15,11 @@ from runtime.errors import InvalidRequest, ModelError, RametError
 from runtime.models.config_json import read_json
 from runtime.models.marks import cut, new_place
 from runtime.models.templates import PROCESSES
+
+log = logging.getLogger(__name__)
+
+# In tokenizer_config.json: the chat template was made up, because the model has none.
+PLAIN_TEMPLATE = "has_plain_chat_template"
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -70,6 +76,8 @@ class Tokenizer:
         fast.no_padding()
         _apply_bos_eos(fast, config)
         tokenizer = cls(fast, config, _find_template(directory, config, chat_template))
+        if config.get(PLAIN_TEMPLATE) and chat_template is None:
+            log.warning("this model has no chat template, so chats get a plain one; --chat-template gives another")
         if chat_template is not None:
             try:  # report a broken template at the start, not for each chat
                 PROCESSES.render(tokenizer.chat_template or "", None)

@@ -1,34 +1,37 @@
 """Weights from safetensors files, checked against the model's spec."""
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from tqdm import tqdm
 
+from runtime.config import default_cache_dir
 from runtime.errors import ModelError
 from runtime.models.gguf_tensors import GGUFTensors
+from runtime.models.published import PublishedTensors
 from runtime.models.shards import Shard
 from runtime.models.spec import LlamaSpec, ModelSpec
+from runtime.models.tensor_files import FLOATS, check_tensor, find_files, locate, open_file
 
 _BAR_FROM_BYTES = 1 << 30
 _DIGESTED_BYTES = 1 << 24
-# Supported types. Others (float8, integers) are quantised and would need scales.
-_DTYPES = ("F32", "BF16", "F16", "F64")
 # Suffixes of packed experts' tensors, which are stored as bytes.
 _BYTES = ("_blocks", "_scales")
 # Larger than the number of rows of any matrix.
 MOST_ROWS = 1 << 32
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+# Quantised tensors.
+StoredTensors = GGUFTensors | PublishedTensors
 
 
 def load_weights(
     directory: Path, spec: LlamaSpec, dtype: torch.dtype, shard: Shard | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of `spec.expected_tensors()` by name, in `dtype`, on the CPU. Packed tensors stay packed.
+    """The tensors of `spec.expected_tensors()` by name, in `dtype`, on the CPU. Experts in MXFP4 stay packed.
 
     With a shard, each tensor is this rank's part. Tied models then also get an `lm_head.weight`, because the head is
     sharded but the embedding is not. Peak memory is the result plus one tensor.
@@ -36,29 +39,53 @@ def load_weights(
     Raises:
         ModelError: if a file is missing or truncated, or a tensor is missing or has a wrong shape or type.
     """
-    linked = GGUFTensors.open(directory)
-    if linked is None:
+    stored = open_stored(directory, spec)
+    if stored is None:
         tensors = _read_tensors(directory, spec, dtype)
     else:
-        tensors = ((n, read_linked(linked, n, _dtype_of(n, spec, dtype))) for n in spec.expected_tensors())
+        names = tqdm(spec.expected_tensors(), desc="unpacking", unit="tensor", disable=None)
+        tensors = ((name, read_stored(stored, name, _dtype_of(name, spec, dtype))) for name in names)
     weights = {name: tensor if shard is None else shard.cut(name, tensor).clone() for name, tensor in tensors}
     if shard is not None and spec.tie_embeddings:
         weights["lm_head.weight"] = shard.head(weights["model.embed_tokens.weight"]).clone()
     return weights
 
 
-def load_vectors(linked: GGUFTensors, spec: LlamaSpec, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """`load_weights` of a GGUF file without its matrices.
+def open_stored(directory: Path, spec: LlamaSpec) -> StoredTensors | None:
+    """The tensors of a GGUF file or of a quantised checkpoint; None: another checkpoint. Raises ModelError."""
+    return GGUFTensors.open(directory) or PublishedTensors.open(directory, spec)
+
+
+def load_vectors(stored: StoredTensors, spec: LlamaSpec, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """`load_weights` without matrices.
 
     Those of the layers are the places of their rows, as `places` gives them; the embeddings and the head are [rows, 0].
     """
     weights = places(spec)
     for name, shape in spec.expected_tensors().items():
         if name not in weights:
-            weights[name] = read_linked(linked, name, _dtype_of(name, spec, dtype))
+            weights[name] = read_stored(stored, name, _dtype_of(name, spec, dtype))
         elif not name.startswith("model.layers."):
             weights[name] = torch.empty(shape[0], 0, dtype=dtype)
     return weights
+
+
+def runs_of(rows: np.ndarray, names: Sequence[str]) -> list[tuple[str, np.ndarray]]:
+    """Runs of rows of one tensor, for places of rows [n]: its name, and the rows' numbers in it."""
+    runs = np.split(rows, np.flatnonzero(np.diff(rows // MOST_ROWS)) + 1)
+    return [(names[run[0] // MOST_ROWS], run % MOST_ROWS) for run in runs]
+
+
+def codes_directory(tensors: StoredTensors, path: Path) -> Path:
+    """Where the kernels' codes of a model's directory `path` are kept: there if it is in the cache, as GGUF files' is.
+
+    The name changes with the files, so that codes of other weights are not used.
+    """
+    if isinstance(tensors, GGUFTensors):
+        return path
+    files = [(file, file.stat()) for file in find_files(path)]
+    identity = "\n".join(f"{file.resolve()} {state.st_size} {state.st_mtime_ns}" for file, state in files)
+    return default_cache_dir() / "codes" / f"{path.name}-{xxhash.xxh3_64_hexdigest(identity.encode())}"
 
 
 def places(spec: LlamaSpec) -> dict[str, torch.Tensor]:
@@ -75,24 +102,26 @@ def places(spec: LlamaSpec) -> dict[str, torch.Tensor]:
     }
 
 
-def read_linked(linked: GGUFTensors, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of a GGUF file. Raises ModelError if its type is not known."""
-    values = torch.from_numpy(linked.values(name).copy())
+def read_stored(stored: StoredTensors, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor, unpacked. Raises ModelError if its type is not known."""
+    if isinstance(stored, PublishedTensors):
+        return stored.read(name, dtype)
+    values = torch.from_numpy(stored.values(name).copy())
     if values.dtype == torch.uint16:
-        values = values.view({"F16": torch.float16, "BF16": torch.bfloat16}[linked.kind(name)])
+        values = values.view({"F16": torch.float16, "BF16": torch.bfloat16}[stored.kind(name)])
     return values.to(dtype)
 
 
 def _read_tensors(directory: Path, spec: LlamaSpec, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     expected = spec.expected_tensors()
     names = {spec.stored_name(name): name for name in expected}
-    files = _locate(directory, list(names))
+    files = locate(directory, list(names))
     total = sum(path.stat().st_size for path in files)
     # None: tqdm shows its bar on terminals only.
     disable = None if total >= _BAR_FROM_BYTES else True
     with tqdm(total=len(expected), desc="loading", unit="tensor", disable=disable) as bar:
         for path, stored in files.items():
-            with _open(path) as file:
+            with open_file(path) as file:
                 for name in stored:
                     own = names[name]
                     yield own, _read(file, path, name, expected[own], _dtype_of(own, spec, dtype))
@@ -107,12 +136,12 @@ def _dtype_of(name: str, spec: LlamaSpec, dtype: torch.dtype) -> torch.dtype:
 
 def find_weights(directory: Path) -> list[Path]:
     """All safetensors files of a model. Raises ModelError if there are none, or a tensor is float8."""
-    files = _find(directory)
+    files = find_files(directory)
     for path in files:
-        with _open(path) as file:
+        with open_file(path) as file:
             for name in file.keys():  # noqa: SIM118 - no dict
                 if (kind := file.get_slice(name).get_dtype()).startswith("F8"):
-                    raise ModelError(f"{path}: {name} is stored as {kind}; supported are {', '.join(_DTYPES)}")
+                    raise ModelError(f"{path}: {name} is stored as {kind}; supported are {', '.join(FLOATS)}")
     return files
 
 
@@ -121,10 +150,10 @@ def digest_weights(directory: Path, spec: ModelSpec) -> str:
     state = xxhash.xxh3_128()
     if (linked := GGUFTensors.open(directory)) is not None:
         files = [linked.path]
-    elif isinstance(spec, LlamaSpec):
-        files = sorted(_locate(directory, [spec.stored_name(name) for name in spec.expected_tensors()]))
+    elif isinstance(spec, LlamaSpec) and PublishedTensors.open(directory, spec) is None:
+        files = sorted(locate(directory, [spec.stored_name(name) for name in spec.expected_tensors()]))
     else:
-        files = find_weights(directory)
+        files = find_files(directory)
     for path in files:
         with path.open("rb") as file:
             while data := file.read(_DIGESTED_BYTES):
@@ -151,51 +180,10 @@ def random_weights(
 
 def _read(file: safe_open, path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     stored = file.get_slice(name)
-    if tuple(stored.get_shape()) != shape:
-        raise ModelError(f"{path}: {name} has shape {stored.get_shape()}; config.json requires {list(shape)}")
-    supported = ("U8",) if name.endswith(_BYTES) else _DTYPES
-    if stored.get_dtype() not in supported:
-        raise ModelError(f"{path}: {name} is stored as {stored.get_dtype()}; supported are {', '.join(supported)}")
+    supported = ("U8",) if name.endswith(_BYTES) else FLOATS
+    check_tensor(path, name, stored.get_dtype(), tuple(stored.get_shape()), supported, shape)
     tensor = file.get_tensor(name)
     if name.endswith(_BYTES):
         dtype = torch.uint8
     # Clone a tensor that needs no conversion, because it would keep the file mapped.
     return tensor.clone() if tensor.dtype == dtype else tensor.to(dtype)
-
-
-def _locate(directory: Path, expected: list[str]) -> dict[Path, list[str]]:
-    """The expected tensors' names by file. Raises ModelError if one is missing."""
-    where: dict[str, Path] = {}
-    for path in _find(directory):
-        with _open(path) as file:
-            where.update(dict.fromkeys(file.keys(), path))
-    if missing := [name for name in expected if name not in where]:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(
-            f"the checkpoint in {directory} has no tensor {missing[0]}{more}; "
-            f"config.json requires {len(expected)} tensors, the files hold {len(where)}"
-        )
-    files: dict[Path, list[str]] = {}
-    for name in expected:
-        files.setdefault(where[name], []).append(name)
-    return files
-
-
-def _find(directory: Path) -> list[Path]:
-    single = directory / "model.safetensors"
-    if single.exists():
-        # Other safetensors files in this directory are variants or adapters.
-        return [single]
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        pickles = sorted(path.name for path in directory.iterdir() if path.suffix in _PICKLES)
-        hint = f"; {pickles[0]} is a pickle, which Ramet never loads: convert it to safetensors" if pickles else ""
-        raise ModelError(f"no safetensors file in {directory}{hint}")
-    return files
-
-
-def _open(path: Path) -> safe_open:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} is not a complete safetensors file: {error}") from None

@@ -1,7 +1,8 @@
 """API keys, their permissions, and the cache namespace of each.
 
 The file `--api-keys` and the environment variable RAMET_API_KEYS (lines separated by `;`) have one key a line:
-`NAME KEY [admin] [public] [quota=PAGES] [max_priority=NUMBER]`, or `NAME KEY metrics` for a scraper. Without keys the
+`NAME KEY [admin] [public] [scope=public] [quota=PAGES] [max_priority=NUMBER]`, or `NAME KEY metrics` for a
+scraper. Without keys the
 server is open, and all requests belong to one tenant. A line `* SECRET` is the secret of
 tenants' ids that several servers share.
 """
@@ -35,12 +36,12 @@ PUBLIC = "public"
 
 CacheScope = Annotated[
     Literal["private", "public"],
-    Field(description="public: share cached pages with the other keys marked public; needs such a key"),
+    Field(description="public: share cached pages with the other keys marked public; default: the key's own scope"),
 ]
 _COMMENT = re.compile(r"(^|\s)#.*")  # a key may contain #
 _LINE = re.compile(
     r"(?P<name>[\w.-]{1,64})\s+(?P<key>\S{8,512})"
-    r"(?P<flags>\s+metrics|(\s+(admin|public|quota=[1-9]\d{0,8}|max_priority=\d{1,9}))*)"
+    r"(?P<flags>\s+metrics|(\s+(admin|public|scope=public|quota=[1-9]\d{0,8}|max_priority=\d{1,9}))*)"
 )
 _SECRET = re.compile(rf"\*\s+(?P<secret>\S{{{LEAST_CHARACTERS},512}})")
 
@@ -58,6 +59,7 @@ class Tenant:
         max_priority: highest priority of its requests; admins have no limit.
         metrics: whether only `/metrics` is allowed.
         account: the tenant of its private cache namespaces.
+        scope: the cache scope of requests that name none.
     """
 
     name: str
@@ -68,10 +70,11 @@ class Tenant:
     max_priority: int = 0
     metrics: bool = False
     account: str = ""
+    scope: Literal["private", "public"] = "private"
 
-    def namespace(self, salt: str | None, scope: str) -> Namespace:
+    def namespace(self, salt: str | None, scope: str | None) -> Namespace:
         """The cache namespace of a request. Raises Forbidden for a public scope that the key may not use."""
-        if scope == "public":
+        if (scope or self.scope) == "public":
             if not self.public:
                 raise Forbidden("this key may not use public prefixes", param="cache_scope")
             return Namespace(PUBLIC, salt or "")
@@ -115,7 +118,7 @@ def read_keys(path: Path | None) -> list[Tenant]:
         found = _LINE.fullmatch(line)
         if found is None:
             raise BadKeys(
-                f"line {number} of {source} is neither `NAME KEY [admin] [public] [quota=PAGES] "
+                f"line {number} of {source} is neither `NAME KEY [admin] [public] [scope=public] [quota=PAGES] "
                 "[max_priority=NUMBER]` nor `NAME KEY metrics`; a key has 8 to 512 characters, the first one no #"
             )
         flags = {name: value for name, _, value in (flag.partition("=") for flag in found["flags"].split())}
@@ -127,7 +130,8 @@ def read_keys(path: Path | None) -> list[Tenant]:
                 found["name"],
                 digest,
                 admin="admin" in flags,
-                public="public" in flags,
+                public="public" in flags or "scope" in flags,
+                scope="public" if "scope" in flags else "private",
                 quota=int(flags["quota"]) if "quota" in flags else None,
                 max_priority=int(flags.get("max_priority", 0)),
                 metrics="metrics" in flags,

@@ -6,7 +6,7 @@ from rich.table import Table
 from runtime.frontend.schemas.schema import Schema
 
 
-def print_layout(schema: Schema) -> None:
+def print_layout(schema: Schema, model: str) -> None:
     """Print positions, tokens, parameters and union of each module; the first row is the schema's own text."""
     modules = schema.modules()
     table = Table("path", "positions", "tokens", "parameters", "union", title=f"schema {schema.name}")
@@ -18,7 +18,10 @@ def print_layout(schema: Schema) -> None:
         shown = _span(union["start"], union["stop"]) if union else ""
         table.add_row(module["path"], _span(module["start"], module["stop"]), str(module["tokens"]), parameters, shown)
     total = sum(module["tokens"] for module in modules)
-    table.caption = f"{len(modules) - 1} modules, {total} tokens; text of prompts begins at position {schema.length}"
+    caption = (
+        f"{len(modules) - 1} modules, {total} tokens of {model}; text of prompts begins at position {schema.length}"
+    )
+    table.caption = caption
     Console().print(table)
 
 

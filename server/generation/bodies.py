@@ -48,7 +48,7 @@ class Scoped(BaseModel):
     """Base of requests that compute KV: their salt and scope decide who shares the cached pages."""
 
     cache_salt: CacheSalt | None = None
-    cache_scope: CacheScope = "private"
+    cache_scope: CacheScope | None = None
 
     def namespace(self, tenant: Tenant, context: Context) -> Namespace:
         """The cache namespace. Raises Forbidden for a scope that the key may not use."""

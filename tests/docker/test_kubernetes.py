@@ -18,7 +18,7 @@ OBJECTS: dict[str, dict[str, Any]] = {
     for name in FILES
     for found in yaml.safe_load_all((DOCKER / "kubernetes" / name).read_text(encoding="utf-8"))
 }
-POD = OBJECTS["Deployment"]["spec"]["template"]
+POD = OBJECTS["StatefulSet"]["spec"]["template"]
 (SERVER,) = POD["spec"]["containers"]
 
 
@@ -38,7 +38,9 @@ def test_the_server_understands_its_options_and_has_time_to_drain():
     parser = argparse.ArgumentParser()
     add_options(parser)
     config = config_from(parser, parser.parse_args(SERVER["args"]))
-    assert config.server.drain_time < POD["spec"]["terminationGracePeriodSeconds"]
+    command, pause_s = SERVER["lifecycle"]["preStop"]["exec"]["command"]
+    assert command == "sleep"
+    assert int(pause_s) + config.server.drain_time < POD["spec"]["terminationGracePeriodSeconds"]
     assert str(config.engine.threads) == SERVER["resources"]["limits"]["cpu"]
     (port,) = SERVER["ports"]
     assert port["containerPort"] == config.server.port
@@ -50,18 +52,18 @@ def test_everything_finds_the_pods():
     labels = POD["metadata"]["labels"]
     (named,) = SERVER["ports"]
     assert OBJECTS["Service"]["spec"]["selector"] == labels
-    for kind in ("Deployment", "PodDisruptionBudget", "InferencePool"):
+    for kind in ("StatefulSet", "PodDisruptionBudget", "InferencePool"):
         assert OBJECTS[kind]["spec"]["selector"]["matchLabels"] == labels
     (service,) = OBJECTS["Service"]["spec"]["ports"]
     assert service["targetPort"] == named["name"]
     (scraped,) = OBJECTS["ServiceMonitor"]["spec"]["endpoints"]
     assert scraped["port"] == service["name"]
     assert OBJECTS["ServiceMonitor"]["spec"]["selector"]["matchLabels"] == OBJECTS["Service"]["metadata"]["labels"]
-    assert (
-        OBJECTS["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"]
-        == OBJECTS["Deployment"]["metadata"]["name"]
-    )
+    scaled = OBJECTS["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]
+    assert (scaled["kind"], scaled["name"]) == ("StatefulSet", OBJECTS["StatefulSet"]["metadata"]["name"])
     for probe, path in (("startup", "/health"), ("liveness", "/health"), ("readiness", "/ready")):
         assert SERVER[f"{probe}Probe"]["httpGet"] == {"path": path, "port": named["name"]}
     mounted = {mount["name"] for mount in SERVER["volumeMounts"]}
-    assert mounted == {volume["name"] for volume in POD["spec"]["volumes"]}
+    claimed = {claim["metadata"]["name"] for claim in OBJECTS["StatefulSet"]["spec"]["volumeClaimTemplates"]}
+    assert claimed == {"data"}, "models and blocks outlive the process"
+    assert mounted == {volume["name"] for volume in POD["spec"]["volumes"]} | claimed

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import gguf
@@ -16,12 +17,16 @@ import numpy as np
 import pytest
 
 import runtime.frontend
+from radix import POLICIES
 from runtime import Engine
 from runtime.config import CacheConfig, Config, ServerConfig, make_config, unusable
 from runtime.engine.opening import open_engine
 from runtime.errors import ModelError
+from runtime.execution import flashinfer_package
+from runtime.execution.flashinfer_package import VERSION
 from runtime.execution.native.library import load_best
 from runtime.models.resolve import resolve_model
+from server import doctor
 from server.cli import main
 from server.options import options_page
 from server.serve import _bind
@@ -193,7 +198,7 @@ def test_only_what_may_be_a_model_is_proposed(tmp_path, capsys):
 def test_options_that_the_model_cannot_use_are_refused(tiny_dir, option, value):
     with pytest.raises(ModelError, match=f"--{option.replace('_', '-')}: {tiny_dir.name} is a causal model"):
         Engine(model=str(tiny_dir), dtype="float32", pool_tokens=1024, **{option: value})
-    with pytest.raises(ModelError, match="--kernels flashinfer needs CUDA"):
+    with pytest.raises(ModelError, match="--kernels flashinfer: FlashInfer needs CUDA"):
         Engine(model=str(tiny_dir), kernels="flashinfer", device="cpu", pool_tokens=1024)
     config = make_config(reuse="reasoncache", depth_table="t.json")
     assert [unusable(config, is_diffusion) for is_diffusion in (True, False)] == ["reuse reasoncache", "depth-table"]
@@ -280,6 +285,43 @@ def test_the_doctor_counts_the_tokens_of_the_pool(capsys, tmp_path, kind, option
     pool = core.executor.pool
     core.close()
     assert f"0.001 GiB (--pool-memory): {pool.num_pages * pool.page_size:,} tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("packages", "nvcc", "row", "hint"),
+    [
+        ({}, None, "torch: FlashInfer is missing", "Without it, torch copies the KV"),
+        ({"flashinfer-python": "0.7.2"}, None, f"0.7.2 is installed, and Ramet calls {VERSION}", "sorts to filter"),
+        ({"flashinfer-python": VERSION}, None, "has neither compiled kernels nor nvcc", "`make extra-cuda`) nor nvcc."),
+        ({"flashinfer-python": VERSION}, "/bin/nvcc", "compiled at a model's first start with /bin/nvcc", ""),
+        ({"flashinfer-python": VERSION, "flashinfer-jit-cache": "1+cu130"}, None, "compiled (1+cu130)", ""),
+    ],
+)
+def test_the_doctor_tells_what_computes_attention_on_a_gpu(capsys, monkeypatch, packages, nvcc, row, hint):
+    real = doctor.version
+
+    def version(name):
+        if name.startswith("flashinfer") and name not in packages:
+            raise PackageNotFoundError(name)
+        return packages.get(name) or real(name)
+
+    for module in (doctor, flashinfer_package):
+        monkeypatch.setattr(module, "version", version)
+    found = "flashinfer-python" in packages
+    monkeypatch.setattr(flashinfer_package, "find_spec", lambda name: found or None)
+    monkeypatch.setattr(doctor, "_gpu", lambda: "H100")
+    monkeypatch.setattr("shutil.which", lambda name: nvcc if name == "nvcc" else None)
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(["doctor"]) == 0
+    told = capsys.readouterr().out
+    (line,) = [line for line in told.splitlines() if line.startswith("attention")]
+    assert row in line
+    assert hint in told
+    assert ("Without it" in told) == bool(hint)
+    assert main(["doctor", "--kernels", "torch"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"^attention +torch \(--kernels torch\)", told, re.MULTILINE)
+    assert "Without it" not in told
 
 
 @pytest.mark.parametrize("compiler", [None, "/bin/c++"])
@@ -369,7 +411,7 @@ def test_the_tables_have_every_option_with_its_default(capsys):
     assert [defaults[name] for name in named] == ["on", "foresight", "0.5", ""]
     assert all(row[2].startswith(field.description) for row, field in zip(rows, options.values(), strict=True))
     texts = {row[0].strip("| `-"): row[2] for row in rows}
-    assert texts["eviction-policy"].endswith(" (foresight, lru) |")
+    assert texts["eviction-policy"].endswith(f" ({', '.join(POLICIES)}) |")
     assert texts["page-size"] == f"{options['page_size'].description} |"
 
 

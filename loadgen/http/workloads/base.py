@@ -35,6 +35,10 @@ class Workload(ABC):
     def sessions(self, source: Source) -> Iterator[Session]:
         """The sessions. Synthetic workloads never end; recorded ones end with their file."""
 
+    def prefixes(self, source: Source) -> Iterator[Session]:
+        """A request for each prefix that the sessions of an equal source share; none where nothing can be told."""
+        yield from ()
+
     def requests(self, concurrency: int) -> int | None:
         """Default number of requests of a run; None for recorded workloads, which have an end of their own."""
         return max(32, 4 * concurrency)

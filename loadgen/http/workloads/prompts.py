@@ -26,10 +26,19 @@ class SharedPrefix(Workload):
         """Every question of every group at least once."""
         return max(self.groups * self.questions, 2 * concurrency)
 
+    def prefixes(self, source: Source) -> Iterator[Session]:
+        """One session for each group."""
+        for head in self._prefixes(source):
+            yield Session((Turn((head, Message.of("user", source.prose.text(1))), 1),))
+
+    def _prefixes(self, source: Source) -> list[Message]:
+        texts = [source.prose.text(self.prefix_tokens.count(source.rng)) for _ in range(self.groups)]
+        return [Message.of("system", text) for text in texts]
+
     def sessions(self, source: Source) -> Iterator[Session]:
         """Rounds over the same prefixes, each with new questions."""
         rng, prose = source.rng, source.prose
-        prefixes = [Message.of("system", prose.text(self.prefix_tokens.count(rng))) for _ in range(self.groups)]
+        prefixes = self._prefixes(source)
         while True:
             order = [group for group in range(self.groups) for _ in range(self.questions)]
             rng.shuffle(order)

@@ -3,8 +3,10 @@
 import torch
 import torch.nn.functional as F
 
+from runtime.execution.mixers.delta_rule import DeltaRows, advance_chunks
 from runtime.execution.mixers.mixer import LayerWeights, reorder
 from runtime.execution.mixers.recurrent import Recurrent
+from runtime.execution.mixers.state_plan import Chunks, StatePlan
 from runtime.models.recurrence import DeltaSpec
 
 _L2_EPS = 1e-6
@@ -51,6 +53,35 @@ class DeltaNet(Recurrent):
         x = x * torch.rsqrt((x * x).sum(1, keepdim=True) + _L2_EPS)
         each = spec.v_heads // spec.k_heads
         return x.repeat(each, 1, 1) if spec.tiled else x.repeat_interleave(each, dim=0)
+
+    def advance_all(self, tape: torch.Tensor, plan: StatePlan, tensors: list[torch.Tensor]) -> torch.Tensor:
+        mixed, gates = tape.split((self.spec.channels, 2 * self.spec.v_heads), dim=1)
+        tails, matrices = tensors
+        mixed, gates = F.silu(self.convolve_all(mixed, plan, tails)), gates[len(self.taps) - 1 :]
+        outputs = [advance_chunks(self._chunked(mixed, gates, one), one, matrices) for one in plan.groups]
+        return torch.cat([out.transpose(1, 2).flatten(0, 1).flatten(1) for out in outputs])[plan.outputs]
+
+    def _chunked(self, mixed: torch.Tensor, gates: torch.Tensor, chunks: Chunks) -> DeltaRows:
+        """Rows [n, channels] behind the convolution, and their gates [n, 2 * v_heads], in chunks."""
+        spec, keys = self.spec, self.spec.k_heads * self.spec.k_dim
+        parts = mixed[chunks.rows].masked_fill(chunks.padding[..., None], 0.0)
+        q, k, v = parts.split((keys, keys, spec.v_heads * spec.v_dim), dim=2)
+        a, b = gates[chunks.rows].transpose(1, 2).chunk(2, dim=1)
+        log_decay = -self.rate[:, 0] * F.softplus(a + self.dt_bias[:, 0])
+        return DeltaRows(
+            self._by_head(q) * spec.k_dim**-0.5,
+            self._by_head(k),
+            v.unflatten(2, (spec.v_heads, -1)).transpose(1, 2),
+            log_decay.masked_fill(chunks.padding[:, None], 0.0),
+            b.sigmoid(),
+        )
+
+    def _by_head(self, x: torch.Tensor) -> torch.Tensor:
+        """As `_heads`, [chunks, v_heads, length, k_dim] of [chunks, length, k_heads * k_dim]."""
+        spec, x = self.spec, x.unflatten(2, (self.spec.k_heads, -1)).transpose(1, 2)
+        x = x * torch.rsqrt((x * x).sum(3, keepdim=True) + _L2_EPS)
+        each = spec.v_heads // spec.k_heads
+        return x.repeat(1, each, 1, 1) if spec.tiled else x.repeat_interleave(each, dim=1)
 
     def finish(self, out: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         heads = out.unflatten(1, (self.spec.v_heads, -1))

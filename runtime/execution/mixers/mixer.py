@@ -10,6 +10,7 @@ import torch
 from runtime.batch import StateRows
 from runtime.execution.adapters import Adapted
 from runtime.execution.attention.backend import AttentionBackend
+from runtime.execution.mixers.state_plan import StatePlan
 from runtime.kv.pool import KVPool
 from runtime.kv.states import StatePool
 
@@ -46,6 +47,7 @@ class MixedRows:
         angles: argument of `Ops.rotate_qk`.
         adapted: the rows with an adapter.
         states, states_in: the rows by sequence, and the pool of their states; only for models with recurrent layers.
+        state_plan: how to compute the sequences together; None: one by one.
     """
 
     attend: Attend
@@ -53,6 +55,7 @@ class MixedRows:
     adapted: Sequence[Adapted]
     states: Sequence[StateRows] = ()
     states_in: StatePool | None = None
+    state_plan: StatePlan | None = None
 
 
 class Mixer(ABC):

@@ -1,4 +1,9 @@
-"""Layers with a state: one token after the other, in float32, so that a sequence cut anywhere gives the same bits."""
+"""Layers with a state, in float32.
+
+Without a plan of the step (`StatePlan`), sequences are computed one by one, and a sequence cut anywhere gives the same
+bits, given the same rows. With one, all sequences are computed together, and gated delta nets in chunks: the operations
+of a step do not grow with its rows, and results are the same up to rounding.
+"""
 
 from abc import abstractmethod
 
@@ -7,6 +12,7 @@ import torch.nn.functional as F
 
 from runtime.batch import StateRows
 from runtime.execution.mixers.mixer import LayerWeights, MixedRows, Mixer
+from runtime.execution.mixers.state_plan import StatePlan
 from runtime.kv.states import StatePool
 from runtime.models.recurrence import RecurrenceSpec
 
@@ -39,15 +45,31 @@ class Recurrent(Mixer):
         """Outputs, float32 [n, width], of records [n, record] of consecutive tokens; updates the state."""
 
     @abstractmethod
+    def advance_all(self, tape: torch.Tensor, plan: StatePlan, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Outputs, float32 [T, width], of records [m, record] on the plan's tape; updates the states in `tensors`."""
+
+    @abstractmethod
     def finish(self, out: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         """The result, float32 [T, width], of the outputs of `advance`; `given`: the result of `project`."""
 
     def mix(self, x: torch.Tensor, rows: MixedRows) -> torch.Tensor:
-        given = self.project(x)
-        record, pool = given[:, : self.spec.record].contiguous(), rows.states_in
+        given, pool = self.project(x), rows.states_in
+        record = given[:, : self.spec.record]
         assert pool is not None
-        outputs = [part for one in rows.states for part in self._run(one, record, pool)]
-        return self.finish(torch.cat(outputs), given).to(x.dtype)
+        if rows.state_plan is None:
+            record = record.contiguous()
+            out = torch.cat([part for one in rows.states for part in self._run(one, record, pool)])
+        else:
+            out = self._run_all(rows.state_plan, record, pool)
+        return self.finish(out, given).to(x.dtype)
+
+    def _run_all(self, plan: StatePlan, record: torch.Tensor, pool: StatePool) -> torch.Tensor:
+        """Outputs of a step's rows."""
+        kept = pool.records[self.order].flatten(0, 1)
+        tape = torch.cat((record, kept[plan.replayed])) if len(plan.replayed) else record
+        if len(plan.guesses):
+            kept.index_copy_(0, plan.records, record[plan.guesses])
+        return self.advance_all(tape[plan.tape], plan, self.tensors_in(pool))
 
     def _run(self, one: StateRows, record: torch.Tensor, pool: StatePool) -> list[torch.Tensor]:
         """Outputs of consecutive parts of a sequence's rows."""
@@ -79,8 +101,19 @@ class Recurrent(Mixer):
     def convolve(self, rows: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
         """A causal convolution of rows [n, channels] behind `tail` [channels, width - 1], which is updated."""
         every, n = torch.cat((tail.t(), rows)), len(rows)
+        tail.copy_(every[n:].t())
+        return self._filter(every)
+
+    def convolve_all(self, tape: torch.Tensor, plan: StatePlan, tails: torch.Tensor) -> torch.Tensor:
+        """The convolution's results for inputs [m, channels] on the plan's tape; updates `tails` [slots, ...]."""
+        earlier = tails[plan.first].transpose(1, 2).flatten(0, 1)
+        tape = tape.index_copy(0, plan.earlier, earlier)
+        tails.index_copy_(0, plan.slots, tape[plan.ends].transpose(1, 2))
+        return self._filter(tape)
+
+    def _filter(self, every: torch.Tensor) -> torch.Tensor:
+        n = len(every) - len(self.taps) + 1
         out = every[:n] * self.taps[0]
         for i in range(1, len(self.taps)):
             out += every[i : i + n] * self.taps[i]
-        tail.copy_(every[n:].t())
         return out if self.tap_bias is None else out + self.tap_bias

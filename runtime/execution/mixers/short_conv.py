@@ -4,6 +4,7 @@ import torch
 
 from runtime.execution.mixers.mixer import LayerWeights
 from runtime.execution.mixers.recurrent import Recurrent
+from runtime.execution.mixers.state_plan import StatePlan
 from runtime.models.recurrence import ConvSpec
 
 
@@ -21,6 +22,10 @@ class ShortConv(Recurrent):
     def advance(self, given: torch.Tensor, state: list[torch.Tensor]) -> torch.Tensor:
         gate, x = given.chunk(2, dim=1)
         return self.convolve(gate * x, state[0])
+
+    def advance_all(self, tape: torch.Tensor, plan: StatePlan, tensors: list[torch.Tensor]) -> torch.Tensor:
+        gate, x = tape.chunk(2, dim=1)
+        return self.convolve_all(gate * x, plan, tensors[0])[plan.rows]
 
     def finish(self, out: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         return out * given[:, 2 * self.spec.channels :]

@@ -28,11 +28,11 @@ from runtime.execution.native.recurrence import describe_recurrence, layer_state
 from runtime.execution.native.stored import StoredMatrices
 from runtime.kv.pool import KVPool
 from runtime.models.adapters.lora import LoraAdapter
-from runtime.models.gguf_tensors import GGUFTensors
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.spec import LlamaSpec
+from runtime.models.weights import StoredTensors
 
-Stored = tuple[GGUFTensors, Path]
+Stored = tuple[StoredTensors, Path]
 
 
 class NativeDecoder:
@@ -62,12 +62,13 @@ class NativeDecoder:
 
         Args:
             bits: 4 or 8 rounds the matrices to codes of that size; 0 keeps them.
-            stored: a GGUF file and the model's directory. Those of `model` are the places of their rows.
+            stored: quantised tensors, and the directory of their packed file. Matrices of `model` are the places of
+                their rows.
 
         Raises:
             MemoryError: if the packed weights do not fit into memory.
         """
-        self.name = f"native-{library.isa}" + (f"-int{bits}" if bits else "-gguf" if stored else "")
+        self.name = f"native-{library.isa}" + (f"-int{bits}" if bits else f"-{stored[0].name}" if stored else "")
         self.library, self._bits = library, bits
         self.spec, self.rope, self.pool, self._states = model.spec, model.rope, pool, model.states
         self._near = near
@@ -133,7 +134,7 @@ class NativeDecoder:
         return parts
 
     def _link_layer(self, layer: llama.Layer, index: int, parts: c.LayerStruct) -> None:
-        """Use the matrices of the GGUF file."""
+        """Use the stored matrices."""
         mixer = layer.mixer
         assert self._stored is not None
         assert isinstance(mixer, Attention | Recurrent)

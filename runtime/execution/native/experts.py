@@ -33,7 +33,7 @@ class NativeExperts:
         Args:
             shared: gate over up [2 * spec.shared, hidden] and down [hidden, spec.shared] of the expert of all rows.
             shared_gate: [1, hidden]; its sigmoid multiplies what the shared expert gives.
-            stored: matrices of a GGUF file, in place of those of `experts` and `shared`.
+            stored: quantised matrices, in place of those of `experts` and `shared`.
         """
         spec = experts.spec
         # The bounded gate of gpt-oss reads gate and up apart.

@@ -1,10 +1,10 @@
-"""The matrices of a GGUF file as codes: packed once into a file beside the model, which all engines map."""
+"""Quantised matrices as codes: packed once into a file in the cache, which all engines map."""
 
 import ctypes
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -20,10 +20,8 @@ from runtime.execution.mixers.recurrent import Recurrent
 from runtime.execution.native import library as c
 from runtime.execution.native.codes import describe_codes, pack_into
 from runtime.execution.native.packed import Team, pack, packed_bytes
-from runtime.models.ggml import Codes, can_decode, decode
-from runtime.models.gguf_tensors import GGUFTensors
 from runtime.models.publishing import scratch
-from runtime.models.weights import MOST_ROWS, places, read_linked
+from runtime.models.weights import MOST_ROWS, StoredTensors, places, read_stored, runs_of
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +31,7 @@ _LAYOUT = 3
 
 @dataclass(slots=True)
 class _Stored:
-    """A matrix, the places of its rows in the GGUF file (see `places`), and its own place in the packed file."""
+    """A matrix, the places of its rows in the checkpoint (see `places`), and its own place in the packed file."""
 
     matrix: c.Matrix
     rows: np.ndarray
@@ -50,18 +48,18 @@ class StoredExperts:
 
 
 class StoredMatrices:
-    """The matrices of a GGUF file's model.
+    """The matrices of a quantised model.
 
-    Tensors of types without codes, and gates that are stored otherwise than what they gate, are unpacked.
+    Tensors without codes, and gates that are stored otherwise than what they gate, are unpacked.
     """
 
-    def __init__(self, team: Team, model: LlamaModel, linked: GGUFTensors, directory: Path):
-        """Map the packed file in the model's directory; write it first if there is none.
+    def __init__(self, team: Team, model: LlamaModel, tensors: StoredTensors, directory: Path):
+        """Map the packed file in this directory; write it first if there is none.
 
         `model`: of the weights that `load_vectors` gives.
         """
         spec, dtype = model.spec, model.embedding.dtype
-        self._team, self._linked, self._dtype = team, linked, dtype
+        self._team, self._tensors, self._dtype = team, tensors, dtype
         self._names = list(spec.expected_tensors())
         self._size = 0
         self._inputs = [list(self._plan_inputs(layer.mixer)) for layer in model.layers]
@@ -115,18 +113,18 @@ class StoredMatrices:
             yield self._plan(mixer.inputs[rows[0] : rows[-1] + 1])
 
     def _kind(self, tensor: int) -> str:
-        return self._linked.kind(self._names[tensor])
+        return self._tensors.kind(self._names[tensor])
 
     def _plan(self, rows: torch.Tensor, paired: bool = False) -> _Stored:
         """The matrix of rows at these places, int64 [n, 1]."""
-        found, linked = rows[:, 0].numpy(), self._linked
+        found = rows[:, 0].numpy()
         tensors = np.unique(found // MOST_ROWS).tolist()
         name, kinds = self._names[tensors[0]], {self._kind(tensor) for tensor in tensors}
-        n, k = len(found), linked.shape(name)[1]
+        n, k = len(found), self._tensors.shape(name)[1]
         if len(kinds) > 1:
             matrix = c.Matrix(n=n, k=k, storage=0, is_paired=paired)
-        elif can_decode(linked.kind(name)):
-            matrix = describe_codes(decode(linked.blocks(name)[:1], linked.kind(name)), n, paired)
+        elif (sample := self._tensors.sample(name)) is not None:
+            matrix = describe_codes(sample, n, paired)
         else:
             matrix = c.Matrix(n=n, k=k, storage=int(self._dtype == torch.bfloat16), is_paired=paired)
         stored = _Stored(matrix, found, self._size)
@@ -145,6 +143,7 @@ class StoredMatrices:
     def _open(self, path: Path) -> np.ndarray:
         if not self._is_whole(path):
             try:
+                path.parent.mkdir(parents=True, exist_ok=True)
                 with scratch(path.parent, ".packing-") as directory:
                     self._make(directory / path.name)
                     # Map the file of another process that was faster, so that both share its memory.
@@ -168,26 +167,15 @@ class StoredMatrices:
 
     def _write(self, data: np.ndarray) -> None:
         library, every = self._team.library, list(self._every())
-        log.info("packing the %d matrices of %s, once", len(every), self._linked.path)
-        for one in tqdm(every, desc=f"packing {self._linked.path.name}", unit="matrix", disable=None):
+        log.info("packing the %d matrices of %s, once", len(every), self._tensors.path)
+        for one in tqdm(every, desc=f"packing {self._tensors.path.name}", unit="matrix", disable=None):
             size = library.matrix_bytes(ctypes.byref(one.matrix))
             to = data[one.offset : one.offset + size]
             if one.matrix.storage == c.CODES:
-                pack_into(to, one.matrix, self._reader(one.rows), library.panel)
+                pack_into(to, one.matrix, self._tensors.reader(runs_of(one.rows, self._names)), library.panel)
             else:
                 one.matrix.data = to.ctypes.data
                 dtype = torch.bfloat16 if one.matrix.storage else torch.float32
-                runs = self._runs(one.rows)
-                weight = [read_linked(self._linked, name, dtype)[torch.from_numpy(rows)] for name, rows in runs]
+                runs = runs_of(one.rows, self._names)
+                weight = [read_stored(self._tensors, name, dtype)[torch.from_numpy(rows)] for name, rows in runs]
                 pack(self._team, one.matrix, torch.cat(weight))
-
-    def _runs(self, rows: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        """Runs of rows of one tensor: its name, and their numbers."""
-        for run in np.split(rows, np.flatnonzero(np.diff(rows // MOST_ROWS)) + 1):
-            yield self._names[run[0] // MOST_ROWS], run % MOST_ROWS
-
-    def _reader(self, rows: np.ndarray) -> Callable[[np.ndarray], Codes]:
-        """The codes of some rows of a matrix of one type."""
-        blocks = np.concatenate([self._linked.blocks(name)[numbers] for name, numbers in self._runs(rows)])
-        kind = self._kind(rows[0] // MOST_ROWS)
-        return lambda wanted: decode(blocks[wanted], kind)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from runtime.execution.attention.cpu import Scores
+from runtime.execution.attention.torch_attention import Scores
 from runtime.execution.attention.windows import Window
 
 NAME = "ramet"

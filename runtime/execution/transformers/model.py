@@ -19,7 +19,8 @@ from transformers.utils.logging import disable_progress_bar
 from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, LayerGroup, Span, StateRows, causal_visible
 from runtime.config import ModelConfig
 from runtime.errors import ModelError
-from runtime.execution.attention.cpu import CPUAttention
+from runtime.execution.attention.fused import open_torch_attention
+from runtime.execution.attention.torch_attention import TorchAttention
 from runtime.execution.attention.windows import Window, within
 from runtime.execution.transfers import upload
 from runtime.execution.transformers.adapters import HookedAdapters
@@ -77,7 +78,7 @@ class _Step:
 
     places: dict[int, int]
     pool: KVPool
-    backend: CPUAttention
+    backend: TorchAttention
     plan: AttentionPlan
     positions: torch.Tensor
     slots: torch.Tensor
@@ -172,7 +173,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def forward(
-        self, batch: ForwardBatch, pool: KVPool, backend: CPUAttention, states: StatePool | None = None
+        self, batch: ForwardBatch, pool: KVPool, backend: TorchAttention, states: StatePool | None = None
     ) -> torch.Tensor:
         """Run one step with a single layer group: write new K and V; returns float32 logits of `logits_rows`.
 
@@ -237,7 +238,7 @@ class TransformersModel:
         cut, total = len(one) // 2, len(one) + len(other)
         shape = (self.spec.num_layers, total, 1, self.spec.num_kv_heads, self.spec.head_dim)
         pool = KVPool(*shape, self._dtype, self._device)
-        backend = CPUAttention(pool)
+        backend = open_torch_attention(pool)
         states = StatePool(self.spec.states, 2, self._device, self.spec.records) if self._stateful else None
         self.forward(_batch([(one[:cut], 0, 0)]), pool, backend, states)
         ours = self.forward(_batch([(one[cut:], cut, 0), (other, 0, len(one))]), pool, backend, states)

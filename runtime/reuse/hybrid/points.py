@@ -59,7 +59,7 @@ class Points:
     def load(self, point: Node, slot: int) -> None:
         """Fill a slot with the state of a point."""
         data = self._cache.pool.read_pages(point.pages[-self.num_pages :])
-        self._states.write(slot, data.cpu().numpy().reshape(-1))
+        self._states.write(slot, data.flatten())
 
     def store(self, request: Request, length: int, behind: Behind, slot: int, seconds: float) -> Node | None:
         """Store a slot as the point behind the first `length` tokens of a request, whose whole pages the tree has.

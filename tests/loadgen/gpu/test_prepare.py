@@ -13,6 +13,7 @@ from packaging.version import Version
 from loadgen.gpu import aot, prepare
 from loadgen.gpu.cut import cut_model
 from loadgen.micro.drive import Drive
+from runtime.execution.flashinfer_kernels import Kernel
 
 
 def wheel(directory, name, version, *needs):
@@ -67,7 +68,7 @@ def test_kernels_are_compiled_once_and_found_by_flashinfer(tmp_path, monkeypatch
 
     names = ("norm", "prefill", "sampling")
     monkeypatch.setattr(
-        aot, "kernels", lambda: [aot.Kernel(f"a {name}", lambda name=name: Spec(name)) for name in names]
+        aot, "every_kernel", lambda: [Kernel(f"a {name}", lambda name=name: Spec(name)) for name in names]
     )
     monkeypatch.setitem(sys.modules, "flashinfer.version", SimpleNamespace(__version__="0.6.99"))
 

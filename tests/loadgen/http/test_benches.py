@@ -48,6 +48,32 @@ def test_serve_measures_and_records(bench, ramet, tmp_path, api, monkeypatch):
     assert "a secret" not in path.read_text() + page.read_text() + out
 
 
+def test_serve_warms_shared_prefixes_and_says_when_they_were_cold(bench, ramet, tmp_path):
+    given = ("serve", "--url", ramet.url, "--groups", 2, "--prefix-tokens", 64, *SMALL, "--requests", 4,
+             "--concurrency", 4, "--flush", "--records", "--json")  # fmt: skip
+    code, out, _ = bench(*given, tmp_path / "cold.jsonl")
+    assert (code, "4 of 4 complete requests came before their shared prefix was in the cache" in out) == (0, True)
+    code, out, _ = bench(*given, tmp_path / "warm.jsonl", "--warm-prefixes")
+    assert (code, "before their shared prefix" in out) == (0, False)
+    figures = lines_of(tmp_path / "warm.jsonl")[0]["figures"]
+    assert all(request["cached_tokens"] >= 48 for request in figures["requests"])
+    assert len(figures["requests"]) == 4
+
+
+def test_every_load_takes_other_lines_of_a_file(bench, ramet, tmp_path):
+    """The same ones for all servers; without a bound each load takes all of them, and the terminal says so."""
+    file, parts, wholes = (tmp_path / f"{name}.jsonl" for name in ("prompts", "parts", "wholes"))
+    file.write_text("".join(json.dumps({"prompt": "x" * (i + 1), "output_len": 2}) + "\n" for i in range(8)))
+    given = ("serve", "--url", f"one={ramet.url}", f"two={ramet.url}", "--workload", "file", "--file", file,
+             "--concurrency", 1, 2, "--records", "--json")  # fmt: skip
+    code, out, _ = bench(*given, parts, "--requests", 3)
+    sent = [[r["prompt_chars"] for r in line["figures"]["requests"]] for line in lines_of(parts)]
+    assert (code, sent) == (0, [[1, 2, 3], [1, 2, 3], [4, 5, 6], [4, 5, 6]])
+    assert "same lines" not in out
+    assert "every load sent the same lines" in bench(*given, wholes)[1]
+    assert [len(line["figures"]["requests"]) for line in lines_of(wholes)] == [8] * 4
+
+
 def test_serve_compares_servers_over_workloads_and_loads(bench, ramet, tmp_path):
     path, plot = tmp_path / "run.jsonl", tmp_path / "run.png"
     code, out, _ = bench("serve", "--url", f"one={ramet.url}", f"two={ramet.url}/v1/", "--workload", "unique", "chat",

@@ -148,7 +148,7 @@ def test_advice_on_traffic_of_one_s_own(tmp_path, default_model_dir, capsys):
     assert reuse_gaps(traffic.trace) == [60.0] * 6
     assert execute("policies", Policies(traces=(path,))) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "50.0 % of the prompt tokens were there before" in said
+    assert "50.0 % of the prompt tokens were in whole blocks of 16 tokens of earlier prompts" in said
     assert "A pool of 48 tokens (--pool-tokens) finds 50.0 %" in said
     assert "Nine of ten uses come within 60 s" in said
     # Prompts and a tokenizer.

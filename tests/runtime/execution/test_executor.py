@@ -15,7 +15,7 @@ from tests.runtime.execution.attention.stand_in import stand_in
 CONTEXT = 512
 
 
-@pytest.fixture(params=["native", "cpu", "flashinfer"])
+@pytest.fixture(params=["native", "torch", "flashinfer"])
 def executor(request, any_tiny_dir, monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", stand_in())
     monkeypatch.setattr("runtime.execution.executor.choose_attention", lambda *_: request.param)

@@ -7,7 +7,9 @@ from runtime.config import CacheConfig, ModelConfig, make_config
 from runtime.engine.offline import Engine
 from runtime.engine.opening import open_engine
 from runtime.errors import ModelError
+from runtime.execution import flashinfer_package
 from runtime.execution.device import choose_attention
+from runtime.execution.flashinfer_package import VERSION
 from runtime.execution.sizing import check_weights, pool_pages
 from runtime.models.spec import LlamaSpec
 from runtime.models.weights import random_weights
@@ -82,14 +84,20 @@ def test_flashinfer_is_taken_where_it_can_compute(monkeypatch):
     asked = ModelConfig(kernels="flashinfer")
     with pytest.raises(ModelError, match="needs CUDA"):
         choose_attention(asked, torch.device("cpu"), torch.bfloat16, 64)
-    monkeypatch.setattr("runtime.execution.device.find_spec", lambda name: None)
-    assert choose_attention(ModelConfig(), CUDA, torch.bfloat16, 64) == "cpu"
+    monkeypatch.setattr(flashinfer_package, "find_spec", lambda name: None)
+    assert choose_attention(ModelConfig(), CUDA, torch.bfloat16, 64) == "torch"
     with pytest.raises(ModelError, match="FlashInfer is missing"):
         choose_attention(asked, CUDA, torch.bfloat16, 64)
-    monkeypatch.setattr("runtime.execution.device.find_spec", lambda name: name)
+    monkeypatch.setattr(flashinfer_package, "find_spec", lambda name: name)
+    for found in ("0.6.14", "0.7.2.post1"):
+        monkeypatch.setattr(flashinfer_package, "version", lambda name, found=found: found)
+        assert choose_attention(ModelConfig(), CUDA, torch.bfloat16, 64) == "torch"
+        with pytest.raises(ModelError, match=rf"FlashInfer {found} is installed, and Ramet calls {VERSION}: `make"):
+            choose_attention(asked, CUDA, torch.bfloat16, 64)
+    monkeypatch.setattr(flashinfer_package, "version", lambda name: f"{VERSION}+cu130")
     assert choose_attention(ModelConfig(), CUDA, torch.bfloat16, 64) == "flashinfer"
     for dtype, head_dim, said in ((torch.float32, 64, "no float32"), (torch.bfloat16, 80, "heads of 64, 128 or 256")):
-        assert choose_attention(ModelConfig(), CUDA, dtype, head_dim) == "cpu"
+        assert choose_attention(ModelConfig(), CUDA, dtype, head_dim) == "torch"
         with pytest.raises(ModelError, match=said):
             choose_attention(asked, CUDA, dtype, head_dim)
 

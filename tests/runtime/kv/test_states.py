@@ -1,6 +1,5 @@
 """The pool of recurrent states."""
 
-import numpy as np
 import torch
 
 from runtime.kv.states import StatePool
@@ -15,9 +14,9 @@ def test_a_slot_is_copied_cleared_and_written_to_the_bit_and_others_stay():
     size = pool.state_bytes
     before = [pool.read(slot, size) for slot in range(4)]
     assert {len(data) for data in before} == {pool.state_bytes} == {4 * (3 * 2 + 2 * 4 * 5)}
-    assert pool.read(1, size + 7).tobytes() == before[1].tobytes() + bytes(7)
+    assert pool.read(1, size + 7).tolist() == before[1].tolist() + [0] * 7
     pool.copy(0, 2)
     pool.clear(1)
-    pool.write(3, np.concatenate((before[1], np.ones(7, dtype=np.uint8))))  # as read from whole pages
-    after = [pool.read(slot, size).tobytes() for slot in range(4)]
-    assert after == [before[0].tobytes(), bytes(pool.state_bytes), before[0].tobytes(), before[1].tobytes()]
+    pool.write(3, torch.cat((before[1], torch.ones(7, dtype=torch.uint8))))  # as read from whole pages
+    after = [pool.read(slot, size).tolist() for slot in range(4)]
+    assert after == [before[0].tolist(), [0] * pool.state_bytes, before[0].tolist(), before[1].tolist()]

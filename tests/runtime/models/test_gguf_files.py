@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 
 from runtime.errors import ModelError
 from runtime.models.gguf import _ends, convert_gguf
-from runtime.models.gguf_tokenizer import _pre_tokenizer
+from runtime.models.gguf_tokenizer import build_tokenizer
 from runtime.models.publishing import provide
 from runtime.models.spec import LlamaSpec
+from runtime.models.tokenizer import Tokenizer
 from runtime.models.weights import load_weights
 from tests.full_disk import little_room
 
@@ -64,6 +65,17 @@ def write(path, values=None, kind=None, endianess=gguf.GGUFEndian.LITTLE, **fiel
     return path
 
 
+def in_parts(path, count, **fields):
+    """A file's model in several files, as llama.cpp splits it; returns their paths."""
+    values = tensors()
+    names, paths = list(values), []
+    for i in range(count):
+        paths.append(path.with_name(f"{path.stem}-{i + 1:05}-of-{count:05}{path.suffix}"))
+        some = {name: values[name] for name in names[i::count]}
+        write(paths[-1], some, kind=Kind.Q8_0, **{"split.no": i, "split.count": count, **fields})
+    return paths
+
+
 def convert(path, target):
     return provide(target, partial(convert_gguf, path))
 
@@ -99,7 +111,7 @@ def without(name):
         ({"llama.rope.scaling.type": "longrope"}, "longrope"),
         ({"attention.head_count": 0}, "m.gguf has metadata of the wrong kind"),
         ({"tokenizer.ggml.scores": 1, "tokenizer.ggml.token_type": 1}, "m.gguf has metadata of the wrong kind"),
-        ({"split.count": "three"}, "not a readable GGUF file"),
+        ({"split.count": "three"}, "one of three parts"),
         ({"general.architecture": 3}, "architecture 3; supported"),
     ],
 )
@@ -140,15 +152,62 @@ def test_a_disk_that_is_full(tmp_path, room):
         convert(path, tmp_path / "out")
 
 
-def test_marks_belong_to_the_letters_before_them_in_qwen35(tmp_path):
-    text = "\u0939\u093f 12"  # a letter and its vowel sign
-    counts = {name: len(_pre_tokenizer(tmp_path, name).pre_tokenize_str(text)) for name in ("qwen2", "qwen35")}
-    assert counts == {"qwen2": 5, "qwen35": 4}
+@pytest.mark.parametrize("given", [0, 1, 2])
+def test_a_model_in_parts_is_the_whole_one(tmp_path, given):
+    """Whichever part is named; the parts are also found when the tensors stay in them."""
+    whole = load_file(convert(write(tmp_path / "m.gguf", kind=Kind.Q8_0), tmp_path / "whole") / "model.safetensors")
+    part = in_parts(tmp_path / "m.gguf", 3)[given]
+    parts = load_file(convert(part, tmp_path / "parts") / "model.safetensors")
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    linked = provide(tmp_path / "linked", partial(convert_gguf, part, linked=True))
+    loaded = load_weights(linked, LlamaSpec.load(linked), torch.float32)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in loaded.items())
 
 
-def test_words_end_between_cases_in_gpt_4o(tmp_path):
-    found = _pre_tokenizer(tmp_path, "gpt-4o").pre_tokenize_str("camelCase isN'T HTTPServer 1234 a.//\n")
-    assert [word for word, _ in found] == ["camel", "Case", "Ġis", "N'T", "ĠHTTPServer", "Ġ", "123", "4", "Ġa", ".//Ċ"]
+def test_parts_behind_symbolic_links_are_found(tmp_path):
+    """The hub's cache links to files whose names say nothing."""
+    links = in_parts(tmp_path / "m.gguf", 2)
+    for i, link in enumerate(links):
+        link.symlink_to(link.rename(tmp_path / f"blob{i}"))
+    linked = provide(tmp_path / "linked", partial(convert_gguf, links[0], linked=True))
+    assert len(load_weights(linked, LlamaSpec.load(linked), torch.float32)) == len(tensors())
+
+
+def test_parts_that_are_missing_or_renamed(tmp_path):
+    first, second = in_parts(tmp_path / "m.gguf", 2)
+    second.unlink()
+    with pytest.raises(ModelError, match=r"one of 2 parts, and m-00002-of-00002\.gguf is missing beside it"):
+        convert(first, tmp_path / "out")
+    with pytest.raises(ModelError, match=r"renamed\.gguf is one of 2 parts; the names of parts must end"):
+        convert(first.rename(tmp_path / "renamed.gguf"), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chat"),
+    [(["<|im_start|>", "<|im_end|>"], "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
+     (["<|im_start|>"], "User: Hi\n\nAssistant:")],
+)  # fmt: skip
+def test_a_file_without_a_chat_template_gets_a_plain_one(tmp_path, caplog, tokens, chat):
+    words = {"model": "gpt2", "pre": "gpt-2", "tokens": [*tokens, "a"], "token_type": [1] * 3}
+    fast, settings = build_tokenizer(tmp_path / "m.gguf", {f"tokenizer.ggml.{k}": v for k, v in words.items()})
+    (tmp_path / "tokenizer.json").write_text(fast.to_str())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}]) == chat
+    assert "this model has no chat template, so chats get a plain one" in caplog.text
+    caplog.clear()
+    (tmp_path / "own.jinja").write_text("mine")
+    assert Tokenizer.load(tmp_path, tmp_path / "own.jinja").apply_chat_template([]) == "mine"
+    assert "plain" not in caplog.text
+
+
+@pytest.mark.parametrize("wrong", ["scores", "token_type"])
+def test_scores_and_types_are_one_for_each_token(tmp_path, wrong):
+    words = {"model": "llama", "tokens": ["<unk>", "a", "b"], "scores": [0, -1, -2], "token_type": [2, 1, 1]}
+    words[wrong] = words[wrong][:2]
+    with pytest.raises(ModelError, match=r"m\.gguf: the tokenizer has 3 tokens.* one of each"):
+        build_tokenizer(tmp_path / "m.gguf", {f"tokenizer.ggml.{k}": v for k, v in words.items()})
 
 
 def test_ends_and_windows_come_from_the_file(tmp_path):

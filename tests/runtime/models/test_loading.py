@@ -96,7 +96,7 @@ def test_a_model_that_is_not_there(name):
 def test_a_file_that_is_no_model(tmp_path):
     path = tmp_path / "model.bin"
     path.write_bytes(b"x")
-    with pytest.raises(ModelError, match=r"\.gguf"):
+    with pytest.raises(ModelError, match="is a file, but not GGUF"):
         resolve_model(ModelConfig(model=str(path)))
 
 
@@ -125,7 +125,7 @@ def test_served_names(tiny_dir):
         ({"hidden_size": 96}, ["shape", "96"]),
         ({"num_hidden_layers": 5}, ["model.layers.3", "no tensor"]),
         ({"attention_bias": True}, ["q_proj.bias"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["gptq", "bfloat16"]),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, ["bitsandbytes", "awq (gemm)"]),
         ({"hidden_size": "48"}, ["hidden_size", "'48'"]),
         ({"num_hidden_layers": 0}, ["num_hidden_layers", "positive"]),
         ({"num_attention_heads": None}, ["num_attention_heads", "None"]),

@@ -37,6 +37,24 @@ def test_a_gguf_file_is_converted_once_for_each_state(tmp_path, monkeypatch):
     assert len(list((tmp_path / "cache/models").iterdir())) == 2
 
 
+@pytest.mark.parametrize("name", ["sha256-0f3a", "model.GGUF", "m-00001-of-00002.gguf"])
+def test_a_files_content_says_that_it_is_gguf(tmp_path, monkeypatch, name):
+    """Blobs of other programs have no suffix. A change of any part is a change of the model."""
+    monkeypatch.setattr(gguf, "convert_gguf", lambda path, work, linked: (work / "config.json").write_text("{}"))
+    monkeypatch.setenv("RAMET_CACHE", str(tmp_path / "cache"))
+    path, second = tmp_path / name, tmp_path / "m-00002-of-00002.gguf"
+    path.write_bytes(b"GGUF")
+    second.write_bytes(b"GGUF")
+    config = ModelConfig(model=str(path))
+    first = resolve_model(config)
+    assert model_name(config, first) == {"model.GGUF": "model", "m-00001-of-00002.gguf": "m"}.get(name, name)
+    os.utime(second, ns=(1, 1))
+    assert (resolve_model(config) == first) == (not name.startswith("m-"))
+    path.write_bytes(b"PK\3\4")
+    with pytest.raises(ModelError, match="is a file, but not GGUF; a model directory or a GGUF file is needed"):
+        resolve_model(config)
+
+
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A hub whose one repository has this configuration; what is asked of it is recorded."""

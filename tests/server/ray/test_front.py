@@ -51,7 +51,7 @@ class Handle:
         await self.there.wait()
         fixed = {"name": "tiny", "path": self._model, "architecture": "llama", "dtype": "float32", "device": "cpu"}
         sizes = {"vocab_size": 49152, "context_length": 512, "page_size": 4, "pool_tokens": 4096}
-        return msgspec.to_builtins(ModelInfo(**fixed, **sizes, eos_token_ids=[2], attention_backend="cpu"))
+        return msgspec.to_builtins(ModelInfo(**fixed, **sizes, eos_token_ids=[2], attention_backend="torch"))
 
     async def _forward(self, *call, hashes):
         for message in next(self._answers):

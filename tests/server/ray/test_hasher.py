@@ -34,7 +34,7 @@ def ask(tiny_dir, tmp_path_factory):
         eos_token_ids=[2],
         dtype="float32",
         device="cpu",
-        attention_backend="cpu",
+        attention_backend="torch",
         page_size=PAGE,
         pool_tokens=4096,
     )

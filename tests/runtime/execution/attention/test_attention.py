@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from runtime.batch import AttentionPlan, Span, causal_visible
-from runtime.execution.attention.cpu import CPUAttention
+from runtime.execution.attention.fused import FusedAttention
 from runtime.execution.attention.paged_index import by_call
+from runtime.execution.attention.torch_attention import TorchAttention
 from tests.runtime.execution.attention import dense
 from tests.runtime.execution.attention.dense import dense_attention, random_plan
 
@@ -16,9 +17,9 @@ HEADS, KV_HEADS, DIM = 6, 2, 16
 class World(dense.World):
     """Over torch's backend."""
 
-    def __init__(self, seed: int, rows: int = 800, page_size: int = 4):
+    def __init__(self, seed: int, rows: int = 800, page_size: int = 4, kind: type[TorchAttention] = TorchAttention):
         super().__init__(seed, rows, page_size, KV_HEADS, DIM)
-        self.backend = CPUAttention(self.pool, self.rope)
+        self.backend = kind(self.pool, self.rope)
 
     def check(self, plan: AttentionPlan) -> None:
         q = self.draw(plan.num_rows, HEADS, DIM)
@@ -51,10 +52,11 @@ def test_only_what_some_rows_do_not_see_is_under_a_mask():
     world.check(plan)
 
 
+@pytest.mark.parametrize("kind", [TorchAttention, FusedAttention])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("seed", range(30))
-def test_random_plans(seed, page_size):
-    world = World(seed + 50, page_size=page_size)
+def test_random_plans(seed, page_size, kind):
+    world = World(seed + 50, page_size=page_size, kind=kind)
     world.check(random_plan(world.pages, int(world.random.integers(1, 12)), 60))
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from loadgen.gpu import aot
 from runtime.batch import AttentionPlan
 from runtime.execution.attention.flashinfer import FlashInferAttention
+from runtime.execution.flashinfer_kernels import every_kernel
 from runtime.execution.graphs import GraphCall, decode_plan
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
@@ -155,7 +155,7 @@ def test_the_kernels_that_are_compiled_ahead_are_those_that_plans_ask_for(kernel
             ours.prepare_step([random_plan(Pages(ours.pool, np.random.default_rng(seed)), 9, 90)])
     for kind in ("prefill", "decode"):
         monkeypatch.setattr(f"flashinfer.jit.attention.gen_batch_{kind}_module", lambda *args, kind=kind: (kind, *args))
-    ahead = {kernel.describe() for kernel in aot.kernels() if kernel.name.startswith(("prefill", "decode"))}
+    ahead = {kernel.describe() for kernel in every_kernel() if kernel.name.startswith(("prefill", "decode"))}
     assert len(ahead) == 8
     assert kernels.asked <= ahead
     assert {kind for kind, *_ in kernels.asked} == {"prefill", "decode"}

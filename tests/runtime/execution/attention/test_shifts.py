@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from runtime.batch import AttentionPlan, Span
-from runtime.execution.attention.cpu import CPUAttention
 from runtime.execution.attention.flashinfer import FlashInferAttention
+from runtime.execution.attention.torch_attention import TorchAttention
 from runtime.execution.native.library import load_best
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding, rotate
@@ -34,7 +34,7 @@ def exact_rotation(x, positions, rope):
 
 
 def torch_attention(plan, q, pool, rope):
-    backend = CPUAttention(pool, rope)
+    backend = TorchAttention(pool, rope)
     return backend.run(backend.prepare(plan), q, 0)
 
 

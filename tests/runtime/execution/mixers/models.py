@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span, StateRows, causal_visible
-from runtime.execution.attention.cpu import CPUAttention, Scores
+from runtime.execution.attention.torch_attention import Scores, TorchAttention
 from runtime.execution.llama import LlamaModel
 from runtime.execution.native.decoder import NativeDecoder
 from runtime.execution.native.library import Library
@@ -95,7 +95,7 @@ class Runner:
         model.states = self.states
         if library is None:
             scores = [Scores(sinks=sinks) for sinks in model.sinks()]
-            self.forward = partial(model.forward, pool=self.pool, backend=CPUAttention(self.pool, scores=scores))
+            self.forward = partial(model.forward, pool=self.pool, backend=TorchAttention(self.pool, scores=scores))
         else:
             stored = None if linked is None else (linked, path)
             self.forward = NativeDecoder(library, model, self.pool, threads, stored=stored).forward

@@ -17,18 +17,26 @@ def saved(request, tmp_path_factory):
     return save_hybrid(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture(scope="module", params=["torch", *ISAS])
-def library(request):
-    """Every library that can be run here, and None for torch."""
-    library = None if request.param == "torch" else load(request.param)
-    if library is None and request.param != "torch":
-        pytest.skip(f"the native kernels for {request.param} were not built, or this processor cannot run them")
+@pytest.fixture(scope="module", params=["torch", "chunks", *ISAS])
+def code(request):
+    """torch, its form for GPUs (`StatePlan`), and every library that can be run here."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def library(code):
+    """None for torch."""
+    library = load(code) if code in ISAS else None
+    if library is None and code in ISAS:
+        pytest.skip(f"the native kernels for {code} were not built, or this processor cannot run them")
     return library
 
 
 @pytest.fixture(scope="module")
-def runner(saved, library):
-    return Runner(saved, library)
+def runner(saved, code, library):
+    runner = Runner(saved, library)
+    runner.model.is_chunked = code == "chunks"
+    return runner
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, HiddenRows, LayerGroup, Span, causal_visible
-from runtime.execution.attention.cpu import CPUAttention, Scores
+from runtime.execution.attention.torch_attention import Scores, TorchAttention
 from runtime.execution.llama import LlamaModel
 from runtime.execution.native.decoder import NativeDecoder
 from runtime.kv.pool import KVPool
@@ -90,7 +90,7 @@ def read_plainly(path, storage, make_batch):
     """A batch, and torch's logits and pool for it with the weights widened."""
     reference = make_model(path, storage, torch.float32)
     batch, pool = make_batch(reference.spec.num_layers), make_pool(reference.spec, torch.float32)
-    return batch, reference.forward(batch, pool, CPUAttention(pool, reference.rope)), pool
+    return batch, reference.forward(batch, pool, TorchAttention(pool, reference.rope)), pool
 
 
 @pytest.mark.parametrize(("make_batch", "threads"), [(mixed_batch, 2), (fewer_rows_later, 1)])
@@ -125,7 +125,7 @@ def test_experts_and_sinks(library, experts_dir, make_batch):
     scores = [Scores(sinks=sinks) for sinks in reference.sinks()]
     native = NativeDecoder(library, model, pools[1], 2)
     forwards = [
-        partial(reference.forward, pool=pools[0], backend=CPUAttention(pools[0], reference.rope, scores)),
+        partial(reference.forward, pool=pools[0], backend=TorchAttention(pools[0], reference.rope, scores)),
         native.forward,
     ]
     found = []
@@ -163,12 +163,12 @@ def test_rows_with_adapters(library, ids_dir, storage, make_batch):
     batch = make_batch(spec.num_layers)
     pool, native_pool = make_pool(spec, torch.float32), make_pool(spec, storage)
     native = NativeDecoder(library, make_model(ids_dir, storage), native_pool, 2)
-    plain = reference.forward(batch, make_pool(spec, torch.float32), CPUAttention(pool, reference.rope))
+    plain = reference.forward(batch, make_pool(spec, torch.float32), TorchAttention(pool, reference.rope))
     for digest, rank in (("a", 3), ("b", 40)):
         for model in (reference, native):
             model.load_adapter(make_adapter(spec, digest, rank))
     batch.adapters = [AdapterRows("a", 1, 5), AdapterRows("b", 6, len(batch.tokens) - 1)]
-    wanted = reference.forward(batch, pool, CPUAttention(pool, reference.rope))
+    wanted = reference.forward(batch, pool, TorchAttention(pool, reference.rope))
     assert _distance(plain, wanted) > 0.1
     tolerance = 1e-5 if storage == torch.float32 else 4e-2
     assert _distance(native.forward(batch), wanted) < tolerance

@@ -9,7 +9,7 @@ import torch
 
 from runtime.batch import AdapterRows
 from runtime.errors import ModelError
-from runtime.execution.attention.cpu import CPUAttention
+from runtime.execution.attention.torch_attention import TorchAttention
 from runtime.execution.llama import LlamaModel
 from runtime.execution.native import stored
 from runtime.execution.native.decoder import NativeDecoder
@@ -54,7 +54,7 @@ def test_logits_are_near_those_of_unpacked_weights(library, tmp_path, kinds, tie
     reference = LlamaModel(spec, load_weights(directory, spec, torch.float32), CPU)
     batch, pool = mixed_batch(spec.num_layers), make_pool(spec, torch.float32)
     batch.tokens %= TOKENS
-    wanted = reference.forward(batch, pool, CPUAttention(pool, reference.rope))
+    wanted = reference.forward(batch, pool, TorchAttention(pool, reference.rope))
     for _ in range(2):  # packed, and mapped
         native, native_pool = make_native(library, directory)
         got = native.forward(batch)
@@ -77,7 +77,7 @@ def test_rows_with_an_adapter(library, tmp_path):
     for model in (reference, native):
         model.load_adapter(make_adapter(spec, "a", 5))
     batch.adapters = [AdapterRows("a", 2, len(batch.tokens))]
-    wanted = reference.forward(batch, pool, CPUAttention(pool, reference.rope))
+    wanted = reference.forward(batch, pool, TorchAttention(pool, reference.rope))
     got = native.forward(batch)
     assert (got - wanted).norm() / wanted.norm() < 0.1
     assert (plain - wanted).norm() / wanted.norm() > 0.3

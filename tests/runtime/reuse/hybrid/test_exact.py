@@ -16,6 +16,8 @@ from tests.runtime.engine.driver import Driver, call, gives, make_core
 from tests.runtime.execution.mixers.models import HYBRID_MODELS, oracle, save_hybrid
 
 STOP, NEW = 2, 8
+# The native kernels, torch, and torch's form for GPUs.
+CODE = ["auto", "torch", "chunks"]
 SIZES = [(16, 64, "off"), (1, 7, "on"), (16, 1, "on"), (4, 16, "off")]
 
 
@@ -40,8 +42,11 @@ def is_greedy(saved) -> Callable[[list[int], list[int]], bool]:
 
 
 class Asking(Driver):
-    def __init__(self, path: Path, is_greedy: Callable[[list[int], list[int]], bool], **options):
-        super().__init__(make_core(path, **{"pool_tokens": 8192, **options}))
+    def __init__(self, path: Path, is_greedy: Callable[[list[int], list[int]], bool], code: str = "auto", **options):
+        kernels = "torch" if code == "chunks" else code
+        super().__init__(make_core(path, **{"pool_tokens": 8192, "kernels": kernels, **options}))
+        if code == "chunks":
+            self.core.executor._decoder.is_chunked = True
         self.is_greedy = is_greedy
         self.prompts: dict[str, list[int]] = {}
 
@@ -72,12 +77,12 @@ class Asking(Driver):
         return len(self.core.strategy._free)
 
 
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("code", CODE)
 @pytest.mark.parametrize(("page_size", "chunk", "overlap"), SIZES)
-def test_cold_warm_and_continued(saved, is_greedy, kernels, page_size, chunk, overlap):
+def test_cold_warm_and_continued(saved, is_greedy, code, page_size, chunk, overlap):
     """A second request resumes at its last place; the next turn behind the answer; branches inside a page too."""
     driver, draw = (
-        Asking(saved, is_greedy, kernels=kernels, page_size=page_size, chunk_tokens=chunk, overlap=overlap),
+        Asking(saved, is_greedy, code, page_size=page_size, chunk_tokens=chunk, overlap=overlap),
         random.Random(3),
     )
     slots, prompt = driver.free_slots, conversation(draw, 3)
@@ -107,8 +112,9 @@ def test_a_next_turn_is_computed_while_idle(saved, is_greedy):
     assert driver.free_slots == slots
 
 
-def test_a_step_that_fails_when_it_has_written_states_is_run_again(saved, is_greedy, monkeypatch):
-    driver, draw = Asking(saved, is_greedy, page_size=4, chunk_tokens=16), random.Random(4)
+@pytest.mark.parametrize("code", ["auto", "chunks"])
+def test_a_step_that_fails_when_it_has_written_states_is_run_again(saved, is_greedy, code, monkeypatch):
+    driver, draw = Asking(saved, is_greedy, code, page_size=4, chunk_tokens=16), random.Random(4)
     run, fails = driver.core.executor.run, random.Random(5)
 
     def fail_afterwards(batch):
@@ -126,9 +132,10 @@ def test_a_step_that_fails_when_it_has_written_states_is_run_again(saved, is_gre
     assert sum(len(tokens) == NEW for tokens in driver.tokens.values()) > 2
 
 
-def test_drafts_are_verified_and_rolled_back(saved, is_greedy, monkeypatch):
+@pytest.mark.parametrize("code", ["auto", "chunks"])
+def test_drafts_are_verified_and_rolled_back(saved, is_greedy, code, monkeypatch):
     """Right guesses, wrong ones, and both; the next turn resumes behind all that is certain."""
-    driver, draw = Asking(saved, is_greedy, drafts="auto", page_size=4), random.Random(5)
+    driver, draw = Asking(saved, is_greedy, code, drafts="auto", page_size=4), random.Random(5)
     drafted = random.Random(6)
 
     def propose(self, requests, room, beside):

@@ -58,10 +58,10 @@ class KernelCall:
     first: bool
 
 
-class CPUAttention(AttentionBackend):
+class TorchAttention(AttentionBackend):
     """The torch backend."""
 
-    name = "cpu"
+    name = "torch"
 
     def __init__(self, pool: KVPool, rope: RotaryEmbedding | None = None, scores: Sequence[Scores] = ()):
         """`rope`: needed for spans with a shift. `scores`: one for each layer; empty: all layers are `PLAIN`."""

@@ -1,0 +1,124 @@
+"""Every way of computing experts in torch gives the sum over each row's experts, in few operations."""
+
+import shutil
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from runtime.execution.experts import Experts
+from runtime.execution.ops import Ops
+from runtime.models.experts import ExpertSpec
+from tests.runtime.execution.attention.stand_in import stand_in
+from tests.runtime.execution.attention.whole_engines import check_whole_engines
+from tests.runtime.execution.counting import Operations
+from tests.runtime.execution.test_graphs import recorded
+from tests.runtime.execution.transformers.architectures import save_small
+from tests.tiny import WITH_TOKENIZER
+
+COUNT, HIDDEN = 6, 48
+
+
+def make(limit: float | None = None, inner: int = 40, dtype: torch.dtype = torch.float32) -> Experts:
+    """Experts of Qwen3-MoE, or of gpt-oss if gates have a limit."""
+    spec, draw = ExpertSpec((0,), COUNT, 2, inner, limit=limit, alpha=1.7), torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw)
+
+    weights = normal(COUNT, 2 * inner, HIDDEN).to(dtype), normal(COUNT, HIDDEN, inner).to(dtype)
+    experts = Experts(spec, Ops(), normal(COUNT, HIDDEN), *weights)
+    if limit is not None:
+        experts.router_bias = normal(COUNT)
+        experts.gate_up_bias, experts.down_bias = normal(COUNT, 2 * inner).to(dtype), normal(COUNT, HIDDEN).to(dtype)
+    return experts
+
+
+def rows(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(count)).to(dtype)
+
+
+def one_by_one(experts: Experts, x: torch.Tensor) -> torch.Tensor:
+    """Row by row and expert by expert, float32."""
+    found = []
+    for row, chosen, weights in zip(x, *experts.choose(x), strict=True):
+        total = torch.zeros(HIDDEN)
+        for expert, weight in zip(chosen.tolist(), weights, strict=True):
+            gate, up = (experts.gate_up[expert].float() @ row.float()).chunk(2)
+            if experts.spec.limit is None:
+                out = experts.down[expert].float() @ (F.silu(gate) * up)
+            else:
+                bias, limit = experts.gate_up_bias[expert].float().chunk(2), experts.spec.limit
+                gate, up = (gate + bias[0]).clamp(max=limit), (up + bias[1]).clamp(-limit, limit)
+                inner = gate * (gate * experts.spec.alpha).sigmoid() * (up + 1)
+                out = experts.down[expert].float() @ inner + experts.down_bias[expert].float()
+            total += weight * out
+        found.append(total)
+    return torch.stack(found)
+
+
+@pytest.fixture(params=["grouped", "old torch", "all rows"])
+def compute(request, monkeypatch):
+    """With torch's product of groups, without it, and with all experts for all rows."""
+    if request.param == "old torch":
+        monkeypatch.delattr(F, "grouped_mm")
+    if request.param == "all rows":
+        monkeypatch.setattr(Experts, "_by_group", Experts._dense)
+    return Experts.__call__
+
+
+@pytest.mark.parametrize("inner", [40, 41])
+@pytest.mark.parametrize("limit", [None, 2.0])
+@pytest.mark.parametrize("count", [1, 2, 33])
+def test_sums_are_those_of_each_rows_experts(compute, limit, inner, count):
+    """Also if the rows of weights are no multiples of 16 bytes."""
+    experts, x = make(limit, inner), rows(count)
+    torch.testing.assert_close(compute(experts, x), one_by_one(experts, x), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("limit", [None, 2.0])
+def test_half_precision(compute, limit):
+    experts, x = make(limit, dtype=torch.bfloat16), rows(40, torch.bfloat16)
+    found, wanted = compute(experts, x), one_by_one(experts, x)
+    assert found.dtype == torch.bfloat16
+    assert (found - wanted).norm() < 0.01 * wanted.norm()
+
+
+def test_experts_that_no_row_has_chosen_and_rows_without_numbers(compute):
+    experts, x = make(), rows(9)
+    experts.bias = torch.tensor([9.0, 0.0, 0.0, 0.0, 0.0, 8.0])
+    wanted = compute(experts, x)
+    torch.testing.assert_close(wanted, one_by_one(experts, x), atol=1e-4, rtol=1e-4)
+    # What other experts give counts for nothing, even if it is no number.
+    experts.gate_up[1:5] = torch.nan
+    x[3] = torch.nan
+    kept = [0, 1, 2, 4, 5, 6, 7, 8]
+    torch.testing.assert_close(compute(experts, x)[kept], wanted[kept])
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_operations_do_not_grow_with_rows(monkeypatch, dense):
+    if dense:
+        monkeypatch.setattr(Experts, "_by_group", Experts._dense)
+    experts, counts = make(2.0), []
+    for count in (2, 32, 300):
+        with Operations() as operations:
+            experts(rows(count))
+        counts.append(operations.count)
+    assert counts[0] == counts[1] == counts[2] < 50
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(64, [1, 2, 8]), (2, [1, 2])])
+def test_decode_steps_with_experts_are_captured_unless_they_would_wait(
+    default_model_dir, tmp_path, monkeypatch, most, sizes
+):
+    """A capture would fail at the host's look at counts, which GPUs without a kernel need for more than a few rows."""
+    monkeypatch.setitem(sys.modules, "flashinfer", stand_in())
+    monkeypatch.setattr("runtime.execution.graphs.capture", recorded)
+    monkeypatch.setattr(Experts, "most_free_rows", most)
+    path = save_small("Qwen3Moe", tmp_path, vocab_size=WITH_TOKENIZER)
+    shutil.copy(default_model_dir / "tokenizer.json", path)
+    executor = check_whole_engines(path, monkeypatch, step_tokens=64, cuda_graph_batches="1,2,8")
+    assert executor._graphs.sizes == sizes
+    assert any(graph._replay for graph in executor._graphs._graphs.values())
