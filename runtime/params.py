@@ -3,7 +3,7 @@
 from functools import cached_property
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from runtime.errors import InvalidRequest
 
@@ -22,6 +22,11 @@ TAKEN_BY = {
     "ratio": ("a3", "cacheblend", "prophetkv", "legolink"),
     **{"k": ("legolink",), "max_kl": ("auto",)},
 }
+
+
+def no_seed(given: object) -> object:
+    """None for -1, by which other servers' clients ask for a new seed each time."""
+    return None if given == -1 and not isinstance(given, bool) else given
 
 
 class Lazy(BaseModel):
@@ -72,7 +77,9 @@ class SamplingParams(CommonSampling):
     min_new_tokens: int = Field(
         0, ge=0, le=1 << 20, description="least tokens before an end of sequence or a stop string"
     )
-    seed: int | None = Field(None, ge=0, lt=1 << 63, description="the same seed and request give the same tokens")
+    seed: Annotated[int | None, BeforeValidator(no_seed)] = Field(
+        None, ge=0, lt=1 << 63, description="the same seed and request give the same tokens; null or -1: a new one"
+    )
     stop: list[StopString] = Field(default_factory=list, max_length=16, description="strings that end the generation")
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list, max_length=64)
     n: int = Field(1, ge=1, le=64, description="completions of the prompt")

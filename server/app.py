@@ -20,6 +20,7 @@ from server.auth.keys import ANYONE, EVERYONE, Guard, Tenant, read_keys, routes_
 from server.errors import ErrorBody
 from server.explain.answers import Answers
 from server.generation.service import GenerationService
+from server.generation.store import ResponseStore
 from server.http.access import AccessLog
 from server.http.admission import AdmissionMiddleware, Check
 from server.http.context import Context, provide
@@ -31,7 +32,6 @@ from server.http.traces import add_traces
 from server.objects.documents import DocumentStore
 from server.objects.schemas import SchemaStore
 from server.openai.prompt import ChatPrompts
-from server.responses.store import ResponseStore
 from server.telemetry.journal import Journal, Trace
 from server.telemetry.metrics import Metrics
 

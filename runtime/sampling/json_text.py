@@ -1,6 +1,7 @@
 """Checks of untrusted JSON text, from a request or a model's output."""
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -21,17 +22,27 @@ _FORMATS = {*("date-time", "time", "date", "duration", "email", "hostname", "ipv
 _NODES = b"[{:.eE"
 _NO_MARKS = bytes(set(range(256)) - set(b'"]},' + _NODES))
 _SHORT = 1 << 12
+# An escaped backslash, a pair of surrogates, or the escape of a lone one, which is the group.
+_SURROGATES = re.compile(
+    rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+)
+_REPLACEMENT = rb"\ufffd"
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError for invalid JSON, bad shapes, NaN and lone surrogates.
-
-    Python's own parser accepts the last two, which cannot be serialised later.
-    """
-    check_shape(text.encode())
-    value = json.loads(text, parse_constant=_refuse)
+    """The value of a JSON text, see `mend_surrogates`. Raises ValueError for invalid JSON, bad shapes and NaN."""
+    raw = text.encode()
+    check_shape(raw)
+    value = json.loads(mend_surrogates(raw), parse_constant=_refuse)
     check_unicode(value)
     return value
+
+
+def mend_surrogates(text: bytes) -> bytes:
+    """JSON text with U+FFFD in place of each lone surrogate, which is no Unicode: a client may have cut a character."""
+    if b"\\ud" not in text and b"\\uD" not in text:
+        return text
+    return _SURROGATES.sub(lambda found: _REPLACEMENT if found[1] else found[0], text)
 
 
 def parse_schema(text: str) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class ChoicesWriter(Writer):
         self.text_of: TextOf = context.engine.tokenizer.token_text
         self.prompts = prompts
         self._with_usage = body.with_usage
+        self._left_out = {"left_out": body.left_out} if body.left_out else {}
         self._last: dict[tuple[int, int], Output] = {}
         self._head = {
             **{"id": rid, "object": kind, "created": int(time.time()), "model": context.check_model(body.model)},
@@ -57,7 +58,8 @@ class ChoicesWriter(Writer):
         """The whole answer with its choices and the fields `more`; `done`: the last Output of each choice."""
         if len(done) > 1:  # each choice reports its own reuse
             choices = [choice | reuse_of(output) for choice, output in zip(choices, done, strict=True)]
-        return {**self._head, "choices": choices, "usage": self.usage(done), **reuse_of(done[0]), **more}
+        same = {"usage": self.usage(done), **reuse_of(done[0]), **self._left_out}
+        return {**self._head, "choices": choices, **same, **more}
 
     def usage(self, outputs: Iterable[Output]) -> dict[str, Any]:
         """Token counts of the request, from the last Output of each choice."""

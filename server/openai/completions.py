@@ -85,7 +85,8 @@ class CompletionWriter(ChoicesWriter):
             self._offsets[key] += len(text)
 
     def write(self, output: Output, why: Explanation | None) -> Iterable[dict[str, Any]]:
-        yield self.chunk(output, self._choice(output, output.delta, output.new_token_ids, why))
+        left_out = self._left_out if self.begins(output) else {}
+        yield self.chunk(output, self._choice(output, output.delta, output.new_token_ids, why), **left_out)
 
     async def answer(self, generation: Generation) -> dict[str, Any]:
         done = await generation.collect(self.add_logprobs)

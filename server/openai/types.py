@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
 from runtime.errors import InvalidRequest
-from runtime.params import CONSTRAINTS, CommonSampling, ReuseParams, SamplingParams
+from runtime.params import CONSTRAINTS, CommonSampling, ReuseParams, SamplingParams, no_seed
 from server.auth.keys import Tenant
 from server.generation.bodies import AnswerId, Diffusion, GenerationBody, LogitBias, Reuse, naming
 from server.http import fields
@@ -18,6 +18,8 @@ from server.openai.caching import CacheOptions, Mark, Retention, unmarked
 from server.openai.calls import schema_of_call
 from server.openai.formats import Constrained, Constraint, ResponseFormat, StructuredOutputs, only
 from server.openai.messages import Messages
+from server.openai.names import safe_names
+from server.openai.thinking import in_own_fields
 from server.openai.tools import MAX_TOOLS, AllowedTools, AnyTool, NamedTool, Tool, ToolChoice
 
 NewTokens = Annotated[int, Field(ge=-1, le=1 << 20, description="-1: as many as fit; 0: only compute the prompt")]
@@ -38,7 +40,7 @@ class SampledRequest(GenerationBody, CommonSampling):
     ALIASES: ClassVar[Mapping[str, str]] = fields.SAMPLING_ALIASES | fields.REQUEST_ALIASES
 
     stop: Annotated[OneOrMany[str] | None, AfterValidator(lambda stop: stop or None)] = None
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    seed: Annotated[int | None, BeforeValidator(no_seed)] = Field(None, ge=-(1 << 63), lt=1 << 63)
     logit_bias: LogitBias = Field(default_factory=dict)
     min_tokens: int = Field(0, ge=0, le=1 << 20)
     stop_token_ids: TokenIds = Field(default_factory=list)
@@ -58,7 +60,7 @@ class CommonRequest(SampledRequest, Constrained):
     ALIASES: ClassVar[Mapping[str, str]] = {
         **SampledRequest.ALIASES,
         **fields.FORMAT_ALIASES,
-        "n_predict": "max_tokens",
+        **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens"), "max_tokens"),
     }
     NAMES: ClassVar[Mapping[str, str]] = {
         **{"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "last_tokens": "truncate_prompt_tokens"},
@@ -175,6 +177,29 @@ class ChatRequest(CommonRequest):
     web_search_options: JsonObject | None = Field(None, description="left out: the model cannot search the web")
     return_progress: bool = Field(False, description="a stream reports how much of the prompt is computed")
 
+    _seen_names: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_others(cls, given: Any) -> Any:
+        return in_own_fields(given) if isinstance(given, dict) else given
+
+    @model_validator(mode="after")
+    def _name_tools(self) -> ChatRequest:
+        """Give tools the names that the model sees, see `safe_names`."""
+        tools = [tool for tool in self.tools or () if isinstance(tool, Tool)]
+        if seen := safe_names(tool.function.name for tool in tools):
+            self._seen_names = seen
+            self.tools = [tool.renamed(seen) if isinstance(tool, Tool) else tool for tool in self.tools or ()]
+            if isinstance(self.tool_choice, NamedTool | AllowedTools):
+                self.tool_choice = self.tool_choice.renamed(seen)
+        return self
+
+    @property
+    def given_names(self) -> dict[str, str]:
+        """The names that the request gave to tools which the model sees under other names."""
+        return {seen: given for given, seen in self._seen_names.items()}
+
     @model_validator(mode="after")
     def _log_probabilities(self) -> ChatRequest:
         if self.n_probs is not None:
@@ -183,7 +208,7 @@ class ChatRequest(CommonRequest):
 
     @property
     def left_out(self) -> list[str]:
-        found = [what for message in self.messages for what in message.left_out]
+        found = super().left_out + [what for message in self.messages for what in message.left_out]
         found += [f"tool {tool.type}" for tool in self.tools or () if isinstance(tool, Unusable)]
         found += ["web_search_options"] if self.web_search_options is not None else []
         return list(dict.fromkeys(found))
@@ -200,6 +225,9 @@ class ChatRequest(CommonRequest):
     def turns(self, mark: Mark = unmarked) -> list[dict[str, Any]]:
         """All messages as dicts for the chat template, see `Message.plain`. Raises InvalidRequest."""
         turns = [message.plain(mark) for message in self.messages]
+        if seen := self._seen_names:
+            for function in (call["function"] for turn in turns for call in turn.get("tool_calls", ())):
+                function["name"] = seen.get(function["name"], function["name"])
         if self.documents:
             last = next((turn for turn in reversed(turns) if turn["role"] == "user"), None)
             if last is None:

@@ -13,6 +13,7 @@ from server.auth.keys import CurrentTenant, EveryKey, Tenant
 from server.errors import NotFound, NotImplementedHere
 from server.generation.bodies import naming
 from server.generation.service import Service
+from server.generation.store import Responses, ResponseStore, StoredResponse
 from server.http.answers import JsonAnswer, encode
 from server.http.context import Context, Ctx
 from server.http.sse import Events, TypedEventStream, unless_gone, while_there
@@ -21,7 +22,6 @@ from server.openai.prompt import Chats
 from server.openai.types import ChatRequest
 from server.responses.conversations import check_room, extend, read_conversation
 from server.responses.items import After, Limit, Order, chat_of, dump, load, page_of, read_input, read_output, show
-from server.responses.store import Responses, ResponseStore, StoredResponse
 from server.responses.types import ResponseRequest
 from server.responses.writer import ResponseWriter, replay
 
