@@ -15,6 +15,9 @@ CONSTRAINTS = ("json_schema", "regex", "grammar")
 # Below this temperature the most likely token is certain.
 _LEAST_TEMPERATURE = 1e-4
 
+# Most characters of a JSON schema.
+MAX_SCHEMA = 1 << 16
+
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 # Options of `ReuseParams` that only some methods take, with these methods.
@@ -85,7 +88,7 @@ class SamplingParams(CommonSampling):
     n: int = Field(1, ge=1, le=64, description="completions of the prompt")
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict, max_length=1024)
     json_schema: str | None = Field(
-        None, min_length=2, max_length=1 << 16, description="JSON schema, as text, for the output"
+        None, min_length=2, max_length=MAX_SCHEMA, description="JSON schema, as text, for the output"
     )
     regex: str | None = Field(
         None, min_length=1, max_length=1 << 13, description="regular expression for the whole output"

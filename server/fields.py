@@ -5,7 +5,7 @@ from collections import defaultdict
 
 from server.anthropic.types import AnthropicTool, CacheControl, MessagesRequest, Thinking
 from server.generation.bodies import Sampling
-from server.http.fields import EMPTY, PEERS, SAMPLERS
+from server.http.fields import EMPTY, SAMPLERS, STRANGERS
 from server.http.wire import Body
 from server.openai.formats import StructuredOutputs
 from server.openai.infill import InfillRequest
@@ -44,7 +44,7 @@ Fields of vLLM, SGLang, llama.cpp, OpenAI and others that Ramet accepts, leaves 
 writes this page. A field that is on no list here is refused if it is near a known name, and else left out. The answer
 lists in `left_out` what was left out.
 """
-_PEERS = f"Known fields of others, which are left out: {', '.join(f'`{name}`' for name in sorted(PEERS))}."
+_PEERS = f"Known fields of others, which are left out: {', '.join(f'`{name}`' for name in sorted(STRANGERS))}."
 
 
 def fields_page() -> str:

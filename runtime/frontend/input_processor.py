@@ -83,6 +83,7 @@ class InputProcessor:
                 f"log-probabilities are wanted from position {start} of a prompt of {len(tokens)} tokens",
                 param="prompt_logprobs_from",
             )
+        self._clip(submission, len(tokens))
         if self.info.diffusion is not None:
             submission.diffusion = self._denoising(submission, tokens)
             self._check_length(len(tokens), submission.diffusion.gen_length)
@@ -90,7 +91,7 @@ class InputProcessor:
             return tokens
         if submission.diffusion is not None:
             raise InvalidRequest("this model is not a diffusion model", param="diffusion")
-        self._check_length(len(tokens), sampling.max_new_tokens)
+        self._check_length(len(tokens), submission.sampling.max_new_tokens)
         return tokens
 
     def _tokenize(self, submission: Submission, prompt: str | MarkedText) -> list[int]:
@@ -141,6 +142,8 @@ class InputProcessor:
             raise InvalidRequest("prompts with modules have no log-probabilities", param="prompt_logprobs_from")
         submission.sampling.check(self.info.vocab_size)
         submission.bad_words = self._tokens_of_words(submission.sampling.bad_words)
+        pages = self.info.page_size * (len(prompt.rows) + 1)  # that may be partly filled
+        self._clip(submission, prompt.length + pages, prompt.stop)
         self._check_length(prompt.length, submission.sampling.max_new_tokens, prompt.stop)
         return prompt.tokens
 
@@ -233,6 +236,20 @@ class InputProcessor:
         if params.gen_length is None and submission.sampling.max_new_tokens is None:
             params = params.model_copy(update={"gen_length": self._unasked(len(tokens))})
         return params
+
+    def _clip(self, submission: Submission, prompt: int, positions: int | None = None) -> None:
+        """Set the most new tokens to what a prompt of so many tokens leaves, but at least to one.
+
+        `positions`: of the prompt, if they are not its tokens.
+        """
+        new = submission.sampling.max_new_tokens or 0
+        room = min(self.info.context_length - (positions or prompt), self.info.pool_tokens - prompt)
+        most = max(min(room // self._canvas * self._canvas, self.config.max_output_tokens or room), 1)
+        if new > most:
+            least = min(submission.sampling.min_new_tokens, most)
+            clipped = {"max_new_tokens": most, "min_new_tokens": least}
+            submission.sampling = submission.sampling.model_copy(update=clipped)
+            submission.otherwise = submission.otherwise and submission.otherwise.model_copy(update=clipped)
 
     def _check_length(self, prompt: int, new: int | None, positions: int | None = None) -> None:
         """Raise InvalidRequest if `new` tokens do not fit; `positions`: of the prompt, if they are not its tokens."""

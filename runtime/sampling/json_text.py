@@ -19,6 +19,9 @@ MAX_VALUES = 1 << 20
 
 # Formats of texts that llguidance follows.
 _FORMATS = {*("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")}
+# Keywords of schemas whose value is a map of schemas, and those whose value is no schema.
+_MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_CONSTANTS = {"enum", "const", "default", "examples"}
 _NODES = b"[{:.eE"
 _NO_MARKS = bytes(set(range(256)) - set(b'"]},' + _NODES))
 _SHORT = 1 << 12
@@ -67,11 +70,13 @@ def pruned(schema: Any, drops: Callable[[str, Any], bool]) -> Any:
         return [pruned(one, drops) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        key: value if key in ("enum", "const") else pruned(value, drops)
-        for key, value in schema.items()
-        if not drops(key, value)
-    }
+    found = {}
+    for key, value in schema.items():
+        if key in _MAPS and isinstance(value, dict):  # their keys are names, and no keywords
+            found[key] = {name: pruned(one, drops) for name, one in value.items()}
+        elif not drops(key, value):
+            found[key] = value if key in _CONSTANTS else pruned(value, drops)
+    return found
 
 
 def check_unicode(value: Any) -> None:

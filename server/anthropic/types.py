@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from runtime.errors import InvalidRequest
 from runtime.params import StopString
 from server.generation.bodies import AnswerId, GenerationBody
 from server.http import fields
@@ -259,7 +260,7 @@ class MessagesPrompt(Named):
     @model_validator(mode="after")
     def _says_something(self) -> Self:
         if not self.messages and self.previous is None:
-            raise ValueError("messages: there must be at least one")
+            raise InvalidRequest("messages: there must be at least one", param="messages")
         return self
 
     @property

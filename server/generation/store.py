@@ -17,7 +17,7 @@ TTL_S = 86_400.0
 MOST, MOST_BYTES, MOST_BYTES_IN_ALL = 1000, 1 << 25, 1 << 27
 
 Kind = Literal["response", "conversation", "thread"]
-_PREFIXES: dict[Kind, str] = {"response": "resp_", "conversation": "conv_", "thread": "msg_"}
+_KINDS: dict[str, Kind] = {"conv_": "conversation", "msg_": "thread"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class ResponseStore:
     def get(self, account: str, name: str, kind: Kind = "response") -> StoredResponse:
         """A response, conversation or thread by its id. Raises NotFound."""
         stored = self._of(account).get(name)
-        if stored is None or not name.startswith(_PREFIXES[kind]):
+        if stored is None or kind != next((k for prefix, k in _KINDS.items() if name.startswith(prefix)), "response"):
             raise NotFound(f"there is no {kind} {name!r}", param=kind, code=f"{kind}_not_found")
         return stored
 

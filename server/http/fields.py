@@ -100,15 +100,17 @@ instruction_template_str legacy_api logit_bias_exp max_context_length max_length
 min_length min_temp mirostat_mode mode models name1 name2 negative_prompt nsigma num_batch num_beams num_ctx num_gpu
 num_thread options penalize_nl penalty_alpha plugins post_sampling_probs preset prompt_lookup_num_tokens provider
 provider_options provider_specific_fields quiet raw reasoning_details reasoning_opaque reasoning_signature
-reasoning_split rep_pen rep_pen_range rep_pen_slope repetition_penalty_range route safe_prompt sampler_order
+reasoning_split rep_pen rep_pen_range rep_pen_slope repetition_penalty_range reasoning route safe_prompt sampler_order
 sampler_priority sampler_seed search_parameters skew smoothing_curve smoothing_factor static_cache system_prompt
 temperature_last template tfs thinking thinking_blocks thinking_config tool_config tool_name tool_stream transforms
 trim_stop truncate truncation_length usage use_default_badwordsids user_bio user_name
 """
-PEERS = frozenset(_PEERS.split())
 COMPLETION: dict[str, Values] = {"truncation_side": ("left",)}
 CHAT: dict[str, Values] = {
     **{"functions": EMPTY, "function_call": ("none", "auto"), "modalities": (["text"], []), "audio": EMPTY},
     **{"chat_template": EMPTY, "echo": _OFF, "best_of": _ONE, "truncation_side": ("left",)},
     **{"input_ids": EMPTY, "images_config": EMPTY, "reasoning_format": ("auto", "deepseek")},
 }
+STRANGERS = frozenset(_PEERS.split())
+PEERS = STRANGERS | OPERATION | OPENAI
+PEERS |= {name for table in (SAMPLING_ALIASES, FORMAT_ALIASES, SAMPLING, MODEL, CHAT) for name in table}

@@ -53,8 +53,8 @@ def meant(name: str, known: frozenset[str]) -> str | None:
     """The known name for which `name` is a typing error; None if there is none."""
     if name in PEERS:
         return None
-    plain = {_plain(one): one for one in known}
-    near = get_close_matches(_plain(name[:_MOST_COMPARED]), plain, 1, _NEAR)
+    given, plain = _plain(name[:_MOST_COMPARED]), {_plain(one): one for one in known}
+    near = [one for one in plain if sorted(one) == sorted(given)] or get_close_matches(given, plain, 1, _NEAR)
     return plain[near[0]] if near else None
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
 from runtime.errors import InvalidRequest
-from runtime.params import CONSTRAINTS, CommonSampling, ReuseParams, SamplingParams, no_seed
+from runtime.params import CONSTRAINTS, MAX_SCHEMA, CommonSampling, ReuseParams, SamplingParams, no_seed
 from server.auth.keys import Tenant
 from server.generation.bodies import AnswerId, Diffusion, GenerationBody, LogitBias, Reuse, naming
 from server.http import fields
 from server.http.wire import Body, JsonObject, OneOrMany, Prompts, Rid, Text, TokenIds, Unusable, example
 from server.objects.segments import GivenDocuments
 from server.openai.caching import CacheOptions, Mark, Retention, unmarked
-from server.openai.calls import schema_of_call
+from server.openai.calls import schema_of_any_call, schema_of_call
 from server.openai.formats import Constrained, Constraint, ResponseFormat, StructuredOutputs, only
 from server.openai.messages import Messages
 from server.openai.names import safe_names
@@ -282,7 +283,8 @@ class ChatRequest(CommonRequest):
         """The constraint on the answer. Raises InvalidRequest."""
         tools = self.callable_tools()
         if self.must_call:
-            return {"json_schema": schema_of_call(tools)}
+            schema = schema_of_call(tools)
+            return {"json_schema": schema if len(schema) <= MAX_SCHEMA else json.dumps(schema_of_any_call(tools))}
         return only(self.constraints())
 
     def refuse_unsupported(self) -> None:
