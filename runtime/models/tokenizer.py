@@ -286,6 +286,20 @@ class Detokenizer:
         return text
 
 
+class Offsets:
+    """Where tokens begin in their text, in characters. A token that begins within a character has its place."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+        self._length = 0
+
+    def push(self, token: int, is_shown: bool = True) -> int:
+        """Add a token; returns its place. One that is not shown is not in the text."""
+        before = self._length
+        self._length += len(self._detokenizer.push([token])) if is_shown else 0
+        return before
+
+
 def _load_fast(directory: Path) -> FastTokenizer:
     path = directory / "tokenizer.json"
     if path.exists():

@@ -91,6 +91,23 @@ def test_an_answer_has_its_least_number_of_tokens(client):
     assert trimmed == "" != kept  # as before a stop string, the text ends before a stop token
 
 
+@pytest.mark.parametrize("prompt", ["😀 ab cd", "ab<|im_end|>é😀 x"])
+def test_places_of_tokens_in_the_text(api, prompt):
+    asked = {"model": MODEL, "prompt": prompt, "echo": True, "logprobs": 0, "temperature": 0, "max_tokens": 6}
+    whole = api.completions.create(**asked).choices[0]
+    chunks = [chunk.choices[0] for chunk in api.completions.create(**asked, stream=True)]
+    for text, tokens, places in (
+        (whole.text, whole.logprobs.tokens, whole.logprobs.text_offset),
+        (
+            "".join(one.text for one in chunks),
+            *([x for one in chunks for x in getattr(one.logprobs, name)] for name in ("tokens", "text_offset")),
+        ),
+    ):
+        for token, place in zip(tokens, places, strict=True):
+            assert "\ufffd" in token or text[place:].startswith(token), (token, place)
+        assert any("\ufffd" in token for token in tokens)
+
+
 def test_a_prompt_is_scored_without_an_answer(api):
     answer = api.completions.create(
         model=MODEL, prompt="The capital of France is", max_tokens=0, echo=True, logprobs=0, temperature=0
