@@ -98,7 +98,7 @@ def admit(app: ASGIApp, config: Config, tenants: list[Tenant]) -> ASGIApp:
     origins, hosts = _split(options.cors_origins), Hosts(options.host, _split(options.allowed_hosts))
     anyone = EVERYONE if options.open_admin or hosts.own_machine else ANYONE
     guard = Guard(tenants, _routers(), anyone)
-    checks: list[Check] = [Origins(origins).check, guard.check]
+    checks: list[Check] = [Origins(origins, hosts.own_machine).check, guard.check]
     if not tenants and "*" not in origins:
         checks.append(hosts.check)
     limit = BodyLimit(options.client_timeout)
