@@ -63,6 +63,7 @@ class ChatWriter(ChoicesWriter):
         self._custom = {names.get(name, name) for name in customs}
 
     def add_logprobs(self, output: Output) -> None:
+        self.add_prompt_logprobs(output)
         if self._body.logprobs:
             add_logprobs(self._logprobs[output.choice], output, self._body.top_logprobs or 0, self.text_of)
 
@@ -90,7 +91,8 @@ class ChatWriter(ChoicesWriter):
                 message["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in calls]
             choices.append({"index": output.choice, "message": message, **self._ending(output, output.token_ids)})
         why = await generation.explain(done[0])
-        return self.whole(done, choices, **self._of_prompt(), **self._explained(why))
+        prompt = {**self._of_prompt(), **self.prompt_logprobs_of(done[0])}
+        return self.whole(done, choices, **prompt, **self._explained(why))
 
     def _read(self, output: Output, text: str) -> Said:
         """The parts of an answer that are final."""

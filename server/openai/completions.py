@@ -39,9 +39,10 @@ def submissions_of(body: CompletionRequest, tenant: Tenant, context: Context) ->
     sampling = body.sampling(body.max_tokens, only(body.constraints()))
     rid = body.request_id or new_rid()
     rids = [f"{rid}-{i}" if is_list else rid for i in range(len(prompts))]
-    first = 0 if scored else None
+    top = body.most_top(body.logprobs)
+    first = {"prompt_logprobs_from": 0} if scored else {}
     return [
-        body.submission(prompt, sampling, tenant, context, rid=own, logprobs=body.logprobs, prompt_logprobs_from=first)
+        body.submission(prompt, sampling, tenant, context, rid=own, logprobs=top, **first)
         for prompt, own in zip(prompts, rids, strict=True)
     ]
 
@@ -75,6 +76,9 @@ class CompletionWriter(ChoicesWriter):
 
     def add_logprobs(self, output: Output) -> None:
         key, text_of = (output.index, output.choice), self.text_of
+        self.add_prompt_logprobs(output)
+        if self._body.logprobs is None:
+            return
         echoed = (output.prompt_logprobs or []) if self._body.echo else []
         hidden = self._tokenizer.special_ids if self._body.skip_special_tokens else frozenset()
         for i, item in enumerate([*echoed, *(output.logprobs or ())]):
@@ -109,6 +113,7 @@ class CompletionWriter(ChoicesWriter):
             "text": text,
             "logprobs": None if body.logprobs is None else logprobs,
             "finish_reason": finish_reason(output),
+            **self.prompt_logprobs_of(output),
             **ids,
             **({} if why is None else {"explain": why.describe()}),
         }

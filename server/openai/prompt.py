@@ -72,7 +72,7 @@ class ChatPrompts:
             num_characters=body.num_characters,
             otherwise=otherwise,
             rid=body.request_id or new_rid(),
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            logprobs=body.most_top((body.top_logprobs or 0) if body.logprobs else None),
             shared_text=partial(self._system_text, body),
             progress=body.stream and body.return_progress,
         )

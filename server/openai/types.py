@@ -65,10 +65,13 @@ class CommonRequest(SampledRequest, Constrained):
     }
     NAMES: ClassVar[Mapping[str, str]] = {
         **{"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "last_tokens": "truncate_prompt_tokens"},
-        "rid": "request_id",
+        **{"rid": "request_id", "prompt_logprobs_from": "prompt_logprobs"},
     }
 
     n: int = Field(1, ge=1, le=64)
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=20, description="vLLM's: report each prompt token, and so many of the most likely ones beside it"
+    )
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -83,6 +86,12 @@ class CommonRequest(SampledRequest, Constrained):
     def _stream_options_need_stream(self) -> CommonRequest:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_answers_have_logprobs_of_prompts(self) -> CommonRequest:
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs needs stream: false", param="prompt_logprobs")
         return self
 
     @property
@@ -112,7 +121,12 @@ class CommonRequest(SampledRequest, Constrained):
             "reuse": self.reuse,
             "last_tokens": self.truncate_prompt_tokens,
             "show_tokens": self.return_token_ids,
+            "prompt_logprobs_from": None if self.prompt_logprobs is None else 0,
         }
+
+    def most_top(self, wanted: int | None) -> int | None:
+        """The number of alternatives that the engine reports, if `wanted` are for output tokens; None: none at all."""
+        return max((count for count in (wanted, self.prompt_logprobs) if count is not None), default=None)
 
 
 class CompletionRequest(CommonRequest):

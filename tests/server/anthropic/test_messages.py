@@ -61,7 +61,7 @@ def total(usage: dict) -> int:
 
 
 def count(client: httpx.Client, asked: dict) -> int:
-    fields = {name: asked[name] for name in ("model", "messages", "system", "tools") if name in asked}
+    fields = {name: asked[name] for name in ("model", "messages", "system", "tools", "thread") if name in asked}
     return client.post("/v1/messages/count_tokens", json=fields).json()["input_tokens"]
 
 
@@ -163,6 +163,50 @@ def test_a_call_and_its_stream(client):
     (delta,) = [event["delta"] for event in told if event["type"] == "content_block_delta"]
     assert json.loads(delta["partial_json"]) == call["input"]
     assert told[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_thread_goes_on_with_new_messages_alone(client, stream):
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    tools = [{"name": "water", "input_schema": schema}, {"type": "web_search_20250305", "name": "web_search"}]
+    start = body(text("Water the oak.", FIVE), tools=tools, system="Be brief.", max_tokens=40)
+    forced = {**start, "tool_choice": {"type": "tool", "name": "water"}, "thread": {"type": "create"}}
+    if stream:
+        told = events(client, forced)
+        name = told[0]["message"]["id"]
+        (call,) = [event["content_block"] for event in told if event["type"] == "content_block_start"]
+        parts = [event["delta"]["partial_json"] for event in told if event["type"] == "content_block_delta"]
+        call["input"] = json.loads("".join(parts))
+    else:
+        first = send(client, forced)
+        name, (call,) = first["id"], first["content"]
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call["id"], "content": "Done."}]}
+    rest = {"model": MODEL, "max_tokens": 4, "temperature": 0}
+    more = {"messages": [result], "thread": {"type": "continue", "previous_message_id": name}}
+    whole = {**start, "messages": [*start["messages"], {"role": "assistant", "content": [call]}, result]}
+    assert count(client, more) == count(client, whole)
+    first, again = (send(client, {**rest, **more}) for _ in range(2))
+    plain = send(client, {**whole, "max_tokens": 4})
+    assert first["content"] == again["content"] == plain["content"]
+    assert total(first["usage"]) == total(plain["usage"])
+    assert first["left_out"] == ["tool web_search_20250305"]
+    why = {"role": "user", "content": "Why?"}
+    third = {"messages": [why], "thread": {"type": "continue", "previous_message_id": first["id"]}}
+    said_before = {"role": "assistant", "content": first["content"]}
+    assert count(client, third) == count(client, {**whole, "messages": [*whole["messages"], said_before, why]})
+
+
+def test_a_thread_that_is_gone_is_told_so_that_clients_send_all_again(client):
+    answer = client.post("/v1/messages", json=body(thread={"type": "continue", "previous_message_id": "msg_none"}))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (404, "not_found_error")
+    assert error["details"] == {"error_code": "thread_not_found"}
+
+
+def test_the_older_name_of_the_format(client):
+    schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": False}
+    asked = body(output_format={"type": "json_schema", "schema": schema}, max_tokens=20)
+    assert json.loads(send(client, asked)["content"][0]["text"]) == {"n": 7}
 
 
 BAD = [

@@ -194,6 +194,12 @@ def test_what_nobody_knows_is_left_out_and_named(client, each, stream):
     assert '"left_out":["colour"]' in answer.text
 
 
+def test_an_answer_that_takes_too_long_is_one_status_on_all_routes(client, server, each):
+    with server.paused():
+        answer = client.post(each.path, json=each.body("x", 4, timeout_s=0.1))
+    assert (answer.status_code, answer.json()["error"]["type"]) == (408, "timeout_error")
+
+
 def test_more_tokens_than_the_context_has_may_be_asked_for(server, each):
     server.leave(each.path, each.body("x", 32_000))  # it waits, so it is not refused
 

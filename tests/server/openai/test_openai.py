@@ -108,6 +108,28 @@ def test_places_of_tokens_in_the_text(api, prompt):
         assert any("\ufffd" in token for token in tokens)
 
 
+def test_log_probabilities_of_a_prompt_in_vllms_form(client):
+    body = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 2, "temperature": 0}
+    echoed = client.post("/v1/completions", json={**body, "echo": True, "logprobs": 2}).json()["choices"][0]["logprobs"]
+    for logprobs in (None, 1):
+        whole = client.post("/v1/completions", json={**body, "prompt_logprobs": 2, "logprobs": logprobs}).json()
+        first, *others = whole["choices"][0]["prompt_logprobs"]
+        assert first is None
+        assert [next(iter(one.values()))["decoded_token"] for one in others] == echoed["tokens"][1:5]
+        values = [next(iter(one.values()))["logprob"] for one in others]
+        assert values == pytest.approx(echoed["token_logprobs"][1:5], abs=1e-4)
+        for one in others:
+            ranked = {entry["rank"]: entry["logprob"] for entry in one.values()}
+            assert len(one) in (2, 3)
+            assert ranked[1] == max(ranked.values())
+    chat = {"model": MODEL, "messages": CHAT, "max_tokens": 1, "prompt_logprobs": 0, "return_token_ids": True}
+    whole = client.post("/v1/chat/completions", json=chat).json()
+    named = [next(iter(one)) for one in whole["prompt_logprobs"][1:]]
+    assert named == [str(token) for token in whole["prompt_token_ids"][1:]]
+    answer = client.post("/v1/chat/completions", json={**chat, "stream": True})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
 def test_a_prompt_is_scored_without_an_answer(api):
     answer = api.completions.create(
         model=MODEL, prompt="The capital of France is", max_tokens=0, echo=True, logprobs=0, temperature=0
