@@ -106,7 +106,7 @@ def _describe_model(config: Config, executor: Executor, path: Path) -> ModelInfo
 
 
 def _ends_of_turns(path: Path, vocab_size: int) -> list[int]:
-    """The tokens by which the tokenizer ends turns: fine-tunes often leave the base model's own in the configuration."""
+    """The tokens by which the tokenizer ends turns; fine-tunes often keep the base model's in the configuration."""
     with suppress(ModelError):  # no tokenizer: prompts are tokens
         return [token for token in Tokenizer.load(path).end_ids if token < vocab_size]
     return []

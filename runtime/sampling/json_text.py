@@ -25,11 +25,12 @@ _CONSTANTS = {"enum", "const", "default", "examples"}
 _NODES = b"[{:.eE"
 _NO_MARKS = bytes(set(range(256)) - set(b'"]},' + _NODES))
 _SHORT = 1 << 12
-# An escaped backslash, a pair of surrogates, or the escape of a lone one, which is the group.
-_SURROGATES = re.compile(
-    rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
-)
-_REPLACEMENT = rb"\ufffd"
+# The escape of a lone surrogate, in a text without escaped backslashes.
+_HEX = b"[0-9a-fA-F]{2}"
+_HIGH, _LOW = rb"\\u[dD][89abAB]" + _HEX, rb"\\u[dD][c-fC-F]" + _HEX
+_LONE = re.compile(b"%b(?!%b)|(?<!%b)%b" % (_HIGH, _LOW, _HIGH, _LOW))
+# Stands for an escaped backslash; no JSON text has such a character.
+_BACKSLASH = b"\x01"
 
 
 def parse_json(text: str) -> Any:
@@ -43,9 +44,9 @@ def parse_json(text: str) -> Any:
 
 def mend_surrogates(text: bytes) -> bytes:
     """JSON text with U+FFFD in place of each lone surrogate, which is no Unicode: a client may have cut a character."""
-    if b"\\ud" not in text and b"\\uD" not in text:
+    if (b"\\ud" not in text and b"\\uD" not in text) or _BACKSLASH in text:
         return text
-    return _SURROGATES.sub(lambda found: _REPLACEMENT if found[1] else found[0], text)
+    return _LONE.sub(rb"\\ufffd", text.replace(rb"\\", _BACKSLASH)).replace(_BACKSLASH, rb"\\")
 
 
 def parse_schema(text: str) -> dict[str, Any]:

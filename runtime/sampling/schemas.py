@@ -75,12 +75,12 @@ class _Definitions:
             one = self._left.pop()
             self.found[self._names[id(one)]] = self._followable(one)
         self.found[name] = {"type": "object"} | _closed(schema, self.found[name])
-        circles = _in_circles({one: set(_references(found)) for one, found in self.found.items()})
-        for one in circles:
-            self.found[one] = _uncircled(self.found[one], circles)
-        for one in circles:
-            if _leads_to_itself(one, self.found):
-                self.found[one] = {}
+        circles = _in_circles({place: set(_references(found)) for place, found in self.found.items()})
+        for place in circles:
+            self.found[place] = _uncircled(self.found[place], circles)
+        for place in circles:
+            if _leads_to_itself(place, self.found):
+                self.found[place] = {}
 
     def _followable(self, schema: Any) -> Any:
         """The schema, with the keywords alone that a grammar follows; whatever is no schema allows anything."""

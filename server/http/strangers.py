@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
 from functools import lru_cache
+from math import ceil
 from typing import Any
 
 from runtime.errors import InvalidRequest
 from server.http.fields import EMPTY, PEERS
 
 # Most names of one request, and most characters of a name in the answer.
-MOST, MOST_CHARACTERS = 64, 100
+MOST, MOST_CHARACTERS = 32, 100
 _MOST_COMPARED = 256
 _NEAR = 0.8
 
@@ -53,9 +54,24 @@ def meant(name: str, known: frozenset[str]) -> str | None:
     """The known name for which `name` is a typing error; None if there is none."""
     if name in PEERS:
         return None
-    given, plain = _plain(name[:_MOST_COMPARED]), {_plain(one): one for one in known}
-    near = [one for one in plain if sorted(one) == sorted(given)] or get_close_matches(given, plain, 1, _NEAR)
-    return plain[near[0]] if near else None
+    given, plain = _plain(name[:_MOST_COMPARED]), _by_length(known)
+    same = plain.get(len(given), {})
+    if swapped := [one for one in same if {*one} == {*given} and sorted(one) == sorted(given)]:
+        return same[swapped[0]]
+    # Names of other lengths share too few letters.
+    lengths = range(ceil(len(given) * _NEAR / (2 - _NEAR)), int(len(given) * (2 - _NEAR) / _NEAR) + 1)
+    names = {one: own for length in lengths if length in plain for one, own in plain[length].items()}
+    near = get_close_matches(given, names, 1, _NEAR)
+    return names[near[0]] if near else None
+
+
+@lru_cache(maxsize=1 << 7)
+def _by_length(known: frozenset[str]) -> dict[int, dict[str, str]]:
+    """By length, the known names by the form in which names are compared."""
+    found: dict[int, dict[str, str]] = {}
+    for one in known:
+        found.setdefault(len(_plain(one)), {})[_plain(one)] = one
+    return found
 
 
 def _plain(name: str) -> str:

@@ -106,7 +106,9 @@ class Message(Body):
     @classmethod
     def _with_tools(cls, given: Any) -> Any:
         """OpenAI's older form, in which a message has one `function_call`, and its result the role `function`."""
-        if not isinstance(given, dict) or not (given.get("role") == "function" or "function_call" in given):
+        if given.__class__ is not dict or not ("function_call" in given or "role" in given):
+            return given
+        if "function_call" not in given and given["role"] != "function":
             return given
         call, given = given.get("function_call"), {name: given[name] for name in given if name != "function_call"}
         role = {"role": "tool"} if given.get("role") == "function" else {}
@@ -139,7 +141,7 @@ class Message(Body):
     def _says_something(self) -> Message:
         if self.content is None and self.role not in ("assistant", "tool"):
             raise ValueError(f"a message of role {self.role} needs content")
-        if self.documents and self.role not in ("system", "developer", "user"):
+        if self.role not in ("system", "developer", "user") and self.documents:
             raise ValueError(f"a message of role {self.role} cannot have documents")
         return self
 

@@ -49,7 +49,7 @@ def _reasoning(options: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
-def _note(field: str, options: dict[str, Any]) -> None:
+def _note(field: str, options: dict[Any, Any]) -> None:
     for name, value in options.items():
         if value is not None:
             strangers.leave_out(f"{field}.{name}")
