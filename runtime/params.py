@@ -3,7 +3,7 @@
 from functools import cached_property
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from runtime.errors import InvalidRequest
 
@@ -15,6 +15,9 @@ CONSTRAINTS = ("json_schema", "regex", "grammar")
 # Below this temperature the most likely token is certain.
 _LEAST_TEMPERATURE = 1e-4
 
+# Most characters of a JSON schema.
+MAX_SCHEMA = 1 << 16
+
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 # Options of `ReuseParams` that only some methods take, with these methods.
@@ -22,6 +25,11 @@ TAKEN_BY = {
     "ratio": ("a3", "cacheblend", "prophetkv", "legolink"),
     **{"k": ("legolink",), "max_kl": ("auto",)},
 }
+
+
+def no_seed(given: object) -> object:
+    """None for -1, by which other servers' clients ask for a new seed each time."""
+    return None if given == -1 and not isinstance(given, bool) else given
 
 
 class Lazy(BaseModel):
@@ -72,13 +80,15 @@ class SamplingParams(CommonSampling):
     min_new_tokens: int = Field(
         0, ge=0, le=1 << 20, description="least tokens before an end of sequence or a stop string"
     )
-    seed: int | None = Field(None, ge=0, lt=1 << 63, description="the same seed and request give the same tokens")
+    seed: Annotated[int | None, BeforeValidator(no_seed)] = Field(
+        None, ge=0, lt=1 << 63, description="the same seed and request give the same tokens; null or -1: a new one"
+    )
     stop: list[StopString] = Field(default_factory=list, max_length=16, description="strings that end the generation")
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list, max_length=64)
     n: int = Field(1, ge=1, le=64, description="completions of the prompt")
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict, max_length=1024)
     json_schema: str | None = Field(
-        None, min_length=2, max_length=1 << 16, description="JSON schema, as text, for the output"
+        None, min_length=2, max_length=MAX_SCHEMA, description="JSON schema, as text, for the output"
     )
     regex: str | None = Field(
         None, min_length=1, max_length=1 << 13, description="regular expression for the whole output"

@@ -9,7 +9,7 @@ from types import ModuleType
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRoute
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.config import Config
 from runtime.frontend.async_engine import AsyncEngine
@@ -20,18 +20,18 @@ from server.auth.keys import ANYONE, EVERYONE, Guard, Tenant, read_keys, routes_
 from server.errors import ErrorBody
 from server.explain.answers import Answers
 from server.generation.service import GenerationService
+from server.generation.store import ResponseStore
 from server.http.access import AccessLog
 from server.http.admission import AdmissionMiddleware, Check
 from server.http.context import Context, provide
 from server.http.limits import BodyLimit
 from server.http.openapi import describe
-from server.http.pages import Hosts, Origins
+from server.http.pages import APPS, Hosts, Origins
 from server.http.shutdown import ShutdownFlag
 from server.http.traces import add_traces
 from server.objects.documents import DocumentStore
 from server.objects.schemas import SchemaStore
 from server.openai.prompt import ChatPrompts
-from server.responses.store import ResponseStore
 from server.telemetry.journal import Journal, Trace
 from server.telemetry.metrics import Metrics
 
@@ -98,14 +98,22 @@ def admit(app: ASGIApp, config: Config, tenants: list[Tenant]) -> ASGIApp:
     origins, hosts = _split(options.cors_origins), Hosts(options.host, _split(options.allowed_hosts))
     anyone = EVERYONE if options.open_admin or hosts.own_machine else ANYONE
     guard = Guard(tenants, _routers(), anyone)
-    checks: list[Check] = [Origins(origins).check, guard.check]
+    pages = Origins(origins, hosts.own_machine)
+    checks: list[Check] = [pages.check, guard.check]
     if not tenants and "*" not in origins:
         checks.append(hosts.check)
     limit = BodyLimit(options.client_timeout)
     admitted = AdmissionMiddleware(app, checks, limit, guard.is_route)
-    if not origins:
-        return admitted
-    return CORSMiddleware(admitted, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    apps = APPS if hosts.own_machine else None
+    shared = CORSMiddleware(
+        admitted, allow_origins=origins, allow_origin_regex=apps, allow_methods=["*"], allow_headers=["*"]
+    )
+
+    async def choose(scope: Scope, receive: Receive, send: Send) -> None:
+        origin = dict(scope.get("headers", ())).get(b"origin")
+        await (shared if pages.allows(origin) else admitted)(scope, receive, send)
+
+    return choose
 
 
 def _routers() -> list[APIRouter]:

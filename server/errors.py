@@ -32,6 +32,7 @@ _MESSAGE_TYPES = {
     **{409: "conflict_error", 413: "request_too_large", 429: "rate_limit_error", 500: "api_error"},
     503: "overloaded_error",
 }
+_DETAILED = ("thread_not_found",)
 # llama.cpp's own route, whose clients know a prompt that is too long by its type and numbers.
 _INFILL = "/infill"
 _BRANCHES = frozenset(("str", "int", "float", "bool", "list", "dict"))
@@ -138,6 +139,8 @@ def message_error(error: RametError, status: int | None = None) -> dict[str, Any
             "`max_tokens` and try again"
         )
     body["error"]["type"] = _MESSAGE_TYPES.get(status or error.status, "invalid_request_error")
+    if error.code in _DETAILED:  # by these details, clients know what to send instead
+        body["error"]["details"] = {"error_code": error.code}
     return {"type": "error", **body, "request_id": request_id.get()}
 
 

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 from server.anthropic.types import AnthropicTool, CacheControl, MessagesRequest, Thinking
 from server.generation.bodies import Sampling
-from server.http.fields import EMPTY
+from server.http.fields import EMPTY, SAMPLERS, STRANGERS
 from server.http.wire import Body
 from server.openai.formats import StructuredOutputs
 from server.openai.infill import InfillRequest
@@ -40,8 +40,11 @@ BODIES: dict[str, type[Body]] = {
 _HEADING = """\
 # Fields of other servers
 
-Fields of vLLM, SGLang, llama.cpp and OpenAI that Ramet accepts or refuses by name. `make docs` writes this table.
+Fields of vLLM, SGLang, llama.cpp, OpenAI and others that Ramet accepts, leaves out or refuses by name. `make docs`
+writes this page. A field that is on no list here is refused if it is near a known name, and else left out. The answer
+lists in `left_out` what was left out.
 """
+_PEERS = f"Known fields of others, which are left out: {', '.join(f'`{name}`' for name in sorted(STRANGERS))}."
 
 
 def fields_page() -> str:
@@ -54,15 +57,16 @@ def fields_page() -> str:
             takers[name, f"is `{own}`"].append(body)
         for name, values in kind.NEUTRAL.items():
             shown = "empty" if values == EMPTY else ", ".join(f"`{json.dumps(value)}`" for value in values)
-            takers[name, f"refused, unless {shown}" if shown else "refused"].append(body)
+            effect = "left out" if name in SAMPLERS else "refused"
+            takers[name, f"{effect}, unless {shown}"].append(body)
     rows: dict[tuple[str, str], list[str]] = defaultdict(list)
     for (name, effect), bodies in takers.items():
         rows[effect, ", ".join(bodies)].append(f"`{name}`")
     lines = [f"| {', '.join(sorted(names))} | {bodies} | {effect} |" for (effect, bodies), names in rows.items()]
-    order = ("no effect", "is ", "refused")
+    order = ("no effect", "is ", "left out", "refused")
     place = {line: next(i for i, word in enumerate(order) if f"| {word}" in line) for line in lines}
     table = ["| field | of | |", "| --- | --- | --- |", *sorted(lines, key=lambda line: (place[line], line))]
-    return "\n".join([_HEADING, *table])
+    return "\n".join([_HEADING, *table, "", _PEERS])
 
 
 if __name__ == "__main__":

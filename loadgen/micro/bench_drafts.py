@@ -174,7 +174,7 @@ def _ask(
         return [await answer(question.prompt, how) for question, how in questions]
 
     async def answer(prompt: str, how: dict[str, Any]) -> Any:
-        async for output in engine.astream_all(make_submissions(prompt, how, None, Namespace(salt=salt))):
+        async for output in engine.astream_all(make_submissions(prompt, how, namespace=Namespace(salt=salt))):
             last = output
         return last
 

@@ -20,7 +20,7 @@ from runtime.engine.opening import open_engine
 from runtime.errors import EngineDead, InvalidRequest
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.connection import Host
-from runtime.frontend.output import Output, Prompt, Submission, prompts_of
+from runtime.frontend.output import Logprobs, Output, Prompt, Submission, prompts_of
 from runtime.frontend.schemas.schema import Mode, Schema
 from runtime.params import AnyReuse, ReasoningParams, ReuseParams, SamplingParams
 from runtime.protocol import Inbound, Outbound, Shutdown
@@ -135,8 +135,12 @@ class Engine:
         sampling: Sampling | Sequence[Sampling] = None,
         reuse: Reuse = None,
         adapter: str | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs_from: int | None = None,
     ) -> list[Output]:
         """Complete prompts; returns the last Output of each completion, by prompt, then by choice.
+
+        Log-probabilities of these Outputs are of all tokens.
 
         Args:
             prompts: text, token ids, `Segments` with documents or prompts of a `schema`, one or several.
@@ -144,18 +148,29 @@ class Engine:
             reuse: how to reuse documents or reasoning steps; `ReuseParams`, `ReasoningParams` or a dict of their
                 fields; default: the option `reuse`.
             adapter: name of an adapter, as `ADAPTER` or `MODEL:ADAPTER`; None: the model itself.
+            logprobs: number of most likely tokens to report beside each output token; 0: none; None: no
+                log-probabilities.
+            prompt_logprobs_from: first prompt position with log-probabilities; None: none.
 
         Raises:
             InvalidRequest: if one prompt can never be served, or the adapter is unknown; then no prompt is served.
             RametError: if a completion fails.
         """
-        return self._wait(self._collect(make_submissions(prompts, sampling, reuse, self.namespace(adapter))))
+        wanted = self._with(adapter, logprobs, prompt_logprobs_from)
+        return self._wait(self._collect(make_submissions(prompts, sampling, reuse, **wanted)))
 
     def stream(
-        self, prompt: Prompt, sampling: Sampling = None, reuse: Reuse = None, adapter: str | None = None
+        self,
+        prompt: Prompt,
+        sampling: Sampling = None,
+        reuse: Reuse = None,
+        adapter: str | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs_from: int | None = None,
     ) -> Iterator[Output]:
         """Complete one prompt; yields Outputs as tokens are generated. Closing the iterator aborts the request."""
-        return self.stream_all(make_submissions(prompt, sampling, reuse, self.namespace(adapter)))
+        wanted = self._with(adapter, logprobs, prompt_logprobs_from)
+        return self.stream_all(make_submissions(prompt, sampling, reuse, **wanted))
 
     def stream_all(self, submissions: list[Submission]) -> Iterator[Output]:
         """Yield the Outputs of several submissions as tokens are generated."""
@@ -175,16 +190,26 @@ class Engine:
         sampling: Sampling | Sequence[Sampling] = None,
         reuse: Reuse = None,
         adapter: str | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs_from: int | None = None,
     ) -> list[Output]:
         """`generate`, without blocking the event loop. Cancelling aborts the requests."""
-        submissions = make_submissions(prompts, sampling, reuse, self.namespace(adapter))
+        wanted = self._with(adapter, logprobs, prompt_logprobs_from)
+        submissions = make_submissions(prompts, sampling, reuse, **wanted)
         return await asyncio.wrap_future(self._begin(self._collect(submissions)))
 
     async def astream(
-        self, prompt: Prompt, sampling: Sampling = None, reuse: Reuse = None, adapter: str | None = None
+        self,
+        prompt: Prompt,
+        sampling: Sampling = None,
+        reuse: Reuse = None,
+        adapter: str | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs_from: int | None = None,
     ) -> AsyncIterator[Output]:
         """`stream`, without blocking the event loop."""
-        async for output in self.astream_all(make_submissions(prompt, sampling, reuse, self.namespace(adapter))):
+        wanted = self._with(adapter, logprobs, prompt_logprobs_from)
+        async for output in self.astream_all(make_submissions(prompt, sampling, reuse, **wanted)):
             yield output
 
     async def astream_all(self, submissions: list[Submission]) -> AsyncIterator[Output]:
@@ -204,6 +229,11 @@ class Engine:
             running.result()
         finally:
             running.cancel()
+
+    def _with(self, adapter: str | None, logprobs: int | None, prompt_logprobs_from: int | None) -> dict[str, Any]:
+        """Fields of a `Submission`. Raises InvalidRequest if the adapter is unknown."""
+        wanted = {"logprobs": logprobs, "prompt_logprobs_from": prompt_logprobs_from}
+        return {"namespace": self.namespace(adapter), **wanted}
 
     def load_adapter(self, name: str, path: str, replace: bool = False) -> None:
         """Load a low-rank adapter (PEFT) from a directory; `replace`: another adapter of the same name is replaced.
@@ -278,7 +308,11 @@ class Engine:
         last: dict[tuple[int, int], Output] = {}
         with await self._client.open(submissions) as outputs:
             async for output in outputs:
-                last[output.index, output.choice] = output
+                key = output.index, output.choice
+                if before := last.get(key):
+                    output.logprobs = _appended(before.logprobs, output.logprobs)
+                    output.prompt_logprobs = _appended(before.prompt_logprobs, output.prompt_logprobs)
+                last[key] = output
         return [last[key] for key in sorted(last)]
 
 
@@ -286,8 +320,9 @@ def make_submissions(
     prompts: Prompt | Sequence[Prompt],
     sampling: Sampling | Sequence[Sampling] = None,
     reuse: Reuse = None,
-    namespace: Namespace = Namespace(),
+    **more: Any,
 ) -> list[Submission]:
+    """The submissions of prompts; `more`: further fields of each."""
     several, _ = prompts_of(prompts)
     if isinstance(sampling, SamplingParams | dict) or sampling is None:
         sampling = [sampling] * len(several)
@@ -295,9 +330,15 @@ def make_submissions(
         raise ValueError(f"{len(several)} prompts, but {len(sampling)} sampling parameters")
     if isinstance(reuse, dict):
         reuse = ReasoningParams(**reuse) if reuse.get("method") == "reasoncache" else ReuseParams(**reuse)
-    return [
-        Submission(p, _sampling(s), namespace=namespace, reuse=reuse) for p, s in zip(several, sampling, strict=True)
-    ]
+    return [Submission(p, _sampling(s), reuse=reuse, **more) for p, s in zip(several, sampling, strict=True)]
+
+
+def _appended(first: Logprobs, later: Logprobs) -> Logprobs:
+    """Both lists in the first one, which grows."""
+    if first is None:
+        return later
+    first += later or ()
+    return first
 
 
 def _sampling(value: Sampling) -> SamplingParams:

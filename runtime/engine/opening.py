@@ -1,6 +1,7 @@
 """Makes an engine from a configuration: the executor, the model's strategies and decoding, and the parts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -94,7 +95,7 @@ def _describe_model(config: Config, executor: Executor, path: Path) -> ModelInfo
         architecture=spec.architecture,
         vocab_size=spec.vocab_size,
         context_length=executor.context_length,
-        eos_token_ids=list(spec.eos_token_ids),
+        eos_token_ids=list(dict.fromkeys((*spec.eos_token_ids, *_ends_of_turns(path, spec.vocab_size)))),
         dtype=str(executor.dtype).removeprefix("torch."),
         device=str(executor.device),
         attention_backend=executor.backend_name,
@@ -107,13 +108,20 @@ def _describe_model(config: Config, executor: Executor, path: Path) -> ModelInfo
     )
 
 
+def _ends_of_turns(path: Path, vocab_size: int) -> list[int]:
+    """The tokens by which the tokenizer ends turns; fine-tunes often keep the base model's in the configuration."""
+    with suppress(ModelError):  # no tokenizer: prompts are tokens
+        return [token for token in Tokenizer.load(path).end_ids if token < vocab_size]
+    return []
+
+
 def _open_model(
     config: Config, executor: Executor, cache: PagedCache, info: ModelInfo, path: Path
 ) -> tuple[list[Strategy], Decoding]:
     """The strategies and the decoding for a kind of model. Sets `info.diffusion`."""
     spec = executor.spec
     if spec.diffusion is None:
-        strategies: list[Strategy] = [_prefix_strategy(executor, cache)]
+        strategies: list[Strategy] = [_prefix_strategy(executor, cache, info.eos_token_ids)]
         # Other strategies read spans whose positions are not consecutive. Windows and states require this.
         is_consecutive = executor.has_windows or executor.states is not None
         if not is_consecutive:
@@ -134,10 +142,10 @@ def _open_model(
     return [strategy], CanvasDecoding(spec.diffusion, executor.device, spec.vocab_size, executor.soften)
 
 
-def _prefix_strategy(executor: Executor, cache: PagedCache) -> PrefixStrategy:
+def _prefix_strategy(executor: Executor, cache: PagedCache, eos: Sequence[int]) -> PrefixStrategy:
     spec = executor.spec
     if executor.states is not None:
-        return HybridPrefix(cache, spec.num_layers, executor.states, spec.eos_token_ids)
+        return HybridPrefix(cache, spec.num_layers, executor.states, eos)
     if executor.near is None:
         return PrefixStrategy(cache, spec.num_layers)
     assert isinstance(spec, LlamaSpec)

@@ -55,7 +55,7 @@ class InputProcessor:
         Raises:
             InvalidRequest: if the submission can never be served.
         """
-        prompt, sampling = submission.prompt, submission.sampling
+        prompt = submission.prompt
         if callable(prompt):
             prompt = submission.prompt = prompt()
         if submission.reuse is not None:
@@ -86,6 +86,7 @@ class InputProcessor:
                 f"log-probabilities are wanted from position {start} of a prompt of {len(tokens)} tokens",
                 param="prompt_logprobs_from",
             )
+        self._clip(submission, len(tokens))
         if self.info.diffusion is not None:
             submission.diffusion = self._denoising(submission, tokens)
             self._check_length(len(tokens), submission.diffusion.gen_length)
@@ -93,7 +94,7 @@ class InputProcessor:
             return tokens
         if submission.diffusion is not None:
             raise InvalidRequest("this model is not a diffusion model", param="diffusion")
-        self._check_length(len(tokens), sampling.max_new_tokens)
+        self._check_length(len(tokens), submission.sampling.max_new_tokens)
         return tokens
 
     def _tokenize(self, submission: Submission, prompt: str | MarkedText) -> list[int]:
@@ -143,12 +144,14 @@ class InputProcessor:
         if submission.prompt_logprobs_from is not None:
             raise InvalidRequest("prompts with modules have no log-probabilities", param="prompt_logprobs_from")
         self._check_sampling(submission, before)
+        pages = self.info.page_size * (len(prompt.rows) + 1)  # that may be partly filled
+        self._clip(submission, prompt.length + pages, prompt.stop)
         self._check_length(prompt.length, submission.sampling.max_new_tokens, prompt.stop)
         return prompt.tokens
 
     def _check_sampling(self, submission: Submission, before: Submission | None) -> None:
         """Set the tokens of bad words; see `encode`."""
-        if before is not None and before.sampling is submission.sampling:
+        if before is not None and before.common is submission.sampling:
             submission.bad_words = before.bad_words
             return
         submission.sampling.check(self.info.vocab_size)
@@ -243,6 +246,21 @@ class InputProcessor:
         if params.gen_length is None and submission.sampling.max_new_tokens is None:
             params = params.model_copy(update={"gen_length": self._unasked(len(tokens))})
         return params
+
+    def _clip(self, submission: Submission, prompt: int, positions: int | None = None) -> None:
+        """Set the most new tokens to what a prompt of so many tokens leaves, but at least to one.
+
+        `positions`: of the prompt, if they are not its tokens.
+        """
+        new = submission.sampling.max_new_tokens or 0
+        room = min(self.info.context_length - (positions or prompt), self.info.pool_tokens - prompt)
+        most = max(min(room // self._canvas * self._canvas, self.config.max_output_tokens or room), 1)
+        if new > most:
+            least = min(submission.sampling.min_new_tokens, most)
+            clipped = {"max_new_tokens": most, "min_new_tokens": least}
+            submission.unclipped = submission.sampling
+            submission.sampling = submission.sampling.model_copy(update=clipped)
+            submission.otherwise = submission.otherwise and submission.otherwise.model_copy(update=clipped)
 
     def _check_length(self, prompt: int, new: int | None, positions: int | None = None) -> None:
         """Raise InvalidRequest if `new` tokens do not fit; `positions`: of the prompt, if they are not its tokens."""

@@ -58,6 +58,8 @@ class Submission:
         prompt: text, token ids, or a prompt with modules or documents; or a function that returns one of these, which
             is called in a thread.
         sampling: sampling parameters; `max_new_tokens` may be None, for as many as fit in the context.
+        unclipped: `sampling` before its new tokens were clipped to what the prompt leaves; None: they were not. Other
+            prompts of a body share it.
         otherwise: replaces `sampling` if the grammar cannot be followed; None: the submission is refused then.
         rid: request id; unique among an account's live requests.
         account: the tenant, for the limits on open requests.
@@ -87,6 +89,7 @@ class Submission:
 
     prompt: Prompt | Callable[[], Prompt]
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams())
+    unclipped: SamplingParams | None = None
     otherwise: SamplingParams | None = None
     rid: str = field(default_factory=new_rid)
     account: str = ""
@@ -110,6 +113,11 @@ class Submission:
     replay: bool = True
     said: Said | None = None
     bad_words: list[list[int]] = field(default_factory=list)
+
+    @property
+    def common(self) -> SamplingParams:
+        """The sampling parameters that all prompts of a body share."""
+        return self.unclipped or self.sampling
 
     @property
     def expected_tokens(self) -> int:

@@ -149,6 +149,8 @@ class Frontend:
         limit: dict[str, Any] = {}
         if sampling.max_new_tokens is None:
             limit = {"max_new_tokens": self.inputs.most_output(length, length if placed is None else placed.stop)}
+        elif submission.unclipped is not None:
+            limit = {"max_new_tokens": sampling.max_new_tokens, "min_new_tokens": sampling.min_new_tokens}
         reuse = self.inputs.reuse_of(submission)
         self._by_submission[submission.key] = rids = set()
         self._serial += 1
@@ -185,10 +187,10 @@ class Frontend:
 
     def _send_sampling(self, submission: Submission) -> None:
         """Send the sampling parameters, unless the last submission had them: all prompts of a body share them."""
-        if submission.sampling is not self._sent:
-            fields = submission.sampling.model_dump(exclude={"stop"})  # stop strings are found here, in the text
+        if submission.common is not self._sent:
+            fields = submission.common.model_dump(exclude={"stop"})  # stop strings are found here, in the text
             self._send(Sampling(fields, submission.bad_words))
-            self._sent = submission.sampling
+            self._sent = submission.common
 
     def abort(self, rid: str | None) -> int:
         """Abort the submissions with an id, of any account, or all (None); returns their number.

@@ -63,7 +63,7 @@ class TextWork:
                     raise
             self._checked[key] = follows
         if not follows and submission.otherwise is not None:
-            submission.sampling = submission.otherwise
+            submission.sampling, submission.unclipped = submission.otherwise, None
 
     def erase(self, account: str) -> None:
         """Forget the grammars of an account."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from tokenizers import Tokenizer as FastTokenizer
 
 from runtime.errors import InvalidRequest, ModelError, RametError
-from runtime.models.config_json import read_json
+from runtime.models.added_tokens import NAMES, add_missing, end_ids, named, read_config, text_of
 from runtime.models.marks import cut, new_place
 from runtime.models.templates import PROCESSES
 
@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 PLAIN_TEMPLATE = "has_plain_chat_template"
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 # Most tokens of an incomplete UTF-8 character: it has at most three bytes.
 _INCOMPLETE = 3
 # Longer decodes take milliseconds, so they release the interpreter lock.
@@ -64,13 +63,8 @@ class Tokenizer:
         Raises:
             ModelError: if the tokenizer is missing or cannot be read.
         """
-        path = directory / "tokenizer_config.json"
-        config = read_json(path) if path.exists() else {}
-        for name in _TOKEN_NAMES:
-            value = config.get(name)
-            if not isinstance(value.get("content") if isinstance(value, dict) else value, str | None):
-                raise ModelError(f"{path}: {name} is no text")
-        fast = _load_fast(directory)
+        config = read_config(directory)
+        fast = _load_fast(directory, config)
         # A tokenizer.json may contain truncation and padding settings of a training run.
         fast.no_truncation()
         fast.no_padding()
@@ -138,6 +132,11 @@ class Tokenizer:
         return tuple(token.content for token in self._fast.get_added_tokens_decoder().values())
 
     @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens that end a turn by their names in tokenizer_config.json."""
+        return end_ids(self._fast, self._config)
+
+    @cached_property
     def leading_ids(self) -> list[int]:
         """The tokens that `encode` puts before a text: the model's BOS, if it has one."""
         text, whole = self.encode("a", add_special_tokens=False), self.encode("a")
@@ -156,8 +155,9 @@ class Tokenizer:
 
     def describe(self) -> dict[str, Any]:
         """The fields of tokenizer_config.json, with special tokens as texts, and the chat template."""
-        names = {name: value for name, value in self._config.items() if name not in _TOKEN_NAMES}
-        return {**names, **dict.fromkeys(_TOKEN_NAMES[:3]), **self._token_names(), "chat_template": self.chat_template}
+        names = {name: value for name, value in self._config.items() if name not in NAMES}
+        missing = dict.fromkeys(("bos_token", "eos_token", "pad_token"))
+        return {**names, **missing, **self._token_names(), "chat_template": self.chat_template}
 
     # -- chat ------------------------------------------------------------------------------------------------
 
@@ -206,9 +206,7 @@ class Tokenizer:
 
     def _token_names(self) -> dict[str, str]:
         """The named special tokens. Missing ones stay undefined, because templates check whether they are defined."""
-        values = {name: self._config.get(name) for name in _TOKEN_NAMES}
-        texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
-        return {name: text for name, text in texts.items() if text}
+        return named(self._config)
 
 
 class _TokenTexts(dict[int, str]):
@@ -269,13 +267,29 @@ class Detokenizer:
         return text
 
 
-def _load_fast(directory: Path) -> FastTokenizer:
+class Offsets:
+    """Where tokens begin in their text, in characters. A token that begins within a character has its place."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+        self._length = 0
+
+    def push(self, token: int, is_shown: bool = True) -> int:
+        """Add a token; returns its place. One that is not shown is not in the text."""
+        before = self._length
+        self._length += len(self._detokenizer.push([token])) if is_shown else 0
+        return before
+
+
+def _load_fast(directory: Path, config: dict[str, Any]) -> FastTokenizer:
     path = directory / "tokenizer.json"
     if path.exists():
         try:
-            return FastTokenizer.from_file(str(path))
+            fast = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare exceptions
             raise ModelError(f"{path} cannot be read: {error}") from None
+        add_missing(fast, config, directory)
+        return fast
     if not (directory / "tokenizer.model").exists():
         raise ModelError(f"{directory} has no tokenizer.json and no tokenizer.model")
     # For old checkpoints only, as transformers takes seconds to import.
@@ -297,8 +311,7 @@ def _apply_bos_eos(fast: FastTokenizer, config: dict[str, Any]) -> None:
         return
     names = {}
     for kind in ("bos", "eos"):
-        value = config.get(f"{kind}_token")
-        text = value.get("content") if isinstance(value, dict) else value
+        text = text_of(config.get(f"{kind}_token"))
         if config.get(f"add_{kind}_token") and text and fast.token_to_id(text) is not None:
             names[kind] = text
     if names and fast.post_processor is None:

@@ -16,6 +16,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from runtime.errors import InvalidRequest, RametError
 from runtime.params import Lazy, SamplingParams
+from runtime.sampling.expressions import ascii_classes, ascii_classes_in_lark
 from runtime.sampling.json_text import parse_schema
 from runtime.sampling.turns import Piece, Turns
 
@@ -64,10 +65,10 @@ def too_slow(what: str, timeout_s: float, param: str | None = None) -> InvalidRe
 def _source(params: SamplingParams) -> str | None:
     """llguidance's source of the request's grammar, if any. Raises InvalidRequest if it cannot be read."""
     if params.regex is not None:
-        return LLMatcher.grammar_from_regex(params.regex)
+        return LLMatcher.grammar_from_regex(ascii_classes(params.regex))
     if params.grammar is not None:
         try:
-            return LLMatcher.grammar_from_lark(any_to_lark(params.grammar))
+            return LLMatcher.grammar_from_lark(ascii_classes_in_lark(any_to_lark(params.grammar)))
         except Exception as error:  # the library raises various exceptions
             message = f"grammar is neither EBNF nor Lark: {_reason(str(error))}"
             raise InvalidRequest(message, param="grammar") from None

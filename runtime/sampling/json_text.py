@@ -1,6 +1,7 @@
 """Checks of untrusted JSON text, from a request or a model's output."""
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -18,20 +19,34 @@ MAX_VALUES = 1 << 20
 
 # Formats of texts that llguidance follows.
 _FORMATS = {*("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")}
+# Keywords of schemas whose value is a map of schemas, and those whose value is no schema.
+_MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_CONSTANTS = {"enum", "const", "default", "examples"}
 _NODES = b"[{:.eE"
 _NO_MARKS = bytes(set(range(256)) - set(b'"]},' + _NODES))
 _SHORT = 1 << 12
+# The escape of a lone surrogate, in a text without escaped backslashes.
+_HEX = b"[0-9a-fA-F]{2}"
+_HIGH, _LOW = rb"\\u[dD][89abAB]" + _HEX, rb"\\u[dD][c-fC-F]" + _HEX
+_LONE = re.compile(b"%b(?!%b)|(?<!%b)%b" % (_HIGH, _LOW, _HIGH, _LOW))
+# Stands for an escaped backslash; no JSON text has such a character.
+_BACKSLASH = b"\x01"
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError for invalid JSON, bad shapes, NaN and lone surrogates.
-
-    Python's own parser accepts the last two, which cannot be serialised later.
-    """
-    check_shape(text.encode())
-    value = json.loads(text, parse_constant=_refuse)
+    """The value of a JSON text, see `mend_surrogates`. Raises ValueError for invalid JSON, bad shapes and NaN."""
+    raw = text.encode()
+    check_shape(raw)
+    value = json.loads(mend_surrogates(raw), parse_constant=_refuse)
     check_unicode(value)
     return value
+
+
+def mend_surrogates(text: bytes) -> bytes:
+    """JSON text with U+FFFD in place of each lone surrogate, which is no Unicode: a client may have cut a character."""
+    if (b"\\ud" not in text and b"\\uD" not in text) or _BACKSLASH in text:
+        return text
+    return _LONE.sub(rb"\\ufffd", text.replace(rb"\\", _BACKSLASH)).replace(_BACKSLASH, rb"\\")
 
 
 def parse_schema(text: str) -> dict[str, Any]:
@@ -56,11 +71,13 @@ def pruned(schema: Any, drops: Callable[[str, Any], bool]) -> Any:
         return [pruned(one, drops) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        key: value if key in ("enum", "const") else pruned(value, drops)
-        for key, value in schema.items()
-        if not drops(key, value)
-    }
+    found = {}
+    for key, value in schema.items():
+        if key in _MAPS and isinstance(value, dict):  # their keys are names, and no keywords
+            found[key] = {name: pruned(one, drops) for name, one in value.items()}
+        elif not drops(key, value):
+            found[key] = value if key in _CONSTANTS else pruned(value, drops)
+    return found
 
 
 def check_unicode(value: Any) -> None:

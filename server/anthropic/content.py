@@ -2,6 +2,8 @@
 
 import json
 import uuid
+from collections.abc import Iterable
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
@@ -47,6 +49,13 @@ def pieces_of(said: Said, cut: bool) -> list[Piece]:
     thought, shown, calls = said
     pieces = [Piece(kind, part) for kind, part in (("thinking", thought), ("text", shown)) if part]
     return pieces + [_call(**call["function"], cut=cut and call is calls[-1]) for call in calls]
+
+
+def joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """The pieces of an answer with one piece for each block."""
+    groups = groupby(enumerate(pieces), lambda one: (one[1].type, one[0] if one[1].type == "tool_use" else 0))
+    blocks = [[piece for _, piece in group] for _, group in groups]
+    return [block[0]._replace(text="".join(piece.text for piece in block)) for block in blocks]
 
 
 def _call(name: str, arguments: str, cut: bool) -> Piece:

@@ -1,6 +1,6 @@
 """`/v1/messages` and `/v1/messages/count_tokens`."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from fastapi import Request, Response
@@ -11,12 +11,14 @@ from runtime.frontend.output import Output, Submission
 from runtime.protocol import CacheUsage
 from server.anthropic.content import Piece, pieces_of
 from server.anthropic.prompt import chat_of, numbers_of, turns_of
-from server.anthropic.types import AnthropicMessage, MessagesPrompt, MessagesRequest
+from server.anthropic.threads import answer_of, continued, keep
+from server.anthropic.types import MessagesPrompt, MessagesRequest
 from server.auth.keys import CurrentTenant, EveryKey
 from server.errors import Conflict, MessageError, message_error
 from server.explain.reason import Explanation
 from server.generation.bodies import naming
 from server.generation.service import Generation, Service, Writer
+from server.generation.store import Responses
 from server.http.context import Context, Ctx
 from server.http.sse import TypedEventStream, unless_gone
 from server.openai.chat import reader_of
@@ -41,10 +43,16 @@ class MessageStream(TypedEventStream):
 
 @router.post("", response_model=None)
 async def messages(
-    body: MessagesRequest, request: Request, service: Service, chats: Chats, tenant: CurrentTenant
+    body: MessagesRequest,
+    request: Request,
+    service: Service,
+    chats: Chats,
+    threads: Responses,
+    tenant: CurrentTenant,
 ) -> Response:
     """The assistant's next message in a conversation; blocks with `cache_control` are kept in the cache."""
     service.context.check_model(body.model)
+    body = continued(body, threads, tenant.account)
     with naming(body.NAMES):
         chat = chat_of(body)
         submission = await chats.in_turn(request, chat, tenant)
@@ -52,39 +60,50 @@ async def messages(
 
     def following(output: Output) -> str | None:
         said = reader_of(chat, service.context.engine.tokenizer, submission).push(output.text, True, output.is_cut)
-        pieces = pieces_of(said, output.is_cut)
-        answer = AnthropicMessage.model_validate({"role": "assistant", "content": [piece.block() for piece in pieces]})
-        return chats.following(chat, tenant, turns_of(answer))
+        return chats.following(chat, tenant, turns_of(answer_of(pieces_of(said, output.is_cut))))
+
+    writer = MessageWriter(body, chat, submission, service.context)
+    if body.thread is not None:
+        writer.keep = lambda pieces: keep(body, answer_of(pieces), writer.id, threads, tenant.account)
 
     generation = await service.submit(
         *(request, body, [submission], lambda: chats.conversation(chat, tenant, numbers_of(body))),
         following=following,
     )
-    return await generation.respond(request, MessageWriter(body, chat, submission, service.context), body.stream)
+    return await generation.respond(request, writer, body.stream)
 
 
 @router.post("/count_tokens", response_model=None)
 async def count_tokens(
-    body: MessagesPrompt, request: Request, context: Ctx, chats: Chats, tenant: CurrentTenant
+    body: MessagesPrompt, request: Request, context: Ctx, chats: Chats, threads: Responses, tenant: CurrentTenant
 ) -> Response:
     """The number of tokens in a conversation's prompt."""
     context.check_model(body.model)
 
     async def work() -> dict[str, Any]:
-        return {"input_tokens": await chats.count(chat_of(body), tenant)}
+        whole = continued(body, threads, tenant.account)
+        left_out = {"left_out": whole.left_out} if whole.left_out else {}
+        return {"input_tokens": await chats.count(chat_of(whole), tenant), **left_out}
 
     return await unless_gone(request, work())
 
 
 class MessageWriter(Writer):
-    """The answer to a conversation."""
+    """The answer to a conversation.
+
+    Attributes:
+        id: the answer's id.
+        keep: called with all pieces of the answer before the client gets its end; None: nothing is kept.
+    """
 
     STREAM = MessageStream
 
     def __init__(self, body: MessagesRequest, chat: ChatRequest, submission: Submission, context: Context):
         self._reader = reader_of(chat, context.engine.tokenizer, submission)
         self._model, self._context_length = context.check_model(body.model), context.engine.info.context_length
-        self._id = f"msg_{submission.rid}"
+        self.id = f"msg_{submission.rid}"
+        self.keep: Callable[[list[Piece]], None] | None = None
+        self._pieces: list[Piece] = []
         self._left_out, self._prompt = [*body.left_out, *chat.left_out], submission
         self._begun = self._explained = False
         self._late: dict[str, Any] = {}
@@ -93,9 +112,11 @@ class MessageWriter(Writer):
 
     async def answer(self, generation: Generation) -> dict[str, Any]:
         (output,) = await generation.collect()
-        pieces = self._pieces(output, output.text)
+        pieces = self._read(output, output.text)
         message = self._message(output, await generation.explain(output))
-        return {**message, "content": [piece.block() for piece in pieces], **self._stop(output, pieces)}
+        answer = {**message, "content": [piece.block() for piece in pieces], **self._stop(output, pieces)}
+        self._end()
+        return answer
 
     def explains(self, output: Output) -> bool:
         return not self._explained
@@ -113,7 +134,7 @@ class MessageWriter(Writer):
             yield from self._begin(output, why)
         if output.computed or not was_begun:
             yield {"type": "ping"}
-        for piece in self._pieces(output, output.delta):
+        for piece in self._read(output, output.delta):
             if not self._seen or piece.type != self._seen[-1].type or piece.type == "tool_use":
                 yield from self._close()
                 self._index += 1
@@ -123,11 +144,19 @@ class MessageWriter(Writer):
         if output.finish is not None:
             yield from self._close()
             delta = {"type": "message_delta", "delta": self._stop(output, self._seen), "usage": usage(output)}
+            self._end()
             yield delta | self._late
             yield {"type": "message_stop"}
 
-    def _pieces(self, output: Output, text: str) -> list[Piece]:
-        return pieces_of(self._reader.push(text, output.finish is not None, output.is_cut), output.is_cut)
+    def _read(self, output: Output, text: str) -> list[Piece]:
+        pieces = pieces_of(self._reader.push(text, output.finish is not None, output.is_cut), output.is_cut)
+        if self.keep is not None:
+            self._pieces += pieces
+        return pieces
+
+    def _end(self) -> None:
+        if self.keep is not None:
+            self.keep(self._pieces)
 
     def _begin(self, output: Output, why: Explanation | None) -> Iterable[dict[str, Any]]:
         self._begun = True
@@ -140,7 +169,7 @@ class MessageWriter(Writer):
     def _message(self, output: Output, why: Explanation | None) -> dict[str, Any]:
         """A message without content. With `why`, it also has the reason for its cache miss."""
         message: dict[str, Any] = {
-            **{"id": self._id, "type": "message", "role": "assistant", "model": self._model},
+            **{"id": self.id, "type": "message", "role": "assistant", "model": self._model},
             **{"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage(output)},
             **({"left_out": self._left_out} if self._left_out else {}),
         }

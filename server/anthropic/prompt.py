@@ -24,13 +24,14 @@ def chat_of(body: types.MessagesPrompt) -> ChatRequest:
     if (count := len(points) - points.count(None)) > MAX_BREAKPOINTS:
         raise InvalidRequest(f"{MAX_BREAKPOINTS} blocks may have cache_control, not {count}", param="cache_control")
     output = body.output_config or types.OutputConfig()
+    form = output.format or body.output_format
     same = ChatRequest.model_fields.keys() & type(body).model_fields.keys() & body.model_fields_set
     fields = {name: getattr(body, name) for name in same} | {
         "messages": turns,
         "tools": tools or None,
         "tool_choice": None if body.tool_choice is None else _choice(body.tool_choice),
         "parallel_tool_calls": body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
-        "response_format": output.format and {"type": "json_schema", "schema": output.format.schema_},
+        "response_format": form and {"type": "json_schema", "schema": form.schema_},
         "reasoning_effort": output.effort,
         "enable_thinking": body.thinking and body.thinking.type != "disabled",
         "stop": getattr(body, "stop_sequences", None),

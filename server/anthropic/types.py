@@ -1,14 +1,15 @@
 """Request bodies of Anthropic's routes."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
+from runtime.errors import InvalidRequest
 from runtime.params import StopString
 from server.generation.bodies import AnswerId, GenerationBody
 from server.http import fields
-from server.http.wire import Body, ByType, JsonObject, Text, Unusable, example
+from server.http.wire import Body, ByType, JsonObject, Named, Text, Unusable, example
 from server.openai.tools import MAX_TOOLS, Name
 
 # Most messages in a conversation, and most blocks in a message.
@@ -29,8 +30,10 @@ class CacheControl(Body):
     ttl: Literal["5m", "1h"] = "5m"
 
 
-class Block(Body, extra="ignore"):
-    """Base of content blocks. Unknown fields are ignored, because clients send back blocks that servers made."""
+class Block(Body):
+    """Base of content blocks."""
+
+    IGNORED = fields.ANSWERED | {"citations", "is_error"}
 
     cache_control: CacheControl | None = None
 
@@ -49,6 +52,8 @@ class ThinkingBlock(Block):
 
 class RedactedBlock(Block):
     """Encrypted reasoning of another server; left out of the prompt."""
+
+    IGNORED = Block.IGNORED | {"data"}
 
     type: Literal["redacted_thinking"]
 
@@ -139,8 +144,10 @@ ContentBlock = Annotated[
 _Blocks = Annotated[list[ContentBlock], Field(max_length=MAX_BLOCKS)]
 
 
-class AnthropicMessage(Body, extra="ignore"):
+class AnthropicMessage(Body):
     """A message of a conversation."""
+
+    IGNORED = fields.ANSWERED
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[_Blocks, BeforeValidator(_as_blocks, json_schema_input_type=str | _Blocks)]
@@ -203,15 +210,26 @@ class ContextManagement(Body):
     edits: Annotated[list[Edit], Field(max_length=16)] = Field(default_factory=list)
 
 
-class MessagesPrompt(Body):
+class Thread(Body):
+    """A conversation that the server keeps under its last answer's id. One that is continued has earlier messages."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: AnswerId | None = None
+
+    @model_validator(mode="after")
+    def _continues_a_message(self) -> Self:
+        if (self.type == "continue") != (self.previous_message_id is not None):
+            raise ValueError("a thread of type continue has previous_message_id, one of type create has none")
+        return self
+
+
+class MessagesPrompt(Named):
     """`POST /v1/messages/count_tokens`, and the fields of `/v1/messages` that shape the prompt."""
 
     IGNORED = frozenset(
         {"metadata", "service_tier", "inference_geo", "speed", "user_profile_id", "workspace_id", "betas"}
     )
-    NEUTRAL: ClassVar[Mapping[str, fields.Values]] = {
-        **{"container": ("",), "mcp_servers": ([],), "thread": ({"type": "create"},)}
-    }
+    NEUTRAL: ClassVar[Mapping[str, fields.Values]] = {**{"container": ("",), "mcp_servers": ([],)}}
     NAMES: ClassVar[Mapping[str, str]] = {
         **{
             "prompt": "messages",
@@ -228,23 +246,36 @@ class MessagesPrompt(Body):
     )
 
     model: str | None = None
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_BLOCKS)]
+    messages: Annotated[list[AnthropicMessage], Field(max_length=MAX_BLOCKS)]
     system: TextBlocks | None = None
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(None, description="an older name of output_config.format")
+    thread: Thread | None = None
     context_management: ContextManagement | None = None
     cache_control: CacheControl | None = Field(None, description="a breakpoint at the end of the last block")
 
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if not self.messages and self.previous is None:
+            raise InvalidRequest("messages: there must be at least one", param="messages")
+        return self
+
+    @property
+    def previous(self) -> str | None:
+        """The id of the answer whose thread the messages continue."""
+        return None if self.thread is None else self.thread.previous_message_id
+
     @property
     def left_out(self) -> list[str]:
-        """See `GenerationBody`."""
+        """See `Named`."""
         blocks = [block for message in self.messages for block in message.content]
         blocks += [one for block in blocks if isinstance(block, ToolResultBlock) for one in block.content or ()]
         sources = [block.source for block in blocks if isinstance(block, DocumentBlock)]
         edits = self.context_management.edits if self.context_management else []
-        found = [f"tool {tool.type}" for tool in self.tools or () if isinstance(tool, Unusable)]
+        found = super().left_out + [f"tool {tool.type}" for tool in self.tools or () if isinstance(tool, Unusable)]
         found += [f"content {block.type}" for block in (*blocks, *sources) if isinstance(block, Unusable)]
         found += [f"edit {edit.type}" for edit in edits if not edit.type.startswith("clear_thinking")]
         return list(dict.fromkeys(found))

@@ -6,9 +6,9 @@ from typing import Any, Literal
 from server.explain.compare import Parting
 
 Reason = Literal[
-    "hit", "never_here", "tools_differ", "system_differs", "messages_differ", "prompt_differs", "evicted", "expired",
-    "flushed", "other_salt", "too_short", "not_stored", "not_read", "comparison_not_found", "entries_missing",
-    "unavailable", "no_point",
+    "hit", "new_text", "never_here", "tools_differ", "system_differs", "messages_differ", "prompt_differs", "evicted",
+    "expired", "flushed", "other_salt", "too_short", "not_stored", "not_read", "comparison_not_found",
+    "entries_missing", "unavailable", "no_point",
 ]  # fmt: skip
 DIFFER: dict[str, Reason] = {
     **{"tools": "tools_differ", "system": "system_differs", "message": "messages_differ", "prompt": "prompt_differs"}
@@ -20,6 +20,7 @@ LEFT: dict[str, tuple[Reason, str]] = {
     "flush": ("flushed", "was flushed {} s ago"),
     "expired": ("expired", "was evicted {} s ago: its hold time was over"),
 }
+_HITS = ("hit", "new_text")
 _OPENAI = {"tools_differ": "tools_changed"} | dict.fromkeys(
     ("system_differs", "messages_differ", "prompt_differs"), "input_changed"
 )
@@ -60,7 +61,7 @@ class Explanation:
 
     def openai(self) -> dict[str, Any]:
         """OpenAI's `prompt_cache_diagnostics`, which knows no reason for evicted KV."""
-        if self.reason == "hit":
+        if self.reason in _HITS:
             return {"type": "cache_hit"}
         if self.reason == "comparison_not_found":
             return {"type": "comparison_response_not_found"}
@@ -71,7 +72,7 @@ class Explanation:
 
     def anthropic(self) -> dict[str, Any] | None:
         """Anthropic's `diagnostics`; None for a hit."""
-        if self.reason == "hit":
+        if self.reason in _HITS:
             return None
         if self.reason == "comparison_not_found":
             return {"cache_miss_reason": {"type": "previous_message_not_found"}}

@@ -94,8 +94,10 @@ class MissReport:
         if lookup.why is not None:
             return because(*_left(lookup))
         if not lookup.found or not lookup.other:
-            known = f"the first {lookup.found} tokens are" if lookup.found else "nothing of this prompt is"
-            return because("never_here", f"{known} in the cache; {_unknown(lookup)}")
+            if lookup.found:
+                known = f"everything cached for this prompt was read: {output.cached_tokens} tokens"
+                return because("new_text", f"{known}; {_unknown(lookup)}")
+            return because("never_here", f"nothing of this prompt is in the cache; {_unknown(lookup)}")
         other = None if submission.namespace.tenant == PUBLIC else lookup.other
         parting = self._part(submission, lookup.found, other)
         return because(*_differs(parting, "the nearest cached prompt"), parting)

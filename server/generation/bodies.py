@@ -2,9 +2,18 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from radix import Namespace
@@ -15,7 +24,7 @@ from runtime.params import DocumentMethod, Lazy, ReasoningParams, ReuseParams, S
 from server.auth.keys import CacheScope, Tenant
 from server.http import fields
 from server.http.context import Context
-from server.http.wire import Body, CacheSalt, Text
+from server.http.wire import Body, CacheSalt, Named, OneOrMany, Text
 
 MAX_BIASES = 1024
 # Tags of a union's branches. They are no identifiers, so `errors.py` leaves them out of a field's path.
@@ -83,13 +92,14 @@ class CacheUse(Body):
     )
 
 
-class GenerationBody(Body, Scoped):
+class GenerationBody(Named, Scoped):
     """The fields that all routes for generation have."""
 
     # For parameters of the engine that have another name in this body: the field's name.
     NAMES: ClassVar[Mapping[str, str]] = {}
 
     model: Text | None = Field(None, description="default: the served model")
+    lora_path: OneOrMany[Text] | None = Field(None, description="SGLang's: an adapter's name, in place of `model`")
     stream: bool = False
     priority: Priority = 0
     cache: CacheUse = Field(default_factory=CacheUse)
@@ -97,14 +107,17 @@ class GenerationBody(Body, Scoped):
     explain: Explain = False
     receipt: bool = Field(False, description="add digests by which `ramet verify` checks the answer")
 
+    @model_validator(mode="after")
+    def _with_adapter(self) -> Self:
+        names = {self.lora_path} if isinstance(self.lora_path, str) else set(self.lora_path or ())
+        if len(names) > 1:
+            raise InvalidRequest("send prompts for several adapters in several requests", param="lora_path")
+        self.model = next(iter(names - {""}), self.model)
+        return self
+
     @property
     def names(self) -> Mapping[str, str]:
         return self.NAMES
-
-    @property
-    def left_out(self) -> list[str]:
-        """What the model cannot use, and the prompt lacks: tools, and parts of messages. The answer lists it."""
-        return []
 
     @property
     def earlier(self) -> str | None:

@@ -44,10 +44,7 @@ class AdmissionMiddleware:
             body = await self.limit.read(receive)
             if body is None:
                 return
-            if self.is_route(scope["path"]):
-                self.limit.check_body(body, headers)
-            else:
-                body = b""
+            body = self.limit.checked(body, headers) if self.is_route(scope["path"]) else b""
         except RametError as error:
             await self._refuse(error, scope, receive, send, unread=body is None and _announces_body(headers))
             return

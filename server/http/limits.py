@@ -8,7 +8,7 @@ import asyncio
 from starlette.types import Receive, Scope
 
 from runtime.errors import DeadlineExceeded, InvalidRequest
-from runtime.sampling.json_text import check_shape
+from runtime.sampling.json_text import check_shape, mend_surrogates
 from server.errors import BodyTooLarge, UnsupportedMediaType
 
 JSON = b"application/json"
@@ -53,24 +53,29 @@ class BodyLimit:
         except TimeoutError:
             raise DeadlineExceeded("the body did not arrive in time") from None
 
-    def check_body(self, body: bytes, headers: dict[bytes, bytes]) -> None:
-        """Check that a body may be parsed. Raises UnsupportedMediaType or InvalidRequest."""
+    def checked(self, body: bytes, headers: dict[bytes, bytes]) -> bytes:
+        """The body without lone surrogates, if it may be parsed. Raises UnsupportedMediaType or InvalidRequest."""
         kind = headers.get(b"content-type", JSON).split(b";")[0].strip().lower()
         if body and kind != JSON and not kind.endswith(b"+json"):
             raise UnsupportedMediaType("the body must be JSON: send the header Content-Type: application/json")
         if body and headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
             raise UnsupportedMediaType("the body must not be compressed")
-        check_body(body)
+        return check_body(body)
 
 
-def check_body(body: bytes) -> None:
-    """Check the size and the shape of a body, or of JSON in its place. Raises BodyTooLarge or InvalidRequest."""
+def check_body(body: bytes) -> bytes:
+    """Check the size and the shape of a body, or of JSON in its place; see `BodyLimit.checked`.
+
+    Raises:
+        BodyTooLarge, InvalidRequest: if it may not be parsed.
+    """
     if len(body) > MOST_BYTES:
         raise _too_large()
     try:
         check_shape(body)
     except ValueError as error:
         raise InvalidRequest(f"the body has {error}") from None
+    return mend_surrogates(body)
 
 
 def _too_large() -> BodyTooLarge:

@@ -11,6 +11,9 @@ from server.auth.keys import OPEN_PATHS
 from server.errors import Forbidden
 
 _FOREIGN = (b"cross-site", b"same-site")
+# Origins of desktop applications and of a browser's extensions.
+APPS = r"(?:app|tauri|capacitor|ionic|electron|vscode-webview|(?:chrome|moz|safari-web)-extension)://[A-Za-z0-9_.-]*"
+_APP = re.compile(APPS.encode())
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::\d*)?")
 # Top-level domains that public name servers do not have.
 _PRIVATE = (".local", ".internal")
@@ -25,15 +28,23 @@ class Origins:
 
     Args:
         allowed: the origins of `--cors-origins`; `*` allows all.
+        own_machine: whether the server is bound to this machine alone. Then `APPS` are allowed, too: they have been
+            installed on it, and no page of the web has such an origin.
     """
 
-    def __init__(self, allowed: Collection[str]):
+    def __init__(self, allowed: Collection[str], own_machine: bool = False):
         self.allowed = frozenset(origin.encode() for origin in allowed)
+        self._own_machine = own_machine
+
+    def allows(self, origin: bytes | None) -> bool:
+        """Whether pages of this origin may send requests, although it is not the server's own."""
+        is_app = self._own_machine and origin is not None and _APP.fullmatch(origin) is not None
+        return b"*" in self.allowed or origin in self.allowed or is_app
 
     def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Raise Forbidden for a request from a foreign page."""
         origin = headers.get(b"origin")
-        if b"*" in self.allowed or origin in self.allowed:
+        if self.allows(origin):
             return
         follows_link = scope["method"] == "GET" and headers.get(b"sec-fetch-mode") == b"navigate"
         crosses = headers.get(b"sec-fetch-site") in _FOREIGN and not follows_link

@@ -1,17 +1,16 @@
 """Request bodies: their base class and the types of their fields.
 
-The rules are the same for all routes. An unknown field is refused unless it is null, because clients send null for
-fields that they do not use. Null means the default. A body lists the known fields of other servers: those without
-effect, aliases, and unsupported fields with their accepted values. Types are strict: a string is no number and `true`
-is not 1, but 1.0 is an integer.
+The rules are the same for all routes. Null means the default, because clients send null for fields that they do not
+use. A body lists the known fields of other servers: those without effect, aliases, and unsupported fields with their
+accepted values. `strangers.py` has the rule for unknown fields. Where an answer cannot name them (`Named`), all are
+refused. Types are strict: a string is no number and `true` is not 1, but 1.0 is an integer.
 
 Validation stops at a list's first error and tries one branch of a union: errors for 1 MB of body would take 1 GB.
 """
 
 import json
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args
+from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args
 
 from pydantic import (
     AfterValidator,
@@ -21,6 +20,8 @@ from pydantic import (
     Discriminator,
     Field,
     GetCoreSchemaHandler,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     Tag,
     model_validator,
 )
@@ -29,7 +30,7 @@ from pydantic_core.core_schema import no_info_before_validator_function
 
 from runtime.errors import InvalidRequest
 from runtime.sampling.json_text import check_unicode
-from server.http import fields
+from server.http import fields, strangers
 
 # Most prompts in one request.
 MAX_BATCH = 1024
@@ -101,7 +102,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _by_own_names(cls, data: Any) -> Any:
-        """Map aliases and drop fields without effect. Pydantic refuses the unknown field. Raises InvalidRequest."""
+        """Map aliases and drop fields without effect. Pydantic refuses what is left. Raises InvalidRequest."""
         own_names = cls.KNOWN
         if not isinstance(data, dict) or (data.keys() <= own_names and None not in data.values()):
             return data
@@ -112,16 +113,43 @@ class Body(BaseModel):
                 continue
             if name in cls.NEUTRAL:
                 if not any(value == neutral for neutral in cls.NEUTRAL[name]):
-                    raise InvalidRequest(f"{name} is not supported{fields.INSTEAD.get(name, '')}", param=name)
-            elif (own := cls.ALIASES.get(name)) is None:
-                within = [cls.WITHIN[name]] if name in cls.WITHIN else []
-                if meant := within or get_close_matches(name[:256], own_names, 1):
-                    names = {"field": name, "meant": meant[0]}
-                    raise PydanticCustomError("extra_forbidden", "unknown field {field}; did you mean {meant}?", names)
+                    cls._without(name)
+            elif (own := cls.ALIASES.get(name)) is not None:
+                if used.setdefault(own, value) is not value and used[own] != value:
+                    raise InvalidRequest(f"{name} and {own} are the same field, with two values", param=name)
+            elif cls.model_config["extra"] == "ignore":
+                continue
+            elif meant := cls.WITHIN.get(name) or strangers.meant(name, own_names):
+                names = {"field": name, "meant": meant}
+                raise PydanticCustomError("extra_forbidden", "unknown field {field}; did you mean {meant}?", names)
+            elif not strangers.leave_out_unknown(name, value):
                 return used | {name: value}
-            elif used.setdefault(own, value) is not value and used[own] != value:
-                raise InvalidRequest(f"{name} and {own} are the same field, with two values", param=name)
         return used
+
+    @staticmethod
+    def _without(name: str) -> None:
+        """Leave out a sampler that Ramet does not have. Raises InvalidRequest for other unsupported fields."""
+        if name not in fields.SAMPLERS or not strangers.leave_out(name):
+            raise InvalidRequest(f"{name} is not supported{fields.INSTEAD.get(name, '')}", param=name)
+
+
+class Named(Body):
+    """Base of bodies whose answers name what is left out of the request."""
+
+    _strangers: list[str] = PrivateAttr(default_factory=list)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_strangers(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        with strangers.collected() as found:
+            body = handler(data)
+        body._strangers += found
+        return body
+
+    @property
+    def left_out(self) -> list[str]:
+        """What the answer does not regard: unknown fields, tools, and parts of messages."""
+        return self._strangers
 
 
 def _unicode(text: str) -> str:

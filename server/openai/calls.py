@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import Lazy, SamplingParams
-from runtime.sampling.json_text import parse_schema, pruned
+from runtime.sampling.json_text import parse_schema
+from runtime.sampling.schemas import Expressions, definitions_of
 from server.openai.dialects import CLOSE, FENCE, FENCE_END, OPEN
 from server.openai.tools import Tool
 
@@ -41,15 +42,10 @@ def lazy_calls(
     starts = [f'{before}{{"name":"{name}"' for name in names for before in ("", FENCE if tagged else "[")]
     lazy = Lazy(triggers=[OPEN], starts=starts) if tagged else Lazy(starts=[*MARKERS, *starts])
     keys = ("arguments",) if tagged else ("arguments", "parameters")
-    any_call = {
-        "type": "object",
-        "properties": {"name": {"enum": names}, **{key: {"type": "object"} for key in keys}},
-        "required": ["name"] if len(keys) > 1 else ["name", *keys],
-        "additionalProperties": False,
-    }
-    loose = sampling.model_copy(update={"grammar": _lazy_grammar(tokenizer, any_call, tagged), "lazy": lazy})
+    grammar = _lazy_grammar(tokenizer, schema_of_any_call(tools, keys), tagged)
+    loose = sampling.model_copy(update={"grammar": grammar, "lazy": lazy})
     try:
-        schema = json.loads(schema_of_call([_bare(tool) for tool in tools], keys))
+        schema = json.loads(schema_of_call(tools, keys))
         strict = SamplingParams.model_validate(
             {**loose.model_dump(), "grammar": _lazy_grammar(tokenizer, schema, tagged)}
         )
@@ -60,7 +56,7 @@ def lazy_calls(
 
 def calls_or_format(tokenizer: Tokenizer, tools: list[Tool], schema: str, tagged: bool) -> str:
     """A grammar of answers that are calls or follow a JSON schema, in JSON text. Raises InvalidRequest."""
-    calls, rules = _rules(tokenizer, json.loads(schema_of_call([_bare(tool) for tool in tools])), tagged)
+    calls, rules = _rules(tokenizer, json.loads(schema_of_call(tools)), tagged)
     more = f" (SPACE {calls})*" if tagged else ""
     return f"start: {calls}{more} | form\n{rules}form: {_form(schema)}\n"
 
@@ -115,40 +111,28 @@ def _rules(tokenizer: Tokenizer, schema: dict[str, Any], tagged: bool) -> tuple[
     return f"(SPACE (({' | '.join(markers)}) SPACE)? (call | list))", f"{_LIST}\n{rules}"
 
 
-def _bare(tool: Tool) -> Tool:
-    """The tool without the descriptions and titles in its schema."""
-
-    def is_word(key: str, value: Any) -> bool:
-        return key in ("description", "title") and isinstance(value, str)
-
-    function = tool.function.model_copy(update={"parameters": pruned(tool.schema_of_arguments(), is_word)})
-    return tool.model_copy(update={"function": function})
+def schema_of_any_call(tools: list[Tool], keys: Sequence[str] = ("arguments",)) -> dict[str, Any]:
+    """The JSON schema of a call of one of the tools with any arguments."""
+    return {
+        "type": "object",
+        "properties": {
+            "name": {"enum": [tool.function.name for tool in tools]},
+            **{key: {"type": "object"} for key in keys},
+        },
+        "required": ["name"] if len(keys) > 1 else ["name", *keys],
+        "additionalProperties": False,
+    }
 
 
 def schema_of_call(tools: list[Tool], keys: Sequence[str] = ("arguments",)) -> str:
     """The JSON schema, as text, of a call of one of the tools; `keys`: allowed names for the field of arguments."""
-    definitions, forms = {}, []
+    definitions: dict[str, Any] = {}
+    forms, expressions = [], Expressions()
     for i, tool in enumerate(tools):
-        # If a schema lists properties without `additionalProperties`, no others are allowed.
-        schema = tool.schema_of_arguments()
-        closed = {"additionalProperties": False} | schema if "properties" in schema else schema
-        definitions[f"tool{i}"] = _moved(closed, f"#/$defs/tool{i}/")
+        definitions |= definitions_of(tool.schema_of_arguments(), f"tool{i}", expressions)
         for key in keys:
             form = {"name": {"const": tool.function.name}, key: {"$ref": f"#/$defs/tool{i}"}}
             closed_form = {"properties": form, "required": ["name", key], "additionalProperties": False}
             forms.append({"type": "object", **closed_form})
-    # Lenient: keywords that no grammar can express are ignored.
+    # Lenient: formats that no grammar can express are ignored.
     return json.dumps({"anyOf": forms, "$defs": definitions, "x-guidance": {"lenient": True}})
-
-
-def _moved(schema: Any, root: str) -> Any:
-    """The schema with its internal references rewritten, because it moves to `root`."""
-    if isinstance(schema, list):
-        return [_moved(item, root) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(value, root) for key, value in schema.items()}
-    reference = moved.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        moved["$ref"] = root + reference[2:]
-    return moved

@@ -59,9 +59,11 @@ class ChatWriter(ChoicesWriter):
         self._opened: set[int] = set()
         self._thoughts: list[list[str]] = [[] for _ in range(body.n)]
         self._tokenizer = context.engine.tokenizer
-        self._custom = {tool.function.name for tool in body.offered if tool.type == "custom"}
+        names, customs = body.given_names, [tool.function.name for tool in body.offered if tool.type == "custom"]
+        self._custom = {names.get(name, name) for name in customs}
 
     def add_logprobs(self, output: Output) -> None:
+        self.add_prompt_logprobs(output)
         if self._body.logprobs:
             add_logprobs(self._logprobs[output.choice], output, self._body.top_logprobs or 0, self.text_of)
 
@@ -89,7 +91,8 @@ class ChatWriter(ChoicesWriter):
                 message["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in calls]
             choices.append({"index": output.choice, "message": message, **self._ending(output, output.token_ids)})
         why = await generation.explain(done[0])
-        return self.whole(done, choices, **self._of_prompt(), **self._explained(why))
+        prompt = {**self._of_prompt(), **self.prompt_logprobs_of(done[0])}
+        return self.whole(done, choices, **prompt, **self._explained(why))
 
     def _read(self, output: Output, text: str) -> Said:
         """The parts of an answer that are final."""
@@ -119,8 +122,7 @@ class ChatWriter(ChoicesWriter):
 
     def _of_prompt(self) -> dict[str, Any]:
         """The prompt's tokens, if the request wants them, and what the prompt lacks of the request."""
-        left_out = {"left_out": self._body.left_out} if self._body.left_out else {}
-        return left_out | ({"prompt_token_ids": self.prompts[0]} if self._body.return_token_ids else {})
+        return self._left_out | ({"prompt_token_ids": self.prompts[0]} if self._body.return_token_ids else {})
 
     def _ending(self, output: Output, tokens: list[int]) -> dict[str, Any]:
         """The fields of a choice that follow its text."""
@@ -167,6 +169,7 @@ def reader_of(body: ChatRequest, tokenizer: Tokenizer, submission: Submission) -
         forced=body.must_call,
         single=not body.parallel_tool_calls or _ONE_CALL in (tokenizer.chat_template or ""),
         dialect=dialect if dialect.is_json or not is_forced else TAGGED,
+        given_names=body.given_names,
     )
     if dialect.is_harmony:
         return HarmonyReader(calls, body.separate_reasoning)

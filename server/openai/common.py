@@ -29,6 +29,9 @@ class ChoicesWriter(Writer):
         self.text_of: TextOf = context.engine.tokenizer.token_text
         self.prompts = prompts
         self._with_usage = body.with_usage
+        self._left_out = {"left_out": body.left_out} if body.left_out else {}
+        self._most_of_prompt = body.prompt_logprobs
+        self._of_prompts: dict[int, JsonList] = {}
         self._last: dict[tuple[int, int], Output] = {}
         self._head = {
             **{"id": rid, "object": kind, "created": int(time.time()), "model": context.check_model(body.model)},
@@ -57,7 +60,29 @@ class ChoicesWriter(Writer):
         """The whole answer with its choices and the fields `more`; `done`: the last Output of each choice."""
         if len(done) > 1:  # each choice reports its own reuse
             choices = [choice | reuse_of(output) for choice, output in zip(choices, done, strict=True)]
-        return {**self._head, "choices": choices, "usage": self.usage(done), **reuse_of(done[0]), **more}
+        same = {"usage": self.usage(done), **reuse_of(done[0]), **self._left_out}
+        return {**self._head, "choices": choices, **same, **more}
+
+    def add_prompt_logprobs(self, output: Output) -> None:
+        """Store the log-probabilities of a prompt's tokens, if the request wants them, in vLLM's form."""
+        if self._most_of_prompt is None or output.choice or not output.prompt_logprobs:
+            return
+        written = self._of_prompts.setdefault(output.index, JsonList())
+        for item in output.prompt_logprobs:
+            ranks = {token: (rank, value) for rank, (token, value) in enumerate(item.top, 1)}
+            shown = [item.token, *(token for token, _ in item.top[: self._most_of_prompt])]
+            found = {token: ranks.get(token, (None, item.logprob)) for token in shown}
+            entries = {str(token): self._entry(token, *found[token]) for token in found}
+            written.append(None if item.logprob is None else entries)
+
+    def _entry(self, token: int, rank: int | None, logprob: float | None) -> dict[str, Any]:
+        return {"logprob": logprob, "rank": rank, "decoded_token": self.text_of(token)}
+
+    def prompt_logprobs_of(self, output: Output) -> dict[str, Any]:
+        """The field `prompt_logprobs` of an Output's prompt, if the request wants it."""
+        if self._most_of_prompt is None or output.choice:
+            return {}
+        return {"prompt_logprobs": self._of_prompts.get(output.index)}
 
     def usage(self, outputs: Iterable[Output]) -> dict[str, Any]:
         """Token counts of the request, from the last Output of each choice."""

@@ -8,6 +8,7 @@ from fastapi import Request, Response
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import Output, Submission, new_rid, prompts_of
+from runtime.models.tokenizer import Offsets
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
 from server.explain.reason import Explanation
 from server.generation.service import Generation, Service
@@ -41,9 +42,10 @@ def submissions_of(body: CompletionRequest, tenant: Tenant, context: Context) ->
     sampling = body.sampling(body.max_tokens, only(body.constraints()))
     rid = body.request_id or new_rid()
     rids = [f"{rid}-{i}" if is_list else rid for i in range(len(prompts))]
-    first = 0 if scored else None
+    top = body.most_top(body.logprobs)
+    first = {"prompt_logprobs_from": 0} if scored else {}
     return [
-        body.submission(prompt, sampling, tenant, context, rid=own, logprobs=body.logprobs, prompt_logprobs_from=first)
+        body.submission(prompt, sampling, tenant, context, rid=own, logprobs=top, **first)
         for prompt, own in zip(prompts, rids, strict=True)
     ]
 
@@ -68,8 +70,8 @@ class CompletionWriter(ChoicesWriter):
         self._submissions = generation.outputs.submissions
         self._tokenizer = context.engine.tokenizer
         self._logprobs: dict[tuple[int, int], dict[str, JsonList | None]] = defaultdict(self._empty)
-        # By prompt and choice, the number of characters in tokens whose log-probabilities were added.
-        self._offsets: dict[tuple[int, int], int] = defaultdict(int)
+        # By prompt and choice, what counts the characters of the tokens whose log-probabilities were added.
+        self._offsets: dict[tuple[int, int], Offsets] = defaultdict(lambda: Offsets(self._tokenizer))
 
     def _empty(self) -> dict[str, JsonList | None]:
         top = JsonList() if self._body.logprobs else None
@@ -77,18 +79,24 @@ class CompletionWriter(ChoicesWriter):
 
     def add_logprobs(self, output: Output) -> None:
         key, text_of = (output.index, output.choice), self.text_of
-        echoed = (output.prompt_logprobs or ()) if self._body.echo else ()
-        for item in [*echoed, *(output.logprobs or ())]:
+        self.add_prompt_logprobs(output)
+        if self._body.logprobs is None:
+            return
+        echoed = (output.prompt_logprobs or []) if self._body.echo else []
+        hidden = self._tokenizer.special_ids if self._body.skip_special_tokens else frozenset()
+        for i, item in enumerate([*echoed, *(output.logprobs or ())]):
             text = text_of(item.token)
-            entry = {"tokens": text, "token_logprobs": item.logprob, "text_offset": self._offsets[key]}
+            is_shown = i >= self._num_added(output.index) if i < len(echoed) else item.token not in hidden
+            offset = self._offsets[key].push(item.token, is_shown)
+            entry = {"tokens": text, "token_logprobs": item.logprob, "text_offset": offset}
             entry["top_logprobs"] = {text_of(token): value for token, value in item.top[: self._body.logprobs]} or None
             for name, values in self._logprobs[key].items():
                 if values is not None:
                     values.append(entry[name])
-            self._offsets[key] += len(text)
 
     def write(self, output: Output, why: Explanation | None) -> Iterable[dict[str, Any]]:
-        yield self.chunk(output, self._choice(output, output.delta, output.new_token_ids, why))
+        left_out = self._left_out if self.begins(output) else {}
+        yield self.chunk(output, self._choice(output, output.delta, output.new_token_ids, why), **left_out)
 
     async def answer(self, generation: Generation) -> dict[str, Any]:
         done = await generation.collect(self.add_logprobs)
@@ -108,9 +116,15 @@ class CompletionWriter(ChoicesWriter):
             "text": text,
             "logprobs": None if body.logprobs is None else logprobs,
             "finish_reason": finish_reason(output),
+            **self.prompt_logprobs_of(output),
             **ids,
             **({} if why is None else {"explain": why.describe()}),
         }
+
+    def _num_added(self, index: int) -> int:
+        """Number of tokens before a prompt's text."""
+        is_text = not isinstance(self._submissions[index].prompt, list)
+        return len(self._tokenizer.leading_ids) if is_text and self._body.add_special_tokens else 0
 
     def _prompt(self, index: int) -> str:
         prompt = self._submissions[index].prompt

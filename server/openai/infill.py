@@ -125,6 +125,7 @@ class InfillWriter(Writer):
             **{"model": self._model, "truncated": False, "stop_type": kind, "stopping_word": word},
             **{"tokens_cached": output.cached_tokens, "timings": _timings(output), **prompts},
             **({} if why is None else {"explain": why.describe()}),
+            **({"left_out": self._body.left_out} if self._body.left_out else {}),
         }
         return _chosen(result, self._body.response_fields)
 

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_
 
 from runtime.frontend.schemas.pml import Import
 from runtime.sampling.json_text import check_texts
+from server.http.fields import ANSWERED
 from server.http.wire import Body, ByType, JsonObject, OneOr, Text, Unusable
 from server.objects.segments import GivenDocument
 from server.openai.caching import Breakpoint, Mark, unmarked
@@ -23,23 +24,29 @@ MAX_MESSAGES = 4096
 _BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
 
 
-class TextPart(Body, extra="ignore"):
+class TextPart(Body):
     """A text part of a message's content."""
+
+    IGNORED = ANSWERED
 
     type: Literal["text", "input_text", "output_text"]
     text: Text
     prompt_cache_breakpoint: Breakpoint | None = None
 
 
-class RefusalPart(Body, extra="ignore"):
+class RefusalPart(Body):
     """The text of an assistant's refusal."""
+
+    IGNORED = ANSWERED
 
     type: Literal["refusal"]
     text: Text = Field(alias="refusal")
 
 
-class ThinkingPart(Body, extra="ignore"):
+class ThinkingPart(Body):
     """The assistant's reasoning; chat templates get it as `reasoning_content`."""
+
+    IGNORED = ANSWERED
 
     type: Literal["thinking"]
     thinking: Text
@@ -82,10 +89,11 @@ def _text_or_none(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-class Message(Body, extra="ignore"):
-    """A message. Unknown fields are ignored, because clients send back messages that servers made."""
+class Message(Body):
+    """A message."""
 
-    ALIASES: ClassVar[Mapping[str, str]] = {"reasoning": "reasoning_content"}
+    IGNORED = ANSWERED | {"audio", "name", "refusal"}
+    ALIASES: ClassVar[Mapping[str, str]] = {"reasoning": "reasoning_content", "reasoning_text": "reasoning_content"}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: OneOr[Text, Annotated[list[Part], Field(max_length=MAX_MESSAGES)]] | None = None
@@ -93,6 +101,19 @@ class Message(Body, extra="ignore"):
     tool_call_id: Text | None = None
     reasoning_content: Annotated[Text | None, BeforeValidator(_text_or_none)] = None
     _left_out: list[str] = PrivateAttr(default_factory=list)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_tools(cls, given: Any) -> Any:
+        """OpenAI's older form, in which a message has one `function_call`, and its result the role `function`."""
+        if given.__class__ is not dict or not ("function_call" in given or "role" in given):
+            return given
+        if "function_call" not in given and given["role"] != "function":
+            return given
+        call, given = given.get("function_call"), {name: given[name] for name in given if name != "function_call"}
+        role = {"role": "tool"} if given.get("role") == "function" else {}
+        calls = {"tool_calls": [{"function": call}]} if call is not None and not given.get("tool_calls") else {}
+        return given | role | calls
 
     @property
     def left_out(self) -> list[str]:
@@ -120,7 +141,7 @@ class Message(Body, extra="ignore"):
     def _says_something(self) -> Message:
         if self.content is None and self.role not in ("assistant", "tool"):
             raise ValueError(f"a message of role {self.role} needs content")
-        if self.documents and self.role not in ("system", "developer", "user"):
+        if self.role not in ("system", "developer", "user") and self.documents:
             raise ValueError(f"a message of role {self.role} cannot have documents")
         return self
 

@@ -1,5 +1,6 @@
 """Makes the prompts of chats, with documents, modules and breakpoints."""
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -22,7 +23,7 @@ from server.objects.documents import DocumentStore
 from server.objects.schemas import SchemaStore
 from server.objects.segments import find_documents
 from server.openai.caching import Mark, keep_places, unmarked
-from server.openai.calls import behind_reasoning, calls_or_format, lazy_calls
+from server.openai.calls import behind_reasoning, calls_or_format, lazy_calls, schema_of_any_call
 from server.openai.dialects import WHOLE, Dialect, dialect_of, writes_special
 from server.openai.harmony import FINALS
 from server.openai.messages import Message
@@ -59,14 +60,19 @@ class ChatPrompts:
                 tools, schema = body.callable_tools(), sampling.json_schema
                 grammar = calls_or_format(tokenizer, tools, schema, dialect is not WHOLE)
                 sampling = sampling.model_copy(update={"json_schema": None, "grammar": grammar})
-            elif sampling.constrained and (begins := self._reasoning_ends(body, dialect)):
-                sampling = behind_reasoning(tokenizer, sampling, begins)
+            elif sampling.constrained:
+                if body.must_call:
+                    any_call = json.dumps(schema_of_any_call(body.callable_tools()))
+                    otherwise = sampling.model_copy(update={"json_schema": any_call})
+                if begins := self._reasoning_ends(body, dialect):
+                    sampling = behind_reasoning(tokenizer, sampling, begins)
+                    otherwise = otherwise and behind_reasoning(tokenizer, otherwise, begins)
         return body.submission(
             *(partial(self._render, body, tenant), sampling, tenant, self._context),
             num_characters=body.num_characters,
             otherwise=otherwise,
             rid=body.request_id or new_rid(),
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            logprobs=body.most_top((body.top_logprobs or 0) if body.logprobs else None),
             shared_text=partial(self._system_text, body),
             progress=body.stream and body.return_progress,
         )

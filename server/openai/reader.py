@@ -1,6 +1,7 @@
 """Reads answers while they arrive: reasoning, text, and calls of tools."""
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -29,12 +30,14 @@ class CallReader:
         forced: whether the whole text is one call in JSON.
         single: whether to drop all calls but the first.
         dialect: how the model writes calls.
+        given_names: the request's names of tools that the model sees under other names.
     """
 
     tools: Schemas
     forced: bool = False
     single: bool = False
     dialect: Dialect = TAGGED
+    given_names: Mapping[str, str] = field(default_factory=dict)
     num_calls: int = 0
     _held: str = field(default="", init=False)
     _plain: bool = field(default=False, init=False)
@@ -64,7 +67,7 @@ class CallReader:
         """Calls in OpenAI's form."""
         calls = []
         for name, arguments in found[: max(1 - self.num_calls, 0)] if self.single else found:
-            function = {"name": name, "arguments": arguments}
+            function = {"name": self.given_names.get(name, name), "arguments": arguments}
             call = {"index": self.num_calls, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
             calls.append({**call, "function": function})
             self.num_calls += 1

@@ -10,7 +10,7 @@ from runtime.errors import InvalidRequest
 from server.auth.keys import CurrentTenant, EveryKey
 from server.http.context import Ctx
 from server.http.sse import unless_gone
-from server.http.wire import Body, IdPrompts, JsonObject, OneOrMany, Text, example
+from server.http.wire import IdPrompts, JsonObject, Named, OneOrMany, Text, example
 from server.openai.messages import Messages
 from server.openai.prompt import Chats
 from server.openai.tools import MAX_TOOLS, Tool
@@ -19,7 +19,7 @@ from server.openai.types import ChatRequest
 router = EveryKey(tags=["server"])
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Named):
     """Texts, or a conversation that the chat template renders."""
 
     model_config = example(prompt="The capital of France is")
@@ -42,7 +42,7 @@ class TokenizeRequest(Body):
         return ChatRequest.model_validate({name: getattr(self, name) for name in names})
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(Named):
     model_config = example(tokens=[504, 3575, 282, 4649, 314])
     ALIASES: ClassVar[Mapping[str, str]] = {"input_ids": "tokens"}
 
@@ -73,9 +73,13 @@ async def tokenize(
         answer = {"tokens": tokens[0] if single else tokens, "count": shown}
         if body.return_token_strs:
             answer["token_strs"] = _each(lambda ids: [engine.tokenizer.id_to_token(i) for i in ids], tokens, single)
-        return answer | {"max_model_len": engine.info.context_length}
+        return answer | {"max_model_len": engine.info.context_length, **_left_out(body)}
 
     return await unless_gone(request, work())
+
+
+def _left_out(body: Named) -> dict[str, Any]:
+    return {"left_out": body.left_out} if body.left_out else {}
 
 
 def _each(show: Callable[[list[int]], Any], several: list[list[int]], single: bool) -> Any:
@@ -92,7 +96,7 @@ async def detokenize(request: Request, context: Ctx, body: DetokenizeRequest, as
     async def work() -> dict[str, Any]:
         texts = await context.engine.detokenize(asker.account, several, body.skip_special_tokens)
         text = texts[0] if single else texts
-        return {"text": text, "prompt": text}
+        return {"text": text, "prompt": text, **_left_out(body)}
 
     return await unless_gone(request, work())
 

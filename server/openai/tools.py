@@ -18,6 +18,7 @@ from runtime.models.marks import cut, new_mark
 from runtime.models.templates import TemplateRefused
 from runtime.models.tokenizer import Tokenizer
 from runtime.sampling.json_text import parse_json
+from server.http.fields import ANSWERED
 from server.http.wire import Body, ByType, JsonObject, JsonText, Text, Unusable
 from server.openai.caching import Breakpoint, Mark, unmarked
 from server.openai.dialects import CLOSE, OPEN
@@ -25,7 +26,7 @@ from server.openai.history import fitted, mended, with_calls_as_text
 
 MAX_TOOLS = 128
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+Name = Annotated[Text, Field(min_length=1, max_length=128)]
 
 
 class Function(Body):
@@ -62,6 +63,11 @@ class Tool(Body):
     @classmethod
     def _as_function(cls, given: Any) -> Any:
         return _custom_tool(given)
+
+    def renamed(self, names: Mapping[str, str]) -> Tool:
+        """The tool with its new name, if `names` has one."""
+        name = names.get(self.function.name, self.function.name)
+        return self.model_copy(update={"function": self.function.model_copy(update={"name": name})})
 
     def marked(self, mark: Mark) -> list[Tool]:
         """The tool. If `mark` returns a text, a second tool with this name follows, which marks the breakpoint."""
@@ -102,6 +108,11 @@ class NamedTool(Body):
     def names(self) -> set[str]:
         return {self.function.name}
 
+    def renamed(self, names: Mapping[str, str]) -> NamedTool:
+        """The choice with its tool's new name, if `names` has one."""
+        name = names.get(self.function.name, self.function.name)
+        return NamedTool(type=self.type, function=NamedFunction(name=name))
+
 
 class Allowed(Body):
     """The tools in the prompt that may be called. With mode `required`, one of them must be called."""
@@ -120,19 +131,28 @@ class AllowedTools(Body):
     def names(self) -> set[str]:
         return {tool.function.name for tool in self.allowed_tools.tools}
 
+    def renamed(self, names: Mapping[str, str]) -> AllowedTools:
+        """The choice with its tools' new names, where `names` has one."""
+        tools = [tool.renamed(names) for tool in self.allowed_tools.tools]
+        return AllowedTools(type="allowed_tools", allowed_tools=Allowed(mode=self.allowed_tools.mode, tools=tools))
+
 
 ToolChoice = Annotated[NamedTool | AllowedTools | Literal["none", "auto", "required"], ByType()]
 
 
-class CalledFunction(Body, extra="ignore"):
+class CalledFunction(Body):
     """The function of an earlier call; `arguments` is a JSON object or its text."""
+
+    IGNORED = ANSWERED
 
     name: Text
     arguments: JsonText = ""
 
 
-class ToolCall(Body, extra="ignore"):
+class ToolCall(Body):
     """An earlier call that a client sends back."""
+
+    IGNORED = ANSWERED | {"custom"}
 
     id: Text | None = None
     type: Literal["function", "custom"] = "function"

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
 from runtime.errors import InvalidRequest
-from runtime.params import CONSTRAINTS, CommonSampling, ReuseParams, SamplingParams
+from runtime.params import CONSTRAINTS, MAX_SCHEMA, CommonSampling, ReuseParams, SamplingParams, no_seed
 from server.auth.keys import Tenant
 from server.generation.bodies import AnswerId, Diffusion, GenerationBody, LogitBias, Reuse, naming
 from server.http import fields
 from server.http.wire import Body, JsonObject, OneOrMany, Prompts, Rid, Text, TokenIds, Unusable, example
 from server.objects.segments import GivenDocuments
 from server.openai.caching import CacheOptions, Mark, Retention, unmarked
-from server.openai.calls import schema_of_call
+from server.openai.calls import schema_of_any_call, schema_of_call
 from server.openai.dialects import Parameters
 from server.openai.formats import Constrained, Constraint, ResponseFormat, StructuredOutputs, only
 from server.openai.messages import Messages
+from server.openai.names import safe_names
+from server.openai.thinking import in_own_fields
 from server.openai.tools import MAX_TOOLS, AllowedTools, AnyTool, NamedTool, Tool, ToolChoice
 
 NewTokens = Annotated[int, Field(ge=-1, le=1 << 20, description="-1: as many as fit; 0: only compute the prompt")]
@@ -40,7 +43,7 @@ class SampledRequest(GenerationBody, CommonSampling):
     ALIASES: ClassVar[Mapping[str, str]] = fields.SAMPLING_ALIASES | fields.REQUEST_ALIASES
 
     stop: Annotated[OneOrMany[str] | None, AfterValidator(lambda stop: stop or None)] = None
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    seed: Annotated[int | None, BeforeValidator(no_seed)] = Field(None, ge=-(1 << 63), lt=1 << 63)
     logit_bias: LogitBias = Field(default_factory=dict)
     min_tokens: int = Field(0, ge=0, le=1 << 20)
     stop_token_ids: TokenIds = Field(default_factory=list)
@@ -60,14 +63,17 @@ class CommonRequest(SampledRequest, Constrained):
     ALIASES: ClassVar[Mapping[str, str]] = {
         **SampledRequest.ALIASES,
         **fields.FORMAT_ALIASES,
-        "n_predict": "max_tokens",
+        **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens"), "max_tokens"),
     }
     NAMES: ClassVar[Mapping[str, str]] = {
         **{"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "last_tokens": "truncate_prompt_tokens"},
-        "rid": "request_id",
+        **{"rid": "request_id", "prompt_logprobs_from": "prompt_logprobs"},
     }
 
     n: int = Field(1, ge=1, le=64)
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=20, description="vLLM's: report each prompt token, and so many of the most likely ones beside it"
+    )
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -82,6 +88,12 @@ class CommonRequest(SampledRequest, Constrained):
     def _stream_options_need_stream(self) -> CommonRequest:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_answers_have_logprobs_of_prompts(self) -> CommonRequest:
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs needs stream: false", param="prompt_logprobs")
         return self
 
     @property
@@ -111,7 +123,12 @@ class CommonRequest(SampledRequest, Constrained):
             "reuse": self.reuse,
             "last_tokens": self.truncate_prompt_tokens,
             "show_tokens": self.return_token_ids,
+            "prompt_logprobs_from": None if self.prompt_logprobs is None else 0,
         }
+
+    def most_top(self, wanted: int | None) -> int | None:
+        """The number of alternatives that the engine reports, if `wanted` are for output tokens; None: none at all."""
+        return max((count for count in (wanted, self.prompt_logprobs) if count is not None), default=None)
 
 
 class CompletionRequest(CommonRequest):
@@ -177,6 +194,29 @@ class ChatRequest(CommonRequest):
     web_search_options: JsonObject | None = Field(None, description="left out: the model cannot search the web")
     return_progress: bool = Field(False, description="a stream reports how much of the prompt is computed")
 
+    _seen_names: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_others(cls, given: Any) -> Any:
+        return in_own_fields(given) if isinstance(given, dict) else given
+
+    @model_validator(mode="after")
+    def _name_tools(self) -> ChatRequest:
+        """Give tools the names that the model sees, see `safe_names`."""
+        tools = [tool for tool in self.tools or () if isinstance(tool, Tool)]
+        if seen := safe_names(tool.function.name for tool in tools):
+            self._seen_names = seen
+            self.tools = [tool.renamed(seen) if isinstance(tool, Tool) else tool for tool in self.tools or ()]
+            if isinstance(self.tool_choice, NamedTool | AllowedTools):
+                self.tool_choice = self.tool_choice.renamed(seen)
+        return self
+
+    @property
+    def given_names(self) -> dict[str, str]:
+        """The names that the request gave to tools which the model sees under other names."""
+        return {seen: given for given, seen in self._seen_names.items()}
+
     @model_validator(mode="after")
     def _log_probabilities(self) -> ChatRequest:
         if self.n_probs is not None:
@@ -185,7 +225,7 @@ class ChatRequest(CommonRequest):
 
     @property
     def left_out(self) -> list[str]:
-        found = [what for message in self.messages for what in message.left_out]
+        found = super().left_out + [what for message in self.messages for what in message.left_out]
         found += [f"tool {tool.type}" for tool in self.tools or () if isinstance(tool, Unusable)]
         found += ["web_search_options"] if self.web_search_options is not None else []
         return list(dict.fromkeys(found))
@@ -202,6 +242,9 @@ class ChatRequest(CommonRequest):
     def turns(self, mark: Mark = unmarked) -> list[dict[str, Any]]:
         """All messages as dicts for the chat template, see `Message.plain`. Raises InvalidRequest."""
         turns = [message.plain(mark) for message in self.messages]
+        if seen := self._seen_names:
+            for function in (call["function"] for turn in turns for call in turn.get("tool_calls", ())):
+                function["name"] = seen.get(function["name"], function["name"])
         if self.documents:
             last = next((turn for turn in reversed(turns) if turn["role"] == "user"), None)
             if last is None:
@@ -261,7 +304,8 @@ class ChatRequest(CommonRequest):
         """The constraint on the answer. Raises InvalidRequest."""
         tools = self.callable_tools()
         if self.must_call:
-            return {"json_schema": schema_of_call(tools)}
+            schema = schema_of_call(tools)
+            return {"json_schema": schema if len(schema) <= MAX_SCHEMA else json.dumps(schema_of_any_call(tools))}
         return only(self.constraints())
 
     def refuse_unsupported(self) -> None:

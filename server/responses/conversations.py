@@ -10,12 +10,12 @@ from pydantic import Field
 from runtime.frontend.output import new_rid
 from server.auth.keys import CurrentTenant, EveryKey
 from server.errors import Conflict, NotFound
+from server.generation.store import Responses, ResponseStore, StoredResponse, sizes_of
 from server.http.answers import encode
 from server.http.context import Ctx
 from server.http.sse import unless_gone
-from server.http.wire import Body, example
+from server.http.wire import Body, Named, example
 from server.responses.items import After, Limit, Order, dump, page_of, show
-from server.responses.store import Responses, ResponseStore, StoredResponse, sizes_of
 from server.responses.types import InputItem, Metadata
 
 router = EveryKey(prefix="/v1/conversations", tags=["openai"])
@@ -25,7 +25,7 @@ Items = Annotated[list[InputItem], Field(max_length=20)]
 _MOST_BYTES = 1 << 21
 
 
-class ConversationRequest(Body):
+class ConversationRequest(Named):
     """`POST /v1/conversations`, and `/v1/conversations/{id}`, which has no items."""
 
     model_config = example(items=[{"role": "user", "content": "Name a tree."}])
@@ -42,7 +42,7 @@ class MetadataRequest(Body):
     metadata: Metadata
 
 
-class ItemsRequest(Body):
+class ItemsRequest(Named):
     """`POST /v1/conversations/{id}/items`."""
 
     model_config = example(items=[{"role": "user", "content": "Name a tree."}])
@@ -103,7 +103,7 @@ async def create(
             **{"metadata": body.metadata or {}, "output": show(items, new_rid())},
         }
         _store(responses, tenant.account, conversation)
-        return _shown(conversation)
+        return _shown(conversation) | ({"left_out": body.left_out} if body.left_out else {})
 
     return await unless_gone(request, work())
 
@@ -161,7 +161,7 @@ async def add_items(
         check_room(responses, tenant.account, conversation_id, items)
         new = show(items, new_rid())
         extend(responses, tenant.account, conversation_id, new)
-        return page_of(new, "asc", None, len(new))
+        return page_of(new, "asc", None, len(new)) | ({"left_out": body.left_out} if body.left_out else {})
 
     return await unless_gone(request, work())
 

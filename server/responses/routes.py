@@ -13,6 +13,7 @@ from server.auth.keys import CurrentTenant, EveryKey, Tenant
 from server.errors import BodyTooLarge, NotFound, NotImplementedHere
 from server.generation.bodies import naming
 from server.generation.service import Service
+from server.generation.store import Responses, ResponseStore, StoredResponse, sizes_of
 from server.http.answers import JsonAnswer, encode
 from server.http.context import Context, Ctx
 from server.http.limits import MOST_BYTES, check_body
@@ -22,7 +23,6 @@ from server.openai.prompt import Chats
 from server.openai.types import ChatRequest
 from server.responses.conversations import check_room, extend, read_conversation
 from server.responses.items import After, Limit, Order, chat_of, dump, load, page_of, read_input, read_output, show
-from server.responses.store import Responses, ResponseStore, StoredResponse, sizes_of
 from server.responses.types import ResponseRequest
 from server.responses.writer import ResponseWriter, replay
 

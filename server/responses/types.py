@@ -27,8 +27,10 @@ def _few_texts(given: dict[str, Any]) -> dict[str, str]:
 Metadata = Annotated[JsonObject, AfterValidator(_few_texts)]
 
 
-class ItemCall(Body, extra="ignore"):
+class ItemCall(Body):
     """An earlier call. A function gets `arguments`; a custom tool gets the text `input`."""
+
+    IGNORED = fields.ANSWERED
 
     type: Literal["function_call", "custom_tool_call"]
     call_id: Id
@@ -45,23 +47,29 @@ class ItemCall(Body, extra="ignore"):
         return ToolCall(id=self.call_id, function=CalledFunction(name=name, arguments=arguments))
 
 
-class ItemResult(Body, extra="ignore"):
+class ItemResult(Body):
     """The result of an earlier tool call."""
+
+    IGNORED = fields.ANSWERED | {"name"}
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Id
     output: OneOr[Text, Annotated[list[Annotated[TextPart | Unusable, ByType()]], Field(max_length=MAX_MESSAGES)]]
 
 
-class ReasoningText(Body, extra="ignore"):
+class ReasoningText(Body):
     """A part of the assistant's reasoning."""
+
+    IGNORED = fields.ANSWERED
 
     type: Text = "reasoning_text"
     text: Text
 
 
-class ItemReasoning(Body, extra="ignore"):
+class ItemReasoning(Body):
     """Earlier reasoning of the assistant's next item. Summaries are ignored."""
+
+    IGNORED = fields.ANSWERED
 
     type: Literal["reasoning"]
     summary: Annotated[list[ReasoningText], Field(max_length=MAX_MESSAGES)] = Field(default_factory=list)
@@ -137,7 +145,7 @@ class ItemNamespace(Body):
     """A group of tools. The model sees them as `namespace.tool`."""
 
     type: Literal["namespace"]
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,63}$")]
+    name: Annotated[Text, Field(min_length=1, max_length=63)]
     description: Text | None = None
     tools: Annotated[list[Annotated[ItemTool | ItemCustom, ByType()]], Field(max_length=MAX_TOOLS)]
 
@@ -267,7 +275,7 @@ class ResponseRequest(SampledRequest):
     @property
     def left_out(self) -> list[str]:
         items = self.input if isinstance(self.input, list) else []
-        found = [f"tool {tool.type}" for tool in self.tools if isinstance(tool, Unusable)]
+        found = super().left_out + [f"tool {tool.type}" for tool in self.tools if isinstance(tool, Unusable)]
         return list(dict.fromkeys([*found, *(f"item {item.type}" for item in items if isinstance(item, Unusable))]))
 
     @property

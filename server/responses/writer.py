@@ -51,6 +51,7 @@ class ResponseWriter(Writer):
         self._logprobs = JsonList()
         self._open: dict[str, Any] | None = None
         self._number = -1
+        self._streams = True
         self._offered = {offered.name: offered for offered in body.offered}
         self.response = _beginning(body, [*body.left_out, *chat.left_out], rid, context.check_model(body.model))
 
@@ -78,6 +79,7 @@ class ResponseWriter(Writer):
         return events
 
     async def answer(self, generation: Generation) -> dict[str, Any]:
+        self._streams = False
         with generation.outputs:
             async for _ in generation.events(self):
                 pass
@@ -178,7 +180,7 @@ class ResponseWriter(Writer):
         return sum(len(tokens) for tokens in self._tokenizer.encode_each(thoughts))
 
     def fail(self, error: RametError) -> Event | None:
-        if not self._body.stream:
+        if not self._streams:  # the status says it, as on the other routes
             return None
         if self._open is not None:
             self._open["status"] = "incomplete"

@@ -1,9 +1,8 @@
 """SGLang's `/generate`."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from fastapi import Request, Response
 from pydantic import Field
@@ -53,9 +52,11 @@ class GenerateRequest(GenerationBody):
     segments: SegmentPrompts | None = Field(None, description="prompts of texts and documents, in order")
     reuse: Reuse | None = None
     sampling_params: OneOrMany[Sampling] = Field(default_factory=Sampling)
-    return_logprob: bool = False
-    logprob_start_len: int = Field(-1, ge=-1, description="report prompt tokens from this position on; -1: none")
-    top_logprobs_num: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    return_logprob: OneOrMany[bool] = Field(False, description="one value, or one for each prompt, as the next two")
+    logprob_start_len: OneOrMany[Annotated[int, Field(ge=-1)]] = Field(
+        -1, description="report prompt tokens from this position on; -1: none"
+    )
+    top_logprobs_num: OneOrMany[Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]] = 0
     return_text_in_logprobs: bool = False
     return_token_ids: bool = Field(False, description="add the prompt's token ids to meta_info")
     rid: OneOrMany[Rid] | None = None
@@ -77,23 +78,11 @@ class GenerateRequest(GenerationBody):
         return [name for name in ("text", "input_ids", "segments", "pml") if getattr(self, name) is not None]
 
     def parameters(self, tenant: Tenant) -> dict[str, Any]:
-        scored = self.return_logprob and self.logprob_start_len >= 0
         return super().parameters(tenant) | {
-            "logprobs": self.top_logprobs_num if self.return_logprob else None,
-            "prompt_logprobs_from": self.logprob_start_len if scored else None,
             "diffusion": self.diffusion,
             "reuse": self.reuse,
             "show_tokens": self.return_token_ids,
         }
-
-    def check_repeated(self, tokens: int) -> None:
-        """Raise InvalidRequest if an event would hold more than MAX_REPEATED log-probabilities."""
-        if self.return_logprob and tokens * (1 + self.top_logprobs_num) > MAX_REPEATED:
-            raise InvalidRequest(
-                f"{tokens} tokens with {self.top_logprobs_num} alternatives each exceed the {MAX_REPEATED} "
-                "log-probabilities that a stream's event may have, earlier ones included",
-                param="top_logprobs_num",
-            )
 
 
 def submissions_of(
@@ -110,9 +99,19 @@ def submissions_of(
         raise InvalidRequest("a batch needs a list of request ids", param="rid")
     rids = _for_each(body.rid, len(prompts), "rid")
     plain = {id(params): params.plain() for params in sampling}  # prompts with the same parameters share them
+    names = ("return_logprob", "top_logprobs_num", "logprob_start_len")
+    reports = zip(*(_for_each(getattr(body, name), len(prompts), name) for name in names), strict=True)
     submissions = [
-        body.submission(prompt, plain[id(params)], tenant, context, num_characters=count, rid=rid or new_rid())
-        for prompt, count, params, rid in zip(prompts, characters, sampling, rids, strict=True)
+        body.submission(
+            *(prompt, plain[id(params)], tenant, context),
+            num_characters=count,
+            rid=rid or new_rid(),
+            logprobs=top if is_wanted else None,
+            prompt_logprobs_from=start if is_wanted and start >= 0 else None,
+        )
+        for prompt, count, params, rid, (is_wanted, top, start) in zip(
+            prompts, characters, sampling, rids, reports, strict=True
+        )
     ]
     return submissions, is_list or any(s.sampling.n > 1 for s in submissions)
 
@@ -133,6 +132,16 @@ def _prompts(
     if body.pml is None:
         return given, characters, is_list
     return [partial(schemas.compile, account, str(text)) for text in given], characters, is_list
+
+
+def check_repeated(tokens: int, submission: Submission) -> None:
+    """Raise InvalidRequest if an event would hold more than MAX_REPEATED log-probabilities."""
+    if submission.logprobs is not None and tokens * (1 + submission.logprobs) > MAX_REPEATED:
+        raise InvalidRequest(
+            f"{tokens} tokens with {submission.logprobs} alternatives each exceed the {MAX_REPEATED} "
+            "log-probabilities that a stream's event may have, earlier ones included",
+            param="top_logprobs_num",
+        )
 
 
 def _for_each(value: Any, count: int, param: str) -> list[Any]:
@@ -158,7 +167,7 @@ async def generate(
     submissions, is_list = submissions_of(body, tenant, context, documents, schemas)
     if body.stream:
         for submission in submissions:
-            body.check_repeated(submission.sampling.max_new_tokens or 0)
+            check_repeated(submission.sampling.max_new_tokens or 0, submission)
     generation = await service.submit(request, body, submissions)
     writer = GenerateWriter(body, is_list, generation, context)
     return await generation.respond(request, writer, body.stream)
@@ -172,20 +181,28 @@ class GenerateWriter(Writer):
         self._is_list = is_list
         self._prompts = generation.outputs.prompts
         self._tokenizer = context.engine.tokenizer
-        counts = [submission.sampling.n for submission in generation.outputs.submissions]
+        self._submissions = generation.outputs.submissions
+        counts = [submission.sampling.n for submission in self._submissions]
         self._first = [sum(counts[:i]) for i in range(len(counts))]
-        self._logprobs: dict[tuple[int, int], dict[str, JsonList]] = defaultdict(self._empty)
+        self._logprobs: dict[tuple[int, int], dict[str, JsonList]] = {}
 
-    def _empty(self) -> dict[str, JsonList]:
+    def _lists(self, output: Output) -> dict[str, JsonList]:
         """The requested lists of log-probabilities, which hold `[logprob, token id, text or null]`."""
-        if not self._body.return_logprob:
+        key = output.index, output.choice
+        if key not in self._logprobs:
+            self._logprobs[key] = self._empty(self._submissions[output.index])
+        return self._logprobs[key]
+
+    @staticmethod
+    def _empty(asked: Submission) -> dict[str, JsonList]:
+        if asked.logprobs is None:
             return {}
-        kinds = ["token", *(["top"] if self._body.top_logprobs_num else [])]
-        parts = ["output", *(["input"] if self._body.logprob_start_len >= 0 else [])]
+        kinds = ["token", *(["top"] if asked.logprobs else [])]
+        parts = ["output", *(["input"] if asked.prompt_logprobs_from is not None else [])]
         return {f"{part}_{kind}_logprobs": JsonList() for part in parts for kind in kinds}
 
     def add_logprobs(self, output: Output) -> None:
-        lists = self._logprobs[output.index, output.choice]
+        lists = self._lists(output)
         self._add(lists, "output", output.logprobs or [])
         self._add(lists, "input", output.prompt_logprobs or [])
 
@@ -199,8 +216,8 @@ class GenerateWriter(Writer):
                 top.append([[value, token, text_of(token)] for token, value in item.top] or None)
 
     def write(self, output: Output, why: Explanation | None) -> Iterable[dict[str, Any]]:
-        key = (output.index, output.choice)
-        self._body.check_repeated(sum(len(lists) for name, lists in self._logprobs[key].items() if "token" in name))
+        tokens = sum(len(lists) for name, lists in self._lists(output).items() if "token" in name)
+        check_repeated(tokens, self._submissions[output.index])
         event = self._result(output, output.text, output.token_ids[: output.completion_tokens], why)
         event["delta"] = output.delta
         if output.canvas is not None:
@@ -237,7 +254,9 @@ class GenerateWriter(Writer):
             meta["reuse"] = output.reuse
         if why is not None:
             meta["explain"] = why.describe()
-        meta |= self._logprobs[output.index, output.choice]
+        if output.finish is not None and self._body.left_out:
+            meta["left_out"] = self._body.left_out
+        meta |= self._lists(output)
         return {"text": text, "output_ids": list(token_ids), "meta_info": meta}
 
 

@@ -7,9 +7,10 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from runtime.errors import InvalidRequest
+from server.anthropic.types import Block
 from server.errors import _first_problem
 from server.fields import BODIES, fields_page
-from server.http.fields import EMPTY
+from server.http.fields import ANSWERED, EMPTY, SAMPLERS
 from server.http.wire import Body
 from server.openai.tools import Tool
 from server.openai.types import ChatRequest, CompletionRequest
@@ -37,7 +38,7 @@ def every_body(kind: type[Body] = Body) -> set[type[Body]]:
 def test_every_body_with_fields_of_others_is_in_the_table():
     described = set(BODIES.values())
     bodies = {body for body in every_body() if not body.__module__.startswith("server.admin")}  # of vLLM's own routes
-    small = {body for body in bodies if body.IGNORED or body.ALIASES or body.NEUTRAL} - described
+    small = {body for body in bodies if body.IGNORED - ANSWERED or body.ALIASES or body.NEUTRAL} - described
     named = {base for body in described for base in body.__mro__}
     assert {body.__name__ for body in small - named} <= {
         "ItemTool",
@@ -46,6 +47,10 @@ def test_every_body_with_fields_of_others_is_in_the_table():
         "ItemMessage",
         "NamedTool",
         "ItemReasoning",
+        "ItemResult",
+        "ToolCall",
+        "Block",
+        *(kind.__name__ for kind in every_body(Block)),
     }
 
 
@@ -67,12 +72,20 @@ def test_the_three_kinds_of_fields(kind, given):
     for name, values in kind.NEUTRAL.items():
         for value in (*values, None):
             assert kind.model_validate({**given, name: value}) == kind.model_validate(given)
+        if name in SAMPLERS:
+            assert kind.model_validate({**given, name: 0.123}).left_out == [name]
+            continue
         with pytest.raises(InvalidRequest) as error:
             kind.model_validate({**given, name: 0.123})
         assert (error.value.param, name in error.value.message) == (name, True)
     for value in (1, False, "", []):
-        with pytest.raises(ValidationError, match="Extra inputs"):
-            kind.model_validate({**given, "colour": value})
+        assert kind.model_validate({**given, "colour": value}).left_out == ["colour"]
+    assert kind.model_validate({**given, "preset": ""}).left_out == [], "a field of others that asks for nothing"
+    assert kind.model_validate({**given, "preset": "x", "options": {"num_ctx": 1}}).left_out == ["preset", "options"]
+    for name in ("temprature", "Temperature", "modle"):
+        near = {"sampling_params": {name: 1}} if kind is GenerateRequest and name != "modle" else {name: 1}
+        with pytest.raises(ValidationError, match=r"did you mean (temperature|model)"):
+            kind.model_validate({**given, **near})
     assert kind.model_validate({**given, "colour": None}) == kind.model_validate(given)
 
 
@@ -87,13 +100,69 @@ def test_the_three_kinds_of_fields(kind, given):
         ({"ebnf": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
         ({"rid": "mine"}, {"request_id": "mine"}),
         ({"extra_key": "salt"}, {"cache_salt": "salt"}),
+        ({"max_new_tokens": 5, "stopping_strings": ["a"], "ban_eos_token": False}, {"max_tokens": 5, "stop": ["a"]}),
+        ({"num_predict": 5}, {"max_tokens": 5}),
+        ({"lora_path": "poems"}, {"model": "poems"}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        ({"thinking": {"type": "enabled"}}, {"enable_thinking": True}),
+        ({"think": "low"}, {"reasoning_effort": "low"}),
+        ({"reasoning": {"effort": "high", "exclude": True}}, {"reasoning_effort": "high", "include_reasoning": False}),
+        ({"reasoning": {"enabled": False}}, {"enable_thinking": False}),
+        ({"stream": True, "usage": {"include": True}}, {"stream": True, "stream_options": {"include_usage": True}}),
+        ({"usage": {"include": True}}, {}),
+        ({"seed": -1}, {}),
         ({"max_tokens": 5.0, "n": 2.0, "seed": 7.0}, {"max_tokens": 5, "n": 2, "seed": 7}),
         ({"stop": ""}, {"stop": None}),
         ({"stop": []}, {"stop": None}),
     ],
 )
 def test_other_names_and_forms_mean_the_same(given, own):
-    assert chat(**given) == chat(**own)
+    named, same = chat(**given), chat(**own)
+    assert named.model_dump(exclude={"lora_path"}) == same.model_dump(exclude={"lora_path"})
+    assert named.left_out == []
+
+
+def test_the_rule_for_unknown_fields_holds_within_a_request():
+    function = {"name": "t", "arguments": "{}", "parsed_arguments": {}, "extra": 1}
+    call = {"id": "a", "type": "function", "function": function, "index": 0, "extra_content": {"google": {}}}
+    said = {"role": "assistant", "content": None, "refusal": None, "annotations": [], "tool_calls": [call]}
+    more = {"reasoning_details": [{}], "reasoning_opaque": "x", "context": {"a": 1}}
+    asked = chat(messages=[*ASK["messages"], {**said, **more}, {"role": "tool", "content": "5", "tool_name": "t"}])
+    assert asked.left_out == ["reasoning_details", "reasoning_opaque", "context", "extra_content", "extra", "tool_name"]
+    asked = chat(tools=[{**CALL, "cache_control": {"type": "ephemeral"}, "colour": 1}])
+    assert asked.left_out == ["cache_control", "colour"]
+    assert chat(messages=[{**ASK["messages"][0], "stranger": 1, "reasoning": "Hm."}]).turns()[0]["thinking"] == "Hm."
+    for body in ({"messages": [{**ASK["messages"][0], "contents": "x"}]}, {"tools": [{**CALL, "typ": "function"}]}):
+        with pytest.raises(ValidationError, match=r"did you mean (content|type)"):
+            chat(**body)
+    with pytest.raises(InvalidRequest, match="more than 32 unknown"):
+        chat(**{f"stranger{i}": 1 for i in range(33)})
+
+
+def test_other_options_of_thinking_are_left_out():
+    asked = chat(thinking={"type": "enabled", "budget_tokens": 9}, reasoning={"max_tokens": 5}, usage={"a": 1})
+    assert asked.left_out == ["thinking.budget_tokens", "reasoning.max_tokens", "usage"]
+    assert chat(thinking={"type": "enabled"}, enable_thinking=False).enable_thinking is False
+
+
+def test_calls_in_the_older_form():
+    asked = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}
+    turns = chat(messages=[*ASK["messages"], asked, {"role": "function", "name": "f", "content": "5"}]).turns()
+    assert turns[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    assert turns[2] == {"role": "tool", "content": "5"}
+
+
+def test_the_model_sees_letters_of_its_own_in_names_of_tools():
+    names = ["mcp:files/read", "mcp files read", "wetter_für", "plain.name"]
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    seen = ["mcp_files_read", "mcp_files_read_2", "wetter_f_r", "plain.name"]
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": name}} for name in names]}
+    choice = {"type": "function", "function": {"name": names[1]}}
+    asked = chat(messages=[*ASK["messages"], called], tools=tools, tool_choice=choice)
+    assert [tool.function.name for tool in asked.offered] == seen
+    assert [call["function"]["name"] for call in asked.turns()[1]["tool_calls"]] == seen
+    assert [tool.function.name for tool in asked.callable_tools()] == seen[1:2]
+    assert asked.given_names == dict(zip(seen[:3], names, strict=False))
 
 
 def test_one_field_by_two_names_has_one_value():
@@ -203,7 +272,6 @@ def test_the_empty_values():
             {"text": "x", "max_tokens": 3},
             ("unknown field max_tokens; did you mean sampling_params.max_new_tokens?", "max_tokens"),
         ),
-        ({"text": "x", "zzz": 1}, ("unknown field zzz", "zzz")),
     ],
 )
 def test_an_unknown_field_is_told_what_was_meant(body, told):

@@ -44,6 +44,18 @@ def test_the_limit_of_the_server_is_the_length_of_an_output_without_one(tokenize
     submission = Submission(given, SamplingParams(max_new_tokens=None))
     frontend.submit(submission, frontend.inputs.encode(submission), 0, sent.append)
     assert sent[-1].sampling["max_new_tokens"] == limit
-    if most is not None:
-        with pytest.raises(InvalidRequest, match="this server allows"):
-            frontend.inputs.encode(Submission(given, SamplingParams(max_new_tokens=most + 1)))
+    shared = SamplingParams(max_new_tokens=32_000, min_new_tokens=50)
+    for wanted in (shared, shared):
+        submission = Submission(given, wanted, otherwise=wanted)
+        frontend.inputs.encode(submission)
+        room = max(min(64 - stop, 80 - rows - 32 * (rows != stop), most or 64), 1)  # modules fill pages in part
+        for sampling in (submission.sampling, submission.otherwise):
+            assert (sampling.max_new_tokens, sampling.min_new_tokens) == (room, min(room, 50))
+    assert shared.max_new_tokens == 32_000, "other prompts have it, too"
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(tokenizer):
+    info = ModelInfo("tiny", "", "", 10_000, 64, [2], "", "", "", 16, 80)
+    inputs = InputProcessor(info, tokenizer, SchedulerConfig())
+    with pytest.raises(InvalidRequest, match="the prompt has 64 tokens and 1 new ones may follow"):
+        inputs.encode(Submission([5] * 64, SamplingParams(max_new_tokens=32_000)))

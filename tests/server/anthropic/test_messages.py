@@ -61,7 +61,7 @@ def total(usage: dict) -> int:
 
 
 def count(client: httpx.Client, asked: dict) -> int:
-    fields = {name: asked[name] for name in ("model", "messages", "system", "tools") if name in asked}
+    fields = {name: asked[name] for name in ("model", "messages", "system", "tools", "thread") if name in asked}
     return client.post("/v1/messages/count_tokens", json=fields).json()["input_tokens"]
 
 
@@ -165,6 +165,50 @@ def test_a_call_and_its_stream(client):
     assert told[-2]["delta"]["stop_reason"] == "tool_use"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_thread_goes_on_with_new_messages_alone(client, stream):
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    tools = [{"name": "water", "input_schema": schema}, {"type": "web_search_20250305", "name": "web_search"}]
+    start = body(text("Water the oak.", FIVE), tools=tools, system="Be brief.", max_tokens=40)
+    forced = {**start, "tool_choice": {"type": "tool", "name": "water"}, "thread": {"type": "create"}}
+    if stream:
+        told = events(client, forced)
+        name = told[0]["message"]["id"]
+        (call,) = [event["content_block"] for event in told if event["type"] == "content_block_start"]
+        parts = [event["delta"]["partial_json"] for event in told if event["type"] == "content_block_delta"]
+        call["input"] = json.loads("".join(parts))
+    else:
+        first = send(client, forced)
+        name, (call,) = first["id"], first["content"]
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call["id"], "content": "Done."}]}
+    rest = {"model": MODEL, "max_tokens": 4, "temperature": 0}
+    more = {"messages": [result], "thread": {"type": "continue", "previous_message_id": name}}
+    whole = {**start, "messages": [*start["messages"], {"role": "assistant", "content": [call]}, result]}
+    assert count(client, more) == count(client, whole)
+    first, again = (send(client, {**rest, **more}) for _ in range(2))
+    plain = send(client, {**whole, "max_tokens": 4})
+    assert first["content"] == again["content"] == plain["content"]
+    assert total(first["usage"]) == total(plain["usage"])
+    assert first["left_out"] == ["tool web_search_20250305"]
+    why = {"role": "user", "content": "Why?"}
+    third = {"messages": [why], "thread": {"type": "continue", "previous_message_id": first["id"]}}
+    said_before = {"role": "assistant", "content": first["content"]}
+    assert count(client, third) == count(client, {**whole, "messages": [*whole["messages"], said_before, why]})
+
+
+def test_a_thread_that_is_gone_is_told_so_that_clients_send_all_again(client):
+    answer = client.post("/v1/messages", json=body(thread={"type": "continue", "previous_message_id": "msg_none"}))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (404, "not_found_error")
+    assert error["details"] == {"error_code": "thread_not_found"}
+
+
+def test_the_older_name_of_the_format(client):
+    schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": False}
+    asked = body(output_format={"type": "json_schema", "schema": schema}, max_tokens=20)
+    assert json.loads(send(client, asked)["content"][0]["text"]) == {"n": 7}
+
+
 BAD = [
     ({"max_tokens": -1}, 400, "max_tokens"),
     ({"model": "another"}, 404, "model"),
@@ -174,7 +218,10 @@ BAD = [
     ({"system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral", "ttl": "2h"}}]}, 400, None),
     ({"system": [text("x", FIVE)] * 5}, 400, "cache_control"),
     ({"tools": [{"type": "web_search_20250305"}], "tool_choice": {"type": "any"}}, 400, "tool_choice"),
-    ({"thread": {"type": "resume", "id": "t"}}, 400, "thread"),
+    ({"thread": {"type": "resume"}}, 400, "thread.type"),
+    ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, 404, "thread.previous_message_id"),
+    ({"thread": {"type": "create"}, "messages": []}, 400, "messages"),
+    ({"temprature": 1}, 400, "temprature"),
     ({"tool_choice": {"type": "any"}}, 400, "tool_choice"),
     ({"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "g"}}, 400, "tool_choice"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "tree"}}}}, 400, None),
@@ -293,9 +340,7 @@ def test_the_words_that_clients_read_in_errors(client):
 
     words = refused(messages=[{"role": "user", "content": "word " * 9000}])
     assert re.fullmatch(r"prompt is too long: 90\d\d tokens > 8192 maximum", words), words
-    words = refused(max_tokens=8190)
-    assert re.match(r"input length and `max_tokens` exceed context limit: (\d+) \+ 8190 > 8192, ", words), words
-    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8190}
+    chat = {"messages": [{"role": "user", "content": "word " * 9000}]}
     error = client.post("/v1/chat/completions", json=chat).json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert "maximum context length is 8192 tokens" in error["message"]

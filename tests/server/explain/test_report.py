@@ -98,6 +98,18 @@ def test_a_message_that_differs_and_a_conversation_that_goes_on(clean):
     assert parting["there"].startswith("Italy.")
 
 
+def test_new_text_behind_all_that_is_cached(clean):
+    text = "Many stems grow from one shared root, and each of them is a ramet. " * 4
+    options = {"sampling_params": {"max_new_tokens": 1}, "explain": True, "cache_salt": "new"}
+    told = [
+        clean.post("/generate", json={"text": asked, **options}).json()["meta_info"]
+        for asked in (text, text + "What is a genet? Explain it in your own words, and name three of them. " * 3)
+    ]
+    assert [one["explain"]["reason"] for one in told] == ["never_here", "new_text"]
+    assert told[1]["cached_tokens"] >= told[0]["prompt_tokens"] // 16 * 16
+    assert f"was read: {told[1]['cached_tokens']} tokens" in told[1]["explain"]["message"]
+
+
 def test_what_was_flushed_was_not_stored_is_too_short_or_has_another_salt(clean):
     first, _ = chat(clean, system("noon"), ASK)
     clean.post("/flush_cache")

@@ -179,13 +179,29 @@ def test_a_request_holds_what_it_used_within_the_server_s_bound(client, each):
 
 def test_a_bad_field_is_named(client, each):
     for fields, status, param in (
-        ({"colour": 1}, 400, "colour"),
+        ({"modle": 1}, 400, "modle"),
         ({"model": "gpt-9"}, 404, "model"),
-        (each.options(9000), 400, each.limit),
     ):
         answer = client.post(each.path, json=each.body("x") | fields)
         assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
-    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_nobody_knows_is_left_out_and_named(client, each, stream):
+    answer = client.post(each.path, json=each.body("x", 1, colour={"a": 1}, options={}, stream=stream))
+    assert answer.status_code == 200, answer.text
+    assert answer.text.count('"colour"') == 1 + (stream and each.path == "/v1/responses") * 2
+    assert '"left_out":["colour"]' in answer.text
+
+
+def test_an_answer_that_takes_too_long_is_one_status_on_all_routes(client, server, each):
+    with server.paused():
+        answer = client.post(each.path, json=each.body("x", 4, timeout_s=0.1))
+    assert (answer.status_code, answer.json()["error"]["type"]) == (408, "timeout_error")
+
+
+def test_more_tokens_than_the_context_has_may_be_asked_for(server, each):
+    server.leave(each.path, each.body("x", 32_000))  # it waits, so it is not refused
 
 
 @pytest.mark.parametrize("stream", [True, False])

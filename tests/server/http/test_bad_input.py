@@ -24,13 +24,13 @@ BAD = [
     (b'{"input_ids": [-1]}', "input_ids.0"),
     (b'{"input_ids": [1e400]}', "input_ids.0"),
     (b'{"input_ids": [123456789012345678901234567890]}', "input_ids"),
-    (b'{"text": "x", "colour": 1}', "colour"),
+    (b'{"text": "x", "txet": 1}', "txet"),
+    (b'{"text": "x", "sampling_params": {"temprature": 1}}', "sampling_params.temprature"),
     (b'{"text": "x", "sampling_params": {"temperature": -1}}', "sampling_params.temperature"),
     (b'{"text": "x", "sampling_params": {"temperature": NaN}}', "sampling_params.temperature"),
     (b'{"text": "x", "sampling_params": {"top_p": "hot"}}', "sampling_params.top_p"),
     (b'{"text": "x", "sampling_params": {"max_new_tokens": -1}}', "sampling_params.max_new_tokens"),
     (b'{"text": "x", "sampling_params": {"max_new_tokens": 1e30}}', "sampling_params.max_new_tokens"),
-    (b'{"text": "x", "sampling_params": {"max_new_tokens": 9000}}', "sampling_params.max_new_tokens"),
     (b'{"text": "", "stream": true}', "text"),
     (b'{"text": [' + b'"x",' * 999 + b'"x"], "sampling_params": {"n": 64, "max_new_tokens": 1}}', "sampling_params.n"),
     (b'{"text": "x", "sampling_params": {"n": 1000}}', "sampling_params.n"),
@@ -46,10 +46,8 @@ BAD = [
     (b'{"text": "' + b"word " * 9000 + b'"}', "text"),
     (b"[" * 50_000, None),
     (b"null", None),
-    (b'{"text": "\\ud800"}', "text"),
-    (b'{"text": "x", "a\\ud800": 1}', None),
-    (b'{"text": "x", "Colour": 1}', "Colour"),
-    (b'{"text": "x", "' + b"y" * 50_000 + b'": 1}', "y" * 100),
+    (b'{"text": "x", "te\\ud800xt": 1}', "te\ufffdxt"),
+    (b'{"text": "x", "Text": 1}', "Text"),
     (b'{"text": ["x", 5]}', "text.1"),
     (b'{"text": "x", "stream": "yes"}', "stream"),
     (b'{"text": "x", "rid": ""}', "rid"),
@@ -68,12 +66,6 @@ BAD = [
     (b'{"text": "x", "sampling_params": {"stop": ["a", ""]}}', "sampling_params.stop.1"),
     (b'{"text": "x", "sampling_params": {"logit_bias": {"99999999": 1}}}', "sampling_params.logit_bias"),
     (b'{"text": ["x", "y"], "sampling_params": [{}, {"top_p": 3}]}', "sampling_params.1.top_p"),
-    (b'{"text": "x", "rid": "\\ud800"}', "rid"),
-    (b'{"text": "x", "cache_salt": "\\ud800"}', "cache_salt"),
-    (
-        rb'{"text": "x", "sampling_params": {"json_schema": "{\"a\": \"\\ud800\"}"}}',
-        "sampling_params.json_schema",
-    ),
     (rb'{"text": "x", "sampling_params": {"json_schema": "{\"a\": NaN}"}}', SCHEMA),
     (b'{"text": "x", "sampling_params": {"json_schema": "{\\"const\\": %d}"}}' % (1 << 64), SCHEMA),
     (b'{"text": "x", "sampling_params": {"repetition_penalty": 5e-324}}', "sampling_params.repetition_penalty"),
@@ -154,7 +146,34 @@ def test_a_body_without_a_content_type_is_taken_for_json(server):
 
 
 CHAT = {"model": "smollm2", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
-ODD_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"description": "\ud800"}}}
+
+
+LONE = "\ud83d"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": LONE, "rid": LONE, "cache_salt": LONE, "sampling_params": {"max_new_tokens": 1}}),
+        ("/v1/completions", {"model": "smollm2", "max_tokens": 1, "prompt": LONE, "stop": LONE}),
+        ("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": f"a{LONE}"}]}),
+        ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function", "function": {"name": "f", "parameters": {
+            "description": LONE, "enum": [{"a": LONE}]}}}], "tool_choice": "required"}),
+        ("/v1/responses", {"model": "smollm2", "max_output_tokens": 1, "input": [{"role": "user", "content": LONE}]}),
+        ("/v1/messages", {**CHAT, "messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a",
+            "content": f"cut {LONE}"}]}]}),
+        ("/v1/conversations", {"items": [{"role": "user", "content": LONE}]}),
+    ],
+)  # fmt: skip
+def test_a_character_that_was_cut_is_replaced(client, path, body):
+    answer = client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert answer.status_code == 200, answer.text
+
+
+def test_the_replacement_of_a_character(client):
+    for given, read in ((LONE, "\ufffd"), ("\\ud83d", "\\ud83d"), ("\U0001f600" + LONE, "\U0001f600\ufffd")):
+        answer = client.post("/tokenize", content=json.dumps({"prompt": given})).json()
+        assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json()["text"] == read
 
 
 @pytest.mark.parametrize("arguments", ["[" * 1100, '"\\ud800"', "NaN", "1e999", "{", ""])
@@ -168,29 +187,16 @@ def test_odd_arguments_of_earlier_calls_are_taken_as_text(client, arguments):
     ("path", "body", "param"),
     [
         ("/tokenize", {"prompt": 5}, "prompt"),
-        ("/tokenize", {"prompt": "\ud800"}, "prompt"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),
         ("/detokenize", {"tokens": [10**9]}, "tokens"),
         ("/detokenize", {"tokens": [10**30]}, "tokens"),
         ("/abort_request", {}, "rid"),
         ("/v1/completions", {"model": "smollm2"}, "prompt"),
         ("/v1/completions", {"model": "smollm2", "prompt": "x", "seed": 10**40}, "seed"),
-        ("/v1/completions", {"model": "smollm2", "prompt": "x", "max_tokens": 9000}, "max_tokens"),
         ("/v1/completions", {"model": "smollm2", "prompt": [1, 2, "x"]}, None),
         ("/v1/chat/completions", {**CHAT, "model": 5}, "model"),
         ("/v1/chat/completions", {"model": "smollm2", "messages": [{"role": "user"}]}, "messages.0"),
         ("/v1/chat/completions", {"model": "smollm2", "messages": "x"}, "messages"),
-        ("/v1/chat/completions", {**CHAT, "tools": [ODD_TOOL]}, "tools.0.function.parameters"),
-        (
-            "/v1/chat/completions",
-            {**CHAT, "tools": [ODD_TOOL], "tool_choice": "required"},
-            "tools.0.function.parameters",
-        ),
-        (
-            "/v1/chat/completions",
-            {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "\ud800"}}}},
-            "response_format.json_schema",
-        ),
         (
             "/v1/chat/completions",
             {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": {"minimum": -(1 << 64)}}}},

@@ -102,6 +102,7 @@ TABLE = {
     "any": ("deep lists",),
     "object": OBJECTS,
     "map": (*OBJECTS, "decimal", "fractions"),
+    **dict.fromkeys(("boolean|list of boolean", "integer|list of integer"), ("lists", "texts", "digits", "batch")),
     "list of string": TEXTS,
     "list of string|string": TEXTS,
     "list of integer": IDS,

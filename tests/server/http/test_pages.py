@@ -63,6 +63,27 @@ def test_origins(host, origin, site, mode, route, allowed):
     assert is_allowed([Origins(["*"])], host, route, **headers)
 
 
+@pytest.mark.parametrize(
+    ("origin", "allowed"),
+    [
+        *((origin, True) for origin in ("app://obsidian.md", "app://.", "tauri://localhost", "capacitor://localhost")),
+        *((f"{browser}-extension://ab-12", True) for browser in ("chrome", "moz", "safari-web")),
+        ("vscode-webview://1abc", True),
+        *(
+            (origin, False)
+            for origin in ("null", "file://", "http://tauri.localhost", "https://app.example", "app:", "")
+        ),
+        *((origin, False) for origin in ("http://app://x", "app://a b", "app://x http://a.example", "data://x")),
+    ],
+)
+def test_apps_of_this_machine(origin, allowed):
+    """No page of the web has such an origin; on a network they are as foreign as others."""
+    for site in (None, "cross-site"):
+        headers = {"origin": origin, "sec_fetch_site": site}
+        assert is_allowed([Origins([], own_machine=True)], ADDRESS, POST, **headers) is allowed
+        assert not is_allowed([Origins([])], LAN, POST, **headers)
+
+
 def test_an_origin_behind_a_proxy_may_have_another_scheme():
     own = {"origin": "https://ramet.example"}
     assert is_allowed([Origins([])], "ramet.example", POST, scheme="https", **own)

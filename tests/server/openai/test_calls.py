@@ -57,7 +57,6 @@ def read(reader: CallReader, text: str, size: int) -> tuple[str, list]:
             (f"<tool_call>{odd}</tool_call>", f"<tool_call>{odd}</tool_call>", [])
             for odd in (
                 '{"name": []}',
-                '{"name": "stop", "arguments": "\\ud800"}',
                 '{"name": "stop", "arguments": NaN}',
             )
         ),
@@ -233,6 +232,24 @@ def test_a_forced_call_needs_no_keyword_that_no_grammar_has(written):
     schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}, "required": ["a"]}
     text = schema_of_call([Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": schema}})])
     wanted = '{"name": "f", "arguments": {"a": [1, 1]}}'
+    assert written(SamplingParams(json_schema=text), wanted) == (wanted, True)
+
+
+def test_a_forced_call_of_a_tool_that_refers_to_itself(written):
+    schema = {
+        **{"type": "object", "properties": {"label": {"type": "string"}, "child": {"$ref": "#"}}},
+        **{"required": ["label"], "additionalProperties": False},
+    }
+    text = schema_of_call([Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": schema}})])
+    wanted = '{"name": "f", "arguments": {"label": "a", "child": {"label": "b"}}}'
+    assert written(SamplingParams(json_schema=text), wanted) == (wanted, True)
+    assert not written(SamplingParams(json_schema=text), wanted.replace('{"label": "b"}', '{"name": "f"}'))[1]
+
+
+def test_a_required_argument_that_is_not_listed(written):
+    schema = {"type": "object", "properties": {"body": {"type": "string"}}, "required": ["title", "body"]}
+    text = schema_of_call([Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": schema}})])
+    wanted = '{"name": "f", "arguments": {"body": "a", "title": 3}}'
     assert written(SamplingParams(json_schema=text), wanted) == (wanted, True)
 
 

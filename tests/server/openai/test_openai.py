@@ -91,6 +91,45 @@ def test_an_answer_has_its_least_number_of_tokens(client):
     assert trimmed == "" != kept  # as before a stop string, the text ends before a stop token
 
 
+@pytest.mark.parametrize("prompt", ["😀 ab cd", "ab<|im_end|>é😀 x"])
+def test_places_of_tokens_in_the_text(api, prompt):
+    asked = {"model": MODEL, "prompt": prompt, "echo": True, "logprobs": 0, "temperature": 0, "max_tokens": 6}
+    whole = api.completions.create(**asked).choices[0]
+    chunks = [chunk.choices[0] for chunk in api.completions.create(**asked, stream=True)]
+    for text, tokens, places in (
+        (whole.text, whole.logprobs.tokens, whole.logprobs.text_offset),
+        (
+            "".join(one.text for one in chunks),
+            *([x for one in chunks for x in getattr(one.logprobs, name)] for name in ("tokens", "text_offset")),
+        ),
+    ):
+        for token, place in zip(tokens, places, strict=True):
+            assert "\ufffd" in token or text[place:].startswith(token), (token, place)
+        assert any("\ufffd" in token for token in tokens)
+
+
+def test_log_probabilities_of_a_prompt_in_vllms_form(client):
+    body = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 2, "temperature": 0}
+    echoed = client.post("/v1/completions", json={**body, "echo": True, "logprobs": 2}).json()["choices"][0]["logprobs"]
+    for logprobs in (None, 1):
+        whole = client.post("/v1/completions", json={**body, "prompt_logprobs": 2, "logprobs": logprobs}).json()
+        first, *others = whole["choices"][0]["prompt_logprobs"]
+        assert first is None
+        assert [next(iter(one.values()))["decoded_token"] for one in others] == echoed["tokens"][1:5]
+        values = [next(iter(one.values()))["logprob"] for one in others]
+        assert values == pytest.approx(echoed["token_logprobs"][1:5], abs=1e-4)
+        for one in others:
+            ranked = {entry["rank"]: entry["logprob"] for entry in one.values()}
+            assert len(one) in (2, 3)
+            assert ranked[1] == max(ranked.values())
+    chat = {"model": MODEL, "messages": CHAT, "max_tokens": 1, "prompt_logprobs": 0, "return_token_ids": True}
+    whole = client.post("/v1/chat/completions", json=chat).json()
+    named = [next(iter(one)) for one in whole["prompt_logprobs"][1:]]
+    assert named == [str(token) for token in whole["prompt_token_ids"][1:]]
+    answer = client.post("/v1/chat/completions", json={**chat, "stream": True})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
 def test_a_prompt_is_scored_without_an_answer(api):
     answer = api.completions.create(
         model=MODEL, prompt="The capital of France is", max_tokens=0, echo=True, logprobs=0, temperature=0

@@ -63,20 +63,45 @@ def test_tools_whose_schemas_no_grammar_can_follow_are_offered(api):
         assert [choice.finish_reason for choice in answer.choices] == ["length", "length"]
 
 
+ODD = {
+    **{"type": "colour", "required": None, "enum": None, "$ref": "https://a.example/x"},
+    "properties": {"a": {"type": "string", "pattern": "^(?!x)", "maxLength": 9007199254740991}, "b": False},
+}
+
+
+@pytest.mark.parametrize("odd", [ODD, {**ODD, "required": ["b"], "type": "object"}], ids=["followed", "contradictory"])
+def test_one_tool_that_no_grammar_can_follow_leaves_the_others_be(api, odd):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": odd}}, WEATHER]
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        answer = api.chat.completions.create(
+            model=MODEL, messages=ASK, max_tokens=60, temperature=0, tools=tools, tool_choice=choice
+        )
+        assert answer.choices[0].message.tool_calls[0].function.name in {"f", "get_weather"}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "mcp:a/wetter für"}}])
+def test_a_name_of_other_letters(client, choice):
+    """The model sees another one."""
+    name = "mcp:a/wetter für"
+    tools = [{"type": "function", "function": {**WEATHER["function"], "name": name}}]
+    body = {"model": MODEL, "messages": ASK, "tools": tools, "tool_choice": choice, "max_tokens": 60, "temperature": 0}
+    (call,) = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == name
+    turns = [*ASK, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "Rain."}]
+    prompt = client.post("/apply-template", json={**body, "messages": turns}).json()["prompt"]
+    assert name not in prompt
+    assert prompt.count("mcp_a_wetter_f_r") == 2
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "white space"}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
         ({"tools": [{"type": 7}]}, None),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "perhaps"}, None),
         ({"tools": [WEATHER], "response_format": {"type": "regex", "pattern": "a"}}, "response_format"),
         ({"tools": [STOP] * 129}, "tools"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "colour"}}}],
-             "tool_choice": "required"},
-            "tools",
-        ),
     ],
 )  # fmt: skip
 def test_tools_that_cannot_be_offered_are_refused(api, options, param):

@@ -170,3 +170,17 @@ def test_the_load_is_that_of_running_requests(client, server):
     assert load["num_used_tokens"] >= 32
     assert load["num_used_tokens"] == round(load["token_usage"] * load["max_total_num_tokens"])
     assert load["utilization"] == 1 / load["max_running_requests"]
+
+
+def test_each_prompt_may_have_its_own_log_probabilities(client):
+    body = {"text": ["Once upon", "The capital of"], "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
+    lists = {"return_logprob": [True, False], "top_logprobs_num": [2, 0], "logprob_start_len": [0, -1]}
+    first, second = (one["meta_info"] for one in client.post("/generate", json={**body, **lists}).json())
+    assert len(first["output_top_logprobs"][0]) == 2
+    assert len(first["input_token_logprobs"]) == first["prompt_tokens"]
+    assert not [name for name in second if "logprobs" in name]
+    single = {name: values[0] for name, values in lists.items()}
+    alone = client.post("/generate", json={**body, "text": body["text"][0], **single}).json()["meta_info"]
+    assert alone["output_top_logprobs"] == first["output_top_logprobs"]
+    answer = client.post("/generate", json={**body, "return_logprob": [True]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "return_logprob")

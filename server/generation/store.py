@@ -1,4 +1,4 @@
-"""Responses and conversations by account, for `TTL_S`. They are kept as JSON, so that all their bytes are counted."""
+"""Responses, conversations and threads by account, for `TTL_S`; as JSON, so that all their bytes are counted."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -16,12 +16,13 @@ TTL_S = 86_400.0
 # Most responses of an account, most bytes of an account, and most bytes of all accounts.
 MOST, MOST_BYTES, MOST_BYTES_IN_ALL = 1000, 1 << 25, 1 << 27
 
-Kind = Literal["response", "conversation"]
+Kind = Literal["response", "conversation", "thread"]
+_KINDS: dict[str, Kind] = {"conv_": "conversation", "msg_": "thread"}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response of an account, or a conversation, which has its items as `output`.
+    """A response of an account, or a conversation, which has its items as `output`, or a thread of messages.
 
     Attributes:
         body: the response as the client gets it, as JSON.
@@ -67,9 +68,9 @@ class ResponseStore:
             max(self._by_account.values(), key=lambda kept: kept.currsize).popitem()
 
     def get(self, account: str, name: str, kind: Kind = "response") -> StoredResponse:
-        """A response or a conversation by its id. Raises NotFound."""
+        """A response, conversation or thread by its id. Raises NotFound."""
         stored = self._of(account).get(name)
-        if stored is None or name.startswith("conv_") != (kind == "conversation"):
+        if stored is None or kind != next((k for prefix, k in _KINDS.items() if name.startswith(prefix)), "response"):
             raise NotFound(f"there is no {kind} {name!r}", param=kind, code=f"{kind}_not_found")
         return stored
 

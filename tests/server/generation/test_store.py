@@ -4,9 +4,9 @@ import httpx
 import pytest
 
 from server.errors import Conflict, NotFound
+from server.generation import store as room
+from server.generation.store import ResponseStore, StoredResponse
 from server.responses import conversations
-from server.responses import store as room
-from server.responses.store import ResponseStore, StoredResponse
 
 ALICE = {"Authorization": "Bearer alice-secret-key"}
 
