@@ -46,7 +46,7 @@ def keep(body: MessagesPrompt, answer: AnthropicMessage, name: str, threads: Res
     plain = thread.model_dump_json(
         by_alias=True, exclude={"messages": {"__all__": {"content": {"__all__": {"cache_control"}}}}}
     )
-    threads.add(account, name, StoredResponse(plain.encode(), b"", frozenset()))
+    threads.add(account, name, StoredResponse(plain.encode(), b"", {}))
 
 
 def answer_of(pieces: Sequence[Piece]) -> AnthropicMessage:
