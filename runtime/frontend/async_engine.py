@@ -73,7 +73,9 @@ class AsyncEngine:
             self.info = await self._connection.open(path)
             planner = DocumentPlanner.load(self.config.cache.document_method, path)
             shares_steps = self.config.cache.reuse == "reasoncache"
-            inputs = InputProcessor(self.info, self.tokenizer, self.config.scheduler, planner, shares_steps)
+            # Where the option is not given, the device decides.
+            limits = self.config.scheduler.model_copy(update={"max_running": self.info.max_running})
+            inputs = InputProcessor(self.info, self.tokenizer, limits, planner, shares_steps)
             self._frontend = Frontend(inputs, self._host.send)
             self._connection.on_events = self._frontend.take
             self._supervisor = asyncio.create_task(self._supervise())

@@ -192,12 +192,16 @@ def _attend(members: Sequence[_Member], num_rows: int, page_size: int, least_sav
 
 
 def _shareable(read: Read, page_size: int) -> bytes:
-    """The leading int32 page ids that every row of a read sees as a whole, as bytes."""
+    """The leading int32 page ids that every row of a read sees, as bytes. A partly used last page gets an id < 0."""
     if read.keep is not None:
         return b""
     if read.visible is not None:
         return read.pages[: int(read.visible.min()) // page_size].tobytes()
-    return read.pages[: read.length // page_size].tobytes()
+    whole, rest = divmod(read.length, page_size)
+    if not rest:
+        return read.pages.tobytes()
+    slot = int(read.pages[whole]) * page_size + rest
+    return read.pages[:whole].tobytes() + (-slot).to_bytes(TOKEN_BYTES, "little", signed=True)
 
 
 def _union(ranges: Sequence[slice]) -> slice | torch.Tensor:
@@ -279,8 +283,8 @@ def stretches(tables: Sequence[bytes], page_size: int, least_saved_tokens: int =
     """Cut sorted page tables into shared stretches that are worth reading once, and the rest of each table.
 
     Equal page ids show what requests share, so the tree is not needed. A shared stretch ends at a multiple of the key
-    blocks that the CPU kernels sum, also where all its tables end, because a row may go on reading elsewhere. So the
-    sums of a row are equal to the bit, whichever requests share the stretch.
+    blocks that the CPU kernels sum, or with a partly used page, behind which no row goes on. Where all tables end with
+    a whole page, their rows may go on. So the sums of a row are equal to the bit, whichever requests share the stretch.
 
     Args:
         tables: int32 page ids as bytes, in ascending order of these bytes.
@@ -301,7 +305,9 @@ def stretches(tables: Sequence[bytes], page_size: int, least_saved_tokens: int =
             continue
         # The first and the last of sorted tables share the least.
         shared = at + common_tokens(tables[first], at * TOKEN_BYTES, tables[last - 1][at * TOKEN_BYTES :])
-        whole = shared // unit * unit
+        all_equal = len(tables[first]) == len(tables[last - 1]) == shared * TOKEN_BYTES
+        ends = all_equal and shared > at and tables[first][-1] >= 128  # the sign of the last id
+        whole = shared if ends else shared // unit * unit
         if (whole - start) * page_size * (last - first - 1) >= least_saved_tokens:
             found.append(Stretch(first, last, start, whole))
             start = whole

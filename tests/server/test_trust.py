@@ -75,7 +75,7 @@ TELLS_THE_TIME = {
     "runtime/engine/resume.py",
     "runtime/kv/publisher.py",
     "runtime/kv/tiers/files.py",
-    "runtime/models/tokenizer.py",
+    "runtime/models/template_program.py",
     "server/admin/control.py",
     "server/admin/dashboard.py",
     "server/admin/history.py",

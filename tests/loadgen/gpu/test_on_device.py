@@ -12,7 +12,7 @@ __all__ = ["device"]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return save("llama", tmp_path_factory.mktemp("llama"))
+    return save("Llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture

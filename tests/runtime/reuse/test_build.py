@@ -55,12 +55,14 @@ def test_a_table_that_ends_where_another_goes_on():
     assert Stretch(0, 1, 3, 3) in found, "its own part is empty"
 
 
-def test_a_shared_prefix_ends_with_a_block():
+def test_a_shared_prefix_ends_with_a_block_or_where_reads_end():
     prefix = list(range(21))
     given = tables([*prefix, 30], [*prefix, 31])
     assert Stretch(0, 2, 0, 20) in stretches(given, 16)
     assert read(stretches(given, 16), given) == [[*prefix, 30], [*prefix, 31]]
-    assert Stretch(0, 2, 0, 20) in stretches(tables(prefix, prefix), 16)
+    assert Stretch(0, 2, 0, 20) in stretches(tables(prefix, prefix), 16), "their rows may go on"
+    ended = [*prefix, -77]
+    assert Stretch(0, 2, 0, 22) in stretches(tables(ended, ended), 16), "the last page is used in part"
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64, 1024])

@@ -47,6 +47,10 @@ class Events:
     def of(self, *kinds: str) -> list[Event]:
         return [event for event in self.seen if event.kind in kinds]
 
+    def stalls_by_file(self) -> dict[str, int]:
+        """Number of stalls by the product's file."""
+        return dict(Counter(event.place.partition(":")[0] for event in self.of(*STALLS)))
+
     @property
     def stalls(self) -> list[str]:
         """What holds up a step, each line once, with its number."""
