@@ -21,6 +21,10 @@ def read_config(directory: Path) -> dict[str, Any]:
     """tokenizer_config.json, with special_tokens_map.json if it lists no tokens by id. Raises ModelError."""
     path, older = directory / "tokenizer_config.json", directory / "special_tokens_map.json"
     config = read_json(path) if path.exists() else {}
+    for name in NAMES:
+        value = config.get(name)
+        if not isinstance(value.get("content") if isinstance(value, dict) else value, str | None):
+            raise ModelError(f"{path}: {name} is no text")
     return config if "added_tokens_decoder" in config or not older.exists() else config | read_json(older)
 
 

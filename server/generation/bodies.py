@@ -163,9 +163,13 @@ class Sampling(Body, SamplingParams, strict=True):
 class Diffusion(Body, DiffusionParams, strict=True):
     """`DiffusionParams` in a request."""
 
+    IS_OWN = True
+
 
 class DocumentReuse(Body, ReuseParams, strict=True):
     """`ReuseParams` in a request."""
+
+    IS_OWN = True
 
     @field_validator("method", mode="before")
     @classmethod
@@ -178,6 +182,8 @@ class DocumentReuse(Body, ReuseParams, strict=True):
 
 class ReasoningReuse(Body, ReasoningParams, strict=True):
     """`ReasoningParams` in a request."""
+
+    IS_OWN = True
 
 
 def _method(value: Any) -> Any:

@@ -77,6 +77,7 @@ class Body(BaseModel):
         NEUTRAL: unsupported fields, with the values that are accepted because they ask for nothing.
         NULL_COUNTS: fields for which null is a value and not the default.
         WITHIN: names of fields within a field, with the names that are meant.
+        IS_OWN: whether no other server has such a body, so that all unknown fields are errors.
         KNOWN: the JSON names of all fields.
     """
 
@@ -88,6 +89,7 @@ class Body(BaseModel):
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     NULL_COUNTS: ClassVar[frozenset[str]] = frozenset()
     WITHIN: ClassVar[Mapping[str, str]] = {}
+    IS_OWN: ClassVar[bool] = False
 
     KNOWN: ClassVar[frozenset[str]] = frozenset()
 
@@ -122,7 +124,7 @@ class Body(BaseModel):
             elif meant := cls.WITHIN.get(name) or strangers.meant(name, own_names):
                 names = {"field": name, "meant": meant}
                 raise PydanticCustomError("extra_forbidden", "unknown field {field}; did you mean {meant}?", names)
-            elif not strangers.leave_out_unknown(name, value):
+            elif cls.IS_OWN or not strangers.leave_out_unknown(name, value):
                 return used | {name: value}
         return used
 

@@ -235,7 +235,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(tiny_dir):
         {"n": 1000},
         {"stop": ["x"] * 17},
         {"stop": [""]},
-        {"seed": -1},
+        {"seed": -2},
         {"logit_bias": {1: 1000}},
         {"unknown": 1},
     ],

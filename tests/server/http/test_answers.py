@@ -68,7 +68,9 @@ class Outputs:
     def __init__(self, outputs):
         self.prompts = {}
         self._left = list(outputs)
-        self.submissions = [Submission([0] * 3, SamplingParams())] * len(self._left)
+        self.submissions = [Submission([0] * 3, SamplingParams(), logprobs=128, prompt_logprobs_from=0)] * len(
+            self._left
+        )
 
     def __enter__(self):
         return self

@@ -97,7 +97,7 @@ def test_chats_are_rendered_by_the_models_template(ask, tokenizer):
         ("/v1/chat/completions", {"model": "another", "messages": []}, {}),
         ("/v1/models", b"", {"method": "GET"}),
         ("/flush_cache", b"", {}),
-        ("/generate", {"input_ids": IDS, "unheard_of": 1}, {}),
+        ("/generate", {"input_ids": IDS, "sampling_param": {}}, {}),
     ],
 )
 def test_requests_that_are_refused_and_other_routes_have_none(ask, path, body, more):

@@ -172,8 +172,8 @@ def run_at(driver, monkeypatch, steps, **more):
     seen = []
     with monkeypatch.context() as patch:
         patch.setattr(plan, "_is_due", lambda share, canvas: canvas.num_steps in steps)
-        kind, commit = BidirectionalCanvas, BidirectionalCanvas.commit
-        patch.setattr(kind, "commit", lambda c, logits: (seen.append(logits.clone()), commit(c, logits))[1])
+        kind, choose = BidirectionalCanvas, BidirectionalCanvas.choose
+        patch.setattr(kind, "choose", lambda c, logits: (seen.append(logits.clone()), choose(c, logits))[1])
         return driver.one(PROMPTS[1], **SETTING, **more), seen
 
 
