@@ -8,7 +8,7 @@ import torch
 
 from runtime.denoising import BidirectionalParams, BlockParams, MaskParams
 from runtime.diffusion.fast_dllm import active_rows, by_factor, by_threshold
-from runtime.execution.transfers import Download, index_on, upload
+from runtime.execution.transfers import index_on, upload
 from runtime.models.diffusion import DiffusionSpec
 from runtime.params import SamplingParams
 from runtime.sampling.sampler import BadLogits
@@ -123,10 +123,6 @@ class Canvas(Generic[Params]):
             self._begin(self.block.stop)
         else:
             self._skip()
-
-    def commit(self, logits: torch.Tensor) -> None:
-        """`choose` and `decide` at once."""
-        self.decide(*Download(self.choose(logits), logits.device).wait())
 
     def _decide(
         self, positions: np.ndarray, tokens: torch.Tensor, confidence: torch.Tensor, noise: torch.Tensor

@@ -9,7 +9,6 @@ from torch.distributions import Categorical
 
 from runtime.denoising import NoiseParams
 from runtime.diffusion.canvas import bias_of, restrict
-from runtime.execution.transfers import Download
 from runtime.params import SamplingParams
 from runtime.sampling.sampler import BadLogits
 
@@ -120,10 +119,6 @@ class NoiseCanvas:
         assert logits is not None
         self.soft = self._soften(logits)
         self.tokens = np.concatenate((before, tokens.numpy()))
-
-    def commit(self, logits: torch.Tensor) -> None:
-        """`choose` and `decide` at once."""
-        self.decide(*Download(self.choose(logits), logits.device).wait())
 
     def _temperature(self) -> torch.Tensor:
         """The temperature of this step, in float32 like the published schedule."""

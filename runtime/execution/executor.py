@@ -335,7 +335,8 @@ class Executor:
         """
         if (last := int(batch.positions.numpy().max())) >= self.context_length:
             raise ValueError(f"position {last} is outside a context of {self.context_length}")
-        set_current(self.device)
+        if self.device.type != "cpu":
+            set_current(self.device)
         is_split = self._split or self.near is not None
         if self._windows and (is_split or last >= min(window.size for window in self._windows if window)):
             batch = narrowed(batch, self._windows, self.pool.page_size, self.near)

@@ -235,7 +235,7 @@ def test_logits_that_are_no_numbers_end_the_request(driver, path):
         logits = torch.randn(CANVAS, VOCAB)
         logits[3, 7] = torch.nan
         with pytest.raises(BadLogits):
-            canvas.commit(logits)
+            canvas.decide(*canvas.choose(logits))
 
 
 def edited(path, tmp_path, name, **changes):

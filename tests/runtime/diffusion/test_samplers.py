@@ -33,7 +33,7 @@ def run(one, logits):
     """Denoise with `logits(canvas)`; the canvas after every step."""
     canvases = []
     while not one.done:
-        one.commit(logits(one.tokens.tolist())[one.candidates()].clone())
+        one.decide(*one.choose(logits(one.tokens.tolist())[one.candidates()].clone()))
         canvases.append(one.tokens[len(PROMPT) :].tolist())
     return canvases
 
@@ -72,7 +72,7 @@ def test_origin_decides_each_mask_with_the_schedules_probability():
     first = []
     for seed in range(400):
         one = denoiser(algorithm="origin", gen_length=40, steps=4, block_length=40, seed=seed)
-        one.commit(uniform(one.tokens)[one.candidates()])
+        one.decide(*one.choose(uniform(one.tokens)[one.candidates()]))
         first.append(40 - len(one.candidates()))
     expected = float(1 - torch.linspace(1, 1e-3, 5)[1])
     assert np.mean(first) == pytest.approx(40 * expected, rel=0.05)
@@ -93,7 +93,7 @@ def test_gumbel_draws_from_the_softmax_at_the_temperature():
     one = denoiser(gen_length=4000, steps=1, block_length=4000, sampling={"temperature": 0.7})
     logits = torch.full((4000, VOCAB), -1e4)
     logits[:, :4] = wanted
-    one.commit(logits)
+    one.decide(*one.choose(logits))
     counts = np.bincount(one.tokens[len(PROMPT) :], minlength=VOCAB)[:4] / 4000
     assert counts == pytest.approx((wanted / 0.7).softmax(-1).numpy(), abs=0.03)
 
@@ -105,7 +105,7 @@ def test_alg_temp_draws_positions():
         one = denoiser(gen_length=8, steps=8, alg_temp=100.0, seed=seed, algorithm="maskgit_plus", eps=0.1)
         logits = torch.zeros(8, VOCAB)
         logits[3, 7] = 9.0
-        one.commit(logits)
+        one.decide(*one.choose(logits))
         firsts[7 - np.flatnonzero(one.tokens[: len(PROMPT) - 1 : -1] != MASK)] += 1
     assert firsts.sum() == 400
     assert firsts.min() > 20
@@ -113,7 +113,7 @@ def test_alg_temp_draws_positions():
 
 def test_the_bias_and_the_filters():
     one = denoiser(gen_length=4, sampling={"logit_bias": {9: 100.0}})
-    one.commit(torch.zeros(4, VOCAB))
+    one.decide(*one.choose(torch.zeros(4, VOCAB)))
     assert (one.tokens == 9).sum() == 1
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0], [0.0, 0.0, 5.0, 0.0]])
     kept = restrict(logits, SamplingParams(top_k=2, top_p=0.7)).isfinite()
