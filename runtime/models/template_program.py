@@ -71,9 +71,12 @@ def _answer(template: str, values: dict[str, Any] | None) -> tuple[bytes, str]:
 
 
 def read_frame(file: IO[bytes]) -> bytes:
-    """A message, behind its length; empty at the file's end."""
-    size = file.read(4)
-    return file.read(*struct.unpack("<I", size)) if len(size) == 4 else b""
+    """A message, behind its length; empty at the file's end, also within a message: its writer was killed."""
+    if len(size := file.read(4)) < 4:
+        return b""
+    (length,) = struct.unpack("<I", size)
+    data = file.read(length)
+    return data if len(data) == length else b""
 
 
 def write_frame(file: IO[bytes], data: bytes) -> None:

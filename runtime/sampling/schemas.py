@@ -78,9 +78,7 @@ class _Definitions:
         circles = _in_circles({place: set(_references(found)) for place, found in self.found.items()})
         for place in circles:
             self.found[place] = _uncircled(self.found[place], circles)
-        for place in circles:
-            if _leads_to_itself(place, self.found):
-                self.found[place] = {}
+        _break_loops(circles, self.found)
 
     def _followable(self, schema: Any) -> Any:
         """The schema, with the keywords alone that a grammar follows; whatever is no schema allows anything."""
@@ -192,13 +190,17 @@ def _of_keyword(key: str, value: Any, change: Callable[[Any], Any]) -> Any:
     return value if key in ("enum", "const") else change(value)
 
 
-def _leads_to_itself(name: str, found: dict[str, Any]) -> bool:
-    """Whether a definition is a reference that leads to itself by nothing but references."""
-    seen = set[str]()
-    while isinstance(one := found[name], dict) and one.keys() == {"$ref"} and name not in seen:
-        seen.add(name)
-        name = one["$ref"][_PREFIX:]
-    return name in seen
+def _break_loops(places: set[str], found: dict[str, Any]) -> None:
+    """Let one definition of each loop of nothing but references allow anything. Every definition is visited once."""
+    done = set[str]()
+    for place in places:
+        path = set[str]()
+        while place not in done and isinstance(one := found[place], dict) and one.keys() == {"$ref"}:
+            done.add(place)
+            path.add(place)
+            place = one["$ref"][_PREFIX:]
+        if place in path:
+            found[place] = {}
 
 
 def _identified(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -5,14 +5,17 @@ thread is gone gets an error by which it knows that it must send all messages ag
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from runtime.errors import InvalidRequest
 from server.anthropic.content import Piece, joined
 from server.anthropic.types import AnthropicMessage, AnyTool, MessagesPrompt, TextBlocks
-from server.errors import NotFound
+from server.errors import BodyTooLarge, NotFound
 from server.generation.store import ResponseStore, StoredResponse
+from server.http.limits import check_body
 
 P = TypeVar("P", bound=MessagesPrompt)
 
@@ -41,12 +44,16 @@ def continued(body: P, threads: ResponseStore, account: str) -> P:
 
 
 def keep(body: MessagesPrompt, answer: AnthropicMessage, name: str, threads: ResponseStore, account: str) -> None:
-    """Keep the conversation of an answered request under the answer's id `name`."""
+    """Keep the conversation of an answered request under the answer's id `name`.
+
+    A conversation that no body may hold is not kept: else small bodies would cost the time of all that they continue.
+    """
     thread = _Thread.model_construct(messages=[*body.messages, answer], system=body.system, tools=body.tools)
     plain = thread.model_dump_json(
         by_alias=True, exclude={"messages": {"__all__": {"content": {"__all__": {"cache_control"}}}}}
     )
-    threads.add(account, name, StoredResponse(plain.encode(), b"", {}))
+    with suppress(BodyTooLarge, InvalidRequest):
+        threads.add(account, name, StoredResponse(check_body(plain.encode()), b"", {}))
 
 
 def answer_of(pieces: Sequence[Piece]) -> AnthropicMessage:

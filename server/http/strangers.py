@@ -49,12 +49,14 @@ def leave_out_unknown(name: str, value: Any) -> bool:
     return (_names.get() is not None and name in PEERS and value in EMPTY) or leave_out(name)
 
 
-@lru_cache(maxsize=1 << 12)
 def meant(name: str, known: frozenset[str]) -> str | None:
     """The known name for which `name` is a typing error; None if there is none."""
-    if name in PEERS:
-        return None
-    given, plain = _plain(name[:_MOST_COMPARED]), _by_length(known)
+    return None if name in PEERS else _meant(name[:_MOST_COMPARED], known)
+
+
+@lru_cache(maxsize=1 << 12)  # of short names: clients choose them
+def _meant(name: str, known: frozenset[str]) -> str | None:
+    given, plain = _plain(name), _by_length(known)
     same = plain.get(len(given), {})
     if swapped := [one for one in same if {*one} == {*given} and sorted(one) == sorted(given)]:
         return same[swapped[0]]

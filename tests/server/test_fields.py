@@ -7,9 +7,11 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from runtime.errors import InvalidRequest
+from runtime.frontend.output import new_rid
 from server.anthropic.types import Block
 from server.errors import _first_problem
 from server.fields import BODIES, fields_page
+from server.http import strangers
 from server.http.fields import ANSWERED, EMPTY, SAMPLERS
 from server.http.wire import Body
 from server.openai.tools import Tool
@@ -279,3 +281,11 @@ def test_an_unknown_field_is_told_what_was_meant(body, told):
         GenerateRequest.model_validate(body)
     problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in found.value.errors()]
     assert _first_problem(RequestValidationError(problems)) == told
+
+
+def test_long_names_of_unknown_fields_are_not_kept():
+    name = f"{new_rid()}{'x' * strangers._MOST_COMPARED}{new_rid()}"
+    assert chat(**{name: 1}).left_out == [name[: strangers.MOST_CHARACTERS]]
+    hits = strangers._meant.cache_info().hits
+    strangers.meant(f"{name}y", ChatRequest.KNOWN)
+    assert strangers._meant.cache_info().hits == hits + 1, "the cache holds the beginning of a name alone"

@@ -1,12 +1,13 @@
 """The tokenizer against transformers' own over the same directory, and chat templates."""
 
+import io
 import json
 
 import pytest
 from transformers import AutoTokenizer
 
 from runtime.errors import InvalidRequest, ModelError, RametError
-from runtime.models import templates
+from runtime.models import template_program, templates
 from runtime.models.tokenizer import Tokenizer
 
 
@@ -220,3 +221,11 @@ def test_a_list_of_templates_and_a_template_file(default_model_dir, tmp_path):
         own.write_bytes(mistake)
         with pytest.raises(ModelError, match=rf"--chat-template .*own\.jinja.*{said}"):
             Tokenizer.load(tmp_path, own)
+
+
+def test_a_prompt_that_ends_early_is_none():
+    """Its process was killed while it wrote."""
+    file = io.BytesIO()
+    template_program.write_frame(file, b"a prompt")
+    assert template_program.read_frame(io.BytesIO(file.getvalue())) == b"a prompt"
+    assert template_program.read_frame(io.BytesIO(file.getvalue()[:-1])) == b""

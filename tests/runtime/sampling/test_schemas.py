@@ -1,6 +1,7 @@
 """Schemas of tools in the form that grammars follow: what they keep, what they drop, and where references lead."""
 
 import json
+import sys
 
 import pytest
 from llguidance import LLMatcher
@@ -147,3 +148,25 @@ def test_names_of_properties_are_no_keywords():
     text = {"type": "string"}
     wanted = {"properties": dict.fromkeys(("enum", "const", "format"), text), "const": weird, "default": weird}
     assert pruned(schema, lambda key, value: key == "format") == wanted
+
+
+def calls_for_circle(size: int) -> int:
+    """The function calls that a circle of so many references costs."""
+    properties = {f"p{i}": {"$ref": f"#/properties/p{(i + 1) % size}"} for i in range(size)}
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        found = definitions_of({"type": "object", "properties": properties}, "t", Expressions())
+    finally:
+        sys.setprofile(None)
+    assert [one for one in found.values() if one == {}] == [{}]
+    return calls
+
+
+def test_the_cost_of_a_circle_grows_with_its_size():
+    assert calls_for_circle(400) < 3 * calls_for_circle(200)

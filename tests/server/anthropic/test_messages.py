@@ -203,6 +203,17 @@ def test_a_thread_that_is_gone_is_told_so_that_clients_send_all_again(client):
     assert error["details"] == {"error_code": "thread_not_found"}
 
 
+def test_a_thread_that_no_body_may_hold_is_not_kept(client):
+    left_out = {"role": "assistant", "content": [{"type": "redacted_thinking"}] * 3900}
+    long = [{"role": "user", "content": "a"}, *[left_out] * 8]
+    first = send(client, body(messages=[*long, {"role": "user", "content": "b"}], thread={"type": "create"}))
+    more = body(thread={"type": "continue", "previous_message_id": first["id"]})
+    send(client, more)
+    second = send(client, {**more, "messages": long + more["messages"]})
+    more["thread"]["previous_message_id"] = second["id"]
+    assert client.post("/v1/messages", json=more).json()["error"]["details"] == {"error_code": "thread_not_found"}
+
+
 def test_the_older_name_of_the_format(client):
     schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": False}
     asked = body(output_format={"type": "json_schema", "schema": schema}, max_tokens=20)
