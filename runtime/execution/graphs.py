@@ -1,5 +1,6 @@
 """Decode steps as CUDA graphs: one launch instead of several hundred."""
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,10 +13,13 @@ from runtime.execution.attention.decode_step import DecodeStep, decode_step
 from runtime.execution.attention.flashinfer import Call, FlashInferAttention, GroupCalls
 from runtime.execution.attention.paged_index import PagedIndex
 from runtime.execution.attention.windows import windowed
+from runtime.execution.device import is_lost
 from runtime.execution.llama import LlamaModel
 from runtime.execution.mixers.mixer import Attend
 from runtime.execution.transfers import upload
 from runtime.kv.pool import KVPool
+
+log = logging.getLogger("ramet.engine")
 
 # Most page table entries of a call in a graph; they take 16 MiB.
 _MAX_PAGES = 1 << 22
@@ -156,6 +160,10 @@ class DecodeGraph:
         self._attends = [Attend(pool, backend, one.calls, self._places[1], None) for one in self._calls]
         self._replay: Callable[[], torch.Tensor] | None = None
 
+    @property
+    def is_captured(self) -> bool:
+        return self._replay is not None
+
     @torch.inference_mode()
     def run(
         self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plans: Sequence[GraphIndex]
@@ -197,7 +205,8 @@ class DecodeGraphs:
     - it does not need the logits of all rows in order;
     - it has more rows than the largest size, or more page table entries than a graph;
     - rows share spans on more levels, or more of them, than a graph has (`_MAX_LEVELS`, `max_edges`);
-    - rows read shifted or thinned spans, or several alone (`decode_step`).
+    - rows read shifted or thinned spans, or several alone (`decode_step`);
+    - its graph could not be captured before.
     """
 
     def __init__(
@@ -210,6 +219,7 @@ class DecodeGraphs:
         self._memory = torch.cuda.graph_pool_handle() if pool.k.is_cuda else None
         self._buffers: list[Buffers] = []
         self._graphs: dict[GraphShape, DecodeGraph] = {}
+        self._refused: set[GraphShape] = set()
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
         """Run the smallest graph that fits, see `DecodeGraph.run`; None: the step must run without a graph."""
@@ -234,7 +244,18 @@ class DecodeGraphs:
         if len(fitting) < len(indexes):
             return None
         shape = GraphShape(size, tuple(CallShape(len(step.levels), step.window) for step in steps), groups)
-        return self._graph(shape).run(batch.tokens, batch.positions, first.kv_write, fitting)
+        if shape in self._refused:
+            return None
+        try:
+            return self._graph(shape).run(batch.tokens, batch.positions, first.kv_write, fitting)
+        except Exception as error:  # of the driver, the allocator or a kernel
+            if (shape in self._graphs and self._graphs[shape].is_captured) or is_lost(self._pool.k.device):
+                raise
+            # The step's KV is written again without a graph. Other requests would fail with this shape too.
+            log.warning("decode steps of %d rows run without a CUDA graph, which cannot be captured: %s", size, error)
+            self._refused.add(shape)
+            self._graphs.pop(shape, None)
+            return None
 
     def shapes(self, most: int) -> list[GraphShape]:
         """The graphs that steps of up to `most` rows usually need, the largest first, so that others reuse its memory.

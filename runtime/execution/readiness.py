@@ -145,6 +145,10 @@ class FlashInferTrial:
         x, y, weight, norm = self._draw(_ROWS, size), self._draw(_ROWS, 64), self._draw(size, 64), self._draw(size)
         ours, plain = FlashInferOps(_CONTEXT), Ops()
         _compare(ours.rms_norm(x, norm, eps), plain.rms_norm(x, norm, eps))
+        # Norms of queries and keys read a part of each row, by another kernel.
+        head_dim, heads = self.spec.head_dim, self.spec.num_heads
+        queries, of_heads = self._draw(_ROWS, 2 * heads, head_dim)[:, heads:], self._draw(head_dim)
+        _compare(ours.rms_norm(queries, of_heads, eps), plain.rms_norm(queries, of_heads, eps))
         wanted = plain.add_linear_norm(x.clone(), y, weight, None, norm, eps)
         for one, other in zip(ours.add_linear_norm(x.clone(), y, weight, None, norm, eps), wanted, strict=True):
             _compare(one, other)

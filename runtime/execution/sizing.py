@@ -28,7 +28,7 @@ def check_weights(
     """Raise ModelError if a rank's weights do not fit into what is free of its GPU. `needed`: their bytes, if known."""
     if device.type != "cuda":
         return
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = _gpu_memory(device)
     if needed is None:
         expected = spec.unpacked.expected_tensors()
         needed = sum(math.prod(shape) // share_of(name, num_ranks) for name, shape in expected.items())
@@ -38,6 +38,13 @@ def check_weights(
             f"the model's weights take {needed / _GIB:.1f} GiB of {device}, of which {free / _GIB:.1f} of "
             f"{total / _GIB:.1f} GiB are free: raise --tensor-parallel"
         )
+
+
+def _gpu_memory(device: torch.device) -> tuple[int, int]:
+    """Free and total bytes of a GPU."""
+    # What loading and trying kernels left to torch's allocator does not count as free.
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)
 
 
 def main_memory() -> int:
@@ -54,7 +61,7 @@ def pool_pages(config: CacheConfig, bytes_per_token: int, device: torch.device) 
     if config.pool_tokens is not None:
         tokens = config.pool_tokens
     elif device.type == "cuda" and config.pool_memory is None:
-        free, total = torch.cuda.mem_get_info(device)
+        free, total = _gpu_memory(device)
         tokens = int(free - _SPARE * total) // bytes_per_token
     else:
         tokens = int((config.pool_memory or 1.0) * _GIB) // bytes_per_token

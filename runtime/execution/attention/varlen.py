@@ -128,11 +128,7 @@ def fault_of(kernel: Kernel, q: torch.Tensor, kv_heads: int) -> str | None:
     """What is wrong with a kernel's results on random rows; None: nothing."""
     _, heads, dim = q.shape
     generator = torch.Generator().manual_seed(0)
-    for queries, keys, causal in (
-        ([1, 1, 1], [70, 1, 300], False),
-        ([5, 40], [5, 170], True),
-        ([3, 2], [33, 65], False),
-    ):
+    for queries, keys, causal in _TRIED:
         of, _ = Sequences.make(queries, keys, causal, q.device, np.empty(0, dtype=np.int32))
         rows, k, v = (
             torch.randn(count, width, dim, generator=generator).to(q.device, q.dtype)

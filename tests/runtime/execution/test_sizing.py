@@ -37,6 +37,12 @@ def test_weights_that_do_not_fit_are_refused(tiny_dir, memory):
     check_weights(spec, torch.bfloat16, CUDA, num_ranks=2)
 
 
+def test_memory_that_torch_keeps_for_later_is_free(memory, monkeypatch):
+    memory(1.0, 20.0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: memory(7.0, 20.0))
+    assert pool_pages(CacheConfig(page_size=16), 1 << 20, CUDA) == 4 * 1024 // 16
+
+
 def test_the_pool_takes_what_the_weights_leave_of_a_gpu_or_what_it_is_told(memory):
     memory(7.0, 20.0)
     assert pool_pages(CacheConfig(page_size=16), 1 << 20, CUDA) == 4 * 1024 // 16

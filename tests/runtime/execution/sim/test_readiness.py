@@ -4,10 +4,12 @@ import logging
 import sys
 
 import pytest
+import torch
 
-from runtime.errors import ModelError
+from runtime.errors import EngineDead, ModelError
 from runtime.execution import flashinfer_package
 from runtime.execution.flashinfer_package import COST, VERSION
+from runtime.execution.ops import Ops
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.execution.sim.engines import Engine, draw
 from tests.runtime.execution.sim.package import Package
@@ -73,6 +75,10 @@ def without_mask(monkeypatch):
     monkeypatch.setattr(sys.modules["flashinfer"], "BatchPrefillWithPagedKVCacheWrapper", wrapper)
 
 
+def only_of_rows(x, weight, eps):
+    return Ops().rms_norm(x, weight, eps) if x.dim() == 2 else x
+
+
 FAULTS = {
     "no compiler": (built_by(no_compiler), "the kernels for norm (Could not find nvcc"),
     "a broken compiler": (built_by(broken_compiler), "gemm.h:17:10: fatal error: cublasLt.h"),
@@ -85,6 +91,7 @@ FAULTS = {
         "its import (import of flashinfer.jit.rope halted; None in sys.modules). `make extra-cuda`",
     ),
     "a wrong norm": (replaced("rmsnorm", lambda x, weight, eps: x), "norms (results differ from torch's by"),
+    "a wrong norm of heads": (replaced("rmsnorm", only_of_rows), "norms (results differ from torch's by"),
     "a wrong mask": (without_mask, "a masked step (results differ from torch's by"),
 }
 
@@ -167,3 +174,36 @@ def test_steps_run_without_graphs_that_cannot_be_captured(llama, device, monkeyp
     assert engine.core.info.attention_backend == "flashinfer"
     assert "run without CUDA graphs, which cannot be captured: operation not permitted" in caplog.text
     assert all(len(tokens) == 4 for tokens in engine.together([draw(1, 20), draw(2, 9)], max_new_tokens=4))
+
+
+def test_a_graph_that_cannot_be_captured_fails_no_request(llama, device, monkeypatch, caplog):
+    engine = Engine(device, llama, **OPTIONS)
+    graphs = engine.core.executor._graphs
+    graphs._graphs.clear()  # as for a shape that was not captured before the engine was ready
+    tried = []
+
+    def fails(*_):
+        tried.append(0)
+        raise torch.OutOfMemoryError("no memory for a graph")
+
+    monkeypatch.setattr("runtime.execution.graphs.capture", fails)
+    found = engine.together([draw(1, 20), draw(2, 9)], max_new_tokens=6)
+    assert [len(tokens) for tokens in found] == [6, 6]
+    assert (engine.core.counters["failed_steps"], engine.core.counters["failed_requests"]) == (0, 0)
+    assert "which cannot be captured: no memory for a graph" in caplog.text
+    assert len(tried) == len(graphs._refused), "each shape is tried once"
+    assert not graphs._graphs
+
+
+def test_a_graph_that_fails_with_the_device_ends_the_step(llama, device, monkeypatch):
+    engine = Engine(device, llama, **OPTIONS)
+    engine.core.executor._graphs._graphs.clear()
+    lost = RuntimeError("an illegal memory access was encountered")
+
+    def fails(*_):
+        raise lost
+
+    monkeypatch.setattr("runtime.execution.graphs.capture", fails)
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    with pytest.raises(EngineDead, match="cannot be used any more"):
+        engine.together([draw(1, 20)], max_new_tokens=6)
