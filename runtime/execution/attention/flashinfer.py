@@ -289,6 +289,8 @@ class FlashInferAttention(AttentionBackend):
             window_left=-1 if window is None else window - 1,
             q_data_type=self.dtype,
             kv_data_type=self.pool.k.dtype,
+            # FlashInfer would copy lengths of its own from memory that is not pinned, in each plan.
+            seq_lens=pin(torch.from_numpy(index.lengths(self.pool.page_size)), self.device),
             max_token_per_sequence=int(np.diff(index.qo_indptr).max()),
         )
 

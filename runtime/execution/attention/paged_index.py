@@ -37,6 +37,10 @@ class PagedIndex:
     def num_requests(self) -> int:
         return len(self.last_page_len)
 
+    def lengths(self, page_size: int) -> np.ndarray:
+        """Keys that each virtual request reads, int32 [n]."""
+        return (np.diff(self.kv_indptr).clip(1) - 1) * page_size + self.last_page_len
+
     @property
     def decode_only(self) -> bool:
         """Whether every virtual request has one query."""

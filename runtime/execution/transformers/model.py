@@ -210,6 +210,10 @@ class TransformersModel:
     def _logits(self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         tokens, positions, rows = (upload(each, self._device) for each in (tokens, positions, rows))
         options = {"logits_to_keep": rows} if self._takes_rows else {}
+        if not self._stateful:
+            # Without a mask, transformers waits for the device to see whether the positions are those of one sequence.
+            # Layers with states would wait for the mask.
+            options["attention_mask"] = torch.ones_like(tokens, dtype=torch.bool)[None]
         found = self._model(tokens[None], position_ids=positions[None], use_cache=False, **options).logits[0]
         return found.float() if self._takes_rows else found[rows].float()
 

@@ -115,13 +115,15 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
     def plan(
         self, qo_indptr, indptr, indices, last_page_len, heads, kv_heads, dim, page_size,
         custom_mask=None, causal=False, window_left=-1, q_data_type=torch.float16, kv_data_type=None,
-        max_token_per_sequence=None,
+        max_token_per_sequence=None, seq_lens=None,
     ):  # fmt: skip
         for host in (qo_indptr, indptr, last_page_len):
             assert host.dtype == torch.int32
             assert not host.is_cuda
         assert indices.dtype == torch.int32
         assert max_token_per_sequence == int((qo_indptr[1:] - qo_indptr[:-1]).max())
+        assert seq_lens.dtype == torch.int32
+        assert torch.equal(seq_lens, ((indptr[1:] - indptr[:-1]).clamp(min=1) - 1) * page_size + last_page_len)
         if custom_mask is not None:
             assert custom_mask.dtype == torch.bool
         self.plans.append({name: value for name, value in locals().items() if name != "self"})

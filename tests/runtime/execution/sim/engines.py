@@ -42,6 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {**_EXPERTS, "norm_topk_prob": True},
     "Mistral": {"sliding_window": 24},
     "Gemma3": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+    "Gemma2": {"sliding_window": 24},  # in transformers' code, as all that Ramet's own does not compute
     "GptOss": {
         **{"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
         "layer_types": ["sliding_attention", "full_attention"],

@@ -25,10 +25,12 @@ class _OnDevice:
             self._wrapper = self.made(_here(workspace), **tree_map(_here, options))
 
     def plan(self, *given: Any, **options: Any) -> None:
-        for tensor in (one for one in given if isinstance(one, torch.Tensor)):
+        # Without `seq_lens`, a plan of prefill copies lengths that it computes in pageable memory.
+        lengths = (options.get("seq_lens", torch.ones(1)),) if isinstance(self, _Prefill) else ()
+        for tensor in (one for one in (*given, *lengths) if isinstance(one, torch.Tensor)):
             if not isinstance(tensor, DeviceTensor):  # FlashInfer copies it without waiting
                 self._device.note("upload" if self._device.is_pinned(tensor) else "pageable", "a plan")
-        _check(self._device, "plan", options.values())
+        _check(self._device, "plan", [value for name, value in options.items() if name != "seq_lens"])
         if options.get("custom_mask") is not None:  # FlashInfer packs it, and asks how large the result is
             self._device.note("pageable", "bounds of a mask")
             self._device.note("sync", "size of a packed mask")
