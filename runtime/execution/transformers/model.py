@@ -127,7 +127,10 @@ class TransformersModel:
         self._adapters = HookedAdapters(self._model)
         text = getattr(settings, "text_config", settings)
         self._stateful = stateful_layers(self._model)
-        self._takes_rows = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        taken = inspect.signature(self._model.forward).parameters
+        self._takes_rows = "logits_to_keep" in taken
+        # Layers with states would wait for the mask.
+        self._takes_mask = "attention_mask" in taken and not self._stateful
         with _refusing(name):
             _refuse_unknown_states(name, text, bool(self._stateful))
             with probing(self._stateful, text):
@@ -210,9 +213,8 @@ class TransformersModel:
     def _logits(self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         tokens, positions, rows = (upload(each, self._device) for each in (tokens, positions, rows))
         options = {"logits_to_keep": rows} if self._takes_rows else {}
-        if not self._stateful:
+        if self._takes_mask:
             # Without a mask, transformers waits for the device to see whether the positions are those of one sequence.
-            # Layers with states would wait for the mask.
             options["attention_mask"] = torch.ones_like(tokens, dtype=torch.bool)[None]
         found = self._model(tokens[None], position_ids=positions[None], use_cache=False, **options).logits[0]
         return found.float() if self._takes_rows else found[rows].float()
