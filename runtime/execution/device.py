@@ -87,7 +87,11 @@ def choose_overlap(config: Config, device: torch.device) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a computation ran out of memory, so that a smaller one may succeed."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # Of the allocator of a CPU, of pinned memory, and of cuBLAS.
+    said = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return any(text in str(error) for text in said)
 
 
 def is_lost(device: torch.device) -> bool:

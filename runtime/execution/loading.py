@@ -106,11 +106,11 @@ def load_products(tensors: PublishedTensors, spec: LlamaSpec, device: torch.devi
     names, every = list(spec.expected_tensors()), places(spec)
     counts = [0, 0]
 
-    def matrix(rows: torch.Tensor) -> torch.Tensor:
-        """The matrix of rows at these places, [n, 1]."""
+    def matrix(rows: torch.Tensor, is_table: bool = False) -> torch.Tensor:
+        """The matrix of rows at these places, [n, 1]; a table has its rows read, for which it must be unpacked."""
         runs = runs_of(rows[:, 0].cpu().numpy(), names)
         parts = [part.rows(numbers) for name, numbers in runs if (part := tensors.coded(name)) is not None]
-        whole = CodedWeight.stacked(parts) if len(parts) == len(runs) else None
+        whole = CodedWeight.stacked(parts) if len(parts) == len(runs) and not is_table else None
         found = None if whole is None else coded_tensor(whole, device)
         counts[isinstance(found, CodedTensor)] += bool(parts)
         if found is not None:
@@ -123,7 +123,7 @@ def load_products(tensors: PublishedTensors, spec: LlamaSpec, device: torch.devi
         assert isinstance(layer.mixer, Attention)
         layer.mixer.inputs, layer.o = matrix(layer.mixer.inputs), matrix(layer.o)
         layer.gate_up, layer.down = matrix(layer.gate_up), matrix(layer.down)
-    model.embedding = matrix(every["model.embed_tokens.weight"])
+    model.embedding = matrix(every["model.embed_tokens.weight"], is_table=True)
     model.head = model.embedding if spec.tie_embeddings else matrix(every["lm_head.weight"])
     _report(tensors, counts[1], sum(counts))
     return LoadedModel(model, tensors.name if counts[1] else f"{tensors.name}, unpacked")

@@ -74,7 +74,9 @@ class _Definitions:
         while self._left:
             one = self._left.pop()
             self.found[self._names[id(one)]] = self._followable(one)
-        self.found[name] = {"type": "object"} | _closed(schema, self.found[name])
+        # The arguments of a call are an object, whatever the schema says.
+        own = {"type": "object"} | _closed(schema, self.found[name])
+        self.found[name] = own if "object" in own["type"] else own | {"type": "object"}
         circles = _in_circles({place: set(_references(found)) for place, found in self.found.items()})
         for place in circles:
             self.found[place] = _uncircled(self.found[place], circles)

@@ -135,6 +135,11 @@ def test_properties_that_may_follow(schema, closed):
     assert definitions(schema)["t"] == {"type": "object", **closed}
 
 
+@pytest.mark.parametrize("kind", ["array", ["array", "null"], "string"])
+def test_arguments_are_an_object_whatever_the_schema_says(kind):
+    assert definitions({"type": kind})["t"]["type"] == "object"
+
+
 def test_expressions_beyond_a_bound_are_not_followed():
     """They would cost seconds to read."""
     many = {"type": "object", "properties": {f"a{i}": {"pattern": f"^{i}"} for i in range(1000)}}
