@@ -77,7 +77,7 @@ class Probe:
             with_reuse = self._run(reusing).clone()
             without = self._run(full)
             found.append(float(divergence(without, with_reuse, self._diffusion.mask_token_id)))
-            full.canvas.commit(without)
+            full.canvas.decide(*(chosen.cpu() for chosen in full.canvas.choose(without)))
         return float(np.mean(found))
 
     @torch.inference_mode()
