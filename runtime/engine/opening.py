@@ -24,7 +24,7 @@ from runtime.models.adapters.lora import read_lora
 from runtime.models.implementation import own_spec
 from runtime.models.resolve import model_name
 from runtime.models.spec import LlamaSpec
-from runtime.models.tokenizer import Tokenizer
+from runtime.models.tokenizer import Tokenizer, ends_of_turns
 from runtime.protocol import ModelInfo
 from runtime.request import Decoding, Strategy
 from runtime.reuse.bicache.depth_table import read_table
@@ -111,7 +111,7 @@ def _describe_model(config: Config, executor: Executor, path: Path) -> ModelInfo
 def _ends_of_turns(path: Path, vocab_size: int) -> list[int]:
     """The tokens by which the tokenizer ends turns; fine-tunes often keep the base model's in the configuration."""
     with suppress(ModelError):  # no tokenizer: prompts are tokens
-        return [token for token in Tokenizer.load(path).end_ids if token < vocab_size]
+        return [token for token in ends_of_turns(path) if token < vocab_size]
     return []
 
 

@@ -195,8 +195,10 @@ class Scheduler:
 
     def _owed(self) -> Iterator[Request]:
         """The running requests whose places are owed to waiting ones, while their user retracts them."""
+        if not self.waiting:
+            return
         places = self._places()
-        if not self.waiting or len(places.keys() | self.waiting.accounts) < 2:
+        if len(places.keys() | self.waiting.accounts) < 2:
             return
         for request in self.waiting.candidates(self._scarce, lambda: places):
             account, priority = request.message.account, request.message.priority

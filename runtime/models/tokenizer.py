@@ -132,11 +132,6 @@ class Tokenizer:
         return tuple(token.content for token in self._fast.get_added_tokens_decoder().values())
 
     @cached_property
-    def end_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that end a turn by their names in tokenizer_config.json."""
-        return end_ids(self._fast, self._config)
-
-    @cached_property
     def leading_ids(self) -> list[int]:
         """The tokens that `encode` puts before a text: the model's BOS, if it has one."""
         text, whole = self.encode("a", add_special_tokens=False), self.encode("a")
@@ -279,6 +274,12 @@ class Offsets:
         before = self._length
         self._length += len(self._detokenizer.push([token])) if is_shown else 0
         return before
+
+
+def ends_of_turns(directory: Path) -> tuple[int, ...]:
+    """Ids of the tokens that end a turn by their names in a model's tokenizer_config.json. Raises ModelError."""
+    config = read_config(directory)
+    return end_ids(_load_fast(directory, config), config)
 
 
 def _load_fast(directory: Path, config: dict[str, Any]) -> FastTokenizer:
