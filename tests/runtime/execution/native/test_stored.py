@@ -7,19 +7,14 @@ from functools import partial
 import pytest
 import torch
 
-from runtime.batch import AdapterRows
 from runtime.errors import ModelError
-from runtime.execution.attention.torch_attention import TorchAttention
-from runtime.execution.llama import LlamaModel
 from runtime.execution.native import stored
-from runtime.execution.native.decoder import NativeDecoder
 from runtime.models.gguf import convert_gguf
 from runtime.models.gguf_tensors import GGUFTensors
 from runtime.models.publishing import provide
-from runtime.models.spec import LlamaSpec
-from runtime.models.weights import load_vectors, load_weights
 from tests.runtime.engine.driver import make_core
-from tests.runtime.execution.native.test_decoder import CPU, make_adapter, make_pool, mixed_batch
+from tests.runtime.execution.native.stored_models import check_near_unpacked, logits_with_an_adapter, make_native
+from tests.runtime.execution.native.test_decoder import mixed_batch
 from tests.runtime.models.test_gguf_files import TOKENS, Kind, tensors, write
 
 # Queries and keys are one matrix, values another; gate and up differ, and are unpacked; so is what is in 16 bits.
@@ -40,45 +35,15 @@ def link(path, target):
     return provide(target, partial(convert_gguf, path, linked=True))
 
 
-def make_native(library, directory, dtype=torch.float32):
-    spec, linked = LlamaSpec.load(directory), GGUFTensors.open(directory)
-    model = LlamaModel(spec, load_vectors(linked, spec, dtype), CPU)
-    pool = make_pool(spec, dtype)
-    return NativeDecoder(library, model, pool, 2, stored=(linked, directory)), pool
-
-
 @pytest.mark.parametrize(("kinds", "tied"), [(Kind.Q4_1, True), (Kind.Q8_0, False), (MIXED, False), (MIXED, True)])
 def test_logits_are_near_those_of_unpacked_weights(library, tmp_path, kinds, tied):
     directory = link(make_file(tmp_path / "m.gguf", kinds, tied), tmp_path / "out")
-    spec = LlamaSpec.load(directory)
-    reference = LlamaModel(spec, load_weights(directory, spec, torch.float32), CPU)
-    batch, pool = mixed_batch(spec.num_layers), make_pool(spec, torch.float32)
-    batch.tokens %= TOKENS
-    wanted = reference.forward(batch, pool, TorchAttention(pool, reference.rope))
-    for _ in range(2):  # packed, and mapped
-        native, native_pool = make_native(library, directory)
-        got = native.forward(batch)
-        assert 0 < (got - wanted).norm() / wanted.norm() < 0.1
-        assert (native_pool.v - pool.v).norm() / pool.v.norm() < 0.05
-        rows = batch.logits_rows.clone()
-        batch.logits_rows = rows[[2]]
-        assert torch.equal(native.forward(batch), got[[2]])
-        batch.logits_rows = rows
+    check_near_unpacked(library, directory, directory, TOKENS, 0.1, 0.05)
 
 
 def test_rows_with_an_adapter(library, tmp_path):
     directory = link(make_file(tmp_path / "m.gguf", MIXED, False), tmp_path / "out")
-    spec = LlamaSpec.load(directory)
-    reference = LlamaModel(spec, load_weights(directory, spec, torch.float32), CPU)
-    native, _ = make_native(library, directory)
-    batch, pool = mixed_batch(spec.num_layers), make_pool(spec, torch.float32)
-    batch.tokens %= TOKENS
-    plain = native.forward(batch).clone()
-    for model in (reference, native):
-        model.load_adapter(make_adapter(spec, "a", 5))
-    batch.adapters = [AdapterRows("a", 2, len(batch.tokens))]
-    wanted = reference.forward(batch, pool, TorchAttention(pool, reference.rope))
-    got = native.forward(batch)
+    plain, got, wanted = logits_with_an_adapter(library, directory, directory, TOKENS)
     assert (got - wanted).norm() / wanted.norm() < 0.1
     assert (plain - wanted).norm() / wanted.norm() > 0.3
 

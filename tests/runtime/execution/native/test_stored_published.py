@@ -3,63 +3,26 @@
 import re
 
 import pytest
-import torch
 
-from runtime.batch import AdapterRows
-from runtime.execution.attention.torch_attention import TorchAttention
-from runtime.execution.llama import LlamaModel
-from runtime.execution.native.decoder import NativeDecoder
 from runtime.execution.native.library import load_best
-from runtime.models.published import PublishedTensors
-from runtime.models.spec import LlamaSpec
-from runtime.models.weights import load_vectors, load_weights
 from tests.runtime.engine.driver import Driver, make_core
-from tests.runtime.execution.native.test_decoder import CPU, make_adapter, make_pool, mixed_batch
+from tests.runtime.execution.native.stored_models import check_near_unpacked, logits_with_an_adapter
 from tests.runtime.models.published_files import FORMATS, write_published
 
 VOCAB = 320
 EXACT = [kind for kind, one in FORMATS.items() if one.exact]
 
 
-def make_native(library, directory, dtype=torch.float32):
-    spec = LlamaSpec.load(directory)
-    tensors = PublishedTensors.open(directory, spec)
-    model, pool = LlamaModel(spec, load_vectors(tensors, spec, dtype), CPU), make_pool(spec, dtype)
-    return NativeDecoder(library, model, pool, 2, stored=(tensors, directory)), pool
-
-
 @pytest.mark.parametrize("kind", EXACT)
 def test_logits_are_near_those_of_unpacked_weights(library, tmp_path, kind):
     published, plain = write_published(FORMATS[kind], tmp_path)
-    spec = LlamaSpec.load(plain)
-    reference = LlamaModel(spec, load_weights(plain, spec, torch.float32), CPU)
-    batch, pool = mixed_batch(spec.num_layers), make_pool(spec, torch.float32)
-    batch.tokens %= VOCAB
-    wanted = reference.forward(batch, pool, TorchAttention(pool, reference.rope))
-    for _ in range(2):  # packed, and mapped
-        native, native_pool = make_native(library, published)
-        got = native.forward(batch).clone()
-        # Activations are rounded to 8 bits.
-        assert 0 < (got - wanted).norm() / wanted.norm() < 0.05
-        assert (native_pool.v - pool.v).norm() / pool.v.norm() < 0.02
-        rows = batch.logits_rows.clone()
-        batch.logits_rows = rows[[2]]
-        assert torch.equal(native.forward(batch), got[[2]])
-        batch.logits_rows = rows
+    check_near_unpacked(library, published, plain, VOCAB, 0.05, 0.02)
 
 
 def test_rows_with_an_adapter(library, tmp_path):
     published, plain = write_published(FORMATS["awq"], tmp_path)
-    spec = LlamaSpec.load(plain)
-    reference = LlamaModel(spec, load_weights(plain, spec, torch.float32), CPU)
-    native, _ = make_native(library, published)
-    batch, pool = mixed_batch(spec.num_layers), make_pool(spec, torch.float32)
-    batch.tokens %= VOCAB
-    for model in (reference, native):
-        model.load_adapter(make_adapter(spec, "a", 5))
-    batch.adapters = [AdapterRows("a", 2, len(batch.tokens))]
-    wanted = reference.forward(batch, pool, TorchAttention(pool, reference.rope))
-    assert (native.forward(batch) - wanted).norm() / wanted.norm() < 0.05
+    _, got, wanted = logits_with_an_adapter(library, published, plain, VOCAB)
+    assert (got - wanted).norm() / wanted.norm() < 0.05
 
 
 @pytest.fixture
