@@ -68,7 +68,7 @@ def use_prefill(executor: Any, kernels: str) -> None:
     """Let FlashInfer compute prompts with other kernels of its own."""
     attention = executor._forward.keywords["backend"]
     make = attention._flashinfer.BatchPrefillWithPagedKVCacheWrapper
-    attention.make_prefill = lambda: make(attention._workspace, kv_layout="NHD", backend=kernels)
+    attention.make_prefill = lambda: make(attention.workspace, kv_layout="NHD", backend=kernels)
     attention._wrappers["prefill"].clear()
 
 
