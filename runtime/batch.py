@@ -53,11 +53,15 @@ def causal_visible(length: int, rows: int) -> np.ndarray | None:
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """Attention of a layer group: query rows x spans. A row's partial results are merged by log-sum-exp."""
+    """Attention of a layer group: query rows x spans. A row's partial results are merged by log-sum-exp.
+
+    `version`: plans of the same version differ only in lengths and pages of their spans; 0: no other plan is like this.
+    """
 
     num_rows: int
     spans: list[Span] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
+    version: int = 0
 
     def add(
         self,
@@ -171,6 +175,11 @@ class ForwardBatch:
     adapters: list[AdapterRows] = field(default_factory=list)
     canvases: list[CanvasRows] = field(default_factory=list)
     states: list[StateRows] = field(default_factory=list)
+
+    @property
+    def version(self) -> int:
+        """The version of the step's plan: equal in steps that have the same rows of the same requests."""
+        return self.groups[0].attention.version if self.groups else 0
 
 
 @dataclass(slots=True)

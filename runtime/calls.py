@@ -1,10 +1,11 @@
 """Operators' calls on a running engine. A part of the engine answers each: `runtime.engine.part.Part.answers`."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from radix import Namespace
+from runtime.asks import ReuseAsk
 
 
 class FlushCache(msgspec.Struct, tag="flush"):
@@ -41,7 +42,7 @@ class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
 class AddPin(msgspec.Struct, tag="pin"):
     """Pin the whole pages of a prefix; missing ones are computed first. Answer: `pin`.
 
-    With `reuse`, as in an `AddRequest`, the entries named there are pinned, and `tokens` may be empty. Answer: `pins`.
+    With `ask`, as in an `AddRequest`, the entries named there are pinned, and `tokens` may be empty. Answer: `pins`.
     """
 
     tokens: bytes
@@ -49,7 +50,7 @@ class AddPin(msgspec.Struct, tag="pin"):
     account: str = ""
     name: str | None = None
     ttl_s: float | None = None
-    reuse: dict[str, Any] | None = None
+    ask: ReuseAsk | None = None
 
 
 class ComputeNextTurn(msgspec.Struct, tag="next_turn"):
@@ -77,7 +78,7 @@ class GetPins(msgspec.Struct, tag="pins"):
 class GetCached(msgspec.Struct, tag="cached"):
     """Fields as in an `AddPin`. Answer: number of cached tokens by the entry's name."""
 
-    reuse: dict[str, Any]
+    ask: ReuseAsk | None
     namespace: Namespace = Namespace()
     tokens: bytes = b""
 

@@ -7,12 +7,22 @@ from typing import Any, Literal
 import msgspec
 
 from radix import Namespace, WhyGone
+from runtime.asks import ReuseAsk
 from runtime.calls import Call
 from runtime.config import ModelCode
-from runtime.denoising import Algorithm
+from runtime.denoising import Algorithm, BidirectionalParams, BlockParams, DenoisingParams, NoiseParams
 from runtime.errors import RametError
+from runtime.params import Lazy, SamplingParams
 
 FinishType = Literal["stop", "length", "abort", "error"]
+
+
+class Limits(msgspec.Struct):
+    """The sampling parameters of a completion that need not be those of the other completions of a body."""
+
+    max_new_tokens: int
+    min_new_tokens: int
+    seed: int | None
 
 
 class AddRequest(msgspec.Struct, tag="add"):
@@ -21,14 +31,15 @@ class AddRequest(msgspec.Struct, tag="add"):
     Attributes:
         rid: unique among live requests.
         tokens: the prompt, int32 little-endian, as one bytes object (the radix tree's key as well).
-        sampling: `SamplingParams.model_dump()`; fields that are missing here are those of the last `Sampling`.
+        sampling: None: that of the last `Sampling`, with `limits`.
+        limits: what differs from the last `Sampling`.
         namespace: requests of different namespaces never share pages.
         account: tenant whose quota the pages count against; empty: the namespace's owner.
         logprobs: number of alternatives to report for each output token; None: no log-probabilities.
         prompt_logprobs_from: position from which prompt tokens get log-probabilities; None: none.
         priority: waiting requests with a larger one are served first.
-        diffusion: `DiffusionParams.model_dump()`, filled, for a diffusion model.
-        reuse: options of a reuse strategy, with its name as `method`; None: the model's default strategy.
+        diffusion: filled, for a diffusion model.
+        ask: what is asked of a reuse strategy; None: the model's default strategy serves the request.
         explain: whether the first event has a `Lookup`.
         store: whether the KV that the request computes may stay cached after its end.
         hold_s: seconds from its end on for which the prefixes that it used are held; None: the configured time.
@@ -41,14 +52,15 @@ class AddRequest(msgspec.Struct, tag="add"):
 
     rid: str
     tokens: bytes
-    sampling: dict[str, Any]
+    sampling: SamplingParams | None = None
+    limits: Limits | None = None
     namespace: Namespace = Namespace()
     account: str = ""
     logprobs: int | None = None
     prompt_logprobs_from: int | None = None
     priority: int = 0
-    diffusion: dict[str, Any] | None = None
-    reuse: dict[str, Any] | None = None
+    diffusion: DenoisingParams | None = None
+    ask: ReuseAsk | None = None
     explain: bool = False
     store: bool = True
     hold_s: float | None = None
@@ -62,16 +74,18 @@ class Sampling(msgspec.Struct, tag="sampling"):
     """What the requests that follow have in common, until the next `Sampling`: it may be as large as a body.
 
     Attributes:
-        fields: of `AddRequest.sampling`.
+        params: for `AddRequest.sampling`.
         bad_words: as in an `AddRequest`.
     """
 
-    fields: dict[str, Any] = {}
+    params: SamplingParams = msgspec.field(default_factory=lambda: SamplingParams())
     bad_words: list[list[int]] = []
 
     def complete(self, request: AddRequest) -> AddRequest:
         """The request with what it lacks, which all requests share."""
-        request.sampling = {**self.fields, **request.sampling}
+        if request.sampling is None:
+            own = {} if request.limits is None else msgspec.structs.asdict(request.limits)
+            request.sampling = self.params.model_copy(update=own)
         request.bad_words = request.bad_words or self.bad_words
         return request
 
@@ -330,6 +344,23 @@ class Failed(msgspec.Struct, tag="failed"):
 
 Outbound = StepEvents | Reply | Ready | Failed
 
-inbound_decoder = msgspec.msgpack.Decoder(Inbound)
+# Parameters are checked by pydantic where they enter. On the wire they are maps with the name of their class.
+_CLASS = "class"
+_PARAMS = {one.__name__: one for one in (SamplingParams, Lazy, BidirectionalParams, BlockParams, NoiseParams)}
+
+
+def _encode_params(params: Any) -> dict[str, Any]:
+    name = next(kind.__name__ for kind in type(params).__mro__ if kind.__name__ in _PARAMS)
+    return {_CLASS: name, **{field: getattr(params, field) for field in _PARAMS[name].model_fields}}
+
+
+def _decode_params(_: type, fields: Any) -> Any:
+    if not isinstance(fields, dict) or _CLASS not in fields:
+        return fields
+    kind = _PARAMS[fields.pop(_CLASS)]
+    return kind.model_construct(**{name: _decode_params(kind, value) for name, value in fields.items()})
+
+
+inbound_decoder = msgspec.msgpack.Decoder(Inbound, dec_hook=_decode_params)
 outbound_decoder = msgspec.msgpack.Decoder(Outbound)
-encode = msgspec.msgpack.Encoder().encode
+encode = msgspec.msgpack.Encoder(enc_hook=_encode_params).encode

@@ -16,6 +16,7 @@ import torch
 from radix import Namespace
 from radix.node import Meta
 from runtime.batch import RowSet, StateRows
+from runtime.denoising import DenoisingParams
 from runtime.kv.cache import PagedCache
 from runtime.kv.segments import Run, Segment, Sequence
 from runtime.protocol import AddRequest, Admission, Finish, TokenEvent
@@ -41,10 +42,11 @@ class Request:
         sequence: the tokens that the request computes; the first `prompt_len` of them belong to the prompt.
         max_length: length of `sequence` at which the request ends.
         strategy: decides what the request reads and computes; it keeps its state in `reuse`.
+        num_reads: how often `segments` has changed.
         decoding: chooses the request's tokens; for a diffusion model, it keeps its state in `canvas`.
         serial: order of arrival.
         namespace: namespace of the sequence; a strategy may change it according to what the request reads.
-        segments: KV that the request reads.
+        segments: KV that the request reads; `read` changes it.
         draft: the drafter's state.
         entry_tokens: int32, prompt tokens that are not in `sequence`, because their KV is read from entries.
         event: the next event; all parts of the engine write their reports into it.
@@ -62,7 +64,8 @@ class Request:
     decoding: Decoding
     serial: int = 0
     namespace: Namespace = field(init=False)
-    segments: list[Segment] = field(default_factory=list)
+    segments: tuple[Segment, ...] = ()
+    num_reads: int = 0
     reuse: Any = None
     canvas: Any = None
     draft: Any = None
@@ -86,6 +89,11 @@ class Request:
     def owner(self) -> Namespace:
         """The tenant whose quota the request's new pages count against, also in a namespace that tenants share."""
         return Namespace(self.message.account) if self.message.account else self.message.namespace.owner
+
+    def read(self, segments: abc.Iterable[Segment]) -> None:
+        """Change the KV that the request reads."""
+        self.segments = tuple(segments)
+        self.num_reads += 1
 
     @property
     def tokens(self) -> array[int]:
@@ -226,7 +234,7 @@ class Strategy(ABC):
         unchunkable: whether rows cannot be cut into chunks, because they see each other. Such requests take turns.
         steady: whether each decoded row reads the same KV as the row before it, plus that row.
         keeps_prompts: whether a computed prompt is in the tree under its own tokens.
-        counted, counters: names and values of the strategy's own counters.
+        counted, counters: names and values of the counters that the strategy alone advances.
     """
 
     name: ClassVar[str]
@@ -240,21 +248,21 @@ class Strategy(ABC):
         self.num_layers = num_layers
         self.counters = dict.fromkeys(self.counted, 0)
 
-    def open(self, request: Request, asked: dict[str, Any]) -> None:  # noqa: B027 - most strategies need no state
+    def open(self, request: Request, ask: Any) -> None:  # noqa: B027 - most strategies need no state
         """Prepare a new request: lay out its sequence. Raises InvalidRequest if it cannot be served.
 
         Args:
             request: a request that does not wait yet.
-            asked: the `reuse` fields of its message.
+            ask: what its message asks of this strategy.
         """
 
-    def runs(self, tokens: array[int], namespace: Namespace, asked: dict[str, Any]) -> list[Run]:
+    def runs(self, tokens: array[int], namespace: Namespace, ask: Any = None) -> list[Run]:
         """The runs of the tree that hold the KV of a prompt, once it is computed. Raises InvalidRequest as `open`.
 
         Args:
             tokens: int32, the prompt's whole pages.
             namespace: namespace of the prompt's requests.
-            asked: see `open`.
+            ask: see `open`.
         """
         return [Run(tokens, namespace)]
 
@@ -268,6 +276,9 @@ class Strategy(ABC):
     def meta_of(self, namespace: Namespace, described: dict[str, Any]) -> Meta | None:
         """The record of an entry, from its `Meta.describe()`; None if the entry is not of this strategy."""
         return None
+
+    def prepare(self, request: Request) -> None:  # noqa: B027
+        """Bring a waiting request up to date with what others have done. `find` follows."""
 
     @abstractmethod
     def find(self, request: Request) -> Found:
@@ -283,6 +294,9 @@ class Strategy(ABC):
             admit this request now.
         """
         return None
+
+    def expect(self, request: Request, place: int) -> None:  # noqa: B027
+        """Take note that others wait for the first `place` tokens of a running request, which `peer` returned."""
 
     @abstractmethod
     def admit(self, request: Request, found: Found, headroom: int) -> bool:
@@ -313,8 +327,12 @@ class Strategy(ABC):
     def rows(self, work: Work) -> list[RowSet]:
         """The row sets of a piece of work, whose pages are already allocated."""
 
-    def state(self, work: Work) -> StateRows | None:
-        """The `state` of a piece of work's only row set; None: the model has no recurrent layers."""
+    def take_slots(self, work: Work) -> StateRows | None:
+        """Take slots for the states of a piece of work; returns the `state` of its only row set.
+
+        `rows` does it, too. A step that repeats a plan calls this alone. If the work is run again, with fewer rows, its
+        slots are taken anew. None: the model has no recurrent layers.
+        """
         return None
 
     @abstractmethod
@@ -357,7 +375,7 @@ class Decoding(ABC):
     """Chooses tokens from logits, and makes events of them.
 
     Attributes:
-        counted, counters: names and values of the decoding's own counters.
+        counted, counters: names and values of the counters that the decoding alone advances.
     """
 
     counted: ClassVar[tuple[str, ...]] = ()
@@ -365,15 +383,19 @@ class Decoding(ABC):
     def __init__(self) -> None:
         self.counters = dict.fromkeys(self.counted, 0)
 
-    def open(self, request: Request, asked: dict[str, Any]) -> None:  # noqa: B027 - next-token models need no state
-        """Prepare a new request; `asked`: the `diffusion` fields of its message."""
+    def open(self, request: Request, params: DenoisingParams | None) -> None:  # noqa: B027 - next tokens need no state
+        """Prepare a new request of a diffusion model."""
 
     @abstractmethod
     def wanted(self, work: Work) -> np.ndarray:
         """Rows, int64 and ascending, whose logits are wanted; 0 is the first row of the work."""
 
     def choose(
-        self, work: abc.Sequence[Work], places: abc.Sequence[abc.Sequence[slice]], logits: torch.Tensor
+        self,
+        work: abc.Sequence[Work],
+        places: abc.Sequence[abc.Sequence[slice]],
+        logits: torch.Tensor,
+        version: int = 0,
     ) -> SampledTokens | None:
         """Choose next tokens on the device of the logits, without waiting for them; None if no request gets a token.
 
@@ -381,6 +403,7 @@ class Decoding(ABC):
             work: the rows of each request.
             places: rows of the logits, by piece of work and row set.
             logits: float32 [S, vocab].
+            version: of the step's plan, see `ForwardBatch`.
         """
         return None
 

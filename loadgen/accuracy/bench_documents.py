@@ -124,5 +124,5 @@ class DocumentReuse(ModelBench):
         full, asked, planner = [Ask(one.tokens.tolist()) for one in prompts], self._ways[name], DocumentPlanner()
         if asked is None:
             return self._judge.judge(task, items, full, None)
-        mine = [Ask(one.tokens.tolist(), planner.plan(one, asked).reuse) for one in prompts]
+        mine = [Ask(one.tokens.tolist(), planner.plan(one, asked).ask) for one in prompts]
         return self._judge.judge(task, items, full, mine)

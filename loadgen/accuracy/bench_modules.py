@@ -14,6 +14,7 @@ from loadgen.accuracy.quality import BATCH, FIGURES, FULL, Judge
 from loadgen.harness import BenchError, Cell, Figure
 from loadgen.micro.model_bench import ModelBench
 from loadgen.micro.modules import OTHER, SAME, Modules, imports
+from runtime.asks import ModulesAsk
 from runtime.frontend.schemas.schema import Mode, Schema
 from runtime.models.tokenizer import Tokenizer
 
@@ -98,14 +99,14 @@ def ways_of(item: Item, tokenizer: Tokenizer, context_length: int) -> dict[str, 
     def ask(mode: Mode, scaffolds: list[list[str]] | None = None) -> Ask:
         schema = Schema.read(item.schema(), tokenizer, context_length, mode, scaffolds)
         prompt = schema.compile(item.prompt())
-        return Ask(prompt.tokens + lead, prompt.reuse)
+        return Ask(prompt.tokens + lead, prompt.ask)
 
     paths = [f"/m{number}" for number in range(len(item.parts))]
     whole = ask("scaffold", [["/", *paths]])
-    assert whole.reuse is not None
-    (entry,) = whole.reuse["entries"]
+    assert isinstance(whole.asked, ModulesAsk)
+    (entry,) = whole.asked.entries
     ways = {
-        FULL: Ask(array("i", entry["tokens"]).tolist() + whole.tokens),
+        FULL: Ask(array("i", entry.tokens).tolist() + whole.tokens),
         "independent": ask("independent"),
         "nested": ask("nested"),
     }

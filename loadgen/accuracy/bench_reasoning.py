@@ -13,6 +13,7 @@ from loadgen.accuracy.chains import WRITTEN, read_chains
 from loadgen.accuracy.reasoning import Comparison, Task, Thinker
 from loadgen.harness import BenchError, Cell, Figure
 from loadgen.micro.model_bench import ModelBench
+from runtime.asks import ReasoningAsk
 from runtime.models.tokenizer import Tokenizer
 
 EXACT = "exact"
@@ -77,7 +78,7 @@ class Reasoning(ModelBench):
                 options = self.options(page_size=self.page_size, pool_tokens=tokens, max_running=running)
                 thinker = Thinker(path, self.quality, **options)
                 stack.callback(thinker.close)
-                thinker.warm_up(self._tasks(self.texts[0], random.Random("warm-up")), _fields(100), self.fill)
+                thinker.warm_up(self._tasks(self.texts[0], random.Random("warm-up")), _ask(100), self.fill)
                 self._thinkers[name] = thinker
             if self.quality:
                 self._comparison = Comparison(next(iter(self._thinkers.values())))
@@ -106,11 +107,11 @@ class Reasoning(ModelBench):
 
     def measure(self, cell: Cell, draw: random.Random) -> dict[str, Any]:
         way = cell["way"]
-        reuse = None if way == EXACT else _fields(float(way.split()[1]))
+        ask = None if way == EXACT else _ask(float(way.split()[1]))
         if self.quality:
-            return self._comparison.compare(list(islice(self._tasks(cell["work"], draw), _BATCH)), reuse)
+            return self._comparison.compare(list(islice(self._tasks(cell["work"], draw), _BATCH)), ask)
         tasks = list(islice(self._tasks(self.texts[0], draw), self.requests))
-        return self._thinkers[cell["work"]].serve(tasks, reuse)
+        return self._thinkers[cell["work"]].serve(tasks, ask)
 
     def _tasks(self, text: str, draw: random.Random) -> Iterator[Task]:
         """The chains of a text. Chains from a file are used once."""
@@ -123,5 +124,5 @@ class Reasoning(ModelBench):
             yield Task.of(chain, self._tokenizer, self.length)
 
 
-def _fields(percentile: float) -> dict[str, Any]:
-    return {"method": "reasoncache", "percentile": percentile}
+def _ask(percentile: float) -> ReasoningAsk:
+    return ReasoningAsk(percentile)

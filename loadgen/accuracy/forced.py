@@ -9,16 +9,18 @@ import numpy as np
 import torch
 
 from loadgen.micro.drive import Drive
+from runtime.asks import ReuseAsk
+from runtime.denoising import DenoisingParams
 from runtime.protocol import TokenEvent
 from runtime.request import Decoding, Request, Work
 from runtime.sampler_state import SampledTokens, StepResult
 
 
 class Ask(NamedTuple):
-    """The tokens of a prompt, and the field `reuse` of its message; None: full prefill."""
+    """The tokens of a prompt, and what it asks of a strategy; None: full prefill."""
 
     tokens: list[int]
-    reuse: dict[str, Any] | None = None
+    asked: ReuseAsk | None = None
 
 
 _UNLIKELY = -1e4
@@ -40,20 +42,20 @@ class Forcing(Decoding):
         self.answers: dict[str, list[int]] = {}
         self.watch = watch
 
-    def open(self, request: Request, asked: dict[str, Any]) -> None:
-        self._inner.open(request, asked)
+    def open(self, request: Request, params: DenoisingParams | None) -> None:
+        self._inner.open(request, params)
 
     def wanted(self, work: Work) -> np.ndarray:
         return self._inner.wanted(work)
 
     def choose(
-        self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor
+        self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor, version: int = 0
     ) -> SampledTokens | None:
         forced = logits.clone()
         for item, place in zip(work, places, strict=True):
             if item.samples and place[0].start < place[0].stop:
                 self._force(item, place[0].stop - 1 - len(item.draft), logits, forced)
-        return self._inner.choose(work, places, forced)
+        return self._inner.choose(work, places, forced, version)
 
     def _force(self, item: Work, row: int, logits: torch.Tensor, forced: torch.Tensor) -> None:
         """Force the tokens from logits row `row` on. Rows behind a rejected draft token are not used."""
@@ -83,7 +85,7 @@ class Asker(Drive):
         rids = []
         for ask, answer in zip(asks, answers, strict=True):
             self._forcing.answers[f"{self._count + 1}"] = answer
-            self.add(array("i", ask.tokens), len(answer), ask.reuse)
+            self.add(array("i", ask.tokens), len(answer), ask.asked)
             rids.append(f"{self._count}")
         said = self._run()
         assert [said[rid] for rid in rids] == list(answers)
@@ -97,7 +99,7 @@ class Asker(Drive):
         """The greedy tokens behind each prompt, up to an end-of-text token."""
         rids = []
         for ask in asks:
-            self.add(array("i", ask.tokens), output, ask.reuse)
+            self.add(array("i", ask.tokens), output, ask.asked)
             rids.append(f"{self._count}")
         found = self._run()
         ends = set(self.core.info.eos_token_ids)

@@ -18,6 +18,7 @@ import torch
 from loadgen.accuracy.chains import Chain
 from loadgen.accuracy.forced import Forcing
 from loadgen.micro.drive import Drive
+from runtime.asks import ReasoningAsk
 from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.reasoning.background import Background
 from runtime.reuse.reasoning.reservoir import WARM_UP
@@ -69,11 +70,11 @@ class Thinker(Drive):
         if at_once:
             strategy.background = Background(_AtOnce(), count(step=1000).__next__)
 
-    def _ask(self, task: Task, reuse: dict[str, Any] | None, more: int = 0) -> str:
+    def _ask(self, task: Task, ask: ReasoningAsk | None, more: int = 0) -> str:
         """Add a request that writes `more` tokens behind the forced ones; returns its id."""
         rid = f"{self._count + 1}"
         self._forcing.answers[rid] = task.forced
-        self.add(task.prompt, len(task.forced) + more, reuse)
+        self.add(task.prompt, len(task.forced) + more, ask)
         return rid
 
     def _clear(self) -> None:
@@ -81,7 +82,7 @@ class Thinker(Drive):
         self._forcing.answers.clear()
         self._forcing.watch = _ignore
 
-    def warm_up(self, tasks: Iterator[Task], reuse: dict[str, Any], batches: int) -> None:
+    def warm_up(self, tasks: Iterator[Task], ask: ReasoningAsk, batches: int) -> None:
         """Fill the reservoir of distances. Before it is full, no pages are shared by percentile.
 
         All but the last tokens of a chain are computed at once, as for a retracted request. Texts without similar
@@ -93,15 +94,15 @@ class Thinker(Drive):
                 return
             self._clear()
             for task in batch:
-                self.core.requests[self._ask(task, reuse)].tokens.extend(task.forced[:-_LAST])
+                self.core.requests[self._ask(task, ask)].tokens.extend(task.forced[:-_LAST])
             while self.core.busy:
                 self.events()
             self.strategy.background.wait()
 
-    def serve(self, tasks: Sequence[Task], reuse: dict[str, Any] | None) -> dict[str, Any]:
-        """Figures of serving chains that all come at once. `reuse`: that field of the messages; None: exact."""
+    def serve(self, tasks: Sequence[Task], ask: ReasoningAsk | None) -> dict[str, Any]:
+        """Figures of serving chains that all come at once. `ask`: None: exact."""
         self._clear()
-        ended = {self._ask(task, reuse): 0.0 for task in tasks}
+        ended = {self._ask(task, ask): 0.0 for task in tasks}
         strategy, scheduler = self.strategy, self.core.scheduler
         retracted, evaluated = scheduler.num_retracted, strategy.background.seconds
         steps: list[tuple[float, int, float]] = []
@@ -137,14 +138,14 @@ class Thinker(Drive):
         return len(running), saved / max(sum(map(len, pages)), 1)
 
     def predict(
-        self, tasks: Sequence[Task], reuse: dict[str, Any] | None, watch: Callable[[int, int, torch.Tensor], None]
+        self, tasks: Sequence[Task], ask: ReasoningAsk | None, watch: Callable[[int, int, torch.Tensor], None]
     ) -> list[dict[str, Any]]:
         """Force all tasks, then let them answer. For each: the AMSR and, if it has an answer, whether it was right.
 
         `watch` is called with the task's number, the token's number and the logits.
         """
         self._clear()
-        places = {self._ask(task, reuse, _SAID if task.answer else 0): place for place, task in enumerate(tasks)}
+        places = {self._ask(task, ask, _SAID if task.answer else 0): place for place, task in enumerate(tasks)}
         self._forcing.watch = lambda rid, number, logits: watch(places[rid], number, logits)
         found: list[dict[str, Any]] = [{"amsr": 0.0} for _ in tasks]
         said = [array("i") for _ in tasks]
@@ -181,8 +182,8 @@ class Comparison:
         self._tasks: list[Task] = []
         self._exact: dict[tuple[int, int], torch.Tensor] = {}
 
-    def compare(self, tasks: list[Task], reuse: dict[str, Any] | None) -> dict[str, list[float]]:
-        """Figures with a value for each chain; `reuse` None: exact decoding itself.
+    def compare(self, tasks: list[Task], ask: ReasoningAsk | None) -> dict[str, list[float]]:
+        """Figures with a value for each chain; `ask` None: exact decoding itself.
 
         KL is the distance in nats to exact decoding's predictions, as a mean over a chain's tokens.
         """
@@ -190,7 +191,7 @@ class Comparison:
             self._tasks, self._exact = tasks, {}
             self._predict(None, self._exact)
         mine: dict[tuple[int, int], torch.Tensor] = {}
-        found = self._predict(reuse, mine)
+        found = self._predict(ask, mine)
         figures: dict[str, list[float]] = {"amsr": [one["amsr"] for one in found], "kl": [], "agrees": [], "nll": []}
         figures["right"] = [one["right"] for one in found if "right" in one]
         for place, task in enumerate(tasks):
@@ -201,8 +202,8 @@ class Comparison:
             figures["nll"].append(float(np.mean([-float(mine[place, n][task.forced[n]]) for n in numbers])))
         return figures
 
-    def _predict(self, reuse: dict[str, Any] | None, seen: dict[tuple[int, int], torch.Tensor]) -> list[dict[str, Any]]:
+    def _predict(self, ask: ReasoningAsk | None, seen: dict[tuple[int, int], torch.Tensor]) -> list[dict[str, Any]]:
         def note(place: int, number: int, logits: torch.Tensor) -> None:
             seen.setdefault((place, number), logits.log_softmax(-1))
 
-        return self._thinker.predict(self._tasks, reuse, note)
+        return self._thinker.predict(self._tasks, ask, note)

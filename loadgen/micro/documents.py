@@ -125,8 +125,8 @@ class Documents(Drive):
 
     def ask(self, prompt: TokenizedPrompt, asked: ReuseParams | None, output: int) -> None:
         """Add a request."""
-        reuse = None if asked is None else self._planner.plan(prompt, asked).reuse
-        self.add(prompt.tokens, output, reuse)
+        ask = None if asked is None else self._planner.plan(prompt, asked).ask
+        self.add(prompt.tokens, output, ask)
 
     def first(self, count: int, way: str, asked: ReuseParams | None, draw: random.Random) -> dict[str, float]:
         """Seconds to the first token of a prompt with `count` documents, and its rows x layers.
@@ -138,10 +138,10 @@ class Documents(Drive):
         self.ask(self.prompt(order), ReuseParams(method="pie"), 1)
         self.first_tokens()
         prompt = self.prompt([self.text(self.shape.length) for _ in order] if way == FULL else order)
-        before = dict(self.core.counters)
+        before = self.core.totals()
         self.ask(prompt, asked, 1)
         seconds = self.first_tokens()
-        counted = {name: self.core.counters[name] - before[name] for name in ("row_layers", "encoded_documents")}
+        counted = {name: self.core.totals()[name] - before[name] for name in ("row_layers", "encoded_documents")}
         assert counted["encoded_documents"] <= (asked is not None and asked.method == "full"), "the cache is too small"
         formula = row_layers(asked, prompt, self.core.info.page_size, self.core.executor.spec.num_layers)
         self.abort_all()

@@ -15,6 +15,7 @@ import torch
 
 from loadgen.harness import BenchError
 from radix import Namespace
+from runtime.asks import ReuseAsk
 from runtime.calls import Call, FlushCache
 from runtime.config import make_config
 from runtime.denoising import DiffusionParams
@@ -69,14 +70,14 @@ class Drive:
         self,
         prompt: array[int],
         output: int,
-        reuse: dict[str, Any] | None = None,
+        ask: ReuseAsk | None = None,
         sampling: dict[str, Any] | None = None,
         namespace: Namespace = Namespace(),
         **diffusion: Any,
     ) -> None:
         """Add a request, greedy unless `sampling`, which may have the field `logprobs`, says otherwise.
 
-        `reuse`: options of a strategy; `diffusion`: fields for a diffusion model.
+        `ask`: of a strategy; `diffusion`: fields for a diffusion model.
         """
         self._count += 1
         given = {"temperature": 0, "ignore_eos": True, "max_new_tokens": output, **(sampling or {})}
@@ -86,10 +87,14 @@ class Drive:
         if (model := self.core.info.diffusion) is not None:
             denoising = DiffusionParams(gen_length=output, **diffusion).filled(model, params)
         message = AddRequest(
-            f"{self._count}", prompt.tobytes(), params.model_dump(),
-            diffusion=None if denoising is None else denoising.model_dump(), reuse=reuse, namespace=namespace,
+            f"{self._count}",
+            prompt.tobytes(),
+            params,
+            diffusion=denoising,
+            ask=ask,
+            namespace=namespace,
             logprobs=logprobs,
-        )  # fmt: skip
+        )
         whole(self.core.handle(message))
 
     def events(self) -> list[TokenEvent]:

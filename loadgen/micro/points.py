@@ -129,7 +129,6 @@ def replay(asks: Sequence[Exchange], placement: str, pages: int, cost: int) -> R
         strategy: PrefixStrategy = kind(cache, 1, states, (STOP,))
     else:
         strategy = kind(cache, 1)
-    strategy.counters = {**strategy.counters, "prefill_tokens": 0}
     cached = 0
     for number, ask in enumerate(asks):
         now[0] = ask.at_s
@@ -143,7 +142,7 @@ def _serve(strategy: PrefixStrategy, ask: Exchange, rid: str) -> int:
     params = SamplingParams(max_new_tokens=len(ask.output))
     length = len(ask.prompt)
     request = Request(
-        AddRequest(rid, b"", {}),
+        AddRequest(rid, b""),
         SamplerState(params, frozenset(), None),
         segments.Sequence(ask.prompt[:]),
         length,
@@ -166,5 +165,5 @@ def _serve(strategy: PrefixStrategy, ask: Exchange, rid: str) -> int:
 def _compute(strategy: Strategy, request: Request) -> None:
     work = strategy.work(request, request.num_remaining)
     work = Work(request, work.start, work.count, work.count)
-    strategy.state(work)
+    strategy.take_slots(work)
     strategy.book(work, [], 0.0)

@@ -2,12 +2,11 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
-from runtime.denoising import BidirectionalParams, BlockParams, NoiseParams, params_kind
+from runtime.denoising import BidirectionalParams, BlockParams, DenoisingParams, NoiseParams
 from runtime.diffusion.canvas import BidirectionalCanvas, BlockCanvas
 from runtime.diffusion.noise import NoiseCanvas
 from runtime.errors import RametError
@@ -54,17 +53,18 @@ class CanvasDecoding(Decoding):
         self._spec, self._device = spec, device
         self._vocab_size, self._soften = vocab_size, soften
 
-    def open(self, request: Request, asked: dict[str, Any]) -> None:
+    def open(self, request: Request, params: DenoisingParams | None) -> None:
         """Give the request a canvas, unless it wants no tokens."""
         if not request.wants_tokens:
             return
+        assert params is not None
         generator = torch.Generator(self._device)
         if request.sampler.params.seed is None:
             generator.seed()
         else:
             generator.manual_seed(request.sampler.params.seed)
         prompt = np.array(request.tokens, dtype=np.int64)
-        params, sampling = params_kind(self._spec).model_construct(**asked), request.sampler.params
+        sampling = request.sampler.params
         if isinstance(params, NoiseParams):
             assert self._soften is not None
             request.canvas = NoiseCanvas(prompt, params, sampling, generator, self._vocab_size, self._soften)
@@ -81,7 +81,9 @@ class CanvasDecoding(Decoding):
         rows = work.request.canvas.candidates() - self._spec.logits_shift - work.start
         return rows if rows[-1] < work.count else rows[:0]
 
-    def choose(self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor) -> None:
+    def choose(
+        self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor, version: int = 0
+    ) -> None:
         """Start one transfer of what `book` needs of all requests.
 
         A second row set is either the canvas without its prompt, for guidance, or the trial of a reuse depth.

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from radix.stats import Histogram
+from runtime.asks import ReuseAsk
 from runtime.config import Config
 from runtime.engine.part import Calls, Part, Parts
 from runtime.engine.requests import finish_of, open_request
@@ -71,6 +73,7 @@ class EngineCore:
 
     Attributes:
         strategies: by name; the first one serves requests that name no strategy.
+        counters: the core's own; `totals` also counts for the strategies and the decoding.
         parts: see `Part`.
         calls: operators' calls that are being answered.
         requests: the live requests by id, in the order of arrival.
@@ -91,10 +94,6 @@ class EngineCore:
         self.step_rows = Histogram(_ROWS)
         self.strategies = {strategy.name: strategy for strategy in strategies}
         self.decoding = decoding
-        counting_parts: list[Strategy | Decoding] = [*strategies, decoding]
-        for counting in counting_parts:
-            self.counters |= counting.counters
-            counting.counters = self.counters
         self.scheduler = Scheduler(config.scheduler, cache, executor.step_tokens, executor.max_running)
         spec, device, least = executor.spec, executor.device, executor.least_saved_tokens
         self.planner = Planner(spec.num_layers, info.page_size, spec.hidden_size, device, least)
@@ -125,12 +124,20 @@ class EngineCore:
         """The strategy of requests that name none."""
         return next(iter(self.strategies.values()))
 
-    def strategy_of(self, asked: dict[str, Any]) -> Strategy:
-        """The strategy that the `reuse` fields of a message ask for. Raises InvalidRequest if there is none."""
-        if (strategy := self.strategies.get(str(asked.get("method", self.strategy.name)))) is None:
+    def strategy_of(self, ask: ReuseAsk | None) -> Strategy:
+        """The strategy that serves an `AddRequest.ask`. Raises InvalidRequest if there is none."""
+        method = self.strategy.name if ask is None else str(ask.__struct_config__.tag)
+        if (strategy := self.strategies.get(method)) is None:
             what = "this model" if self.executor.states is None else "a model with recurrent layers"
-            raise InvalidRequest(f"no reuse method {asked['method']!r} for {what}", param="reuse.method")
+            raise InvalidRequest(f"no reuse method {method!r} for {what}", param="reuse.method")
         return strategy
+
+    def totals(self) -> Counter[str]:
+        """The counters of the core, its strategies and its decoding, by name. Those of the same name are added."""
+        total = Counter(self.counters)
+        for counting in (*self.strategies.values(), self.decoding):
+            total.update(counting.counters)
+        return total
 
     def state(self) -> dict[str, Any]:
         """Counters, histograms and gauges of all parts, by name."""
@@ -171,7 +178,7 @@ class EngineCore:
     def add(self, message: AddRequest) -> list[TokenEvent]:
         """Accept a request with a new id; returns the terminal event if the request is refused."""
         try:
-            strategy = self.strategy_of(message.reuse or {})
+            strategy = self.strategy_of(message.ask)
             self._serial += 1
             request = open_request(message, self.info, strategy, self.decoding, self._serial)
             for added in self.parts.added:
@@ -264,7 +271,7 @@ class EngineCore:
         for launching in self.parts.launching:
             launching(batch)
         logits = self.executor.run(batch)
-        sampled = self.decoding.choose(work, places, logits)
+        sampled = self.decoding.choose(work, places, logits, batch.version)
         return InFlight(work, places, saved, logits, len(batch.tokens), started, sampled)
 
     def _launch_next(self, flight: InFlight) -> InFlight | None:

@@ -115,5 +115,13 @@ class NextTurns(Part):
         return core.strategy.find(request).tokens
 
     def _message(self, turn: _Turn, tokens: array[int]) -> AddRequest:
-        call, sampling = turn.call, SamplingParams(max_new_tokens=0, temperature=0).model_dump(exclude={"stop"})
-        return AddRequest(_RID, tokens.tobytes(), sampling, call.namespace, call.account, hold_s=call.hold_s, idle=True)
+        call, sampling = turn.call, SamplingParams(max_new_tokens=0, temperature=0)
+        return AddRequest(
+            _RID,
+            tokens.tobytes(),
+            sampling,
+            namespace=call.namespace,
+            account=call.account,
+            hold_s=call.hold_s,
+            idle=True,
+        )

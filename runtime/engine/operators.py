@@ -2,15 +2,18 @@
 
 import time
 from array import array
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
+import msgspec
+
 from radix import Holds, Namespace, Node, outline, path, slices, text_of_path, view
 from radix.stats import Histogram
 from runtime import calls
+from runtime.asks import ModulesAsk, ReuseAsk
 from runtime.engine.core import EngineCore
 from runtime.engine.part import Answer, Handler, Part
 from runtime.engine.tiering import Tiering
@@ -81,16 +84,20 @@ class Operators(Part):
     def _cached(self, call: calls.GetCached) -> Generator[None, None, Answer]:
         """Number of cached tokens by entry name, a few entries per step. Entries that cannot be served are left out."""
         found: Answer = {}
-        entries = call.reuse.get("entries")
-        most = min(_MATCHED, self._cache.pool.num_pages)
-        starts = range(0, len(entries or ()), most)
-        asked = [call.reuse if entries is None else {**call.reuse, "entries": entries[i : i + most]} for i in starts]
-        for some in asked or [call.reuse]:
+        for some in self._slices_of(call.ask):
             with suppress(InvalidRequest):
                 for run in self._core.strategy_of(some).runs(array("i", call.tokens), call.namespace, some):
                     found[run.name or ""] = found.get(run.name or "", 0) + self._num_cached(run)
             yield
         return found
+
+    def _slices_of(self, ask: ReuseAsk | None) -> Sequence[ReuseAsk | None]:
+        """The modules of an ask, a few at a time; another ask as a whole."""
+        if not isinstance(ask, ModulesAsk):
+            return [ask]
+        most = min(_MATCHED, self._cache.pool.num_pages)
+        starts = range(0, len(ask.entries), most)
+        return [msgspec.structs.replace(ask, entries=ask.entries[i : i + most]) for i in starts]
 
     def _num_cached(self, run: Run) -> int:
         tree, page_size = self._cache.tree, self._cache.page_size
@@ -174,7 +181,7 @@ class Operators(Part):
         cache.pins.expire()
         tree, stats, page_size = cache.tree, cache.tree.stats, cache.page_size
         return {
-            **core.counters,
+            **core.totals(),
             "evicted_tokens": sum(stats.evicted.values()) * page_size,
             "evicted_tokens_by_cause": {cause: pages * page_size for cause, pages in stats.evicted.items()},
             "evicted_tokens_by_tenant": {name: pages * page_size for name, pages in cache.evictions.pages.items()},

@@ -52,7 +52,7 @@ class Pins(Part):
         Raises:
             PinRefused: if the pin exceeds the budget, or its KV cannot be computed and kept.
         """
-        if call.reuse is None:
+        if call.ask is None:
             page_bytes = self._cache.page_size * TOKEN_BYTES
             call = msgspec.structs.replace(call, tokens=call.tokens[: len(call.tokens) // page_bytes * page_bytes])
         pinned = self._pin(call)
@@ -69,8 +69,8 @@ class Pins(Part):
     def _compute(self, call: AddPin) -> Generator[None, None, None]:
         """Add a request that computes the missing KV. Front ends ignore its events, since its id is unknown to them."""
         rid = f"(pin {next(self._serial)})"
-        sampling = SamplingParams(max_new_tokens=0, temperature=0).model_dump(exclude={"stop"})
-        message = AddRequest(rid, call.tokens, sampling, call.namespace, call.account, diffusion={}, reuse=call.reuse)
+        sampling = SamplingParams(max_new_tokens=0, temperature=0)
+        message = AddRequest(rid, call.tokens, sampling, namespace=call.namespace, account=call.account, ask=call.ask)
         refused = self._core.add(message)
         self._computing[rid] = refused[0].finish if refused else None
         try:
@@ -84,9 +84,9 @@ class Pins(Part):
 
     def _pin(self, call: AddPin) -> Answer | None:
         """Pin the prefix or all entries of a call; None, with nothing pinned, if some of the KV is missing."""
-        asked, board = call.reuse or {}, self._cache.pins
+        board = self._cache.pins
         try:
-            runs = self._core.strategy_of(asked).runs(array("i", call.tokens), call.namespace, asked)
+            runs = self._core.strategy_of(call.ask).runs(array("i", call.tokens), call.namespace, call.ask)
         except InvalidRequest as error:
             raise PinRefused(error.message) from None
         pins: list[dict[str, Any]] = []
@@ -99,7 +99,7 @@ class Pins(Part):
                     raise PinRefused(answer["refused"])
                 return None
             pins.append(answer["pin"])
-        return {"pin": pins[0]} if call.reuse is None else {"pins": pins}
+        return {"pin": pins[0]} if call.ask is None else {"pins": pins}
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class Pins(Part):
             elif not request.strategy.keeps_prompts:
                 one.reason = f"what a prompt computes with {request.strategy.name} is no prefix of other prompts"
             else:
-                (run,) = request.strategy.runs(request.tokens[: one.tokens], request.namespace, {})
+                (run,) = request.strategy.runs(request.tokens[: one.tokens], request.namespace)
                 one.reason = cache.pins.keep(run.tokens, request.namespace, request.owner, one.ttl_s)
                 if one.reason is None:
                     whole = run.tokens[: len(run.tokens) // cache.page_size * cache.page_size]

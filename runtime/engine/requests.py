@@ -8,7 +8,6 @@ import numpy as np
 
 from runtime.errors import InvalidRequest, RametError
 from runtime.kv.segments import Sequence
-from runtime.params import Lazy, SamplingParams
 from runtime.protocol import AddRequest, Finish, ModelInfo
 from runtime.request import Decoding, Request, Strategy
 from runtime.sampler_state import SamplerState
@@ -23,9 +22,8 @@ def open_request(message: AddRequest, info: ModelInfo, strategy: Strategy, decod
         refused = f"token id {outside[0]} is out of range: the model has {info.vocab_size} tokens"
         raise InvalidRequest(refused, param="prompt")
     tokens.frombytes(message.tokens)
-    sampling = SamplingParams.model_construct(**message.sampling)
-    if (lazy := message.sampling.get("lazy")) is not None:
-        sampling.lazy = Lazy.model_construct(**lazy)
+    sampling = message.sampling
+    assert sampling is not None, "`Sampling.complete` has set it"
     eos = () if sampling.ignore_eos else info.eos_token_ids
     room = min(info.context_length, info.pool_tokens) - len(tokens)
     limit = room if sampling.max_new_tokens is None else sampling.max_new_tokens
@@ -33,8 +31,8 @@ def open_request(message: AddRequest, info: ModelInfo, strategy: Strategy, decod
     length = len(tokens)
     request = Request(message, sampler, Sequence(tokens), length, length + limit, strategy, decoding, serial)
     request.arrival_s = time.monotonic()
-    decoding.open(request, message.diffusion or {})
-    strategy.open(request, message.reuse or {})
+    decoding.open(request, message.diffusion)
+    strategy.open(request, message.ask)
     # Segments are looked up later. A strategy whose requests choose positions for segments checks these in `open`.
     last = request.sequence.position(request.max_length - 1)
     for used, limit, what in (

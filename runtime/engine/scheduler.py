@@ -305,11 +305,14 @@ class Scheduler:
                 break
             if beside is not None and (in_turns or self.waiting.num_uncached(request) >= beside.num_remaining):
                 continue
+            self.at = request
+            request.strategy.prepare(request)
             found = self._find(request)
             if self.waiting.rank_again(request, found.tokens):
                 continue
             alike = [other for other in computing if other.strategy is request.strategy and other.message.store]
             if (peer := request.strategy.peer(request, found, alike)) is not None:
+                request.strategy.expect(*peer)
                 self.waiting.remove(request)
                 self._block(request, *peer)
                 continue

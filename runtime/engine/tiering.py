@@ -185,7 +185,7 @@ class Tiering(Part):
                 return None
         tokens, strategy = array("i", pin.tokens), self._core.strategy
         if strategy.keeps_prompts and not pin.namespace.entry:
-            return strategy.runs(tokens, pin.namespace, {})[0]
+            return strategy.runs(tokens, pin.namespace)[0]
         return Run(tokens, pin.namespace, meta=meta)
 
     def close(self) -> None:

@@ -302,12 +302,12 @@ class AsyncEngine:
         assert isinstance(prompt, PlacedPrompt)
         tokens = array("i", prompt.tokens).tobytes()
         with self._running().admit(account, 1, prompt.length):
-            answer = await self.call(AddPin(tokens, space, account, name, ttl_s, prompt.reuse))
+            answer = await self.call(AddPin(tokens, space, account, name, ttl_s, prompt.ask))
         return [pin["id"] for pin in answer["pins"]]
 
     async def cached(self, prompt: PlacedPrompt, namespace: Namespace) -> dict[str, int]:
         """Number of cached tokens of each module or document that a prompt reads, by name."""
-        return await self.call(GetCached(prompt.reuse or {}, namespace, array("i", prompt.tokens).tobytes()))
+        return await self.call(GetCached(prompt.ask, namespace, array("i", prompt.tokens).tobytes()))
 
     async def runs(self, tenant: str | None, salt: str | None) -> AsyncGenerator[list[dict[str, Any]], None]:
         """The tree's nodes of a tenant and a salt (None: all), with their tokens, in slices, parents first."""

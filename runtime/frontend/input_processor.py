@@ -2,8 +2,8 @@
 
 from array import array
 from bisect import bisect_right
-from typing import Any
 
+from runtime.asks import ReasoningAsk, ReuseAsk
 from runtime.config import SchedulerConfig
 from runtime.denoising import DEFAULT_LENGTH, BidirectionalParams, DenoisingParams, DiffusionParams
 from runtime.errors import InvalidRequest, TooLong
@@ -66,7 +66,7 @@ class InputProcessor:
             refuse_reuse(submission.reuse)
         if isinstance(submission.reuse, ReasoningParams) and (reason := self._no_reasoning(submission)):
             raise InvalidRequest(f"reasoning steps are not shared {reason}", param="reuse")
-        if isinstance(prompt, DocumentPrompt) and prompt.reuse is not None and (reason := self._exact(submission)):
+        if isinstance(prompt, DocumentPrompt) and prompt.ask is not None and (reason := self._exact(submission)):
             raise InvalidRequest(f"documents are not reused {reason}", param="reuse")
         if isinstance(prompt, ModulePrompt):
             return self._check_modules(submission, prompt, before)
@@ -193,14 +193,14 @@ class InputProcessor:
             return "behind modules or documents"
         return None
 
-    def reuse_of(self, submission: Submission) -> dict[str, Any] | None:
-        """The field `AddRequest.reuse` of an encoded submission."""
+    def ask_of(self, submission: Submission) -> ReuseAsk | None:
+        """The field `AddRequest.ask` of an encoded submission."""
         asked = submission.reuse
         if asked is None and self._reasoning and self._no_reasoning(submission) is None:
             asked = ReasoningParams()
         if isinstance(asked, ReasoningParams):
-            return asked.model_dump()
-        return submission.prompt.reuse if isinstance(submission.prompt, PlacedPrompt) else None
+            return ReasoningAsk(asked.percentile, asked.tau_max, asked.tau_min)
+        return submission.prompt.ask if isinstance(submission.prompt, PlacedPrompt) else None
 
     def check_ids(self, tokens: list[int], param: str) -> None:
         """Raise InvalidRequest for ids that the model does not have."""

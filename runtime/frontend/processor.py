@@ -16,7 +16,7 @@ from runtime.frontend.limits import RequestLimits
 from runtime.frontend.output import Output, PlacedPrompt, Submission
 from runtime.models.tokenizer import Detokenizer, Tokenizer
 from runtime.params import SamplingParams
-from runtime.protocol import Abort, AddRequest, Finish, Inbound, Sampling, TokenEvent
+from runtime.protocol import Abort, AddRequest, Finish, Inbound, Limits, Sampling, TokenEvent
 
 log = logging.getLogger("ramet.client")
 
@@ -146,12 +146,10 @@ class Frontend:
         sampling = submission.sampling
         now = time.monotonic()
         self._send_sampling(submission)
-        limit: dict[str, Any] = {}
-        if sampling.max_new_tokens is None:
-            limit = {"max_new_tokens": self.inputs.most_output(length, length if placed is None else placed.stop)}
-        elif submission.unclipped is not None:
-            limit = {"max_new_tokens": sampling.max_new_tokens, "min_new_tokens": sampling.min_new_tokens}
-        reuse = self.inputs.reuse_of(submission)
+        most = sampling.max_new_tokens
+        if most is None:
+            most = self.inputs.most_output(length, length if placed is None else placed.stop)
+        ask = self.inputs.ask_of(submission)
         self._by_submission[submission.key] = rids = set()
         self._serial += 1
         for choice in range(sampling.n):
@@ -169,15 +167,15 @@ class Frontend:
                 AddRequest(
                     rid=rid,
                     tokens=key,
-                    sampling={**limit, "seed": seed},
+                    limits=Limits(most, sampling.min_new_tokens, seed),
                     namespace=submission.namespace,
                     account=submission.account,
                     logprobs=submission.logprobs,
                     prompt_logprobs_from=submission.prompt_logprobs_from if choice == 0 else None,
                     priority=submission.priority,
-                    diffusion=None if submission.diffusion is None else submission.diffusion.model_dump(),
+                    diffusion=submission.diffusion,
                     explain=submission.explain and choice == 0,
-                    reuse=reuse,
+                    ask=ask,
                     store=submission.store,
                     hold_s=submission.hold_s,
                     breakpoints=[] if choice else submission.breakpoints,
@@ -188,8 +186,7 @@ class Frontend:
     def _send_sampling(self, submission: Submission) -> None:
         """Send the sampling parameters, unless the last submission had them: all prompts of a body share them."""
         if submission.common is not self._sent:
-            fields = submission.common.model_dump(exclude={"stop"})  # stop strings are found here, in the text
-            self._send(Sampling(fields, submission.bad_words))
+            self._send(Sampling(submission.common, submission.bad_words))
             self._sent = submission.common
 
     def abort(self, rid: str | None) -> int:

@@ -133,7 +133,7 @@ class PagedCache:
         sequence = holder.sequence
         self.allocator.release(sequence.pages)
         self.allocator.release(self.tree.make_room(holder.owner, 0))
-        holder.segments = []
+        holder.read(())
         sequence.pages, sequence.start, sequence.num_computed, sequence.pending = array("i"), 0, 0, 0
 
     def num_own_tokens(self, holder: Holder) -> int:

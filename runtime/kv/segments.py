@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
@@ -96,8 +97,11 @@ def slots_of(pages: array[int] | np.ndarray, rows: np.ndarray, page_size: int) -
 class Holder(Protocol):
     """What the cache needs to know of a request."""
 
-    segments: list[Segment]
+    segments: tuple[Segment, ...]
     sequence: Sequence
+
+    def read(self, segments: Iterable[Segment]) -> None:
+        """Replace the segments."""
 
     @property
     def owner(self) -> Namespace:

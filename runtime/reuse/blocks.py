@@ -25,6 +25,7 @@ class BlockPrefix(PrefixStrategy):
 
     unchunkable = True
     steady = False
+    counted = ("prefill_tokens",)
 
     def __init__(self, cache: PagedCache, num_layers: int, spec: DiffusionSpec):
         """Raises ModelError if a page would end within a block."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from runtime.batch import ForwardBatch, Span
-from runtime.kv.segments import Segment
 from runtime.request import Work
 from runtime.reuse.build import build
 
@@ -48,6 +48,7 @@ class Planner:
         self._num_layers, self._page_size = num_layers, page_size
         self._hidden_size, self._device, self.least_saved_tokens = hidden_size, device, least_saved_tokens
         self._last: _Steady | None = None
+        self._versions = count(1)
 
     def plan(self, work: Sequence[Work]) -> Planned:
         """Plan a step over pieces of work, at most one for each request."""
@@ -72,6 +73,8 @@ class Planner:
             self._device,
             self.least_saved_tokens,
         )
+        for group in plan.batch.groups:
+            group.attention.version = next(self._versions)
         total = 0
         for item, several in zip(work, sets, strict=True):
             row_layers = sum(one.row_layers for one in several)
@@ -91,7 +94,7 @@ class _Steady:
         """`tails`: for each row of the step, the span that ends with the row's own KV."""
         self.planned = planned
         self._page_size, self._work = page_size, work
-        self._segments: list[list[Segment]] = [item.request.segments for item in work]
+        self._reads = [item.request.num_reads for item in work]
         self._order = [places[0].start for places in planned.places]
         self._tails = tails
 
@@ -100,9 +103,9 @@ class _Steady:
         if len(work) != len(self._work):
             return False
         grown = []
-        for item, before, segments in zip(work, self._work, self._segments, strict=True):
+        for item, before, num_reads in zip(work, self._work, self._reads, strict=True):
             request = item.request
-            follows = request is before.request and item.start > before.start and request.segments is segments
+            follows = request is before.request and item.start > before.start and request.num_reads == num_reads
             if not follows or item.num_rows != 1 or not item.samples:
                 return False
             grown.append(item.start - before.start)
@@ -124,7 +127,7 @@ class _Steady:
                 slots[row] = sequence.pages[page] * self._page_size + rest
         for state in batch.states:
             item = work[self._order.index(state.first)]
-            new = item.request.strategy.state(item)
+            new = item.request.strategy.take_slots(item)
             assert new is not None
             state.slot, state.target, state.accepted = new.slot, new.target, new.accepted
         batch.tokens = torch.from_numpy(tokens)

@@ -75,7 +75,7 @@ class PrefixStrategy(Strategy):
             self._use(request, match, node)
         rows = match.partial_rows
         whole = len(match.pages) * cache.page_size
-        request.segments = [Segment(match.pages, whole, node=node)] if node is not None else []
+        request.read([Segment(match.pages, whole, node=node)] if node is not None else [])
         sequence.start, sequence.pages, sequence.num_computed, sequence.seconds = whole, fresh, whole + rows, 0.0
         if rows:  # valid even if `allocate` just evicted this page: nothing has overwritten it yet
             cache.pool.copy_rows(match.partial_page, fresh[0], rows)
@@ -157,7 +157,7 @@ class PrefixStrategy(Strategy):
         before = sequence.start // cache.page_size
         if not (cache.enabled and request.message.store) or full <= before:
             return
-        own = request.segments[:1] if sequence.start else []
+        own = request.segments[:1] if sequence.start else ()
         segment = own[0] if own else Segment(sequence.pages[:0], 0)
         pages = segment.pages + sequence.pages[: full - before]
         key = request.key(full * cache.page_size)
@@ -167,7 +167,7 @@ class PrefixStrategy(Strategy):
         cache.tree.unlock(segment.node)
         sequence.pages = sequence.pages[full - before :]
         sequence.start = full * cache.page_size
-        request.segments = [Segment(held, sequence.start, node=node), *request.segments[len(own) :]]
+        request.read([Segment(held, sequence.start, node=node), *request.segments[len(own) :]])
 
     def _sure(self, request: Request) -> int:
         """Number of leading tokens whose KV may be committed to the tree."""

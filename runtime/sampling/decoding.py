@@ -24,7 +24,7 @@ class NextToken(Decoding):
     def __init__(self, sampler: Sampler):
         super().__init__()
         self._sampler = sampler
-        self._places: Sequence[Sequence[slice]] = []
+        self._version = 0
         self._asking: _Asking = None, [], []
 
     def wanted(self, work: Work) -> np.ndarray:
@@ -39,9 +39,11 @@ class NextToken(Decoding):
             return np.arange(work.count)
         return _ONE_ROW if work.count == 1 else np.array((work.count - 1,))
 
-    def choose(self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor) -> Sampled | None:
-        if places is not self._places:  # the same object means a reused plan: same requests, one row each
-            self._places, self._asking = places, _asking(work, places, len(logits))
+    def choose(
+        self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor, version: int = 0
+    ) -> Sampled | None:
+        if version != self._version or not version:  # steps of the same plan have the same requests, one row each
+            self._version, self._asking = version, _asking(work, places, len(logits))
         index, requests, expected = self._asking
         if not requests:
             return None

@@ -49,7 +49,7 @@ class Answers:
 
     def add(self, submission: Submission, answer: str | None = None) -> None:
         """Remember a submission's prompt under the answer's id, unless the request forbids to store it."""
-        reads_more = isinstance(submission.prompt, PlacedPrompt) and submission.prompt.reuse is not None
+        reads_more = isinstance(submission.prompt, PlacedPrompt) and submission.prompt.ask is not None
         if reads_more or not submission.store:
             return
         account = submission.account

@@ -53,9 +53,9 @@ class StoredDocument(Stored):
         return own | super().describe(now_s, live)
 
     def details(self, prompt: PlacedPrompt, cached: dict[str, int]) -> dict[str, Any]:
-        if prompt.reuse is None:
+        if prompt.ask is None:
             return {"chunks": 0, "cached": 0}
-        starts = range(0, self.num_tokens - prompt.reuse["shortest"] + 1, prompt.reuse["chunk_tokens"])
+        starts = range(0, self.num_tokens - prompt.ask.shortest + 1, prompt.ask.chunk_tokens)
         return {"chunks": len(starts), "cached": sum(cached.values())}
 
 

@@ -24,7 +24,7 @@ def make_request(
     params = sampling or SamplingParams()
     length = len(tokens) if prompt_len is None else prompt_len
     return Request(
-        AddRequest(**{"rid": "r", "tokens": b"", "sampling": {}, **message}),
+        AddRequest(**{"rid": "r", "tokens": b"", **message}),
         SamplerState(params, frozenset(params.stop_token_ids), message.get("prompt_logprobs_from")),
         Sequence(array("i", tokens)),
         length,

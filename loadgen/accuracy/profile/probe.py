@@ -91,14 +91,14 @@ class Probe:
         """A request that encodes the prefix."""
         n = len(sample.prefix)
         request = self._request(sample, sample.prefix, Share(length=n, depth=1, is_encoding=True), range(0))
-        request.segments = [Segment(array("i", range(n)), n)]
+        request.read([Segment(array("i", range(n)), n)])
         return request
 
     def _reusing(self, sample: Sample, depth: int) -> Request:
         n = len(sample.prefix)
         share = Share(length=n, depth=depth)
         request = self._request(sample, [*sample.prefix, *sample.prompt], share, range(n, n + sample.length))
-        request.segments = [Segment(array("i", range(n)), n)] if depth else []
+        request.read([Segment(array("i", range(n)), n)] if depth else [])
         return request
 
     def _full(self, sample: Sample) -> Request:
@@ -111,7 +111,7 @@ class Probe:
         asked = DiffusionParams(gen_length=sample.gen_length, block_length=sample.gen_length)
         params = asked.filled(self._diffusion, _GREEDY)
         request = Request(
-            AddRequest("probe", b"", {}),
+            AddRequest("probe", b""),
             SamplerState(_GREEDY),
             Sequence(array("i", prompt), pages=array("i", pages)),
             len(prompt),
@@ -120,5 +120,5 @@ class Probe:
             self._decoding,
             reuse=share,
         )
-        self._decoding.open(request, params.model_dump())
+        self._decoding.open(request, params)
         return request

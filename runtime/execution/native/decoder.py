@@ -261,10 +261,10 @@ class NativeDecoder:
         return cosines[index], sines[index]
 
     def _native_plan(self, plan: AttentionPlan) -> NativePlan:
-        """The plan for the kernels, from a cache of two: `AttentionPlan`s that run again only have longer spans."""
+        """The plan for the kernels, from a cache of two: plans of the same version only have longer spans."""
         for known in self._plans:
-            if known.plan is plan:
-                known.grow()
+            if known.version == plan.version != 0:
+                known.grow(plan)
                 return known
         self._plans = [*self._plans[-1:], NativePlan(plan, self.rope)]
         return self._plans[-1]

@@ -15,13 +15,13 @@ class NativePlan:
     """The spans and edges of a plan as C arrays. Their pointers are valid while this object exists.
 
     Attributes:
-        plan: the original plan.
+        version: of the original plan.
         spans, edges: ctypes arrays of `library.SpanStruct` and `library.EdgeStruct`.
     """
 
     def __init__(self, plan: AttentionPlan, rope: RotaryEmbedding):
         self._kept: list[Any] = []
-        self.plan, self.num_edges = plan, len(plan.edges)
+        self.version, self.num_edges = plan.version, len(plan.edges)
         self._pages: list[np.ndarray | None] = [None] * len(plan.spans)
         self.spans = (c.SpanStruct * len(plan.spans))()
         self.edges = (c.EdgeStruct * self.num_edges)()
@@ -44,11 +44,11 @@ class NativePlan:
                 to.visible = self._array(edge.visible, np.int32)
             if edge.hidden is not None:
                 to.hidden = self._array(edge.hidden, np.int32)
-        self.grow()
+        self.grow(plan)
 
-    def grow(self) -> None:
-        """Update lengths and pages of the spans, after the planner has lengthened the plan."""
-        for i, (to, span) in enumerate(zip(self.spans, self.plan.spans, strict=True)):
+    def grow(self, plan: AttentionPlan) -> None:
+        """Update lengths and pages of the spans from a plan of the same version."""
+        for i, (to, span) in enumerate(zip(self.spans, plan.spans, strict=True)):
             to.length = span.length
             if span.pages is not self._pages[i]:
                 self._pages[i] = pages = np.ascontiguousarray(span.pages, dtype=np.int32)

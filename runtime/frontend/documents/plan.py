@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runtime.asks import DocumentsAsk
 from runtime.errors import InvalidRequest
 from runtime.frontend.documents.prompt import TokenizedPrompt
 from runtime.frontend.documents.table import MeasuredMethod, choose, read_table
@@ -25,13 +26,13 @@ class DocumentPrompt:
     Attributes:
         tokens: token ids of the whole prompt.
         names: names of the documents, in order.
-        reuse: the field of `AddRequest`; None: only an exact prefix is reused.
+        ask: see `AddRequest`; None: only an exact prefix is reused.
         note: more fields for the answer's `reuse`.
     """
 
     tokens: list[int]
     names: list[str]
-    reuse: dict[str, Any] | None
+    ask: DocumentsAsk | None
     note: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -45,7 +46,7 @@ class DocumentPrompt:
 
     def report(self, engine: dict[str, Any] | None, cached_tokens: int) -> dict[str, Any] | None:
         """The answer's `reuse`, or None; `engine`: the engine's report, if there is one."""
-        if self.reuse is None and engine is None and self.names:
+        if self.ask is None and engine is None and self.names:
             engine = {
                 **{"strategy": "prefix", "exact": True, "method": "none"},
                 "documents": list(dict.fromkeys(self.names)),
@@ -80,12 +81,12 @@ class DocumentPlanner:
         note: dict[str, Any] = {}
         if asked.method == "auto":
             asked, note = self._choose(asked)
-        reuse = None if asked.method == "none" else _message(asked, prompt)
+        ask = None if asked.method == "none" else _ask(asked, prompt)
         if asked.method != "none" and min(map(_length, prompt.documents)) < (least := shortest(asked.chunk_tokens)):
             note["note"] = f"documents of fewer than {least} tokens are computed in full"
-        if reuse is None and asked.method != "none":  # nothing is reused, so no measurement applies
+        if ask is None and asked.method != "none":  # nothing is reused, so no measurement applies
             note.pop("auto", None)
-        return DocumentPrompt(prompt.tokens.tolist(), prompt.names, reuse, note)
+        return DocumentPrompt(prompt.tokens.tolist(), prompt.names, ask, note)
 
     def _choose(self, asked: ReuseParams) -> tuple[ReuseParams, dict[str, Any]]:
         """The measured method for `auto`, and a note that gives the reason."""
@@ -113,27 +114,26 @@ def shortest(chunk_tokens: int) -> int:
     return min(_SHORTEST, chunk_tokens)
 
 
-def _message(asked: ReuseParams, prompt: TokenizedPrompt) -> dict[str, Any] | None:
-    """The field of `AddRequest`; None if all documents are too short to be reused."""
+def _ask(asked: ReuseParams, prompt: TokenizedPrompt) -> DocumentsAsk | None:
+    """What a prompt asks; None if all documents are too short to be reused."""
     if max(map(_length, prompt.documents)) < shortest(asked.chunk_tokens):
         return None
     taken = [name for name in _DEFAULTS if asked.method in TAKEN_BY[name]]
     if "ratio" in taken and "k" in taken:  # they exclude each other
         taken.remove("ratio" if asked.ratio is None else "k")
     options = {name: getattr(asked, name) for name in taken}
-    return {
-        "method": "fusion",
-        "select": asked.method,
-        "documents": [list(span) for span in prompt.documents],
-        "names": prompt.names,
-        "granularity": asked.granularity,
-        "chunk_tokens": asked.chunk_tokens,
-        "shortest": shortest(asked.chunk_tokens),
+    return DocumentsAsk(
+        asked.method,
+        prompt.documents,
+        prompt.names,
+        granularity=asked.granularity,
+        chunk_tokens=asked.chunk_tokens,
+        shortest=shortest(asked.chunk_tokens),
         **{name: _DEFAULTS[name] if value is None else value for name, value in options.items()},
-    }
+    )
 
 
 def plan_encoding(document: TokenizedPrompt, chunk_tokens: int) -> DocumentPrompt:
     """A prompt that only encodes a document, for all methods. Submit it with `max_new_tokens` 0."""
     asked = ReuseParams(method="pie", chunk_tokens=chunk_tokens)
-    return DocumentPrompt(document.tokens.tolist(), document.names, _message(asked, document))
+    return DocumentPrompt(document.tokens.tolist(), document.names, _ask(asked, document))

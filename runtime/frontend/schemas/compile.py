@@ -6,8 +6,8 @@ from array import array
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from runtime.asks import ModulesAsk
 from runtime.frontend.schemas.layout import Scope, TokenRun, check_characters, in_order, make_entry
 from runtime.frontend.schemas.markup import PmlError
 from runtime.frontend.schemas.pml import Import, Insert, Prompt
@@ -20,13 +20,13 @@ class ModulePrompt:
 
     Attributes:
         tokens: the prompt's own tokens, those of arguments and new text, by position.
-        reuse: the field of `AddRequest`.
+        ask: see `AddRequest`.
         rows: number of rows that are read of each entry.
         stop: the position of the first generated token.
     """
 
     tokens: list[int]
-    reuse: dict[str, Any]
+    ask: ModulesAsk
     rows: list[int]
     stop: int
 
@@ -72,9 +72,9 @@ def compile_prompt(
     ids, anchors = in_order(sorted((run for run in own if run.tokens), key=lambda run: run.position))
     sets = [(scopes, sum(s.num_kept for s in scopes)) for scopes in _together([root, *imported], scaffolds)]
     entries = [make_entry(scopes) for scopes, kept in sets if kept]
-    reuse = {"method": "modules", "schema": prompt.schema, "anchors": anchors, "entries": entries}
+    ask = ModulesAsk(entries, anchors, prompt.schema)
     rows = [kept for _, kept in sets if kept]
-    return ModulePrompt(ids.tolist(), reuse, rows, root.stop + len(own[-1].tokens))
+    return ModulePrompt(ids.tolist(), ask, rows, root.stop + len(own[-1].tokens))
 
 
 def _resolve(imports: Sequence[Import], root: Scope) -> dict[Scope, Import]:

@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
 
+from runtime.asks import EntryAsk, Pairs
 from runtime.frontend.schemas.markup import PmlError, Text
 from runtime.frontend.schemas.pml import Content, Module, Parameter, Union
 from runtime.models.tokenizer import Tokenizer
@@ -84,8 +84,8 @@ class Scope:
             yield from child.walk()
 
 
-def make_entry(scopes: Sequence[Scope]) -> dict[str, Any]:
-    """The entry of scopes that are encoded together, for `AddRequest.reuse`. Final placeholders are left out.
+def make_entry(scopes: Sequence[Scope]) -> EntryAsk:
+    """The entry of scopes that are encoded together, for `AddRequest.ask`. Final placeholders are left out.
 
     `holes` are the index ranges of rows that are not kept: placeholders, and runs of other scopes to attend to.
     """
@@ -94,26 +94,26 @@ def make_entry(scopes: Sequence[Scope]) -> dict[str, Any]:
         runs.pop()
     before = [run for scope in scopes for run in scope.before()]
     tokens, anchors = in_order([*before, *runs])
-    holes: list[list[int]] = []
+    holes: Pairs = []
     index = 0
     for place, run in enumerate([*before, *runs]):
         start, index = index, index + len(run.tokens)
         if place < len(before) or not run.kept:
             if holes and holes[-1][1] == start:  # merged, so that equal entries have equal messages
                 start = holes.pop()[0]
-            holes.append([start, index])
+            holes.append((start, index))
     name = " + ".join(scope.path for scope in scopes)
-    return {"name": name, "tokens": tokens.tobytes(), "anchors": anchors, "holes": holes}
+    return EntryAsk(tokens.tobytes(), anchors, holes, name)
 
 
-def in_order(runs: Iterable[TokenRun]) -> tuple[array[int], list[list[int]]]:
-    """The int32 tokens of runs, and their anchors: pairs [index, position], after which positions are consecutive."""
+def in_order(runs: Iterable[TokenRun]) -> tuple[array[int], Pairs]:
+    """The int32 tokens of runs, and their anchors: pairs (index, position), after which positions are consecutive."""
     tokens = array("i")
-    anchors: list[list[int]] = []
+    anchors: Pairs = []
     behind = -1
     for run in runs:
         if run.position != behind:
-            anchors.append([len(tokens), run.position])
+            anchors.append((len(tokens), run.position))
         tokens.extend(run.tokens)
         behind = run.position + len(run.tokens)
     return tokens, anchors

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
+from runtime.asks import EntryAsk, ModulesAsk
 from runtime.frontend.schemas.compile import ModulePrompt, compile_prompt
 from runtime.frontend.schemas.layout import Scope, lay_out, make_entry
 from runtime.frontend.schemas.markup import PmlError, Text
@@ -103,15 +106,17 @@ class Schema:
 
         Members of a union that have the same text share one entry, which has all their names.
         """
-        unique: dict[str, tuple[dict[str, Any], int]] = {}
+        unique: dict[bytes, tuple[EntryAsk, int]] = {}
         for scopes in (*self.scaffolds, *([scope] for scope in self.root.walk())):
             if kept := sum(scope.num_kept for scope in scopes):
                 entry = make_entry(scopes)
-                first, _ = unique.setdefault(repr({**entry, "name": ""}), (entry, kept))
+                first, _ = unique.setdefault(
+                    msgspec.msgpack.encode((entry.tokens, entry.anchors, entry.holes)), (entry, kept)
+                )
                 if first is not entry:
-                    first["name"] += f", {entry['name']}"
-        reuse = {"method": "modules", "schema": self.name, "entries": [entry for entry, _ in unique.values()]}
-        return ModulePrompt([], reuse, [kept for _, kept in unique.values()], 0)
+                    first.name += f", {entry.name}"
+        ask = ModulesAsk([entry for entry, _ in unique.values()], schema=self.name)
+        return ModulePrompt([], ask, [kept for _, kept in unique.values()], 0)
 
     def _tail(self, prompt: Prompt, generate: bool) -> str:
         if not self.roles:

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from radix import Namespace
+from radix import Match, Namespace
 from runtime.batch import Read, RowSet, Stage
 from runtime.diffusion.canvas import BidirectionalCanvas
 from runtime.kv.segments import slots_of
@@ -22,9 +22,33 @@ from runtime.reuse.bicache.drift import Drift
 from runtime.reuse.bicache.measured import ShallowMeta
 
 
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A look-up of the prefix that a request shares.
+
+    Attributes:
+        length: number of shared leading positions, in whole pages; 0: none.
+        depth: number of layers in which the prefix is reused.
+        encoding: the prefix's namespace in the tree; None without reuse.
+        unshared: why no prefix is shared: reuse is `off`, `no_prefix` is known, the prefix is `too_short` for a page,
+            the pool has `no_room` for it, or the depth is 0 (`no_layer`).
+        meta: the record of the encoding's nodes.
+        measures: whether this request measures a depth; its pages then have room for a second canvas.
+        match: the encoding in the tree; None: the tree has none.
+    """
+
+    length: int
+    depth: int
+    encoding: Namespace | None
+    unshared: str | None
+    meta: ShallowMeta
+    measures: bool
+    match: Match | None
+
+
 @dataclass(slots=True)
 class Share:
-    """The prefix that a diffusion request shares. Each attempt to admit the request looks the prefix up again.
+    """The prefix that a diffusion request shares: as it asks, as it was found at the admission, and its state.
 
     Attributes:
         reuse: whether prefixes are shared.
@@ -33,17 +57,12 @@ class Share:
         bound: largest mean divergence in nats of a measured depth; None: depths are not measured.
         interval: denoising steps between two refreshes of the prefix.
         drift: decides when to refresh; None: `interval` does.
-        length: number of shared leading positions, in whole pages; 0: none.
-        depth: number of layers in which the prefix is reused.
-        encoding: the prefix's namespace in the tree; None without reuse.
-        unshared: why no prefix is shared: reuse is `off`, `no_prefix` is known, the prefix is `too_short` for a page,
-            the pool has `no_room` for it, or the depth is 0 (`no_layer`).
+        length, encoding, unshared, meta, measures: see `Prefix`.
+        depth: see `Prefix`; a measurement may choose another one.
         is_encoding: whether the next step encodes the prefix alone.
         boundary: hidden states that enter layer `depth`, float32 [length, hidden]; None: not computed yet.
         refreshed_at: the number of the last denoising step that refreshed; -1: none has.
         refreshes: number of refreshes.
-        meta: the record of the encoding's nodes.
-        measures: whether this request measures a depth; its pages then have room for a second canvas.
         divergence: measured divergence in nats of the depth in use; None: not measured.
     """
 
@@ -64,6 +83,16 @@ class Share:
     meta: ShallowMeta | None = None
     measures: bool = False
     divergence: float | None = None
+
+    def take(self, found: Prefix) -> None:
+        """Take over what was found, at the admission."""
+        self.length, self.depth, self.encoding, self.unshared = (
+            found.length,
+            found.depth,
+            found.encoding,
+            found.unshared,
+        )
+        self.meta, self.measures = found.meta, found.measures
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from radix import Namespace, path
+from radix import Match, Namespace, path
 from runtime.batch import RowSet
 from runtime.config import Config, DiffusionConfig
 from runtime.kv.cache import PagedCache
@@ -22,7 +22,7 @@ from runtime.reuse.bicache.depth_table import NO_TABLE, DepthTable, choose_table
 from runtime.reuse.bicache.drift import Drift, num_near_layers
 from runtime.reuse.bicache.encodings import BoundaryStore, Encodings, encoding_of
 from runtime.reuse.bicache.measured import MeasuredDepths, ShallowMeta
-from runtime.reuse.bicache.plan import Share, Trial, next_work, plan_rows
+from runtime.reuse.bicache.plan import Prefix, Share, Trial, next_work, plan_rows
 
 # The paper's R.
 _INTERVAL = 16
@@ -40,7 +40,7 @@ class BiCache(Strategy):
 
     name = "bicache"
     unchunkable = True
-    counted = ("encoded_prefixes", "refreshes", "divergences", "divergences_exceeded")
+    counted = ("prefill_tokens", "encoded_prefixes", "refreshes", "divergences", "divergences_exceeded")
 
     def __init__(
         self, config: DiffusionConfig, table: DepthTable, spec: ModelSpec, cache: PagedCache, by_default: bool = True
@@ -76,7 +76,7 @@ class BiCache(Strategy):
         is_exact = self.table is NO_TABLE and depth is None
         return 1 if is_exact else self.table.interval or _INTERVAL
 
-    def open(self, request: Request, asked: dict[str, Any]) -> None:
+    def open(self, request: Request, ask: None) -> None:
         """A request without a canvas asks for no tokens: it only encodes its whole prompt."""
         if request.canvas is None:
             request.reuse = Share(declared=request.prompt_len, wanted_depth=1)
@@ -93,17 +93,16 @@ class BiCache(Strategy):
             drift=Drift(params.drift_threshold) if params.refresh == "drift" else None,
         )
 
-    def runs(self, tokens: array[int], namespace: Namespace, asked: dict[str, Any]) -> list[Run]:
+    def runs(self, tokens: array[int], namespace: Namespace, ask: None = None) -> list[Run]:
         return [Run(tokens, encoding_of(tokens.tobytes(), namespace))]
 
     def reads(self, request: Request) -> list[Run]:
         """The shared prefix; empty if the request shares none."""
-        self.find(request)
-        share = request.reuse
-        if share.encoding is None or request.canvas is None:
+        prefix: Prefix = self.find(request).detail
+        if prefix.encoding is None or request.canvas is None:
             return []
-        meta = ShallowMeta(share.length, self.table)
-        return [Run(request.tokens[: share.length], share.encoding, meta=meta, whole=True)]
+        meta = ShallowMeta(prefix.length, self.table)
+        return [Run(request.tokens[: prefix.length], prefix.encoding, meta=meta, whole=True)]
 
     def restored(self, tokens: array[int], namespace: Namespace) -> None:
         if self.encodings.match(tokens.tobytes(), namespace):
@@ -115,66 +114,69 @@ class BiCache(Strategy):
     # -- which prefix ----------------------------------------------------------------------------------------
 
     def find(self, request: Request) -> Found:
-        """Updates the request's `Share`: prefix, depth, encoding and whether the request measures.
+        """`Found.detail` is a `Prefix`.
 
         The shared pages never contain the row that predicts the first mask, because every step needs its logits.
         """
-        share = request.reuse
-        share.measures, share.unshared = False, None
-        share.length = self._shared_length(request)
-        if not share.length:
-            is_off = not (share.reuse and self.cache.enabled)
-            share.unshared = "off" if is_off else "too_short" if share.declared else "no_prefix"
-        elif self.cache.pages_for(share.length) + self._num_private(request) > self.cache.pool.num_pages:
-            share.length, share.unshared = 0, "no_room"
-        encoding = encoding_of(request.key(share.length), request.namespace) if share.length else None
-        match = None
-        if encoding is not None and request.canvas is not None:
-            match = self.encodings.match(request.key(share.length), encoding)
+        share, measures = request.reuse, False
+        length, unshared = self._shared_length(request)
+        key, encoding, match = request.key(length), None, None
+        if length:
+            encoding = encoding_of(key, request.namespace)
+            match = self.encodings.match(key, encoding) if request.canvas is not None else None
         meta = None if match is None or match.node is None else match.node.meta
-        share.meta = meta if isinstance(meta, ShallowMeta) else ShallowMeta(share.length, self.table)
-        share.depth = self._depth(request)
-        share.encoding = encoding if share.depth else None
-        if share.length and not share.depth:
-            share.unshared = "no_layer"
-        if self._can_measure(request) and share.wanted_depth is None:
-            share.measures = self._measured(request).wants(share.bound, self.num_layers)
-        return Found(share.length, match) if match is not None and share.depth else Found()
+        if not isinstance(meta, ShallowMeta):
+            meta = ShallowMeta(length, self.table)
+        depth = self._depth(request, length, meta)
+        if length and not depth:
+            encoding, match, unshared = None, None, "no_layer"
+        if encoding is not None and share.wanted_depth is None and self._can_measure(request, length):
+            measures = meta.measured.at(length / request.max_length).wants(share.bound, self.num_layers)
+        found = Prefix(length, depth, encoding, unshared, meta, measures, match)
+        return Found(0 if match is None else length, found)
 
-    def _shared_length(self, request: Request) -> int:
-        """Tokens in whole pages of the declared prefix; without a declaration, of the longest encoded prefix."""
+    def _shared_length(self, request: Request) -> tuple[int, str | None]:
+        """Tokens in whole pages of the declared prefix; without a declaration, of the longest encoded prefix.
+
+        With 0 tokens comes the reason, see `Prefix.unshared`.
+        """
         share, page_size = request.reuse, self.cache.page_size
         if not (share.reuse and self.cache.enabled):
-            return 0
+            return 0, "off"
         limit = request.prompt_len
         if request.canvas is not None:
             limit -= request.canvas.spec.logits_shift
         if share.declared is None:
-            return self.encodings.discover(request.tokens, request.namespace, limit)
-        length: int = min(share.declared, limit) // page_size * page_size
-        return length
+            length = self.encodings.discover(request.tokens, request.namespace, limit)
+        else:
+            length = min(share.declared, limit) // page_size * page_size
+        if not length:
+            return 0, "too_short" if share.declared else "no_prefix"
+        if self.cache.pages_for(length) + self._num_private(request, False) > self.cache.pool.num_pages:
+            return 0, "no_room"
+        return length, None
 
-    def _num_private(self, request: Request) -> int:
+    def _num_private(self, request: Request, measures: bool) -> int:
         """Number of pages for the canvas, twice as many with guidance or a measurement."""
         if request.canvas is None:
             return 0
-        has_second = request.canvas.params.cfg_scale or request.reuse.measures
+        has_second = request.canvas.params.cfg_scale or measures
         return self.cache.pages_for(request.max_length) * (2 if has_second else 1)
 
-    def _depth(self, request: Request) -> int:
+    def _depth(self, request: Request, length: int, meta: ShallowMeta) -> int:
         share = request.reuse
-        if not share.length:
+        if not length:
             return 0
         depth: int | None = share.wanted_depth
         if depth is None:
-            depth = share.meta.table.depth(share.length / request.max_length)
+            depth = meta.table.depth(length / request.max_length)
             if share.bound is not None:
-                depth = self._measured(request).choose(share.bound, depth)
+                depth = meta.measured.at(length / request.max_length).choose(share.bound, depth)
         return min(depth, self.num_layers)
 
     def peer(self, request: Request, found: Found, computing: Sequence[Request]) -> tuple[Request, int] | None:
         """A running request that is encoding the same prefix."""
-        encoding = request.reuse.encoding
+        encoding = found.detail.encoding
         for other in computing:
             if encoding is not None and other.reuse.is_encoding and other.reuse.encoding == encoding:
                 return other, 0
@@ -184,19 +186,21 @@ class BiCache(Strategy):
 
     def admit(self, request: Request, found: Found, headroom: int) -> bool:
         """Allocate all pages. Pages of a prefix that the request encodes stay its own until `book` inserts them."""
-        cache, share, match = self.cache, request.reuse, found.detail
+        cache, share, prefix = self.cache, request.reuse, found.detail
+        match: Match | None = prefix.match
         node = None if match is None else cache.tree.lock_match(match)
-        is_encoding = share.encoding is not None and match is None
-        missing = cache.pages_for(share.length) if is_encoding else 0
+        is_encoding = prefix.encoding is not None and match is None
+        missing = cache.pages_for(prefix.length) if is_encoding else 0
         behind = array("i") if match is None else match.pages
-        private = self._num_private(request)
+        private = self._num_private(request, prefix.measures)
         fresh = cache.allocate(missing + private, behind, request.owner, cached=missing)
         if fresh is None:
             cache.tree.unlock(node)
             return False
         cache.use(node)
+        share.take(prefix)
         pages = fresh[:missing] if is_encoding else behind
-        request.segments = [Segment(pages, share.length, node=node)] if share.encoding else []
+        request.read([Segment(pages, share.length, node=node)] if share.encoding else [])
         request.sequence.pages = fresh[missing:]
         request.cached_tokens = 0 if is_encoding else len(behind) * cache.page_size
         share.is_encoding = is_encoding
@@ -306,12 +310,12 @@ class BiCache(Strategy):
         found: MeasuredDepths = request.reuse.meta.measured.at(request.reuse.length / request.max_length)
         return found
 
-    def _can_measure(self, request: Request) -> bool:
-        """Whether a request has a bound and an encoding, no guidance, and room in the pool for a second canvas."""
+    def _can_measure(self, request: Request, length: int) -> bool:
+        """Whether a request has a bound, no guidance, and room in the pool for a second canvas."""
         share, canvas = request.reuse, request.canvas
-        if not share.bound or share.encoding is None or canvas is None:
+        if not share.bound or canvas is None:
             return False
-        room = self.cache.pages_for(share.length) + 2 * self.cache.pages_for(request.max_length)
+        room = self.cache.pages_for(length) + 2 * self.cache.pages_for(request.max_length)
         return not canvas.params.cfg_scale and room <= self.cache.pool.num_pages
 
     def _trial(self, request: Request) -> Trial | None:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import hashlib
 from array import array
 from dataclasses import InitVar, dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 import numpy as np
 
 from radix import Namespace
+from runtime.asks import Pairs
 from runtime.errors import InvalidRequest
 from runtime.kv.segments import Run, Sequence
-
-Pairs = list[tuple[int, int]]
-Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 
 @dataclass(slots=True, eq=False)
@@ -76,14 +73,6 @@ class EntryMeta:
 def digest(content: bytes) -> str:
     """A hash of content, as a name within namespaces."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
-def read_fields(kind: type[Fields], asked: dict[str, Any]) -> Fields:
-    """The `reuse` fields of a message. Raises InvalidRequest for a field of a wrong type."""
-    try:
-        return msgspec.convert(asked, kind)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"reuse: {error}", param="reuse") from None
 
 
 def read_tokens(data: bytes, vocab_size: int, what: str) -> array[int]:

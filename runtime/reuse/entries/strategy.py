@@ -184,7 +184,7 @@ class EntryStrategy(PrefixStrategy):
         for (entry, match), node in zip(pairs, nodes, strict=True):
             cache.use(node)
             if self._all(entry, match):
-                request.segments.append(Segment(match.pages, entry.length, node=node))
+                request.read((*request.segments, Segment(match.pages, entry.length, node=node)))
                 self._there(request, entry, match.pages)
             else:
                 fresh = self._begin(request, entry, match, node, fresh)
@@ -223,7 +223,7 @@ class EntryStrategy(PrefixStrategy):
         held = [Segment(fresh[:size], 0)]
         if node is not None:
             held.append(Segment(before, 0, node=node))
-        request.segments += held
+        request.read((*request.segments, *held))
         pages, scratch = before + fresh[:kept], fresh[kept:size]
         request.reuse.encodings.append(Encoding(entry, start, pages, scratch, held))
         request.sequence.pending += len(entry.is_kept) - start
@@ -279,7 +279,7 @@ class EntryStrategy(PrefixStrategy):
         imports.encodings = [one for one in imports.encodings if one not in known]
         held = {id(segment) for one in complete for segment in one.held}
         segments = [segment for segment in request.segments if id(segment) not in held]
-        request.segments = segments + [self._insert(request, one) for one in complete]
+        request.read(segments + [self._insert(request, one) for one in complete])
         self.counters[self.counted[0]] += len(complete)
 
     def _insert(self, request: Request, one: Encoding) -> Segment:

@@ -50,11 +50,11 @@ def _rows(turns: list[tuple[int, bytes, np.ndarray]]) -> int:
 
 def _key(layout: Layout, namespace: Namespace) -> bytes:
     """A hash of the prompt up to the end of the last document, and of the `reuse` options."""
-    before = layout.prompt[: layout.asked.documents[-1][1]].tobytes()
-    content = msgspec.msgpack.encode((namespace.to_bytes(), before, msgspec.to_builtins(layout.asked)))
+    before = layout.prompt[: layout.ask.documents[-1][1]].tobytes()
+    content = msgspec.msgpack.encode((namespace.to_bytes(), before, msgspec.to_builtins(layout.ask)))
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def _tail(layout: Layout, length: int) -> bytes:
-    tail = layout.prompt[layout.asked.documents[-1][1] : length]
+    tail = layout.prompt[layout.ask.documents[-1][1] : length]
     return hashlib.blake2b(tail.tobytes(), digest_size=16).digest()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
+from runtime.asks import DocumentsAsk
 from runtime.batch import Read
 from runtime.reuse.entries.entry import Entry
 
@@ -18,43 +18,22 @@ from runtime.reuse.entries.entry import Entry
 LONGEST_QUESTION = 512
 
 
-class Asked(msgspec.Struct):
-    """The `reuse` fields of a message. The front end has checked the document ranges.
+def options_of(ask: DocumentsAsk) -> dict[str, Any]:
+    """The options that the answer repeats; `k` only if LegoLink uses it."""
+    found = {"ratio": ask.ratio, "granularity": ask.granularity, "chunk_tokens": ask.chunk_tokens}
+    return {**found, "k": ask.k} if ask.select == "legolink" and ask.ratio is None else found
 
-    Attributes:
-        select: name of the method that chooses which rows are computed again.
-        documents: ranges [start, stop) of the prompt's tokens, ascending.
-        names: the documents' names, shown in answers.
-        ratio: share of the documents' rows that are computed again (A3's paper: of all rows); None: the default.
-        granularity: whether the method chooses single rows (`token`) or whole pages.
-        chunk_tokens: longer documents are encoded in pieces of this many tokens.
-        shortest: shorter documents, and shorter last pieces, are computed in full.
-        k: number of leading rows of each chunk that LegoLink computes again.
-    """
 
-    select: str
-    documents: list[tuple[int, int]]
-    names: list[str] = []
-    ratio: float | None = None
-    granularity: Literal["page", "token"] = "token"
-    chunk_tokens: int = 512
-    shortest: int = 1
-    k: int = 16
+def titles_of(ask: DocumentsAsk) -> list[str]:
+    """A name for each document."""
+    return ask.names or [f"document {i + 1}" for i in range(len(ask.documents))]
 
-    def options(self) -> dict[str, Any]:
-        """The options that the answer repeats; `k` only if LegoLink uses it."""
-        found = {"ratio": self.ratio, "granularity": self.granularity, "chunk_tokens": self.chunk_tokens}
-        return {**found, "k": self.k} if self.select == "legolink" and self.ratio is None else found
 
-    def titles(self) -> list[str]:
-        """A name for each document."""
-        return self.names or [f"document {i + 1}" for i in range(len(self.documents))]
-
-    def chunks(self) -> Iterator[tuple[int, int, str]]:
-        """The chunks as (start, stop, name of the document); each is a range of the prompt that is encoded alone."""
-        for (start, stop), name in zip(self.documents, self.titles(), strict=True):
-            for at in range(start, stop - self.shortest + 1, self.chunk_tokens):
-                yield at, min(at + self.chunk_tokens, stop), name
+def chunks_of(ask: DocumentsAsk) -> Iterator[tuple[int, int, str]]:
+    """The chunks as (start, stop, name of the document); each is a range of the prompt that is encoded alone."""
+    for (start, stop), name in zip(ask.documents, titles_of(ask), strict=True):
+        for at in range(start, stop - ask.shortest + 1, ask.chunk_tokens):
+            yield at, min(at + ask.chunk_tokens, stop), name
 
 
 @dataclass(slots=True, eq=False)
@@ -131,7 +110,7 @@ class Layout:
 
     prompt: np.ndarray
     places: Sequence[EntryPlace]
-    asked: Asked
+    ask: DocumentsAsk
     page_size: int
     is_own: np.ndarray = field(init=False)
     num_prefix: int = field(init=False)
@@ -158,7 +137,7 @@ class Layout:
     @property
     def question(self) -> int:
         """The first row of the question: the last `LONGEST_QUESTION` rows after the documents, at least one row."""
-        return min(max(self.asked.documents[-1][1], len(self.prompt) - LONGEST_QUESTION), len(self.prompt) - 1)
+        return min(max(self.ask.documents[-1][1], len(self.prompt) - LONGEST_QUESTION), len(self.prompt) - 1)
 
     def computed(self, chosen: np.ndarray) -> np.ndarray:
         """The prompt rows that a request computes with a choice of rows: own and chosen rows, int64 ascending."""

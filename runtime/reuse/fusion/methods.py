@@ -31,7 +31,7 @@ class Method(ABC):
 
     def count(self) -> int:
         """Largest number of rows that a method with a look may choose: `ratio` x the number of document rows."""
-        ratio = self.layout.asked.ratio
+        ratio = self.layout.ask.ratio
         return int(len(self.layout.candidates) * (RATIO if ratio is None else ratio))
 
     @abstractmethod
@@ -44,7 +44,7 @@ class Scored(Method):
 
     def choose(self, look: Look | None) -> np.ndarray:
         layout, count = self.layout, self.count()
-        runs = np.arange(len(layout.candidates)) if layout.asked.granularity == "token" else layout.pages
+        runs = np.arange(len(layout.candidates)) if layout.ask.granularity == "token" else layout.pages
         sizes = np.bincount(runs)
         taken = np.zeros(len(sizes), dtype=bool)
         scores = np.bincount(runs, weights=self.scores(look).double().cpu().numpy())
@@ -108,19 +108,19 @@ class ProphetKV(Scored):
 class LegoLink(Method):
     """LegoLink-k (EPIC, Hu et al. 2024): chooses the first rows of each chunk, which act as attention sinks.
 
-    It takes `asked.k` rows of each chunk, or the share `ratio` of them, but none of a chunk that begins the prompt.
+    It takes `ask.k` rows of each chunk, or the share `ratio` of them, but none of a chunk that begins the prompt.
     """
 
     name = "legolink"
 
     def choose(self, look: Look | None) -> np.ndarray:
-        layout, asked = self.layout, self.layout.asked
+        layout, ask = self.layout, self.layout.ask
         chosen = np.zeros(len(layout.prompt), dtype=bool)
         for place in layout.places:
             if not place.is_document or not place.start:
                 continue
-            k = asked.k if asked.ratio is None else math.ceil(asked.ratio * place.entry.length)
-            if asked.granularity == "page":
+            k = ask.k if ask.ratio is None else math.ceil(ask.ratio * place.entry.length)
+            if ask.granularity == "page":
                 k = -(-k // layout.page_size) * layout.page_size
             chosen[place.start : place.start + min(k, place.entry.length)] = True
         return layout.candidates[chosen[layout.candidates]]

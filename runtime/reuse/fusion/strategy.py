@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from radix import Match, Namespace
+from runtime.asks import DocumentsAsk, Pairs
 from runtime.batch import Read, RowSet, Stage, causal_visible
 from runtime.errors import InvalidRequest
 from runtime.execution.executor import Executor
@@ -21,10 +22,10 @@ from runtime.kv.segments import Run, Segment
 from runtime.kv.segments import Sequence as Own
 from runtime.protocol import ModelInfo
 from runtime.request import Found, Request, Work
-from runtime.reuse.entries.entry import Entry, Pairs, digest, read_fields, read_tokens
+from runtime.reuse.entries.entry import Entry, digest, read_tokens
 from runtime.reuse.entries.strategy import EntryStrategy, Imports
 from runtime.reuse.fusion.choices import Choices
-from runtime.reuse.fusion.layout import Asked, EntryPlace, Layout
+from runtime.reuse.fusion.layout import EntryPlace, Layout, chunks_of, options_of, titles_of
 from runtime.reuse.fusion.looks import DenseLook, Look
 from runtime.reuse.fusion.methods import METHODS, Method, Scored
 
@@ -99,12 +100,12 @@ class Fusion(EntryStrategy):
 
     # -- what is asked ---------------------------------------------------------------------------------------
 
-    def open(self, request: Request, asked: dict[str, Any]) -> None:
+    def open(self, request: Request, ask: DocumentsAsk) -> None:
         if request.sampler.prompt_logprobs_from is not None:
             raise InvalidRequest("prompts whose documents are reused have no log-probabilities", param="reuse")
         tokens = read_tokens(request.sequence.tokens.tobytes(), self._model.vocab_size, "the prompt")
-        layout = self._layout(tokens, asked, request.namespace)
-        method = METHODS[layout.asked.select](layout)
+        layout = self._layout(tokens, ask, request.namespace)
+        method = METHODS[ask.select](layout)
         if method.look is not None and self._executor.spec.num_kv_heads != self.cache.pool.k.shape[2]:
             raise InvalidRequest(f"method {method.name!r} is not served by several ranks", param="reuse.method")
         entries = {place.entry.namespace: place.entry for place in layout.places}
@@ -119,18 +120,17 @@ class Fusion(EntryStrategy):
         pages = sum(self.cache.pages_for(entry.length) for entry in entries.values())
         self._bound(request, pages + sum(self._look_pages(request.reuse)), request.max_length)
 
-    def _layout(self, tokens: array[int], asked: dict[str, Any], namespace: Namespace) -> Layout:
-        found = read_fields(Asked, asked)
-        chunks, prefix = list(found.chunks()), self.cache.page_size * (found.documents[0][0] // self.cache.page_size)
+    def _layout(self, tokens: array[int], ask: DocumentsAsk, namespace: Namespace) -> Layout:
+        chunks, prefix = list(chunks_of(ask)), self.cache.page_size * (ask.documents[0][0] // self.cache.page_size)
         self._check_count(len(chunks))
         places = [self._place(tokens, chunk, namespace) for chunk in chunks]
         if prefix:
             places.insert(0, self._place(tokens, (0, prefix, "prefix"), namespace, False))
         last = len(tokens) - 1
-        if METHODS[found.select].reuses_question and found.documents[-1][1] < last:
-            question = (found.documents[-1][1], last, "question")
+        if METHODS[ask.select].reuses_question and ask.documents[-1][1] < last:
+            question = (ask.documents[-1][1], last, "question")
             places.append(self._place(tokens, question, namespace, False))
-        return Layout(np.frombuffer(tokens, dtype=np.int32), places, found, self.cache.page_size)
+        return Layout(np.frombuffer(tokens, dtype=np.int32), places, ask, self.cache.page_size)
 
     def _place(
         self, tokens: array[int], chunk: tuple[int, int, str], namespace: Namespace, is_document: bool = True
@@ -142,9 +142,9 @@ class Fusion(EntryStrategy):
         entry = Entry(name, Own(mine), kept, namespace, self.cache.page_size)
         return EntryPlace(entry, start, is_document, kept)
 
-    def runs(self, tokens: array[int], namespace: Namespace, asked: dict[str, Any]) -> list[Run]:
+    def runs(self, tokens: array[int], namespace: Namespace, ask: DocumentsAsk) -> list[Run]:
         """One run for each different chunk of a document."""
-        entries = [p.entry for p in self._layout(tokens, asked, namespace).places if p.is_document]
+        entries = [p.entry for p in self._layout(tokens, ask, namespace).places if p.is_document]
         return [entry.run() for entry in {entry.namespace: entry for entry in entries}.values()]
 
     def _look_pages(self, fused: Fused) -> tuple[int, int]:
@@ -185,7 +185,7 @@ class Fusion(EntryStrategy):
         # After a dense look, rows up to `chosen_for` read other KV in layer 1 than later rows.
         until = chosen_for if self._is_dense(fused) else 0
         # If the prompt ends with a document, its last row is computed for the logits, but not in a longer prompt.
-        forced = len(fused.layout.prompt) if fused.layout.asked.documents[-1][1] == len(fused.layout.prompt) else 0
+        forced = len(fused.layout.prompt) if fused.layout.ask.documents[-1][1] == len(fused.layout.prompt) else 0
         content = msgspec.msgpack.encode((places, chosen.tobytes(), until, forced))
         request.namespace = fused.namespace.for_entry("fused", digest(content))
 
@@ -200,12 +200,14 @@ class Fusion(EntryStrategy):
 
     # -- what exists -----------------------------------------------------------------------------------------
 
-    def find(self, request: Request) -> Found:
-        fused = request.reuse
-        if fused.selected is None:
+    def prepare(self, request: Request) -> None:
+        """Take a choice that another request has made meanwhile."""
+        if request.reuse.selected is None:
             self._recall(request)
+
+    def find(self, request: Request) -> Found:
         found = super().find(request)
-        return Found(self._num_there(fused, *found.detail), found.detail)
+        return Found(self._num_there(request.reuse, *found.detail), found.detail)
 
     def _num_there(self, fused: Fused, own: Found, matches: Sequence[Match]) -> int:
         """Number of prompt tokens with cached KV. A document row with stored and with recomputed KV counts once."""
@@ -236,7 +238,7 @@ class Fusion(EntryStrategy):
             pages = self.cache.allocate(own + more, array("i"), request.owner, cached=0)
             assert pages is not None, "the room was counted above"
             fused.held = [Segment(pages[:own], 0), Segment(pages[own:], 0)]
-            request.segments += fused.held
+            request.read((*request.segments, *fused.held))
             fused.look = look(fused.layout, request.sequence, pages[:own], self._executor)
             request.sequence.pending += fused.look.num_rows
         fused.phase = Phase.ENCODE
@@ -317,7 +319,8 @@ class Fusion(EntryStrategy):
                 self._choices.keep(fused.layout, fused.namespace, chosen)
             self._select(request, chosen, len(fused.layout.prompt))
             sequence.pages = sequence.pages + fused.held[1].pages  # a plan may still read the old ones
-            request.segments.remove(fused.held.pop())
+            last = fused.held.pop()
+            request.read(one for one in request.segments if one is not last)
             self.counters["fused_rows"] += len(chosen)
         if not isinstance(fused.look, DenseLook):
             self._end_look(request)
@@ -326,7 +329,7 @@ class Fusion(EntryStrategy):
         fused = request.reuse
         for segment in fused.held:
             self.cache.leave(segment)
-            request.segments.remove(segment)
+        request.read(one for one in request.segments if not any(one is held for held in fused.held))
         fused.look, fused.held = None, []
 
     def release(self, request: Request, keep: bool) -> None:
@@ -343,22 +346,22 @@ class Fusion(EntryStrategy):
         self._choices.clear()
 
     def _describe(self, request: Request) -> dict[str, Any]:
-        fused, asked = request.reuse, request.reuse.layout.asked
+        fused, ask = request.reuse, request.reuse.layout.ask
         missing = {entry.namespace for entry in fused.computed}
         entries = [place.entry for place in fused.layout.places if place.is_document]
         cached = {entry.name for entry in entries} - {entry.name for entry in entries if entry.namespace in missing}
-        titles = list(dict.fromkeys(asked.titles()))
+        titles = list(dict.fromkeys(titles_of(ask)))
         nothing = isinstance(fused.method, Scored) and not len(fused.chosen)
         return {
             "exact": False,
-            "method": asked.select,
-            **asked.options(),
+            "method": ask.select,
+            **options_of(ask),
             "documents": titles,
             "computed_documents": [title for title in titles if title not in cached],
             "chosen_before": 0 < fused.selected_for < len(fused.layout.prompt),
             "recomputed_rows": len(fused.chosen),
             "row_layers": request.row_layers,
-            **({"note": f"{asked.select} computed no row again: this is the answer of pie"} if nothing else {}),
+            **({"note": f"{ask.select} computed no row again: this is the answer of pie"} if nothing else {}),
         }
 
 

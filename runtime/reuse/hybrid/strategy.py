@@ -6,7 +6,6 @@ from array import array
 from bisect import insort
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -103,7 +102,7 @@ class HybridPrefix(PrefixStrategy):
             cut.partial_page, cut.partial_rows, cut.partial_node = point.pages[0], rows, point
         return Found(length, cut)
 
-    def runs(self, tokens: array[int], namespace: Namespace, asked: dict[str, Any]) -> list[Run]:
+    def runs(self, tokens: array[int], namespace: Namespace, ask: None = None) -> list[Run]:
         return [self.points.run(tokens, namespace) if tokens else Run(tokens, namespace)]
 
     def reads(self, request: Request) -> list[Run]:
@@ -123,7 +122,7 @@ class HybridPrefix(PrefixStrategy):
         return sorted(place for place in places if found.tokens + self._least <= place <= last)
 
     def peer(self, request: Request, found: Found, computing: Sequence[Request]) -> tuple[Request, int] | None:
-        """A running request that shares enough of its coming tokens. It leaves a point where both part."""
+        """A running request that shares enough of its coming tokens. `expect` lets it leave a point where both part."""
         if not self.cache.enabled or request.wants_prompt_logprobs:
             return None
         key = request.key(self._most(request))
@@ -134,11 +133,14 @@ class HybridPrefix(PrefixStrategy):
             shared = common_tokens(key, 0, other.key(len(other.tokens)))
             places = [place for place in other.reuse.places if done < place <= shared]
             if shared > done and shared - max(places, default=found.tokens) >= self._least:
-                insort(other.reuse.places, shared)
                 places.append(shared)
             if places:
                 return other, max(places)
         return None
+
+    def expect(self, request: Request, place: int) -> None:
+        if place not in request.reuse.places:
+            insort(request.reuse.places, place)
 
     # -- admission -------------------------------------------------------------------------------------------
 
@@ -200,11 +202,11 @@ class HybridPrefix(PrefixStrategy):
 
     def rows(self, work: Work) -> list[RowSet]:
         (one,) = super().rows(work)
-        one.state = self.state(work)
+        one.state = self.take_slots(work)
         return [one]
 
-    def state(self, work: Work) -> StateRows:
-        """Also chooses the slots of states within the work; they are chosen anew if the work is run again."""
+    def take_slots(self, work: Work) -> StateRows:
+        """Also takes the slots of states within the work; those of an earlier try are given back."""
         state: _State = work.request.reuse
         self._give_back(state)
         if work.ahead:  # the step before, which is not booked yet, leaves its state in `spare`

@@ -11,39 +11,13 @@ import msgspec
 import numpy as np
 
 from radix import Namespace
+from runtime.asks import EntryAsk, ModulesAsk, Pairs
 from runtime.errors import InvalidRequest
 from runtime.kv.segments import Run, Sequence
 from runtime.protocol import ModelInfo
 from runtime.request import Request
-from runtime.reuse.entries.entry import Entry, EntryMeta, Pairs, digest, read_anchors, read_fields, read_tokens
+from runtime.reuse.entries.entry import Entry, EntryMeta, digest, read_anchors, read_tokens
 from runtime.reuse.entries.strategy import EntryStrategy, Imports
-
-
-class EntryFields(msgspec.Struct):
-    """The fields of an entry in a message.
-
-    Attributes:
-        tokens: int32 little-endian, placeholders included.
-        anchors: (index, position) pairs, see `runtime.kv.segments.Sequence`.
-        holes: ranges [start, stop) of indices: placeholder rows, which are encoded but not kept.
-        name: shown in answers; not part of the entry's key.
-    """
-
-    tokens: bytes
-    anchors: Pairs
-    holes: Pairs = []
-    name: str = ""
-
-
-class ModuleFields(msgspec.Struct):
-    """The `reuse` fields of a message: the entries that a request reads, and the anchors of its own tokens.
-
-    `schema` is a name for display in the tree.
-    """
-
-    entries: list[EntryFields]
-    anchors: Pairs = []
-    schema: str = ""
 
 
 @dataclass(slots=True)
@@ -60,18 +34,17 @@ class Modules(EntryStrategy):
     kind = "module"
     counted = ("encoded_modules",)
 
-    def open(self, request: Request, asked: dict[str, Any]) -> None:
+    def open(self, request: Request, ask: ModulesAsk) -> None:
         """Read and check the message. A request without own tokens only encodes its modules."""
-        layout = read_fields(ModuleFields, asked)
-        entries = self._entries(layout, request.namespace)
-        own, anchors = request.sequence, layout.anchors
+        entries = self._entries(ask, request.namespace)
+        own, anchors = request.sequence, ask.anchors
         if request.sampler.prompt_logprobs_from is not None:
             raise InvalidRequest("prompts with modules have no log-probabilities", param="prompt_logprobs")
         if not own.tokens:
             anchors = self._probe(request, entries)
         read_tokens(own.tokens.tobytes(), self._model.vocab_size, "the prompt")
         own.anchors = read_anchors(anchors, len(own.tokens), self._model.context_length, "the prompt")
-        request.reuse = ModuleImports(entries, schema=layout.schema)
+        request.reuse = ModuleImports(entries, schema=ask.schema)
         for entry in entries:
             request.entry_tokens.extend(entry.tokens)
         request.namespace = _own_namespace(request.namespace, entries, own.anchors)
@@ -79,10 +52,10 @@ class Modules(EntryStrategy):
         in_context = self._model.context_length - own.position(len(own.tokens)) + len(own.tokens)
         self._bound(request, pages, in_context)
 
-    def _entries(self, layout: ModuleFields, namespace: Namespace) -> list[Entry]:
-        self._check_count(len(layout.entries))
+    def _entries(self, ask: ModulesAsk, namespace: Namespace) -> list[Entry]:
+        self._check_count(len(ask.entries))
         found: dict[Namespace, Entry] = {}
-        for fields in layout.entries:
+        for fields in ask.entries:
             entry = read_entry(fields, namespace, self._model)
             if entry is not None and found.setdefault(entry.namespace, entry) is not entry:
                 raise InvalidRequest(f"entry {entry.name!r} is imported twice", param="reuse")
@@ -98,9 +71,9 @@ class Modules(EntryStrategy):
         request.prompt_len = request.max_length = 1
         return [(0, last.position(len(last.tokens) - 1))]
 
-    def runs(self, tokens: array[int], namespace: Namespace, asked: dict[str, Any]) -> list[Run]:
+    def runs(self, tokens: array[int], namespace: Namespace, ask: ModulesAsk) -> list[Run]:
         """One run for each entry."""
-        return [entry.run() for entry in self._entries(read_fields(ModuleFields, asked), namespace)]
+        return [entry.run() for entry in self._entries(ask, namespace)]
 
     def _meta(self, request: Request, entry: Entry) -> EntryMeta:
         return EntryMeta(self.kind, entry.name, entry.length, {"schema": request.reuse.schema})
@@ -115,7 +88,7 @@ class Modules(EntryStrategy):
         }
 
 
-def read_entry(fields: EntryFields, namespace: Namespace, model: ModelInfo) -> Entry | None:
+def read_entry(fields: EntryAsk, namespace: Namespace, model: ModelInfo) -> Entry | None:
     """The entry that a message describes; None if it consists of holes only. Raises InvalidRequest."""
     what = f"entry {fields.name!r}"
     tokens = read_tokens(fields.tokens, model.vocab_size, what)

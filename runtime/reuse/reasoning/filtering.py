@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from runtime.asks import ReasoningAsk
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import ReasoningParams
 from runtime.reuse.reasoning.distance import Distances, MeasuredPage
 from runtime.reuse.reasoning.steps import Splitter, Step, similarity, threshold
 from runtime.reuse.reasoning.structure import equivalent
@@ -28,7 +28,7 @@ class StepHistory:
     """
 
     prompt_len: int
-    params: ReasoningParams
+    params: ReasoningAsk
     splitter: Splitter = field(default_factory=Splitter)
     output: list[int] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from runtime.asks import ReasoningAsk
 from runtime.errors import InvalidRequest
 from runtime.execution.executor import Executor
 from runtime.kv.cache import PagedCache
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import ReasoningParams
 from runtime.request import Found, Request, Work
 from runtime.reuse.prefix import PrefixStrategy
 from runtime.reuse.reasoning.background import Background
@@ -38,7 +38,7 @@ class Reasoning:
         reported: number of substituted pages and of all pages in the last report.
     """
 
-    params: ReasoningParams
+    params: ReasoningAsk
     history: StepHistory | None = None
     substituted: set[int] = field(default_factory=set)
     num_full: int = 0
@@ -76,12 +76,12 @@ class ReasonCache(PrefixStrategy):
         self.reservoir = Reservoir()
         self.num_saved = 0
 
-    def open(self, request: Request, asked: dict[str, Any]) -> None:
+    def open(self, request: Request, ask: ReasoningAsk) -> None:
         if request.sampler.prompt_logprobs_from is not None:
             raise InvalidRequest("requests that share reasoning steps have no prompt log-probabilities", param="reuse")
         if not self._has_all_heads:
             raise InvalidRequest(f"method {self.name!r} is not served by several ranks", param="reuse.method")
-        request.reuse = Reasoning(ReasoningParams.model_validate(asked))
+        request.reuse = Reasoning(ask)
 
     def admit(self, request: Request, found: Found, headroom: int) -> bool:
         if not super().admit(request, found, headroom):

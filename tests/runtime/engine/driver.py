@@ -7,8 +7,10 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
+from runtime.asks import ReuseAsk
 from runtime.calls import AddPin, Call, FlushCache
 from runtime.config import make_config
 from runtime.engine.core import EngineCore
@@ -62,10 +64,12 @@ class Driver:
         self.send(rid, prompt, options, **message)
 
     def send(self, rid: str, prompt: Sequence[int], sampling: dict[str, Any], **message: Any) -> None:
-        """Add any request: greedy if `sampling` says nothing else, and to its full length."""
+        """Add any request: greedy if `sampling` says nothing else, and to its end. `reuse`: fields of its ask."""
         params = SamplingParams(**{"temperature": 0, "ignore_eos": True, **sampling})
         self.tokens[rid], self.events[rid] = [], []
-        self.take(self.core.handle(AddRequest(rid, array("i", prompt).tobytes(), params.model_dump(), **message)))
+        if (reuse := message.pop("reuse", None)) is not None:
+            message["ask"] = msgspec.convert(reuse, ReuseAsk)
+        self.take(self.core.handle(AddRequest(rid, array("i", prompt).tobytes(), params, **message)))
         if rid in self.core.requests:
             self.requests[rid] = self.core.requests[rid]
 

@@ -81,7 +81,7 @@ def test_a_retracted_request_keeps_its_tokens_and_finds_them_in_the_tree():
     engine.steps(3)
     engine.scheduler._retract(engine.requests["b"])
     request = engine.requests["b"]
-    assert (request.num_output, request.sequence.num_computed, request.segments) == (3, 0, [])
+    assert (request.num_output, request.sequence.num_computed, request.segments) == (3, 0, ())
     assert engine.cached(list(request.tokens)) == 6
     assert engine.step() == {"a": 1, "b": 1}, "all but its last token are there"
     assert request.cached_tokens == 0, "those of its first admission"

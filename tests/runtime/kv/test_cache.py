@@ -39,7 +39,7 @@ def reader(cache: PagedCache, *tokens: int, own: int = 0, namespace: Namespace =
     node = cache.tree.lock_match(match)
     request = make_request(tokens, namespace=namespace)
     whole = len(match.pages) * cache.page_size
-    request.segments = [Segment(match.pages, whole, node=node)] if node else []
+    request.read([Segment(match.pages, whole, node=node)] if node else [])
     request.sequence.start = whole
     request.sequence.num_computed = whole + own * cache.page_size
     request.sequence.pages = cache.allocate(own, match.pages, namespace)
@@ -84,14 +84,14 @@ def test_a_request_that_leaves_has_nothing_and_what_it_read_is_used_last():
         keep(cache, i, i)
     request = reader(cache, 0, 0, own=2)
     private = cache.allocate(1, array("i"), EVERYBODY)
-    request.segments.append(Segment(private, 2))
+    request.read([*request.segments, Segment(private, 2)])
     cache.check([request])
     request.sequence.pending = 3
     cache.release(request)
     cache.check([])
     sequence = request.sequence
     assert (request.segments, request.sequence.pending, len(sequence.pages), sequence.start, sequence.num_computed) == (
-        [],
+        (),
         0,
         0,
         0,
@@ -126,11 +126,11 @@ def test_tokens_that_nobody_else_keeps():
     assert cache.num_own_tokens(reader(cache, 9, 9, own=3)) == 6
     keep(cache, 5, 5, 6, 6)
     second = reader(cache, 5, 5, 6, 6)
-    alone.segments += second.segments
+    alone.read(alone.segments + second.segments)
     assert cache.num_own_tokens(alone) == 8, "four more of its own"
     reader(cache, 5, 5, 6, 6)
     assert cache.num_own_tokens(alone) == 4, "which somebody else keeps now"
-    alone.segments.remove(second.segments[0])
+    alone.read(alone.segments[:-1])
     alone.sequence.num_computed = 3
     assert cache.num_own_tokens(alone) == 0
 
@@ -208,7 +208,7 @@ def owned_twice(cache, request):
 
 
 def shared_segment(cache, request):
-    request.segments.append(Segment(next(cache.tree.nodes()).pages[:1], 2))
+    request.read([*request.segments, Segment(next(cache.tree.nodes()).pages[:1], 2)])
 
 
 def not_locked(cache, request):

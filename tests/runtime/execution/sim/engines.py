@@ -94,7 +94,7 @@ class Engine(Driver):
             return
         fields = {name: options.pop(name) for name in DiffusionParams.model_fields.keys() & options.keys()}
         params = DiffusionParams(gen_length=count, **fields)
-        filled = params.filled(info, SamplingParams(**{"temperature": 0, **options})).model_dump()
+        filled = params.filled(info, SamplingParams(**{"temperature": 0, **options}))
         self.send(rid, prompt, {"max_new_tokens": count, **options}, diffusion=filled)
 
     def begin_decode(self, prompts: Sequence[Sequence[int]], **options: Any) -> None:

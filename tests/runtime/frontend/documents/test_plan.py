@@ -59,9 +59,9 @@ def test_nothing_is_reused_unless_the_request_or_the_server_asks():
     assert plan().reuse is plan(method="none").reuse is None
     said = {"strategy": "prefix", "exact": True, "method": "none", "documents": ["a", "b"]}
     assert plan().report(None, 3) == {**said, "reused_tokens": 3, "computed_tokens": 197}
-    assert plan(DocumentPlanner("pie")).reuse["select"] == "pie"
+    assert plan(DocumentPlanner("pie")).ask.select == "pie"
     assert plan(DocumentPlanner("pie"), method="none").reuse is None
-    assert plan(DocumentPlanner("pie"), method="a3").reuse["select"] == "a3"
+    assert plan(DocumentPlanner("pie"), method="a3").ask.select == "a3"
 
 
 def test_short_documents_are_computed_in_full_and_the_answer_says_so():
@@ -72,7 +72,7 @@ def test_short_documents_are_computed_in_full_and_the_answer_says_so():
     assert (said["method"], said["exact"]) == ("none", True)
     assert said["note"] == "documents of fewer than 32 tokens are computed in full"
     planned = DocumentPlanner().plan(replace(PROMPT, documents=mixed), ReuseParams(method="a3"))
-    assert planned.reuse["shortest"] == 32
+    assert planned.ask.shortest == 32
     assert planned.report({"strategy": "fusion"}, 0) == {"strategy": "fusion", "note": said["note"]}
     assert DocumentPlanner().plan(replace(PROMPT, documents=short), ReuseParams(method="a3", chunk_tokens=28)).reuse
 
@@ -88,7 +88,7 @@ def test_prompts_without_documents_reuse_none():
 
 def test_a_document_is_encoded_alone():
     planned = plan_encoding(TokenizedPrompt(array("i", range(70)), [(0, 70)], ["a"]), 128)
-    assert (planned.length, planned.reuse["documents"], planned.reuse["chunk_tokens"]) == (70, [[0, 70]], 128)
+    assert (planned.length, planned.ask.documents, planned.ask.chunk_tokens) == (70, [(0, 70)], 128)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_the_choice_is_served_as_it_was_measured_and_explained(directory):
     assert planned.reuse.items() >= given.items()
     assert planned.report({"strategy": "fusion"}, 0) == {"strategy": "fusion", "auto": "measured KL 0.05"}
     for bound in ({"max_kl": 0.1}, {}):
-        assert plan(planner, method="auto", **bound).reuse["select"] == "a3"
+        assert plan(planner, method="auto", **bound).ask.select == "a3"
     short = planner.plan(replace(PROMPT, documents=[(2, 30), (67, 98)]), ReuseParams(method="auto"))
     assert "auto" not in short.report(None, 0), "a measurement of what was not reused"
     none = plan(planner, method="auto", max_kl=0.01)

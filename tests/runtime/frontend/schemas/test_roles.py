@@ -5,6 +5,7 @@ from xml.sax.saxutils import escape
 
 import pytest
 
+from runtime.asks import EntryAsk
 from runtime.frontend.schemas.markup import PmlError
 from runtime.frontend.schemas.schema import Schema
 from runtime.models.marks import new_mark
@@ -47,11 +48,11 @@ def with_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
 def text_of(schema: Schema, prompt) -> str:
     """The text of a prompt that imports everything, by position."""
     rows = []
-    for entry in [*prompt.reuse["entries"], {"tokens": array("i", prompt.tokens).tobytes(), **prompt.reuse}]:
+    for entry in [*prompt.ask.entries, EntryAsk(array("i", prompt.tokens).tobytes(), prompt.ask.anchors)]:
         tokens = array("i")
-        tokens.frombytes(entry["tokens"])
+        tokens.frombytes(entry.tokens)
         for index, token in enumerate(tokens):
-            at, position = max(anchor for anchor in entry["anchors"] if anchor[0] <= index)
+            at, position = max(anchor for anchor in entry.anchors if anchor[0] <= index)
             rows.append((position + index - at, token))
     assert [position for position, _ in sorted(rows)] == list(range(len(rows)))
     return schema.tokenizer.decode([token for _, token in sorted(rows)], skip_special_tokens=False)
@@ -73,8 +74,8 @@ def test_without_modules_the_tokens_are_those_of_the_chat_route(tokenizer):
     talk = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Read that."}]
     expected = tokenizer.encode(tokenizer.apply_chat_template(talk), add_special_tokens=False)
     prompt = schema.compile("<prompt schema='s'/>")
-    (entry,) = prompt.reuse["entries"]
-    assert list(array("i", entry["tokens"])) + prompt.tokens == expected
+    (entry,) = prompt.ask.entries
+    assert list(array("i", entry.tokens)) + prompt.tokens == expected
 
 
 def test_later_turns_follow_the_schema(tokenizer):

@@ -42,13 +42,13 @@ def test_modules(ids_dir, tmp_path, tier):
         driver = World(Modules(ids_dir), **options, **options_of(tier, tmp_path))
         driver.tokens |= tokens
         always(driver.core)
-    encoded = driver.core.counters["encoded_modules"]
+    encoded = driver.core.totals()["encoded_modules"]
     driver.ask("warm", prompt)
     driver.run()
     assert driver.tokens["warm"] == driver.tokens["cold"]
     # All rows of both modules, the last page of one filled up, and a whole block of own tokens.
     assert loaded(driver, "warm") == {tier: 100 + 40 + 64}
-    assert driver.core.counters["encoded_modules"] == encoded
+    assert driver.core.totals()["encoded_modules"] == encoded
     driver.core.close()
 
 
@@ -72,7 +72,7 @@ def test_documents(ids_dir, tmp_path, method):
     other.ask("warm", ask)
     other.run()
     assert other.tokens["warm"] == driver.tokens["cold"]
-    assert other.core.counters["encoded_documents"] == 1, "the end of the prefix is no whole block"
+    assert other.core.totals()["encoded_documents"] == 1, "the end of the prefix is no whole block"
     assert other.core.part(Tiering).tiers.loaded_tokens == {"disk": 64 + 72 + 56 + (8 if method == "full" else 0)}
     other.core.close()
 
@@ -96,9 +96,9 @@ def test_encoded_prefixes(any_dir, tmp_path, tier):
     if tier != "host":
         driver.core.close()
         driver = open_denoiser(any_dir, tmp_path, tier)
-    encoded = driver.core.counters["encoded_prefixes"]
+    encoded = driver.core.totals()["encoded_prefixes"]
     assert [driver.one(prompt, **SETTING) for prompt in prompts] == cold
-    assert driver.core.counters["encoded_prefixes"] == encoded
+    assert driver.core.totals()["encoded_prefixes"] == encoded
     assert [event[0].admission.loaded_tokens for event in list(driver.events.values())[-2:]] == [{tier: 88}, {}]
     undeclared = {name: value for name, value in SETTING.items() if name != "prefix_tokens"}
     assert driver.one(prompts[0], **undeclared) == cold[0], "what was loaded is discovered"
@@ -117,7 +117,7 @@ def test_a_pinned_encoding_comes_back_at_the_next_start(deep_dir, tmp_path):
     (pin,) = driver.core.cache.pins.pins.values()
     assert (pin.tokens, pin.node.meta.describe()["encoded_tokens"]) == (88, 88)
     assert driver.one([*PREFIX, 5, 6], **SETTING) == cold
-    assert driver.core.counters["encoded_prefixes"] == 0
+    assert driver.core.totals()["encoded_prefixes"] == 0
     driver.core.close()
 
 
@@ -130,7 +130,7 @@ def test_an_encoding_of_which_a_block_is_lost_is_encoded_again(deep_dir, tmp_pat
     assert len(keys) == 2
     host.delete([min(keys, key=lambda key: len(host.get(key)))])
     assert driver.one([*PREFIX, 5, 6], **SETTING) == cold
-    assert driver.core.counters["encoded_prefixes"] == 2
+    assert driver.core.totals()["encoded_prefixes"] == 2
     assert driver.core.part(Tiering).tiers.loaded_tokens == {}, "a part of it is of no use"
     driver.core.close()
 

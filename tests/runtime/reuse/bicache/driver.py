@@ -37,7 +37,7 @@ class DenoiseDriver(Driver):
         params = SamplingParams(**{"temperature": 0, "ignore_eos": True, **(sampling or {})})
         filled = DiffusionParams(**diffusion).filled(self.core.info.diffusion, params)
         filled.check(self.core.info.diffusion, params, self.core.executor.spec.num_layers, len(prompt))
-        self.send(rid, prompt, sampling or {}, namespace=namespace, store=store, diffusion=filled.model_dump())
+        self.send(rid, prompt, sampling or {}, namespace=namespace, store=store, diffusion=filled)
 
     def one(self, prompt: Sequence[int], **options: Any) -> list[int]:
         """Run one request alone; its tokens."""

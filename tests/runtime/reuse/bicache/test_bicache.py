@@ -56,7 +56,7 @@ def test_depth_and_interval_are_the_papers(any_dir, any_plain):
     assert seen[any_plain.layers, 1] == tuple(tuple(plainly(any_plain, naive(any_plain, 48), p)) for p in prompts)
     assert len({seen[depth, 1] for depth in range(1, any_plain.layers + 1)}) == any_plain.layers
     assert seen[2, 1] != seen[2, 5]
-    counters = [driver.core.counters["encoded_prefixes"] for driver in drivers]
+    counters = [driver.core.totals()["encoded_prefixes"] for driver in drivers]
     assert counters == [1, 1], "one prefix, whatever the depth"
 
 
@@ -112,7 +112,7 @@ def test_a_mixed_batch_says_what_each_says_alone(any_dir, any_plain, monkeypatch
         driver.run()
         for again in range(2):
             assert [driver.tokens[f"{again}-{i}"] for i in range(len(cases))] == alone
-        assert driver.core.counters["encoded_prefixes"] == 3
+        assert driver.core.totals()["encoded_prefixes"] == 3
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
@@ -249,8 +249,8 @@ def test_pins_and_quotas_see_encodings(deep_dir):
     driver.run()
     pin = driver.answer()["pin"]
     assert pin["tokens"] == 48
-    assert core.counters["encoded_prefixes"] == 1
-    assert core.counters["denoise_steps"] == 0
+    assert core.totals()["encoded_prefixes"] == 1
+    assert core.totals()["denoise_steps"] == 0
     for i in range(8):
         shared = [i * 30 + j for j in range(32)]
         driver.one([*shared, 5], gen_length=8, prefix_tokens=32, depth=4)

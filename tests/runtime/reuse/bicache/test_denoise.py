@@ -104,12 +104,12 @@ def test_logits_that_are_no_numbers_end_their_request_alone(any_dir, monkeypatch
     core, decoding = driver.core, driver.core.decoding
     choose, batch_sizes, run = decoding.choose, [], core.executor.run
 
-    def poisoned(work, places, logits):
+    def poisoned(work, places, logits, version):
         logits = logits.clone()
         for item, (place, *_) in zip(work, places, strict=True):
             if item.request.rid == "bad" and item.request.canvas.num_steps == 1:
                 logits[place.start, 7] = value
-        return choose(work, places, logits)
+        return choose(work, places, logits, version)
 
     def counted(batch):
         batch_sizes.append(len(core.scheduler.running))

@@ -104,7 +104,7 @@ def test_a_bound_of_nothing_is_exact_and_measures_nothing(make, exact):
     report = driver.report(driver.last())
     assert (report["shallow_depth"], report["refresh_interval"], report["refreshes"]) == (1, 1, 24)
     assert report["depth_divergence"] is None
-    assert driver.core.counters["divergences"] == 0
+    assert driver.core.totals()["divergences"] == 0
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
@@ -122,7 +122,7 @@ def test_a_bound_that_nothing_meets_leads_to_the_exact_model(make, exact):
         driver.one(PROMPTS[1], **same)
     assert driver.report(driver.last())["shallow_depth"] == 1
     assert driver.one(PROMPTS[1], **same) == exact[1]
-    counters = driver.core.counters
+    counters = driver.core.totals()
     assert counters["divergences"] == counters["divergences_exceeded"] > 0
 
 
@@ -136,7 +136,7 @@ def test_a_bound_that_all_meet_leads_to_all_layers(make):
     driver.one(PROMPTS[1], **SETTING)
     assert found.choose(1e4, 1) == 6, "it is tried when the prefix is measured again"
     assert driver.report(driver.last())["shallow_depth"] == 6
-    assert driver.core.counters["divergences_exceeded"] == 0
+    assert driver.core.totals()["divergences_exceeded"] == 0
     wanted = make().one(PROMPTS[1], **SETTING, depth=6)
     assert driver.one(PROMPTS[1], **SETTING) == wanted, "reuse of all layers"
 
@@ -146,7 +146,7 @@ def test_a_request_that_says_depth_and_interval_has_them(make):
     for _ in range(2):
         got = driver.one(PROMPTS[1], **SETTING, depth=3, refresh_interval=5)
     assert got == make().one(PROMPTS[1], **SETTING, depth=3, refresh_interval=5)
-    assert driver.core.counters["divergences"] == 0
+    assert driver.core.totals()["divergences"] == 0
 
 
 def test_layers_in_which_cached_values_are_near(make):
@@ -207,7 +207,7 @@ def test_measuring_requests_share_steps_end_early_and_leak_nothing(make, monkeyp
         if i % 5 == 4:
             driver.core.abort(str(i))
     driver.run()
-    assert driver.core.counters["divergences"] > 0
+    assert driver.core.totals()["divergences"] > 0
     driver.flush()
     assert driver.core.cache.allocator.num_free == driver.core.cache.pool.num_pages
 

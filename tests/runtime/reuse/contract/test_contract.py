@@ -1,6 +1,7 @@
 """The contract of reuse strategies: each keeps every promise, whatever it reads and computes."""
 
 import random
+from dataclasses import fields, is_dataclass
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from radix import Namespace
 from runtime.calls import EraseTenant, GetRequests
 from runtime.models.tokenizer import Tokenizer
+from runtime.request import Request
 from tests.runtime.engine.driver import call
 from tests.runtime.reuse.contract.subject import NEW, TENANT, Subject, World
 from tests.runtime.reuse.contract.subjects import SUBJECTS, Prefix
@@ -18,6 +20,15 @@ SMALL = {"page_size": 4, "step_tokens": 24}
 def some(subject: Subject, count: int, seed: int = 0) -> list:
     draw = random.Random(seed)
     return [subject.draw(draw) for _ in range(count)]
+
+
+def state_of(request: Request) -> list[object]:
+    """All fields of a request and of its strategy's state, and the items of those that are lists."""
+    found: list[object] = []
+    for one in filter(is_dataclass, (request, request.sequence, request.reuse)):
+        values = [getattr(one, field.name) for field in fields(one)]
+        found += [[*map(id, value)] if isinstance(value, list) else id(value) for value in values]
+    return found
 
 
 # -- answers -----------------------------------------------------------------------------------------------------
@@ -98,6 +109,33 @@ def test_what_several_requests_need_is_computed_once(subject):
     world.check()
     # BiCache computes a prefix once, but each request denoises a canvas of its own.
     assert world.row_layers < (2 if subject.grows else 3) * alone
+
+
+def test_a_look_up_changes_nothing(subject, monkeypatch):
+    """Neither of the request that looks, nor of those that it might wait for."""
+    world, prompts, looks = World(subject, **SMALL), some(subject, 2), []
+
+    def compare(real):
+        def look(request, *args):
+            before = [state_of(one) for one in world.requests.values()]
+            found = real(request, *args)
+            assert [state_of(one) for one in world.requests.values()] == before
+            looks.append(found)
+            return found
+
+        return look
+
+    for strategy in world.core.strategies.values():
+        for hook in ("find", "peer", "reads"):
+            monkeypatch.setattr(strategy, hook, compare(getattr(strategy, hook)))
+    for i, prompt in enumerate([*prompts, *prompts, prompts[0]]):
+        world.ask(f"{i}", prompt)
+        if i % 2:
+            world.step()
+        request = world.requests[f"{i}"]
+        request.strategy.reads(request)
+    world.run()
+    assert len(looks) > 10
 
 
 def test_without_a_cache_nothing_is_kept(subject):

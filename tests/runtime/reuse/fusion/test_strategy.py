@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import convert
 
 from radix import Namespace
+from runtime.asks import DocumentsAsk
 from runtime.calls import AddPin, EraseTenant, FlushCache, GetTree
 from tests.runtime.engine.driver import call
 from tests.runtime.reuse.contract.subject import NEW, World
@@ -54,8 +56,8 @@ def test_short_documents_and_last_chunks_are_rows_of_the_prompt(ids_dir):
     one = build(draw, [draw_tokens(draw, 70), draw_tokens(draw, 20)], 16, method="pie", chunk_tokens=32)
     world = World(Fusion(ids_dir), page_size=16)
     fields = {**asked(one), "shortest": 32}
-    strategy = world.core.strategy_of(fields)
-    runs = strategy.runs(array("i", one.prompt), Namespace(), fields)
+    ask = convert(fields, DocumentsAsk)
+    runs = world.core.strategy_of(ask).runs(array("i", one.prompt), Namespace(), ask)
     assert [len(run.tokens) for run in runs] == [32, 32]
 
 
@@ -335,29 +337,14 @@ def test_documents_are_encoded_ahead_and_pinned(ids_dir):
     draw = random.Random(22)
     text = draw_tokens(draw, 80)
     world = World(Fusion(ids_dir), pool_tokens=640, pin_budget=0.5, page_size=16)
-    reuse = {"method": "fusion", "select": "pie", "documents": [[0, 80]], "names": ["a"], "granularity": "page",
-             "chunk_tokens": 32}  # fmt: skip
-    pins = call(world.core, AddPin(array("i", text).tobytes(), reuse=reuse, ttl_s=60))["pins"]
+    ask = DocumentsAsk("pie", [(0, 80)], ["a"], granularity="page", chunk_tokens=32)
+    pins = call(world.core, AddPin(array("i", text).tobytes(), ask=ask, ttl_s=60))["pins"]
     assert sorted(one["tokens"] for one in pins) == [16, 32, 32], "one for each chunk"
     assert world.row_layers <= LAYERS * (80 + 1)
     check_pins(world, pins, build(draw, [text], 7), 80)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "fields", [{"documents": "all"}, {"granularity": "word"}, {"names": [7, 8]}, {"ratio": "half"}]
-)
-def test_bad_fields_are_refused(ids_dir, fields):
-    draw = random.Random(23)
-    world = World(Fusion(ids_dir))
-    one = build(draw, [draw_tokens(draw, 8), draw_tokens(draw, 8)])
-    world.ask("a", one, reuse=fields)
-    assert world.finish["a"].refused, world.finish["a"]
-    assert world.finish["a"].message
-    assert not world.core.requests
-    world.check_idle()
 
 
 def test_refusals_beside_the_fields(ids_dir):

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from radix import Namespace
+from runtime.asks import DocumentsAsk, ModulesAsk, ReasoningAsk
 from runtime.calls import AddPin, FlushCache, GetCached, GetOutline, GetTree, OnNode, RemovePin
 from runtime.errors import InvalidRequest, PinRefused
 from tests.runtime.engine.driver import call
@@ -86,7 +87,7 @@ def test_a_pin_protects_the_point_behind_it(saved, is_greedy):
         driver.ask(some(draw, 300))
     driver.ask([*prefix, *some(draw, 20)])
     assert driver.latest == 96
-    assert call(driver.core, GetCached({}, Namespace(), array("i", prefix).tobytes())) == {"": 96}
+    assert call(driver.core, GetCached(None, Namespace(), array("i", prefix).tobytes())) == {"": 96}
     with pytest.raises(PinRefused, match="shorter than a page"):
         call(driver.core, AddPin(array("i", prefix[:7]).tobytes()))
     assert call(driver.core, RemovePin(pin["id"]))["found"]
@@ -178,7 +179,7 @@ def test_a_hold_holds_the_point_too(saved, is_greedy):
 
 def test_other_methods_are_refused(saved, is_greedy):
     driver = Asking(saved, is_greedy)
-    for method in ("modules", "fusion", "reasoncache"):
+    for ask in (ModulesAsk([]), DocumentsAsk("pie", []), ReasoningAsk()):
         with pytest.raises(InvalidRequest, match="recurrent"):
-            driver.core.strategy_of({"method": method})
+            driver.core.strategy_of(ask)
     call(driver.core, FlushCache())

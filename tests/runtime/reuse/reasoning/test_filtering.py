@@ -4,8 +4,8 @@ from array import array
 
 import torch
 
+from runtime.asks import ReasoningAsk
 from runtime.kv.pool import KVPool
-from runtime.params import ReasoningParams
 from runtime.reuse.reasoning.distance import Distances
 from runtime.reuse.reasoning.filtering import CollaborativeFilter, StepHistory
 from tests.runtime.reuse.reasoning.driver import load_tokenizer
@@ -18,7 +18,7 @@ def test_pages_of_the_tree_are_read_and_not_given_up(tiny_dir):
     for tensor in (pool.k, pool.v):
         tensor.copy_(torch.randn(tensor.shape))
     tokenizer, pages = load_tokenizer(tiny_dir), array("i", range(63, 0, -1))
-    filters, history = CollaborativeFilter(Distances(pool), lambda: tokenizer, ROWS), StepHistory(4, ReasoningParams())
+    filters, history = CollaborativeFilter(Distances(pool), lambda: tokenizer, ROWS), StepHistory(4, ReasoningAsk())
     step = "So we see that it is so and so it goes on and on in this way as long as it will.\n\n"
     tokens = array("i", tokenizer.encode(step, add_special_tokens=False))
     assert len(tokens) % ROWS == 0, "both steps begin at a page"

@@ -59,7 +59,7 @@ def test_a_threshold_of_one_shares_nothing(tiny_dir):
         assert driver.tokens[rid] == driver.tokens[kind]
         assert driver.report(rid)["approximate"] is False
         assert driver.report(rid)["substituted_pages"] == 0
-    assert driver.core.counters["substituted_pages"] == 0
+    assert driver.core.totals()["substituted_pages"] == 0
 
 
 def test_percentile_100_leaves_the_decision_to_the_filters(tiny_dir):
@@ -70,7 +70,7 @@ def test_percentile_100_leaves_the_decision_to_the_filters(tiny_dir):
     driver.strategy._consider = lambda request, match: (seen.append(match), consider(request, match))[1]
     driver.run()
     assert len(seen) > 5
-    assert driver.core.counters["substituted_pages"] == len(seen) == driver.report("r")["substituted_pages"]
+    assert driver.core.totals()["substituted_pages"] == len(seen) == driver.report("r")["substituted_pages"]
 
 
 def test_distances_decide_behind_the_warm_up(tiny_dir):
@@ -80,9 +80,9 @@ def test_distances_decide_behind_the_warm_up(tiny_dir):
     consider = driver.strategy._consider
 
     def watch(request, match):
-        before, known = driver.core.counters["substituted_pages"], sorted(driver.strategy.reservoir._sorted)
+        before, known = driver.core.totals()["substituted_pages"], sorted(driver.strategy.reservoir._sorted)
         consider(request, match)
-        decisions.append((match.distance, known, driver.core.counters["substituted_pages"] - before))
+        decisions.append((match.distance, known, driver.core.totals()["substituted_pages"] - before))
 
     driver.strategy._consider = watch
     driver.think("r", PROMPT, 2 * LONG, ANY | {"percentile": 50})
