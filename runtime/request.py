@@ -8,12 +8,12 @@ from array import array
 from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
-from radix import Namespace
+from radix import Match, Namespace
 from radix.node import Meta
 from runtime.batch import RowSet, StateRows
 from runtime.denoising import DenoisingParams
@@ -21,6 +21,13 @@ from runtime.kv.cache import PagedCache
 from runtime.kv.segments import Run, Segment, Sequence
 from runtime.protocol import AddRequest, Admission, Finish, TokenEvent
 from runtime.sampler_state import SampledTokens, SamplerState, StepResult
+
+if TYPE_CHECKING:
+    from runtime.diffusion.canvas import BidirectionalCanvas, BlockCanvas
+    from runtime.diffusion.noise import NoiseCanvas
+    from runtime.sampling.drafts.drafter import Draft
+
+    AnyCanvas: TypeAlias = BidirectionalCanvas | BlockCanvas | NoiseCanvas
 
 
 class Status(Enum):
@@ -41,9 +48,10 @@ class Request:
         sampler: the sampler's state.
         sequence: the tokens that the request computes; the first `prompt_len` of them belong to the prompt.
         max_length: length of `sequence` at which the request ends.
-        strategy: decides what the request reads and computes; it keeps its state in `reuse`.
+        strategy: the way in which the request reuses KV.
+        lease: what the strategy lets the request read and compute; set by `Strategy.open`.
         num_reads: how often `segments` has changed.
-        decoding: chooses the request's tokens; for a diffusion model, it keeps its state in `canvas`.
+        decoding: chooses the request's tokens; for a diffusion model, of its `canvas`.
         serial: order of arrival.
         namespace: namespace of the sequence; a strategy may change it according to what the request reads.
         segments: KV that the request reads; `read` changes it.
@@ -60,15 +68,15 @@ class Request:
     sequence: Sequence
     prompt_len: int
     max_length: int
-    strategy: Strategy
+    strategy: Strategy[Any]
     decoding: Decoding
     serial: int = 0
     namespace: Namespace = field(init=False)
     segments: tuple[Segment, ...] = ()
     num_reads: int = 0
-    reuse: Any = None
-    canvas: Any = None
-    draft: Any = None
+    lease: Lease = field(init=False)
+    canvas: AnyCanvas | None = None
+    draft: Draft | None = None
     entry_tokens: array[int] = field(default_factory=lambda: array("i"))
     event: TokenEvent = field(init=False)
     status: Status = Status.WAITING
@@ -165,7 +173,7 @@ class Request:
         event.tokens, event.finish = tokens, finish
         if tokens and len(tokens) == self.num_output:
             event.prefill_s = time.monotonic() - self.admitted_s
-        event.reuse = self.strategy.report(self)
+        event.reuse = self.lease.report()
         return event
 
 
@@ -179,7 +187,7 @@ class Work:
         ahead: 1 if the token to compute comes from a step that has not been read yet, else 0.
         draft: int32, guesses of the next tokens. Their rows follow the row of the last token, and are kept if the
             guesses are right.
-        detail: the strategy's own data, for planning and booking.
+        note: takes the divergence of the second row set from the first, in nats; None: it is not measured.
         prefills: whether the rows are part of a prompt, or of a retracted sequence, rather than of decoding.
     """
 
@@ -189,7 +197,7 @@ class Work:
     num_rows: int
     ahead: int = 0
     draft: array[int] = field(default_factory=lambda: array("i"))
-    detail: Any = None
+    note: abc.Callable[[float], None] | None = None
     prefills: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -218,76 +226,41 @@ class Work:
 
 @dataclass(slots=True)
 class Found:
-    """KV that exists for a waiting request: `tokens` need not be computed; `detail` is the strategy's, for `admit`."""
+    """KV that exists for a waiting request. `tokens` need not be computed; `match`: of the request's own tokens."""
 
-    tokens: int = 0
-    detail: Any = None
+    tokens: int
+    match: Match
 
 
-class Strategy(ABC):
-    """Decides what requests read, what they compute, and which KV is kept in the cache.
+class Lease(ABC):
+    """What one request reads and computes, as its strategy decides; it has the state of the request there.
 
-    `runtime.reuse.prefix.PrefixStrategy` implements the rows of strategies that compute the sequence in order.
+    `runtime.reuse.prefix.PrefixLease` implements the rows of strategies that compute the sequence in order.
 
-    Attributes:
-        name: the `method` by which a request asks for the strategy.
-        unchunkable: whether rows cannot be cut into chunks, because they see each other. Such requests take turns.
-        steady: whether each decoded row reads the same KV as the row before it, plus that row.
-        keeps_prompts: whether a computed prompt is in the tree under its own tokens.
-        counted, counters: names and values of the counters that the strategy alone advances.
+    A waiting request: `prepare`, `look`, perhaps `peer`, then `admit`. A running one, in each step: `grow`, `work`,
+    `rows`, `book`. At its end, or when it gives way to others: `release`; then it may be admitted again.
     """
 
-    name: ClassVar[str]
-    keeps_prompts: ClassVar[bool] = False
-    unchunkable: ClassVar[bool] = False
-    steady: ClassVar[bool] = False
-    counted: ClassVar[tuple[str, ...]] = ()
+    def __init__(self, strategy: Strategy[Any], request: Request):
+        self.strategy, self.request, self.cache = strategy, request, strategy.cache
 
-    def __init__(self, cache: PagedCache, num_layers: int):
-        self.cache = cache
-        self.num_layers = num_layers
-        self.counters = dict.fromkeys(self.counted, 0)
+    # -- waiting ---------------------------------------------------------------------------------------------
 
-    def open(self, request: Request, ask: Any) -> None:  # noqa: B027 - most strategies need no state
-        """Prepare a new request: lay out its sequence. Raises InvalidRequest if it cannot be served.
-
-        Args:
-            request: a request that does not wait yet.
-            ask: what its message asks of this strategy.
-        """
-
-    def runs(self, tokens: array[int], namespace: Namespace, ask: Any = None) -> list[Run]:
-        """The runs of the tree that hold the KV of a prompt, once it is computed. Raises InvalidRequest as `open`.
-
-        Args:
-            tokens: int32, the prompt's whole pages.
-            namespace: namespace of the prompt's requests.
-            ask: see `open`.
-        """
-        return [Run(tokens, namespace)]
-
-    def reads(self, request: Request) -> list[Run]:
-        """The runs that a waiting request would read if they existed. Tiers load what the tree lacks of them."""
+    def reads(self) -> list[Run]:
+        """The runs that the request would read if they existed. Tiers load what the tree lacks of them."""
         return []
 
-    def restored(self, tokens: array[int], namespace: Namespace) -> None:  # noqa: B027
-        """Take note that a tier has loaded a run, or part of it, into the tree."""
-
-    def meta_of(self, namespace: Namespace, described: dict[str, Any]) -> Meta | None:
-        """The record of an entry, from its `Meta.describe()`; None if the entry is not of this strategy."""
-        return None
-
-    def prepare(self, request: Request) -> None:  # noqa: B027
-        """Bring a waiting request up to date with what others have done. `find` follows."""
+    def prepare(self) -> None:  # noqa: B027 - most requests do not depend on others while they wait
+        """Bring the request up to date with what others have done. `look` follows."""
 
     @abstractmethod
-    def find(self, request: Request) -> Found:
-        """Look up the cached KV for a waiting request. Changes nothing."""
+    def look(self) -> Found:
+        """Look up the cached KV. Changes nothing."""
 
-    def peer(self, request: Request, found: Found, computing: abc.Sequence[Request]) -> tuple[Request, int] | None:
+    def peer(self, found: Found, computing: abc.Sequence[Lease]) -> tuple[Request, int] | None:
         """A running request that is computing KV which this request would compute, too.
 
-        `computing`: requests of this strategy that prefill.
+        `computing`: requests of the same strategy that prefill.
 
         Returns:
             One of `computing`, and how many of its tokens must be computed before this request waits again; None to
@@ -295,28 +268,29 @@ class Strategy(ABC):
         """
         return None
 
-    def expect(self, request: Request, place: int) -> None:  # noqa: B027
-        """Take note that others wait for the first `place` tokens of a running request, which `peer` returned."""
-
     @abstractmethod
-    def admit(self, request: Request, found: Found, headroom: int) -> bool:
-        """Lock the segments of a waiting request and allocate pages for its sequence.
+    def admit(self, found: Found, headroom: int) -> bool:
+        """Lock the segments and allocate pages for the sequence.
 
         Args:
-            request: a waiting request.
-            found: the result of `find` for the request, in this moment.
+            found: the result of `look` in this moment.
             headroom: pages that must stay available for requests that decode.
 
         Returns:
             False, with nothing changed, if memory does not suffice.
         """
 
+    # -- running ---------------------------------------------------------------------------------------------
+
+    def expect(self, place: int) -> None:  # noqa: B027
+        """Take note that others wait for the first `place` tokens, which `peer` of their leases returned."""
+
     @abstractmethod
-    def grow(self, request: Request, ahead: int = 0) -> bool:
+    def grow(self, ahead: int = 0) -> bool:
         """Make room for the next token's KV, and for `ahead` more; False if memory does not suffice."""
 
     @abstractmethod
-    def work(self, request: Request, limit: int) -> Work:
+    def work(self, limit: int) -> Work:
         """The request's share of the next step; `limit`: most rows, which unchunkable requests may exceed."""
 
     @abstractmethod
@@ -349,26 +323,75 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def release(self, request: Request, keep: bool) -> None:
-        """Take all pages and segments from a running request; with `keep`, computed rows stay cached."""
+    def release(self, keep: bool) -> None:
+        """Give up all pages and segments; with `keep`, computed rows stay cached."""
 
-    def distrust(self, request: Request) -> None:  # noqa: B027
-        """Drop from the cache what a request read or stored, since its logits are not finite. `release` follows."""
+    def distrust(self) -> None:  # noqa: B027
+        """Drop from the cache what the request read or stored, since its logits are not finite. `release` follows."""
 
-    def flush(self) -> None:  # noqa: B027
+    # -- reports ---------------------------------------------------------------------------------------------
+
+    def phase(self) -> str:
+        """The phase of the running request, for operators."""
+        return "decode" if self.request.num_output else "prefill"
+
+    def report(self) -> dict[str, Any] | None:
+        """The `reuse` field of the request's next event; None if there is nothing new."""
+        return None
+
+
+A = TypeVar("A", contravariant=True)
+
+
+class Strategy(ABC, Generic[A]):
+    """A way to reuse KV, for an `ask` of type `A`: opens the leases of its requests, and has what they share.
+
+    Attributes:
+        name: the tag of the asks that it serves.
+        unchunkable: whether rows cannot be cut into chunks, because they see each other. Such requests take turns.
+        steady: whether each decoded row reads the same KV as the row before it, plus that row.
+        keeps_prompts: whether a computed prompt is in the tree under its own tokens.
+        counted, counters: names and values of the counters that the strategy and its leases alone advance.
+    """
+
+    name: ClassVar[str]
+    keeps_prompts: ClassVar[bool] = False
+    unchunkable: ClassVar[bool] = False
+    steady: ClassVar[bool] = False
+    counted: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, cache: PagedCache, num_layers: int):
+        self.cache = cache
+        self.num_layers = num_layers
+        self.counters = dict.fromkeys(self.counted, 0)
+
+    @abstractmethod
+    def open(self, request: Request, ask: A) -> Lease:
+        """The lease of a new request, whose sequence it lays out. Raises InvalidRequest if it cannot be served."""
+
+    def runs(self, tokens: array[int], namespace: Namespace, ask: A | None = None) -> list[Run]:
+        """The runs of the tree that hold the KV of a prompt, once it is computed. Raises InvalidRequest as `open`.
+
+        Args:
+            tokens: int32, the prompt's whole pages.
+            namespace: namespace of the prompt's requests.
+            ask: see `open`.
+        """
+        return [Run(tokens, namespace)]
+
+    def restored(self, tokens: array[int], namespace: Namespace) -> None:
+        """Take note that a tier has loaded a run, or part of it, into the tree."""
+
+    def meta_of(self, namespace: Namespace, described: dict[str, Any]) -> Meta | None:
+        """The record of an entry, from its `Meta.describe()`; None if the entry is not of this strategy."""
+        return None
+
+    def flush(self) -> None:
         """Drop what the strategy keeps beside the tree, as the cache is flushed."""
 
     def figures(self) -> dict[str, float]:
         """Gauges of the strategy for operators, by name."""
         return {}
-
-    def phase(self, request: Request) -> str:
-        """The phase of a running request, for operators."""
-        return "decode" if request.num_output else "prefill"
-
-    def report(self, request: Request) -> dict[str, Any] | None:
-        """The `reuse` field of the request's next event; None if there is nothing new."""
-        return None
 
 
 class Decoding(ABC):

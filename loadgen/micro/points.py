@@ -19,9 +19,9 @@ from runtime.kv.pool import KVPool
 from runtime.kv.states import StatePool
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest
-from runtime.request import Found, Request, Strategy, Work
-from runtime.reuse.hybrid.strategy import HybridPrefix
-from runtime.reuse.prefix import PrefixStrategy
+from runtime.request import Found, Request, Work
+from runtime.reuse.hybrid.strategy import HybridLease, HybridPrefix
+from runtime.reuse.prefix import PrefixLease, PrefixStrategy
 from runtime.sampler_state import SamplerState
 
 STOP, PAGE = 2, 16
@@ -87,18 +87,28 @@ def blocks_as_tokens(trace: Iterable[tuple[float, Sequence[int]]], size: int) ->
     return asks
 
 
+class _BlocksLease(HybridLease):
+    def places_for(self, found: Found) -> list[int]:
+        return [place for place in range(528, self.request.prompt_len, 528) if place > found.tokens]
+
+
 class AtBlocks(HybridPrefix):
     """A point behind every 528 tokens of a prompt."""
 
-    def _places(self, request: Request, found: Found) -> list[int]:
-        return [place for place in range(528, request.prompt_len, 528) if place > found.tokens]
+    def open(self, request: Request, ask: None) -> HybridLease:
+        return _BlocksLease(self, request)
+
+
+class _EndsLease(HybridLease):
+    def places_for(self, found: Found) -> list[int]:
+        return []
 
 
 class AtEnds(HybridPrefix):
     """One point for each request, where its output ends."""
 
-    def _places(self, request: Request, found: Found) -> list[int]:
-        return []
+    def open(self, request: Request, ask: None) -> HybridLease:
+        return _EndsLease(self, request)
 
 
 PLACEMENTS: dict[str, type[PrefixStrategy]] = {
@@ -150,20 +160,20 @@ def _serve(strategy: PrefixStrategy, ask: Exchange, rid: str) -> int:
         strategy,
         cast(Any, None),
     )
-    found = strategy.find(request)
-    if not strategy.admit(request, found, 0):
+    lease = request.lease = strategy.open(request, None)
+    if not lease.admit(lease.look(), 0):
         return 0
-    _compute(strategy, request)
+    _compute(lease)
     request.tokens.extend(ask.output)
-    if strategy.grow(request, ahead=len(ask.output) - 2):
+    if lease.grow(ahead=len(ask.output) - 2):
         del request.tokens[-1:]  # the last token is not computed
-        _compute(strategy, request)
-    strategy.release(request, keep=True)
+        _compute(lease)
+    lease.release(keep=True)
     return max(request.cached_tokens, 0)
 
 
-def _compute(strategy: Strategy, request: Request) -> None:
-    work = strategy.work(request, request.num_remaining)
-    work = Work(request, work.start, work.count, work.count)
-    strategy.take_slots(work)
-    strategy.book(work, [], 0.0)
+def _compute(lease: PrefixLease) -> None:
+    work = lease.work(lease.request.num_remaining)
+    work = Work(lease.request, work.start, work.count, work.count)
+    lease.take_slots(work)
+    lease.book(work, [], 0.0)

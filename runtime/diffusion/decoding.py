@@ -94,7 +94,7 @@ class CanvasDecoding(Decoding):
             if (canvas := item.request.canvas) is None or place.start == place.stop:
                 continue
             wanted, nats = logits[place], []
-            if more and item.detail.trial is not None:
+            if more and item.note is not None:
                 nats.append(divergence(wanted, logits[more[0]], self._spec.mask_token_id))
             elif more:
                 wanted = logits[more[0]] + (canvas.params.cfg_scale + 1) * (wanted - logits[more[0]])
@@ -113,8 +113,8 @@ class CanvasDecoding(Decoding):
         self.counters["denoise_steps"] += 1
         try:
             chosen = self._read(request)
-            if len(result.places) > 1 and work.detail.trial is not None:
-                work.detail.trial.note(float(chosen.pop(0)))
+            if work.note is not None:
+                work.note(float(chosen.pop(0)))
             canvas.decide(*chosen)
         except RametError:
             raise
@@ -138,6 +138,7 @@ class CanvasDecoding(Decoding):
         Final tokens never change, so a stop token among them ends the request.
         """
         canvas = request.canvas
+        assert canvas is not None
         output = canvas.shown[request.prompt_len : request.max_length]
         new = output[request.num_output : canvas.num_decided].tolist()
         stop = next((i for i, token in enumerate(new) if token in request.sampler.stop_ids), None)

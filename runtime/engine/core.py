@@ -338,7 +338,7 @@ class EngineCore:
         in_chunks = prefills and not request.strategy.unchunkable
         if in_chunks:
             self.counters["next_turn_tokens" if request.message.idle else "prefill_tokens"] += item.count
-        gives_tokens = request.strategy.book(item, saved, seconds)
+        gives_tokens = request.lease.book(item, saved, seconds)
         if gives_tokens and prefills:
             for prefilled in self.parts.prefilled:
                 prefilled(request)
@@ -376,7 +376,7 @@ class EngineCore:
             return self._compute(work[:middle]) + self._compute(work[middle:])
         (item,) = work
         try:
-            shrunk = is_out_of_memory(error) and item.request.strategy.shrink(item)
+            shrunk = is_out_of_memory(error) and item.request.lease.shrink(item)
         except Exception as broken:
             error, shrunk = broken, False
         if shrunk:
@@ -391,7 +391,7 @@ class EngineCore:
         self.counters["failed_requests"] += 1
         if isinstance(error, BadLogits):
             self.counters["bad_logits"] += 1
-            request.strategy.distrust(request)
+            request.lease.distrust()
         return self._end(request, finish_of(error, request.rid))
 
     def _end(self, request: Request, finish: Finish, event: TokenEvent | None = None) -> TokenEvent:

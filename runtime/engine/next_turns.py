@@ -112,7 +112,7 @@ class NextTurns(Part):
         """Number of leading tokens that a request would read from the cache, which is never the last one."""
         core = self._core
         request = open_request(self._message(turn, tokens), core.info, core.strategy, core.decoding, 0)
-        return core.strategy.find(request).tokens
+        return request.lease.look().tokens
 
     def _message(self, turn: _Turn, tokens: array[int]) -> AddRequest:
         call, sampling = turn.call, SamplingParams(max_new_tokens=0, temperature=0)

@@ -244,7 +244,7 @@ def _describe(request: Request, now_s: float) -> dict[str, Any]:
         "output_tokens": request.num_output,
         "max_tokens": request.max_length - request.prompt_len,
         "age_s": now_s - request.arrival_s,
-        "phase": request.strategy.phase(request) if running else request.status.value,
+        "phase": request.lease.phase() if running else request.status.value,
     }
 
 

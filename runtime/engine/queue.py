@@ -134,7 +134,7 @@ class WaitingQueue:
         line.order.add(request)
         if line.matches is not None:
             try:
-                self.matched[request] = request.strategy.find(request).tokens
+                self.matched[request] = request.lease.look().tokens
             except Exception:
                 self.matched[request] = 0  # the look-up before admission fails, too, and ends this request alone
             line.matches.add(request)

@@ -32,7 +32,7 @@ def open_request(message: AddRequest, info: ModelInfo, strategy: Strategy, decod
     request = Request(message, sampler, Sequence(tokens), length, length + limit, strategy, decoding, serial)
     request.arrival_s = time.monotonic()
     decoding.open(request, message.diffusion)
-    strategy.open(request, message.ask)
+    request.lease = strategy.open(request, message.ask)
     # Segments are looked up later. A strategy whose requests choose positions for segments checks these in `open`.
     last = request.sequence.position(request.max_length - 1)
     for used, limit, what in (

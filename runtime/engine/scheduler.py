@@ -102,7 +102,7 @@ class Scheduler:
     def _release(self, request: Request, keep: bool) -> None:
         """Release all pages of a request that ends, also if its strategy fails; then none of its rows stay cached."""
         try:
-            request.strategy.release(request, keep)
+            request.lease.release(keep)
         except Exception:
             log.exception("the strategy of request %s could not release its pages", request.rid)
             self.cache.release(request)
@@ -166,7 +166,7 @@ class Scheduler:
         going_on = [item.request for item in work if len(item.request.tokens) + 1 < item.request.max_length]
         if len(going_on) < len(work) and self.waiting:
             return []
-        if not all(request.strategy.grow(request, ahead=1) for request in going_on):
+        if not all(request.lease.grow(ahead=1) for request in going_on):
             return []
         return [Work(request, request.sequence.num_computed + 1, 1, 1, ahead=1) for request in going_on]
 
@@ -218,7 +218,7 @@ class Scheduler:
         for request in self._in_turn([request for request in self.running if _decodes(request)]):
             self.at = request
             if request.status is Status.RUNNING and self._grow(request, work):
-                work.append(request.strategy.work(request, 1))
+                work.append(request.lease.work(1))
         return work
 
     def _in_turn(self, decoding: list[Request]) -> list[Request]:
@@ -234,7 +234,7 @@ class Scheduler:
 
     def _grow(self, request: Request, work: list[Work]) -> bool:
         """Make room for a request's next rows. If needed, retract requests, this one included, and drop their work."""
-        while not request.strategy.grow(request):
+        while not request.lease.grow():
             victim = self._cheapest()
             self._retract(victim)
             work[:] = [item for item in work if item.request is not victim]
@@ -249,7 +249,7 @@ class Scheduler:
 
     def _retract(self, request: Request) -> None:
         at, self.at = self.at, request
-        request.strategy.release(request, keep=True)
+        request.lease.release(keep=True)
         self.at = at
         self.running.remove(request)
         self.wake(request)
@@ -283,7 +283,7 @@ class Scheduler:
         self.at, limit = request, min(self._chunk_tokens, budget)
         if request.wants_prompt_logprobs:  # a row with its logits costs about two others
             limit = min(limit, max(self._chunk_tokens // 2, 1))
-        item = request.strategy.work(request, limit)
+        item = request.lease.work(limit)
         work.append(item)
         return item.num_rows
 
@@ -296,7 +296,7 @@ class Scheduler:
             return True
         self.cache.pins.expire()
         computing = [request for request in self.running if request.strategy.unchunkable or _prefills(request)]
-        self.waiting.refresh(self._find)
+        self.waiting.refresh(self._look)
         for request in islice(self.waiting.candidates(self._scarce, self._places), 2 * self.max_running):
             in_turns = request.strategy.unchunkable
             if (budget <= 0 and not in_turns) or len(self.running) >= self.max_running:
@@ -306,15 +306,16 @@ class Scheduler:
             if beside is not None and (in_turns or self.waiting.num_uncached(request) >= beside.num_remaining):
                 continue
             self.at = request
-            request.strategy.prepare(request)
-            found = self._find(request)
+            request.lease.prepare()
+            found = self._look(request)
             if self.waiting.rank_again(request, found.tokens):
                 continue
-            alike = [other for other in computing if other.strategy is request.strategy and other.message.store]
-            if (peer := request.strategy.peer(request, found, alike)) is not None:
-                request.strategy.expect(*peer)
+            alike = [other.lease for other in computing if other.strategy is request.strategy and other.message.store]
+            if (peer := request.lease.peer(found, alike)) is not None:
+                other, place = peer
+                other.lease.expect(place)
                 self.waiting.remove(request)
-                self._block(request, *peer)
+                self._block(request, other, place)
                 continue
             if not self._admit_one(request, found):
                 self._too_few = self.cache.num_available
@@ -330,14 +331,14 @@ class Scheduler:
 
     def _admit_one(self, request: Request, found: Found) -> bool:
         try:
-            return request.strategy.admit(request, found, headroom=len(self.running))
+            return request.lease.admit(found, headroom=len(self.running))
         except Exception:
             self._release(request, keep=False)
             raise
 
-    def _find(self, request: Request) -> Found:
+    def _look(self, request: Request) -> Found:
         self.at = request
-        return request.strategy.find(request)
+        return request.lease.look()
 
     def _scarce(self) -> bool:
         """Whether the next admission takes the last place."""
@@ -350,7 +351,7 @@ class Scheduler:
             self.at = request
             if request.status is not Status.RUNNING or not self._grow(request, work):
                 continue
-            item = request.strategy.work(request, budget)
+            item = request.lease.work(budget)
             if work and item.num_rows > budget:
                 continue
             budget -= item.num_rows

@@ -112,7 +112,7 @@ class Tiering(Part):
         """A load of KV that the request reads. Their number is limited: loaded KV may be evicted before admission."""
         if self._num_loads[request] >= _MOST_LOADS:
             return None
-        load = self.tiers.ask(request.strategy.reads(request), request.owner)
+        load = self.tiers.ask(request.lease.reads(), request.owner)
         self._num_loads[request] += load is not None
         return load
 

@@ -61,7 +61,7 @@ class Planner:
         return made.planned
 
     def _plan(self, work: Sequence[Work]) -> Planned | _Steady:
-        sets = [item.request.strategy.rows(item) for item in work]
+        sets = [item.request.lease.rows(item) for item in work]
         for item, several in zip(work, sets, strict=True):
             for one in several:
                 one.adapter = item.request.namespace.adapter
@@ -127,7 +127,7 @@ class _Steady:
                 slots[row] = sequence.pages[page] * self._page_size + rest
         for state in batch.states:
             item = work[self._order.index(state.first)]
-            new = item.request.strategy.take_slots(item)
+            new = item.request.lease.take_slots(item)
             assert new is not None
             state.slot, state.target, state.accepted = new.slot, new.target, new.accepted
         batch.tokens = torch.from_numpy(tokens)

@@ -1,6 +1,7 @@
 """The `prefix` strategy: a request reads the KV of its longest cached prefix and computes the rest."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,48 +10,45 @@ from radix import Match, Node, path
 from runtime.batch import Read, RowSet, Stage, causal_visible
 from runtime.kv.lookup import look_up
 from runtime.kv.segments import Run, Segment
-from runtime.request import Found, Request, Strategy, Work
+from runtime.request import Found, Lease, Request, Strategy, Work
 
 # A read costs as much as about `_COST` rows. So `_MANY` segments of fewer than `_SHORT` rows become one masked read.
 _MANY, _SHORT, _COST = 32, 256, 32
 
 
-class PrefixStrategy(Strategy):
-    """Exact prefix caching of causal models.
+class PrefixLease(Lease):
+    """Reads the pages in the tree that hold the KV of the request's first tokens, and computes the others.
 
-    The request has one segment: the pages in the tree that hold the KV of its first tokens. The segment grows when
-    whole pages of the sequence are committed to the tree.
+    These pages are one segment, which grows when whole pages of the sequence are committed to the tree.
     """
 
-    name = "prefix"
-    keeps_prompts = True
-    steady = True
-
-    def find(self, request: Request) -> Found:
+    def look(self) -> Found:
         """The longest cached prefix, without the last token, whose logits the request needs."""
         if not self.cache.enabled:
             return Found(0, Match())
-        match = self.cache.tree.match(request.key(self._most(request)), request.namespace)
+        match = self.cache.tree.match(self.request.key(self._most()), self.request.namespace)
         return Found(len(match.pages) * self.cache.page_size + match.partial_rows, match)
 
-    def reads(self, request: Request) -> list[Run]:
-        return [Run(request.tokens[: self._most(request)], request.namespace)]
+    def reads(self) -> list[Run]:
+        return [Run(self.request.tokens[: self._most()], self.request.namespace)]
 
-    def _most(self, request: Request) -> int:
+    def _most(self) -> int:
         """Number of leading tokens that may be matched. Rows that give logits must be computed."""
+        request = self.request
         limit = len(request.tokens) - 1
         if request.wants_prompt_logprobs:
             limit = min(limit, max((request.sampler.prompt_logprobs_from or 0) - 1, 0))
         return limit
 
-    def peer(self, request: Request, found: Found, computing: Sequence[Request]) -> tuple[Request, int] | None:
+    def peer(self, found: Found, computing: Sequence[Lease]) -> tuple[Request, int] | None:
         """A running request whose tokens share at least one more whole page with this request than the tree has."""
+        request = self.request
         if not self.cache.enabled or request.wants_prompt_logprobs:
             return None
         page_size = self.cache.page_size
-        start = len(found.detail.pages) * page_size
+        start = len(found.match.pages) * page_size
         stop = start + page_size
-        for other in computing:
+        for other in (lease.request for lease in computing):
             if request.namespace != other.namespace or stop > min(len(request.tokens) - 1, len(other.tokens)):
                 continue
             # Compare this page first: most pairs differ there, so few pairs compare their whole prefix.
@@ -58,11 +56,12 @@ class PrefixStrategy(Strategy):
                 return other, stop
         return None
 
-    def admit(self, request: Request, found: Found, headroom: int) -> bool:
-        cache, match, sequence = self.cache, found.detail, request.sequence
+    def admit(self, found: Found, headroom: int) -> bool:
+        request = self.request
+        cache, match, sequence = self.cache, found.match, request.sequence
         if request.message.explain and request.cached_tokens < 0:
             key = request.key(len(request.tokens))
-            request.event.lookup = look_up(cache, key, request.namespace, self._most(request))
+            request.event.lookup = look_up(cache, key, request.namespace, self._most())
         node = cache.tree.lock_match(match)
         need = cache.pages_for(len(sequence.tokens)) - len(match.pages)
         fresh = None
@@ -72,7 +71,7 @@ class PrefixStrategy(Strategy):
             cache.tree.unlock(node)
             return False
         if not request.message.idle:
-            self._use(request, match, node)
+            self._use(match, node)
         rows = match.partial_rows
         whole = len(match.pages) * cache.page_size
         request.read([Segment(match.pages, whole, node=node)] if node is not None else [])
@@ -83,13 +82,14 @@ class PrefixStrategy(Strategy):
             request.cached_tokens = whole + rows
         return True
 
-    def _use(self, request: Request, match: Match, node: Node | None) -> None:
+    def _use(self, match: Match, node: Node | None) -> None:
         """Count the use of the path that ends in `node`."""
         self.cache.use(node)
-        self.cache.pins.renew(node, request.owner)
+        self.cache.pins.renew(node, self.request.owner)
 
-    def grow(self, request: Request, ahead: int = 0) -> bool:
+    def grow(self, ahead: int = 0) -> bool:
         """Allocate pages for the KV of the next token and of `ahead` more; False if the pool has too few."""
+        request = self.request
         sequence = request.sequence
         rows = sequence.num_computed - sequence.start + ahead + 1
         if rows <= len(sequence.pages) * self.cache.page_size:
@@ -102,8 +102,9 @@ class PrefixStrategy(Strategy):
         sequence.pages.extend(fresh)
         return True
 
-    def work(self, request: Request, limit: int) -> Work:
+    def work(self, limit: int) -> Work:
         """The request's share of the next step. `limit`: most rows; unchunkable strategies may exceed it."""
+        request = self.request
         start = request.sequence.num_computed
         count = min(request.num_remaining, limit)
         return Work(request, start, count, count)
@@ -127,7 +128,7 @@ class PrefixStrategy(Strategy):
             RowSet(
                 tokens=np.array(self.tokens_of(work), dtype=np.int64),
                 positions=sequence.positions(first, stop),
-                stages=self._stages(request, first, stop),
+                stages=self._stages(first, stop),
                 logits=request.decoding.wanted(work),
             )
         ]
@@ -137,23 +138,24 @@ class PrefixStrategy(Strategy):
         first, stop = work.start, work.start + work.count
         return (0,) if work.ahead else work.request.sequence.tokens[first:stop] + work.draft
 
-    def _stages(self, request: Request, first: int, stop: int) -> list[Stage]:
+    def _stages(self, first: int, stop: int) -> list[Stage]:
         page_size = self.cache.page_size
-        writes = request.sequence.slots(first, stop, page_size)
-        return [Stage(range(self.num_layers), writes, _reads(request, first, stop, page_size))]
+        writes = self.request.sequence.slots(first, stop, page_size)
+        return [Stage(range(self.strategy.num_layers), writes, _reads(self.request, first, stop, page_size))]
 
     def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
         prefills = work.prefills
         work.request.sequence.num_computed += work.count
         work.request.sequence.seconds += seconds
         if prefills:
-            self._commit(work.request)
+            self._commit()
         return True
 
-    def _commit(self, request: Request) -> None:
+    def _commit(self) -> None:
         """Insert the full pages of the sequence into the tree; pages that the tree has already replace the own ones."""
+        request = self.request
         cache, sequence = self.cache, request.sequence
-        full = self._sure(request) // cache.page_size
+        full = self._sure() // cache.page_size
         before = sequence.start // cache.page_size
         if not (cache.enabled and request.message.store) or full <= before:
             return
@@ -169,20 +171,21 @@ class PrefixStrategy(Strategy):
         sequence.start = full * cache.page_size
         request.read([Segment(held, sequence.start, node=node), *request.segments[len(own) :]])
 
-    def _sure(self, request: Request) -> int:
+    def _sure(self) -> int:
         """Number of leading tokens whose KV may be committed to the tree."""
-        return request.sequence.num_computed
+        return self.request.sequence.num_computed
 
-    def release(self, request: Request, keep: bool) -> None:
+    def release(self, keep: bool) -> None:
         if keep:
-            self._commit(request)
-        self.cache.release(request, request.message.hold_s)
+            self._commit()
+        self.cache.release(self.request, self.request.message.hold_s)
 
-    def distrust(self, request: Request) -> None:
+    def distrust(self) -> None:
         """Drop the whole paths that the request read and wrote, with all nodes below: any page may be damaged.
 
         This includes the page of another path from which `admit` copied the request's first own rows.
         """
+        request = self.request
         read = [segment.node for segment in request.segments]
         self.cache.release(request)
         self._distrust_paths(read)
@@ -192,6 +195,17 @@ class PrefixStrategy(Strategy):
     def _distrust_paths(self, nodes: Iterable[Node | None]) -> None:
         for top in [top for node in nodes for top in list(path(node))[-1:]]:
             self.cache.distrust(top)
+
+
+class PrefixStrategy(Strategy[Any]):
+    """Exact prefix caching of causal models."""
+
+    name = "prefix"
+    keeps_prompts = True
+    steady = True
+
+    def open(self, request: Request, ask: Any) -> PrefixLease:
+        return PrefixLease(self, request)
 
 
 def _reads(request: Request, first: int, stop: int, page_size: int) -> list[Read]:

@@ -17,13 +17,14 @@ def make_request(
     sampling: SamplingParams | None = None,
     prompt_len: int | None = None,
     strategy: Any = None,
+    lease: Any = None,
     serial: int = 0,
     **message: Any,
 ) -> Request:
     """A request of which the first `prompt_len` tokens are the prompt, by default all; `message`: its fields."""
     params = sampling or SamplingParams()
     length = len(tokens) if prompt_len is None else prompt_len
-    return Request(
+    request = Request(
         AddRequest(**{"rid": "r", "tokens": b"", **message}),
         SamplerState(params, frozenset(params.stop_token_ids), message.get("prompt_logprobs_from")),
         Sequence(array("i", tokens)),
@@ -33,3 +34,5 @@ def make_request(
         None,
         serial,
     )
+    request.lease = strategy.open(request, None) if strategy is not None else lease
+    return request

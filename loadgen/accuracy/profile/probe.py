@@ -19,7 +19,7 @@ from runtime.protocol import AddRequest
 from runtime.request import Request
 from runtime.reuse.bicache.depth_table import NO_TABLE
 from runtime.reuse.bicache.plan import Share
-from runtime.reuse.bicache.strategy import BiCache
+from runtime.reuse.bicache.strategy import BiCache, BiCacheLease
 from runtime.reuse.build import build
 from runtime.sampler_state import SamplerState
 
@@ -83,7 +83,7 @@ class Probe:
     @torch.inference_mode()
     def _run(self, request: Request) -> torch.Tensor:
         spec = self.executor.spec
-        sets = self._strategy.rows(self._strategy.work(request, request.max_length))
+        sets = request.lease.rows(request.lease.work(request.max_length))
         plan = build(sets, spec.num_layers, 1, spec.hidden_size, self.executor.device)
         return self.executor.run(plan.batch)
 
@@ -118,7 +118,7 @@ class Probe:
             len(prompt) + sample.gen_length,
             self._strategy,
             self._decoding,
-            reuse=share,
         )
+        request.lease = BiCacheLease(self._strategy, request, share)
         self._decoding.open(request, params)
         return request

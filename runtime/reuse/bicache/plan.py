@@ -13,18 +13,18 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from radix import Match, Namespace
+from radix import Namespace
 from runtime.batch import Read, RowSet, Stage
 from runtime.diffusion.canvas import BidirectionalCanvas
 from runtime.kv.segments import slots_of
-from runtime.request import Request, Work
+from runtime.request import Found, Request, Work
 from runtime.reuse.bicache.drift import Drift
 from runtime.reuse.bicache.measured import ShallowMeta
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """A look-up of the prefix that a request shares.
+@dataclass(slots=True)
+class Prefix(Found):
+    """A look-up of the prefix that a request shares. `match`: the encoding in the tree; empty if the tree has none.
 
     Attributes:
         length: number of shared leading positions, in whole pages; 0: none.
@@ -34,7 +34,6 @@ class Prefix:
             the pool has `no_room` for it, or the depth is 0 (`no_layer`).
         meta: the record of the encoding's nodes.
         measures: whether this request measures a depth; its pages then have room for a second canvas.
-        match: the encoding in the tree; None: the tree has none.
     """
 
     length: int
@@ -43,7 +42,6 @@ class Prefix:
     unshared: str | None
     meta: ShallowMeta
     measures: bool
-    match: Match | None
 
 
 @dataclass(slots=True)
@@ -112,13 +110,14 @@ class Trial:
     note: Callable[[float], None]
 
 
-@dataclass(frozen=True, slots=True)
-class DenoiseRows:
-    """The rows that a denoising step computes in addition to the canvas' active rows.
+@dataclass(slots=True, eq=False)
+class DenoiseWork(Work):
+    """A denoising step: the canvas' active rows, and others.
 
     Attributes:
         refresh: whether the prefix's rows are computed in the layers that do not reuse it.
         unprompted: positions that guidance computes a second time, without the prompt, in all layers.
+        trial: a depth to measure.
     """
 
     refresh: bool = False
@@ -126,23 +125,29 @@ class DenoiseRows:
     trial: Trial | None = None
 
 
-def next_work(request: Request, num_layers: int, trial: Callable[[], Trial | None]) -> Work:
+def next_work(request: Request, share: Share, num_layers: int, trial: Callable[[], Trial | None]) -> DenoiseWork:
     """The next step of an admitted request. `trial`: called at the first refresh of a request that measures."""
-    share, canvas = request.reuse, request.canvas
     if share.is_encoding:
-        return Work(request, 0, share.length, share.length, detail=DenoiseRows())
+        return DenoiseWork(request, 0, share.length, share.length)
+    canvas = canvas_of(request)
     active = canvas.active(share.length)
     due = share.length > 0 and _is_due(share, canvas)
-    rows = DenoiseRows(
-        refresh=due and share.depth < num_layers,
-        unprompted=canvas.active(0) if canvas.params.cfg_scale else range(0),
-        trial=trial() if due and share.measures and share.refreshed_at < 0 else None,
-    )
-    num_prefix = share.length if rows.refresh or rows.trial else 0
-    num_rows = len(active) + num_prefix + len(rows.unprompted)
-    if rows.trial is not None:
-        num_rows += len(active) + num_prefix
-    return Work(request, active.start, len(active), num_rows, detail=rows)
+    work = DenoiseWork(request, active.start, len(active), len(active))
+    work.refresh = due and share.depth < num_layers
+    work.unprompted = canvas.active(0) if canvas.params.cfg_scale else range(0)
+    work.trial = trial() if due and share.measures and share.refreshed_at < 0 else None
+    num_prefix = share.length if work.refresh or work.trial else 0
+    work.num_rows += num_prefix + len(work.unprompted)
+    if work.trial is not None:
+        work.note = work.trial.note
+        work.num_rows += len(active) + num_prefix
+    return work
+
+
+def canvas_of(request: Request) -> BidirectionalCanvas:
+    """The canvas of a request that wants tokens."""
+    assert isinstance(request.canvas, BidirectionalCanvas)
+    return request.canvas
 
 
 def _is_due(share: Share, canvas: BidirectionalCanvas) -> bool:
@@ -159,17 +164,16 @@ def _is_due(share: Share, canvas: BidirectionalCanvas) -> bool:
     return canvas.num_steps - share.refreshed_at >= share.interval
 
 
-def plan_rows(work: Work, num_layers: int, page_size: int) -> list[RowSet]:
+def plan_rows(work: DenoiseWork, share: Share, num_layers: int, page_size: int) -> list[RowSet]:
     """The row sets of a step: the canvas or the prefix to encode, then a trial or the canvas without its prompt."""
-    share, rows = work.request.reuse, work.detail
     if share.is_encoding:
-        return [_encode(work.request, num_layers, page_size)]
-    prefix = share.length if rows.refresh or rows.trial else 0
-    if (trial := rows.trial) is not None:
-        served = _denoise(work, num_layers, page_size, prefix, 0, None, second=True)
-        return [served, _denoise(work, num_layers, page_size, prefix, trial.depth, trial.boundary)]
-    sets = [_denoise(work, num_layers, page_size, prefix, share.depth, share.boundary)]
-    if rows.unprompted:
+        return [_encode(work.request, share, num_layers, page_size)]
+    prefix = share.length if work.refresh or work.trial else 0
+    if (trial := work.trial) is not None:
+        served = _denoise(work, share, num_layers, page_size, prefix, 0, None, second=True)
+        return [served, _denoise(work, share, num_layers, page_size, prefix, trial.depth, trial.boundary)]
+    sets = [_denoise(work, share, num_layers, page_size, prefix, share.depth, share.boundary)]
+    if work.unprompted:
         sets.append(_guide(work, num_layers, page_size))
     return sets
 
@@ -179,13 +183,13 @@ def entry_layer(depth: int) -> int:
     return max(depth - 1, 0)
 
 
-def _encode(request: Request, num_layers: int, page_size: int) -> RowSet:
+def _encode(request: Request, share: Share, num_layers: int, page_size: int) -> RowSet:
     """The prefix alone. Saves the hidden states that a refresh loads."""
-    (segment,), length = request.segments, request.reuse.length
+    (segment,), length = request.segments, share.length
     positions = np.arange(length)
     pages = np.frombuffer(segment.pages, dtype=np.int32)
     writes, reads = slots_of(pages, positions, page_size), [Read(pages, length)]
-    entry = entry_layer(request.reuse.depth)
+    entry = entry_layer(share.depth)
     stages = [Stage(range(*cut), writes, reads) for cut in pairwise(sorted({0, entry, num_layers}))]
     if entry:
         stages[0].save = positions
@@ -193,9 +197,9 @@ def _encode(request: Request, num_layers: int, page_size: int) -> RowSet:
     return RowSet(tokens, positions, stages, np.empty(0, dtype=np.int64))
 
 
-def _guide(work: Work, num_layers: int, page_size: int) -> RowSet:
+def _guide(work: DenoiseWork, num_layers: int, page_size: int) -> RowSet:
     """The canvas with masks in place of its prompt, for guidance. It uses the second half of the request's pages."""
-    canvas, rows = work.request.canvas, work.detail.unprompted
+    canvas, rows = canvas_of(work.request), work.unprompted
     length, spec = len(canvas.tokens), canvas.spec
     num_own = -(-length // page_size)
     pages = np.frombuffer(work.request.sequence.pages, dtype=np.int32)[num_own:]
@@ -206,7 +210,8 @@ def _guide(work: Work, num_layers: int, page_size: int) -> RowSet:
 
 
 def _denoise(
-    work: Work,
+    work: DenoiseWork,
+    share: Share,
     num_layers: int,
     page_size: int,
     num_prefix: int,
@@ -218,7 +223,7 @@ def _denoise(
 
     `second`: whether the rows use the second half of the request's pages.
     """
-    request, share, tokens = work.request, work.request.reuse, work.request.canvas.tokens
+    request, tokens = work.request, canvas_of(work.request).tokens
     num_own, active = -(-len(tokens) // page_size), work.count
     own = np.frombuffer(request.sequence.pages, dtype=np.int32)[num_own * second :][:num_own]
     positions = np.concatenate((np.arange(work.start, work.start + active), np.arange(num_prefix)))

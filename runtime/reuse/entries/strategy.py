@@ -18,9 +18,9 @@ from runtime.errors import InvalidRequest
 from runtime.kv.cache import PagedCache
 from runtime.kv.segments import Run, Segment, slots_of
 from runtime.protocol import ModelInfo
-from runtime.request import Found, Request, Work
+from runtime.request import Found, Lease, Request, Work
 from runtime.reuse.entries.entry import Entry, EntryMeta
-from runtime.reuse.prefix import PrefixStrategy
+from runtime.reuse.prefix import PrefixLease, PrefixStrategy
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
 
@@ -70,6 +70,220 @@ class Imports:
             count -= stop - first
 
 
+@dataclass(slots=True)
+class EntriesFound(Found):
+    """A look-up of a prompt with entries.
+
+    Attributes:
+        own_tokens: of `tokens`, those that the request would otherwise compute itself; `match` is theirs.
+        matches: of each entry.
+    """
+
+    own_tokens: int
+    matches: list[Match]
+
+
+class EntryLease(PrefixLease):
+    """Reads entries, encodes those that are missing, then computes the request's own tokens."""
+
+    strategy: EntryStrategy
+
+    def __init__(self, strategy: EntryStrategy, request: Request, imports: Imports):
+        super().__init__(strategy, request)
+        self.imports = imports
+
+    # -- which entries exist ---------------------------------------------------------------------------------
+
+    def look(self) -> EntriesFound:
+        own = super().look()
+        matches = [self._match(entry) for entry in self.imports.entries]
+        whole = sum(e.length for e, match in zip(self.imports.entries, matches, strict=True) if self._all(e, match))
+        return EntriesFound(own.tokens + whole, own.match, own.tokens, matches)
+
+    def reads(self) -> list[Run]:
+        """The runs of the request's own tokens and of all its entries."""
+        entries = self.imports.entries
+        return [
+            *super().reads(),
+            *(entry.run(self._meta(entry)) for entry in entries),
+        ]
+
+    def _match(self, entry: Entry) -> Match:
+        """The pages of an entry that the request reads: all of them, or those before the rows that it encodes."""
+        if not self.cache.enabled:
+            return Match()
+        match = self.cache.tree.match(entry.key, entry.namespace)
+        if self._all(entry, match):
+            return match
+        # Other pages would be locked for nothing, and the pool may be too small for them beside the request's own.
+        start = self._start(entry, match)
+        return self.cache.tree.match(entry.key[: start * TOKEN_BYTES], entry.namespace)
+
+    def _all(self, entry: Entry, match: Match) -> bool:
+        return len(match.pages) == self.cache.pages_for(entry.length)
+
+    def peer(self, found: Found, computing: Sequence[Lease]) -> tuple[Request, int] | None:
+        """A running request that is encoding an entry this request needs, or computing the same own tokens."""
+        assert isinstance(found, EntriesFound)
+        if self.cache.enabled:
+            pairs = zip(self.imports.entries, found.matches, strict=True)
+            missing = {entry.namespace for entry, match in pairs if not self._all(entry, match)}
+            for other in computing:
+                assert isinstance(other, EntryLease)
+                if any(one.entry.namespace in missing for one in other.imports.encodings):
+                    return other.request, 0
+        return super().peer(found, computing)
+
+    # -- running ---------------------------------------------------------------------------------------------
+
+    def admit(self, found: Found, headroom: int) -> bool:
+        request = self.request
+        cache, imports = self.cache, self.imports
+        assert isinstance(found, EntriesFound)
+        pairs = list(zip(imports.entries, found.matches, strict=True))
+        missing = [(entry, self._start(entry, match)) for entry, match in pairs if not self._all(entry, match)]
+        kept = sum(cache.pages_for(entry.length) - start // cache.page_size for entry, start in missing)
+        scratch = sum(cache.pages_for(entry.num_holes) for entry, _ in missing)
+        nodes = [cache.tree.lock_match(match) for match in found.matches]
+        is_first = request.cached_tokens < 0
+        if not super().admit(found, headroom + kept + scratch):
+            for node in nodes:
+                cache.tree.unlock(node)
+            return False
+        fresh = cache.allocate(kept + scratch, array("i"), request.owner, cached=kept)
+        assert fresh is not None, "the room was counted above"
+        if is_first:
+            request.cached_tokens += found.tokens - found.own_tokens
+            imports.computed = [entry for entry, _ in missing]
+        for (entry, match), node in zip(pairs, nodes, strict=True):
+            cache.use(node)
+            if self._all(entry, match):
+                request.read((*request.segments, Segment(match.pages, entry.length, node=node)))
+                self._there(entry, match.pages)
+            else:
+                fresh = self._begin(entry, match, node, fresh)
+        return True
+
+    def _there(self, entry: Entry, pages: array[int]) -> None:
+        """Called when an entry is complete; `pages`: its int32 page ids. Does nothing by default."""
+
+    def _meta(self, entry: Entry) -> EntryMeta | None:
+        """The record for an entry's nodes in the tree; None for an exact prefix."""
+        return EntryMeta(self.strategy.kind, entry.name, entry.length) if entry.namespace.entry else None
+
+    def _start(self, entry: Entry, match: Match) -> int:
+        """The first row of an entry to encode: after its pages in the tree that precede the first hole.
+
+        A request whose KV must not be stored encodes the whole entry into its own pages.
+        """
+        if not self.request.message.store:
+            return 0
+        page_size = self.cache.page_size
+        before_holes = int(entry.is_kept.argmin()) if entry.num_holes else entry.length
+        return min(len(match.pages), before_holes // page_size) * page_size
+
+    def _begin(self, entry: Entry, match: Match, node: Node | None, fresh: array[int]) -> array[int]:
+        """Start encoding an entry in the first pages of `fresh`; returns the other pages."""
+        request = self.request
+        start = self._start(entry, match)
+        before = match.pages[: start // self.cache.page_size]
+        kept = self.cache.pages_for(entry.length) - len(before)
+        size = kept + self.cache.pages_for(entry.num_holes)
+        held = [Segment(fresh[:size], 0)]
+        if node is not None:
+            held.append(Segment(before, 0, node=node))
+        request.read((*request.segments, *held))
+        pages, scratch = before + fresh[:kept], fresh[kept:size]
+        self.imports.encodings.append(Encoding(entry, start, pages, scratch, held))
+        request.sequence.pending += len(entry.is_kept) - start
+        return fresh[size:]
+
+    def work(self, limit: int) -> Work:
+        """The request's share of the next step: missing entries first, as many rows as fit, then own tokens."""
+        imports = self.imports
+        if not imports.encodings:
+            return super().work(limit)
+        count = min(imports.left, limit)
+        return Work(self.request, 0, count, count)
+
+    def rows(self, work: Work) -> list[RowSet]:
+        if not self.imports.encodings:
+            return super().rows(work)
+        return [self._encode(*part) for part in self.imports.parts(work.count)]
+
+    def _encode(self, one: Encoding, first: int, stop: int) -> RowSet:
+        """Rows of an entry with causal attention among its own rows, placeholders included."""
+        entry, page_size = one.entry, self.cache.page_size
+        kept, num_kept = entry.is_kept[first:stop], entry.num_kept[first:stop]
+        num_holes = np.arange(first + 1, stop + 1, dtype=np.int32) - num_kept
+        writes, reads = np.empty(stop - first, dtype=np.int64), []
+        for mine, pages, seen in ((kept, one.pages, num_kept), (~kept, one.scratch, num_holes)):
+            writes[mine] = slots_of(pages, seen[mine].astype(np.int64) - 1, page_size)
+            if seen[-1]:
+                reads.append(_see(pages, seen, page_size))
+        return RowSet(
+            tokens=np.array(entry.sequence.tokens[first:stop], dtype=np.int64),
+            positions=entry.sequence.positions(first, stop),
+            stages=[Stage(range(self.strategy.num_layers), writes, reads)],
+            logits=NO_ROWS,
+        )
+
+    def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
+        request, imports = work.request, self.imports
+        if not imports.encodings:
+            return super().book(work, saved, seconds)
+        complete = []
+        for one, first, stop in imports.parts(work.count):
+            one.seconds += seconds * (stop - first) / work.count
+            one.at = stop
+            if stop == len(one.entry.is_kept):
+                complete.append(one)
+        self._keep(complete)
+        request.sequence.pending -= work.count
+        return False
+
+    def _keep(self, complete: list[Encoding]) -> None:
+        """Insert complete entries into the tree and make them segments of the request."""
+        request = self.request
+        imports, known = self.imports, set(complete)
+        imports.encodings = [one for one in imports.encodings if one not in known]
+        held = {id(segment) for one in complete for segment in one.held}
+        segments = [segment for segment in request.segments if id(segment) not in held]
+        request.read(segments + [self._insert(one) for one in complete])
+        self.strategy.counters[self.strategy.counted[0]] += len(complete)
+
+    def _insert(self, one: Encoding) -> Segment:
+        """The segment of a complete entry. Its pages stay the request's own if its KV must not be stored."""
+        cache, entry = self.cache, one.entry
+        cache.allocator.release(one.scratch)
+        node, pages = None, one.pages
+        if cache.enabled and self.request.message.store:
+            meta = self._meta(entry)
+            node, pages = cache.insert(entry.key, pages, entry.namespace, one.seconds, meta, self.request.owner)
+            cache.tree.lock(node)
+        for segment in one.held:
+            cache.tree.unlock(segment.node)
+        self._there(entry, pages)
+        return Segment(pages, entry.length, node=node)
+
+    def release(self, keep: bool) -> None:
+        super().release(keep)
+        self.imports.encodings = []
+
+    @abstractmethod
+    def _describe(self) -> dict[str, Any]:
+        """The fields that the strategy adds to `report`."""
+
+    def report(self) -> dict[str, Any] | None:
+        """Reported once, with the first token, because no field changes later."""
+        request = self.request
+        if request.num_output > 1:
+            return None
+        reused = max(request.cached_tokens, 0)
+        counts = {"reused_tokens": reused, "computed_tokens": request.num_prompt - reused}
+        return {"strategy": self.strategy.name, **self._describe(), **counts}
+
+
 class EntryStrategy(PrefixStrategy):
     """Looks entries up by their content. The first request that needs a missing entry encodes it.
 
@@ -77,7 +291,7 @@ class EntryStrategy(PrefixStrategy):
     rows goes to scratch pages. The kept rows fill whole pages, so readers need no mask.
 
     A request's own tokens are cached as in `PrefixStrategy`, in a namespace that depends on the entries they read. The
-    request's segments are the cached prefix of its own tokens, if any, and its entries. `request.reuse`: an `Imports`.
+    request's segments are the cached prefix of its own tokens, if any, and its entries.
 
     The first of `counted` counts encoded entries. `kind` is the strategy's word for an entry in messages.
     """
@@ -87,8 +301,6 @@ class EntryStrategy(PrefixStrategy):
     def __init__(self, cache: PagedCache, num_layers: int, model: ModelInfo):
         super().__init__(cache, num_layers)
         self._model = model
-
-    # -- what is asked ---------------------------------------------------------------------------------------
 
     def _check_count(self, count: int) -> None:
         """Raise InvalidRequest for more entries than the pool has pages, since each entry takes at least one page."""
@@ -119,198 +331,11 @@ class EntryStrategy(PrefixStrategy):
                 code="context_length_exceeded",
             )
 
-    # -- which entries exist ---------------------------------------------------------------------------------
-
-    def find(self, request: Request) -> Found:
-        """`Found.detail` is the `Found` of the request's own tokens, and a `Match` for each entry."""
-        own = super().find(request)
-        matches = [self._match(request, entry) for entry in request.reuse.entries]
-        whole = sum(e.length for e, match in zip(request.reuse.entries, matches, strict=True) if self._all(e, match))
-        return Found(own.tokens + whole, (own, matches))
-
-    def reads(self, request: Request) -> list[Run]:
-        """The runs of the request's own tokens and of all its entries."""
-        entries = request.reuse.entries
-        return [
-            *super().reads(request),
-            *(entry.run(self._meta(request, entry)) for entry in entries),
-        ]
-
-    def _match(self, request: Request, entry: Entry) -> Match:
-        """The pages of an entry that the request reads: all of them, or those before the rows that it encodes."""
-        if not self.cache.enabled:
-            return Match()
-        match = self.cache.tree.match(entry.key, entry.namespace)
-        if self._all(entry, match):
-            return match
-        # Other pages would be locked for nothing, and the pool may be too small for them beside the request's own.
-        start = self._start(request, entry, match)
-        return self.cache.tree.match(entry.key[: start * TOKEN_BYTES], entry.namespace)
-
-    def _all(self, entry: Entry, match: Match) -> bool:
-        return len(match.pages) == self.cache.pages_for(entry.length)
-
-    def peer(self, request: Request, found: Found, computing: Sequence[Request]) -> tuple[Request, int] | None:
-        """A running request that is encoding an entry this request needs, or computing the same own tokens."""
-        own, matches = found.detail
-        if self.cache.enabled:
-            pairs = zip(request.reuse.entries, matches, strict=True)
-            missing = {entry.namespace for entry, match in pairs if not self._all(entry, match)}
-            for other in computing:
-                if any(one.entry.namespace in missing for one in other.reuse.encodings):
-                    return other, 0
-        return super().peer(request, own, computing)
-
-    # -- running ---------------------------------------------------------------------------------------------
-
-    def admit(self, request: Request, found: Found, headroom: int) -> bool:
-        cache, imports = self.cache, request.reuse
-        own, matches = found.detail
-        pairs = list(zip(imports.entries, matches, strict=True))
-        missing = [(entry, self._start(request, entry, match)) for entry, match in pairs if not self._all(entry, match)]
-        kept = sum(cache.pages_for(entry.length) - start // cache.page_size for entry, start in missing)
-        scratch = sum(cache.pages_for(entry.num_holes) for entry, _ in missing)
-        nodes = [cache.tree.lock_match(match) for match in matches]
-        is_first = request.cached_tokens < 0
-        if not super().admit(request, own, headroom + kept + scratch):
-            for node in nodes:
-                cache.tree.unlock(node)
-            return False
-        fresh = cache.allocate(kept + scratch, array("i"), request.owner, cached=kept)
-        assert fresh is not None, "the room was counted above"
-        if is_first:
-            request.cached_tokens += found.tokens - own.tokens
-            imports.computed = [entry for entry, _ in missing]
-        for (entry, match), node in zip(pairs, nodes, strict=True):
-            cache.use(node)
-            if self._all(entry, match):
-                request.read((*request.segments, Segment(match.pages, entry.length, node=node)))
-                self._there(request, entry, match.pages)
-            else:
-                fresh = self._begin(request, entry, match, node, fresh)
-        return True
-
-    def _there(self, request: Request, entry: Entry, pages: array[int]) -> None:
-        """Called when an entry is complete; `pages`: its int32 page ids. Does nothing by default."""
-
-    def _meta(self, request: Request, entry: Entry) -> EntryMeta | None:
-        """The record for an entry's nodes in the tree; None for an exact prefix."""
-        return EntryMeta(self.kind, entry.name, entry.length) if entry.namespace.entry else None
-
     def meta_of(self, namespace: Namespace, described: dict[str, Any]) -> EntryMeta | None:
         if not namespace.entry.startswith(f"{self.kind}:"):
             return None
         more = dict(described)
         return EntryMeta(self.kind, more.pop(self.kind), more.pop(f"{self.kind}_tokens"), more)
-
-    def _start(self, request: Request, entry: Entry, match: Match) -> int:
-        """The first row of an entry to encode: after its pages in the tree that precede the first hole.
-
-        A request whose KV must not be stored encodes the whole entry into its own pages.
-        """
-        if not request.message.store:
-            return 0
-        page_size = self.cache.page_size
-        before_holes = int(entry.is_kept.argmin()) if entry.num_holes else entry.length
-        return min(len(match.pages), before_holes // page_size) * page_size
-
-    def _begin(self, request: Request, entry: Entry, match: Match, node: Node | None, fresh: array[int]) -> array[int]:
-        """Start encoding an entry in the first pages of `fresh`; returns the other pages."""
-        start = self._start(request, entry, match)
-        before = match.pages[: start // self.cache.page_size]
-        kept = self.cache.pages_for(entry.length) - len(before)
-        size = kept + self.cache.pages_for(entry.num_holes)
-        held = [Segment(fresh[:size], 0)]
-        if node is not None:
-            held.append(Segment(before, 0, node=node))
-        request.read((*request.segments, *held))
-        pages, scratch = before + fresh[:kept], fresh[kept:size]
-        request.reuse.encodings.append(Encoding(entry, start, pages, scratch, held))
-        request.sequence.pending += len(entry.is_kept) - start
-        return fresh[size:]
-
-    def work(self, request: Request, limit: int) -> Work:
-        """The request's share of the next step: missing entries first, as many rows as fit, then own tokens."""
-        imports = request.reuse
-        if not imports.encodings:
-            return super().work(request, limit)
-        count = min(imports.left, limit)
-        return Work(request, 0, count, count)
-
-    def rows(self, work: Work) -> list[RowSet]:
-        if not work.request.reuse.encodings:
-            return super().rows(work)
-        return [self._encode(*part) for part in work.request.reuse.parts(work.count)]
-
-    def _encode(self, one: Encoding, first: int, stop: int) -> RowSet:
-        """Rows of an entry with causal attention among its own rows, placeholders included."""
-        entry, page_size = one.entry, self.cache.page_size
-        kept, num_kept = entry.is_kept[first:stop], entry.num_kept[first:stop]
-        num_holes = np.arange(first + 1, stop + 1, dtype=np.int32) - num_kept
-        writes, reads = np.empty(stop - first, dtype=np.int64), []
-        for mine, pages, seen in ((kept, one.pages, num_kept), (~kept, one.scratch, num_holes)):
-            writes[mine] = slots_of(pages, seen[mine].astype(np.int64) - 1, page_size)
-            if seen[-1]:
-                reads.append(_see(pages, seen, page_size))
-        return RowSet(
-            tokens=np.array(entry.sequence.tokens[first:stop], dtype=np.int64),
-            positions=entry.sequence.positions(first, stop),
-            stages=[Stage(range(self.num_layers), writes, reads)],
-            logits=NO_ROWS,
-        )
-
-    def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
-        request, imports = work.request, work.request.reuse
-        if not imports.encodings:
-            return super().book(work, saved, seconds)
-        complete = []
-        for one, first, stop in imports.parts(work.count):
-            one.seconds += seconds * (stop - first) / work.count
-            one.at = stop
-            if stop == len(one.entry.is_kept):
-                complete.append(one)
-        self._keep(request, complete)
-        request.sequence.pending -= work.count
-        return False
-
-    def _keep(self, request: Request, complete: list[Encoding]) -> None:
-        """Insert complete entries into the tree and make them segments of the request."""
-        imports, known = request.reuse, set(complete)
-        imports.encodings = [one for one in imports.encodings if one not in known]
-        held = {id(segment) for one in complete for segment in one.held}
-        segments = [segment for segment in request.segments if id(segment) not in held]
-        request.read(segments + [self._insert(request, one) for one in complete])
-        self.counters[self.counted[0]] += len(complete)
-
-    def _insert(self, request: Request, one: Encoding) -> Segment:
-        """The segment of a complete entry. Its pages stay the request's own if its KV must not be stored."""
-        cache, entry = self.cache, one.entry
-        cache.allocator.release(one.scratch)
-        node, pages = None, one.pages
-        if cache.enabled and request.message.store:
-            meta = self._meta(request, entry)
-            node, pages = cache.insert(entry.key, pages, entry.namespace, one.seconds, meta, request.owner)
-            cache.tree.lock(node)
-        for segment in one.held:
-            cache.tree.unlock(segment.node)
-        self._there(request, entry, pages)
-        return Segment(pages, entry.length, node=node)
-
-    def release(self, request: Request, keep: bool) -> None:
-        super().release(request, keep)
-        request.reuse.encodings = []
-
-    @abstractmethod
-    def _describe(self, request: Request) -> dict[str, Any]:
-        """The fields that the strategy adds to `report`."""
-
-    def report(self, request: Request) -> dict[str, Any] | None:
-        """Reported once, with the first token, because no field changes later."""
-        if request.num_output > 1:
-            return None
-        reused = max(request.cached_tokens, 0)
-        counts = {"reused_tokens": reused, "computed_tokens": request.num_prompt - reused}
-        return {"strategy": self.name, **self._describe(request), **counts}
 
 
 def _see(pages: array[int], seen: np.ndarray, page_size: int) -> Read:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from radix import Match, Namespace
+from radix import Namespace
 from runtime.asks import DocumentsAsk, Pairs
 from runtime.batch import Read, RowSet, Stage, causal_visible
 from runtime.errors import InvalidRequest
@@ -23,7 +23,7 @@ from runtime.kv.segments import Sequence as Own
 from runtime.protocol import ModelInfo
 from runtime.request import Found, Request, Work
 from runtime.reuse.entries.entry import Entry, digest, read_tokens
-from runtime.reuse.entries.strategy import EntryStrategy, Imports
+from runtime.reuse.entries.strategy import EntriesFound, EntryLease, EntryStrategy, Imports
 from runtime.reuse.fusion.choices import Choices
 from runtime.reuse.fusion.layout import EntryPlace, Layout, chunks_of, options_of, titles_of
 from runtime.reuse.fusion.looks import DenseLook, Look
@@ -77,6 +77,238 @@ class Fused(Imports):
         return _NO_ROWS if self.selected is None else self.selected
 
 
+class FusionLease(EntryLease):
+    """Reads documents at any position, and computes a few of their rows again; see `Phase`."""
+
+    strategy: Fusion
+
+    def __init__(self, strategy: Fusion, request: Request, fused: Fused):
+        super().__init__(strategy, request, fused)
+        self.fused = fused
+        method, length = fused.method, len(fused.layout.prompt)
+        if method.look is None:
+            self._select(method.choose(None), length)
+        elif not method.count():
+            self._select(_NO_ROWS, length)
+        else:
+            self._arrange(_NO_ROWS)
+            self._recall()
+
+    # -- which rows are computed -----------------------------------------------------------------------------
+
+    def _arrange(self, chosen: np.ndarray) -> None:
+        """Rebuild the request's sequence from own and chosen rows; nothing of it is computed yet."""
+        request, fused = self.request, self.fused
+        layout, sequence = fused.layout, request.sequence
+        rows = layout.computed(chosen)
+        limit = request.max_length - request.prompt_len
+        sequence.tokens = array("i", layout.prompt[rows].tobytes())
+        sequence.anchors = _anchors(rows)
+        sequence.start, sequence.num_computed = 0, 0
+        request.prompt_len = len(rows)
+        request.max_length = len(rows) + limit
+        is_read = np.ones(len(layout.prompt), dtype=bool)
+        is_read[rows] = False
+        request.entry_tokens = array("i", layout.prompt[is_read].tobytes())
+        layout.keep(rows)
+        # No row is committed before the choice. This namespace makes requests with the same prompt wait for it.
+        fused.num_fused = len(rows)
+        request.namespace = fused.namespace.for_entry("fused", digest(layout.prompt.tobytes()))
+
+    def _select(self, chosen: np.ndarray, chosen_for: int) -> None:
+        """Apply the choice that was made for the first `chosen_for` tokens of the prompt."""
+        fused = self.fused
+        self._arrange(chosen)
+        fused.selected, fused.selected_for = chosen, chosen_for
+        fused.num_fused = int(np.searchsorted(fused.layout.computed(chosen), chosen_for))
+        places = [(digest(place.entry.key), place.start) for place in fused.layout.places]
+        # After a dense look, rows up to `chosen_for` read other KV in layer 1 than later rows.
+        until = chosen_for if self._is_dense else 0
+        # If the prompt ends with a document, its last row is computed for the logits, but not in a longer prompt.
+        forced = len(fused.layout.prompt) if fused.layout.ask.documents[-1][1] == len(fused.layout.prompt) else 0
+        content = msgspec.msgpack.encode((places, chosen.tobytes(), until, forced))
+        self.request.namespace = fused.namespace.for_entry("fused", digest(content))
+
+    def _recall(self) -> None:
+        """Apply a remembered choice for the same prompt or for an earlier turn, if there is one."""
+        fused = self.fused
+        if (choice := self.strategy.choices.recall(fused.layout, fused.namespace)) is not None:
+            self._select(*choice)
+
+    @property
+    def _is_dense(self) -> bool:
+        return self.fused.method.look is DenseLook and self.fused.method.count() > 0
+
+    # -- what exists -----------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Take a choice that another request has made meanwhile."""
+        if self.fused.selected is None:
+            self._recall()
+
+    def look(self) -> EntriesFound:
+        found = super().look()
+        found.tokens = self._num_there(found)
+        return found
+
+    def _num_there(self, found: EntriesFound) -> int:
+        """Number of prompt tokens with cached KV. A document row with stored and with recomputed KV counts once."""
+        fused, pairs = self.fused, zip(self.fused.entries, found.matches, strict=True)
+        there = {entry.namespace for entry, match in pairs if self._all(entry, match)}
+        is_there = np.zeros(len(fused.layout.prompt), dtype=bool)
+        for place in fused.layout.places:
+            if place.entry.namespace in there:
+                is_there[place.start : place.start + place.entry.length] = True
+        computed = fused.layout.computed(fused.chosen)
+        is_there[computed[: found.own_tokens]] = True
+        return int(is_there.sum()) + max(found.own_tokens - len(computed), 0)
+
+    def _there(self, entry: Entry, pages: array[int]) -> None:
+        for place in self.fused.layout.places:
+            if place.entry.namespace == entry.namespace:
+                place.set_pages(pages)
+
+    def admit(self, found: Found, headroom: int) -> bool:
+        request, fused = self.request, self.fused
+        # Fused rows read the result of the dense look, so it is repeated unless all fused rows are cached.
+        assert isinstance(found, EntriesFound)
+        misses = self._is_dense and found.own_tokens < fused.num_fused
+        look = fused.method.look if fused.selected is None or misses else None
+        own, more = self.strategy.look_pages(fused) if look else (0, 0)
+        fused.layout.keep(fused.layout.computed(fused.chosen))
+        if not super().admit(found, headroom + own + more):
+            return False
+        if look is not None:
+            pages = self.cache.allocate(own + more, array("i"), request.owner, cached=0)
+            assert pages is not None, "the room was counted above"
+            fused.held = [Segment(pages[:own], 0), Segment(pages[own:], 0)]
+            request.read((*request.segments, *fused.held))
+            fused.look = look(fused.layout, request.sequence, pages[:own], self.strategy.executor)
+            request.sequence.pending += fused.look.num_rows
+        fused.phase = Phase.ENCODE
+        self._advance()
+        return True
+
+    def grow(self, ahead: int = 0) -> bool:
+        """No drafts during a look or fusion: rows after the last fused row read other KV in layer 1."""
+        return not (ahead and self.fused.look is not None) and super().grow(ahead)
+
+    # -- phases ----------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Enter the next phase, repeatedly, while the current phase has nothing left to compute."""
+        fused, done = self.fused, self.request.sequence.num_computed
+        if fused.phase is Phase.ENCODE and not fused.encodings:
+            fused.phase = Phase.FUSE if fused.look is None else Phase.LOOK
+        if fused.phase is Phase.LOOK and fused.look.done == fused.look.num_rows:
+            self._choose()
+            fused.phase = Phase.FUSE
+        if fused.phase is Phase.FUSE and done >= fused.num_fused:
+            self._end_look()
+            fused.phase = Phase.DECODE
+
+    def work(self, limit: int) -> Work:
+        """The request's share of the next step. A step ends with the phase and with the prompt."""
+        request = self.request
+        fused, done = self.fused, request.sequence.num_computed
+        if fused.phase is Phase.LOOK:
+            count = min(fused.look.num_rows - fused.look.done, limit)
+            return Work(request, fused.look.done, count, count)
+        if fused.phase is Phase.FUSE:
+            limit = min(limit, fused.num_fused - done)
+        elif fused.phase is Phase.DECODE and done < request.prompt_len:
+            limit = min(limit, request.prompt_len - done)
+        return super().work(limit)
+
+    def rows(self, work: Work) -> list[RowSet]:
+        fused = self.fused
+        if fused.phase is Phase.LOOK:
+            return [fused.look.rows(work.start, work.start + work.count)]
+        return super().rows(work)
+
+    def _stages(self, first: int, stop: int) -> list[Stage]:
+        request = self.request
+        fused, sequence, page_size = self.fused, request.sequence, self.cache.page_size
+        positions = sequence.positions(first, stop)
+        writes = sequence.slots(first, stop, page_size)
+        reads = [read for place in fused.layout.places for read in place.reads(positions, page_size)]
+        own = _own_read(request, first, stop, page_size)
+        stages = [Stage(range(self.strategy.num_layers), writes, [*reads, own])]
+        if isinstance(fused.look, DenseLook):
+            before = [r for place in fused.layout.places if place.is_exact for r in place.reads(positions, page_size)]
+            stages = [
+                Stage(range(1), writes, [*reads, own]),
+                Stage(range(1, 2), writes, [*before, fused.look.read(positions)]),
+                Stage(range(2, self.strategy.num_layers), writes, [*reads, own]),
+            ]
+        return stages
+
+    def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
+        request, fused = work.request, self.fused
+        stop = work.start + work.count
+        if fused.phase is Phase.LOOK:
+            fused.look.take(work.start, stop, saved[0])
+            fused.look.done += work.count
+            request.sequence.pending -= work.count
+            has_logits = False
+        else:
+            has_logits = super().book(work, saved, seconds)
+        self._advance()
+        return has_logits
+
+    def _choose(self) -> None:
+        """Choose rows after a look. A retracted request keeps the rows that it chose before."""
+        request = self.request
+        fused, sequence = self.fused, request.sequence
+        if fused.selected is None:
+            chosen = fused.method.choose(fused.look)
+            if request.message.store:
+                self.strategy.choices.keep(fused.layout, fused.namespace, chosen)
+            self._select(chosen, len(fused.layout.prompt))
+            sequence.pages = sequence.pages + fused.held[1].pages  # a plan may still read the old ones
+            last = fused.held.pop()
+            request.read(one for one in request.segments if one is not last)
+            self.strategy.counters["fused_rows"] += len(chosen)
+        if not isinstance(fused.look, DenseLook):
+            self._end_look()
+
+    def _end_look(self) -> None:
+        request, fused = self.request, self.fused
+        for segment in fused.held:
+            self.cache.leave(segment)
+        request.read(one for one in request.segments if not any(one is held for held in fused.held))
+        fused.look, fused.held = None, []
+
+    def release(self, keep: bool) -> None:
+        super().release(keep)
+        fused = self.fused
+        fused.look, fused.held = None, []
+
+    def distrust(self) -> None:
+        """Also forget the rows that bad numbers may have chosen."""
+        self.strategy.choices.forget(self.fused.layout, self.fused.namespace)
+        super().distrust()
+
+    def _describe(self) -> dict[str, Any]:
+        fused, ask = self.fused, self.fused.layout.ask
+        missing = {entry.namespace for entry in fused.computed}
+        entries = [place.entry for place in fused.layout.places if place.is_document]
+        cached = {entry.name for entry in entries} - {entry.name for entry in entries if entry.namespace in missing}
+        titles = list(dict.fromkeys(titles_of(ask)))
+        nothing = isinstance(fused.method, Scored) and not len(fused.chosen)
+        return {
+            "exact": False,
+            "method": ask.select,
+            **options_of(ask),
+            "documents": titles,
+            "computed_documents": [title for title in titles if title not in cached],
+            "chosen_before": 0 < fused.selected_for < len(fused.layout.prompt),
+            "recomputed_rows": len(fused.chosen),
+            "row_layers": self.request.row_layers,
+            **({"note": f"{ask.select} computed no row again: this is the answer of pie"} if nothing else {}),
+        }
+
+
 class Fusion(EntryStrategy):
     """Chunks of documents are entries that are encoded alone at position 0 and read with a shift.
 
@@ -95,30 +327,23 @@ class Fusion(EntryStrategy):
 
     def __init__(self, cache: PagedCache, executor: Executor, model: ModelInfo):
         super().__init__(cache, executor.spec.num_layers, model)
-        self._executor = executor
-        self._choices = Choices()
+        self.executor = executor
+        self.choices = Choices()
 
-    # -- what is asked ---------------------------------------------------------------------------------------
-
-    def open(self, request: Request, ask: DocumentsAsk) -> None:
+    def open(self, request: Request, ask: DocumentsAsk) -> FusionLease:
         if request.sampler.prompt_logprobs_from is not None:
             raise InvalidRequest("prompts whose documents are reused have no log-probabilities", param="reuse")
         tokens = read_tokens(request.sequence.tokens.tobytes(), self._model.vocab_size, "the prompt")
         layout = self._layout(tokens, ask, request.namespace)
         method = METHODS[ask.select](layout)
-        if method.look is not None and self._executor.spec.num_kv_heads != self.cache.pool.k.shape[2]:
+        if method.look is not None and self.executor.spec.num_kv_heads != self.cache.pool.k.shape[2]:
             raise InvalidRequest(f"method {method.name!r} is not served by several ranks", param="reuse.method")
         entries = {place.entry.namespace: place.entry for place in layout.places}
-        request.reuse = Fused([*entries.values()], layout=layout, method=method, namespace=request.namespace)
-        if method.look is None:
-            self._select(request, method.choose(None), len(tokens))
-        elif not method.count():
-            self._select(request, _NO_ROWS, len(tokens))
-        else:
-            self._arrange(request, _NO_ROWS)
-            self._recall(request)
+        fused = Fused([*entries.values()], layout=layout, method=method, namespace=request.namespace)
+        lease = FusionLease(self, request, fused)
         pages = sum(self.cache.pages_for(entry.length) for entry in entries.values())
-        self._bound(request, pages + sum(self._look_pages(request.reuse)), request.max_length)
+        self._bound(request, pages + sum(self.look_pages(fused)), request.max_length)
+        return lease
 
     def _layout(self, tokens: array[int], ask: DocumentsAsk, namespace: Namespace) -> Layout:
         chunks, prefix = list(chunks_of(ask)), self.cache.page_size * (ask.documents[0][0] // self.cache.page_size)
@@ -142,227 +367,21 @@ class Fusion(EntryStrategy):
         entry = Entry(name, Own(mine), kept, namespace, self.cache.page_size)
         return EntryPlace(entry, start, is_document, kept)
 
-    def runs(self, tokens: array[int], namespace: Namespace, ask: DocumentsAsk) -> list[Run]:
+    def runs(self, tokens: array[int], namespace: Namespace, ask: DocumentsAsk | None = None) -> list[Run]:
         """One run for each different chunk of a document."""
+        assert ask is not None
         entries = [p.entry for p in self._layout(tokens, ask, namespace).places if p.is_document]
         return [entry.run() for entry in {entry.namespace: entry for entry in entries}.values()]
 
-    def _look_pages(self, fused: Fused) -> tuple[int, int]:
+    def look_pages(self, fused: Fused) -> tuple[int, int]:
         """Number of pages for the look, and for rows that the method has yet to choose."""
         if fused.method.look is None or not (count := fused.method.count()):
             return 0, 0
         own = fused.method.look.length(fused.layout) if fused.method.look.writes_pages else 0
         return self.cache.pages_for(own), self.cache.pages_for(count if fused.selected is None else 0)
 
-    # -- which rows are computed -----------------------------------------------------------------------------
-
-    def _arrange(self, request: Request, chosen: np.ndarray) -> None:
-        """Rebuild the request's sequence from own and chosen rows; nothing of it is computed yet."""
-        fused = request.reuse
-        layout, sequence = fused.layout, request.sequence
-        rows = layout.computed(chosen)
-        limit = request.max_length - request.prompt_len
-        sequence.tokens = array("i", layout.prompt[rows].tobytes())
-        sequence.anchors = _anchors(rows)
-        sequence.start, sequence.num_computed = 0, 0
-        request.prompt_len = len(rows)
-        request.max_length = len(rows) + limit
-        is_read = np.ones(len(layout.prompt), dtype=bool)
-        is_read[rows] = False
-        request.entry_tokens = array("i", layout.prompt[is_read].tobytes())
-        layout.keep(rows)
-        # No row is committed before the choice. This namespace makes requests with the same prompt wait for it.
-        fused.num_fused = len(rows)
-        request.namespace = fused.namespace.for_entry("fused", digest(layout.prompt.tobytes()))
-
-    def _select(self, request: Request, chosen: np.ndarray, chosen_for: int) -> None:
-        """Apply the choice that was made for the first `chosen_for` tokens of the prompt."""
-        fused = request.reuse
-        self._arrange(request, chosen)
-        fused.selected, fused.selected_for = chosen, chosen_for
-        fused.num_fused = int(np.searchsorted(fused.layout.computed(chosen), chosen_for))
-        places = [(digest(place.entry.key), place.start) for place in fused.layout.places]
-        # After a dense look, rows up to `chosen_for` read other KV in layer 1 than later rows.
-        until = chosen_for if self._is_dense(fused) else 0
-        # If the prompt ends with a document, its last row is computed for the logits, but not in a longer prompt.
-        forced = len(fused.layout.prompt) if fused.layout.ask.documents[-1][1] == len(fused.layout.prompt) else 0
-        content = msgspec.msgpack.encode((places, chosen.tobytes(), until, forced))
-        request.namespace = fused.namespace.for_entry("fused", digest(content))
-
-    def _recall(self, request: Request) -> None:
-        """Apply a remembered choice for the same prompt or for an earlier turn, if there is one."""
-        fused = request.reuse
-        if (choice := self._choices.recall(fused.layout, fused.namespace)) is not None:
-            self._select(request, *choice)
-
-    def _is_dense(self, fused: Fused) -> bool:
-        return fused.method.look is DenseLook and fused.method.count() > 0
-
-    # -- what exists -----------------------------------------------------------------------------------------
-
-    def prepare(self, request: Request) -> None:
-        """Take a choice that another request has made meanwhile."""
-        if request.reuse.selected is None:
-            self._recall(request)
-
-    def find(self, request: Request) -> Found:
-        found = super().find(request)
-        return Found(self._num_there(request.reuse, *found.detail), found.detail)
-
-    def _num_there(self, fused: Fused, own: Found, matches: Sequence[Match]) -> int:
-        """Number of prompt tokens with cached KV. A document row with stored and with recomputed KV counts once."""
-        there = {e.namespace for e, match in zip(fused.entries, matches, strict=True) if self._all(e, match)}
-        is_there = np.zeros(len(fused.layout.prompt), dtype=bool)
-        for place in fused.layout.places:
-            if place.entry.namespace in there:
-                is_there[place.start : place.start + place.entry.length] = True
-        computed = fused.layout.computed(fused.chosen)
-        is_there[computed[: own.tokens]] = True
-        return int(is_there.sum()) + max(own.tokens - len(computed), 0)
-
-    def _there(self, request: Request, entry: Entry, pages: array[int]) -> None:
-        for place in request.reuse.layout.places:
-            if place.entry.namespace == entry.namespace:
-                place.set_pages(pages)
-
-    def admit(self, request: Request, found: Found, headroom: int) -> bool:
-        fused = request.reuse
-        # Fused rows read the result of the dense look, so it is repeated unless all fused rows are cached.
-        misses = self._is_dense(fused) and found.detail[0].tokens < fused.num_fused
-        look = fused.method.look if fused.selected is None or misses else None
-        own, more = self._look_pages(fused) if look else (0, 0)
-        fused.layout.keep(fused.layout.computed(fused.chosen))
-        if not super().admit(request, found, headroom + own + more):
-            return False
-        if look is not None:
-            pages = self.cache.allocate(own + more, array("i"), request.owner, cached=0)
-            assert pages is not None, "the room was counted above"
-            fused.held = [Segment(pages[:own], 0), Segment(pages[own:], 0)]
-            request.read((*request.segments, *fused.held))
-            fused.look = look(fused.layout, request.sequence, pages[:own], self._executor)
-            request.sequence.pending += fused.look.num_rows
-        fused.phase = Phase.ENCODE
-        self._advance(request)
-        return True
-
-    def grow(self, request: Request, ahead: int = 0) -> bool:
-        """No drafts during a look or fusion: rows after the last fused row read other KV in layer 1."""
-        return not (ahead and request.reuse.look is not None) and super().grow(request, ahead)
-
-    # -- phases ----------------------------------------------------------------------------------------------
-
-    def _advance(self, request: Request) -> None:
-        """Enter the next phase, repeatedly, while the current phase has nothing left to compute."""
-        fused, done = request.reuse, request.sequence.num_computed
-        if fused.phase is Phase.ENCODE and not fused.encodings:
-            fused.phase = Phase.FUSE if fused.look is None else Phase.LOOK
-        if fused.phase is Phase.LOOK and fused.look.done == fused.look.num_rows:
-            self._choose(request)
-            fused.phase = Phase.FUSE
-        if fused.phase is Phase.FUSE and done >= fused.num_fused:
-            self._end_look(request)
-            fused.phase = Phase.DECODE
-
-    def work(self, request: Request, limit: int) -> Work:
-        """The request's share of the next step. A step ends with the phase and with the prompt."""
-        fused, done = request.reuse, request.sequence.num_computed
-        if fused.phase is Phase.LOOK:
-            count = min(fused.look.num_rows - fused.look.done, limit)
-            return Work(request, fused.look.done, count, count)
-        if fused.phase is Phase.FUSE:
-            limit = min(limit, fused.num_fused - done)
-        elif fused.phase is Phase.DECODE and done < request.prompt_len:
-            limit = min(limit, request.prompt_len - done)
-        return super().work(request, limit)
-
-    def rows(self, work: Work) -> list[RowSet]:
-        fused = work.request.reuse
-        if fused.phase is Phase.LOOK:
-            return [fused.look.rows(work.start, work.start + work.count)]
-        return super().rows(work)
-
-    def _stages(self, request: Request, first: int, stop: int) -> list[Stage]:
-        fused, sequence, page_size = request.reuse, request.sequence, self.cache.page_size
-        positions = sequence.positions(first, stop)
-        writes = sequence.slots(first, stop, page_size)
-        reads = [read for place in fused.layout.places for read in place.reads(positions, page_size)]
-        own = _own_read(request, first, stop, page_size)
-        stages = [Stage(range(self.num_layers), writes, [*reads, own])]
-        if isinstance(fused.look, DenseLook):
-            before = [r for place in fused.layout.places if place.is_exact for r in place.reads(positions, page_size)]
-            stages = [
-                Stage(range(1), writes, [*reads, own]),
-                Stage(range(1, 2), writes, [*before, fused.look.read(positions)]),
-                Stage(range(2, self.num_layers), writes, [*reads, own]),
-            ]
-        return stages
-
-    def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
-        request, fused = work.request, work.request.reuse
-        stop = work.start + work.count
-        if fused.phase is Phase.LOOK:
-            fused.look.take(work.start, stop, saved[0])
-            fused.look.done += work.count
-            request.sequence.pending -= work.count
-            has_logits = False
-        else:
-            has_logits = super().book(work, saved, seconds)
-        self._advance(request)
-        return has_logits
-
-    def _choose(self, request: Request) -> None:
-        """Choose rows after a look. A retracted request keeps the rows that it chose before."""
-        fused, sequence = request.reuse, request.sequence
-        if fused.selected is None:
-            chosen = fused.method.choose(fused.look)
-            if request.message.store:
-                self._choices.keep(fused.layout, fused.namespace, chosen)
-            self._select(request, chosen, len(fused.layout.prompt))
-            sequence.pages = sequence.pages + fused.held[1].pages  # a plan may still read the old ones
-            last = fused.held.pop()
-            request.read(one for one in request.segments if one is not last)
-            self.counters["fused_rows"] += len(chosen)
-        if not isinstance(fused.look, DenseLook):
-            self._end_look(request)
-
-    def _end_look(self, request: Request) -> None:
-        fused = request.reuse
-        for segment in fused.held:
-            self.cache.leave(segment)
-        request.read(one for one in request.segments if not any(one is held for held in fused.held))
-        fused.look, fused.held = None, []
-
-    def release(self, request: Request, keep: bool) -> None:
-        super().release(request, keep)
-        fused = request.reuse
-        fused.look, fused.held = None, []
-
-    def distrust(self, request: Request) -> None:
-        """Also forget the rows that bad numbers may have chosen."""
-        self._choices.forget(request.reuse.layout, request.reuse.namespace)
-        super().distrust(request)
-
     def flush(self) -> None:
-        self._choices.clear()
-
-    def _describe(self, request: Request) -> dict[str, Any]:
-        fused, ask = request.reuse, request.reuse.layout.ask
-        missing = {entry.namespace for entry in fused.computed}
-        entries = [place.entry for place in fused.layout.places if place.is_document]
-        cached = {entry.name for entry in entries} - {entry.name for entry in entries if entry.namespace in missing}
-        titles = list(dict.fromkeys(titles_of(ask)))
-        nothing = isinstance(fused.method, Scored) and not len(fused.chosen)
-        return {
-            "exact": False,
-            "method": ask.select,
-            **options_of(ask),
-            "documents": titles,
-            "computed_documents": [title for title in titles if title not in cached],
-            "chosen_before": 0 < fused.selected_for < len(fused.layout.prompt),
-            "recomputed_rows": len(fused.chosen),
-            "row_layers": request.row_layers,
-            **({"note": f"{ask.select} computed no row again: this is the answer of pie"} if nothing else {}),
-        }
+        self.choices.clear()
 
 
 def _own_read(request: Request, first: int, stop: int, page_size: int) -> Read:

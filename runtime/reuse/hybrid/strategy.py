@@ -15,10 +15,10 @@ from runtime.batch import RowSet, StateRows
 from runtime.kv.cache import PagedCache
 from runtime.kv.segments import Run
 from runtime.kv.states import StatePool
-from runtime.request import Found, Request, Work
+from runtime.request import Found, Lease, Request, Work
 from runtime.reuse.hybrid.places import Uses, choose, ends_of_turns, least_saving
 from runtime.reuse.hybrid.points import Behind, Point, Points
-from runtime.reuse.prefix import PrefixStrategy
+from runtime.reuse.prefix import PrefixLease, PrefixStrategy
 
 # Ends of turns at which earlier requests of a conversation may have left points that a tier can load.
 _RECALLED = 4
@@ -65,31 +65,27 @@ class _State:
     latest: Node | None = None
 
 
-class HybridPrefix(PrefixStrategy):
-    """Exact prefix caching of models with recurrent layers.
+class HybridLease(PrefixLease):
+    """Resumes at a point of the tree, and leaves points where later requests are likely to resume.
 
-    KV is shared as by `PrefixStrategy`, but rows can be computed only behind a known state. So a request resumes at a
-    point of the tree, and leaves points where later requests are likely to resume. Steps write states into a second
-    slot of the request, so that a step can be run again, or dropped.
+    Steps write states into a second slot of the request, so that a step can be run again, or dropped.
     """
 
-    counted = ("resumes", "points_stored")
+    strategy: HybridPrefix
+    _state: _State | None = None  # of a running request
 
-    def __init__(self, cache: PagedCache, num_layers: int, states: StatePool, stops: Collection[int]):
-        """`stops`: tokens that end a turn."""
-        super().__init__(cache, num_layers)
-        self.points = Points(cache, states)
-        self._states, self._stops = states, stops
-        self._free = list(range(states.num_slots))
-        self._least = least_saving(self.points.cost)
-        self._uses = Uses()
+    @property
+    def state(self) -> _State:
+        assert self._state is not None
+        return self._state
 
     # -- look-up ---------------------------------------------------------------------------------------------
 
-    def find(self, request: Request) -> Found:
+    def look(self) -> Found:
+        request = self.request
         if not self.cache.enabled:
             return Found(0, Resumption())
-        tree, page_size, key = self.cache.tree, self.cache.page_size, request.key(self._most(request))
+        tree, page_size, key = self.cache.tree, self.cache.page_size, request.key(self._most())
         match = tree.match(key, request.namespace)
         point, length = nearest(key, match, tree.root(request.namespace), page_size)
         known = len(match.pages) * page_size + match.partial_rows
@@ -102,99 +98,104 @@ class HybridPrefix(PrefixStrategy):
             cut.partial_page, cut.partial_rows, cut.partial_node = point.pages[0], rows, point
         return Found(length, cut)
 
-    def runs(self, tokens: array[int], namespace: Namespace, ask: None = None) -> list[Run]:
-        return [self.points.run(tokens, namespace) if tokens else Run(tokens, namespace)]
-
-    def reads(self, request: Request) -> list[Run]:
+    def reads(self) -> list[Run]:
         """The KV, then the points within it that may have been stored."""
-        missing = [self._run(request, place) for place in self._likely(request, self.find(request))]
-        return [*super().reads(request), *missing]
+        missing = [self._run(place) for place in self._likely(self.look())]
+        return [*super().reads(), *missing]
 
-    def _run(self, request: Request, place: int) -> Run:
-        return self.points.run(request.tokens[:place], request.namespace)
+    def _run(self, place: int) -> Run:
+        return self.strategy.points.run(self.request.tokens[:place], self.request.namespace)
 
-    def _likely(self, request: Request, found: Found) -> list[int]:
+    def _likely(self, found: Found) -> list[int]:
         """Places where earlier requests may have left points, nearer than the one that was found."""
-        turns = ends_of_turns(request.tokens[: request.prompt_len], self._stops)[-_RECALLED:]
+        turns = ends_of_turns(self.request.tokens[: self.request.prompt_len], self.strategy.stops)[-_RECALLED:]
         # An answer's point is before the token that ended it.
-        places = {*self._places(request, found), *turns, *(end - 1 for end in turns)}
-        last = min(found.detail.known + _BLOCK, self._most(request))
-        return sorted(place for place in places if found.tokens + self._least <= place <= last)
+        places = {*self.places_for(found), *turns, *(end - 1 for end in turns)}
+        last = min(_known_of(found) + _BLOCK, self._most())
+        return sorted(place for place in places if found.tokens + self.strategy.least <= place <= last)
 
-    def peer(self, request: Request, found: Found, computing: Sequence[Request]) -> tuple[Request, int] | None:
+    def peer(self, found: Found, computing: Sequence[Lease]) -> tuple[Request, int] | None:
         """A running request that shares enough of its coming tokens. `expect` lets it leave a point where both part."""
+        request = self.request
         if not self.cache.enabled or request.wants_prompt_logprobs:
             return None
-        key = request.key(self._most(request))
-        for other in computing:
-            done = max(other.sequence.num_computed, found.tokens + self._least - 1)
+        key = request.key(self._most())
+        for lease in computing:
+            assert isinstance(lease, HybridLease)
+            other = lease.request
+            done = max(other.sequence.num_computed, found.tokens + self.strategy.least - 1)
             if request.namespace != other.namespace or request.tokens[:8] != other.tokens[:8]:
                 continue
             shared = common_tokens(key, 0, other.key(len(other.tokens)))
-            places = [place for place in other.reuse.places if done < place <= shared]
-            if shared > done and shared - max(places, default=found.tokens) >= self._least:
+            places = [place for place in lease.state.places if done < place <= shared]
+            if shared > done and shared - max(places, default=found.tokens) >= self.strategy.least:
                 places.append(shared)
             if places:
                 return other, max(places)
         return None
 
-    def expect(self, request: Request, place: int) -> None:
-        if place not in request.reuse.places:
-            insort(request.reuse.places, place)
+    def expect(self, place: int) -> None:
+        if place not in self.state.places:
+            insort(self.state.places, place)
 
     # -- admission -------------------------------------------------------------------------------------------
 
-    def admit(self, request: Request, found: Found, headroom: int) -> bool:
-        cut: Resumption = found.detail
+    def admit(self, found: Found, headroom: int) -> bool:
+        request = self.request
+        cut = found.match
+        assert isinstance(cut, Resumption)
         if self.cache.pages_for(len(request.tokens)) - len(cut.pages) + headroom > self.cache.num_available:
             return False
-        state = _State(self._free.pop(), self._free.pop(), found.tokens)
+        state = _State(self.strategy.free.pop(), self.strategy.free.pop(), found.tokens)
         is_admitted = False
         try:
             # Before pages are allocated, which may evict the point.
             if cut.point is None:
-                self._states.clear(state.slot)
+                self.strategy.states.clear(state.slot)
             else:
-                self.points.load(cut.point, state.slot)
-            is_admitted = super().admit(request, found, headroom)
+                self.strategy.points.load(cut.point, state.slot)
+            is_admitted = super().admit(found, headroom)
         finally:
             if not is_admitted:
-                self._free += state.slot, state.spare
+                self.strategy.free += state.slot, state.spare
         if is_admitted:
-            request.reuse = state
-            self.counters["resumes"] += cut.point is not None
+            self._state = state
+            self.strategy.counters["resumes"] += cut.point is not None
             if self.cache.enabled and request.message.store:
-                state.places = self._places(request, found)
-            self._explain(request, found)
+                state.places = self.places_for(found)
+            self._explain(found)
         return is_admitted
 
-    def _explain(self, request: Request, found: Found) -> None:
+    def _explain(self, found: Found) -> None:
         """Report the point, and a nearer one that has left the tree."""
-        lookup, gone, page_size = request.event.lookup, self.cache.gone, self.cache.page_size
+        lookup, gone, page_size = self.request.event.lookup, self.cache.gone, self.cache.page_size
         if lookup is None or gone is None:
             return
         lookup.point = found.tokens
-        for place in reversed(self._likely(request, found)):
-            key = self._run(request, place).tokens.tobytes()
-            if (left := gone.find(key, place // page_size, request.namespace)) is not None:
+        for place in reversed(self._likely(found)):
+            key = self._run(place).tokens.tobytes()
+            if (left := gone.find(key, place // page_size, self.request.namespace)) is not None:
                 lookup.lost, lookup.why, lookup.gone_s = place, left.why, self.cache.tree.now() - left.at_s
                 break
 
-    def _use(self, request: Request, match: Match, node: Node | None) -> None:
+    def _use(self, match: Match, node: Node | None) -> None:
         assert isinstance(match, Resumption)
         point = match.point
         if point is not None and isinstance(point.meta, Point) and not point.hits:
-            self._uses.used(point.meta.behind)
-        super()._use(request, match, node if point is None or point.parent is None else point)
+            self.strategy.uses.used(point.meta.behind)
+        super()._use(match, node if point is None or point.parent is None else point)
 
-    def _places(self, request: Request, found: Found) -> list[int]:
-        turns = ends_of_turns(request.tokens[: request.prompt_len], self._stops)
-        end, known = request.prompt_len - request.wants_tokens, found.detail.known
+    def places_for(self, found: Found) -> list[int]:
+        """Places at which points are wanted."""
+        request = self.request
+        turns = ends_of_turns(request.tokens[: request.prompt_len], self.strategy.stops)
+        end, known = request.prompt_len - request.wants_tokens, _known_of(found)
         most = len(request.tokens)
-        return choose(found.tokens, end, turns, self._asked(request), known, self.points.cost, most)
+        return choose(found.tokens, end, turns, self._asked(), known, self.strategy.points.cost, most)
 
-    def _asked(self, request: Request) -> list[int]:
+    def _asked(self) -> list[int]:
         """Places of the request's breakpoints; for a request without output, such as that of a pin, also its end."""
+        request = self.request
         asked = [end for end, _ in request.message.breakpoints or ()]
         return asked if request.wants_tokens else [*asked, request.prompt_len]
 
@@ -207,72 +208,74 @@ class HybridPrefix(PrefixStrategy):
 
     def take_slots(self, work: Work) -> StateRows:
         """Also takes the slots of states within the work; those of an earlier try are given back."""
-        state: _State = work.request.reuse
+        state = self.state
         self._give_back(state)
         if work.ahead:  # the step before, which is not booked yet, leaves its state in `spare`
             return StateRows(0, work.count, state.spare, state.slot)
         inner = [place for place in state.places if work.start < place < work.start + work.count]
-        state.saving = [(place, self._free.pop()) for place in inner[-len(self._free) :] if self._free]
+        free = self.strategy.free
+        state.saving = [(place, free.pop()) for place in inner[-len(free) :] if free]
         saves = [(place - work.start - 1, slot) for place, slot in state.saving]
         return StateRows(0, work.count, state.slot, state.spare, saves, len(work.draft), state.accepted)
 
     def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
         gives_tokens = super().book(work, saved, seconds)
-        request, state = work.request, work.request.reuse
+        request, state = work.request, self.state
         state.slot, state.spare, state.accepted = state.spare, state.slot, len(work.draft)
         state.seconds += seconds
         if state.places:
             done, last = request.sequence.num_computed, state.places[-1]
             for place, slot in state.saving:
-                self._store(request, place, slot, "prompt" if place == last else "")
+                self._store(place, slot, "prompt" if place == last else "")
             if done in state.places and not state.accepted:
-                self._store(request, done, state.slot, "prompt" if done == last else "")
+                self._store(done, state.slot, "prompt" if done == last else "")
             state.places = [place for place in state.places if place > done]
             self._give_back(state)
         return gives_tokens
 
     def _give_back(self, state: _State) -> None:
-        self._free += [slot for _, slot in state.saving]
+        self.strategy.free += [slot for _, slot in state.saving]
         state.saving = []
 
-    def release(self, request: Request, keep: bool) -> None:
-        state: _State | None = request.reuse
+    def release(self, keep: bool) -> None:
+        request = self.request
+        state = self._state
         try:
             if state is not None and keep and self.cache.enabled and request.message.store:
-                self._commit(request)
+                self._commit()
                 place = request.sequence.num_computed - state.accepted
-                if place - state.last >= self._least:
-                    self._store(request, place, state.slot, "answer")
+                if place - state.last >= self.strategy.least:
+                    self._store(place, state.slot, "answer")
                 if state.latest is not None and state.latest.parent is not None:
                     self.cache.hold(state.latest, request.message.hold_s)
-            super().release(request, keep)
+            super().release(keep)
         finally:
             if state is not None:
                 self._give_back(state)
-                self._free += state.slot, state.spare
-                request.reuse = None
+                self.strategy.free += state.slot, state.spare
+                self._state = None
 
-    def _store(self, request: Request, place: int, slot: int, behind: Behind) -> None:
+    def _store(self, place: int, slot: int, behind: Behind) -> None:
         """Store a point if there is room for it, and let those before it go first which it makes superfluous."""
-        state: _State = request.reuse
-        point = self.points.store(request, place, behind, slot, state.seconds)
+        state = self.state
+        point = self.strategy.points.store(self.request, place, behind, slot, state.seconds)
         if point is None:
             return
-        self.counters["points_stored"] += 1
-        self._uses.stored(behind)
-        vain = self._uses.vain() if behind == "answer" else "prompt"
-        self._retire(request, (point, None if vain == "prompt" else state.latest), place)
+        self.strategy.counters["points_stored"] += 1
+        self.strategy.uses.stored(behind)
+        vain = self.strategy.uses.vain() if behind == "answer" else "prompt"
+        self._retire((point, None if vain == "prompt" else state.latest), place)
         if vain == "answer":
             self.cache.tree.spares.add(point)
         state.last, state.seconds, state.latest = place, 0.0, point
 
-    def _retire(self, request: Request, kept: tuple[Node, Node | None], place: int) -> None:
+    def _retire(self, kept: tuple[Node, Node | None], place: int) -> None:
         """Let the points before a place go first that only this conversation uses, except those in `kept`.
 
         They are behind the last place at which the tree branches, and are no meeting points of earlier conversations.
         """
         tree, node = self.cache.tree, kept[0].parent
-        key = request.key(place)
+        key = self.request.key(place)
         end = place // tree.page_size * tree.page_size * 4
         while node is not None and len(node.children) - node.num_attached <= 1:
             for child in node.children.values() if node.num_attached else ():
@@ -281,3 +284,40 @@ class HybridPrefix(PrefixStrategy):
                     tree.spares.add(child)
             end -= len(node.key)
             node = node.parent
+
+
+class HybridPrefix(PrefixStrategy):
+    """Exact prefix caching of models with recurrent layers.
+
+    KV is shared as by `PrefixStrategy`, but rows can be computed only behind a known state.
+
+    Attributes:
+        points: stores states in the tree.
+        states: the states of running requests, and within steps; `free`: its unused slots.
+        stops: tokens that end a turn.
+        least: least number of tokens between two points.
+        uses: how often points of each kind were used.
+    """
+
+    counted = ("resumes", "points_stored")
+
+    def __init__(self, cache: PagedCache, num_layers: int, states: StatePool, stops: Collection[int]):
+        """`stops`: tokens that end a turn."""
+        super().__init__(cache, num_layers)
+        self.points = Points(cache, states)
+        self.states, self.stops = states, stops
+        self.free = list(range(states.num_slots))
+        self.least = least_saving(self.points.cost)
+        self.uses = Uses()
+
+    def open(self, request: Request, ask: None) -> HybridLease:
+        return HybridLease(self, request)
+
+    def runs(self, tokens: array[int], namespace: Namespace, ask: None = None) -> list[Run]:
+        return [self.points.run(tokens, namespace) if tokens else Run(tokens, namespace)]
+
+
+def _known_of(found: Found) -> int:
+    """See `Resumption`."""
+    assert isinstance(found.match, Resumption)
+    return found.match.known

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,14 +16,27 @@ from runtime.kv.segments import Run, Sequence
 from runtime.protocol import ModelInfo
 from runtime.request import Request
 from runtime.reuse.entries.entry import Entry, EntryMeta, digest, read_anchors, read_tokens
-from runtime.reuse.entries.strategy import EntryStrategy, Imports
+from runtime.reuse.entries.strategy import EntryLease, EntryStrategy, Imports
 
 
-@dataclass(slots=True)
-class ModuleImports(Imports):
-    """The state of a request with modules. `schema`: the schema's name, shown in the tree."""
+class ModulesLease(EntryLease):
+    """`schema`: the schema's name, shown in the tree."""
 
-    schema: str = ""
+    def __init__(self, strategy: Modules, request: Request, entries: list[Entry], schema: str):
+        super().__init__(strategy, request, Imports(entries))
+        self.schema = schema
+
+    def _meta(self, entry: Entry) -> EntryMeta:
+        return EntryMeta(self.strategy.kind, entry.name, entry.length, {"schema": self.schema})
+
+    def _describe(self) -> dict[str, Any]:
+        imports = self.imports
+        return {
+            "exact": False,
+            "exact_modules": True,
+            "modules": _names_of(imports.entries),
+            "computed_modules": _names_of(imports.computed),
+        }
 
 
 class Modules(EntryStrategy):
@@ -34,7 +46,7 @@ class Modules(EntryStrategy):
     kind = "module"
     counted = ("encoded_modules",)
 
-    def open(self, request: Request, ask: ModulesAsk) -> None:
+    def open(self, request: Request, ask: ModulesAsk) -> ModulesLease:
         """Read and check the message. A request without own tokens only encodes its modules."""
         entries = self._entries(ask, request.namespace)
         own, anchors = request.sequence, ask.anchors
@@ -44,13 +56,13 @@ class Modules(EntryStrategy):
             anchors = self._probe(request, entries)
         read_tokens(own.tokens.tobytes(), self._model.vocab_size, "the prompt")
         own.anchors = read_anchors(anchors, len(own.tokens), self._model.context_length, "the prompt")
-        request.reuse = ModuleImports(entries, schema=ask.schema)
         for entry in entries:
             request.entry_tokens.extend(entry.tokens)
         request.namespace = _own_namespace(request.namespace, entries, own.anchors)
         pages = sum(self.cache.pages_for(e.length) + self.cache.pages_for(e.num_holes) for e in entries)
         in_context = self._model.context_length - own.position(len(own.tokens)) + len(own.tokens)
         self._bound(request, pages, in_context)
+        return ModulesLease(self, request, entries, ask.schema)
 
     def _entries(self, ask: ModulesAsk, namespace: Namespace) -> list[Entry]:
         self._check_count(len(ask.entries))
@@ -71,21 +83,10 @@ class Modules(EntryStrategy):
         request.prompt_len = request.max_length = 1
         return [(0, last.position(len(last.tokens) - 1))]
 
-    def runs(self, tokens: array[int], namespace: Namespace, ask: ModulesAsk) -> list[Run]:
+    def runs(self, tokens: array[int], namespace: Namespace, ask: ModulesAsk | None = None) -> list[Run]:
         """One run for each entry."""
+        assert ask is not None
         return [entry.run() for entry in self._entries(ask, namespace)]
-
-    def _meta(self, request: Request, entry: Entry) -> EntryMeta:
-        return EntryMeta(self.kind, entry.name, entry.length, {"schema": request.reuse.schema})
-
-    def _describe(self, request: Request) -> dict[str, Any]:
-        imports = request.reuse
-        return {
-            "exact": False,
-            "exact_modules": True,
-            "modules": _names_of(imports.entries),
-            "computed_modules": _names_of(imports.computed),
-        }
 
 
 def read_entry(fields: EntryAsk, namespace: Namespace, model: ModelInfo) -> Entry | None:

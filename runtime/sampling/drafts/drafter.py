@@ -24,7 +24,7 @@ _NONE = array("i")
 
 
 @dataclass(slots=True)
-class _Draft:
+class Draft:
     """A request's text and the state of its draft sources. Only the text array is mutated.
 
     Attributes:
@@ -89,7 +89,7 @@ class Drafter:
         proposed = self.propose([item.request for item in decoding], step_tokens - rows, _rows_of_prompts(work))
         for item in decoding if proposed else ():
             draft = proposed.get(item.request)
-            if draft and item.request.strategy.grow(item.request, ahead=len(draft)):
+            if draft and item.request.lease.grow(ahead=len(draft)):
                 item.add(draft)
 
     def note_step(self, work: Sequence[Work], seconds: float) -> None:
@@ -112,7 +112,7 @@ class Drafter:
         limit = min(LONGEST, request.max_length - len(tokens) - 1)
         if limit < 1:
             return _NONE
-        state = request.draft = request.draft or _Draft(request.entry_tokens[:])
+        state = request.draft = request.draft or Draft(request.entry_tokens[:])
         text, places = state.text, state.places
         new = tokens[len(text) - len(request.entry_tokens) :]
         text.extend(new)
@@ -130,7 +130,7 @@ class Drafter:
         state.latest = best
         return best
 
-    def _compare(self, state: _Draft, new: array[int]) -> int:
+    def _compare(self, state: Draft, new: array[int]) -> int:
         """Record how many tokens of the latest draft match the `new` tokens, whether a step verified it or not.
 
         Returns:
@@ -143,7 +143,7 @@ class Drafter:
         self._rate_of(state, state.source).note(right, tried)
         return state.source_at + len(new) if state.source_at >= 0 and (right or state.equal >= _SURE) else -1
 
-    def _from_tree(self, request: Request, state: _Draft, new: array[int]) -> array[int]:
+    def _from_tree(self, request: Request, state: Draft, new: array[int]) -> array[int]:
         """Tokens that followed in the tree before the text's `new` tokens were appended."""
         if state.ahead:
             state.ahead = state.ahead[len(new) :] if state.ahead[: len(new)] == new else _NONE
@@ -154,9 +154,10 @@ class Drafter:
         return state.ahead
 
     def _rate(self, request: Request) -> Acceptance:
+        assert request.draft is not None, "`_find` has made it"
         return self._rate_of(request.draft, request.draft.source)
 
-    def _rate_of(self, state: _Draft, source: Hashable) -> Acceptance:
+    def _rate_of(self, state: Draft, source: Hashable) -> Acceptance:
         if source not in state.rates:
             state.rates[source] = Acceptance(self._rates.setdefault(source, Acceptance()), memory=16)
         return state.rates[source]

@@ -5,18 +5,38 @@ from itertools import count
 
 import torch
 
-from radix import Namespace
+from radix import Match, Namespace
 from runtime.config import make_config
 from runtime.engine.scheduler import Scheduler
 from runtime.kv.cache import PagedCache
 from runtime.kv.pool import KVPool
 from runtime.request import Found, Request, Work
-from runtime.reuse.prefix import PrefixStrategy
+from runtime.reuse.prefix import PrefixLease, PrefixStrategy
 from tests.runtime.requests import make_request
 
 
+class WholeLease(PrefixLease):
+    """All of a request's tokens in every step."""
+
+    def look(self) -> Found:
+        return Found(0, Match())
+
+    def peer(self, found, computing):
+        return None
+
+    def admit(self, found: Found, headroom: int) -> bool:
+        return True
+
+    def work(self, limit: int) -> Work:
+        self.strategy.limits.append(limit)
+        return Work(self.request, 0, len(self.request.tokens), len(self.request.tokens))
+
+    def book(self, work: Work, saved, seconds: float) -> bool:
+        return True
+
+
 class InTurns(PrefixStrategy):
-    """Rows that see each other, as a canvas's: all of a request's tokens in every step."""
+    """Rows that see each other, as a canvas's."""
 
     name = "in turns"
     unchunkable = True
@@ -25,21 +45,8 @@ class InTurns(PrefixStrategy):
         super().__init__(cache, num_layers)
         self.limits: list[int] = []  # rows that were left, for each share
 
-    def find(self, request: Request) -> Found:
-        return Found()
-
-    def peer(self, request, found, computing):
-        return None
-
-    def admit(self, request: Request, found: Found, headroom: int) -> bool:
-        return True
-
-    def work(self, request: Request, limit: int) -> Work:
-        self.limits.append(limit)
-        return Work(request, 0, len(request.tokens), len(request.tokens))
-
-    def book(self, work: Work, saved, seconds: float) -> bool:
-        return True
+    def open(self, request: Request, ask: None) -> WholeLease:
+        return WholeLease(self, request)
 
 
 class Engine:
@@ -69,7 +76,7 @@ class Engine:
         rows = {item.request.rid: item.num_rows for item in self.work}
         for item in self.work:
             request, prefills, samples = item.request, item.prefills, item.samples
-            request.strategy.book(item, (), float(item.num_rows))
+            request.lease.book(item, (), float(item.num_rows))
             if prefills:
                 self.scheduler.computed(request)
             if samples and not request.strategy.unchunkable:

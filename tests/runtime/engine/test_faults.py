@@ -2,10 +2,11 @@
 
 import pytest
 
+from runtime.reuse.prefix import PrefixLease
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.engine.test_hard_lives import prompt_of
 
-HOOKS = ("open", "find", "peer", "admit", "grow", "work", "rows", "book", "report")
+HOOKS = ("open", "look", "peer", "admit", "grow", "work", "rows", "book", "report")
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +16,8 @@ def core(tiny_dir):
 
 def break_hook(strategy, hook: str, after: int, before: bool, monkeypatch) -> None:
     """Let a hook raise for the request `bad` once it has worked `after` times, `before` or behind its work."""
-    real, times = getattr(strategy, hook), [0]
+    owner = strategy if hook == "open" else PrefixLease
+    real, times = getattr(owner, hook), [0]
 
     def broken(what, *args, **options):
         is_bad = getattr(what, "request", what).rid == "bad"
@@ -28,7 +30,7 @@ def break_hook(strategy, hook: str, after: int, before: bool, monkeypatch) -> No
             raise ZeroDivisionError
         return found
 
-    monkeypatch.setattr(strategy, hook, broken)
+    monkeypatch.setattr(owner, hook, broken)
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -97,7 +99,7 @@ def test_a_fault_of_a_strategy_is_that_of_one_request(core, hook, after, before,
     again.run()
     assert again.tokens["good"] == driver.tokens["good"]
     assert (again.finish["good"].type, again.finish["late"].type) == ("length", "length")
-    if hook in ("open", "find", "peer", "admit") and after:  # called once or twice
+    if hook in ("open", "look", "peer", "admit") and after:  # called once or twice
         assert again.finish["bad"].type == "length"
     else:
         assert again.finish["bad"].type == "error"

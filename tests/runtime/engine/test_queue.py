@@ -5,13 +5,24 @@ from itertools import count
 
 import pytest
 
-from radix import Namespace
+from radix import Match, Namespace
 from runtime.engine.queue import WaitingQueue
 from runtime.request import Found, Request
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.requests import make_request
 
 A, B = Namespace("a"), Namespace("b")
+
+
+class Looking:
+    """In place of a lease: the queue says what is found."""
+
+    def __init__(self, queue: "Queue", request: Request):
+        self.queue, self.request = queue, request
+
+    def look(self) -> Found:
+        self.queue.matched.append(self.request.rid)
+        return Found(self.queue.found.get(self.request.tokens[0], 0), Match())
 
 
 class Queue:
@@ -23,13 +34,10 @@ class Queue:
         self.waiting = WaitingQueue(policy, overtake_share, 2048, 1)
         self.serial = count()
 
-    def find(self, request: Request) -> Found:
-        self.matched.append(request.rid)
-        return Found(self.found.get(request.tokens[0], 0))
-
     def add(self, rid: str, tokens: list[int], priority: int = 0, namespace: Namespace = Namespace()) -> Request:
         message = {"rid": rid, "priority": priority, "namespace": namespace}
-        request = make_request(tokens, 1, strategy=self, serial=next(self.serial), **message)
+        request = make_request(tokens, 1, serial=next(self.serial), **message)
+        request.lease = Looking(self, request)
         self.waiting.add(request)
         return request
 
@@ -83,7 +91,7 @@ def test_random_comings_and_goings(policy):
         if here:
             queue.waiting.computed(draw.choice(here))
             queue.waiting.rank_again(draw.choice(here), draw.randrange(9))
-        queue.waiting.refresh(queue.find)
+        queue.waiting.refresh(lambda request: request.lease.look())
         assert sorted(r.rid for r in queue.waiting) == sorted(r.rid for r in here)
         assert len(set(queue.waiting.candidates(lambda: False))) == len(here)
         assert len(queue.waiting) == len(here)
@@ -166,7 +174,7 @@ def test_fcfs_and_priority_look_nothing_up():
         queue = Queue(policy)
         request = queue.add("a", [1, 2])
         queue.waiting.computed(request)
-        queue.waiting.refresh(queue.find)
+        queue.waiting.refresh(lambda request: request.lease.look())
         assert not queue.waiting.rank_again(request, 1)
         assert queue.matched == []
 
@@ -287,9 +295,9 @@ def test_only_those_are_matched_again_who_begin_like_what_was_computed():
     queue.waiting.remove(computed)
     queue.matched.clear()
     queue.waiting.computed(computed)
-    queue.waiting.refresh(queue.find)
+    queue.waiting.refresh(lambda request: request.lease.look())
     assert queue.matched == ["a", "d"]
-    queue.waiting.refresh(queue.find)
+    queue.waiting.refresh(lambda request: request.lease.look())
     assert queue.matched == ["a", "d"]
 
 
@@ -302,7 +310,7 @@ def test_a_pass_matches_sixteen_and_the_next_goes_on():
     passes = []
     for _ in range(4):
         queue.matched.clear()
-        queue.waiting.refresh(queue.find)
+        queue.waiting.refresh(lambda request: request.lease.look())
         passes.append(list(queue.matched))
     assert [len(names) for names in passes] == [16, 16, 2, 0]
     assert passes[0] == [f"a{i}" for i in range(16)]
@@ -315,7 +323,7 @@ def test_exactly_sixteen_are_one_pass():
     ones = [queue.add(f"a{i}", [1, i]) for i in range(16)]
     queue.add("b", [2])
     queue.waiting.computed(ones[0])
-    queue.waiting.refresh(queue.find)
+    queue.waiting.refresh(lambda request: request.lease.look())
     assert not queue.waiting._stale
     queue.waiting.computed(ones[0])
     for request in ones:

@@ -33,7 +33,7 @@ class Uses(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12))
     def come(self, tokens):
-        new = make_request(tokens)
+        new = make_request(tokens, strategy=self.strategy)
         self.waiting.append(new)
 
     @precondition(lambda self: self.waiting)
@@ -41,11 +41,11 @@ class Uses(RuleBasedStateMachine):
     def look_up(self, which):
         """As often as the scheduler likes."""
         request = self.waiting[which % len(self.waiting)]
-        found = self.strategy.find(request)
-        if self.strategy.admit(request, found, headroom=len(self.running)):
+        found = request.lease.look()
+        if request.lease.admit(found, headroom=len(self.running)):
             self.waiting.remove(request)
             self.running.append(request)
-            for page in found.detail.pages:
+            for page in found.match.pages:
                 self.uses[page] += 1
 
     @precondition(lambda self: self.running)
@@ -53,13 +53,13 @@ class Uses(RuleBasedStateMachine):
     def compute(self, which, count):
         request = self.running[which % len(self.running)]
         count = min(count, request.num_remaining)
-        self.strategy.book(Work(request, request.sequence.num_computed, count, count), [], 1.0)
+        request.lease.book(Work(request, request.sequence.num_computed, count, count), [], 1.0)
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 9), again=st.booleans())
     def end(self, which, again):
         request = self.running.pop(which % len(self.running))
-        self.strategy.release(request, keep=True)
+        request.lease.release(keep=True)
         if again:
             self.waiting.append(request)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from runtime.asks import DocumentsAsk
 from runtime.errors import InvalidRequest, ModelError
 from runtime.frontend.documents import table
 from runtime.frontend.documents.plan import DocumentPlanner, plan_encoding
@@ -48,40 +49,40 @@ def plan(planner: DocumentPlanner | None = None, **asked):
 )  # fmt: skip
 def test_the_message_has_the_options_of_the_method(asked, message):
     planned = plan(**asked)
-    given = {"method": "fusion", "documents": [[2, 66], [67, 180]], "names": ["a", "b"], "shortest": 32}
-    assert planned.reuse == {**given, "granularity": "token", "chunk_tokens": 512, **message}
+    given = {"documents": [(2, 66), (67, 180)], "names": ["a", "b"], "shortest": 32}
+    assert planned.ask == DocumentsAsk(**{**given, "granularity": "token", "chunk_tokens": 512, **message})
     assert (planned.tokens, planned.length, planned.stop) == (list(range(200)), 200, 200)
     assert planned.report(None, 3) is None
     assert planned.report({"strategy": "fusion"}, 3) == {"strategy": "fusion"}
 
 
 def test_nothing_is_reused_unless_the_request_or_the_server_asks():
-    assert plan().reuse is plan(method="none").reuse is None
+    assert plan().ask is plan(method="none").ask is None
     said = {"strategy": "prefix", "exact": True, "method": "none", "documents": ["a", "b"]}
     assert plan().report(None, 3) == {**said, "reused_tokens": 3, "computed_tokens": 197}
     assert plan(DocumentPlanner("pie")).ask.select == "pie"
-    assert plan(DocumentPlanner("pie"), method="none").reuse is None
+    assert plan(DocumentPlanner("pie"), method="none").ask is None
     assert plan(DocumentPlanner("pie"), method="a3").ask.select == "a3"
 
 
 def test_short_documents_are_computed_in_full_and_the_answer_says_so():
     short, mixed = [(2, 30), (67, 98)], [(2, 33), (67, 99)]
     planned = DocumentPlanner().plan(replace(PROMPT, documents=short), ReuseParams(method="a3"))
-    assert planned.reuse is None
+    assert planned.ask is None
     said = planned.report(None, 0)
     assert (said["method"], said["exact"]) == ("none", True)
     assert said["note"] == "documents of fewer than 32 tokens are computed in full"
     planned = DocumentPlanner().plan(replace(PROMPT, documents=mixed), ReuseParams(method="a3"))
     assert planned.ask.shortest == 32
     assert planned.report({"strategy": "fusion"}, 0) == {"strategy": "fusion", "note": said["note"]}
-    assert DocumentPlanner().plan(replace(PROMPT, documents=short), ReuseParams(method="a3", chunk_tokens=28)).reuse
+    assert DocumentPlanner().plan(replace(PROMPT, documents=short), ReuseParams(method="a3", chunk_tokens=28)).ask
 
 
 def test_prompts_without_documents_reuse_none():
     text = TokenizedPrompt(array("i", [1]), [], [])
     planned = DocumentPlanner("pie").plan(text, None)
-    assert (planned.reuse, planned.report(None, 0)) == (None, None)
-    assert DocumentPlanner().plan(text, ReuseParams(method="none")).reuse is None
+    assert (planned.ask, planned.report(None, 0)) == (None, None)
+    assert DocumentPlanner().plan(text, ReuseParams(method="none")).ask is None
     with pytest.raises(InvalidRequest, match="this one has none"):
         DocumentPlanner().plan(text, ReuseParams(method="pie"))
 
@@ -146,21 +147,20 @@ def test_the_choice_is_served_as_it_was_measured_and_explained(directory):
     write(directory, LlamaSpec.load(directory).identity)
     planner = DocumentPlanner.load("none", directory)
     planned = plan(planner, method="auto", max_kl=0.05)
-    given = {"select": "legolink", "k": 32, "chunk_tokens": 256}
-    assert planned.reuse.items() >= given.items()
+    assert (planned.ask.select, planned.ask.k, planned.ask.chunk_tokens) == ("legolink", 32, 256)
     assert planned.report({"strategy": "fusion"}, 0) == {"strategy": "fusion", "auto": "measured KL 0.05"}
     for bound in ({"max_kl": 0.1}, {}):
         assert plan(planner, method="auto", **bound).ask.select == "a3"
     short = planner.plan(replace(PROMPT, documents=[(2, 30), (67, 98)]), ReuseParams(method="auto"))
     assert "auto" not in short.report(None, 0), "a measurement of what was not reused"
     none = plan(planner, method="auto", max_kl=0.01)
-    assert none.reuse is None
+    assert none.ask is None
     assert none.report(None, 0)["auto"] == "no method within 0.01"
 
 
 def test_without_a_table_none_is_chosen_and_said(directory):
     planned = plan(DocumentPlanner.load("none", directory), method="auto", max_kl=5)
-    assert planned.reuse is None
+    assert planned.ask is None
     assert planned.report(None, 0).items() >= {"method": "none", "auto": "no table for this model"}.items()
 
 

@@ -128,9 +128,9 @@ def test_guidance_is_lladas_with_and_without_reuse(any_dir, any_plain, kernels):
 def pages_read(core, rid, layer):
     """Pages that the attention of a layer reads in a request's next step, and those that it writes."""
     request = core.requests[rid]
-    work = request.strategy.work(request, 4096)
+    work = request.lease.work(4096)
     spec = core.executor.spec
-    batch = build(request.strategy.rows(work), spec.num_layers, 16, spec.hidden_size, torch.device("cpu")).batch
+    batch = build(request.lease.rows(work), spec.num_layers, 16, spec.hidden_size, torch.device("cpu")).batch
     group = next(g for g in batch.groups if layer in g.layers)
     read = {int(page) for edge in group.attention.edges for page in group.attention.spans[edge.span].pages}
     rows = len(batch.tokens) if group.rows is None else len(group.rows)

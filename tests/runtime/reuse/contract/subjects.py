@@ -194,7 +194,7 @@ class Fusion(Subject):
 
         The tokens are greedy and, where they were asked for, their log-probabilities right.
         """
-        (_, ask), tokens, state = world.asked[rid], torch.tensor(world.tokens[rid]), world.requests[rid].reuse
+        (_, ask), tokens, state = world.asked[rid], torch.tensor(world.tokens[rid]), world.requests[rid].lease.fused
         reference, rows = load_fusion(self.path), state.selected.tolist()
         first = replace(ask, prompt=ask.prompt[: state.selected_for])
         assert first in [prompt for _, prompt in world.asked.values()], (rid, state.selected_for)

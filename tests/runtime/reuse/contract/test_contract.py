@@ -23,9 +23,9 @@ def some(subject: Subject, count: int, seed: int = 0) -> list:
 
 
 def state_of(request: Request) -> list[object]:
-    """All fields of a request and of its strategy's state, and the items of those that are lists."""
+    """All fields of a request and of its lease's state, and the items of those that are lists."""
     found: list[object] = []
-    for one in filter(is_dataclass, (request, request.sequence, request.reuse)):
+    for one in filter(is_dataclass, (request, request.sequence, *vars(request.lease).values())):
         values = [getattr(one, field.name) for field in fields(one)]
         found += [[*map(id, value)] if isinstance(value, list) else id(value) for value in values]
     return found
@@ -116,24 +116,28 @@ def test_a_look_up_changes_nothing(subject, monkeypatch):
     world, prompts, looks = World(subject, **SMALL), some(subject, 2), []
 
     def compare(real):
-        def look(request, *args):
+        def look(*args):
             before = [state_of(one) for one in world.requests.values()]
-            found = real(request, *args)
+            found = real(*args)
             assert [state_of(one) for one in world.requests.values()] == before
             looks.append(found)
             return found
 
         return look
 
-    for strategy in world.core.strategies.values():
-        for hook in ("find", "peer", "reads"):
-            monkeypatch.setattr(strategy, hook, compare(getattr(strategy, hook)))
+    add = world.core.scheduler.add
+
+    def watch(request):
+        for hook in ("look", "peer", "reads"):
+            setattr(request.lease, hook, compare(getattr(request.lease, hook)))
+        add(request)
+
+    monkeypatch.setattr(world.core.scheduler, "add", watch)
     for i, prompt in enumerate([*prompts, *prompts, prompts[0]]):
         world.ask(f"{i}", prompt)
         if i % 2:
             world.step()
-        request = world.requests[f"{i}"]
-        request.strategy.reads(request)
+        world.requests[f"{i}"].lease.reads()
     world.run()
     assert len(looks) > 10
 

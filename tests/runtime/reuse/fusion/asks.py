@@ -29,7 +29,7 @@ def asked(ask: Ask) -> dict[str, Any]:
 
 def selected(world: World, rid: str) -> list[int]:
     """The rows that were computed again."""
-    return world.requests[rid].reuse.selected.tolist()
+    return world.requests[rid].lease.fused.selected.tolist()
 
 
 def row_layers(ask: Ask, rows: list[int], encoded: int, page_size: int, count: int = NEW) -> int:

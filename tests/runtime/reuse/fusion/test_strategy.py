@@ -257,7 +257,7 @@ def test_turns_that_come_in_another_order(ids_dir, method):
     for length in (125, 101, 113, 145, 125):
         world.one(f"{len(world.asked)}", replace(whole, prompt=whole.prompt[:length]), logprobs=0)
     world.check()
-    chosen_for = [request.reuse.selected_for for request in world.requests.values()]
+    chosen_for = [request.lease.fused.selected_for for request in world.requests.values()]
     looks = method in ("a3", "cacheblend", "prophetkv")
     assert chosen_for == ([125, 101, 101, 125, 125] if looks else [125, 101, 113, 145, 125])
 
@@ -290,7 +290,7 @@ def test_choices_are_forgotten_when_they_have_too_many_rows(ids_dir, monkeypatch
     """The oldest conversation first; its rows are chosen anew, and are the same."""
     monkeypatch.setattr("runtime.reuse.fusion.choices.MOST_ROWS", 60)
     draw, world = random.Random(41), World(Fusion(ids_dir), page_size=16)
-    choices = world.core.strategies["fusion"]._choices
+    choices = world.core.strategies["fusion"].choices
     asks = [build(draw, [draw_tokens(draw, 80)], 16, 9, method="a3", ratio=0.3) for _ in range(4)]
     for i, ask in enumerate([*asks, asks[0], asks[3]]):
         world.one(f"{i}", ask)

@@ -74,7 +74,7 @@ class Asking(Driver):
 
     @property
     def free_slots(self) -> int:
-        return len(self.core.strategy._free)
+        return len(self.core.strategy.free)
 
 
 @pytest.mark.parametrize("code", CODE)

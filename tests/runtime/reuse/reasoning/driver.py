@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from runtime.asks import ReasoningAsk
 from runtime.models.tokenizer import Tokenizer
+from runtime.request import Request
 from runtime.reuse.reasoning.background import Background
 from runtime.reuse.reasoning.reservoir import Reservoir
-from runtime.reuse.reasoning.strategy import ReasonCache
+from runtime.reuse.reasoning.strategy import ReasonCache, ReasoningLease
 from tests.runtime.engine.driver import Driver, make_core
 
 PAGE = 4
@@ -44,8 +46,19 @@ class ReasonDriver(Driver):
             self.strategy.background._credit = 1e9
         self.strategy.reservoir = Reservoir(warm_up)
         tokenizer = load_tokenizer(path)
-        self.strategy._filter._load_tokenizer = lambda: tokenizer
+        self.strategy.filter._load_tokenizer = lambda: tokenizer
         self.bias = dict.fromkeys(words(tokenizer), 100.0)
+
+    def watch(self, hook: str, call: Callable[..., None]) -> None:
+        """Have a method of all later leases be `call`, which gets the lease, the method and its arguments."""
+        opened = self.strategy.open
+
+        def watched(request: Request, ask: ReasoningAsk) -> ReasoningLease:
+            lease = opened(request, ask)
+            setattr(lease, hook, partial(call, lease, getattr(lease, hook)))
+            return lease
+
+        self.strategy.open = watched
 
     def think(self, rid: str, prompt: Sequence[int], count: int, reuse: dict[str, Any], **options: Any) -> None:
         """An output of `count` tokens: few words in random order, in steps of some ten tokens."""

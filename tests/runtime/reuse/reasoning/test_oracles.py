@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from loadgen.accuracy.forced import Forcing
 from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.reasoning.steps import Splitter, similarity, threshold
+from runtime.reuse.reasoning.strategy import ReasoningLease
 from runtime.reuse.reasoning.structure import equivalent
 from tests.runtime.reuse.modules.plain import draw_tokens
 from tests.runtime.reuse.reasoning import reference as plain
@@ -54,7 +55,7 @@ class ForcedDriver(ReasonDriver):
         self.core.decoding = self.forcing = Forcing(self.core.decoding, self._keep)
         self.logits: dict[str, list[torch.Tensor]] = {}
         self.shared: dict[str, list[Shared]] = {}
-        self._substitute, self.strategy.substitute = self.strategy.substitute, self._note
+        self.watch("substitute", self._note)
 
     def force(self, rid: str, prompt: list[int], output: list[int], reuse: dict[str, Any], more: int = 0) -> None:
         """Let a request say an output, and `more` tokens of its own."""
@@ -65,9 +66,9 @@ class ForcedDriver(ReasonDriver):
         assert number == len(self.logits[rid])
         self.logits[rid].append(logits.clone())
 
-    def _note(self, request: Any, index: int, source: int) -> None:
-        before = self.strategy.counters["substituted_pages"]
-        self._substitute(request, index, source)
+    def _note(self, lease: ReasoningLease, substitute: Any, index: int, source: int) -> None:
+        request, before = lease.request, self.strategy.counters["substituted_pages"]
+        substitute(index, source)
         if self.strategy.counters["substituted_pages"] > before:
             # The token whose logits came last is not computed yet; nor are those of the driver's other requests.
             rows = request.prompt_len + len(self.logits[request.rid]) - 1

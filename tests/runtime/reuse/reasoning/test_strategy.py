@@ -33,13 +33,12 @@ def cached(driver: ReasonDriver, tokens: list[int]) -> int:
 def sources(driver: ReasonDriver) -> list[tuple[int, int]]:
     """Substituted pages: the index of each, and the other's."""
     found: list[tuple[int, int]] = []
-    substitute = driver.strategy.substitute
 
-    def watch(request, index, source):
+    def watch(lease, substitute, index, source):
         found.append((index, source))
-        substitute(request, index, source)
+        substitute(index, source)
 
-    driver.strategy.substitute = watch
+    driver.watch("substitute", watch)
     return found
 
 
@@ -64,10 +63,9 @@ def test_a_threshold_of_one_shares_nothing(tiny_dir):
 
 def test_percentile_100_leaves_the_decision_to_the_filters(tiny_dir):
     driver = ReasonDriver(tiny_dir, warm_up=1 << 20)
-    driver.think("r", PROMPT, LONG, ANY)
     seen = []
-    consider = driver.strategy._consider
-    driver.strategy._consider = lambda request, match: (seen.append(match), consider(request, match))[1]
+    driver.watch("consider", lambda lease, consider, match: (seen.append(match), consider(match)))
+    driver.think("r", PROMPT, LONG, ANY)
     driver.run()
     assert len(seen) > 5
     assert driver.core.totals()["substituted_pages"] == len(seen) == driver.report("r")["substituted_pages"]
@@ -77,14 +75,13 @@ def test_distances_decide_behind_the_warm_up(tiny_dir):
     warm_up = 6
     driver = ReasonDriver(tiny_dir, warm_up=warm_up)
     decisions = []
-    consider = driver.strategy._consider
 
-    def watch(request, match):
+    def watch(lease, consider, match):
         before, known = driver.core.totals()["substituted_pages"], sorted(driver.strategy.reservoir._sorted)
-        consider(request, match)
+        consider(match)
         decisions.append((match.distance, known, driver.core.totals()["substituted_pages"] - before))
 
-    driver.strategy._consider = watch
+    driver.watch("consider", watch)
     driver.think("r", PROMPT, 2 * LONG, ANY | {"percentile": 50})
     driver.run()
     for distance, known, was_shared in decisions:
@@ -104,7 +101,7 @@ def test_equal_words_with_another_formula_are_not_shared(tiny_dir, sign, may_sha
     forcing.answers["r"] = said
     driver.think("r", PROMPT, len(said), {"percentile": 100}, logit_bias={})
     driver.step()
-    history = driver.requests["r"].reuse.history
+    history = driver.requests["r"].lease.reasoning.history
     driver.run()
     assert driver.tokens["r"] == said
     steps = history.steps
@@ -152,12 +149,12 @@ def test_neither_the_prompt_nor_the_tail_is_shared(tiny_dir):
     first = -(-len(prompt) // PAGE)
     while driver.core.busy:
         driver.step()
-        if "r" in driver.core.requests and driver.requests["r"].reuse.history:
+        if "r" in driver.core.requests and driver.requests["r"].lease.reasoning.history:
             pages = driver.requests["r"].sequence.pages
             assert len(set(pages[:first])) == first
             assert not set(pages[:first]) & set(pages[first:])
             assert pages.count(pages[-1]) == 1
-            assert all(first <= place < len(pages) - 1 for place in driver.requests["r"].reuse.substituted)
+            assert all(first <= place < len(pages) - 1 for place in driver.requests["r"].lease.reasoning.substituted)
     assert driver.report("r")["substituted_pages"] > 5
 
 
@@ -173,7 +170,7 @@ def test_a_shared_page_reads_as_a_copy(tiny_dir, kernels):
             driver.step()
         for index, source in ((5, 3), (8, 2), (9, 3), (7, 5)):
             if is_shared:
-                driver.strategy.substitute(request, index, source)
+                request.lease.substitute(index, source)
             else:
                 _copy(driver, request.sequence.pages, index, source)
         driver.run()
@@ -265,7 +262,7 @@ def test_a_retracted_request_is_computed_again_and_shares_again(tiny_dir):
     assert (report["recomputed"], report["substituted_pages"], report["approximate"]) == (1, 0, True)
     # What was exact before lies in the tree, and what is computed again stays the request's own.
     assert request.sequence.start == (len(PROMPT) + first) // PAGE * PAGE
-    while not request.reuse.substituted:
+    while not request.lease.reasoning.substituted:
         driver.step()
     assert request.num_output <= num_output + 2 * PAGE, "the same steps again"
     # Pages of the tree are read in later places, too, and never given up.

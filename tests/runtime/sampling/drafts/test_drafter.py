@@ -11,9 +11,9 @@ from tests.runtime.requests import make_request
 
 
 class Room:
-    """In place of a strategy: memory suffices."""
+    """In place of a lease: memory suffices."""
 
-    def grow(self, request, ahead):
+    def grow(self, ahead):
         return True
 
 
@@ -23,7 +23,7 @@ def test_the_more_requests_the_longer_looks_pause_where_nothing_was_found(reques
     find = drafter._find
     drafter._find = lambda request: looks.append(len(steps)) or find(request)
     running = [
-        make_request([next(tokens), next(tokens)], 9999, prompt_len=1, strategy=Room(), rid=f"{i}")
+        make_request([next(tokens), next(tokens)], 9999, prompt_len=1, lease=Room(), rid=f"{i}")
         for i in range(requests)
     ]
 
