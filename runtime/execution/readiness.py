@@ -13,7 +13,7 @@ from runtime.execution.attention.flashinfer import FlashInferAttention
 from runtime.execution.attention.torch_attention import TorchAttention
 from runtime.execution.flashinfer_kernels import kernels_for
 from runtime.execution.flashinfer_package import VERSION, load_flashinfer
-from runtime.execution.graphs import DecodeGraphs
+from runtime.execution.graphs import StepGraphs
 from runtime.execution.ops import FlashInferOps, Ops
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
@@ -64,8 +64,8 @@ def find_fault(
     return None
 
 
-def capture_graphs(graphs: DecodeGraphs, most: int) -> None:
-    """Capture the graphs of decode steps of up to `most` rows, before a request has to wait for them."""
+def capture_graphs(graphs: StepGraphs, most: int) -> None:
+    """Capture the graphs of steps of up to `most` requests, before a request has to wait for them."""
     for shape in tqdm(graphs.shapes(most), desc="CUDA graphs", unit="graph", disable=None):
         graphs.capture(shape)
 
