@@ -250,7 +250,7 @@ class Executor:
         return library
 
     def _graph_sizes(self, config: Config, most_rows: float) -> list[int]:
-        """Batch sizes of the CUDA graphs of decode steps, up to `most_rows`; empty with several ranks and for diffusion models."""
+        """Rows of the CUDA graphs of decode steps, up to `most_rows`; empty with several ranks, and for diffusion."""
         if self._group is not None or self.spec.diffusion is not None:
             return []
         sizes = {int(size) for size in config.engine.cuda_graph_batches.split(",") if size}
