@@ -302,7 +302,7 @@ class Executor:
         if self.device.type == "cpu" or self._graphs is None:
             return
         try:
-            capture_graphs(self._graphs, most)
+            capture_graphs(self._graphs, most, self.device)
         except Exception as error:  # of the driver, the allocator or a kernel
             if is_lost(self.device):
                 raise ModelError(f"a CUDA graph cannot be captured ({error}): --cuda-graph-batches 0") from None
