@@ -1,5 +1,6 @@
 """Choice of device, dtype, attention backend and overlap from the options."""
 
+import errno
 from pathlib import Path
 
 import torch
@@ -87,10 +88,15 @@ def choose_overlap(config: Config, device: torch.device) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a computation ran out of memory, so that a smaller one may succeed."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
-    # Of the allocator of a CPU, of pinned memory, and of cuBLAS.
-    said = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    # Of the allocator of a CPU, of mapped files, of pinned memory, and of cuBLAS.
+    said = (
+        "can't allocate memory",
+        "Cannot allocate memory",
+        "CUDA error: out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+    )
     return any(text in str(error) for text in said)
 
 
