@@ -1,6 +1,8 @@
 """Choice of device, dtype, attention backend and overlap from the options."""
 
 import errno
+import logging
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -9,16 +11,23 @@ from runtime.config import Config, ModelConfig
 from runtime.errors import ModelError
 from runtime.execution.flashinfer_package import flashinfer_fault
 
+log = logging.getLogger(__name__)
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # FlashInfer merges partial results of heads of these sizes.
 _HEAD_DIMS = (64, 128, 256)
+_DRIVER = Path("/proc/driver/nvidia")
 
 
 def choose_device(config: ModelConfig) -> torch.device:
     """The device of `--device`. Raises ModelError if it does not exist."""
     if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        if _DRIVER.exists():
+            _warn_of_driver()
+        return torch.device("cpu")
     try:
         device = torch.device(config.device)
     except RuntimeError:
@@ -28,6 +37,16 @@ def choose_device(config: ModelConfig) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"--device is {config.device!r}, but torch finds no CUDA device")
     return device
+
+
+@cache
+def _warn_of_driver() -> None:
+    try:
+        torch.cuda.init()
+        why = "it has no device for this process"
+    except (RuntimeError, AssertionError) as error:  # such as a driver too old for it
+        why = str(error).splitlines()[0]
+    log.warning("--device auto: the CPU computes; there is an NVIDIA driver, but torch cannot use it: %s", why)
 
 
 def set_current(device: torch.device) -> None:

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from runtime.errors import InvalidRequest, ModelError, Overloaded, RametError
 from runtime.models import template_program, templates
 from runtime.models.process_pool import ProcessPool
-from runtime.models.tokenizer import Tokenizer
+from runtime.models.tokenizer import Detokenizer, Offsets, Tokenizer
 
 
 def test_each_token_has_its_end(tokenizer):
@@ -141,6 +141,22 @@ def test_a_rendering_process_ends_with_its_owner_and_another_follows(with_templa
     process.stdin.close()
     assert process.wait(60) == 0
     assert tokenizer.apply_chat_template([{"role": "b"}]) == "b"
+
+
+def test_a_replacement_character_in_a_text_is_a_character(tokenizer):
+    """Behind it, no place of a token moves, and it is shown at once."""
+    text = "a \ufffd b\ufffd\ufffd🌱 c"
+    ids, detokenizer, offsets = tokenizer.encode(text, False), Detokenizer(tokenizer), Offsets(tokenizer)
+    shown, places = 0, []
+    for token in ids:
+        places.append((offsets.push(token), shown))
+        shown += len(detokenizer.push([token]))
+    assert shown == len(text)
+    assert all(place == before for place, before in places)
+    ends = [tokenizer.decode(ids[: i + 1], False) for i in range(len(ids))]
+    whole = [i for i, end in enumerate(ends) if text.startswith(end) and tokenizer.encode(end, False) == ids[: i + 1]]
+    assert len(whole) > 6
+    assert [places[i + 1][0] for i in whole[:-1]] == [len(ends[i]) for i in whole[:-1]]
 
 
 def test_a_stopped_rendering_process_is_replaced(with_template):
