@@ -138,9 +138,11 @@ def coded_tensor(weight: CodedWeight, device: torch.device, told: set[type[Coded
     except RuntimeError as reason:
         if is_lost(device):
             raise
-        return _warn(n, k, kind, str(reason).splitlines()[0], told)
+        _warn(n, k, kind, str(reason).splitlines()[0], told)
+        return None
     if not error < kind.tolerance:
-        return _warn(n, k, kind, f"its product is off by {100 * error:.0f} %", told)
+        _warn(n, k, kind, f"its product is off by {100 * error:.0f} %", told)
+        return None
     return found
 
 
