@@ -230,7 +230,7 @@ class Executor:
             if isinstance(spec, LlamaSpec) and spec.near:
                 self.near = self._make_near(config, spec, num_pages)
             return KVPool(*shape, self.kv_dtype, self.device, spare_pages, spec.halves)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OSError) as error:
             if not is_out_of_memory(error):
                 raise
             size = num_pages * cache.page_size * per_token / (1 << 30)
