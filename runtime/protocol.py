@@ -20,7 +20,7 @@ FinishType = Literal["stop", "length", "abort", "error"]
 class Limits(msgspec.Struct):
     """The sampling parameters of a completion that need not be those of the other completions of a body."""
 
-    max_new_tokens: int
+    max_new_tokens: int | None
     min_new_tokens: int
     seed: int | None
 

@@ -96,7 +96,7 @@ class CanvasDecoding(Decoding):
             wanted, nats = logits[place], []
             if more and item.note is not None:
                 nats.append(divergence(wanted, logits[more[0]], self._spec.mask_token_id))
-            elif more:
+            elif more and isinstance(canvas, BidirectionalCanvas):
                 wanted = logits[more[0]] + (canvas.params.cfg_scale + 1) * (wanted - logits[more[0]])
             try:
                 self._chosen[item.request] = nats + canvas.choose(wanted)

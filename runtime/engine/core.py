@@ -135,7 +135,8 @@ class EngineCore:
     def totals(self) -> Counter[str]:
         """The counters of the core, its strategies and its decoding, by name. Those of the same name are added."""
         total = Counter(self.counters)
-        for counting in (*self.strategies.values(), self.decoding):
+        counting_parts: list[Strategy[Any] | Decoding] = [*self.strategies.values(), self.decoding]
+        for counting in counting_parts:
             total.update(counting.counters)
         return total
 

@@ -95,7 +95,7 @@ def _measure(
             tokens = prompt.tokens.tolist()
             asked.append((prompt, answer, None, Ask(tokens)))
             for name, way in grid.items():
-                asked.append((prompt, answer, name, Ask(tokens, planner.plan(prompt, way).reuse)))
+                asked.append((prompt, answer, name, Ask(tokens, planner.plan(prompt, way).ask)))
         logprobs = asker.forced([ask for *_, ask in asked], [answer for _, answer, _, _ in asked])
         asker.end()
         full = logprobs[0]

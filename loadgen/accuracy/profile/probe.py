@@ -18,7 +18,7 @@ from runtime.params import SamplingParams
 from runtime.protocol import AddRequest
 from runtime.request import Request
 from runtime.reuse.bicache.depth_table import NO_TABLE
-from runtime.reuse.bicache.plan import Share
+from runtime.reuse.bicache.plan import Share, canvas_of
 from runtime.reuse.bicache.strategy import BiCache, BiCacheLease
 from runtime.reuse.build import build
 from runtime.sampler_state import SamplerState
@@ -71,13 +71,14 @@ class Probe:
         self._run(self._alone(sample))
         full = self._full(sample)
         found: list[float] = []
-        while len(found) < steps and not full.canvas.done:
+        canvas = canvas_of(full)
+        while len(found) < steps and not canvas.done:
             reusing = self._reusing(sample, depth)
-            reusing.canvas = full.canvas
+            reusing.canvas = canvas
             with_reuse = self._run(reusing).clone()
             without = self._run(full)
             found.append(float(divergence(without, with_reuse, self._diffusion.mask_token_id)))
-            full.canvas.decide(*(chosen.cpu() for chosen in full.canvas.choose(without)))
+            canvas.decide(*(chosen.cpu() for chosen in canvas.choose(without)))
         return float(np.mean(found))
 
     @torch.inference_mode()

@@ -75,7 +75,7 @@ class BiCacheLease(Lease):
         depth = self._depth(length, meta)
         if length and not depth:
             encoding, match, unshared = None, None, "no_layer"
-        if encoding is not None and share.wanted_depth is None and self._can_measure(length):
+        if encoding is not None and share.bound and share.wanted_depth is None and self._has_room(length):
             measures = meta.measured.at(length / request.max_length).wants(share.bound, self.strategy.num_layers)
         is_there = match is not None
         return Prefix(length if is_there else 0, match or Match(), length, depth, encoding, unshared, meta, measures)
@@ -191,7 +191,7 @@ class BiCacheLease(Lease):
             pages, half = request.sequence.pages, len(request.sequence.pages) // 2
             request.sequence.pages = pages[half:] + pages[:half]
         if share.drift is not None and work.start <= share.length:
-            self._note_drift(work)
+            self._note_drift(share.drift, work)
         if work.refresh or trial is not None:
             share.refreshed_at = canvas_of(request).num_steps
             share.refreshes += 1
@@ -208,6 +208,7 @@ class BiCacheLease(Lease):
         share.is_encoding = False
         if not request.message.store:
             return
+        assert share.encoding is not None
         key = request.tokens[: share.length]
         node, segment.pages = self.cache.insert(
             key.tobytes(), segment.pages, share.encoding, seconds, share.meta, request.owner
@@ -260,18 +261,17 @@ class BiCacheLease(Lease):
         assert self.share.meta is not None
         return self.share.meta.measured.at(self.share.length / self.request.max_length)
 
-    def _can_measure(self, length: int) -> bool:
-        """Whether a request has a bound, no guidance, and room in the pool for a second canvas."""
-        request = self.request
-        share, canvas = self.share, self.canvas
-        if not share.bound or canvas is None:
+    def _has_room(self, length: int) -> bool:
+        """Whether a request has a canvas without guidance, and room in the pool for a second one to measure."""
+        if self.canvas is None or self.canvas.params.cfg_scale:
             return False
-        room = self.cache.pages_for(length) + 2 * self.cache.pages_for(request.max_length)
-        return not canvas.params.cfg_scale and room <= self.cache.pool.num_pages
+        room = self.cache.pages_for(length) + 2 * self.cache.pages_for(self.request.max_length)
+        return room <= self.cache.pool.num_pages
 
     def _trial(self) -> Trial | None:
         """The depth to measure at the first refresh, when all output is masked; None: nothing left to measure."""
         share = self.share
+        assert share.bound is not None
         start = self.strategy.table.depth(share.length / self.request.max_length)
         depth = self._measured().trial(share.bound, start, self.strategy.num_layers)
         if depth <= 1:
@@ -283,6 +283,7 @@ class BiCacheLease(Lease):
         """Record a divergence and choose the request's depth anew; this step computed the prefix in all layers."""
         request = self.request
         share, measured = self.share, self._measured()
+        assert share.bound is not None
         measured.note(depth, nats)
         fresh, cached = (
             slots_of(pages, np.arange(share.length), self.cache.page_size)
@@ -297,11 +298,11 @@ class BiCacheLease(Lease):
         if chosen != share.depth:
             share.depth, share.boundary = chosen, self.strategy.boundaries.get((share.encoding, share.length, chosen))
 
-    def _note_drift(self, work: DenoiseWork) -> None:
+    def _note_drift(self, drift: Drift, work: DenoiseWork) -> None:
         request, share = work.request, self.share
         rows = np.arange(share.length, request.prompt_len)
         slots = slots_of(request.sequence.pages, rows, self.cache.page_size)
-        share.drift.note(self.cache.pool, slots, range(share.depth, self.strategy.num_layers), work.refresh)
+        drift.note(self.cache.pool, slots, range(share.depth, self.strategy.num_layers), work.refresh)
 
 
 class BiCache(Strategy[None]):

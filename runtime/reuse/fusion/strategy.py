@@ -72,6 +72,12 @@ class Fused(Imports):
     held: list[Segment] = field(default_factory=list)
 
     @property
+    def running(self) -> Look:
+        """The look, in the phase LOOK."""
+        assert self.look is not None
+        return self.look
+
+    @property
     def chosen(self) -> np.ndarray:
         """`selected`; empty before the choice."""
         return _NO_ROWS if self.selected is None else self.selected
@@ -200,7 +206,7 @@ class FusionLease(EntryLease):
         fused, done = self.fused, self.request.sequence.num_computed
         if fused.phase is Phase.ENCODE and not fused.encodings:
             fused.phase = Phase.FUSE if fused.look is None else Phase.LOOK
-        if fused.phase is Phase.LOOK and fused.look.done == fused.look.num_rows:
+        if fused.phase is Phase.LOOK and fused.running.done == fused.running.num_rows:
             self._choose()
             fused.phase = Phase.FUSE
         if fused.phase is Phase.FUSE and done >= fused.num_fused:
@@ -212,8 +218,9 @@ class FusionLease(EntryLease):
         request = self.request
         fused, done = self.fused, request.sequence.num_computed
         if fused.phase is Phase.LOOK:
-            count = min(fused.look.num_rows - fused.look.done, limit)
-            return Work(request, fused.look.done, count, count)
+            look = fused.running
+            count = min(look.num_rows - look.done, limit)
+            return Work(request, look.done, count, count)
         if fused.phase is Phase.FUSE:
             limit = min(limit, fused.num_fused - done)
         elif fused.phase is Phase.DECODE and done < request.prompt_len:
@@ -223,7 +230,7 @@ class FusionLease(EntryLease):
     def rows(self, work: Work) -> list[RowSet]:
         fused = self.fused
         if fused.phase is Phase.LOOK:
-            return [fused.look.rows(work.start, work.start + work.count)]
+            return [fused.running.rows(work.start, work.start + work.count)]
         return super().rows(work)
 
     def _stages(self, first: int, stop: int) -> list[Stage]:
@@ -247,8 +254,8 @@ class FusionLease(EntryLease):
         request, fused = work.request, self.fused
         stop = work.start + work.count
         if fused.phase is Phase.LOOK:
-            fused.look.take(work.start, stop, saved[0])
-            fused.look.done += work.count
+            fused.running.take(work.start, stop, saved[0])
+            fused.running.done += work.count
             request.sequence.pending -= work.count
             has_logits = False
         else:

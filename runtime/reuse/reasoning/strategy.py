@@ -91,10 +91,10 @@ class ReasoningLease(PrefixLease):
         reasoning.num_full = ready // self.cache.page_size
         tokens = sequence.tokens[request.prompt_len + reasoning.num_given : ready]
         history, in_tree = reasoning.history, _in_tree(request)
+        assert history is not None
         pages, first = in_tree + sequence.pages, len(in_tree)
-        if self.strategy.background.offer(
-            lambda: (self, history, self.strategy.filter.evaluate(history, pages, first, tokens))
-        ):
+        evaluate = self.strategy.filter.evaluate
+        if self.strategy.background.offer(lambda: (self, history, evaluate(history, pages, first, tokens))):
             reasoning.num_given += len(tokens)
         else:
             self.strategy.counters["deferred_evaluations"] += 1

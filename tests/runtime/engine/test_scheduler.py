@@ -195,10 +195,10 @@ def test_one_that_decodes_is_no_peer():
 
 def test_those_that_take_turns_are_peers_of_their_like():
     engine = Engine()
-    engine.in_turns.peer = lambda request, found, computing: (computing[0], 1) if computing else None
     engine.add("a", prompt(1, 4), strategy=engine.in_turns)
     engine.step()
-    engine.add("b", prompt(1, 4), strategy=engine.in_turns)
+    later = engine.add("b", prompt(1, 4), strategy=engine.in_turns)
+    later.lease.peer = lambda found, computing: (computing[0].request, 1) if computing else None
     engine.add("c", prompt(1, 4))
     engine.step()
     assert (engine.running, engine.blocked) == ("ac", "b")

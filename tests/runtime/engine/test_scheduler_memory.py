@@ -60,7 +60,7 @@ def test_one_that_gave_way_before_its_first_row_has_none():
     first, _ = engine.scheduler.schedule()
     assert engine.running == "ab"
     engine.cache.allocate(1, array("i"), Namespace())
-    engine.causal.book(first, (), 1.0)
+    first.request.lease.book(first, (), 1.0)
     engine.requests["a"].tokens.append(9)
     assert [item.request.rid for item in engine.scheduler.schedule()] == ["a"]
     assert engine.waiting == "b"

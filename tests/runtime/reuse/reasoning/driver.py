@@ -6,9 +6,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from runtime.asks import ReasoningAsk
 from runtime.models.tokenizer import Tokenizer
-from runtime.request import Request
 from runtime.reuse.reasoning.background import Background
 from runtime.reuse.reasoning.reservoir import Reservoir
 from runtime.reuse.reasoning.strategy import ReasonCache, ReasoningLease
@@ -50,15 +48,17 @@ class ReasonDriver(Driver):
         self.bias = dict.fromkeys(words(tokenizer), 100.0)
 
     def watch(self, hook: str, call: Callable[..., None]) -> None:
-        """Have a method of all later leases be `call`, which gets the lease, the method and its arguments."""
+        """Have a method of all leases be `call`, which gets the lease, the method and its arguments."""
         opened = self.strategy.open
 
-        def watched(request: Request, ask: ReasoningAsk) -> ReasoningLease:
-            lease = opened(request, ask)
+        def watched(lease: ReasoningLease) -> ReasoningLease:
             setattr(lease, hook, partial(call, lease, getattr(lease, hook)))
             return lease
 
-        self.strategy.open = watched
+        self.strategy.open = lambda request, ask: watched(opened(request, ask))
+        for request in self.core.requests.values():
+            if isinstance(request.lease, ReasoningLease):
+                watched(request.lease)
 
     def think(self, rid: str, prompt: Sequence[int], count: int, reuse: dict[str, Any], **options: Any) -> None:
         """An output of `count` tokens: few words in random order, in steps of some ten tokens."""
