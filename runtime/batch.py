@@ -176,11 +176,6 @@ class ForwardBatch:
     canvases: list[CanvasRows] = field(default_factory=list)
     states: list[StateRows] = field(default_factory=list)
 
-    @property
-    def version(self) -> int:
-        """The version of the step's plan: equal in steps that have the same rows of the same requests."""
-        return self.groups[0].attention.version if self.groups else 0
-
 
 @dataclass(slots=True)
 class Read:

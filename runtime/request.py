@@ -426,7 +426,7 @@ class Decoding(ABC):
             work: the rows of each request.
             places: rows of the logits, by piece of work and row set.
             logits: float32 [S, vocab].
-            version: of the step's plan, see `ForwardBatch`.
+            version: equal for steps that have the same rows of the same requests; 0: unknown.
         """
         return None
 

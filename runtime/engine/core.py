@@ -262,7 +262,7 @@ class EngineCore:
     def _launch(self, work: list[Work], before: InFlight | None = None) -> InFlight:
         """Start a step on the device; `before`: the step whose unread tokens are the input."""
         started = time.monotonic()
-        batch, places, saved, row_layers = self.planner.plan(work)
+        batch, places, saved, row_layers, version = self.planner.plan(work)
         self.counters["row_layers"] += row_layers
         self.counters["overlapped_steps"] += before is not None
         if before is not None:
@@ -272,7 +272,7 @@ class EngineCore:
         for launching in self.parts.launching:
             launching(batch)
         logits = self.executor.run(batch)
-        sampled = self.decoding.choose(work, places, logits, batch.version)
+        sampled = self.decoding.choose(work, places, logits, version)
         return InFlight(work, places, saved, logits, len(batch.tokens), started, sampled)
 
     def _launch_next(self, flight: InFlight) -> InFlight | None:

@@ -21,12 +21,14 @@ class Planned(NamedTuple):
         places: each row set's rows of the logits: by piece of work, then by row set.
         saved: hidden states that each row set saves, float32 [n, hidden], in the same order.
         row_layers: the cost of the step, as the number of rows x layers that it computes.
+        version: equal for steps that extend the same plan: they have the same rows of the same requests.
     """
 
     batch: ForwardBatch
     places: list[list[slice]]
     saved: list[list[torch.Tensor | None]]
     row_layers: int
+    version: int
 
 
 class Planner:
@@ -73,8 +75,9 @@ class Planner:
             self._device,
             self.least_saved_tokens,
         )
+        version = 0
         for group in plan.batch.groups:
-            group.attention.version = next(self._versions)
+            version = group.attention.version = next(self._versions)
         total = 0
         for item, several in zip(work, sets, strict=True):
             row_layers = sum(one.row_layers for one in several)
@@ -82,7 +85,7 @@ class Planner:
             total += row_layers
         logits, saved = iter(plan.logits), iter(plan.saved)
         places = [[next(logits) for _ in several] for several in sets]
-        planned = Planned(plan.batch, places, [[next(saved) for _ in several] for several in sets], total)
+        planned = Planned(plan.batch, places, [[next(saved) for _ in several] for several in sets], total, version)
         tails = _tails(planned, work, self._page_size)
         return planned if tails is None else _Steady(planned, work, tails, self._page_size)
 

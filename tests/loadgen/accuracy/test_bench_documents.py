@@ -22,7 +22,7 @@ def test_all_rows_computed_again_are_full_prefill_and_none_are_pie(asker, tokeni
     figures = {FULL: judge.judge("both", items, full, None)}
     assert "kl" not in figures[FULL]
     for name, asked in ways(METHODS, [0, 1], ["page", "token"]).items():
-        mine = [Ask(one.tokens.tolist(), DocumentPlanner().plan(one, asked).reuse) for one in prompts]
+        mine = [Ask(one.tokens.tolist(), DocumentPlanner().plan(one, asked).ask) for one in prompts]
         figures[name] = judge.judge("both", items, full, mine)
     for name, mine in figures.items():
         if name.split()[-1] == "1" or " 1," in name:
@@ -38,7 +38,7 @@ def test_rows_are_chosen_without_the_answer(asker, tokenizer):
     """Forced answers change neither the choice nor its place in the prompt."""
     prompt = tokenize(draw("needle", 0), tokenizer)
     asked = ways(["a3"], [0.3], ["token"])["a3 0.3, tokens"]
-    ask = Ask(prompt.tokens.tolist(), DocumentPlanner().plan(prompt, asked).reuse)
+    ask = Ask(prompt.tokens.tolist(), DocumentPlanner().plan(prompt, asked).ask)
     (first,), (second,) = asker.forced([ask], [[5]]), asker.forced([ask], [[9, 7, 7]])
     assert (first[0] - second[0]).abs().max() < 1e-4
     (plain,) = asker.forced([Ask(ask.tokens)], [[9, 7, 7]])

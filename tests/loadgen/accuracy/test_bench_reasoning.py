@@ -7,8 +7,9 @@ import pytest
 
 from loadgen.accuracy.chains import WRITTEN, Chain, read_chains
 from loadgen.accuracy.reasoning import Comparison, Task, Thinker
+from runtime.asks import ReasoningAsk
 
-ANY = {"method": "reasoncache", "percentile": 100}
+ANY = ReasoningAsk(percentile=100)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -53,8 +54,8 @@ def tasks(tokenizer):
 def test_ways_that_share_nothing_predict_the_tokens_of_exact_decoding(thinker, tasks):
     comparison = Comparison(thinker)
     exact = comparison.compare(tasks, None)
-    for reuse in (None, {**ANY, "tau_max": 1, "tau_min": 1}):
-        found = comparison.compare(tasks, reuse)
+    for ask in (None, ReasoningAsk(100, tau_max=1, tau_min=1)):
+        found = comparison.compare(tasks, ask)
         assert (found["amsr"], found["agrees"]) == ([0, 0], [1, 1])
         assert max(found["kl"]) < 1e-5
         assert found["nll"] == pytest.approx(exact["nll"], abs=1e-4)
@@ -65,7 +66,7 @@ def test_ways_that_share_nothing_predict_the_tokens_of_exact_decoding(thinker, t
 
 
 def test_pages_that_are_shared_are_counted_by_page_tables(thinker, tasks):
-    exact, shared = (thinker.serve(tasks, reuse) for reuse in (None, ANY))
+    exact, shared = (thinker.serve(tasks, ask) for ask in (None, ANY))
     assert (exact["amsr"], exact["peak"], exact["ended"], exact["evaluation"]) == (0, 0, 0, 0)
     assert 0 < shared["amsr"] < shared["peak"] < 1
     assert shared["ended"] > 0.1

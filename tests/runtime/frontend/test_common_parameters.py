@@ -57,9 +57,9 @@ def test_prompts_and_choices_share_what_is_large(tokenizer):
     for message in (sent[1], sent[-1]):
         whole = common.complete(message)
         assert isinstance(whole, AddRequest)
-        assert whole.sampling["allowed_token_ids"] is common.fields["allowed_token_ids"]
+        assert whole.sampling.allowed_token_ids is common.params.allowed_token_ids
         assert whole.bad_words is common.bad_words
-    assert [sent[i].sampling["seed"] for i in (1, 8)] == [3, 10]
+    assert [sent[i].limits.seed for i in (1, 8)] == [3, 10]
 
 
 def test_other_parameters_are_sent_anew(tokenizer):

@@ -19,8 +19,8 @@ def stored(tokenizer):
 def test_a_stored_document_has_the_tokens_that_prompts_read(stored):
     one = stored("one two three four " * 12, "Numbers")
     assert one.document.tokens == one.alone.tokens
-    message = one.encoding(ChunkedKv(chunk_tokens=16)).reuse
-    assert (message["documents"], message["chunk_tokens"]) == ([[0, one.num_tokens]], 16)
+    ask = one.encoding(ChunkedKv(chunk_tokens=16)).ask
+    assert (ask.documents, ask.chunk_tokens) == ([(0, one.num_tokens)], 16)
     one.pins = ["one", "two"]
     shown = one.describe(0, {"two"})
     assert (shown["id"], shown["title"], shown["pins"]) == (one.id, "Numbers", ["two"])
