@@ -48,6 +48,7 @@ if ! [ -e "$site/.complete" ]; then
     "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" \\
         "$here"/wheels/*.whl
     [ ! -e "$here/kernels.tar.xz" ] || "$python" -m tarfile -e "$here/kernels.tar.xz" "$site"
+    PYTHONPATH="$PWD" "$python" -m loadgen.gpu.metadata "$site"
     touch "$site/.complete"
 fi
 export PYTHONPATH="$site:$PWD"
