@@ -25,7 +25,7 @@ from loadgen.http.workloads.base import length
 from loadgen.http.workloads.prompts import Unique
 
 _PROMPT = "The root of the tree. " * 24
-_SCHEMA = {
+_SCHEMA: dict[str, Any] = {
     "type": "object", "properties": {"day": {"enum": ["today", "tomorrow"]}, "sure": {"type": "boolean"}},
     "required": ["day", "sure"], "additionalProperties": False,
 }  # fmt: skip
