@@ -14,7 +14,7 @@ import numpy as np
 from radix import Namespace, Node
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Segment:
     """Cached KV that a request reads.
 

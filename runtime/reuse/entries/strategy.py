@@ -247,8 +247,8 @@ class EntryLease(PrefixLease):
         request = self.request
         imports, known = self.imports, set(complete)
         imports.encodings = [one for one in imports.encodings if one not in known]
-        held = {id(segment) for one in complete for segment in one.held}
-        segments = [segment for segment in request.segments if id(segment) not in held]
+        held = {segment for one in complete for segment in one.held}
+        segments = [segment for segment in request.segments if segment not in held]
         request.read(segments + [self._insert(one) for one in complete])
         self.strategy.counters[self.strategy.counted[0]] += len(complete)
 

@@ -274,7 +274,7 @@ class FusionLease(EntryLease):
             self._select(chosen, len(fused.layout.prompt))
             sequence.pages = sequence.pages + fused.held[1].pages  # a plan may still read the old ones
             last = fused.held.pop()
-            request.read(one for one in request.segments if one is not last)
+            request.read(segment for segment in request.segments if segment is not last)
             self.strategy.counters["fused_rows"] += len(chosen)
         if not isinstance(fused.look, DenseLook):
             self._end_look()
@@ -283,7 +283,7 @@ class FusionLease(EntryLease):
         request, fused = self.request, self.fused
         for segment in fused.held:
             self.cache.leave(segment)
-        request.read(one for one in request.segments if not any(one is held for held in fused.held))
+        request.read(segment for segment in request.segments if segment not in fused.held)
         fused.look, fused.held = None, []
 
     def release(self, keep: bool) -> None:
