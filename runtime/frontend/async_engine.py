@@ -174,12 +174,13 @@ class AsyncEngine:
         wanted, expected = sum(s.sampling.n for s in submissions), sum(s.expected_tokens for s in submissions)
         with frontend.admit(account, wanted, expected):
             encoded = await deadline.keep(self._encode(frontend, submissions))
-        stream = OutputStream(self._running(), partial(self._work.run, account))
+        frontend = self._running()
+        stream = OutputStream(frontend, partial(self._work.run, account))
         if deadline.at_s is not None:
             stream.timer = asyncio.get_running_loop().call_at(deadline.at_s, stream.expire, deadline.error)
         try:
             for submission, tokens in zip(submissions, encoded, strict=True):
-                stream.submit(submission, tokens)
+                frontend.submit(submission, tokens, stream)
         except RametError:
             stream.close()
             raise

@@ -3,12 +3,13 @@
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from radix import Namespace
 from runtime.denoising import DenoisingParams
+from runtime.errors import RametError
 from runtime.frontend.documents.plan import DocumentPrompt
 from runtime.frontend.documents.prompt import Segments
 from runtime.frontend.replay import Said
@@ -130,6 +131,16 @@ class Submission:
     def key(self) -> tuple[str, str]:
         """Identifies a live submission. It includes the account, so that no tenant learns about ids of others."""
         return self.account, self.rid
+
+
+class Listener(Protocol):
+    """Gets the Outputs of submissions."""
+
+    def add(self, submission: Submission, tokens: list[int]) -> int:
+        """Take note of an accepted submission; returns the `index` of its Outputs."""
+
+    def put(self, item: "Output | RametError") -> None:
+        """Take an Output; the last one of a completion has `finish`, or is an error."""
 
 
 class Output(msgspec.Struct):

@@ -13,14 +13,12 @@ from runtime.errors import InvalidRequest, RametError
 from runtime.frontend.documents.plan import DocumentPrompt
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.limits import RequestLimits
-from runtime.frontend.output import Output, PlacedPrompt, Submission
+from runtime.frontend.output import Listener, Output, PlacedPrompt, Submission
 from runtime.models.tokenizer import Detokenizer, Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import Abort, AddRequest, Finish, Inbound, Limits, Sampling, TokenEvent
 
 log = logging.getLogger("ramet.client")
-
-OnOutput = Callable[[Output | RametError], None]
 
 
 class TextStream:
@@ -81,11 +79,11 @@ class TextStream:
 
 @dataclass(slots=True)
 class Choice:
-    """An open completion; `on_output` is called with a copy of `output` when it has something new."""
+    """An open completion; `listener` gets a copy of `output` when it has something new."""
 
     submission: Submission
     text: TextStream
-    on_output: OnOutput
+    listener: Listener
     started_s: float
     waiting_tokens: int
     output: Output
@@ -124,14 +122,13 @@ class Frontend:
         """See `RequestLimits.check_batch`."""
         self._admission.check_batch(account, tokens)
 
-    def submit(self, submission: Submission, tokens: list[int], index: int, on_output: OnOutput) -> None:
+    def submit(self, submission: Submission, tokens: list[int], listener: Listener) -> None:
         """Send a submission's completions to the engine.
 
         Args:
             submission: the prompt and its parameters.
             tokens: the prompt as `InputProcessor.encode` returned it.
-            index: index of the submission in its call.
-            on_output: called with each Output; the last call for a completion has an Output with `finish`, or an error.
+            listener: gets the Outputs.
 
         Raises:
             InvalidRequest: if the request id is in use.
@@ -150,6 +147,7 @@ class Frontend:
         if most is None:
             most = self.inputs.most_output(length, length if placed is None else placed.stop)
         ask = self.inputs.ask_of(submission)
+        index = listener.add(submission, tokens)
         self._by_submission[submission.key] = rids = set()
         self._serial += 1
         for choice in range(sampling.n):
@@ -160,7 +158,7 @@ class Frontend:
             waiting = 0 if choice else length
             replayed = 0 if submission.said is None else submission.said.sampled
             output = Output(index, choice, submission.rid, prompt_tokens=length, replayed=replayed)
-            self._open[rid] = Choice(submission, text, on_output, now, waiting, output)
+            self._open[rid] = Choice(submission, text, listener, now, waiting, output)
             self._admission.enter(submission.account, waiting)
             rids.add(rid)
             self._send(
@@ -210,7 +208,7 @@ class Frontend:
     def fail_all(self, error: RametError) -> None:
         """End every open completion with `error`, since the engine is gone."""
         for rid in list(self._open):
-            self._close(rid).on_output(error)
+            self._close(rid).listener.put(error)
 
     def take(self, events: list[TokenEvent]) -> None:
         """Pass a step's events on to their completions; events of forgotten requests are ignored."""
@@ -227,7 +225,7 @@ class Frontend:
                     self._close(event.rid)
                     if not isinstance(error, RametError):
                         error = RametError("the output could not be made into text")
-                    choice.on_output(error)
+                    choice.listener.put(error)
 
     def _take(self, choice: Choice, event: TokenEvent) -> None:
         output = choice.output
@@ -241,7 +239,7 @@ class Frontend:
             self._close(event.rid)
             kind = InvalidRequest if event.finish.refused else RametError
             message = event.finish.message or "the engine could not serve this request"
-            choice.on_output(kind(message, param=event.finish.param, code=event.finish.code))
+            choice.listener.put(kind(message, param=event.finish.param, code=event.finish.code))
             return
         self._begin(choice)
         output = self._advance(choice, event)
@@ -250,7 +248,7 @@ class Frontend:
             self._close(event.rid)
             if event.finish is None:
                 self._send(Abort(event.rid))
-        choice.on_output(output)
+        choice.listener.put(output)
 
     def _advance(self, choice: Choice, event: TokenEvent) -> Output:
         """The completion's next Output."""

@@ -35,13 +35,14 @@ class OutputStream:
         self._open = 0
         self.timer: asyncio.TimerHandle | None = None
 
-    def submit(self, submission: Submission, tokens: list[int]) -> None:
-        """Add a submission; its `Output.index` counts earlier submissions. Raises the errors of `Frontend.submit`."""
-        self._frontend.submit(submission, tokens, len(self.submissions), self._put)
+    def add(self, submission: Submission, tokens: list[int]) -> int:
+        """Take note of a submission that `Frontend.submit` has accepted; returns the `index` of its Outputs."""
+        index = len(self.submissions)
         if submission.show_tokens:
-            self.prompts[len(self.submissions)] = tokens
+            self.prompts[index] = tokens
         self.submissions.append(submission)
         self._open += submission.sampling.n
+        return index
 
     def close(self) -> None:
         """Abort unfinished completions."""
@@ -56,7 +57,7 @@ class OutputStream:
         for submission in self.submissions:
             self._frontend.drop(submission)
         if self._open:
-            self._put(error)
+            self.put(error)
 
     def __enter__(self) -> OutputStream:
         return self
@@ -79,7 +80,8 @@ class OutputStream:
         self._open -= output.finish is not None
         return output
 
-    def _put(self, item: Output | RametError) -> None:
+    def put(self, item: Output | RametError) -> None:
+        """Give the reader an Output, or an error."""
         last = self._ready[-1] if self._ready else None
         if (
             isinstance(item, Output)

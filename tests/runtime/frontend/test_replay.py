@@ -17,6 +17,7 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest, Admission, Finish, TokenEvent
 from server.openai.tools import Tool, render_chat
+from tests.runtime.frontend.listening import Listener
 from tests.runtime.frontend.test_request_ids import INFO
 
 TEMPLATES = {
@@ -97,7 +98,7 @@ def test_the_next_turn_reads_the_sampled_tokens(tokenizers):
         text = render_chat(tokenizer, turns, [])
         marked = MarkedText(text, [(text.index("Name"), 60.0), (len(text), 60.0)])
         asked = Submission(marked, SamplingParams(max_new_tokens=9), account="a", add_special_tokens=False, **fields)
-        frontend.submit(asked, frontend.inputs.encode(asked), 0, lambda _: None)
+        frontend.submit(asked, frontend.inputs.encode(asked), Listener(lambda _: None))
         return asked
 
     first = ask()

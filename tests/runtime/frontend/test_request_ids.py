@@ -16,6 +16,7 @@ from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import Abort, AddRequest, Finish, ModelInfo, TokenEvent
+from tests.runtime.frontend.listening import Listener
 from tests.runtime.frontend.test_limits import FewTokens
 
 INFO = ModelInfo(
@@ -37,13 +38,13 @@ def frontend(tokenizer, sent):
 
 def submit(stream: OutputStream, *rids: str) -> None:
     for rid in rids:
-        stream.submit(Submission([1], SamplingParams(), rid=rid), [1])
+        stream._frontend.submit(Submission([1], SamplingParams(), rid=rid), [1], stream)
 
 
 @pytest.mark.parametrize(("refused", "kind"), [(True, InvalidRequest), (False, RametError)])
 def test_an_engine_s_refusal_is_the_client_s_fault_and_its_failure_is_not(frontend, sent, refused, kind):
     outputs = []
-    frontend.submit(Submission([1], SamplingParams(), rid="a"), [1], 0, outputs.append)
+    frontend.submit(Submission([1], SamplingParams(), rid="a"), [1], Listener(outputs.append))
     finish = Finish("error", message="no", refused=refused, code="why", param="text")
     frontend.take([TokenEvent(sent[-1].rid, [], finish)])
     (error,) = outputs
@@ -103,7 +104,7 @@ class Lives(RuleBasedStateMachine):
         full = len(self.of(account)) + n > 4 or bool(queued and queued + len(tokens) > 12)
         refused = RateLimited if full else InvalidRequest if (account, rid) in self.live else None
         with pytest.raises(refused) if refused else nullcontext():
-            client.submit(Submission(tokens, SamplingParams(n=n), rid=rid, account=account), tokens)
+            self.frontend.submit(Submission(tokens, SamplingParams(n=n), rid=rid, account=account), tokens, client)
         if refused is None:
             rids = [message.rid for message in self.sent[before:] if isinstance(message, AddRequest)]
             self.live[account, rid], self.waiting[rids[0]] = (client, rids), (account, len(tokens))

@@ -11,6 +11,7 @@ from runtime.frontend.processor import Frontend
 from runtime.frontend.stream import OutputStream
 from runtime.params import SamplingParams
 from runtime.protocol import Abort, AddRequest, Finish, TokenEvent, TokenLogprob
+from tests.runtime.frontend.listening import Listener
 from tests.runtime.frontend.test_request_ids import INFO
 
 TEXT = "One, two, three END four, five END six."
@@ -28,7 +29,7 @@ def outputs_of(tokenizer, pieces, **params):
     """The Outputs of tokens that come in pieces, and whether the engine was told to stop."""
     found, sent = [], []
     frontend = Frontend(InputProcessor(INFO, tokenizer, SchedulerConfig()), sent.append)
-    frontend.submit(Submission([1], SamplingParams(**params)), [1], 0, found.append)
+    frontend.submit(Submission([1], SamplingParams(**params)), [1], Listener(found.append))
     rid = next(message.rid for message in sent if isinstance(message, AddRequest))
     for i, piece in enumerate(pieces):
         last = Finish("length") if i == len(pieces) - 1 else None
@@ -57,17 +58,18 @@ def test_a_stop_string_ends_the_output_at_its_last_token(tokenizer, params, size
 def test_a_slow_reader_gets_what_has_arrived_of_a_completion_as_one(tokenizer):
     sent = []
     tokens = tokenizer.encode(TEXT)
-    stream = OutputStream(Frontend(InputProcessor(INFO, tokenizer, SchedulerConfig()), sent.append))
-    stream.submit(Submission([1], SamplingParams(n=2)), [1])
+    frontend = Frontend(InputProcessor(INFO, tokenizer, SchedulerConfig()), sent.append)
+    stream = OutputStream(frontend)
+    frontend.submit(Submission([1], SamplingParams(n=2)), [1], stream)
     first, second = (message.rid for message in sent[1:])
 
     async def read() -> list[Output]:
         for token in tokens[:3]:
-            stream._frontend.take([TokenEvent(first, [token])])
-        stream._frontend.take([TokenEvent(second, tokens[:1], Finish("length"))])
+            frontend.take([TokenEvent(first, [token])])
+        frontend.take([TokenEvent(second, tokens[:1], Finish("length"))])
         found = [await anext(stream)]
         for i, token in enumerate(tokens[3:], start=4):
-            stream._frontend.take([TokenEvent(first, [token], Finish("length") if i == len(tokens) else None)])
+            frontend.take([TokenEvent(first, [token], Finish("length") if i == len(tokens) else None)])
         return found + [output async for output in stream]
 
     outputs = asyncio.run(read())

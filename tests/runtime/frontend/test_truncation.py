@@ -10,6 +10,7 @@ from runtime.frontend.processor import Frontend
 from runtime.frontend.schemas.compile import ModulePrompt
 from runtime.params import SamplingParams
 from runtime.protocol import ModelInfo
+from tests.runtime.frontend.listening import Listener
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_the_limit_of_the_server_is_the_length_of_an_output_without_one(tokenize
     frontend = Frontend(InputProcessor(info, tokenizer, SchedulerConfig(max_output_tokens=most)), sent.append)
     given = [5] * rows if rows == stop else ModulePrompt([5], {}, [rows - 1], stop)
     submission = Submission(given, SamplingParams(max_new_tokens=None))
-    frontend.submit(submission, frontend.inputs.encode(submission), 0, sent.append)
+    frontend.submit(submission, frontend.inputs.encode(submission), Listener(sent.append))
     assert sent[-1].limits.max_new_tokens == limit
     shared = SamplingParams(max_new_tokens=32_000, min_new_tokens=50)
     for wanted in (shared, shared):
