@@ -158,8 +158,8 @@ class Scheduler:
         """The decode step after one whose tokens are unread; empty if these must be read first.
 
         It is the step that `schedule` would return if no unread token ended its request. It requires that all running
-        requests decode, no request can be admitted, no request needs the host between two tokens, and memory suffices
-        without retraction. It leaves out a request that reaches its limit with the unread token.
+        requests decode, no request can be admitted, no logits are read after the tokens, and memory suffices without
+        retraction. It leaves out a request that reaches its limit with the unread token.
         """
         if not self._all_decode(work) or not self._none_to_admit():
             return []
@@ -173,7 +173,7 @@ class Scheduler:
     def _all_decode(self, work: Sequence[Work]) -> bool:
         if {item.request for item in work} != set(self.running):
             return False
-        return all(_decodes(item.request) and not _needs_host(item.request) for item in work)
+        return all(_decodes(item.request) and not item.request.wants_prompt_logprobs for item in work)
 
     def _none_to_admit(self) -> bool:
         if not self.waiting:
@@ -357,12 +357,6 @@ class Scheduler:
 
 def _decodes(request: Request) -> bool:
     return request.num_remaining == 1 and not request.strategy.unchunkable
-
-
-def _needs_host(request: Request) -> bool:
-    """Whether the host must read each token before the next one is computed."""
-    params = request.sampler.params
-    return params.constrained or bool(params.bad_words) or request.wants_prompt_logprobs
 
 
 def _prefills(request: Request) -> bool:
