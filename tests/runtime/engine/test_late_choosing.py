@@ -104,7 +104,7 @@ def test_a_step_runs_before_the_tokens_ahead_of_it_are_read_and_its_own_are_chos
     driver.add("plain", [4, 5, 6], max_new_tokens=6)
     driver.run()
     late, early = ["run", "read", "choose"], ["run", "choose", "read"]
-    assert log == [*early, "run", "choose", *late, *late, *early, *early, "read"], "the plain one is alone at the end"
+    assert log == ["run", "choose", *late, *late, *late, *early, *early, "read"], "the plain one is alone at the end"
 
 
 def test_choosing_that_fails_ahead_is_repeated_in_step(tiny_dir, prompts, monkeypatch):
