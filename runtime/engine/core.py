@@ -40,8 +40,8 @@ P = TypeVar("P", bound=Part)
 class EngineCore:
     """Computes live requests step by step, together with its parts. `open_engine` makes one.
 
-    With `overlap`, steady decode runs one step ahead: before the tokens of a step are read, the next step is launched
-    with these tokens on the device, so that the host reads, books, schedules and plans while the device computes. If a
+    With `overlap`, decode runs one step ahead: before the tokens of a step are read, the next step is launched with
+    these tokens on the device, so that the host reads, books, schedules and plans while the device computes. If a
     request of the next step needs its output to choose a token, as grammars do, all of its tokens are chosen after the
     booking, and the device still computes logits meanwhile. If a request ends with a step, its rows of the next step
     are dropped. They are in private pages of the request, after all rows that may enter the tree, and the next owner
