@@ -136,7 +136,7 @@ def expert_spec(config: dict[str, Any], architecture: str) -> ExpertSpec | None:
 
 
 def _deepseek(config: dict[str, Any], is_third: bool) -> ExpertSpec | None:
-    """Experts of DeepSeek-V2 or, if `is_third`, V3. As in transformers, only V3 normalises weights; and its defaults."""
+    """Experts of DeepSeek-V2 or, if `is_third`, V3, with defaults of transformers, where only V3 normalises weights."""
     layers, inner = range(config["num_hidden_layers"]), config["moe_intermediate_size"]
     sparse = tuple(layers[config.get("first_k_dense_replace") or 0 :])
     method = config.get("topk_method") or "greedy"

@@ -119,8 +119,8 @@ def test_a_missing_field_of_a_file_means_what_llama_cpp_takes_it_to_mean(archite
         ({"type": "yarn", "factor": 4.0, "attn_factor": 0.5}, {"factor": 4.0, "attention_factor": 0.569314718055995}),
         ({"type": "yarn", "factor": 0.5, "attn_factor": 0.5}, {"factor": 0.5, "attention_factor": 0.5}),
         (
-            {"type": "yarn", "factor": 4.0, "yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0, "original_context_length": 9},
-            {"factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0, "original_max_position_embeddings": 9},
+            {"type": "yarn", "factor": 4.0, "yarn_beta_fast": 8.0, "yarn_beta_slow": 2.0, "original_context_length": 9},
+            {"factor": 4.0, "beta_fast": 8.0, "beta_slow": 2.0, "original_max_position_embeddings": 9},
         ),
     ],
 )
