@@ -357,9 +357,11 @@ class Pinning(RuleBasedStateMachine):
             assert self.board.unpin(pin)
             assert not self.board.unpin(pin)
 
-    @rule(seconds=st.sampled_from([0.5, 1.0, 3.0]))
+    # Up to longer than any time to live, so that all that ends by itself does.
+    @rule(seconds=st.sampled_from([0.5, 1.0, 3.0, 9.0]))
     def wait(self, seconds):
         self.now += seconds
+        self.expire()
 
     @rule()
     def make_way(self):

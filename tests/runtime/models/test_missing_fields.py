@@ -9,6 +9,7 @@ from runtime.errors import ModelError
 from runtime.models.gguf import _config
 from runtime.models.gguf_tokenizer import build_tokenizer
 from runtime.models.pre_tokenizers import _NAMED
+from runtime.models.quantization import Quantization, Scheme, read_quantization
 from runtime.models.spec import LlamaSpec, _from_config
 
 KINDS = {
@@ -166,3 +167,58 @@ def test_which_pre_tokenizers_begin_prompts_merge_no_whole_tokens_and_compose_te
     assert {name for name, cuts in names if cuts.begins} == {*like_llama3, "tekken"}
     assert {name for name, cuts in names if cuts.whole} == {*like_llama3, "tekken", "minicpm5", "youtu"}
     assert {name for name, cuts in names if cuts.composed} == {"qwen2", "deepseek-r1-qwen", "qwen35"}
+
+
+GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "channel"}}
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": GROUP}}
+INT = {**PACKED, "format": "int-quantized", "config_groups": {"group_0": {"targets": ["Linear"], "weights": {}}}}
+# A quantization_config, a field that it lacks, what its publishers take it to be, and a value that means something else
+# or is refused.
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+QUANTIZED = [
+    ({"quant_method": "fp8"}, "fmt", "e4m3", "e5m2"),
+    ({"quant_method": "fp8"}, "expert_dtype", "fp8", "int4"),
+    ({"quant_method": "fp8"}, "weight_block_size", None, [128, 64]),
+    ({"quant_method": "awq", "bits": 4, "group_size": 32}, "version", "gemm", "gemv"),
+    (GPTQ, "checkpoint_format", "gptq", "gptq_v2"),
+    (GPTQ, "pack_dtype", "int32", "int16"),
+    (GPTQ, "is_marlin_format", False, True),
+    (GPTQ, "dynamic", {}, {"+:a": {"bits": 8}}),
+    (PACKED, "quantization_status", "compressed", "frozen"),
+    (PACKED, "sparsity_config", {"format": "dense"}, {"format": "sparse-24-bitmask"}),
+    (PACKED, "kv_cache_scheme", None, {"num_bits": 8}),
+    (PACKED, "transform_config", {}, {"config_groups": {}}),
+    (PACKED, "ignore", [], ["lm_head"]),
+    (PACKED, "config_groups.group_0.format", "pack-quantized", "int-quantized"),
+    (INT, "config_groups.group_0.weights.num_bits", 8, 4),
+    (INT, "config_groups.group_0.weights.type", "int", "float"),
+    (INT, "config_groups.group_0.weights.strategy", "tensor", "channel"),
+]
+
+
+def with_field(config: dict, name: str, value: object) -> dict:
+    first, _, rest = name.partition(".")
+    return {**config, first: with_field(config.get(first, {}), rest, value) if rest else value}
+
+
+def read_quantized(config: dict) -> object:
+    """None: it is refused."""
+    try:
+        return read_quantization({"quantization_config": config})
+    except ModelError:
+        return None
+
+
+@pytest.mark.parametrize(("config", "name", "default", "other"), QUANTIZED)
+def test_a_missing_field_of_a_quantised_checkpoint_means_its_default(config, name, default, other):
+    found = read_quantized(config)
+    assert found is not None
+    assert found == read_quantized(with_field(config, name, default))
+    assert found != read_quantized(with_field(config, name, other))
+
+
+@pytest.mark.parametrize(("group_size", "blocks"), [(None, (None, None)), (-1, (1, None)), (32, (1, 32))])
+def test_without_a_strategy_the_size_of_groups_says_it(group_size, blocks):
+    weights = {"num_bits": 8} | ({} if group_size is None else {"group_size": group_size})
+    config = with_field(INT, "config_groups.group_0.weights", weights)
+    assert read_quantized(config) == Quantization("int-quantized", ((("Linear",), Scheme("plain", 8, blocks)),))

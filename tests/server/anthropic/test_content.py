@@ -1,12 +1,17 @@
 """Blocks of an answer, however its text arrives."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.anthropic.content import pieces_of
+from runtime.frontend.output import Output
+from runtime.protocol import Finish
+from server.anthropic.content import Piece, pieces_of
+from server.anthropic.messages import MessageWriter
+from server.errors import Conflict
 from server.openai.dialects import Parameters
 from server.openai.reader import AnswerReader, CallReader, Said
 
@@ -73,3 +78,32 @@ def test_the_input_of_a_call_is_an_object(arguments, given):
 def test_the_beginning_of_a_call_that_is_no_json(begun):
     (piece,) = pieces_of(Said("", "", [{"function": {"name": "plant", "arguments": begun}}]), cut=True)
     assert piece.block()["input"] == {"arguments": begun}
+
+
+TEXT, CALLED = Piece("text", "x"), Piece("tool_use", "{}", "toolu_1", "f")
+# How a text ended, its blocks, tokens of prompt and answer (of 100 that fit), and what the client is told.
+ENDS = [
+    (Finish("stop"), [TEXT], 50, ("end_turn", None)),
+    (Finish("stop"), [], 100, ("end_turn", None)),
+    (Finish("stop", matched=7), [TEXT], 50, ("end_turn", None)),
+    (Finish("stop", matched="6"), [TEXT], 50, ("stop_sequence", "6")),
+    (Finish("stop"), [TEXT, CALLED], 50, ("tool_use", None)),
+    (Finish("stop", matched="6"), [CALLED], 50, ("tool_use", None)),
+    (Finish("length"), [TEXT], 99, ("max_tokens", None)),
+    (Finish("length"), [TEXT], 100, ("model_context_window_exceeded", None)),
+    (Finish("length"), [CALLED], 50, ("max_tokens", None)),
+    (Finish("abort"), [TEXT], 50, Conflict),
+]
+
+
+@pytest.mark.parametrize(("finish", "pieces", "tokens", "told"), ENDS)
+def test_why_an_answer_ended(finish, pieces, tokens, told):
+    output = Output(0, 0, "r", prompt_tokens=40, completion_tokens=tokens - 40, finish=finish)
+    writer = SimpleNamespace(_context_length=100)
+    if told is Conflict:
+        with pytest.raises(Conflict):
+            MessageWriter._stop(writer, output, pieces)
+    else:
+        assert MessageWriter._stop(writer, output, pieces) == dict(
+            zip(("stop_reason", "stop_sequence"), told, strict=True)
+        )

@@ -80,7 +80,23 @@ CASES = [
     ),
     ("[TOOL_CALLS]", '[TOOL_CALLS]{"name": "stop"}[TOOL_CALLS]{"name": "stop"}', ("", "", [("stop", {})] * 2)),
     ("[TOOL_CALLS]", '[TOOL_CALLS]{"name": "stop"}[TOOL_CALLS]no', None),
-    ("<|tool_call_start|>", "<|tool_call_start|>[find('a')]<|tool_call_end|>", None),
+    *(  # what has no names for all of its arguments, or is no call
+        ("<|tool_call_start|>", f"<|tool_call_start|>[{call}]<|tool_call_end|>", None)
+        for call in (
+            "find('a')",
+            "find('a', q='b')",
+            "find(*['a'])",
+            "find(**{'q': 'a'})",
+            "find(q='a', **{'most': 3})",
+            "find",
+            "find(q=a)",
+            "find(q='a'",
+            "find(q='a').stop()",
+            "rob()",
+            "stop(), rob()",
+            "stop() + 1",
+        )
+    ),
     ("<|tool_call_start|>", "<|tool_call_start|>[find(most=1e999)]<|tool_call_end|>", None),
     (
         "<TOOLCALL>",
