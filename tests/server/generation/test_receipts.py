@@ -55,3 +55,17 @@ def test_every_file_that_decides_answers_changes_the_weights_and_no_other_does(t
     (tmp_path / "README.md").write_text("x")
     (tmp_path / "b.safetensors").rename(tmp_path / "c.safetensors")
     assert len(seen | {receipts._weights.__wrapped__(str(tmp_path))}) == 2 + 2 * len(deciding), "a name counts"
+
+
+def test_code_and_kernels_change_the_build_and_nothing_else_does(tmp_path, monkeypatch):
+    (tmp_path / "pack" / "inner").mkdir(parents=True)
+    (tmp_path / "pack" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(receipts, "_PACKAGES", ("pack",))
+    seen = [receipts._build.__wrapped__()]
+    for name in ("a.py", "inner/b.py", "inner/kernel.so"):
+        (tmp_path / "pack" / name).write_text("x = 1")
+        seen.append(receipts._build.__wrapped__())
+    assert len(set(seen)) == 4
+    (tmp_path / "pack" / "README.md").touch()
+    assert receipts._build.__wrapped__() == seen[-1]

@@ -1,5 +1,7 @@
 """Decode steps: a plan is one only if it reads, row by row, what the plan reads."""
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,6 +67,6 @@ def test_a_decode_step_reads_what_the_plan_reads(own, others):
     if step is not None:
         assert [read_by_step(step, row) for row in range(ROWS)] == [read_by_plan(plan, row) for row in range(ROWS)]
         for level in step.levels:
-            assert all(one.stop <= two.first for one, two in zip(level, level[1:], strict=False))
+            assert all(one.stop <= two.first for one, two in pairwise(level))
     elif len({length - min(hidden, length - 1) for _, _, length, hidden, _ in own}) == 1:
         raise AssertionError("one window fits all rows")
