@@ -25,6 +25,14 @@ GIVEN_V2 = {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 # The kind of the model, and the end of answers, which other files name as well.
 OWN = {"architectures", "model_type", "eos_token_id"}
 
+# Sizes, without which a model is refused, or what its checkpoint does not fit.
+NEEDED = {
+    *("hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers"),
+    *("vocab_size", "num_key_value_heads", "head_dim", "moe_intermediate_size", "num_experts_per_tok", "num_experts"),
+    *("num_local_experts", "n_routed_experts", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+    *("v_head_dim", "first_k_dense_replace", "n_group", "topk_group"),
+}
+
 
 def read(config: dict) -> LlamaSpec | None:
     """None: it is refused."""
@@ -50,6 +58,7 @@ def test_a_missing_field_is_refused_or_means_what_transformers_takes_it_to_mean(
         if found is not None and fits(found, wanted):
             optional.add(name)
             assert found == wanted, name
+    assert every.keys() - OWN - optional <= NEEDED
     assert _from_config({name: value for name, value in every.items() if name not in optional}, {}) == wanted
 
 
