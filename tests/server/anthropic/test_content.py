@@ -21,6 +21,10 @@ ANSWERS = {
     "<think>Hm.</think>\n\nAn oak.": [("thinking", "Hm."), ("text", "An oak.")],
     "\n<think>\nHm, < or </ think\n</think>An oak.": [("thinking", "Hm, < or </ think\n"), ("text", "An oak.")],
     "<think>\n\n</think>\n\nAn oak.": [("text", "An oak.")],
+    "<think> Hm.\n\n  So\n</think>\n\n An oak.\n\n  So\n": [
+        ("thinking", "Hm.\n\n  So\n"),
+        ("text", " An oak.\n\n  So\n"),
+    ],
     "<think>It never ends": [("thinking", "It never ends")],
     "<think>It ends here</thin": [("thinking", "It ends here</thin")],
     "<thin oak>": [("text", "<thin oak>")],
@@ -53,10 +57,13 @@ def read(parts: list[str], state="start") -> list:
 
 
 @settings(max_examples=150, deadline=None)
-@given(text=st.sampled_from(sorted(ANSWERS)), cuts=st.lists(st.integers(0, 200), max_size=8))
-def test_blocks_do_not_depend_on_how_the_text_arrives(text, cuts):
+@given(text=st.sampled_from(sorted(ANSWERS)), cuts=st.lists(st.integers(0, 60), max_size=8), stops=st.booleans())
+def test_blocks_do_not_depend_on_how_the_text_arrives(text, cuts, stops):
+    """`stops`: behind each part there is a token without text, such as the beginning of a character."""
     ends = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     parts = [text[start:stop] for start, stop in pairwise(ends)] or [""]
+    if stops:
+        parts = [one for part in parts for one in (part, "")]
     assert read(parts) == ANSWERS[text]
 
 
