@@ -104,6 +104,7 @@ CASES = [
         ("", "So.", [("find", {"q": '"</TOOLCALL>\\'})]),
     ),
     ("<TOOLCALL>", '<TOOLCALL>{"name": "find}</TOOLCALL>So.', None),
+    ("<TOOLCALL>", '<TOOLCALL>{"name": "stop"}</TOOLCALL>\n\nSo.\n\nNow.', ("", "So.\n\nNow.", [("stop", {})])),
     (
         "<function=",
         "<tool_call><function=find><parameter=q>\na </function> b </tool_call> </parameter> c\n</parameter>\n"
