@@ -196,21 +196,6 @@ def test_other_steps_run_without_a_graph(ids_dir, device):
     assert not world.graphs._graphs
 
 
-def test_what_cannot_be_captured_is_tried_once(ids_dir, device, monkeypatch, caplog):
-    tried = []
-
-    def fail(*given):
-        tried.append(given)
-        raise RuntimeError("no capture")
-
-    monkeypatch.setattr("runtime.execution.graphs.capture", fail)
-    world = World(ids_dir, device, [2, 8])
-    assert [world.graphs.run(world.batch(2)) for _ in range(3)] == [None] * 3
-    assert (len(tried), caplog.text.count("run without a CUDA graph")) == (1, 1)
-    assert world.graphs.run(world.batch(7)) is None
-    assert len(tried) == 2, "another shape"
-
-
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_a_whole_engine_gives_torchs_tokens(tiny_dir, device, monkeypatch, overlap):
     graphs = check_whole_engines(tiny_dir, monkeypatch, step_tokens=64, overlap=overlap)._graphs
