@@ -209,9 +209,9 @@ class HybridLease(PrefixLease):
     def take_slots(self, work: Work) -> StateRows:
         """Also takes the slots of states within the work; those of an earlier try are given back."""
         state = self.state
-        self._give_back(state)
         if work.ahead:  # the step before, which is not booked yet, leaves its state in `spare`
             return StateRows(0, work.count, state.spare, state.slot)
+        self._give_back(state)
         inner = [place for place in state.places if work.start < place < work.start + work.count]
         free = self.strategy.free
         state.saving = [(place, free.pop()) for place in inner[-len(free) :] if free]
