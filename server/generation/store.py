@@ -1,4 +1,4 @@
-"""Responses, conversations and threads by account, for `TTL_S`; as JSON, so that all their bytes are counted."""
+"""Responses and threads by account, for `TTL_S`; as JSON, so that all their bytes are counted."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -16,13 +16,12 @@ TTL_S = 86_400.0
 # Most responses of an account, most bytes of an account, and most bytes of all accounts.
 MOST, MOST_BYTES, MOST_BYTES_IN_ALL = 1000, 1 << 25, 1 << 27
 
-Kind = Literal["response", "conversation", "thread"]
-_KINDS: dict[str, Kind] = {"conv_": "conversation", "msg_": "thread"}
+Kind = Literal["response", "thread"]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response of an account, or a conversation, which has its items as `output`, or a thread of messages.
+    """A response of an account, or a thread of messages.
 
     Attributes:
         body: the response as the client gets it, as JSON.
@@ -68,15 +67,15 @@ class ResponseStore:
             max(self._by_account.values(), key=lambda kept: kept.currsize).popitem()
 
     def get(self, account: str, name: str, kind: Kind = "response") -> StoredResponse:
-        """A response, conversation or thread by its id. Raises NotFound."""
+        """A response or thread by its id. Raises NotFound."""
         stored = self._of(account).get(name)
-        if stored is None or kind != next((k for prefix, k in _KINDS.items() if name.startswith(prefix)), "response"):
+        if stored is None or kind != ("thread" if name.startswith("msg_") else "response"):
             raise NotFound(f"there is no {kind} {name!r}", param=kind, code=f"{kind}_not_found")
         return stored
 
-    def remove(self, account: str, name: str, kind: Kind = "response") -> None:
-        """Delete a response or a conversation. Raises NotFound."""
-        self.get(account, name, kind)
+    def remove(self, account: str, name: str) -> None:
+        """Delete a response. Raises NotFound."""
+        self.get(account, name)
         del self._of(account)[name]
 
     def erase(self, account: str) -> None:

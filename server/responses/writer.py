@@ -231,8 +231,8 @@ def _beginning(body: ResponseRequest, left_out: list[str], rid: str, model: str)
     return body.model_dump(include=_SAME) | {
         **{"id": rid, "object": "response", "created_at": int(time.time()), "status": "in_progress", "model": model},
         **{"background": False, "error": None, "incomplete_details": None, "completed_at": None, "usage": None},
-        **{"output": [], "tools": tools, "metadata": body.metadata or {}, "top_logprobs": body.top_logprobs or 0},
-        "conversation": None if body.conversation is None else {"id": body.conversation},
+        **{"conversation": None, "output": [], "tools": tools, "metadata": body.metadata or {}},
+        **{"top_logprobs": body.top_logprobs or 0},
         **{"reasoning": {"effort": body.reasoning.effort, "summary": None}, "text": {"format": shown}},
         "prompt_cache_options": None if options is None else options.model_dump(exclude={"prewarm"}),
         **({"left_out": left_out} if left_out else {}),

@@ -3,10 +3,9 @@
 import httpx
 import pytest
 
-from server.errors import Conflict, NotFound
+from server.errors import NotFound
 from server.generation import store as room
 from server.generation.store import ResponseStore, StoredResponse
-from server.responses import conversations
 
 ALICE = {"Authorization": "Bearer alice-secret-key"}
 
@@ -64,16 +63,6 @@ def test_time_ends_a_response():
     assert not kept(store, "alice", "a")
 
 
-def test_a_conversation_has_bounded_room(monkeypatch):
-    monkeypatch.setattr(conversations, "_MOST_BYTES", 100)
-    store = ResponseStore()
-    store.add("alice", "conv_1", stored(b"x" * 30))
-    conversations.check_room(store, "alice", "conv_1", b"y" * 40)
-    for name, items in (("conv_1", b"y" * 60), (None, b"y" * 101)):
-        with pytest.raises(Conflict, match="at most 100 bytes"):
-            conversations.check_room(store, "alice", name, items)
-
-
 def test_what_a_request_brings_is_counted(guarded):
     def ask(**more) -> httpx.Response:
         asked = {"input": "x", "max_output_tokens": 1, "tool_choice": "none", **more}
@@ -110,15 +99,3 @@ def test_labels_are_short(guarded, field, most, too_much):
     refused = ask(too_much)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
     assert "64" in refused.json()["error"]["message"]
-
-
-def test_responses_at_once_do_not_fill_a_conversation_beyond_its_room(monkeypatch):
-    monkeypatch.setattr(conversations, "_MOST_BYTES", 500)
-    store = ResponseStore()
-    store.add("alice", "conv_1", StoredResponse(b'{"id":"conv_1","output":[]}', b"[]", {}))
-    item = {"id": "a", "content": "y" * 200}
-    conversations.extend(store, "alice", "conv_1", [item])
-    assert store.with_items("alice", {"a"})[0].answered == {"a": 223}
-    with pytest.raises(Conflict, match="at most 500 bytes"):
-        conversations.extend(store, "alice", "conv_1", [item] * 2)
-    assert len(conversations.read_conversation(store, "alice", "conv_1")["output"]) == 1
