@@ -86,7 +86,7 @@ class PrefixStrategy(Strategy):
     def _use(self, request: Request, match: Match, node: Node | None) -> None:
         """Count the use of the path that ends in `node`."""
         self.cache.use(node)
-        self.cache.pins.renew(node, request.owner)
+        self.cache.holds.renew(node)
 
     def grow(self, request: Request, ahead: int = 0) -> bool:
         """Allocate pages for the KV of the next token and of `ahead` more; False if the pool has too few."""
