@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from runtime.batch import Read
+from runtime.params import LEADING
 from runtime.reuse.entries.entry import Entry
 
 # Only the last rows of a longer question choose document rows, so that the choice does not delay other requests.
@@ -39,7 +40,7 @@ class Asked(msgspec.Struct):
     granularity: Literal["page", "token"] = "token"
     chunk_tokens: int = 512
     shortest: int = 1
-    k: int = 16
+    k: int = LEADING
 
     def options(self) -> dict[str, Any]:
         """The options that the answer repeats; `k` only if LegoLink uses it."""
