@@ -22,7 +22,7 @@ from server.openai.prompt import Chats
 from server.openai.types import ChatRequest
 from server.responses.items import After, Limit, Order, chat_of, dump, load, page_of, read_input, read_output, show
 from server.responses.types import ResponseRequest
-from server.responses.writer import ResponseWriter, replay
+from server.responses.writer import ResponseWriter, events_of
 
 router = EveryKey(prefix="/v1/responses", tags=["openai"])
 
@@ -106,7 +106,7 @@ async def retrieve(
         return JsonAnswer(msgspec.Raw(stored.body))
 
     async def events() -> Events:
-        for event in replay(msgspec.json.decode(stored.body)):
+        for event in events_of(msgspec.json.decode(stored.body)):
             if event["sequence_number"] > starting_after:
                 yield event
 

@@ -199,7 +199,7 @@ class ResponseWriter(Writer):
         return {"type": kind, "sequence_number": self._number, **more}
 
 
-def replay(response: dict[str, Any]) -> Iterator[Event]:
+def events_of(response: dict[str, Any]) -> Iterator[Event]:
     """The events of a whole response."""
     begun = {**response, "status": "in_progress", "output": [], "usage": None, "completed_at": None}
     events: list[Event] = [{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")]
