@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.anthropic.content import pieces_of
-from server.openai.dialects import Parameters
+from server.openai.dialects.parameters import Parameters
 from server.openai.reader import AnswerReader, CallReader, Said
 
 CALL = '<tool_call>\n{"name": "plant", "arguments": {"n": 2}}\n</tool_call>'
