@@ -26,7 +26,7 @@ class Holds(Watcher):
     A hold that slides restarts its time with each use of the path.
 
     Args:
-        tree: the tree, whose clock measures the times. Its policy and the orders of its quotas are wrapped.
+        tree: the tree, whose clock measures the times. The first hold wraps its policy and the orders of its quotas.
         budget_pages: largest number of pages that are held or pinned at the same time.
 
     Attributes:
@@ -48,13 +48,20 @@ class Holds(Watcher):
         self._nodes: dict[int, Node] = {}
         # A heap of ends and numbers; an entry may be too early, or of no node any more.
         self._ends: list[tuple[float, int]] = []
+        self._is_watching = False
+
+    def _watch(self) -> None:
+        """Wrap the victim orders at the first hold: trees without holds do not pay for them."""
+        tree, self._is_watching = self._tree, True
         tree.policy = _HeldLast(tree.policy, self, Order())
         tree.watch(self)
         if tree.quotas is not None:
-            tree.quotas.make_order = lambda: _HeldLast(LRU(Order("tenant_queued")), self, Order("tenant_queued"))
+            tree.quotas.wrap(lambda policy: _HeldLast(policy, self, Order("tenant_queued")))
 
     def hold(self, node: Node | None, seconds: float, slides: bool = False) -> None:
         """Hold the path that ends in `node` for `seconds` from now on; nodes that are held for longer stay so."""
+        if not self._is_watching:
+            self._watch()
         self.expire()
         until_s = self._tree.now() + seconds
         for above in path(node):

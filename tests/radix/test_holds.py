@@ -218,6 +218,21 @@ def test_a_hold_that_slides_is_renewed_by_each_use_and_plain_ones_are_not():
     assert {node.expired_s for node in cache.tree.nodes()} == {10, 18}
 
 
+def test_the_first_hold_comes_to_a_tree_in_use():
+    """The orders of victims, also of tenants with quotas, are there before it."""
+    cache = Cache(quotas=Quotas({"a": 3}))
+    for i in (1, 2, 3):
+        cache.add(i, namespace=A)
+    (first,) = [node for node in cache.tree.nodes() if node.key == key(1)]
+    cache.holds.hold(first, 50)
+    cache.tree.make_room(A, 1)
+    assert (cache.has(1, namespace=A), cache.has(2, namespace=A)) == (1, 0)
+    cache.tree.evict(1)
+    assert (cache.has(1, namespace=A), cache.has(3, namespace=A)) == (1, 0)
+    cache.tree.make_room(A, 3)
+    assert cache.tree.num_pages == 0
+
+
 def test_pins_and_holds_share_a_budget_in_which_pins_go_first():
     cache = Cache(budget=4)
     cache.add(1, 2, 3)

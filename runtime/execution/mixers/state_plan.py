@@ -1,8 +1,8 @@
 """How recurrent layers compute all sequences of a step together: index arrays, made once for all layers.
 
 The *run* of a sequence is what it computes again, then its rows of the step. A run is cut into chunks: behind `CHUNK`
-rows, and where a state is wanted. Chunks of several sequences are computed together in *waves*: first the first chunks of all
-sequences, then the second ones.
+rows, and where a state is wanted. Chunks of several sequences are computed together in *waves*: first the first chunks
+of all sequences, then the second ones.
 
 Convolutions read a *tape*: for each sequence `width - 1` earlier inputs, then its run. Result i of a convolution is
 that of the place i + width - 1 of the tape.
