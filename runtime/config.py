@@ -107,8 +107,8 @@ class CacheConfig(Section):
         "0",
         pattern=rf"^{_SECONDS}(:{_SECONDS})?$",
         coerce_numbers_to_str=True,
-        description="DEFAULT or DEFAULT:MOST, such as 30 or 30:600: used prefixes are evicted last for DEFAULT s; "
-        "requests may ask for up to MOST by `hold_s`; within --pin-budget",
+        description="seconds for which used prefixes are evicted last, within --pin-budget: DEFAULT, or DEFAULT:MOST, "
+        "where requests may ask for up to MOST by `hold_s`; such as 30 or 30:600",
     )
     tenant_quota: int | None = Field(
         None,
