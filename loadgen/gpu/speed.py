@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -153,18 +153,24 @@ class Speed(WatchedDrive):
             ran = {kind: self.share(kind) for kind in ("graphs", "sharing")}
         return {"step": times, "rate": self._sizes.shared_batch / median(times)} | ran
 
-    def first_token(self) -> dict[str, list[float]]:
-        """TTFT of a prefix and a question with nothing cached, and with all but the question cached."""
+    def first_token(self) -> dict[str, Any]:
+        """TTFT of a prefix and a question with nothing cached, and with all but the question cached.
+
+        `graphs`: the share of the steps with a cached prefix that ran as a CUDA graph.
+        """
         sizes, cold, warm = self._sizes, list[float](), list[float]()
+        graphs = list[float]()
         for _ in range(4):
             prefix = self.text(sizes.prefix)
             for times in (cold, warm):
                 self.add(prefix + self.text(sizes.question), 1)
+                self.forget()
                 times.append(self.first_tokens())
+            graphs.append(self.share("prompt graphs"))
             self.end()
         ideal = sizes.question / (sizes.prefix + sizes.question)
         over = [mine / (full * ideal) for full, mine in zip(cold[1:], warm[1:], strict=True)]
-        return {"ttft": cold[1:], "cached": warm[1:], "over": over}
+        return {"ttft": cold[1:], "cached": warm[1:], "over": over, "graphs": mean(graphs[1:])}
 
     def prefill(self, kernels: str) -> dict[str, Any]:
         """An uncached prompt, beside the operations at full speed of the matrix units.

@@ -43,6 +43,10 @@ _KEPT = 64
 
 _MAX_MESSAGE = 300
 
+# Tokens of one byte each, with which any grammar can be tried, and llguidance's error for one without a first byte.
+_BYTES = LLTokenizer("byte")
+_NO_TEXT = "NoExtensionBias"
+
 # Most bytes at the start of the output in which a trigger is searched that must stand there.
 _MOST_HELD = 1024
 
@@ -56,6 +60,11 @@ def check_grammar(params: SamplingParams) -> None:
         if problem.startswith("WARNING"):
             return
         raise InvalidRequest(f"{name} cannot be followed: {_reason(problem)}", param=name)
+    matcher = LLMatcher(_BYTES, source, limits=_LIMITS)
+    matcher.compute_bitmask()
+    if _NO_TEXT in matcher.get_error():
+        said = "no text matches it; an expression or a class in it may be empty, as [a&&b] is"
+        raise InvalidRequest(f"{name} cannot be followed: {said}", param=name)
 
 
 def too_slow(what: str, timeout_s: float, param: str | None = None) -> InvalidRequest:

@@ -39,6 +39,21 @@ def test_torchs_attention_in_place_of_flashinfer_is_an_error(ours, monkeypatch):
         ours()
 
 
+@pytest.mark.parametrize(("batches", "share"), [("2", 1), ("0", 0)])
+def test_prompts_in_graphs_are_counted(device, model, batches, share):
+    drive = WatchedDrive(model, device="cuda", dtype="bfloat16", cuda_graph_batches=batches, pool_tokens=1024)
+    for length in (40, 90):
+        drive.add(drive.text(length), 2)
+        drive.finish()
+    assert drive.seen["prompts"] == 2
+    assert drive.share("prompt graphs") == share
+    drive.forget()
+    drive.add(drive.text(300), 1)
+    drive.add(drive.text(400), 1)
+    drive.first_tokens()
+    assert drive.share("prompt graphs") == 0, "700 rows"
+
+
 @pytest.mark.parametrize("kernels", PREFILLS)
 def test_prompts_run_through_the_kernels_that_are_named(device, model, monkeypatch, kernels):
     drive = WatchedDrive(model, device="cuda", dtype="bfloat16", cuda_graph_batches="0", pool_tokens=1024)

@@ -121,6 +121,12 @@ def test_a_bench_whose_every_cell_fails_says_so(tmp_path, monkeypatch):
     assert page.read_text().count("RuntimeError: no / room") == 2
 
 
+def test_a_bench_that_its_limit_ends_says_so(capsys):
+    assert execute("toy", Toy(limit=1e-9)) == 3
+    assert capsys.readouterr().err.endswith("--limit 1e-09 ended this after 0 of 12 measurements\n")
+    assert Toy.calls == []
+
+
 def test_intervals():
     draw = random.Random(0)
     values = [draw.gauss(10, 1) for _ in range(100)]
