@@ -15,11 +15,10 @@ from runtime.frontend.output import MarkedText, Submission
 from runtime.frontend.processor import Frontend
 from runtime.protocol import ModelInfo
 from server.anthropic import prompt as messages
-from server.anthropic.threads import continued
 from server.anthropic.types import MessagesRequest
 from server.auth.keys import Tenant
+from server.errors import NotFound
 from server.generation.bodies import GenerationBody
-from server.generation.store import ResponseStore
 from server.http.context import Context
 from server.http.shutdown import ShutdownFlag
 from server.objects.documents import DocumentStore
@@ -76,7 +75,6 @@ class PromptHasher:
         self._engine = _Texts(config, info)
         self._context = Context(self._engine, config, [], ShutdownFlag())
         self._stores = DocumentStore(), SchemaStore()
-        self._nothing = ResponseStore()  # answers are stored where they were made
         self._chats = ChatPrompts(self._context, *self._stores)
 
     async def start(self) -> None:
@@ -109,11 +107,10 @@ class PromptHasher:
                 return submissions[0]
             case CompletionRequest():
                 return completions.submissions_of(asked, tenant, self._context)[0]
-            case MessagesRequest():
-                asked = messages.chat_of(continued(asked, self._nothing, tenant.account))
-            case ResponseRequest():
-                if asked.previous_response_id is not None:
-                    self._nothing.get(tenant.account, asked.previous_response_id)
+            case MessagesRequest() if asked.previous is None:
+                asked = messages.chat_of(asked)
+            case ResponseRequest() if asked.previous_response_id is None:
                 asked = items.chat_of(asked, items.read_input(asked.input, {}))
-        assert isinstance(asked, ChatRequest)
+        if not isinstance(asked, ChatRequest):
+            raise NotFound("only a replica has the stored answer that this request continues")
         return self._chats.submission(asked, tenant)
