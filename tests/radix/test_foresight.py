@@ -21,13 +21,6 @@ def test_buckets_are_two_an_octave():
     assert all(bucket(age) == sum(edge <= age for edge in EDGES[1:]) for age in range(5000))
 
 
-def test_kinds():
-    assert [kind_of(turn, 0.0, False) for turn in (1, 2, 3, 4, 5, 10)] == [13, 14, 15, 15, 16, 16]
-    assert [kind_of(5, gap, False) for gap in (3.9, 4.0, 1023.9, 4095.9, 4096.0, 1e6)] == [16, 19, 40, 43, 46, 49]
-    assert [kind_of(3, gap, True) for gap in (3.9, 4.0, 15.0, 511.0, 512.0, 16384.0)] == [1, 2, 3, 8, 9, 12]
-    assert KINDS == 50
-
-
 def test_the_mean_gap_follows_the_last_ten():
     life = Life(0, 100, 13, 1, 0.0)
     assert life.next_turn(130) == (2, 30.0)
@@ -35,14 +28,20 @@ def test_the_mean_gap_follows_the_last_ten():
     assert Life(0, 0, 16, 10, 20.0).next_turn(120) == (10, 30.0)
 
 
-def test_kinds_in_words():
-    assert [describe(kind) for kind in (1, 12, 13)] == [
-        "shared prefix, mean gap below 4 uses", "shared prefix, mean gap of 16384 uses or more", "first turn"
-    ]  # fmt: skip
-    assert [describe(kind) for kind in (14, 18, 49)] == [
-        "turn 2, mean gap below 4 uses", "turn 3 or 4, mean gap below 8 uses",
-        "turn 5 or later, mean gap of 16384 uses or more",
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("turn", "gap", "shared", "words"),
+    [
+        (1, 0.0, False, "first turn"),
+        (2, 3.9, False, "turn 2, mean gap below 4 uses"),
+        (3, 4.0, False, "turn 3 or 4, mean gap below 8 uses"),
+        (4, 4095.9, False, "turn 3 or 4, mean gap below 4096 uses"),
+        (10, 1e6, False, "turn 5 or later, mean gap of 16384 uses or more"),
+        (3, 3.9, True, "shared prefix, mean gap below 4 uses"),
+        (3, 16384.0, True, "shared prefix, mean gap of 16384 uses or more"),
+    ],
+)
+def test_kinds_in_words(turn, gap, shared, words):
+    assert describe(kind_of(turn, gap, shared)) == words
     assert len({describe(kind) for kind in range(1, KINDS)}) == KINDS - 1
 
 
