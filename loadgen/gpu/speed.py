@@ -72,6 +72,13 @@ def use_prefill(executor: Any, kernels: str) -> None:
     attention._wrappers["prefill"].clear()
 
 
+def share_of(bound_s: float, seconds: float) -> float:
+    """The share of a bound that was reached. Raises RuntimeError above 1: something else was measured."""
+    if bound_s > seconds:
+        raise RuntimeError(f"{seconds:.6f} s, which is {bound_s / seconds:.0%} of what the device allows")
+    return bound_s / seconds
+
+
 class Speed(WatchedDrive):
     """The measurements of one engine with random weights."""
 
@@ -135,7 +142,7 @@ class Speed(WatchedDrive):
         weights = (self._body + self._head) * self.core.executor.dtype.itemsize
         bound_s = (weights + batch * self._sizes.context * self._row_bytes) / self._bytes_s
         rate = batch / median(times)
-        return {"step": times, "share": bound_s / median(times), "rate": rate, "graphs": ran} | host | gaps
+        return {"step": times, "share": share_of(bound_s, median(times)), "rate": rate, "graphs": ran} | host | gaps
 
     def shared(self, mode: dict[str, Any]) -> dict[str, Any]:
         """Decode steps of requests behind one prefix."""
@@ -188,4 +195,4 @@ class Speed(WatchedDrive):
         attention = 2 * spec.num_layers * spec.num_heads * spec.head_dim * length**2
         bound_s = (2 * self._body * length + 2 * self._head + attention) / self._flop_s
         prompt_s = median(times[1:])
-        return {"ttft": times[1:], "share": bound_s / prompt_s, "rate": length / prompt_s}
+        return {"ttft": times[1:], "share": share_of(bound_s, prompt_s), "rate": length / prompt_s}

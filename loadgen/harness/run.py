@@ -107,9 +107,9 @@ def _measure_all(bench: Bench, cells: list[Cell], results: Results) -> bool:
             results.fail(cell, repeat, "did not end")
         try:
             figures = dict(bench.measure(cell, random.Random(f"{seed} {repeat}")))
-        except BenchError:
-            raise
         except Exception as error:  # of any library: the other cells are still measured
+            if isinstance(error, BenchError) and not bench.guard:
+                raise
             traceback.print_exc()
             results.fail(cell, repeat, _said(error))
             if bench.lost():
