@@ -26,41 +26,16 @@ def kept(store: ResponseStore, account: str, names: str) -> str:
     return "".join(filter(is_kept, names))
 
 
-def test_an_account_keeps_what_was_used_last(monkeypatch):
+def test_prompt_and_answer_count_and_so_does_a_short_response(monkeypatch):
     monkeypatch.setattr(room, "MOST_BYTES", 1000)
     monkeypatch.setattr(room, "MOST", 10)
     store = ResponseStore()
-    for name, new in (("a", stored(b"x" * 300)), ("b", stored(b"", b"x" * 300)), ("c", stored(b"x" * 200))):
-        store.add("alice", name, new)
-    assert store.get("alice", "a")
-    store.add("alice", "d", stored(b"x" * 250))
-    assert kept(store, "alice", "abcd") == "acd"
-    store.add("alice", "e", stored(b"x" * 1000))
-    assert kept(store, "alice", "acde") == "acd", "no account keeps what is larger than its share"
-    for name in "fghijklmno":
+    store.add("alice", "a", stored(b"x" * 500))
+    store.add("alice", "b", stored(b"", b"x" * 500))
+    assert kept(store, "alice", "ab") == "b"
+    for name in "cdefghijklmno":
         store.add("alice", name, stored(b""))
-    assert kept(store, "alice", "acdfghijklmno") == "fghijklmno"
-
-
-def test_the_account_with_the_most_gives_way(monkeypatch):
-    monkeypatch.setattr(room, "MOST_BYTES", 1000)
-    monkeypatch.setattr(room, "MOST_BYTES_IN_ALL", 1500)
-    store = ResponseStore()
-    for name in "ab":
-        store.add("alice", name, stored(b"x" * 400))
-    store.add("bob", "a", stored(b"x" * 400))
-    store.add("carol", "a", stored(b"x" * 400))
-    assert [kept(store, account, "ab") for account in ("alice", "bob", "carol")] == ["b", "a", "a"]
-
-
-def test_time_ends_a_response():
-    now = [0.0]
-    store = ResponseStore(lambda: now[0])
-    store.add("alice", "a", stored(b""))
-    now[0] = room.TTL_S - 1
-    assert kept(store, "alice", "a")
-    now[0] += 1
-    assert not kept(store, "alice", "a")
+    assert kept(store, "alice", "bcdefghijklmno") == "fghijklmno"
 
 
 def test_what_a_request_brings_is_counted(guarded):
