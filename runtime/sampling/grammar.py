@@ -98,6 +98,8 @@ def _reason(text: str) -> str:
 class Grammar:
     """The state of one request in its grammar."""
 
+    may_refuse = False
+
     def __init__(self, matcher: LLMatcher):
         self._matcher = matcher
 
@@ -122,7 +124,7 @@ class Grammar:
 class AnyText:
     """The grammar of an output that may be any text."""
 
-    complete = False
+    complete = may_refuse = False
 
     def allowed(self) -> np.ndarray | None:
         return None
@@ -173,6 +175,10 @@ class LazyGrammar(Grammar):
         else:
             self._triggers = []
         return True
+
+    @property
+    def may_refuse(self) -> bool:  # type: ignore[override]
+        return not self._holds
 
     @property
     def complete(self) -> bool:
