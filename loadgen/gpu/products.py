@@ -50,7 +50,7 @@ def product(codes: str, rows: int, sizes: ProductSizes, device: str) -> dict[str
     x = torch.randn(rows, sizes.k, device=device).bfloat16()
     for _ in range(_TURNS):
         weight = _weight(CODES[codes], sizes, device)
-        made = coded_tensor(weight, torch.device(device))
+        made = coded_tensor(weight, torch.device(device), set())
         if made is None:
             raise RuntimeError(f"{codes}: the weight is unpacked")
         coded.append(made)
