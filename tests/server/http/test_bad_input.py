@@ -69,7 +69,7 @@ BAD = [
     (rb'{"text": "x", "sampling_params": {"json_schema": "{\"a\": NaN}"}}', SCHEMA),
     (b'{"text": "x", "sampling_params": {"json_schema": "{\\"const\\": %d}"}}' % (1 << 64), SCHEMA),
     (b'{"text": "x", "sampling_params": {"repetition_penalty": 5e-324}}', "sampling_params.repetition_penalty"),
-    (b'{"text": "x", "sampling_params": {"json_schema": "{\\"$ref\\": \\"#\\"}"}}', None),
+    (b'{"text": "x", "sampling_params": {"json_schema": "{\\"$ref\\": \\"#\\"}"}}', "sampling_params.json_schema"),
 ]
 
 
