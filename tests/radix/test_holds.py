@@ -1,14 +1,15 @@
 """Held nodes are evicted last, until their time is over, within a budget; whatever the policy."""
 
 from array import array
+from collections import Counter
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from radix import POLICIES, Holds, Match, Namespace, Quotas, RadixTree, make_policy, path, view
-from radix.node import Node
+from radix import POLICIES, Holds, Match, Namespace, Quotas, RadixTree, attached_key, make_policy, path, view
+from radix.node import TOKEN_BYTES, Node
 from tests.radix.trees import key
 
 A = Namespace("a")
@@ -233,6 +234,19 @@ def test_the_first_hold_comes_to_a_tree_in_use():
     assert cache.tree.num_pages == 0
 
 
+def test_a_use_renews_what_is_attached_to_its_path():
+    """Such as the states of hybrid models, which no prompt's own tokens reach."""
+    cache = Cache()
+    cache.add(1, 2)
+    tokens = tuple(array("i", attached_key(b"", 1, TOKEN_BYTES)))
+    cache.add(1, 2, *tokens)
+    assert cache.keep(1, 2, *tokens, seconds=10)
+    cache.now_s = 8
+    cache.use(1, 2)
+    assert {node.held_until_s for node in cache.tree.nodes()} == {18}
+    cache.holds.check()
+
+
 def test_pins_and_holds_share_a_budget_in_which_pins_go_first():
     cache = Cache(budget=4)
     cache.add(1, 2, 3)
@@ -310,12 +324,19 @@ class Lives(RuleBasedStateMachine):
         self.tree.unlock(node)
 
     def check_losses(self):
-        """Only what exceeds the budget is lost, the longest unused first."""
+        """Only what exceeds the budget is lost: by the owner with most of it, the longest unused first."""
         wanted = [node for node in self.tree.nodes() if node.pages[0] in self.until and not node.pins]
         wanted.sort(key=lambda node: self.used[node.pages[0]])
         room = self.holds.budget_pages - self.tree.num_pinned_pages
         while sum(len(node.pages) for node in wanted) > room:
-            for page in wanted.pop(0).pages:
+            pages = Counter[Namespace]()
+            for node in wanted:
+                pages[node.namespace.owner] += len(node.pages)
+            most = [node for node in wanted if pages[node.namespace.owner] == max(pages.values())]
+            # Of owners with equally many, any may lose.
+            lost = next((node for node in most if not node.held_until_s), most[0])
+            wanted.remove(lost)
+            for page in lost.pages:
                 del self.until[page]
 
     @precondition(lambda self: self.live)

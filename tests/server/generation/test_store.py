@@ -38,6 +38,36 @@ def test_prompt_and_answer_count_and_so_does_a_short_response(monkeypatch):
     assert kept(store, "alice", "bcdefghijklmno") == "fghijklmno"
 
 
+NAMES = {"response": "resp_1", "thread": "msg_1"}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("asked", NAMES)
+def test_what_is_of_another_kind_or_account_is_not_there(kind, asked):
+    store = ResponseStore()
+    store.add("alice", NAMES[kind], stored(b""))
+    for account in ("alice", "bob"):
+        if (account, kind) == ("alice", asked):
+            assert store.get(account, NAMES[kind], asked)
+            continue
+        with pytest.raises(NotFound) as error:
+            store.get(account, NAMES[kind], asked)
+        assert (error.value.param, error.value.code) == (asked, f"{asked}_not_found")
+
+
+def test_a_response_is_removed_by_its_account_alone():
+    store = ResponseStore()
+    for name in NAMES.values():
+        store.add("alice", name, stored(b""))
+    for account, name in (("bob", "resp_1"), ("alice", "msg_1")):
+        with pytest.raises(NotFound):
+            store.remove(account, name)
+    store.remove("alice", "resp_1")
+    with pytest.raises(NotFound):
+        store.get("alice", "resp_1")
+    assert store.get("alice", "msg_1", "thread")
+
+
 def test_what_a_request_brings_is_counted(guarded):
     def ask(**more) -> httpx.Response:
         asked = {"input": "x", "max_output_tokens": 1, "tool_choice": "none", **more}

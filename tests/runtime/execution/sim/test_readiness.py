@@ -90,7 +90,7 @@ FAULTS = {
         not_importable,
         "its import (import of flashinfer.jit.rope halted; None in sys.modules). `make extra-cuda`",
     ),
-    "a wrong norm": (replaced("rmsnorm", lambda x, weight, eps: x), "norms (results differ from torch's by"),
+    "no numbers": (replaced("rmsnorm", lambda x, weight, eps: x * torch.nan), "norms (results differ from torch's by"),
     "a wrong norm of heads": (replaced("rmsnorm", only_of_rows), "norms (results differ from torch's by"),
     "a wrong mask": (without_mask, "a masked step (results differ from torch's by"),
 }
