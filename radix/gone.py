@@ -10,7 +10,7 @@ from radix.namespace import Namespace
 from radix.node import Node
 from radix.stats import Cause
 
-# `expired`: evicted to make room, after the page's pin had expired and no request had used the page since.
+# `expired`: evicted to make room, after its pin or hold had expired and no request had used the page since.
 WhyGone = Cause | Literal["expired"]
 
 _WHYS: tuple[WhyGone, ...] = (*get_args(Cause), "expired")

@@ -47,8 +47,9 @@ class Node:
             time of its children when they leave, which results in the same order.
         hits: uses that ran through the node after it was inserted.
         created_s, used_s: the tree's clock when the node was inserted, and at its last use.
-        expired_s: the tree's clock when a pin on the node last expired; negative: no pin did.
+        expired_s: the tree's clock when a pin or a hold of the node last expired; negative: none did.
         held_until_s: the tree's clock when the node's hold ends; 0: the node is not held.
+        slide_s: seconds for which each use holds the node again; 0: its hold does not slide.
         cost: cost of computing the run, in any unit as long as it is the same for all nodes.
         record: state of the eviction policy.
         queued, tenant_queued: serial numbers of the node's latest entries in the victim orders of tree and tenant.
@@ -59,7 +60,7 @@ class Node:
     __slots__ = (
         *("children", "cost", "created_s", "expired_s", "hashes", "held_until_s", "hits", "is_attached"),
         *("key", "last_use", "meta", "namespace", "num_attached", "only", "order", "owner", "pages", "parent", "pins"),
-        *("queued", "record", "refs", "tenant_queued", "used_s"),
+        *("queued", "record", "refs", "slide_s", "tenant_queued", "used_s"),
     )
 
     def __init__(self, key: bytes, pages: array[int], parent: Node | None, namespace: Namespace):
@@ -75,7 +76,7 @@ class Node:
         self.order: SortedList | None = None
         self.refs = self.pins = self.hits = 0
         self.last_use = self.queued = self.tenant_queued = 0
-        self.cost = self.created_s = self.used_s = self.held_until_s = 0.0
+        self.cost = self.created_s = self.used_s = self.held_until_s = self.slide_s = 0.0
         self.expired_s = -1.0
         self.meta: Meta | None = None
         self.record: Any = None

@@ -19,7 +19,6 @@ class Quotas:
 
     Attributes:
         binding: whether a tenant has a limit.
-        make_order: makes the victim order of an owner.
     """
 
     def __init__(self, limits: Mapping[str, int], default: int | None = None):
@@ -28,7 +27,12 @@ class Quotas:
         self._default = default
         self._pages: dict[Namespace, int] = {}
         self._victims: dict[Namespace, Policy] = {}
-        self.make_order: Callable[[], Policy] = lambda: LRU(Order("tenant_queued"))
+        self._wrap: Callable[[Policy], Policy] = lambda policy: policy
+
+    def wrap(self, wrap: Callable[[Policy], Policy]) -> None:
+        """Put the victim order of each owner, also of later ones, into another one."""
+        self._wrap = wrap
+        self._victims = {owner: wrap(victims) for owner, victims in self._victims.items()}
 
     def limit(self, owner: Namespace) -> int | None:
         """Largest number of pages of an owner; None: no limit."""
@@ -53,7 +57,7 @@ class Quotas:
     def enter(self, node: Node) -> None:
         if self.limit(node.owner) is not None:
             if node.owner not in self._victims:
-                self._victims[node.owner] = self.make_order()
+                self._victims[node.owner] = self._wrap(LRU(Order("tenant_queued")))
             self._victims[node.owner].enter(node)
 
     def pop(self, owner: Namespace) -> Victim | None:

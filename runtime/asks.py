@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from runtime.params import LEADING
+
 Pairs = list[tuple[int, int]]
 
 
@@ -52,7 +54,7 @@ class DocumentsAsk(msgspec.Struct, tag="fusion", tag_field="method"):
     granularity: Literal["page", "token"] = "token"
     chunk_tokens: int = 512
     shortest: int = 1
-    k: int = 16
+    k: int = LEADING
 
 
 class ReasoningAsk(msgspec.Struct, tag="reasoncache", tag_field="method"):

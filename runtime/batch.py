@@ -140,8 +140,8 @@ class StateRows:
         target: slot for the state after the last row, without the rows of a draft. If it differs from `slot`, a step
             that failed can be run again.
         saves: (row, slot) pairs: the state after a row is also wanted in another slot.
-        draft: number of last rows that are guesses. The layers keep what a replay of these rows needs, for `target`.
-        accepted: number of guesses kept for `slot` that were right; the layers replay these rows first.
+        draft: number of last rows that are guesses. The layers keep what computes these rows again, for `target`.
+        accepted: number of guesses kept for `slot` that were right; the layers compute these rows again first.
     """
 
     first: int

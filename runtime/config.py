@@ -107,8 +107,8 @@ class CacheConfig(Section):
         "0",
         pattern=rf"^{_SECONDS}(:{_SECONDS})?$",
         coerce_numbers_to_str=True,
-        description="seconds for which used prefixes are evicted last, within half of the pool: DEFAULT or "
-        "DEFAULT:MOST, such as 30 or 30:600; MOST bounds requests' `hold_s`",
+        description="seconds for which used prefixes are evicted last, within --pin-budget: DEFAULT, or DEFAULT:MOST, "
+        "where requests may ask for up to MOST by `hold_s`; such as 30 or 30:600",
     )
     tenant_quota: int | None = Field(
         None,
@@ -126,7 +126,9 @@ class CacheConfig(Section):
         description="blocks in KV events: public: those without tenant and salt; all: those of all tenants; "
         "hashes: all, without token ids and salts",
     )
-    pin_budget: float = Field(0.5, ge=0, le=1, description="share of the pool that pins may hold together")
+    pin_budget: float = Field(
+        0.5, ge=0, le=1, description="share of the pool that pins, kept prefixes and holds may have together"
+    )
     page_size: int = Field(16, ge=1, le=1024, description="tokens in a page of the pool")
     pool_tokens: int | None = Field(None, ge=1, description="size of the pool in tokens; overrides --pool-memory")
     pool_memory: float | None = Field(

@@ -20,6 +20,8 @@ MAX_SCHEMA = 1 << 16
 
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
+# Defaults of `ReuseParams`: the share of the rows to recompute, and LegoLink's first rows of each chunk.
+RATIO, LEADING = 0.15, 16
 # Options of `ReuseParams` that only some methods take, with these methods.
 TAKEN_BY = {
     "ratio": ("a3", "cacheblend", "prophetkv", "legolink"),
@@ -170,13 +172,16 @@ class ReuseParams(BaseModel):
         description="selects the rows; none: an ordinary prompt; auto: by the model's table, within max_kl"
     )
     ratio: float | None = Field(
-        None, ge=0, le=1, description="share of the documents' rows (A3's paper: of all) to recompute; default: 0.15"
+        None,
+        ge=0,
+        le=1,
+        description=f"share of the documents' rows (A3's paper: of all) to recompute; default: {RATIO}",
     )
     granularity: Literal["page", "token"] = Field(
         "token", description="rows are selected one by one, or by whole pages"
     )
     chunk_tokens: int = Field(512, ge=16, le=4096, description="documents are encoded in chunks of this many tokens")
-    k: int | None = Field(None, ge=0, le=512, description="legolink: first rows of each chunk; default: 16")
+    k: int | None = Field(None, ge=0, le=512, description=f"legolink: first rows of each chunk; default: {LEADING}")
     max_kl: float | None = Field(
         None, ge=0, le=100, description="auto: largest mean KL to full prefill, in nats; default: 0.1"
     )

@@ -46,7 +46,7 @@ class AddRequest(msgspec.Struct, tag="add"):
         breakpoints: pairs (tokens, seconds): the whole pages of the prompt's first `tokens` tokens are kept for the
             tenant until they have been unused for `seconds`, as far as the budget of pins allows.
         progress: whether each step that computes a part of the prompt has an event.
-        idle: whether nobody waits for it: it is counted neither as a request nor as a use of the cache.
+        idle: whether it is a background request, which counts neither as a request nor as a use of the cache.
         bad_words: token sequences that the output does not contain; empty: those of the last `Sampling`.
     """
 

@@ -220,7 +220,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from server.commands.verify import verify
+    from loadgen.accuracy.verify import verify
 
     config, text = config_from(parser, arguments), _read(parser, arguments.file)
     return verify(text, config)

@@ -14,10 +14,8 @@ from loadgen.harness import BenchError, Cell, Figure
 from loadgen.micro.documents import FULL, METHODS, PREFIX, Documents, Shape, ways
 from loadgen.micro.model_bench import ModelBench
 from runtime.frontend.documents.plan import DocumentPlanner
-from runtime.params import ReuseParams
+from runtime.params import RATIO, ReuseParams
 
-# Ratio of the methods that are measured with all numbers of documents.
-_RATIO = 0.15
 # Smallest ratio by page for the tasks. Their documents have about 200 tokens, of which less may be under a page.
 _LEAST_BY_PAGE = 0.15
 # Methods whose throughput and pages are measured.
@@ -42,7 +40,7 @@ class DocumentReuse(ModelBench):
 
     quality: bool = Field(False, description=f"compare answers instead of times; a repeat has {BATCH} questions a task")
     methods: tuple[str, ...] = Field(METHODS, description="of reuse")
-    ratios: tuple[Ratio, ...] = Field((0.05, _RATIO, 0.3), description="shares of rows that are computed again")
+    ratios: tuple[Ratio, ...] = Field((0.05, RATIO, 0.3), description="shares of rows that are computed again")
     granularities: tuple[Literal["page", "token"], ...] = Field(("page", "token"), description="units of chosen rows")
     counts: tuple[PositiveInt, ...] = Field((4, 8, 15), description="numbers of documents in a prompt")
     at: PositiveInt = Field(8, description="number of documents for all ratios and for throughput")
@@ -92,12 +90,12 @@ class DocumentReuse(ModelBench):
                     if name != PREFIX and not self._is_no_page(self._ways[name]):
                         yield {"work": task, "way": name}
             return
-        few = {FULL, PREFIX, *ways(self.methods, [_RATIO], ["token"])}
+        few = {FULL, PREFIX, *ways(self.methods, [RATIO], ["token"])}
         for count in self.counts:
             for name in self._ways:
                 if count == self.at or name in few:
                     yield {"work": f"{count} documents", "way": name}
-        served = {FULL, *ways([one for one in self.methods if one in _SERVED], [_RATIO], ["token"])}
+        served = {FULL, *ways([one for one in self.methods if one in _SERVED], [RATIO], ["token"])}
         for name in (name for name in self._ways if name in served):
             yield {"work": f"{self.clients} clients, {self.at} documents", "way": name}
 

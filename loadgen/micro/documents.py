@@ -15,15 +15,13 @@ from typing import Any, get_args
 from loadgen.micro.drive import Drive
 from runtime.frontend.documents.plan import DocumentPlanner
 from runtime.frontend.documents.prompt import TokenizedPrompt
-from runtime.params import DocumentMethod, ReuseParams
+from runtime.params import LEADING, DocumentMethod, ReuseParams
 
 METHODS = tuple(method for method in get_args(DocumentMethod) if method != "none")
 FULL, PREFIX = "full prefill", "prefix caching"
 # Methods that compute layer 0 of all rows behind the prefix before they choose.
 _DENSE = ("a3", "cacheblend")
 _RANKED = (*_DENSE, "prophetkv")
-# Leading rows of each chunk, for LegoLink.
-_K = 16
 
 
 def ways(methods: Sequence[str], ratios: Sequence[float], granularities: Sequence[str]) -> dict[str, ReuseParams]:
@@ -35,7 +33,7 @@ def ways(methods: Sequence[str], ratios: Sequence[float], granularities: Sequenc
     for method in methods:
         for ratio in ratios if method in _RANKED else (None,):
             for granularity in granularities if method in _RANKED else ("page",):
-                k = _K if method == "legolink" else None
+                k = LEADING if method == "legolink" else None
                 fields = {"method": method, "ratio": ratio, "granularity": granularity, "k": k}
                 asked = ReuseParams.model_validate(fields)
                 found[name_of(asked)] = asked

@@ -46,8 +46,8 @@ class EngineCore:
     these tokens on the device, so that the host reads, books, schedules and plans while the device computes. If a
     request of the next step needs its output to choose a token, as grammars do, all of its tokens are chosen after the
     booking, and the device still computes logits meanwhile. If a request ends with a step, its rows of the next step
-    are dropped. They are in private pages of the request, after all rows that may enter the tree, and the next owner
-    of these pages writes later.
+    are dropped. This is safe: they are in the request's private pages, behind all rows that may enter the tree, and
+    only later steps overwrite them.
 
     Attributes:
         strategies: by name; the first one serves requests that name no strategy.

@@ -3,14 +3,14 @@
 import time
 from array import array
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
 import msgspec
 
-from radix import Holds, Namespace, Node, outline, path, slices, text_of_path, view
+from radix import Namespace, Node, outline, path, slices, text_of_path, view
 from radix.stats import Histogram
 from runtime import calls
 from runtime.asks import ModulesAsk, ReuseAsk
@@ -59,9 +59,11 @@ class Operators(Part):
         self._forget()
         if call.pins:
             cache.pins.unpin_all()
+        with nullcontext() if call.pins else cache.holds.spared():
+            flushed = cache.flush()
         return {
             **({"erased_blocks": {}} if call.tiers else {}),
-            "flushed_tokens": cache.flush() * cache.page_size,
+            "flushed_tokens": flushed * cache.page_size,
             "live_tokens": cache.tree.num_pages * cache.page_size,
         }
 
@@ -122,6 +124,7 @@ class Operators(Part):
 
     def _tree(self, call: calls.GetTree) -> Generator[None, None, Answer]:
         self._cache.pins.expire()
+        self._cache.holds.expire()
         tree, wanted = self._cache.tree, _of(call.tenant)
         nodes = [
             asdict(node) for node in view(tree, wanted, call.max_depth, call.skip, call.limit, call.preview_tokens)
@@ -177,8 +180,9 @@ class Operators(Part):
     # -- counters --------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        core, cache = self._core, self._cache
+        core, cache, holds = self._core, self._cache, self._cache.holds
         cache.pins.expire()
+        holds.expire()
         tree, stats, page_size = cache.tree, cache.tree.stats, cache.page_size
         return {
             **core.totals(),
@@ -197,13 +201,15 @@ class Operators(Part):
             "pages_private": cache.pool.num_pages - cache.allocator.num_free - tree.num_pages,
             "pages_locked": tree.num_locked_pages - tree.num_pinned_pages,
             "pages_pinned": tree.num_pinned_pages,
-            **_held(cache.holds),
+            "pages_held": holds.num_pages,
+            "held_pages_lost": holds.num_lost,
+            "held_pages_broken": holds.num_broken,
             "pins": len(cache.pins.pins),
             "pins_refused": cache.pins.num_refused,
             "pins_broken": cache.pins.num_broken,
-            "keeps": len(cache.pins.kept),
-            "keeps_refused": cache.pins.num_unkept,
-            "keeps_broken": cache.pins.num_displaced,
+            "keeps": len(holds.kept),
+            "keeps_refused": holds.num_refused,
+            "keeps_broken": holds.num_kept_lost,
             "tree_nodes": tree.num_nodes,
             "idle_before_evict_s": _plain(stats.idle_s),
             "lifetime_s": _plain(stats.lifetime_s),
@@ -211,13 +217,6 @@ class Operators(Part):
             "step_rows": _plain(core.step_rows),
             **{name: value for strategy in core.strategies.values() for name, value in strategy.figures().items()},
         }
-
-
-def _held(holds: Holds | None) -> dict[str, int]:
-    if holds is None:
-        return {"pages_held": 0, "held_pages_lost": 0, "held_pages_broken": 0}
-    holds.expire()
-    return {"pages_held": holds.num_pages, "held_pages_lost": holds.num_lost, "held_pages_broken": holds.num_broken}
 
 
 def _of(tenant: str | None) -> Callable[[Namespace], bool]:

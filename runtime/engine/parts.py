@@ -51,7 +51,7 @@ class Grammars(Part):
             if isinstance(grammar, RametError) and request.sampler.params.lazy is None:
                 failed.append(self._core.fail(request, grammar))
                 continue
-            # A lazy grammar is a help for small models: the text before a call needs none, and the call may be right.
+            # Where a lazy grammar fails to compile, the model generates without it: its calls may still be right.
             request.sampler.grammar = AnyText() if isinstance(grammar, RametError) else grammar
             self._core.scheduler.wake(rid)
         return failed

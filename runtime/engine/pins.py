@@ -1,5 +1,7 @@
 """Operators' pins, whose missing KV is computed first, and the prefixes that requests keep."""
 
+from __future__ import annotations
+
 from array import array
 from collections.abc import Generator, Mapping
 from itertools import count
@@ -7,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from radix import Namespace
 from radix.node import TOKEN_BYTES
 from runtime.calls import AddPin, Call, GetPins, RemovePin
 from runtime.engine.core import EngineCore
@@ -35,13 +38,17 @@ class Pins(Part):
         }
 
     def _describe(self) -> Answer:
-        board, page_size = self._cache.pins, self._cache.page_size
+        board, holds, page_size = self._cache.pins, self._cache.holds, self._cache.page_size
         board.expire()
+        holds.expire()
         return {
             "pins": [board.describe(pin) for pin in board.pins.values()],
-            "kept": board.describe_kept(),
-            "pinned_tokens": self._cache.tree.num_pinned_pages * page_size,
-            "budget_tokens": board.budget_pages * page_size,
+            "kept": [
+                {"tenant": owner.tenant, "prefixes": ends, "tokens": pages * page_size}
+                for owner, ends, pages in holds.sums()
+            ],
+            "pinned_tokens": (self._cache.tree.num_pinned_pages + holds.num_kept_pages) * page_size,
+            "budget_tokens": holds.budget_pages * page_size,
         }
 
     # -- operators -------------------------------------------------------------------------------------------
@@ -126,11 +133,27 @@ class Pins(Part):
                 one.reason = f"what a prompt computes with {request.strategy.name} is no prefix of other prompts"
             else:
                 (run,) = request.strategy.runs(request.tokens[: one.tokens], request.namespace)
-                one.reason = cache.pins.keep(run.tokens, request.namespace, request.owner, one.ttl_s)
+                whole = run.tokens[: len(run.tokens) // cache.page_size * cache.page_size]
+                one.reason = self._hold(whole, request.namespace, one.ttl_s)
                 if one.reason is None:
-                    whole = run.tokens[: len(run.tokens) // cache.page_size * cache.page_size]
                     one.kept = sum(map((0).__le__, whole))
         request.event.usage = usage_of(request.num_prompt, max(request.cached_tokens, 0), breakpoints)
+
+    def _hold(self, whole: array[int], namespace: Namespace, ttl_s: float) -> str | None:
+        """Hold the pages of a prefix until `ttl_s` after their last use; returns why they are not held, None if so."""
+        cache = self._cache
+        match = cache.tree.match(whole.tobytes(), namespace)
+        if not whole:
+            why: str | None = f"it is shorter than a page of {cache.page_size} tokens"
+        elif len(match.pages) * cache.page_size < len(whole):
+            why = "it is not in the cache"
+        elif cache.holds.keep(match, ttl_s):
+            why = None
+        else:
+            budget = f"the budget is {cache.holds.budget_pages} pages of {cache.page_size} tokens"
+            why = f"it exceeds what pins and the equal shares of other tenants leave: {budget}"
+        cache.holds.num_refused += why is not None
+        return why
 
     def ended(self, request: Request, finish: Finish) -> None:
         self._keeping.pop(request, None)

@@ -38,8 +38,8 @@ class WaitingQueue:
     - `priority`: by priority, then arrival. The policies below respect priorities as well.
     - `lpm`: longest match first.
     - `balanced`: by arrival, but a share of the work goes to the longest match. A request's cost is its uncached rows
-      plus the mean output of recent requests. Admissions in order earn credit in proportion to their cost, and a
-      request that overtakes spends its cost. So nearly cached requests are admitted before their pages are evicted,
+      plus the mean output of recent requests. Serving a request in order adds a part of its cost to a budget;
+      overtaking spends its cost. So nearly cached requests are admitted before their pages are evicted,
       and no request waits longer than 1 / (1 - share) times its wait by arrival plus 4 full steps. While only one place
       among the running requests is free, places are earned and spent in the same way. A prompt that fills whole steps
       may wait longer, as it leaves half of each step to shorter prompts.

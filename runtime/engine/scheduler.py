@@ -29,7 +29,7 @@ class Scheduler:
 
     The policy orders waiting requests (see `WaitingQueue`). When memory runs out, the scheduler retracts the request
     that is cheapest to compute again: the request releases its pages (the tree keeps the full ones), keeps its tokens
-    and waits again. The request admitted first is retracted only if it runs alone. Every accepted request fits into the
+    and waits again. The oldest running request is retracted last. Every accepted request fits into the
     pool alone, so all of them end.
 
     A prompt that fills a step leaves half of it to shorter prompts of the same or a higher priority, the shortest
@@ -44,8 +44,8 @@ class Scheduler:
     Attributes:
         blocked_on: functions that return the event that blocks a new request, or None.
         at: the request for which a strategy works now, while `schedule` runs. If it fails, this request does.
-        blocked: blocked requests by the event that wakes them, with the progress that each request awaits. An event is
-            a request id (for its grammar), a running request (for tokens to share) or a load from tiers.
+        blocked: by event, the blocked requests, each with the progress at which it wakes. An event is a request id (for
+            its grammar), a running request (for tokens to share) or a load from tiers.
     """
 
     def __init__(self, config: SchedulerConfig, cache: PagedCache, step_tokens: int, max_running: int = 64):

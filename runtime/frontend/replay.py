@@ -6,17 +6,14 @@ its KV would not be found in the tree, and the model would read what it has not 
 
 from __future__ import annotations
 
-import threading
 import time
 from array import array
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from sys import getsizeof
 
-from cachetools import TTLCache
-
 from radix import Namespace
+from runtime.frontend.account_cache import AccountCache
 from runtime.models.tokenizer import Detokenizer, Tokenizer
 
 TTL_S = 3600.0
@@ -71,40 +68,31 @@ _Key = tuple[Namespace, str, bytes]
 
 
 class Replay:
-    """The recent answers of all accounts, by namespace. An account over its bound loses its own; thread-safe.
+    """The recent answers of all accounts, by namespace; thread-safe.
 
     Args:
         clock: monotonic seconds.
     """
 
     def __init__(self, tokenizer: Tokenizer, clock: Callable[[], float] = time.monotonic):
-        self._tokenizer, self._clock = tokenizer, clock
-        self._by_account: dict[str, TTLCache[_Key, Said]] = {}
-        self._lock = threading.Lock()
+        self._tokenizer = tokenizer
+        self._said = AccountCache[_Key, Said](MOST, MOST_OF_ACCOUNT, TTL_S, lambda said: said.size, clock)
 
     def add(self, account: str, namespace: Namespace, said: Said) -> None:
         """Remember an answer."""
-        with self._lock:
-            if account not in self._by_account:
-                self._by_account[account] = TTLCache(MOST_OF_ACCOUNT, TTL_S, self._clock, lambda one: one.size)
-            with suppress(ValueError):  # it is larger than an account's bound
-                self._by_account[account][namespace, said.prompt, said.answer.tobytes()] = said
-            while sum(kept.currsize for kept in self._by_account.values()) > MOST:
-                max(self._by_account.values(), key=lambda kept: kept.currsize).popitem()
+        self._said.add(account, (namespace, said.prompt, said.answer.tobytes()), said)
 
     def erase(self, account: str) -> None:
         """Forget the answers of an account."""
-        with self._lock:
-            self._by_account.pop(account, None)
+        self._said.erase(account)
 
     def find(self, account: str, namespace: Namespace, text: str) -> Replayed:
         """The longest beginning of a prompt's text that is a prompt and its answer in the namespace, or most of it."""
-        with self._lock:
-            kept = [
-                said
-                for (space, prompt, _), said in self._by_account.get(account, {}).items()
-                if space == namespace and text.startswith(prompt)
-            ]
+        kept = [
+            said
+            for (space, prompt, _), said in self._said.items(account)
+            if space == namespace and text.startswith(prompt)
+        ]
         left = _TRIED
         for said in sorted(kept, key=lambda one: len(one.prompt), reverse=True):
             if (found := self._match(said, text)) is not None:

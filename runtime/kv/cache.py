@@ -28,7 +28,7 @@ class PagedCache:
         on_use: called after each use of a path, with its last node.
         on_distrust: called with a node whose KV may be damaged, like everything below it.
         held: locked paths and pages for KV that is being loaded.
-        holds: the hold times of used paths; None: the configuration allows none.
+        holds: the paths that are evicted last, for a time.
         near: pages with KV of the layers with a window; None: all pages have it.
         missed: prompt tokens that were not cached, by reason; counted from the first call of `remember`.
     """
@@ -57,8 +57,8 @@ class PagedCache:
         self.evictions = Evictions(policy, clock)
         watchers = (self.evictions,) if self.events is None else (self.evictions, self.events)
         self.tree = RadixTree(pool.page_size, policy, clock, limits, watchers)
-        self.pins = PinBoard(self.tree, int(config.pin_budget * pool.num_pages))
-        self.holds = Holds(self.tree, pool.num_pages // 2) if config.most_hold_s else None
+        self.holds = Holds(self.tree, int(config.pin_budget * pool.num_pages))
+        self.pins = PinBoard(self.tree, self.holds)
         self._hold_s = config.hold_s
 
     def remember(self) -> Gone:
@@ -123,7 +123,7 @@ class PagedCache:
     def hold(self, node: Node, hold_s: float | None) -> None:
         """Hold the path that ends in a node; `hold_s`: see `leave`."""
         seconds = self._hold_s if hold_s is None else hold_s
-        if seconds and self.holds is not None:
+        if seconds:
             self.holds.hold(node, seconds)
 
     def release(self, holder: Holder, hold_s: float | None = 0.0) -> None:
@@ -188,8 +188,7 @@ class PagedCache:
     def check(self, live: Iterable[Holder]) -> None:
         """Raise AssertionError unless free + tree + private == all, and nothing idle is locked."""
         self.tree.check()
-        if self.holds is not None:
-            self.holds.check()
+        self.holds.check()
         if self.near is not None:
             self.near.check()
         live = list(live)

@@ -25,8 +25,8 @@ class NearPages(Watcher):
     """Places of pages in the pool of the layers with a window.
 
     A page of the main pool has a place while live requests may see its rows through a window. Afterwards it keeps the
-    place until another page needs it. Pages that a window has passed lose their places first, the earliest first. Then
-    follow the pages where requests ended or parted, the longest unused first; among them, protected pages come last.
+    place until another page needs it. Places are taken from pages in this order: 1. pages that a window has passed, the
+    earliest first; 2. pages where requests ended or parted, the longest unused first; 3. such pages that are protected.
 
     Args:
         pool: the pool of these layers.

@@ -16,8 +16,8 @@ class StatePool:
 
     Attributes:
         tensors: for each shape of the layout, float32 [num_slots, *shape], contiguous.
-        records: for each recurrent layer, float32 [num_slots, MOST_DRAFTED, size], what a replay of the rows of the
-            latest draft needs.
+        records: for each recurrent layer, float32 [num_slots, MOST_DRAFTED, size], what computing the rows of the
+            latest draft again needs.
         state_bytes: bytes of one slot, without its records.
     """
 

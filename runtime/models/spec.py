@@ -86,7 +86,7 @@ class ModelSpec:
 
     @property
     def records(self) -> tuple[int, ...]:
-        """For each recurrent layer, the floats of a token from which the state can be replayed."""
+        """For each recurrent layer, the floats of a token from which the state can be computed again."""
         return (self.hidden_size,) * self.num_stateful
 
     @property

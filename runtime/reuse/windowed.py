@@ -169,9 +169,8 @@ class WindowedPrefix(PrefixStrategy):
 
     def _protected(self) -> set[int]:
         """Pages whose rows are read behind the ends of pinned and held prefixes."""
-        board, holds, pages = self.cache.pins, self.cache.holds, set[int]()
-        pinned = (pin.node for pin in chain(board.pins.values(), board.kept.values()))
-        for end in chain(pinned, () if holds is None else holds.ends()):
+        pages = set[int]()
+        for end in chain((pin.node for pin in self.cache.pins.pins.values()), self.cache.holds.ends()):
             left = self.cache.pages_for(self.window)
             for node in path(end):
                 pages.update(node.pages[-left:])

@@ -2,14 +2,12 @@
 
 import re
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
-
-from cachetools import TTLCache
 
 from radix import Namespace
 from radix.node import TOKEN_BYTES
+from runtime.frontend.account_cache import AccountCache
 from runtime.frontend.output import PlacedPrompt, Submission
 
 TTL_S = 3600.0
@@ -31,7 +29,7 @@ class Asked:
 
 
 class Answers:
-    """Recent prompts. An account over its bound loses its own; over the common bound, the largest account loses some.
+    """Recent prompts.
 
     An answer is found by its submission's id, with or without a route's prefix, and only within its account.
 
@@ -40,26 +38,19 @@ class Answers:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
-        self._by_account: dict[str, TTLCache[str, Asked]] = {}
+        self._asked = AccountCache[str, Asked](MOST_TOKENS, MOST_OF_ACCOUNT, TTL_S, lambda asked: asked.weight, clock)
 
     def find(self, account: str, answer: str) -> Asked | None:
-        kept: Mapping[str, Asked] = self._by_account.get(account, {})
-        return kept.get(answer) or kept.get(_PREFIX.sub("", answer, count=1))
+        return self._asked.get(account, answer) or self._asked.get(account, _PREFIX.sub("", answer, count=1))
 
     def add(self, submission: Submission, answer: str | None = None) -> None:
         """Remember a submission's prompt under the answer's id, unless the request forbids to store it."""
         reads_more = isinstance(submission.prompt, PlacedPrompt) and submission.prompt.ask is not None
         if reads_more or not submission.store:
             return
-        account = submission.account
-        if account not in self._by_account:
-            self._by_account[account] = TTLCache(MOST_OF_ACCOUNT, TTL_S, self._clock, lambda asked: asked.weight)
-        with suppress(ValueError):  # the prompt is larger than an account's bound
-            self._by_account[account][answer or submission.rid] = Asked(submission.namespace, submission.tokens)
-        while sum(kept.currsize for kept in self._by_account.values()) > MOST_TOKENS:
-            max(self._by_account.values(), key=lambda kept: kept.currsize).popitem()
+        asked = Asked(submission.namespace, submission.tokens)
+        self._asked.add(submission.account, answer or submission.rid, asked)
 
     def erase(self, account: str) -> None:
         """Forget all prompts of an account."""
-        self._by_account.pop(account, None)
+        self._asked.erase(account)

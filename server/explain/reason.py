@@ -18,7 +18,7 @@ LEFT: dict[str, tuple[Reason, str]] = {
     "room": ("evicted", "was evicted {} s ago: room was needed"),
     "quota": ("evicted", "was evicted {} s ago: the tenant was over its quota"),
     "flush": ("flushed", "was flushed {} s ago"),
-    "expired": ("expired", "was evicted {} s ago: the time to live of its pin or breakpoint was over"),
+    "expired": ("expired", "was evicted {} s ago: the time of its pin or hold was over"),
 }
 _HITS = ("hit", "new_text")
 _OPENAI = {"tools_differ": "tools_changed"} | dict.fromkeys(

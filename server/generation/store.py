@@ -1,14 +1,13 @@
-"""Responses, conversations and threads by account, for `TTL_S`; as JSON, so that all their bytes are counted."""
+"""Responses and threads by account, for `TTL_S`; as JSON, so that all their bytes are counted."""
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
-from cachetools import TTLCache
 
+from runtime.frontend.account_cache import AccountCache
 from server.errors import NotFound
 from server.http.context import provided
 
@@ -16,13 +15,12 @@ TTL_S = 86_400.0
 # Most responses of an account, most bytes of an account, and most bytes of all accounts.
 MOST, MOST_BYTES, MOST_BYTES_IN_ALL = 1000, 1 << 25, 1 << 27
 
-Kind = Literal["response", "conversation", "thread"]
-_KINDS: dict[str, Kind] = {"conv_": "conversation", "msg_": "thread"}
+Kind = Literal["response", "thread"]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response of an account, or a conversation, which has its items as `output`, or a thread of messages.
+    """A response of an account, or a thread of messages.
 
     Attributes:
         body: the response as the client gets it, as JSON.
@@ -46,46 +44,36 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The responses of all accounts. Their KV is in the tree, which finds it by content.
-
-    An account over its bound loses its least recently used responses; over the common bound, the largest account does.
-    """
+    """The responses of all accounts. Their KV is in the tree, which finds it by content."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
-        self._by_account: dict[str, TTLCache[str, StoredResponse]] = {}
-
-    def _of(self, account: str) -> TTLCache[str, StoredResponse]:
-        if account not in self._by_account:
-            self._by_account[account] = TTLCache(MOST_BYTES, TTL_S, self._clock, lambda stored: stored.size)
-        return self._by_account[account]
+        self._stored = AccountCache[str, StoredResponse](
+            MOST_BYTES_IN_ALL, MOST_BYTES, TTL_S, lambda stored: stored.size, clock
+        )
 
     def add(self, account: str, name: str, new: StoredResponse) -> None:
         """Store a response under its id, unless it exceeds an account's bound."""
-        with suppress(ValueError):
-            self._of(account)[name] = new
-        while sum(kept.currsize for kept in self._by_account.values()) > MOST_BYTES_IN_ALL:
-            max(self._by_account.values(), key=lambda kept: kept.currsize).popitem()
+        self._stored.add(account, name, new)
 
     def get(self, account: str, name: str, kind: Kind = "response") -> StoredResponse:
-        """A response, conversation or thread by its id. Raises NotFound."""
-        stored = self._of(account).get(name)
-        if stored is None or kind != next((k for prefix, k in _KINDS.items() if name.startswith(prefix)), "response"):
+        """A response or thread by its id. Raises NotFound."""
+        stored = self._stored.get(account, name)
+        if stored is None or kind != ("thread" if name.startswith("msg_") else "response"):
             raise NotFound(f"there is no {kind} {name!r}", param=kind, code=f"{kind}_not_found")
         return stored
 
-    def remove(self, account: str, name: str, kind: Kind = "response") -> None:
-        """Delete a response or a conversation. Raises NotFound."""
-        self.get(account, name, kind)
-        del self._of(account)[name]
+    def remove(self, account: str, name: str) -> None:
+        """Delete a response. Raises NotFound."""
+        self.get(account, name)
+        self._stored.remove(account, name)
 
     def erase(self, account: str) -> None:
         """Delete all responses of an account."""
-        self._by_account.pop(account, None)
+        self._stored.erase(account)
 
     def with_items(self, account: str, ids: set[str]) -> list[StoredResponse]:
         """The responses whose answers have one of these items."""
-        return [stored for stored in self._of(account).values() if not ids.isdisjoint(stored.answered)]
+        return [stored for _, stored in self._stored.items(account) if not ids.isdisjoint(stored.answered)]
 
 
 def sizes_of(items: list[dict[str, Any]]) -> dict[str, int]:

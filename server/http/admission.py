@@ -50,7 +50,7 @@ class AdmissionMiddleware:
             return
         if b"content-type" not in headers:
             scope["headers"] = [*scope["headers"], (b"content-type", JSON)]
-        await self.app(scope, _replay(body, receive), send)
+        await self.app(scope, _with_body(body, receive), send)
 
     async def _refuse(self, error: RametError, scope: Scope, receive: Receive, send: Send, unread: bool) -> None:
         """Send the error. If the body is unread, read on within limits, then close: the body may have no end."""
@@ -78,12 +78,12 @@ def _announces_body(headers: Headers) -> bool:
     return b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def _with_body(body: bytes, receive: Receive) -> Receive:
     pending = [body]
 
-    async def replay() -> Message:
+    async def read() -> Message:
         if pending:
             return {"type": "http.request", "body": pending.pop(), "more_body": False}
         return await receive()
 
-    return replay
+    return read

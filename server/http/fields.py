@@ -81,6 +81,7 @@ INSTEAD = {
     "stop_regex": ": use stop, or a regex for the whole answer",
     "reasoning_format": ": use separate_reasoning",
     "background": ": keep the connection open, or use `stream`",
+    "conversation": ": use previous_response_id",
     "prompt": ": no prompt templates are stored; send the text as input",
 }
 # Fields without effect of what an answer has, and a client sends back with its history.

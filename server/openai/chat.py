@@ -14,7 +14,8 @@ from server.generation.service import Generation, Service
 from server.http.answers import JsonList
 from server.http.context import Context
 from server.openai.common import ChoicesWriter, add_logprobs, finish_reason
-from server.openai.dialects import TAGGED, dialect_of
+from server.openai.dialects.choosing import dialect_of
+from server.openai.dialects.tagged import TAGGED
 from server.openai.harmony import HarmonyReader
 from server.openai.messages import Message
 from server.openai.prompt import Chats, begins_reasoning

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import xxhash
 
 from runtime.models.tokenizer import Tokenizer
-from server.openai.dialects import dialect_of
+from server.openai.dialects.choosing import dialect_of
 
 Turn = dict[str, Any]
 

@@ -25,7 +25,9 @@ from server.objects.schemas import SchemaStore
 from server.objects.segments import find_documents
 from server.openai.caching import Mark, keep_places, unmarked
 from server.openai.calls import behind_reasoning, calls_or_format, lazy_calls, schema_of_any_call
-from server.openai.dialects import WHOLE, Dialect, dialect_of, writes_special
+from server.openai.dialects.choosing import dialect_of, writes_special
+from server.openai.dialects.dialect import Dialect
+from server.openai.dialects.json_objects import WHOLE
 from server.openai.harmony import FINALS
 from server.openai.messages import Message
 from server.openai.tools import Function, Tool, continue_chat, render_chat, with_tools

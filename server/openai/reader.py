@@ -8,7 +8,11 @@ from typing import Any, Literal, NamedTuple
 from pydantic_core import from_json
 
 from server.openai.calls import MARKERS
-from server.openai.dialects import TAGGED, Calls, Closing, Dialect, Schemas, end_of_call, read_json
+from server.openai.dialects.dialect import Calls, Dialect
+from server.openai.dialects.json_objects import read_json
+from server.openai.dialects.parameters import Schemas
+from server.openai.dialects.tagged import TAGGED
+from server.openai.dialects.tags import Closing, end_of_call
 
 _CALL = '{"name":"'  # without white space
 

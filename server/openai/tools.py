@@ -21,7 +21,7 @@ from runtime.sampling.json_text import parse_json
 from server.http.fields import ANSWERED
 from server.http.wire import Body, ByType, JsonObject, JsonText, Text, Unusable
 from server.openai.caching import Breakpoint, Mark, unmarked
-from server.openai.dialects import CLOSE, OPEN
+from server.openai.dialects.dialect import CLOSE, OPEN
 from server.openai.history import fitted, mended, with_calls_as_text
 
 MAX_TOOLS = 128

@@ -69,7 +69,8 @@ class Front:
         body = (await receive())["body"]
         call = {name: scope[name] for name in _FIELDS if name in scope}
         # Shielded: a client that disconnects must not cancel the loading of the tokenizer, which all requests need.
-        hashes = await (await asyncio.shield(self._hasher)).hashes(call, body)
+        hasher, tenant = await asyncio.shield(self._hasher), scope["state"]["tenant"]
+        hashes = await hasher.hashes(scope["method"], scope["path"], body, tenant)
         for _ in range(_TRIES):
             head: Message | None = None  # sent with the first piece of the body
             is_begun = is_whole = False

@@ -1,38 +1,48 @@
-"""Computes the block hashes of a request's prompt by running the server's routes without an engine."""
+"""Computes the block hashes of a request's prompt: the server's tokens, without its engine."""
 
-import asyncio
+import json
 from array import array
+from collections.abc import Callable
 from functools import partial
-
-from starlette.types import ASGIApp, Message, Scope
 
 from radix.hashes import block_hashes
 from radix.node import TOKEN_BYTES
 from runtime.config import Config
 from runtime.errors import RametError
 from runtime.frontend.async_engine import AsyncEngine
-from runtime.frontend.deadline import NO_DEADLINE, Deadline
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import MarkedText, Submission
 from runtime.frontend.processor import Frontend
-from runtime.frontend.stream import OutputStream
 from runtime.protocol import ModelInfo
-from server.app import create_app
-from server.auth.keys import read_keys
+from server.anthropic import prompt as messages
+from server.anthropic.types import MessagesRequest
+from server.auth.keys import Tenant
+from server.errors import NotFound
+from server.generation.bodies import GenerationBody
+from server.http.context import Context
+from server.http.shutdown import ShutdownFlag
+from server.objects.documents import DocumentStore
+from server.objects.schemas import SchemaStore
+from server.openai import completions
+from server.openai.prompt import ChatPrompts
+from server.openai.types import ChatRequest, CompletionRequest
+from server.responses import items
+from server.responses.types import ResponseRequest
+from server.sglang import generate
+from server.sglang.generate import GenerateRequest
 
-# Routes whose prompts are looked up in the tree. Other requests go to any replica.
-PATHS = frozenset(("/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"))
+# The bodies of routes whose prompts are looked up in the tree. Other requests go to any replica.
+BODIES: dict[str, type[GenerationBody]] = {
+    "/generate": GenerateRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/responses": ResponseRequest,
+}
 
 
-class _Found(BaseException):
-    """Carries the hashes out of the routes. A BaseException, because error handlers catch every `Exception`."""
-
-    def __init__(self, hashes: bytes):
-        self.hashes = hashes
-
-
-class _NoEngine(AsyncEngine):
-    """An engine that tokenizes like the server's, but computes nothing."""
+class _Texts(AsyncEngine):
+    """The part of an engine that makes tokens: it has a model's tokenizer and limits, and computes nothing."""
 
     def __init__(self, config: Config, info: ModelInfo):
         super().__init__(config)
@@ -42,51 +52,65 @@ class _NoEngine(AsyncEngine):
         await self._load()
         self._frontend = Frontend(InputProcessor(self.info, self.tokenizer, self.config.scheduler), lambda _: None)
 
-    async def open(self, submissions: list[Submission], deadline: Deadline = NO_DEADLINE) -> OutputStream:
-        """Raise `_Found` with the first prompt's hashes."""
-        first = submissions[0]
-        tokens = await self._work.run(first.account, partial(self._running().inputs.encode, first))
-        key = array("i", tokens).tobytes() if isinstance(first.prompt, str | MarkedText | list) else b""
-        found = block_hashes(key, self.info.page_size * TOKEN_BYTES, None, first.namespace)
-        raise _Found(array("Q", found).tobytes())
+    async def encode(self, account: str, make: Callable[[], Submission]) -> tuple[Submission, list[int]]:
+        """A submission and the tokens of its prompt, both made in a turn of the account. Raises InvalidRequest."""
+        inputs = self._running().inputs
+
+        def work() -> tuple[Submission, list[int]]:
+            submission = make()
+            return submission, inputs.encode(submission)
+
+        return await self._work.run(account, work)
 
 
 class PromptHasher:
-    """Runs requests through the server's application up to the engine.
+    """Makes the tokens of prompts as a replica's routes make them.
 
     Args:
-        config: the replicas' configuration, for the same keys and chat template.
+        config: the replicas' configuration, for the same chat template.
         info: the replicas' model.
     """
 
     def __init__(self, config: Config, info: ModelInfo):
-        self._config = config
-        self._engine = _NoEngine(config, info)
-        self._app: ASGIApp | None = None
+        self._engine = _Texts(config, info)
+        self._context = Context(self._engine, config, [], ShutdownFlag())
+        self._stores = DocumentStore(), SchemaStore()
+        self._chats = ChatPrompts(self._context, *self._stores)
 
     async def start(self) -> None:
         """Load the tokenizer. Raises ModelError."""
         await self._engine.start()
-        self._app = create_app(self._engine, self._config, read_keys(self._config.server.api_keys))
 
-    async def hashes(self, scope: Scope, body: bytes) -> bytes:
-        """The uint64 hashes of the prompt's whole blocks; empty for refused requests and for documents or modules."""
-        pending = [body]
+    async def hashes(self, method: str, path: str, body: bytes, tenant: Tenant) -> bytes:
+        """The uint64 hashes of the prompt's whole blocks; empty where only a replica can tell, and for what it refuses.
 
-        async def receive() -> Message:
-            if not pending:
-                await asyncio.Event().wait()  # forever: this client does not disconnect
-            return {"type": "http.request", "body": pending.pop(), "more_body": False}
-
-        async def send(message: Message) -> None:
-            """Drop the error response. The replica will refuse the request again."""
-
-        if scope["method"] != "POST" or scope["path"] not in PATHS or self._app is None:
+        Only a replica knows its documents, modules and stored responses, and refuses with the right error.
+        """
+        if method != "POST" or path not in BODIES:
             return b""
         try:
-            await self._app({**scope, "state": {}}, receive, send)
-        except _Found as found:
-            return found.hashes
-        except RametError:
-            pass
-        return b""
+            first, tokens = await self._engine.encode(tenant.account, partial(self._submission, path, body, tenant))
+        except (RametError, ValueError):
+            return b""
+        if not isinstance(first.prompt, str | MarkedText | list):
+            return b""
+        page = self._engine.info.page_size * TOKEN_BYTES
+        return array("Q", block_hashes(array("i", tokens).tobytes(), page, None, first.namespace)).tobytes()
+
+    def _submission(self, path: str, body: bytes, tenant: Tenant) -> Submission:
+        """The first submission of a request. Raises RametError, and ValueError for what is no such body."""
+        asked = BODIES[path].model_validate(json.loads(body))
+        self._context.check_model(asked.model)
+        match asked:
+            case GenerateRequest():
+                submissions, _ = generate.submissions_of(asked, tenant, self._context, *self._stores)
+                return submissions[0]
+            case CompletionRequest():
+                return completions.submissions_of(asked, tenant, self._context)[0]
+            case MessagesRequest() if asked.previous is None:
+                asked = messages.chat_of(asked)
+            case ResponseRequest() if asked.previous_response_id is None:
+                asked = items.chat_of(asked, items.read_input(asked.input, {}))
+        if not isinstance(asked, ChatRequest):
+            raise NotFound("only a replica has the stored answer that this request continues")
+        return self._chats.submission(asked, tenant)

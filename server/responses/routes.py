@@ -1,6 +1,5 @@
 """`/v1/responses`."""
 
-from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, NamedTuple, NoReturn
 
@@ -10,7 +9,7 @@ from fastapi import Query, Request, Response
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import new_rid
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
-from server.errors import BodyTooLarge, NotFound, NotImplementedHere
+from server.errors import BodyTooLarge, NotImplementedHere
 from server.generation.bodies import naming
 from server.generation.service import Service
 from server.generation.store import Responses, ResponseStore, StoredResponse, sizes_of
@@ -21,10 +20,9 @@ from server.http.sse import Events, TypedEventStream, unless_gone, while_there
 from server.openai.chat import message_of
 from server.openai.prompt import Chats
 from server.openai.types import ChatRequest
-from server.responses.conversations import check_room, extend, read_conversation
 from server.responses.items import After, Limit, Order, chat_of, dump, load, page_of, read_input, read_output, show
 from server.responses.types import ResponseRequest
-from server.responses.writer import ResponseWriter, replay
+from server.responses.writer import ResponseWriter, events_of
 
 router = EveryKey(prefix="/v1/responses", tags=["openai"])
 
@@ -43,8 +41,6 @@ async def create(
     deadline = body.deadline(service.context)
     with naming(body.NAMES):
         asked = await while_there(request, deadline.keep(_read(body, service.context, responses, tenant)))
-        if body.conversation is not None:
-            check_room(responses, tenant.account, body.conversation, asked.new)
         submission = await chats.in_turn(request, asked.chat, tenant, deadline)
     submission.progress = body.stream
 
@@ -52,9 +48,6 @@ async def create(
         if body.store:
             stored = StoredResponse(encode(response), asked.items, sizes_of(response["output"]))
             responses.add(tenant.account, rid, stored)
-        if body.conversation is not None:
-            with suppress(NotFound):  # it was deleted meanwhile
-                extend(responses, tenant.account, body.conversation, [*show(asked.new, rid), *response["output"]])
 
     rid, chat = f"resp_{new_rid()}", asked.chat
     conversation = partial(chats.conversation, chat, tenant)
@@ -114,7 +107,7 @@ async def retrieve(
         return JsonAnswer(msgspec.Raw(stored.body))
 
     async def events() -> Events:
-        for event in replay(msgspec.json.decode(stored.body)):
+        for event in events_of(msgspec.json.decode(stored.body)):
             if event["sequence_number"] > starting_after:
                 yield event
 
@@ -146,39 +139,30 @@ class _Asked(NamedTuple):
 
     Attributes:
         items: the conversation without instructions, as JSON to store.
-        new: the request's own items, as JSON.
         chat: the conversation as a chat.
     """
 
     items: bytes
-    new: bytes
     chat: ChatRequest
 
 
 async def _read(body: ResponseRequest, context: Context, responses: ResponseStore, tenant: Tenant) -> _Asked:
     """Raises InvalidRequest, NotFound, and BodyTooLarge where stored items exceed the limits on a body."""
-    name, account, output = body.previous_response_id, tenant.account, list[dict[str, Any]]()
-    if name is not None and body.conversation is not None:
-        message = "previous_response_id and conversation exclude each other"
-        raise InvalidRequest(message, param="conversation")
+    name, account = body.previous_response_id, tenant.account
     before = None if name is None else responses.get(account, name)
-    if body.conversation is not None:
-        output = read_conversation(responses, account, body.conversation)["output"]
     sources = responses.with_items(account, {*body.references})
     sizes = {name: size for stored in sources for name, size in stored.answered.items()}
-    size = sum(sizes.get(reference, 0) for reference in body.references) + len(msgspec.json.encode(output))
+    size = sum(sizes.get(reference, 0) for reference in body.references)
     size += 0 if before is None else len(before.items) + sum(before.answered.values())
     if size > MOST_BYTES:
         raise BodyTooLarge(f"the stored items of this request have {size} bytes; the limit is {MOST_BYTES}")
 
     def work() -> _Asked:
-        earlier = read_output(output) if before is None else [*load(before.items), *read_output(before.output)]
+        earlier = [] if before is None else [*load(before.items), *read_output(before.output)]
         answered = {item["id"]: item for stored in sources for item in stored.output}
         new = read_input(body.input, answered)
         kept = dump([*earlier, *new])
         check_body(kept)
-        return _Asked(
-            kept if body.store else b"", dump(new) if body.conversation else b"", chat_of(body, [*earlier, *new])
-        )
+        return _Asked(kept if body.store else b"", chat_of(body, [*earlier, *new]))
 
     return await context.engine.in_turn(account, size, work)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from server.http import fields
 from server.http.wire import Body, ByType, JsonObject, JsonText, OneOr, Text, Unusable, example, type_of
@@ -96,9 +96,6 @@ def _type_of(item: Any) -> Any:
 
 # Items of tools that OpenAI's servers run, and compacted conversations, are `Unusable`.
 Item = Annotated[ItemMessage | ItemCall | ItemResult | ItemReasoning | ItemReference | Unusable, ByType(_type_of)]
-# Items that can be stored by themselves.
-InputItem = Annotated[ItemMessage | ItemCall | ItemResult | ItemReasoning | Unusable, ByType()]
-ConversationId = Annotated[Id, BeforeValidator(lambda given: given.get("id") if isinstance(given, dict) else given)]
 
 
 class ItemTool(Function):
@@ -219,7 +216,7 @@ class ResponseRequest(SampledRequest):
     }
     ALIASES: ClassVar[Mapping[str, str]] = {**SampledRequest.ALIASES, "max_tokens": "max_output_tokens"}
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = {
-        **{"background": (False,), "prompt": fields.EMPTY},
+        **{"background": (False,), "prompt": fields.EMPTY, "conversation": fields.EMPTY},
         **{"context_management": fields.EMPTY, "image": fields.EMPTY, "access_programs": fields.EMPTY},
         **fields.SAMPLING,
         **fields.MODEL,
@@ -236,7 +233,6 @@ class ResponseRequest(SampledRequest):
     input: OneOr[Text, Annotated[list[Item], Field(max_length=MAX_MESSAGES)]] = Field(default_factory=list)
     instructions: Text | None = Field(None, description="a system message for this request only")
     previous_response_id: Id | None = Field(None, description="a stored response that the input continues")
-    conversation: ConversationId | None = Field(None, description="a conversation that input and answer extend")
     store: bool = Field(True, description="store the response for GET and for later requests")
     max_output_tokens: NewTokens | None = None
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)

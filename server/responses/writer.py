@@ -199,7 +199,7 @@ class ResponseWriter(Writer):
         return {"type": kind, "sequence_number": self._number, **more}
 
 
-def replay(response: dict[str, Any]) -> Iterator[Event]:
+def events_of(response: dict[str, Any]) -> Iterator[Event]:
     """The events of a whole response."""
     begun = {**response, "status": "in_progress", "output": [], "usage": None, "completed_at": None}
     events: list[Event] = [{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")]
@@ -231,8 +231,8 @@ def _beginning(body: ResponseRequest, left_out: list[str], rid: str, model: str)
     return body.model_dump(include=_SAME) | {
         **{"id": rid, "object": "response", "created_at": int(time.time()), "status": "in_progress", "model": model},
         **{"background": False, "error": None, "incomplete_details": None, "completed_at": None, "usage": None},
-        **{"output": [], "tools": tools, "metadata": body.metadata or {}, "top_logprobs": body.top_logprobs or 0},
-        "conversation": None if body.conversation is None else {"id": body.conversation},
+        **{"conversation": None, "output": [], "tools": tools, "metadata": body.metadata or {}},
+        **{"top_logprobs": body.top_logprobs or 0},
         **{"reasoning": {"effort": body.reasoning.effort, "summary": None}, "text": {"format": shown}},
         "prompt_cache_options": None if options is None else options.model_dump(exclude={"prewarm"}),
         **({"left_out": left_out} if left_out else {}),

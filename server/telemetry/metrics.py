@@ -72,7 +72,7 @@ _GAUGES = {
     "pages_private": ("ramet:pages_private", "Pages private to live requests"),
     "pages_locked": ("ramet:pages_locked", "Pages of the tree that live requests use, without pinned pages"),
     "pages_pinned": ("ramet:pages_pinned", "Pinned pages of the tree"),
-    "pages_held": ("ramet:pages_held", "Pages of the tree that were used within their hold time"),
+    "pages_held": ("ramet:pages_held", "Pages of the tree that are held, or kept by breakpoints, without pinned pages"),
     "window_pages_used": (
         "ramet:window_pages_used",
         "Pages that live requests use in the pool of the layers with a window",

@@ -1,4 +1,4 @@
-"""Eviction by foresight: against a plain model of it, step by step, and by hand where it matters why."""
+"""Eviction by foresight: its statistics against plain counts and sums, its order by hand, and under mixed traffic."""
 
 import random
 from array import array
@@ -10,7 +10,6 @@ from radix import Namespace, Policy, Quotas, RadixTree, foresight, returns
 from radix.foresight import Foresight
 from radix.node import Node
 from radix.returns import BUCKETS, EDGES, KINDS, Life, Returns, bucket, describe, kind_of
-from tests.radix import foresight_model as plain
 from tests.radix.trees import Tree, key
 
 # -- the index ---------------------------------------------------------------------------------------------------
@@ -19,17 +18,7 @@ from tests.radix.trees import Tree, key
 def test_buckets_are_two_an_octave():
     assert [bucket(age) for age in (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12)] == [0, 1, 3, 4, 5, 5, 6, 6, 7, 7, 8]
     assert [bucket(age) for age in (65535, 65536, 1 << 40)] == [32, 33, 33]
-    assert list(EDGES[1:]) == plain.BEHIND
-    assert EDGES[0] == 0
-    for age in range(5000):
-        assert bucket(age) == plain.bucket(age) == sum(edge <= age for edge in EDGES[1:])
-
-
-def test_kinds():
-    assert [kind_of(turn, 0.0, False) for turn in (1, 2, 3, 4, 5, 10)] == [13, 14, 15, 15, 16, 16]
-    assert [kind_of(5, gap, False) for gap in (3.9, 4.0, 1023.9, 4095.9, 4096.0, 1e6)] == [16, 19, 40, 43, 46, 49]
-    assert [kind_of(3, gap, True) for gap in (3.9, 4.0, 15.0, 511.0, 512.0, 16384.0)] == [1, 2, 3, 8, 9, 12]
-    assert KINDS == 50
+    assert all(bucket(age) == sum(edge <= age for edge in EDGES[1:]) for age in range(5000))
 
 
 def test_the_mean_gap_follows_the_last_ten():
@@ -39,14 +28,20 @@ def test_the_mean_gap_follows_the_last_ten():
     assert Life(0, 0, 16, 10, 20.0).next_turn(120) == (10, 30.0)
 
 
-def test_kinds_in_words():
-    assert [describe(kind) for kind in (1, 12, 13)] == [
-        "shared prefix, mean gap below 4 uses", "shared prefix, mean gap of 16384 uses or more", "first turn"
-    ]  # fmt: skip
-    assert [describe(kind) for kind in (14, 18, 49)] == [
-        "turn 2, mean gap below 4 uses", "turn 3 or 4, mean gap below 8 uses",
-        "turn 5 or later, mean gap of 16384 uses or more",
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("turn", "gap", "shared", "words"),
+    [
+        (1, 0.0, False, "first turn"),
+        (2, 3.9, False, "turn 2, mean gap below 4 uses"),
+        (3, 4.0, False, "turn 3 or 4, mean gap below 8 uses"),
+        (4, 4095.9, False, "turn 3 or 4, mean gap below 4096 uses"),
+        (10, 1e6, False, "turn 5 or later, mean gap of 16384 uses or more"),
+        (3, 3.9, True, "shared prefix, mean gap below 4 uses"),
+        (3, 16384.0, True, "shared prefix, mean gap of 16384 uses or more"),
+    ],
+)
+def test_kinds_in_words(turn, gap, shared, words):
+    assert describe(kind_of(turn, gap, shared)) == words
     assert len({describe(kind) for kind in range(1, KINDS)}) == KINDS - 1
 
 
@@ -67,83 +62,52 @@ def test_what_returns_after_a_while_promises_more_the_nearer_that_is():
     assert promise[bucket(200)] < promise[1]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_what_is_learned_equals_a_plain_count(seed, monkeypatch):
+def test_counts_of_lives_that_entered_a_bucket_and_returned_in_it(monkeypatch):
+    """Also where the memory of Lives is full, so that the oldest are no longer observed."""
     monkeypatch.setattr(returns, "_MEMORY", 300)
-    draw, learned, model = random.Random(seed), Returns(), plain.Statistics()
-    pairs: list[tuple[Life, plain.Wait]] = []
-    tick = forgotten = 0
-    for step in range(1, 2000):
+    draw, learned, lives = random.Random(0), Returns(), list[Life]()
+    entered, ended = np.zeros((2, KINDS, BUCKETS))
+    ends: dict[Life, int] = {}  # the bucket of a return; -1: nobody observes any more
+    seen: dict[Life, int] = {}  # buckets that are counted already
+    tick = 0
+    for step in range(2000):
         tick += draw.choice((0, 1, 1, 1, 2, 40))
-        if step - 1 - forgotten == 600:
-            forgotten += 300
-            for _, wait in pairs[:forgotten]:
-                wait.seen = BUCKETS
-        turn, gap, shared = draw.randint(1, 10), draw.uniform(1, 20000), draw.random() < 0.2
-        pairs.append((learned.begin(tick, turn, gap, shared), model.begin(tick, turn, gap, shared)))
-        life, wait = pairs[max(int(step - draw.paretovariate(0.5)), 0)]
-        assert (life.kind, life.is_over) == (wait.kind, wait.over)
-        assert life.next_turn(tick) == pytest.approx(wait.next(tick))
-        if not wait.over:
-            if wait.lost or draw.random() < 0.2:
-                learned.cancel(life)
-                wait.lost = True
-            else:
-                learned.end(life, tick)
-                wait.end = plain.bucket(tick - wait.since)
+        lives.append(learned.begin(tick, draw.randint(1, 10), draw.uniform(1, 20000), draw.random() < 0.2))
+        life = lives[max(int(step - draw.paretovariate(0.5)), 0)]
+        if not life.is_over:
+            returned = draw.random() < 0.8
+            (learned.end if returned else learned.cancel)(*((life, tick) if returned else (life,)))
+            ends.setdefault(life, bucket(tick - life.tick) if returned else -1)
         if step % 64 == 0:
             learned.learn(tick)
-            model.learn(tick)
-        if step % 500 == 0:
-            learned.halve()
-            model.halve()
-        if step % 200 == 0:
-            assert learned.promises() == pytest.approx(np.array(model.promises()), rel=1e-9)
+            for life in lives[learned._forgotten :]:
+                outgrown = sum(1 for edge in EDGES[1:] if tick - life.tick >= edge)
+                for k in range(seen.get(life, 0), outgrown):
+                    entered[life.kind, k] += ends.get(life, BUCKETS) >= k
+                    ended[life.kind, k] += ends.get(life, BUCKETS) == k
+                seen[life] = outgrown
+    assert np.array_equal(learned._entered, entered)
+    assert np.array_equal(learned._ended, ended)
+    assert ended.sum() > 500
+    learned.halve()
+    assert np.array_equal(learned._entered, entered / 2)
+
+
+def test_a_promise_is_the_best_ratio_of_hits_to_time(monkeypatch):
+    chance = np.random.default_rng(0).uniform(0, 0.9, (KINDS, BUCKETS))
+    monkeypatch.setattr(Returns, "_chances", lambda self: chance)
+    widths = np.diff(EDGES)
+    for kind in (0, 20, KINDS - 1):
+        for k in (1, 7, BUCKETS - 1):
+            best, there, hits, time = 0.0, 1.0, 0.0, 0.0
+            for p, width in zip(chance[kind, k:], widths[k:], strict=True):
+                hits, time = hits + there * p, time + there * width * (1 - p / 2)
+                there *= 1 - p
+                best = max(best, hits / time if time else 0.0)
+            assert Returns().promises()[kind, k] == pytest.approx(best, rel=1e-6)
 
 
 # -- the policy --------------------------------------------------------------------------------------------------
-
-
-class Both(Policy):
-    """Tells foresight and its model the same, and compares what they say."""
-
-    def __init__(self, capacity: int, more_ghosts: int, learn_after: tuple[int, int], halve_every: int):
-        self.real, self.victims = Foresight(capacity), 0
-        self.model = plain.PlainForesight(capacity + more_ghosts, learn_after, halve_every)
-
-    def used(self, node: Node, tick: int) -> None:
-        self.model.used(node, tick)
-        self.real.used(node, tick)
-
-    def enter(self, node: Node) -> None:
-        self.model.enter(node)
-        self.real.enter(node)
-
-    def split(self, upper: Node, lower: Node) -> None:
-        self.model.split(upper, lower)
-        self.real.split(upper, lower)
-
-    def leaving(self, node: Node, kept_pages: int) -> None:
-        self.model.leaving(node, kept_pages)
-        self.real.leaving(node, kept_pages)
-
-    def absorb(self, parent: Node, child: Node) -> None:
-        self.model.absorb(parent, child)
-        self.real.absorb(parent, child)
-
-    def pop(self):
-        least, found = self.model.least(lambda node: node.is_free_leaf)
-        victim = self.real.pop()
-        assert (victim is None) == (not found)
-        if victim is not None:
-            node, pages = victim
-            assert found[node][0] == pytest.approx(least, rel=1e-9), "another promises less"
-            assert pages == found[node][1]
-            seen = self.real.outlook(node)
-            assert seen.promise == pytest.approx(self.model.promise(node), rel=1e-9)
-            assert (seen.age, seen.kind) == (self.model.now - node.last_use, describe(self.model.notes[node].wait.kind))
-            self.victims += 1
-        return victim
 
 
 class Traffic:
@@ -210,36 +174,84 @@ class Traffic:
             self.free.extend(tree.drop(nodes[draw.randrange(len(nodes))]))
 
 
-def test_foresight_equals_its_plain_model(monkeypatch):
+@pytest.mark.parametrize(("page_size", "capacity"), [(1, 60), (2, 40), (1, 25)])
+def test_the_policy_keeps_its_books_under_mixed_traffic(monkeypatch, page_size, capacity):
     """It learns from fewer uses than usual here, so that all of it happens within a second."""
     for name, value in (("_MORE_GHOSTS", 5), ("_LEARN_LEAST", 30), ("_HALVE_EVERY", 200)):
         monkeypatch.setattr(foresight, name, value)
-    for seed, (page_size, capacity) in enumerate(((1, 60), (2, 40), (1, 25), (1, 60))):
-        both = Both(capacity, 5, (30, 1024), 200)
-        traffic = Traffic(seed, both, capacity, page_size)
-        for _ in range(300):
-            traffic.step()
-        traffic.tree.check()
-        assert both.victims > 100
-        assert traffic.hits > 0
-        assert both.model.share != 1.0
-        assert both.real._promises[: KINDS * BUCKETS] == pytest.approx(np.array(both.model.table).ravel(), rel=1e-9)
-        assert len(both.real._ghosts) == len(both.model.ghosts) <= capacity + 5
-        places = {node: node.record.place for node in traffic.tree.nodes()}
-        assert all(both.real._leaves._nodes[at] is node for node, at in places.items() if at >= 0)
-        assert len(both.real._leaves._nodes) == sum(at >= 0 for at in places.values())
-
-
-def test_foresight_equals_its_plain_model_over_a_long_time(monkeypatch):
-    monkeypatch.setattr(foresight, "_LEARN_MOST", 50)
-    both = Both(30, 4096, (32, 50), 4096)
-    traffic = Traffic(9, both, 30)
-    for _ in range(2200):
+    policy = Foresight(capacity)
+    traffic = Traffic(capacity, policy, capacity, page_size)
+    first = policy._promises
+    for _ in range(300):
         traffic.step()
-    assert both.model.uses > 4096
+    traffic.tree.check()
+    assert traffic.hits > 0
+    assert not np.array_equal(policy._promises, first), "it has learned"
+    assert policy._used_last != policy._could_use_last
+    assert len(policy._ghosts) <= capacity + 5
+    places = {node: node.record.place for node in traffic.tree.nodes()}
+    assert all(policy._leaves._nodes[at] is node for node, at in places.items() if at >= 0)
+    assert len(policy._leaves._nodes) == sum(at >= 0 for at in places.values())
 
 
 # -- by hand -----------------------------------------------------------------------------------------------------
+
+
+def kind(tree: Tree, *tokens: int) -> str:
+    outlook = tree.policy.outlook(tree.find(*tokens).node)
+    assert outlook is not None
+    return outlook.kind.partition(",")[0]
+
+
+def test_turns_are_counted_also_over_an_eviction_and_over_a_continuation():
+    tree = Tree(policy=Foresight(9))
+    tree.use(tree.add(1, 2))
+    assert kind(tree, 1, 2) == "turn 2"
+    tree.evict(10)
+    tree.add(1, 2)
+    assert kind(tree, 1, 2) == "turn 3 or 4", "it was evicted as turn 2, and returns"
+    tree.add(1, 2, 3)
+    assert kind(tree, 1, 2, 3) == kind(tree, 1, 2) == "turn 3 or 4", "a continued sequence waits in the same turn"
+    tree.add(5)
+    assert kind(tree, 5) == "first turn"
+
+
+def test_a_prefix_of_many_sequences_is_shared_and_they_are_new():
+    tree = Tree(policy=Foresight(99))
+    system = tree.add(1, 2)
+    for i in range(3, 7):
+        tree.add(1, 2, i)
+        tree.use(system)
+    assert kind(tree, 1, 2) == "shared prefix"
+    assert (kind(tree, 1, 2, 5), kind(tree, 1, 2, 6)) == ("turn 3 or 4", "first turn")
+
+
+def test_a_split_shares_the_wait_and_what_leaves_passes_its_own_on():
+    tree = Tree(policy=Foresight(99))
+    whole = tree.add(1, 2, 3)
+    life = whole.record.life
+    other = tree.add(1, 7)
+    upper = tree.find(1).node
+    assert (upper.record.branches, life.is_over) == (2, True)
+    assert whole.record.life is life
+    assert upper.record.life is other.record.life, "the branch continues it"
+    tree.use(whole)
+    assert upper.record.life is other.record.life
+    later = whole.record.life
+    tree.drop(whole)
+    assert upper.record.life is later
+
+
+def test_the_last_page_of_prompts_goes_first_where_returns_seldom_reuse_it():
+    """Prompts that end otherwise each time: a return reads all pages but the last."""
+    tree = Tree(policy=Foresight(10**6))
+    for i in range(200):
+        tree.add(i, 1000, 1001, 2000)
+        tree.add(i, 1000, 1001, 3000)  # the split shows that the page 2000 was not reused
+    tree.flush()
+    tree.add(5000, 5001, 5002)
+    assert list(tree.evict(1)) == [tree.numbers - 1]
+    assert tree.find(5000, 5001, 5002).pages == array("i", [tree.numbers - 3, tree.numbers - 2])
 
 
 def test_more_leaves_than_a_sample_are_compared_at_an_even_stride():

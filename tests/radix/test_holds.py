@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from radix import POLICIES, Holds, Namespace, Quotas, RadixTree, make_policy, path, view
+from radix import POLICIES, Holds, Match, Namespace, Quotas, RadixTree, attached_key, make_policy, path, view
+from radix.node import TOKEN_BYTES, Node
 from tests.radix.trees import key
 
 A = Namespace("a")
@@ -31,6 +32,24 @@ class Cache:
         if hold_s and self.holds is not None:
             self.holds.hold(node, hold_s)
         self.tree.unlock(node)
+
+    def keep(self, *tokens: int, seconds: float) -> bool:
+        match = self.tree.match(key(*tokens))
+        return len(match.pages) == len(tokens) and self.holds.keep(match, seconds)
+
+    def use(self, *tokens: int) -> None:
+        node = self.tree.lock_match(self.tree.match(key(*tokens)))
+        self.holds.renew(node)
+        self.tree.unlock(node)
+
+    def pin(self, node: Node) -> None:
+        self.holds.pinned(node, -1)
+        self.tree.pin(node)
+        self.holds.fit()
+
+    def unpin(self, node: Node) -> None:
+        self.tree.unpin(node)
+        self.holds.pinned(node, 1)
 
     def has(self, *tokens: int, namespace: Namespace = Namespace()) -> int:
         """How many of the tokens are cached."""
@@ -179,8 +198,88 @@ def test_nothing_is_remembered_of_what_left():
     assert len(cache.holds._ends) <= 4 * 10 + 65
 
 
+def test_a_hold_that_slides_is_renewed_by_each_use_and_plain_ones_are_not():
+    cache = Cache()
+    cache.add(1, 2, hold_s=10)
+    cache.add(3, 4)
+    assert cache.keep(3, 4, seconds=10)
+    assert cache.keep(3, seconds=4), "the shorter time stays the shorter one's own"
+    cache.now_s = 8
+    cache.use(1, 2)
+    cache.use(3)
+    assert cache.held_s() == {1: 2, 3: 10, 4: 2}
+    cache.use(3, 4)
+    cache.now_s = 17
+    assert cache.holds.sums() == [(Namespace(), 2, 2)]
+    cache.holds.expire()
+    assert cache.held_s() == {1: 0, 3: 1, 4: 1}
+    cache.now_s = 18
+    cache.holds.expire()
+    assert cache.holds.kept == set()
+    assert {node.expired_s for node in cache.tree.nodes()} == {10, 18}
+
+
+def test_the_first_hold_comes_to_a_tree_in_use():
+    """The orders of victims, also of tenants with quotas, are there before it."""
+    cache = Cache(quotas=Quotas({"a": 3}))
+    for i in (1, 2, 3):
+        cache.add(i, namespace=A)
+    (first,) = [node for node in cache.tree.nodes() if node.key == key(1)]
+    cache.holds.hold(first, 50)
+    cache.tree.make_room(A, 1)
+    assert (cache.has(1, namespace=A), cache.has(2, namespace=A)) == (1, 0)
+    cache.tree.evict(1)
+    assert (cache.has(1, namespace=A), cache.has(3, namespace=A)) == (1, 0)
+    cache.tree.make_room(A, 3)
+    assert cache.tree.num_pages == 0
+
+
+def test_a_use_renews_what_is_attached_to_its_path():
+    """Such as the states of hybrid models, which no prompt's own tokens reach."""
+    cache = Cache()
+    cache.add(1, 2)
+    tokens = tuple(array("i", attached_key(b"", 1, TOKEN_BYTES)))
+    cache.add(1, 2, *tokens)
+    assert cache.keep(1, 2, *tokens, seconds=10)
+    cache.now_s = 8
+    cache.use(1, 2)
+    assert {node.held_until_s for node in cache.tree.nodes()} == {18}
+    cache.holds.check()
+
+
+def test_pins_and_holds_share_a_budget_in_which_pins_go_first():
+    cache = Cache(budget=4)
+    cache.add(1, 2, 3)
+    cache.add(7, 8)
+    assert not cache.keep(1, 2, 3, 4, seconds=9), "not all of it is there"
+    assert cache.keep(1, 2, 3, seconds=9)
+    (first,) = [node for node in cache.tree.nodes() if len(node.pages) == 3]
+    cache.pin(first)
+    assert (cache.holds.num_pages, cache.tree.num_pinned_pages) == (0, 3), "a page counts once"
+    assert not cache.keep(7, 8, seconds=9), "it needs more than pins leave"
+    assert cache.keep(7, seconds=9)
+    (second,) = [node for node in cache.tree.nodes() if node.key == key(8)]
+    cache.unpin(first)
+    cache.holds.check()
+    assert (cache.holds.num_pages, cache.holds.num_kept_lost) == (4, 0)
+    cache.pin(second)
+    assert cache.held_s() == {1: 0, 7: 9, 8: 0}, "the oldest hold gives way to a pin"
+    assert cache.holds.num_kept_lost == 1
+    cache.holds.check()
+
+
+def test_holds_of_a_node_that_is_let_go_end_with_those_below_it():
+    cache = Cache()
+    for tokens in ((1,), (1, 2), (1, 2, 3), (1, 4)):
+        cache.add(*tokens, hold_s=9)
+    (node,) = [node for node in cache.tree.nodes() if node.key == key(2)]
+    cache.holds.release(node)
+    assert cache.held_s() == {1: 9, 2: 0, 3: 0, 4: 9}
+    cache.holds.check()
+
+
 class Lives(RuleBasedStateMachine):
-    """Random lives. The model: by page, when its hold ends and when its node was last used with a hold."""
+    """Random lives of one owner. The model: by page, when its hold ends and when its node was last used with a hold."""
 
     @initialize(policy=st.sampled_from(POLICIES), budget=st.integers(1, 12), quota=st.sampled_from([None, 4]))
     def start(self, policy, budget, quota):
@@ -188,7 +287,7 @@ class Lives(RuleBasedStateMachine):
         self.tree, self.holds = self.cache.tree, self.cache.holds
         self.until: dict[int, float] = {}
         self.used: dict[int, tuple[int, int]] = {}
-        self.live, self.serial = [], 0
+        self.live, self.serial, self.pins = [], 0, []
 
     def ends(self):
         return {node.pages[-1] for node in self.tree.nodes()}
@@ -200,7 +299,7 @@ class Lives(RuleBasedStateMachine):
             if node.children and node.pages[-1] not in before:
                 self.used |= dict.fromkeys(node.pages, (self.serial, 0))
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=7), space=st.sampled_from([Namespace(), A]))
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=7), space=st.sampled_from([A, A._replace(salt="s")]))
     def begin(self, tokens, space):
         before = self.ends()
         self.forget(self.tree.make_room(space, len(tokens)))
@@ -226,9 +325,10 @@ class Lives(RuleBasedStateMachine):
 
     def check_losses(self):
         """Only what exceeds the budget is lost: by the owner with most of it, the longest unused first."""
-        wanted = [node for node in self.tree.nodes() if node.pages[0] in self.until]
+        wanted = [node for node in self.tree.nodes() if node.pages[0] in self.until and not node.pins]
         wanted.sort(key=lambda node: self.used[node.pages[0]])
-        while sum(len(node.pages) for node in wanted) > self.holds.budget_pages:
+        room = self.holds.budget_pages - self.tree.num_pinned_pages
+        while sum(len(node.pages) for node in wanted) > room:
             pages = Counter[Namespace]()
             for node in wanted:
                 pages[node.namespace.owner] += len(node.pages)
@@ -238,6 +338,21 @@ class Lives(RuleBasedStateMachine):
             wanted.remove(lost)
             for page in lost.pages:
                 del self.until[page]
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 9))
+    def pin(self, which):
+        node = self.live[which % len(self.live)]
+        match = Match(node=node, node_pages=len(node.pages))
+        if self.tree.num_pinned_pages + self.tree.num_new_pinned_pages(match) <= self.holds.budget_pages:
+            self.cache.pin(node)
+            self.pins.append(node)
+            self.check_losses()
+
+    @precondition(lambda self: self.pins)
+    @rule(which=st.integers(0, 9))
+    def unpin(self, which):
+        self.cache.unpin(self.pins.pop(which % len(self.pins)))
 
     @rule(count=st.integers(1, 5))
     def evict(self, count):

@@ -25,7 +25,6 @@ def test_entries_that_do_not_hold_are_cleared_away_in_time():
     for i in range(5_000):
         order.push(float(i), nodes[i % 10])
         longest = max(longest, len(order._heap))
-        assert order._compact_at >= 64, "a few are not worth a look at all"
     assert longest <= 4 * 10 + 64
     assert [order.pop() for _ in range(11)] == [*nodes, None]
     many, order = [leaf() for _ in range(1_000)], Order()
@@ -54,9 +53,7 @@ def test_lru_goes_by_the_last_use():
 
 @pytest.mark.parametrize(("name", "kind"), [("lru", LRU), ("foresight", Foresight)])
 def test_policies_by_name(name, kind):
-    policy = make_policy(name, 70)
-    assert type(policy) is kind
-    assert kind is not Foresight or policy._most_ghosts == 70 + 4096
+    assert type(make_policy(name, 70)) is kind
 
 
 def test_the_option_offers_every_policy():

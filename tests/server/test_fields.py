@@ -69,11 +69,14 @@ def test_no_field_has_two_meanings(body):
      (GenerateRequest, {"text": "x"})],
 )  # fmt: skip
 def test_the_three_kinds_of_fields(kind, given):
+    def read(**more):
+        return kind.model_validate({**given, **more}).model_dump()  # without the time of arrival
+
     for name in kind.IGNORED:
-        assert kind.model_validate({**given, name: {"any": 1}}) == kind.model_validate(given)
+        assert read(**{name: {"any": 1}}) == read()
     for name, values in kind.NEUTRAL.items():
         for value in (*values, None):
-            assert kind.model_validate({**given, name: value}) == kind.model_validate(given)
+            assert read(**{name: value}) == read()
         if name in SAMPLERS:
             assert kind.model_validate({**given, name: 0.123}).left_out == [name]
             continue
@@ -88,7 +91,7 @@ def test_the_three_kinds_of_fields(kind, given):
         near = {"sampling_params": {name: 1}} if kind is GenerateRequest and name != "modle" else {name: 1}
         with pytest.raises(ValidationError, match=r"did you mean (temperature|model)"):
             kind.model_validate({**given, **near})
-    assert kind.model_validate({**given, "colour": None}) == kind.model_validate(given)
+    assert read(colour=None) == read()
 
 
 @pytest.mark.parametrize(

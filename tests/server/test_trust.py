@@ -80,7 +80,6 @@ TELLS_THE_TIME = {
     "server/admin/dashboard.py",
     "server/admin/history.py",
     "server/openai/common.py",
-    "server/responses/conversations.py",
     "server/openai/models.py",
     "server/responses/writer.py",
     "server/telemetry/journal.py",

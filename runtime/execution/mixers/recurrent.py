@@ -66,7 +66,7 @@ class Recurrent(Mixer):
     def _run_all(self, plan: StatePlan, record: torch.Tensor, pool: StatePool) -> torch.Tensor:
         """Outputs of a step's rows."""
         kept = pool.records[self.order].flatten(0, 1)
-        tape = torch.cat((record, kept[plan.replayed])) if len(plan.replayed) else record
+        tape = torch.cat((record, kept[plan.again])) if len(plan.again) else record
         if len(plan.guesses):
             kept.index_copy_(0, plan.records, record[plan.guesses])
         return self.advance_all(tape[plan.tape], plan, self.tensors_in(pool))

@@ -1,8 +1,8 @@
 """How recurrent layers compute all sequences of a step together: index arrays, made once for all layers.
 
-The *run* of a sequence is what it replays and then its rows of the step. A run is cut into chunks: behind `CHUNK` rows,
-and where a state is wanted. Chunks of several sequences are computed together in *waves*: first the first chunks of all
-sequences, then the second ones.
+The *run* of a sequence is what it computes again, then its rows of the step. A run is cut into chunks: behind `CHUNK`
+rows, and where a state is wanted. Chunks of several sequences are computed together in *waves*: first the first chunks
+of all sequences, then the second ones.
 
 Convolutions read a *tape*: for each sequence `width - 1` earlier inputs, then its run. Result i of a convolution is
 that of the place i + width - 1 of the tape.
@@ -56,14 +56,14 @@ class StatePlan:
     """Tensors are int64, on the device of the states.
 
     Attributes:
-        tape: [m], rows of the step by their number; replayed ones come behind the last of these; any number for
+        tape: [m], rows of the step by their number; those computed again come behind the last of these; any number for
             earlier inputs.
         earlier: the places of earlier inputs on the tape, sequence by sequence.
         first: [n], slots with the states before the runs.
         ends, slots: [w, width - 1] and [w], for each state to store, its last places on the tape, and its slot.
         rows: [T], the convolution's result for each row of the step.
-        replayed: [R], records to replay, numbered through all slots.
-        guesses, records: [g], rows that are guesses, and where their records go, numbered as `replayed`.
+        again: [R], records to compute again, numbered through all slots.
+        guesses, records: [g], rows that are guesses, and where their records go, numbered as `again`.
         outputs: [T], the place of each row of the step among the places of all chunks, group by group.
     """
 
@@ -73,7 +73,7 @@ class StatePlan:
     ends: torch.Tensor
     slots: torch.Tensor
     rows: torch.Tensor
-    replayed: torch.Tensor
+    again: torch.Tensor
     guesses: torch.Tensor
     records: torch.Tensor
     outputs: torch.Tensor
@@ -123,9 +123,9 @@ def plan_states(states: Sequence[StateRows], width: int, device: torch.device) -
     rows = np.arange(total) + np.repeat(starts + again - first, stop - first)
     tape = np.zeros(starts[-1] + lengths[-1] + before, dtype=np.int64)
     tape[rows + before] = np.arange(total)
-    replays = [(i, one.slot * MOST_DRAFTED + i) for one in states for i in range(one.accepted)]
-    within = np.array([i for i, _ in replays], dtype=np.int64)
-    tape[np.repeat(starts, again) + within + before] = total + np.arange(len(replays))
+    repeats = [(i, one.slot * MOST_DRAFTED + i) for one in states for i in range(one.accepted)]
+    within = np.array([i for i, _ in repeats], dtype=np.int64)
+    tape[np.repeat(starts, again) + within + before] = total + np.arange(len(repeats))
     guesses = [(one.stop - one.draft + i, one.target * MOST_DRAFTED + i) for one in states for i in range(one.draft)]
     runs = [_Run(one, start) for one, start in zip(states, starts.tolist(), strict=True)]
     writes = [write for run in runs for write in run.writes]
@@ -141,7 +141,7 @@ def plan_states(states: Sequence[StateRows], width: int, device: torch.device) -
         "ends": np.array([stop for _, stop, _ in writes])[:, None] + np.arange(before),
         "slots": [slot for _, _, slot in writes],
         "rows": rows,
-        "replayed": [record for _, record in replays],
+        "again": [record for _, record in repeats],
         "guesses": [row for row, _ in guesses],
         "records": [record for _, record in guesses],
         "outputs": place_of_result[rows],

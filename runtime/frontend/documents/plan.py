@@ -10,9 +10,9 @@ from runtime.asks import DocumentsAsk
 from runtime.errors import InvalidRequest
 from runtime.frontend.documents.prompt import TokenizedPrompt
 from runtime.frontend.documents.table import MeasuredMethod, choose, read_table
-from runtime.params import TAKEN_BY, DocumentMethod, ReuseParams
+from runtime.params import LEADING, RATIO, TAKEN_BY, DocumentMethod, ReuseParams
 
-_DEFAULTS: dict[str, Any] = {"ratio": 0.15, "k": 16}
+_DEFAULTS: dict[str, Any] = {"ratio": RATIO, "k": LEADING}
 # Within this KL, the measured methods kept all right answers of `ramet bench documents --quality`.
 _MAX_KL = 0.1
 # Shorter documents, and shorter last chunks, are computed in full: they save few rows, and in full they are exact.

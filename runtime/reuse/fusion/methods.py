@@ -7,10 +7,9 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from runtime.params import RATIO
 from runtime.reuse.fusion.layout import Layout
 from runtime.reuse.fusion.looks import DenseLook, Look, QuestionLook, smooth
-
-RATIO = 0.15
 
 
 class Method(ABC):

@@ -46,7 +46,7 @@ class _State:
     """The state of a running request.
 
     Attributes:
-        slot: slot with the state behind the computed tokens, without the last `accepted` of them.
+        slot: slot with the state after `num_computed - accepted` tokens; the next step computes the rest again.
         spare: slot for the state after the next step.
         places: places behind the computed tokens at which points are wanted, ascending.
         last: place of the latest point.

@@ -15,7 +15,7 @@ function showNode(block) {
   const entries = [isPoint ? ["memory", `that of ${number(block.tokens)} tokens`] : ["tokens", `${number(block.tokens)}, after ${number(block.start)}`], ["resume points", block.attached && `${number(block.attached)}, at its end`],
     ["from here on", !isPoint && block.total && `${number(block.total)} tokens in ${inNodes(block.nodes)}`], ["hits", number(block.hits)],
     ["last used", block.idle_s != null && `${ago(block.idle_s)} ago`], ["computed in", block.cost_s && `${number(block.cost_s, 2)} s`], ["owner", ownerOf(block)], ["kind", kindOf(block)], ["also in", (block.tiers || []).join(", ")],
-    ["kept by", [block.pinned && "pins or a kept prefix", block.held_s && `its hold time for ${ago(block.held_s)}`, block.locked && "live requests"].filter(Boolean).join(" and ")], ["foreseen", foreseenOf(block)]];
+    ["kept by", [block.pinned && "pins", block.held_s && `a hold for ${ago(block.held_s)}`, block.locked && "live requests"].filter(Boolean).join(" and ")], ["foreseen", foreseenOf(block)]];
   const list = make("dl");
   for (const [what, value] of entries) if (value) list.append(make("dt", what), make("dd", value));
   const focused = same && box.contains(document.activeElement) ? document.activeElement.textContent : null;

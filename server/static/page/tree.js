@@ -129,7 +129,7 @@ function drawTree(top) {
   svg.replaceChildren();
   const tiers = Object.keys(TIERS).filter((tier) => blocks.some((block) => block.tiers?.includes(tier)));
   legend($("treekey"), [...paint.key, ...tiers.map((tier) => [`also in ${tier}`, `background:var(${TIERS[tier]});border-radius:50%;width:8px;height:8px`]),
-    ...(blocks.some((block) => block.attached) ? [["resume point at its end, drawn below it as wide as its memory", "background:var(--panel);border:1px solid var(--ink);width:8px;height:8px;border-radius:0;transform:rotate(45deg)"]] : []), ["pinned or kept", "border:2px solid var(--pin)"], ["held for a time", "border:2px dashed var(--pin)"], ["locked by a live request", "border-bottom:3px solid var(--lock);border-radius:0"], ["smaller nodes, together", "background:var(--line)"]]);
+    ...(blocks.some((block) => block.attached) ? [["resume point at its end, drawn below it as wide as its memory", "background:var(--panel);border:1px solid var(--ink);width:8px;height:8px;border-radius:0;transform:rotate(45deg)"]] : []), ["pinned", "border:2px solid var(--pin)"], ["held for a time", "border:2px dashed var(--pin)"], ["locked by a live request", "border-bottom:3px solid var(--lock);border-radius:0"], ["smaller nodes, together", "background:var(--line)"]]);
   let deepest = 0, x = 0;
   const place = (block, x, w, row) => {
     if (row >= most) return;
@@ -215,7 +215,7 @@ const sizeOf = (block) => block.meta?.point != null ? `memory of ${number(block.
 function facts(block) {
   const root = block.id < 0, kind = kindOf(block);
   return [root ? `${number(block.total)} tokens in ${inNodes(block.nodes)}` : sizeOf(block),
-    block.attached && pointsOf(block), `${number(block.hits)} hits`, `last used ${ago(block.idle_s)} ago`, ownerOf(block) && `of ${ownerOf(block)}`, block.pinned && "pinned or kept", block.held_s && `held for ${ago(block.held_s)}`, block.locked && "locked by a live request",
+    block.attached && pointsOf(block), `${number(block.hits)} hits`, `last used ${ago(block.idle_s)} ago`, ownerOf(block) && `of ${ownerOf(block)}`, block.pinned && "pinned", block.held_s && `held for ${ago(block.held_s)}`, block.locked && "locked by a live request",
     foreseenOf(block) && `foreseen: ${foreseenOf(block)}`, kind].filter(Boolean).join("; ");
 }
 // One stop for the tabulator; arrows go along the tree as it is drawn.

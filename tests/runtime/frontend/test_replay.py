@@ -125,7 +125,7 @@ def test_memory_is_bounded_and_no_account_s_answers_are_another_s(tokenizers):
     for i in range(20):
         prompt = f"{i:02}" * (MOST_OF_ACCOUNT // 20)
         replay.add("a", SPACE, Said(prompt, array("i", [1]), array("i", [len(prompt)]), 0, ids))
-    assert replay._by_account["a"].currsize <= MOST_OF_ACCOUNT
+    assert sum(said.size for _, said in replay._said.items("a")) <= MOST_OF_ACCOUNT
     again = prompt + "x<|im_end|> y"
     assert replay.find("a", SPACE, again).sampled == len(ids)
     for account, space in (("b", SPACE), *(("a", other) for other in others(SPACE))):
@@ -139,11 +139,11 @@ def test_long_answers_count_and_equal_ones_count_once(tokenizers):
     answer = array("i", [7] * 10_000)
     for i in range(2000):
         replay.add("a", SPACE, Said(f"{i}", array("i", [1]), array("i", [1]), 0, answer))
-    assert sum(len(said.answer) * 4 for said in replay._by_account["a"].values()) < MOST_OF_ACCOUNT
+    assert sum(len(said.answer) * 4 for _, said in replay._said.items("a")) < MOST_OF_ACCOUNT
     replay.erase("a")
     for _ in range(20):
         replay.add("a", SPACE, Said("x", array("i", [1]), array("i", [1]), 0, answer))
-    assert len(replay._by_account["a"]) == 1
+    assert len(replay._said.items("a")) == 1
 
 
 def test_answers_that_cannot_be_replayed_take_bounded_time(tokenizers):

@@ -186,7 +186,7 @@ def test_what_is_configured():
     assert make_cache().enabled
     assert not make_cache(prefix_cache=False).enabled
     assert make_cache().events is None
-    assert [make_cache(pages=9, pin_budget=share).pins.budget_pages for share in (0.5, 1, 0)] == [4, 9, 0]
+    assert [make_cache(pages=9, pin_budget=share).holds.budget_pages for share in (0.5, 1, 0)] == [4, 9, 0]
     cache = make_cache()
     keep(cache, 1, 2)
     assert cache.pins.pin(array("i", [1, 2]), EVERYBODY, None, 5.0)["pin"]["expires_in_s"] == 5.0

@@ -55,7 +55,7 @@ def test_the_tree_is_drawn_and_a_node_pinned_unpinned_and_evicted(page, server):
     assert "held for 10 min" in page.locator("#tip").inner_text()
     page.locator("#chart-pool .value", has_text="% held").wait_for()
     rect.click()
-    page.locator("#node", has_text="its hold time for").wait_for()
+    page.locator("#node", has_text="a hold for").wait_for()
     page.locator("#icicle rect[data-held]").first.wait_for()
     page.get_by_role("button", name="Pin", exact=True).click()
     page.locator("#icicle rect[data-pinned]").first.wait_for()

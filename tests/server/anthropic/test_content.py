@@ -12,7 +12,7 @@ from runtime.protocol import Finish
 from server.anthropic.content import Piece, pieces_of
 from server.anthropic.messages import MessageWriter
 from server.errors import Conflict
-from server.openai.dialects import Parameters
+from server.openai.dialects.parameters import Parameters
 from server.openai.reader import AnswerReader, CallReader, Said
 
 CALL = '<tool_call>\n{"name": "plant", "arguments": {"n": 2}}\n</tool_call>'

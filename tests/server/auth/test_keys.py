@@ -58,9 +58,7 @@ ANY_KEY = {
     *("/models", "/props", "/apply-template"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}"),
     *("/v1/responses/{response_id}/input_items", "/v1/responses/{response_id}/cancel", "/v1/responses/compact"),
-    *("/v1/conversations", "/v1/conversations/{conversation_id}", "/v1/conversations/{conversation_id}/items"),
-    *("/v1/conversations/{conversation_id}/items/{item_id}", "/infill"),
-    *("/openapi.json", "/cache/quota", "/dashboard/events"),
+    *("/infill", "/openapi.json", "/cache/quota", "/dashboard/events"),
 }
 ADMIN = {
     *("/cache/pin", "/cache/pins", "/cache/pins/{pin_id}", "/cache/nodes/{page}", "/cache/nodes/{page}/pin"),

@@ -37,8 +37,7 @@ SIZE, NODES = 1 << 16, MAX_NODES // 4
 ROUTES = ("/generate", "/tokenize", "/detokenize", "/v1/chat/completions", "/v1/completions", "/cache/pin")
 ROUTES = (*ROUTES, "/v1/schemas", "/v1/documents", "/abort_request", "/v1/responses", "/v1/responses/input_tokens")
 ROUTES = (*ROUTES, "/v1/messages", "/v1/messages/count_tokens", "/cache/search")
-ROUTES = (*ROUTES, "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/infill", "/v1/conversations")
-ROUTES = (*ROUTES, "/v1/conversations/{conversation_id}", "/v1/conversations/{conversation_id}/items")
+ROUTES = (*ROUTES, "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/infill")
 
 
 # Routes whose fields are all fields of another one.

@@ -22,7 +22,7 @@ def words(seed: int, count: int) -> str:
 
 
 def kept_tokens(client) -> int:
-    return client.get("/cache/stats").json()["pages_pinned"] * PAGE
+    return client.get("/cache/stats").json()["pages_held"] * PAGE
 
 
 @pytest.fixture(autouse=True)

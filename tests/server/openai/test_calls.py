@@ -11,7 +11,8 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.sampling.grammar import Grammar, GrammarCompiler
 from server.openai.calls import behind_reasoning, calls_or_format, lazy_calls, schema_of_call
-from server.openai.dialects import WHOLE, Parameters
+from server.openai.dialects.json_objects import WHOLE
+from server.openai.dialects.parameters import Parameters
 from server.openai.harmony import FINALS
 from server.openai.reader import CallReader, text_input
 from server.openai.tools import Tool

@@ -11,7 +11,11 @@ from runtime.frontend.documents.prompt import Document, Segments
 from runtime.frontend.output import Submission
 from runtime.models.tokenizer import Tokenizer
 from server.openai.chat import reader_of
-from server.openai.dialects import TAGGED, WHOLE, Dialect, Parameters, dialect_of
+from server.openai.dialects.choosing import dialect_of
+from server.openai.dialects.dialect import Dialect
+from server.openai.dialects.json_objects import WHOLE
+from server.openai.dialects.parameters import Parameters
+from server.openai.dialects.tagged import TAGGED
 from server.openai.harmony import HarmonyReader
 from server.openai.reader import AnswerReader, CallReader, Said
 from server.openai.types import ChatRequest

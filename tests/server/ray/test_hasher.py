@@ -10,7 +10,7 @@ from radix import Namespace
 from radix.hashes import block_hashes
 from runtime.config import make_config
 from runtime.protocol import ModelInfo
-from server.auth.keys import read_keys
+from server.auth.keys import Tenant, read_keys
 from server.ray.hasher import PromptHasher
 
 PAGE = 4
@@ -24,7 +24,8 @@ def blocks(ids: list[int], namespace: Namespace = Namespace()) -> list[int]:
 def ask(tiny_dir, tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("boss boss-secret-key admin public\n")
-    config = make_config(model=str(tiny_dir), page_size=PAGE, api_keys=keys)
+    config = make_config(model=str(tiny_dir), page_size=PAGE)
+    (boss,) = read_keys(keys)
     info = ModelInfo(
         name="tiny",
         path=str(tiny_dir),
@@ -40,32 +41,22 @@ def ask(tiny_dir, tmp_path_factory):
     )
     hasher = PromptHasher(config, info)
 
-    async def found(path: str, body: bytes, key: str, method: str) -> list[int]:
-        headers = [(b"content-type", b"application/json"), (b"authorization", b"Bearer " + key.encode())]
-        scope = {
-            "type": "http",
-            "method": method,
-            "path": path,
-            "headers": headers,
-            "query_string": b"",
-            "scheme": "http",
-        }
-        return array(
-            "Q", await hasher.hashes({**scope, "http_version": "1.1", "raw_path": path.encode()}, body)
-        ).tolist()
+    async def found(path: str, body: bytes, tenant: Tenant, method: str) -> list[int]:
+        return array("Q", await hasher.hashes(method, path, body, tenant)).tolist()
 
     with asyncio.Runner() as runner:
         runner.run(hasher.start())
 
-        def ask(path: str, body: object, key: str = "boss-secret-key", method: str = "POST") -> list[int]:
+        def ask(path: str, body: object, tenant: Tenant = boss, method: str = "POST") -> list[int]:
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
-            return runner.run(asyncio.wait_for(found(path, data, key, method), 60))
+            return runner.run(asyncio.wait_for(found(path, data, tenant, method), 60))
 
-        ask.account = read_keys(keys)[0].account
+        ask.account = boss.account
         yield ask
 
 
 IDS = list(range(50, 70))
+MESSAGES = [{"role": "user", "content": "one two three four five six seven eight"}]
 
 
 def test_blocks_are_those_of_the_tenants_own_tree(ask):
@@ -79,19 +70,22 @@ def test_blocks_are_those_of_the_tenants_own_tree(ask):
 
 
 def test_chats_are_rendered_by_the_models_template(ask, tokenizer):
-    messages = [{"role": "user", "content": "one two three four five six seven eight"}]
-    text = tokenizer.apply_chat_template(messages)
+    text = tokenizer.apply_chat_template(MESSAGES)
     expected = blocks(tokenizer.encode(text, False), Namespace(ask.account))
     assert len(expected) > 3
-    body = {"model": "tiny", "messages": messages, "max_tokens": 4}
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4}
     assert ask("/v1/chat/completions", body) == ask("/v1/messages", body) == expected
     assert ask("/v1/chat/completions", {**body, "stream": True}) == expected
+    assert ask("/v1/responses", {"model": "tiny", "input": MESSAGES[0]["content"]}) == expected
 
 
 @pytest.mark.parametrize(
     ("path", "body", "more"),
     [
-        ("/generate", {"input_ids": IDS}, {"key": "no-such-key"}),
+        ("/v1/completions", {"prompt": IDS, "model": "tiny", "cache_scope": "public"}, {"tenant": Tenant("", b"")}),
+        ("/v1/responses", {"input": "x" * 200, "model": "tiny", "previous_response_id": "resp_1"}, {}),
+        ("/v1/messages", {"messages": MESSAGES, "model": "tiny", "max_tokens": 1,
+            "thread": {"type": "continue", "previous_message_id": "msg_1"}}, {}),
         ("/generate", {"input_ids": [10**6]}, {}),
         ("/generate", b"{", {}),
         ("/v1/chat/completions", {"model": "another", "messages": []}, {}),
@@ -99,6 +93,6 @@ def test_chats_are_rendered_by_the_models_template(ask, tokenizer):
         ("/flush_cache", b"", {}),
         ("/generate", {"input_ids": IDS, "sampling_param": {}}, {}),
     ],
-)
+)  # fmt: skip
 def test_requests_that_are_refused_and_other_routes_have_none(ask, path, body, more):
     assert ask(path, body, **more) == []

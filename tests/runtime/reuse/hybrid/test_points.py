@@ -112,7 +112,9 @@ def test_a_breakpoint_is_kept_to_the_token(saved, is_greedy):
 
 
 def evict_all(driver: Asking) -> None:
-    driver.core.cache.allocator.release(driver.core.cache.tree.evict(driver.core.cache.tree.num_pages))
+    """Evict all that is not held."""
+    cache = driver.core.cache
+    cache.allocator.release(cache.tree.evict(cache.tree.num_pages - cache.holds.num_pages))
 
 
 def test_points_of_earlier_turns_go_first_and_those_at_branches_stay(saved, is_greedy):

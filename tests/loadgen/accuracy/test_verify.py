@@ -71,7 +71,7 @@ def test_a_trace_is_computed_with_prompts_of_its_shape(recorded, trace, tmp_path
         [([1, 2], [-0.5, -1.0])] * len(lines),
         [([1, 2], [-0.5, -1.0])] * (len(lines) - 1) + [([1, 3], [-0.5, -2.0])],
     ]
-    monkeypatch.setattr("server.commands.verify._conditions", lambda *_: zip(("cold", "warm"), found, strict=True))
+    monkeypatch.setattr("loadgen.accuracy.verify._conditions", lambda *_: zip(("cold", "warm"), found, strict=True))
     assert verify(lines, tmp_path, tiny_dir) == 1
     assert f"answer {len(lines)}, token 2" in capsys.readouterr().out
 

@@ -1,0 +1,1 @@
+"""How models write reasoning and calls of tools: a file for each form."""
