@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+_ROUNDED = 2**-21  # eight steps of float32 below 1: a softmax rounds several times
+
 
 class PlainModel:
     """A diffusion model straight from its checkpoint."""
@@ -167,6 +169,18 @@ def naive(plain: PlainModel, prefix: int) -> PlainBiCache:
     return PlainBiCache(plain, prefix, plain.layers, 1)
 
 
+def guided(model: PlainModel | PlainBiCache, x: list[int], prompt_len: int, cfg_scale: float) -> torch.Tensor:
+    """Logits of a canvas, float32 [n, vocab], with LLaDA's guidance away from those without its prompt; 0: none."""
+    logits = model.logits(x)
+    if not cfg_scale:
+        return logits
+    plain = model.plain if isinstance(model, PlainBiCache) else model
+    alone = plain.logits([model.mask] * prompt_len + x[prompt_len:])
+    logits = alone + (cfg_scale + 1) * (logits - alone)
+    logits[:, model.mask] = -math.inf
+    return logits
+
+
 def llada(
     model: PlainModel | PlainBiCache,
     prompt: list[int],
@@ -189,13 +203,7 @@ def llada(
             if model.mask not in x[start:end]:
                 break
             count = masks // each + (step < masks % each)
-            logits = model.logits(x)
-            if cfg_scale:
-                alone = (model.plain if isinstance(model, PlainBiCache) else model).logits(
-                    [model.mask] * len(prompt) + x[len(prompt) :]
-                )
-                logits = alone + (cfg_scale + 1) * (logits - alone)
-                logits[:, model.mask] = -math.inf
+            logits = guided(model, x, len(prompt), cfg_scale)
             confidence, x0 = logits.softmax(-1).max(-1)
             allowed = torch.tensor([i < end and x[i] == model.mask for i in range(len(x))])
             confidence[~allowed] = -math.inf
@@ -204,6 +212,31 @@ def llada(
             for i in confidence.topk(count).indices.tolist():
                 x[i] = int(x0[i])
     return x[len(prompt) :]
+
+
+def check_steps(
+    model: PlainModel, prompt: list[int], canvases: list[list[int]], close: float, cfg_scale: float = 0
+) -> None:
+    """Each step decided one mask, and the one that `llada` decides, as far as float32 can tell.
+
+    A confidence near 1 is rounded to 1, so several masks are equally confident, and any of them may be decided.
+
+    Args:
+        canvases: the output after each step.
+        close: how far logits in float32 may be apart.
+    """
+    before = [model.mask] * len(canvases[0])
+    for step, canvas in enumerate(canvases):
+        changed = [i for i, (old, new) in enumerate(zip(before, canvas, strict=True)) if old != new]
+        assert [before[i] for i in changed] == [model.mask], (step, changed)
+        (at,), masks = changed, [i for i, token in enumerate(before) if token == model.mask]
+        logits = guided(model, prompt + before, len(prompt), cfg_scale)[len(prompt) :].double()
+        behind = logits[at].max() - logits[at, canvas[at]]
+        assert behind < close, (step, at, behind)
+        sure = logits.softmax(-1).amax(-1)
+        off = close * sure * (1 - sure) + _ROUNDED  # the slope of a confidence over its logit, and float32
+        assert (sure + off)[at] >= (sure - off)[masks].max(), (step, at, sure[at], sure[masks].max())
+        before = canvas
 
 
 def dream(

@@ -17,7 +17,7 @@ from runtime.params import SamplingParams
 from tests.runtime.engine.driver import call, greedy
 from tests.runtime.execution.mixers.models import save_hybrid
 from tests.runtime.reuse.bicache.models import save_tiny
-from tests.runtime.reuse.bicache.reference import PlainModel, llada
+from tests.runtime.reuse.bicache.reference import PlainModel, check_steps, llada
 from tests.runtime.reuse.contract.subject import NEW, Subject, World
 from tests.runtime.reuse.fusion import reference as fusion
 from tests.runtime.reuse.fusion.asks import Library, asked, build
@@ -262,7 +262,7 @@ class BiCache(Diffusion):
     most_rows = 200
 
     def fields(self, prompt: Drawn, count: int) -> dict[str, Any]:
-        same = {"prefix_tokens": len(prompt[0]) - 5, "steps": count, "block_length": count}
+        same = {"prefix_tokens": len(prompt[0]) - 5, "steps": count, "block_length": count, "stream_canvas": True}
         return same | prompt[1]
 
     def anything(self, seed: int) -> Drawn:
@@ -275,6 +275,16 @@ class BiCache(Diffusion):
 
     def answer(self, prompt: Drawn, count: int) -> list[int]:
         return _denoise(self.path, prompt[0], count, prompt[1].get("cfg_scale", 0))
+
+    def check(self, world: World, rid: str) -> None:
+        """Tokens that are not the reference's come from masks that it could as well have decided first."""
+        (_, (prompt, fields)), tokens, request = world.asked[rid], world.tokens[rid], world.requests[rid]
+        expected = self.answer((prompt, fields), request.max_length - request.prompt_len)
+        if tokens == expected[: len(tokens)]:
+            return
+        canvases = [event.canvas for event in world.events[rid] if event.canvas is not None]
+        assert canvases[-1][: len(tokens)] == tokens, rid
+        check_steps(_load_plain(self.path), list(prompt), canvases, CLOSE, fields.get("cfg_scale", 0))
 
 
 class Blocks(Diffusion):
@@ -294,8 +304,13 @@ class Blocks(Diffusion):
 
 
 @cache
+def _load_plain(path: Path) -> PlainModel:
+    return PlainModel(path)
+
+
+@cache
 def _denoise(path: Path, prompt: tuple[int, ...], count: int, guidance: float) -> list[int]:
-    return llada(PlainModel(path), list(prompt), count, count, count, cfg_scale=guidance)
+    return llada(_load_plain(path), list(prompt), count, count, count, cfg_scale=guidance)
 
 
 @cache
