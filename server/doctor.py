@@ -25,9 +25,12 @@ from runtime.models.spec import LlamaSpec
 from server.commands.models import found_models, free_memory
 
 _GIB = 1 << 30
-_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "neon", "asimd")
+_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16")
 # The flag that shows that a processor supports the kernels for an instruction set.
-_FLAG_OF = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "avx512": "avx512vl", "avx2": "avx2"}
+_FLAG_OF = {
+    **{"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "avx512": "avx512vl", "avx2": "avx2"},
+    **{"neonbf16": "bf16", "neon": "asimddp"},
+}
 # The suffix of a converted model's directory has the conversion's digest and version.
 _VERSION = r"(-[0-9a-f]{12}(-link)?)?(-\d+)?$"
 _PACKAGES = (
@@ -137,7 +140,7 @@ def _hints(config: Config) -> Iterator[str]:
         yield f"Kernels for {best} are missing, {why}. `pip install -v --editable .` builds again and shows errors."
     if library is not None and not Path(config.model.model).expanduser().is_file():
         yield "A GGUF file of 4 bits, or --quantization int8, makes decode steps read fewer bytes of weights."
-    if library is not None and "avx512_vnni" not in flags:
+    if "avx2" in flags and "avx512_vnni" not in flags:
         yield "A processor with products of bytes (AVX512-VNNI) computes weights of 4 to 8 bits faster."
     if "avx512f" in flags and "avx512_bf16" not in flags:
         yield "A processor with bfloat16 products (AVX512-BF16) computes prompts faster."
