@@ -1,7 +1,7 @@
 """Builds the native CPU kernels; pyproject.toml has everything else.
 
-The same sources are compiled for each instruction set of the processors that the wheel is for. The engine loads the best
-library that the processor supports (runtime/execution/native/library.py). All libraries are optional: without a
+The same sources are compiled for each instruction set of the processors that the wheel is for. The engine loads the
+best library that the processor supports (runtime/execution/native/library.py). All libraries are optional: without a
 compiler, or on other processors, torch computes.
 """
 
@@ -23,6 +23,8 @@ ARM = {
     "neon": ["-march=armv8.2-a+dotprod"],
     "neonbf16": ["-march=armv8.2-a+dotprod+bf16"],
 }
+# GCC for ARM would move loads of a micro-kernel so far ahead of their use that accumulators leave their registers.
+LINUX_ARM = ["-fno-schedule-insns"]
 # No warnings about uninitialized values, because GCC's own intrinsics read them.
 FLAGS = [
     "-std=c++20",
@@ -38,7 +40,7 @@ FLAGS = [
 platform = sysconfig.get_platform()
 is_macos, is_arm = platform.startswith("macosx"), platform.endswith(("-aarch64", "-arm64"))
 # Python's own installer for macOS is built for both processors, and would compile for both.
-architecture = ["-arch", "arm64"] if is_macos else []
+architecture = ["-arch", "arm64"] if is_macos else LINUX_ARM if is_arm else []
 
 setup(
     ext_modules=[
@@ -48,7 +50,7 @@ setup(
             depends=sorted(map(str, SOURCES.glob("*.h"))),
             language="c++",
             extra_compile_args=[*architecture, *FLAGS, *flags],
-            extra_link_args=[*architecture, "-pthread"],
+            extra_link_args=[*(architecture if is_macos else []), "-pthread"],
             optional=True,
         )
         for isa, flags in (ARM if is_arm or is_macos else X86).items()

@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -31,6 +32,8 @@ _FLAG_OF = {
     **{"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "avx512": "avx512vl", "avx2": "avx2"},
     **{"neonbf16": "bf16", "neon": "asimddp"},
 }
+# The same flags by their names in macOS.
+_SYSCTLS = {f"hw.optional.arm.FEAT_{name}": flag for name, flag in (("DotProd", "asimddp"), ("BF16", "bf16"))}
 # The suffix of a converted model's directory has the conversion's digest and version.
 _VERSION = r"(-[0-9a-f]{12}(-link)?)?(-\d+)?$"
 _PACKAGES = (
@@ -164,10 +167,21 @@ def _processor() -> tuple[str, frozenset[str]]:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        return platform.processor() or platform.machine(), frozenset()
+        return _processor_of_macos()
     name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
     return name[1] if name else platform.machine(), frozenset(flags[1].split() if flags else ())
+
+
+def _processor_of_macos() -> tuple[str, frozenset[str]]:
+    names = ("machdep.cpu.brand_string", *_SYSCTLS)
+    try:
+        told = subprocess.run(["sysctl", *names], capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return platform.machine(), frozenset()
+    values = dict(re.findall(r"^(\S+): (.*)$", told, re.MULTILINE))
+    flags = (flag for name, flag in _SYSCTLS.items() if values.get(name) == "1")
+    return values.get(names[0], platform.machine()), frozenset(flags)
 
 
 def _gpu() -> str:
