@@ -19,12 +19,12 @@ X86 = {
     "avx512vnni": VNNI,
     "avx512bf16": [*VNNI, "-mavx512bf16"],
 }
+# Before it has given out registers, GCC would move loads so far ahead of their use that accumulators leave theirs.
+UNMOVED = "-fno-schedule-insns"
 ARM = {
-    "neon": ["-march=armv8.2-a+dotprod"],
-    "neonbf16": ["-march=armv8.2-a+dotprod+bf16"],
+    "neon": ["-march=armv8.2-a+dotprod", UNMOVED],
+    "neonbf16": ["-march=armv8.2-a+dotprod+bf16", UNMOVED],
 }
-# GCC for ARM would move loads of a micro-kernel so far ahead of their use that accumulators leave their registers.
-LINUX_ARM = ["-fno-schedule-insns"]
 # No warnings about uninitialized values, because GCC's own intrinsics read them.
 FLAGS = [
     "-std=c++20",
@@ -40,7 +40,7 @@ FLAGS = [
 platform = sysconfig.get_platform()
 is_macos, is_arm = platform.startswith("macosx"), platform.endswith(("-aarch64", "-arm64"))
 # Python's own installer for macOS is built for both processors, and would compile for both.
-architecture = ["-arch", "arm64"] if is_macos else LINUX_ARM if is_arm else []
+architecture = ["-arch", "arm64"] if is_macos else []
 
 setup(
     ext_modules=[
@@ -50,7 +50,7 @@ setup(
             depends=sorted(map(str, SOURCES.glob("*.h"))),
             language="c++",
             extra_compile_args=[*architecture, *FLAGS, *flags],
-            extra_link_args=[*(architecture if is_macos else []), "-pthread"],
+            extra_link_args=[*architecture, "-pthread"],
             optional=True,
         )
         for isa, flags in (ARM if is_arm or is_macos else X86).items()

@@ -172,12 +172,13 @@ class Dot {
     [[gnu::always_inline]] Vec get() const { return to_floats(sum_); }
 };
 
-// Rows whose sums stay in registers beside the dot products. With `dot_bytes`, loads and stores of sums would take
-// longer than the products.
-constexpr int kKeptRows = kDotsBytes ? kMaxRows / 2 : kMaxRows / 3;
+// Whether loads and stores of sums would take longer than dot products: of 64 bytes, but not of 16.
+constexpr bool kKeepsSums = kDotsBytes && kLanes == 16;
+// Rows whose sums stay in registers beside the dot products.
+constexpr int kKeptRows = kKeepsSums ? kMaxRows / 2 : kMaxRows / 3;
 // Rows of a tile: of codes of 8 bits without `dot_bytes`, each has two dot products.
 template <int Width>
-constexpr int kCodedRows = kDotsBytes ? kKeptRows : Width != 8 ? kMaxRows : kMaxRows / 2;
+constexpr int kCodedRows = kKeepsSums ? kKeptRows : Width != 8 || kDotsBytes ? kMaxRows : kMaxRows / 2;
 
 // A chunk's weights for `dot_codes`, unpacked before.
 template <int Width, int Steps>
