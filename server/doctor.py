@@ -138,7 +138,7 @@ def _hints(config: Config) -> Iterator[str]:
 
     library, (_, flags) = load_best(), _processor()
     best = next((isa for isa in ISAS if _FLAG_OF[isa] in flags), None)
-    if best != (library and library.isa):
+    if best is not None and best != (library and library.isa):
         why = f"but {found} did not build them" if (found := _compiler()) else "and a C++20 compiler builds them"
         yield f"Kernels for {best} are missing, {why}. `pip install -v --editable .` builds again and shows errors."
     if library is not None and not Path(config.model.model).expanduser().is_file():

@@ -27,6 +27,7 @@ if [ ! -d $root ]; then
     "$python" docker/requirements.py | grep -v ^torch > build/arm/requirements.txt
     "${fetch[@]}" --requirement build/arm/requirements.txt filelock sympy networkx fsspec setuptools packaging httpx \
         pytest pytest-timeout pytest-xdist hypothesis
+    echo root:x:0:0:root:/root:/bin/bash > $root.new/etc/passwd
     mv $root.new $root
 fi
 "$python" -m zipfile -e "$wheel" $site
