@@ -151,7 +151,7 @@ check-macos:
 	tests/arm/macos.sh
 
 # The instructions of a prompt and of a token of decode, with the kernels for AVX2 and for ARM.
-count-arm: $(VENV)/.serve
+count-arm: $(VENV)/.torch
 	tests/arm/count.sh $(VENV)/bin/python
 
 # ARGS=all also deletes the models that were fetched or converted, and the secret of tenants' ids.
