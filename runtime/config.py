@@ -259,7 +259,7 @@ class EngineConfig(Section):
     cuda_graph_batches: str = Field(
         "1,2,4,8,16,32,64,128,256",
         pattern=r"^(\d+(,\d+)*)?$",
-        description="comma-separated batch sizes of CUDA graphs for decode steps, padded to the next one; 0: no graphs",
+        description="comma-separated batch sizes of CUDA graphs for decode steps, padded to the next; 0: none at all",
     )
     overlap: Literal["auto", "on", "off"] = Field(
         "auto", description="schedule the next step during a decode step (causal models); auto: on a GPU"

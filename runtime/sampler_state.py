@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 class SampledTokens(Protocol):
     """Tokens of requests, chosen on the device, on their way to the host."""
 
+    @property
+    def changed(self) -> bool:
+        """Whether `chosen` has given other tokens than `on_device`."""
+
     def on_device(self, requests: Sequence[Request]) -> torch.Tensor:
         """Tokens int64 [n] of some of the requests, without a wait; 0 in place of a failure."""
 
     def chosen(self) -> dict[Request, list[int] | RametError]:
-        """Wait for the tokens; returns the next tokens of each request, or its error."""
+        """Wait for the tokens, once; returns the next tokens of each request, or its error."""
 
     def logprobs(self) -> dict[Request, list[TokenLogprob]]:
         """Log-probabilities of the tokens, for requests that want them; with a draft, also those after `chosen`."""
@@ -40,6 +44,10 @@ Measured = Sequence[torch.Tensor]
 
 class OutputGrammar(Protocol):
     """The state of the grammar that an output follows."""
+
+    @property
+    def may_refuse(self) -> bool:
+        """Whether `accept` may refuse a token that `allowed` allows."""
 
     @property
     def complete(self) -> bool:
@@ -132,6 +140,11 @@ class SamplerState:
     prompt_logprobs_from: int | None = None
     grammar: OutputGrammar | None = None
     seen: Seen | None = None
+
+    @property
+    def needs_output(self) -> bool:
+        """Whether the host must have read all tokens so far before the next one is chosen."""
+        return self.params.constrained or bool(self.params.bad_words)
 
 
 class StepResult(NamedTuple):

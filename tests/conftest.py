@@ -3,8 +3,12 @@
 import logging
 import os
 import random
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,6 +45,18 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    if not hasattr(config, "workerinput"):  # the workers inherit it
+        _begin_cache(config)
+
+
+def _begin_cache(config: pytest.Config) -> None:
+    """Give the tests a cache of their own, which has the user's models that ship with Ramet, and goes with them."""
+    own, of_user = Path(tempfile.mkdtemp(prefix="ramet-tests-")), default_cache_dir()
+    config.add_cleanup(partial(shutil.rmtree, own))
+    (own / "models").mkdir()
+    for model in of_user.glob("models/smollm2-135m-*"):
+        (own / "models" / model.name).symlink_to(model)
+    os.environ |= {"RAMET_CACHE": str(own), "RAMET_CACHE_OF_USER": str(of_user)}
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +88,10 @@ def logged_here(caplog: pytest.LogCaptureFixture) -> Callable[[], list[logging.L
 def default_model_dir(pytestconfig: pytest.Config) -> Path:
     """SmolLM2-135M-Instruct, fetched and converted if it is not there yet; without it, nearly all tests fail."""
     try:
-        return fetch_default(default_cache_dir())
+        fetched = fetch_default(Path(os.environ["RAMET_CACHE_OF_USER"]))  # where the next run finds it, too
+        with suppress(FileExistsError):
+            (default_cache_dir() / "models" / fetched.name).symlink_to(fetched)
+        return fetched
     except ModelError as error:
         reason = f"the default model is not to be had: {error}"
         if pytestconfig.getoption("--without-model"):

@@ -1,11 +1,15 @@
 """Sizes of modules and functions, and names of classes; `[tool.importlinter]` in pyproject.toml has the imports."""
 
 import ast
+import os
 import subprocess
+import tempfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from runtime.config import default_cache_dir
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("radix", "runtime", "server", "loadgen")
@@ -56,3 +60,8 @@ def test_the_tree_is_small():
         pytest.skip("this is no checkout")
     paths = [ROOT / name for name in listed.stdout.split("\0") if name]
     assert sum(path.lstat().st_size for path in paths if path.exists()) < MOST_BYTES
+
+
+def test_tests_have_a_cache_of_their_own():
+    assert default_cache_dir() != Path(os.environ["RAMET_CACHE_OF_USER"])
+    assert default_cache_dir().is_relative_to(tempfile.gettempdir())

@@ -95,7 +95,7 @@ class Thinker(Drive):
             for task in batch:
                 self.core.requests[self._ask(task, reuse)].tokens.extend(task.forced[:-_LAST])
             while self.core.busy:
-                self.core.step()
+                self.events()
             self.strategy.background.wait()
 
     def serve(self, tasks: Sequence[Task], reuse: dict[str, Any] | None) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Thinker(Drive):
         started, cpu = time.perf_counter(), time.process_time()
         while self.core.busy:
             before, prefilled = time.perf_counter(), self.core.counters["prefill_tokens"]
-            events = self.core.step()
+            events = self.events()
             steps.append((time.perf_counter() - before, *self._pages()))
             if self.core.counters["prefill_tokens"] == prefilled:
                 decoding.append(steps[-1][0])
@@ -149,8 +149,7 @@ class Thinker(Drive):
         found: list[dict[str, Any]] = [{"amsr": 0.0} for _ in tasks]
         said = [array("i") for _ in tasks]
         while self.core.busy:
-            for event in self.core.step():
-                assert event.finish is None or event.finish.type != "error", event.finish
+            for event in self.events():
                 said[places[event.rid]].extend(event.tokens)
                 if event.reuse:
                     found[places[event.rid]]["amsr"] = event.reuse["amsr"]

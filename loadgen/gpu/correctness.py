@@ -147,17 +147,19 @@ def _ours(
     Raises RuntimeError if they did not run as the options say.
     """
     on_gpu = options["device"] != "cpu"
-    options = {"pool_tokens": 4096, **({} if on_gpu else {"kernels": "torch"}), **options}
+    options = {"pool_tokens": 4096, **options, **({} if on_gpu else {"kernels": "torch"})}
     shared = options.pop("shared", None)
+    by_flashinfer = on_gpu and options["dtype"] != "float32" and options.get("kernels") != "torch"
     drive = WatchedDrive(path, **options)
     if shared is not None:
         drive.core.planner.least_saved_tokens = shared
     try:
-        drive.demand_backend()
+        if by_flashinfer:
+            drive.demand_backend()
         cold, warm = drive.tokens(prompts, _NEW), drive.tokens(prompts, _NEW)
         if shared is not None:
             drive.demand("sharing", shared == _ALWAYS)
-        if on_gpu and options["dtype"] != "float32" and shared != _ALWAYS:
+        if by_flashinfer and shared != _ALWAYS:
             drive.demand("graphs", options.get("cuda_graph_batches") != "0")
         return cold, warm, {kind: drive.share(kind) for kind in ("graphs", "sharing")}
     finally:
@@ -170,14 +172,15 @@ def _transformers(
     """transformers' greedy tokens, and the largest gap of its logits at the first token where `ours` differ."""
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     model = model.to(device).eval()
+    # No token ends a request, as `ignore_eos` says to ours; `min_new_tokens` would also forbid to choose it.
+    model.generation_config.eos_token_id = None
     found, gap = [], 0.0
     with torch.inference_mode():
         for prompt, mine in zip(prompts, ours, strict=True):
             ids = torch.tensor([prompt], device=device)
             out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=_NEW, min_new_tokens=_NEW,
-                pad_token_id=0,
-            )  # fmt: skip
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=_NEW, pad_token_id=0
+            )
             theirs = out[0, len(prompt) :].tolist()
             same = _common(mine, theirs)
             if same < len(theirs):

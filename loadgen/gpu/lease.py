@@ -21,6 +21,7 @@ from typing import Any
 
 from loadgen.gpu.lease_page import page
 from loadgen.gpu.lease_parts import Part, parts
+from loadgen.gpu.metadata import write_metadata
 
 _ROOT = Path(__file__).parents[2]
 # Seconds that are kept for the page.
@@ -110,20 +111,14 @@ class Lease:
         """Install the wheels and unpack the kernels for the parts' processes, beside what is there."""
         site, kernels = self.work / "site", self.work / "kernels"
         options = [
-            "-q",
-            "--no-index",
-            "--no-deps",
-            "--no-compile",
-            "--no-cache-dir",
-            "--upgrade",
-            "--target",
-            str(site),
+            *("-q", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target", str(site))
         ]
         wheels = sorted(map(str, (carried / "wheels").glob("*.whl")))
         self._call(_INSTALL, ["-m", "pip", "install", *options, *wheels], 120)
         if (archive := carried / "kernels.tar.xz").exists():
             with tarfile.open(archive) as packed:
                 packed.extractall(kernels, filter="data")
+        write_metadata(site)
         self._path = [str(site), str(kernels), *self._path]
 
     def _call(self, name: str, command: list[str], most: float) -> None:
@@ -142,9 +137,9 @@ class Lease:
         _write_lines(file, [line for line in before["lines"] if "error" not in line])
         started, rc, error = time.monotonic(), -1, "left out: no time"
         until = min(self.deadline, started + part.most)
-        for attempt in range(_TRIES):
+        for _ in range(_TRIES):
             left = until - time.monotonic()
-            if left < (part.seconds / 2 if attempt else part.seconds):
+            if left < part.least:
                 break
             lines = len(_lines(file))
             options = ["--json", str(file), "--resume", "--guard", "--repeats", "1", "--limit", str(max(left - 10, 1))]

@@ -1,5 +1,6 @@
 """The parts of a lease, the most valuable first: commands of `python -m loadgen`, and the seconds that they take."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loadgen.gpu.lease_page import BICACHE, NO_CACHE
@@ -21,20 +22,27 @@ _REHEARSED_BICACHE = (
 )
 
 
+_MODES = ("default", "eager", "no cascade", "eager, no cascade")
+_OTHER_MODES = ("one step at a time", "fp8 KV")
+_TINY_LOAD = ("--clients", "32", "--duration", "1", "--prompt-tokens", "16", "--output-tokens", "4")
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A bench that runs in a process of its own.
+    """Parts of a bench that run in a process of their own: a start alone takes some 15 s, with all imports.
 
     Attributes:
         command: arguments of Python. `shapes/` in it stands for the directory of shapes.
-        seconds: that it takes, by estimate; with less left, it is not begun.
+        seconds: that it takes, by an estimate: measured on an H200, or a guess.
+        least: seconds with which it is worth to begin; it goes on until there are none left.
         most: seconds after which it is killed.
-        stall: seconds without a new measurement after which it is killed.
+        stall: seconds without a new measurement after which it is killed, and another process goes on.
     """
 
     name: str
     command: tuple[str, ...]
     seconds: float
+    least: float
     most: float
     stall: float = 75
 
@@ -44,30 +52,34 @@ def parts(rehearse: bool, model: str | None) -> list[Part]:
     device = ("--device", "cpu") if rehearse else ()
     given = () if model is None else ("--model", model)
 
-    def gpu(name: str, seconds: float, *only: str, of: str | None = None) -> Part:
+    def part(name: str, seconds: float, least: float, *words: str, stall: float = 60) -> Part:
+        command = ("-m", "loadgen", *words)
+        if rehearse:  # on a machine that may be slow
+            return Part(name, command, 1, 1, 900, 300)
+        return Part(name, command, seconds, least, 40 + 2 * seconds, stall)
+
+    def gpu(name: str, seconds: float, *names: str, only: Sequence[str] = ()) -> Part:
         filters = ("--only", *only) if only else ()
-        command = ("-m", "loadgen", "gpu", "--parts", of or name, *device, *given, *filters)
-        return _trial(name, command) if rehearse else Part(name, command, seconds, 60 + 2 * seconds)
+        return part(name, seconds, 25, "gpu", "--parts", *names, *device, *given, *filters)
 
-    chunks = [f"rows of a step={rows}" for rows in ((64,) if rehearse else (512, 1024, 4096, 8192))]
-    bicache = "-m", "loadgen", *(_REHEARSED_BICACHE if rehearse else _BICACHE + _BICACHE_ENGINE)
+    def speed(name: str, seconds: float, *names: str, modes: Sequence[str], rows: Sequence[int]) -> Part:
+        only = [*(f"mode={mode}" for mode in modes), *(f"rows of a step={count}" for count in rows)]
+        return gpu(name, seconds, *names, only=only)
+
+    user = ("user", *device, *(_TINY_LOAD if rehearse else ("--model", "shapes/llama-8b")))
+    bicache = _REHEARSED_BICACHE if rehearse else _BICACHE + _BICACHE_ENGINE
     return [
-        gpu("kernels", 20),
-        gpu("attention", 45),
-        gpu("tokens", 45),
-        gpu("pairs", 60),
-        gpu("bounds", 12),
-        gpu("decode", 75, "mode=default", "mode=eager"),
-        gpu("shared prefix", 45),
-        gpu("first token", 25),
-        gpu("prefill", 35, f"rows of a step={256 if rehearse else 2048}"),
-        _trial("BiCache", bicache) if rehearse else Part("BiCache", bicache, 70, 200),
-        gpu("decode, one step at a time", 40, "mode=one step at a time", of="decode"),
-        gpu("prefill, other steps", 70, *chunks, of="prefill"),
-        gpu("decode, fp8 KV", 40, "mode=fp8 KV", of="decode"),
-    ]
-
-
-def _trial(name: str, command: tuple[str, ...]) -> Part:
-    """A part of a rehearsal, on a machine that may be slow."""
-    return Part(name, command, 1, 600, 300)
+        gpu("kernels", 26, "kernels", "attention"),
+        gpu("tokens", 75, "tokens", "families", "pairs"),
+        part("user", 90, 60, *user, stall=90),
+        speed(
+            "speed", 85, "bounds", "decode", "shared prefix", "first token", "steps", "prefill", modes=_MODES,
+            rows=(256 if rehearse else 2048,),
+        ),
+        gpu("products", 30, "products"),
+        part("BiCache", 70, 70, *bicache, stall=75),
+        speed(
+            "other ways", 90, "decode", "prefill", modes=_OTHER_MODES,
+            rows=(64,) if rehearse else (512, 1024, 4096, 8192),
+        ),
+    ]  # fmt: skip

@@ -48,6 +48,7 @@ if ! [ -e "$site/.complete" ]; then
     "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" \\
         "$here"/wheels/*.whl
     [ ! -e "$here/kernels.tar.xz" ] || "$python" -m tarfile -e "$here/kernels.tar.xz" "$site"
+    PYTHONPATH="$PWD" "$python" -m loadgen.gpu.metadata "$site"
     touch "$site/.complete"
 fi
 export PYTHONPATH="$site:$PWD"
@@ -289,7 +290,7 @@ def print_sizes(out: Path) -> None:
         total += size
         print(f"{part}: {len(files)} files, {size:.1f} MiB")
     print(f"together {total:.1f} MiB, without build/, which stays. There, in a checkout of Ramet:")
-    print("    python3 -m loadgen.gpu.lease OUT --carried DIRECTORY --seconds 540")
+    print("    python3 -m loadgen.gpu.lease OUT --carried DIRECTORY --seconds 570")
 
 
 if __name__ == "__main__":

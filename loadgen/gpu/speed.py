@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -68,8 +68,15 @@ def use_prefill(executor: Any, kernels: str) -> None:
     """Let FlashInfer compute prompts with other kernels of its own."""
     attention = executor._forward.keywords["backend"]
     make = attention._flashinfer.BatchPrefillWithPagedKVCacheWrapper
-    attention.make_prefill = lambda: make(attention._workspace, kv_layout="NHD", backend=kernels)
+    attention.make_prefill = lambda: make(attention.workspace, kv_layout="NHD", backend=kernels)
     attention._wrappers["prefill"].clear()
+
+
+def share_of(bound_s: float, seconds: float) -> float:
+    """The share of a bound that was reached. Raises RuntimeError above 1: something else was measured."""
+    if bound_s > seconds:
+        raise RuntimeError(f"{seconds:.6f} s, which is {bound_s / seconds:.0%} of what the device allows")
+    return bound_s / seconds
 
 
 class Speed(WatchedDrive):
@@ -135,7 +142,7 @@ class Speed(WatchedDrive):
         weights = (self._body + self._head) * self.core.executor.dtype.itemsize
         bound_s = (weights + batch * self._sizes.context * self._row_bytes) / self._bytes_s
         rate = batch / median(times)
-        return {"step": times, "share": bound_s / median(times), "rate": rate, "graphs": ran} | host | gaps
+        return {"step": times, "share": share_of(bound_s, median(times)), "rate": rate, "graphs": ran} | host | gaps
 
     def shared(self, mode: dict[str, Any]) -> dict[str, Any]:
         """Decode steps of requests behind one prefix."""
@@ -153,18 +160,24 @@ class Speed(WatchedDrive):
             ran = {kind: self.share(kind) for kind in ("graphs", "sharing")}
         return {"step": times, "rate": self._sizes.shared_batch / median(times)} | ran
 
-    def first_token(self) -> dict[str, list[float]]:
-        """TTFT of a prefix and a question with nothing cached, and with all but the question cached."""
+    def first_token(self) -> dict[str, Any]:
+        """TTFT of a prefix and a question with nothing cached, and with all but the question cached.
+
+        `graphs`: the share of the steps with a cached prefix that ran as a CUDA graph.
+        """
         sizes, cold, warm = self._sizes, list[float](), list[float]()
+        graphs = list[float]()
         for _ in range(4):
             prefix = self.text(sizes.prefix)
             for times in (cold, warm):
                 self.add(prefix + self.text(sizes.question), 1)
+                self.forget()
                 times.append(self.first_tokens())
+            graphs.append(self.share("prompt graphs"))
             self.end()
         ideal = sizes.question / (sizes.prefix + sizes.question)
         over = [mine / (full * ideal) for full, mine in zip(cold[1:], warm[1:], strict=True)]
-        return {"ttft": cold[1:], "cached": warm[1:], "over": over}
+        return {"ttft": cold[1:], "cached": warm[1:], "over": over, "graphs": mean(graphs[1:])}
 
     def prefill(self, kernels: str) -> dict[str, Any]:
         """An uncached prompt, beside the operations at full speed of the matrix units.
@@ -182,4 +195,4 @@ class Speed(WatchedDrive):
         attention = 2 * spec.num_layers * spec.num_heads * spec.head_dim * length**2
         bound_s = (2 * self._body * length + 2 * self._head + attention) / self._flop_s
         prompt_s = median(times[1:])
-        return {"ttft": times[1:], "share": bound_s / prompt_s, "rate": length / prompt_s}
+        return {"ttft": times[1:], "share": share_of(bound_s, prompt_s), "rate": length / prompt_s}

@@ -15,7 +15,7 @@ class WatchedDrive(ClockedDrive):
 
     Attributes:
         seen: `steps` that only decode, and of these `graphs` (ran as a CUDA graph) and `sharing` (several rows read one
-            span), since `forget`.
+            span); `prompts`, the other steps, and of these `prompt graphs`; since `forget`.
     """
 
     def __init__(self, path: Path, **options: Any):
@@ -25,8 +25,8 @@ class WatchedDrive(ClockedDrive):
         run, graphs = executor.run, executor._graphs
 
         def watched(batch: ForwardBatch) -> torch.Tensor:
-            if len(batch.tokens) == len(batch.logits_rows):
-                self.seen["steps"] += 1
+            self.seen["steps" if _decodes(batch) else "prompts"] += 1
+            if _decodes(batch):
                 self.seen["sharing"] += any(_several(edge.rows) for edge in batch.groups[0].attention.edges)
             return run(batch)
 
@@ -36,7 +36,7 @@ class WatchedDrive(ClockedDrive):
 
             def counted(batch: ForwardBatch) -> torch.Tensor | None:
                 logits = in_graph(batch)
-                self.seen["graphs"] += logits is not None
+                self.seen["graphs" if _decodes(batch) else "prompt graphs"] += logits is not None
                 return logits
 
             self.replace(graphs, "run", counted)
@@ -46,8 +46,8 @@ class WatchedDrive(ClockedDrive):
         self.seen.clear()
 
     def share(self, kind: str) -> float:
-        """The share of the steps that were `graphs` or `sharing`."""
-        return self.seen[kind] / max(self.seen["steps"], 1)
+        """The share of their steps that were `graphs`, `sharing` or `prompt graphs`."""
+        return self.seen[kind] / max(self.seen["prompts" if kind == "prompt graphs" else "steps"], 1)
 
     def demand(self, kind: str, wanted: bool) -> None:
         """Raise RuntimeError if no step was of a kind that is wanted, or any was of one that is not."""
@@ -61,6 +61,11 @@ class WatchedDrive(ClockedDrive):
         if self.core.executor.device.type != "cpu" and not float32 and found != "flashinfer":
             why = self.core.executor.backend_note
             raise RuntimeError(f"the attention backend is {found}, where flashinfer should be: {why}")
+
+
+def _decodes(batch: ForwardBatch) -> bool:
+    """Whether each row gives a token, as without drafts only rows that decode do."""
+    return len(batch.tokens) == len(batch.logits_rows)
 
 
 def _several(rows: slice | torch.Tensor) -> bool:

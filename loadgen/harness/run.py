@@ -99,14 +99,17 @@ def _measure_all(bench: Bench, cells: list[Cell], results: Results) -> bool:
     seed, deadline = results.facts["seed"], time.monotonic() + (math.inf if bench.limit is None else bench.limit)
     for cell, repeat in tqdm(plan, desc=results.facts["bench"], unit="cell", disable=None):
         if time.monotonic() >= deadline:
+            done = sum(map(len, results.measured.values()))
+            print(f"--limit {bench.limit:g} ended this after {done} of {bench.repeats * len(cells)} measurements",
+                  file=sys.stderr, flush=True)  # fmt: skip
             return False
         if bench.guard:
             results.fail(cell, repeat, "did not end")
         try:
             figures = dict(bench.measure(cell, random.Random(f"{seed} {repeat}")))
-        except BenchError:
-            raise
         except Exception as error:  # of any library: the other cells are still measured
+            if isinstance(error, BenchError) and not bench.guard:
+                raise
             traceback.print_exc()
             results.fail(cell, repeat, _said(error))
             if bench.lost():

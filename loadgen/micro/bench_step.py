@@ -168,7 +168,7 @@ class _Steps(ClockedDrive):
     def _one_step(self) -> dict[str, float]:
         self.reset()
         started, cores = time.perf_counter(), time.process_time()
-        events = self.core.step()
+        events = self.events()
         written = time.perf_counter()
         encode(StepEvents(events))
         ended = time.perf_counter()

@@ -157,7 +157,7 @@ class Documents(Drive):
             while left and len(self.core.requests) < clients:
                 self.ask(self.prompt(self.order(count, draw)), asked, output)
                 left -= 1
-            self.core.step()
+            self.events()
         return requests / (time.perf_counter() - started)
 
     def pages(self, asked: ReuseParams | None, readers: int) -> int:

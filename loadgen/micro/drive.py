@@ -7,12 +7,13 @@ import random
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from loadgen.harness import BenchError
 from radix import Namespace
 from runtime.calls import Call, FlushCache
 from runtime.config import make_config
@@ -21,21 +22,30 @@ from runtime.engine.core import EngineCore
 from runtime.engine.opening import open_engine
 from runtime.models.spec import LlamaSpec, ModelSpec
 from runtime.params import SamplingParams
-from runtime.protocol import AddRequest, Ask
+from runtime.protocol import AddRequest, Ask, TokenEvent
+
+
+def whole(events: Iterable[TokenEvent]) -> list[TokenEvent]:
+    """The events. Raises BenchError if a request failed: a bench would take the missing work for speed."""
+    found = [*events]
+    for event in found:
+        if (end := event.finish) is not None and end.type in ("abort", "error"):
+            raise BenchError(f"request {event.rid} failed ({end.type}): {end.message}")
+    return found
 
 
 def answer(core: EngineCore, call: Call) -> dict[str, Any]:
     """The answer to an operator's call, after as many steps as it takes. Raises RametError."""
     core.handle(Ask(0, call))
     while not (replies := core.settle()):
-        core.step()
+        whole(core.step())
     if (failure := replies[0].failure) is not None:
         raise failure.error()
     return replies[0].answer
 
 
 class Drive:
-    """Adds greedy requests, times steps, collects tokens.
+    """Adds greedy requests, times steps, collects tokens. Raises BenchError if a request fails.
 
     Args:
         path: the model's directory.
@@ -80,7 +90,11 @@ class Drive:
             diffusion=None if denoising is None else denoising.model_dump(), reuse=reuse, namespace=namespace,
             logprobs=logprobs,
         )  # fmt: skip
-        self.core.handle(message)
+        whole(self.core.handle(message))
+
+    def events(self) -> list[TokenEvent]:
+        """The events of one step."""
+        return whole(self.core.step())
 
     def step(self) -> float:
         """Seconds of one step, device included."""
@@ -91,7 +105,7 @@ class Drive:
         self._wait()
         started = time.perf_counter()
         for _ in range(steps):
-            self.core.step()
+            self.events()
         self._wait()
         return (time.perf_counter() - started) / steps
 
@@ -118,7 +132,7 @@ class Drive:
             self.add(array("i", prompt), output)
             found[f"{self._count}"] = []
         while self.core.busy:
-            for event in self.core.step():
+            for event in self.events():
                 found[event.rid] += event.tokens
         return list(found.values())
 

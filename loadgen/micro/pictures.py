@@ -71,7 +71,7 @@ class Scene:
         self.drive.add(prompt, output)
         request = next(reversed(self.drive.core.requests.values()))
         while self.drive.core.busy:
-            self.drive.core.step()
+            self.drive.events()
         return request.cached_tokens
 
 

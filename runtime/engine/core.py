@@ -2,14 +2,13 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
-
-import torch
 
 from radix.stats import Histogram
 from runtime.config import Config
+from runtime.engine.flight import InFlight
 from runtime.engine.part import Calls, Part, Parts
 from runtime.engine.requests import finish_of, open_request
 from runtime.engine.scheduler import Scheduler
@@ -21,7 +20,7 @@ from runtime.kv.lookup import count_miss
 from runtime.protocol import Abort, AddRequest, Ask, Finish, Forget, Inbound, ModelInfo, Reply, TokenEvent
 from runtime.request import Decoding, Request, Strategy, Work
 from runtime.reuse.planner import Planner
-from runtime.sampler_state import SampledTokens, StepResult
+from runtime.sampler_state import StepResult
 from runtime.sampling.sampler import BadLogits
 
 log = logging.getLogger("ramet.engine")
@@ -38,36 +37,15 @@ _ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 P = TypeVar("P", bound=Part)
 
 
-@dataclass(slots=True)
-class InFlight:
-    """A step between its launch and its booking.
-
-    Attributes:
-        work: the rows of each request.
-        places: rows of the logits, by piece of work and row set.
-        saved: saved hidden states, by piece of work and row set.
-        logits: float32 [S, vocab], valid until the next step is launched.
-        num_rows: number of rows of the step.
-        started: time of the launch in seconds, `time.monotonic`.
-        sampled: the chosen tokens, if any.
-    """
-
-    work: list[Work]
-    places: list[list[slice]]
-    saved: list[list[torch.Tensor | None]]
-    logits: torch.Tensor
-    num_rows: int
-    started: float
-    sampled: SampledTokens | None
-
-
 class EngineCore:
     """Computes live requests step by step, together with its parts. `open_engine` makes one.
 
-    With `overlap`, steady decode runs one step ahead: before the tokens of a step are read, the next step is launched
-    with these tokens on the device, so that the host reads, books, schedules and plans while the device computes. If a
-    request ends with a step, its rows of the next step are dropped. They are in private pages of the request, after all
-    rows that may enter the tree, and the next owner of these pages writes later.
+    With `overlap`, decode runs one step ahead: before the tokens of a step are read, the next step is launched with
+    these tokens on the device, so that the host reads, books, schedules and plans while the device computes. If a
+    request of the next step needs its output to choose a token, as grammars do, all of its tokens are chosen after the
+    booking, and the device still computes logits meanwhile. If a request ends with a step, its rows of the next step
+    are dropped. They are in private pages of the request, after all rows that may enter the tree, and the next owner
+    of these pages writes later.
 
     Attributes:
         strategies: by name; the first one serves requests that name no strategy.
@@ -249,7 +227,12 @@ class EngineCore:
             return self._compute_less([item for item in work if item.is_live], error)
         self.counters["steps"] += 1
         self.step_rows.add(flight.num_rows)
-        return self._book(flight, tokens)
+        if flight.sampled is not None and flight.sampled.changed:
+            self._in_flight = None  # it computes other tokens
+        events = self._book(flight, tokens)
+        if self._in_flight is not None and self._in_flight.sampled is None:
+            self._in_flight = self._choose_ahead(self._in_flight)
+        return events
 
     def _launch(self, work: list[Work], before: InFlight | None = None) -> InFlight:
         """Start a step on the device; `before`: the step whose unread tokens are the input."""
@@ -264,8 +247,10 @@ class EngineCore:
         for launching in self.parts.launching:
             launching(batch)
         logits = self.executor.run(batch)
-        sampled = self.decoding.choose(work, places, logits)
-        return InFlight(work, places, saved, logits, len(batch.tokens), started, sampled)
+        flight = InFlight(work, places, saved, logits, len(batch.tokens), started)
+        if before is None or not flight.needs_output:
+            flight.sampled = self.decoding.choose(work, places, logits)
+        return flight
 
     def _launch_next(self, flight: InFlight) -> InFlight | None:
         """Launch the step after `flight`, whose tokens are unread; None if its work is not known yet."""
@@ -273,15 +258,29 @@ class EngineCore:
         work = self.scheduler.follow([item for item in flight.work if item.is_live]) if ahead else []
         if not work:
             return None
-        try:
+        with self._giving_up(work):
             return self._launch(work, flight)
+        return None
+
+    def _choose_ahead(self, flight: InFlight) -> InFlight | None:
+        """Choose the tokens of a step whose requests have been booked; None if none goes on, or if this fails."""
+        flight = flight.live
+        for item in flight.work:
+            item.ahead = 0
+        with self._giving_up(flight.work):
+            flight.sampled = self.decoding.choose(flight.work, flight.places, flight.logits) if flight.work else None
+        return flight if flight.sampled is not None else None
+
+    @contextmanager
+    def _giving_up(self, work: list[Work]) -> Iterator[None]:
+        """A context in which a step ahead may fail. Its work is scheduled again, if necessary in halves."""
+        try:
+            yield
         except EngineDead:
             raise
         except Exception as error:
-            # No request fails: after the previous step is read, the work is scheduled again, in halves if necessary.
             log.warning("a step of %d requests could not be launched ahead (%r)", len(work), error)
             self._note_failed(work)
-            return None
 
     def _book(self, flight: InFlight, tokens: Mapping[Request, list[int] | RametError]) -> list[TokenEvent]:
         """Book the results of a step for the requests that are still live; returns their events."""

@@ -12,6 +12,7 @@ import zmq
 from runtime import protocol as wire
 from runtime.engine.core import EngineCore
 from runtime.errors import EngineDead, RametError
+from runtime.execution.device import is_out_of_memory
 
 log = logging.getLogger("ramet.engine")
 
@@ -19,6 +20,7 @@ log = logging.getLogger("ramet.engine")
 _NOTHING_TO_RUN_MS = 5
 # Longest time for messages before a step: a stream of requests that are refused at once could delay it for ever.
 _MESSAGES_S = 0.02
+_TOO_LITTLE = "the model does not fit into the memory that is left, or that a limit (`ulimit -v`, a container's) allows"
 
 
 class EngineLoop:
@@ -46,6 +48,11 @@ class EngineLoop:
             core = self.core = open_core()
         except RametError as error:
             self._send(wire.Failed(error.message))
+            return 1
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._send(wire.Failed(_TOO_LITTLE))
             return 1
         try:
             core.executor.on_death(on_death)

@@ -50,11 +50,15 @@ class Pins(Part):
         """Pin the whole pages of a prefix, or entries; missing KV is computed first.
 
         Raises:
+            InvalidRequest: if the prefix fills no page.
             PinRefused: if the pin exceeds the budget, or its KV cannot be computed and kept.
         """
         if call.reuse is None:
             page_bytes = self._cache.page_size * TOKEN_BYTES
             call = msgspec.structs.replace(call, tokens=call.tokens[: len(call.tokens) // page_bytes * page_bytes])
+            if not call.tokens:
+                size = self._cache.page_size
+                raise InvalidRequest(f"the prefix is shorter than a page of {size} tokens; pins hold whole pages")
         pinned = self._pin(call)
         if pinned is None:
             if not self._cache.enabled:

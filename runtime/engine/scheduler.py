@@ -158,22 +158,22 @@ class Scheduler:
         """The decode step after one whose tokens are unread; empty if these must be read first.
 
         It is the step that `schedule` would return if no unread token ended its request. It requires that all running
-        requests decode, no request can be admitted, no request needs the host between two tokens, and memory suffices
+        requests get a token, no request can be admitted, no logits are read after the tokens, and memory suffices
         without retraction. It leaves out a request that reaches its limit with the unread token.
         """
-        if not self._all_decode(work) or not self._none_to_admit():
+        if not self._all_go_on(work) or not self._none_to_admit():
             return []
-        going_on = [item.request for item in work if len(item.request.tokens) + 1 < item.request.max_length]
+        going_on = [item for item in work if len(item.request.tokens) + 1 < item.request.max_length]
         if len(going_on) < len(work) and self.waiting:
             return []
-        if not all(request.strategy.grow(request, ahead=1) for request in going_on):
+        if not all(item.request.strategy.grow(item.request, ahead=item.count) for item in going_on):
             return []
-        return [Work(request, request.sequence.num_computed + 1, 1, 1, ahead=1) for request in going_on]
+        return [Work(item.request, item.start + item.count, 1, 1, ahead=1) for item in going_on]
 
-    def _all_decode(self, work: Sequence[Work]) -> bool:
-        if {item.request for item in work} != set(self.running):
-            return False
-        return all(_decodes(item.request) and not _needs_host(item.request) for item in work)
+    def _all_go_on(self, work: Sequence[Work]) -> bool:
+        """Whether the step has the last row of each running request, and nobody waits for KV that it computes."""
+        requests = {item.request for item in work}
+        return requests == set(self.running) and requests.isdisjoint(self.blocked) and all(map(_goes_on, work))
 
     def _none_to_admit(self) -> bool:
         if not self.waiting:
@@ -359,10 +359,11 @@ def _decodes(request: Request) -> bool:
     return request.num_remaining == 1 and not request.strategy.unchunkable
 
 
-def _needs_host(request: Request) -> bool:
-    """Whether the host must read each token before the next one is computed."""
-    params = request.sampler.params
-    return params.constrained or bool(params.bad_words) or request.wants_prompt_logprobs
+def _goes_on(work: Work) -> bool:
+    """Whether a request's next row is known before the work is booked: that of the token that the work gives."""
+    request, strategy = work.request, work.request.strategy
+    is_last = work.count == request.num_remaining and not strategy.unchunkable
+    return is_last and (strategy.steady or not work.prefills) and not request.wants_prompt_logprobs
 
 
 def _prefills(request: Request) -> bool:

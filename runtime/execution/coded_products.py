@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from runtime.execution.device import is_lost
 from runtime.models.coded import CodedWeight
 
 log = logging.getLogger(__name__)
@@ -113,10 +114,14 @@ class Float8Tensor(CodedTensor):
         return torch._scaled_mm(rounded, self._codes.t(), scales, self._scales, out_dtype=x.dtype)
 
 
-def coded_tensor(weight: CodedWeight, device: torch.device) -> CodedTensor | None:
+def coded_tensor(weight: CodedWeight, device: torch.device, told: set[type[CodedTensor]]) -> CodedTensor | None:
     """The weight on a device; None: there is no product for it, or it does not give what the unpacked weight gives.
 
-    Each weight is tried with a few random rows, because layouts depend on the GPU and the version of torch.
+    Each weight is tried with a few random rows, because layouts depend on the GPU and the version of torch. A product
+    that fails its trial is logged, unless another one of its kind is in `told`.
+
+    Raises:
+        RuntimeError: if the device is lost.
     """
     kinds: tuple[type[Int4Tensor | Float8Tensor], ...] = Int4Tensor, Float8Tensor
     kind = next((kind for kind in kinds if kind.takes(weight)), None)
@@ -131,9 +136,17 @@ def coded_tensor(weight: CodedWeight, device: torch.device) -> CodedTensor | Non
         wanted = F.linear(x.float(), weight.rows(tried).values())
         error = float((found.product(x)[:, tried].float() - wanted).norm() / wanted.norm())
     except RuntimeError as reason:
-        log.warning("a weight of %d x %d is unpacked: %s", n, k, str(reason).splitlines()[0])
+        if is_lost(device):
+            raise
+        _warn(n, k, kind, str(reason).splitlines()[0], told)
         return None
     if not error < kind.tolerance:
-        log.warning("a weight of %d x %d is unpacked: its product is off by %.0f %%", n, k, 100 * error)
+        _warn(n, k, kind, f"its product is off by {100 * error:.0f} %", told)
         return None
     return found
+
+
+def _warn(n: int, k: int, kind: type[CodedTensor], why: str, told: set[type[CodedTensor]]) -> None:
+    if kind not in told:
+        log.warning("a weight of %d x %d is unpacked, as others like it may be: %s", n, k, why)
+        told.add(kind)

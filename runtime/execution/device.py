@@ -1,5 +1,8 @@
 """Choice of device, dtype, attention backend and overlap from the options."""
 
+import errno
+import logging
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -8,16 +11,23 @@ from runtime.config import Config, ModelConfig
 from runtime.errors import ModelError
 from runtime.execution.flashinfer_package import flashinfer_fault
 
+log = logging.getLogger(__name__)
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # FlashInfer merges partial results of heads of these sizes.
 _HEAD_DIMS = (64, 128, 256)
+_DRIVER = Path("/proc/driver/nvidia")
 
 
 def choose_device(config: ModelConfig) -> torch.device:
     """The device of `--device`. Raises ModelError if it does not exist."""
     if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        if _DRIVER.exists():
+            _warn_of_driver()
+        return torch.device("cpu")
     try:
         device = torch.device(config.device)
     except RuntimeError:
@@ -27,6 +37,16 @@ def choose_device(config: ModelConfig) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"--device is {config.device!r}, but torch finds no CUDA device")
     return device
+
+
+@cache
+def _warn_of_driver() -> None:
+    try:
+        torch.cuda.init()
+        why = "it has no device for this process"
+    except (RuntimeError, AssertionError) as error:  # such as a driver too old for it
+        why = str(error).splitlines()[0]
+    log.warning("--device auto: the CPU computes; there is an NVIDIA driver, but torch cannot use it: %s", why)
 
 
 def set_current(device: torch.device) -> None:
@@ -87,10 +107,15 @@ def choose_overlap(config: Config, device: torch.device) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a computation ran out of memory, so that a smaller one may succeed."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
-    # Of the allocator of a CPU, of pinned memory, and of cuBLAS.
-    said = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    # Of the allocator of a CPU, of mapped files, of pinned memory, and of cuBLAS.
+    said = (
+        "can't allocate memory",
+        "Cannot allocate memory",
+        "CUDA error: out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+    )
     return any(text in str(error) for text in said)
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from runtime.execution.device import (
     wants_native,
 )
 from runtime.execution.flashinfer_package import COST
-from runtime.execution.graphs import DecodeGraphs
+from runtime.execution.graphs import PROMPT_SIZES, StepGraphs
 from runtime.execution.loading import load_model
 from runtime.execution.native.choosing import NativeChoosing
 from runtime.execution.native.decoder import NativeDecoder
@@ -109,7 +110,7 @@ class Executor:
         self.device = choose_device(config.model) if group is None else group.device
         set_current(self.device)
         self._group = group
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._windows: list[Window | None] = []
         # Whether layers with a window always form separate groups, because their rotary embedding differs.
         self._split = False
@@ -196,7 +197,8 @@ class Executor:
             else:
                 attention = FlashInferAttention(self.pool, model.rope, share.num_heads, self.dtype)
                 if graphs:
-                    self._graphs = DecodeGraphs(model, self.pool, attention, graphs, self.context_length)
+                    prompts = self._prompt_sizes(config, model.most_free_rows)
+                    self._graphs = StepGraphs(model, self.pool, attention, graphs, prompts, self.context_length)
                     self._capture(config.scheduler.max_running or self.max_running)
             self.backend_name = attention.name
             self.least_saved_tokens = attention.least_saved_tokens
@@ -228,7 +230,7 @@ class Executor:
             if isinstance(spec, LlamaSpec) and spec.near:
                 self.near = self._make_near(config, spec, num_pages)
             return KVPool(*shape, self.kv_dtype, self.device, spare_pages, spec.halves)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OSError) as error:
             if not is_out_of_memory(error):
                 raise
             size = num_pages * cache.page_size * per_token / (1 << 30)
@@ -248,11 +250,16 @@ class Executor:
         return library
 
     def _graph_sizes(self, config: Config, most_rows: float) -> list[int]:
-        """Batch sizes of the CUDA graphs, up to `most_rows`; empty with several ranks and for diffusion models."""
+        """Rows of the CUDA graphs of decode steps, up to `most_rows`; empty with several ranks, and for diffusion."""
         if self._group is not None or self.spec.diffusion is not None:
             return []
         sizes = {int(size) for size in config.engine.cuda_graph_batches.split(",") if size}
         return sorted(size for size in sizes if 0 < size <= most_rows)
+
+    def _prompt_sizes(self, config: Config, most_rows: float) -> list[int]:
+        """Rows of the CUDA graphs of steps with prompts, up to `most_rows`, and up to what a step may have."""
+        most = bisect_left(PROMPT_SIZES, config.scheduler.step_tokens or self.step_tokens) + 1
+        return [size for size in PROMPT_SIZES[:most] if size <= most_rows]
 
     def _choose_attention(self, config: Config, spec: LlamaSpec) -> str:
         """The backend for a model of Ramet's own code. FlashInfer must first compute one step of each kind.
@@ -288,18 +295,18 @@ class Executor:
             log.log(level, "torch computes attention, not FlashInfer: %s", self.backend_note)
 
     def _capture(self, most: int) -> None:
-        """Capture the graphs of decode steps of up to `most` rows. If this fails, steps run without graphs.
+        """Capture the graphs of steps of up to `most` requests. If this fails, steps run without graphs.
 
         Raises ModelError if the failure has made the GPU unusable.
         """
         if self.device.type == "cpu" or self._graphs is None:
             return
         try:
-            capture_graphs(self._graphs, most)
+            capture_graphs(self._graphs, most, self.device)
         except Exception as error:  # of the driver, the allocator or a kernel
             if is_lost(self.device):
                 raise ModelError(f"a CUDA graph cannot be captured ({error}): --cuda-graph-batches 0") from None
-            log.warning("decode steps run without CUDA graphs, which cannot be captured: %s", error)
+            log.warning("steps run without CUDA graphs, which cannot be captured: %s", error)
             self._graphs = None
 
     def load_adapter(self, adapter: LoraAdapter) -> None:

@@ -104,14 +104,14 @@ def _has_products(spec: LlamaSpec, dtype: torch.dtype, device: torch.device) -> 
 def load_products(tensors: PublishedTensors, spec: LlamaSpec, device: torch.device, ops: Ops) -> LoadedModel:
     """A model in bfloat16 whose matrices stay quantised where `coded_tensor` has a product. Raises ModelError."""
     names, every = list(spec.expected_tensors()), places(spec)
-    counts = [0, 0]
+    counts, told = [0, 0], set[type[CodedTensor]]()
 
     def matrix(rows: torch.Tensor, is_table: bool = False) -> torch.Tensor:
         """The matrix of rows at these places, [n, 1]; a table has its rows read, for which it must be unpacked."""
         runs = runs_of(rows[:, 0].cpu().numpy(), names)
         parts = [part.rows(numbers) for name, numbers in runs if (part := tensors.coded(name)) is not None]
         whole = CodedWeight.stacked(parts) if len(parts) == len(runs) and not is_table else None
-        found = None if whole is None else coded_tensor(whole, device)
+        found = None if whole is None else coded_tensor(whole, device, told)
         counts[isinstance(found, CodedTensor)] += bool(parts)
         if found is not None:
             return found

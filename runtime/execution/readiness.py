@@ -1,6 +1,8 @@
 """Whether FlashInfer computes a model here: its kernels are loaded or compiled, and every kind of step is compared."""
 
+import logging
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -13,11 +15,13 @@ from runtime.execution.attention.flashinfer import FlashInferAttention
 from runtime.execution.attention.torch_attention import TorchAttention
 from runtime.execution.flashinfer_kernels import kernels_for
 from runtime.execution.flashinfer_package import VERSION, load_flashinfer
-from runtime.execution.graphs import DecodeGraphs
+from runtime.execution.graphs import StepGraphs
 from runtime.execution.ops import FlashInferOps, Ops
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.spec import LlamaSpec
+
+log = logging.getLogger("ramet.engine")
 
 # Largest relative error of results on random data; rounding to bfloat16 gives about 0.004.
 _TOLERANCE = 0.02
@@ -64,10 +68,15 @@ def find_fault(
     return None
 
 
-def capture_graphs(graphs: DecodeGraphs, most: int) -> None:
-    """Capture the graphs of decode steps of up to `most` rows, before a request has to wait for them."""
-    for shape in tqdm(graphs.shapes(most), desc="CUDA graphs", unit="graph", disable=None):
+def capture_graphs(graphs: StepGraphs, most: int, device: torch.device) -> None:
+    """Capture the graphs of steps of up to `most` requests, before a request has to wait for them."""
+    shapes, started, free = graphs.shapes(most), time.monotonic(), torch.cuda.mem_get_info(device)[0]
+    for shape in tqdm(shapes, desc="CUDA graphs", unit="graph", disable=None):
         graphs.capture(shape)
+    decode, seconds = sum(shape.rows.decodes for shape in shapes), time.monotonic() - started
+    mib = (free - torch.cuda.mem_get_info(device)[0]) >> 20
+    kinds = f"{decode} of decode steps and {len(shapes) - decode} of steps with prompts"
+    log.info("captured %d CUDA graphs, %s, in %.1f s and %d MiB", len(shapes), kinds, seconds, mib)
 
 
 @dataclass(slots=True)

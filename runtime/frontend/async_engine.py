@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 from radix import Namespace
 from runtime.calls import AddPin, Call, ComputeNextTurn, EraseTenant, GetCached, GetRuns, Pause, Ping
 from runtime.config import Config
-from runtime.errors import DeadlineExceeded, EngineDead, RametError
+from runtime.errors import EngineDead, RametError
 from runtime.frontend.adapters import Adapters
 from runtime.frontend.connection import Connection, EngineProcess, Host
+from runtime.frontend.deadline import NO_DEADLINE, Deadline
 from runtime.frontend.documents.plan import DocumentPlanner
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Output, PlacedPrompt, Submission, expected_tokens
@@ -157,31 +158,25 @@ class AsyncEngine:
 
     # -- use -------------------------------------------------------------------------------------------------
 
-    async def open(self, submissions: list[Submission], timeout_s: float | None = None) -> OutputStream:
+    async def open(self, submissions: list[Submission], deadline: Deadline = NO_DEADLINE) -> OutputStream:
         """Submit prompts. Closing the returned stream (a context manager) aborts unfinished completions.
 
         Args:
-            timeout_s: seconds until unfinished completions are aborted and reading raises DeadlineExceeded.
+            deadline: then, unfinished completions are aborted, and reading raises DeadlineExceeded.
 
         Raises:
             InvalidRequest: if one of the prompts can never be served; then no prompt is submitted.
             Overloaded, RateLimited: if the prompts exceed the limits on open requests.
-            DeadlineExceeded: if tokenizing took longer than `timeout_s`.
+            DeadlineExceeded: if tokenizing took longer than until then.
             EngineDead: if the engine is not running.
         """
         frontend, account = self._running(), submissions[0].account
         wanted, expected = sum(s.sampling.n for s in submissions), sum(s.expected_tokens for s in submissions)
-        loop = asyncio.get_running_loop()
-        deadline_s = None if timeout_s is None else loop.time() + timeout_s
-        try:
-            with frontend.admit(account, wanted, expected):
-                async with asyncio.timeout_at(deadline_s):
-                    encoded = await self._encode(frontend, submissions)
-        except TimeoutError:
-            raise _too_late(timeout_s) from None
+        with frontend.admit(account, wanted, expected):
+            encoded = await deadline.keep(self._encode(frontend, submissions))
         stream = OutputStream(self._running(), partial(self._work.run, account))
-        if deadline_s is not None:
-            stream.timer = loop.call_at(deadline_s, stream.expire, _too_late(timeout_s))
+        if deadline.at_s is not None:
+            stream.timer = asyncio.get_running_loop().call_at(deadline.at_s, stream.expire, deadline.error)
         try:
             for submission, tokens in zip(submissions, encoded, strict=True):
                 stream.submit(submission, tokens)
@@ -321,7 +316,3 @@ class AsyncEngine:
         if self._frontend is None:
             raise self._connection.dead or EngineDead("the engine is not running")
         return self._frontend
-
-
-def _too_late(timeout_s: float | None) -> DeadlineExceeded:
-    return DeadlineExceeded(f"the request took longer than its {timeout_s:g} seconds", param="timeout_s")

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from multiprocessing.connection import wait
+from typing import IO
 
 from runtime.errors import InvalidRequest
 from runtime.models.process_pool import ProcessPool
@@ -24,13 +24,17 @@ class GrammarProcesses(ProcessPool):
     def check(self, params: SamplingParams) -> None:
         """`check_grammar` in a process; blocks. Also raises InvalidRequest if the check exceeds the time limit."""
         name = params.constraint or ""
-        with self.pipes() as (requests, answers):
-            requests.write(params.model_dump_json(include={*CONSTRAINTS}).encode() + b"\n")
+        line = params.model_dump_json(include={*CONSTRAINTS}).encode() + b"\n"
+
+        def write(requests: IO[bytes]) -> None:
+            requests.write(line)
             requests.flush()
-            if not wait([answers.fileno()], self._timeout_s):
-                raise too_slow(name, self._timeout_s, name)
-            if not (answer := answers.readline()):
-                raise InvalidRequest(f"compiling {name} takes more memory than is available", param=name)
+
+        answer = self.ask(write, self._timeout_s)
+        if answer is None:
+            raise too_slow(name, self._timeout_s, name)
+        if not answer:
+            raise InvalidRequest(f"compiling {name} takes more memory than is available", param=name)
         message, param = json.loads(answer)
         if message is not None:
             raise InvalidRequest(message, param=param)

@@ -117,8 +117,9 @@ def expert_spec(config: dict[str, Any], architecture: str) -> ExpertSpec | None:
         if every == 0:
             raise ModelError("config.json has decoder_sparse_step 0; it must be a positive integer")
         sparse = tuple(i for i in layers if i not in dense and (i + 1) % every == 0)
-        shared = config.get("shared_expert_intermediate_size", 0) if architecture == "Qwen3NextForCausalLM" else 0
-        normalized = bool(config.get("norm_topk_prob", False))
+        is_next = architecture == "Qwen3NextForCausalLM"
+        shared = config.get("shared_expert_intermediate_size", 512) if is_next else 0
+        normalized = bool(config.get("norm_topk_prob", is_next))
         return ExpertSpec(sparse, count, chosen, inner, shared, normalized=normalized, shared_gate=bool(shared))
     return ExpertSpec(
         tuple(layers[config.get("first_k_dense_replace", 0) :]),
@@ -135,7 +136,7 @@ def expert_spec(config: dict[str, Any], architecture: str) -> ExpertSpec | None:
 
 
 def _deepseek(config: dict[str, Any], is_third: bool) -> ExpertSpec | None:
-    """Experts of DeepSeek-V2 or, if `is_third`, V3. As in transformers, only V3 normalises weights."""
+    """Experts of DeepSeek-V2 or, if `is_third`, V3, with defaults of transformers, where only V3 normalises weights."""
     layers, inner = range(config["num_hidden_layers"]), config["moe_intermediate_size"]
     sparse = tuple(layers[config.get("first_k_dense_replace") or 0 :])
     method = config.get("topk_method") or "greedy"
@@ -148,13 +149,13 @@ def _deepseek(config: dict[str, Any], is_third: bool) -> ExpertSpec | None:
             config["n_routed_experts"],
             config["num_experts_per_tok"],
             inner,
-            shared=inner * (config.get("n_shared_experts") or 0),
+            shared=inner * (config.get("n_shared_experts", 1 if is_third else 2) or 0),
             sigmoid=is_third,
             normalized=is_third and bool(config.get("norm_topk_prob", True)),
             groups=config["n_group"] if in_groups else 1,
             chosen_groups=config["topk_group"] if in_groups else 1,
             best=2 if is_third else 1,
-            scale=float(config.get("routed_scaling_factor", 1.0)),
+            scale=float(config.get("routed_scaling_factor", 2.5 if is_third else 1.0)),
         )
         if sparse
         else None

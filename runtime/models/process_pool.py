@@ -1,12 +1,19 @@
 """Processes for work whose time and memory nothing else bounds: they can be killed."""
 
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import wait
 from typing import IO
 
 from runtime.errors import Overloaded
+
+_TRIES = 2
+# Seconds between two looks at whether a process still runs.
+_LOOK_S = 0.2
 
 
 class ProcessPool:
@@ -24,25 +31,38 @@ class ProcessPool:
         self._all: set[subprocess.Popen[bytes]] = set()
         self._idle: list[subprocess.Popen[bytes]] = []
 
-    @contextmanager
-    def pipes(self) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-        """Input and output of a process for one piece of work. An error within the context kills the process.
+    def ask(self, write: Callable[[IO[bytes]], object], timeout_s: float) -> bytes | None:
+        """The answer to what `write` writes; None: it took longer than `timeout_s`; empty: its process has ended.
+
+        Whoever was stopped meanwhile (SIGSTOP) is replaced, and the work begins anew.
 
         Raises:
-            Overloaded: if no process can be started.
+            Overloaded: if no process can be started, or one after the other is stopped.
         """
-        try:
-            process = self._take()
-        except OSError:
-            raise Overloaded(f"no process could be started to {self._purpose}") from None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            yield process.stdin, process.stdout
-        except BaseException:
-            self._end(process)
-            raise
-        self._idle.append(process)
+        for _ in range(_TRIES):
+            try:
+                process = self._take()
+            except OSError:
+                raise Overloaded(f"no process could be started to {self._purpose}") from None
+            answer, was_stopped = None, False
+            try:
+                assert process.stdin is not None
+                assert process.stdout is not None
+                with suppress(BrokenPipeError):  # its end is read below
+                    write(process.stdin)
+                until_s = time.monotonic() + timeout_s
+                while not (was_stopped or wait([process.stdout.fileno()], _LOOK_S)) and time.monotonic() < until_s:
+                    was_stopped = _is_stopped(process)
+                if not was_stopped and wait([process.stdout.fileno()], 0):
+                    answer = self._read(process.stdout)
+            finally:
+                if answer:
+                    self._idle.append(process)
+                else:
+                    self._end(process)
+            if not was_stopped:
+                return answer
+        raise Overloaded(f"the processes that {self._purpose} are stopped")
 
     def close(self) -> None:
         """Kill all processes; work that is being done fails as if its process had ended."""
@@ -61,7 +81,7 @@ class ProcessPool:
             process = self._idle.pop()
         except IndexError:
             return self._start()
-        if process.poll() is None:
+        if process.poll() is None and not _is_stopped(process):
             return process
         self._end(process)
         return self._start()
@@ -83,3 +103,12 @@ class ProcessPool:
             assert pipe is not None
             with suppress(OSError):  # it may hold a request that nobody reads any more
                 pipe.close()
+
+
+def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a signal has stopped a process of ours, which then neither works nor ends."""
+    try:
+        found, status = os.waitpid(process.pid, os.WNOHANG | os.WUNTRACED)
+    except ChildProcessError:
+        return False
+    return found != 0 and os.WIFSTOPPED(status)

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import tempfile
@@ -10,13 +11,17 @@ from pathlib import Path
 from typing import BinaryIO
 
 from runtime.errors import ModelError
+from runtime.models.seals import holds, seal
+
+log = logging.getLogger(__name__)
 
 # Suffix of the directories. It is raised when a conversion changes, so that older results are not used.
 FORMAT = 5
+_SEAL = ".seal"
 
 
 def provide(target: Path, make: Callable[[Path], None]) -> Path:
-    """Return the directory `target`; if it is missing, `make` creates its contents.
+    """Return the directory `target`; if it is missing, or one of its files is damaged, `make` creates its contents.
 
     `make` fills an empty directory, which is renamed to `target` when all files are on disk. It may use the parent of
     this directory for temporary files, which are removed.
@@ -24,7 +29,8 @@ def provide(target: Path, make: Callable[[Path], None]) -> Path:
     Raises:
         ModelError: raised by `make`, or if `target` cannot be written.
     """
-    if target.is_dir():
+    is_damaged = (target / _SEAL).exists() and not holds(target / _SEAL)
+    if target.is_dir() and not is_damaged:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -32,6 +38,10 @@ def provide(target: Path, make: Callable[[Path], None]) -> Path:
             work = directory / "work"
             work.mkdir()
             make(work)
+            seal(work / _SEAL, list(work.iterdir()))
+            if is_damaged:
+                log.warning("%s was damaged, and is made again", target)
+                target.rename(directory / "damaged")
             for path in work.iterdir():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())

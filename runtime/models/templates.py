@@ -2,8 +2,6 @@
 
 import atexit
 from collections.abc import Mapping
-from contextlib import suppress
-from multiprocessing.connection import wait
 from typing import Any
 
 import msgspec
@@ -30,20 +28,17 @@ class TemplateProcesses(ProcessPool):
         Raises:
             InvalidRequest: if the template cannot be read, or takes too long.
             TemplateRefused: if it refuses the values, or takes too much memory.
-            Overloaded: if no process can be started.
+            Overloaded: see `ask`.
         """
         try:
             request = msgspec.json.encode((template, values))
         except (UnicodeEncodeError, TypeError, ValueError) as error:
             raise TemplateRefused(f"the chat template takes no such messages: {error}", param="messages") from None
-        with self.pipes() as (requests, answers):
-            with suppress(BrokenPipeError):  # its end is read below
-                program.write_frame(requests, request)
-            if not wait([answers.fileno()], TEMPLATE_S):
-                raise InvalidRequest("the chat template takes too long with these messages", param="messages")
-            if not (answer := program.read_frame(answers)):
-                said = "the chat template refuses these messages: it ended its process"
-                raise TemplateRefused(said, param="messages")
+        answer = self.ask(lambda requests: program.write_frame(requests, request), TEMPLATE_S)
+        if answer is None:
+            raise InvalidRequest("the chat template takes too long with these messages", param="messages")
+        if not answer:
+            raise TemplateRefused("the chat template refuses these messages: it ended its process", param="messages")
         kind, text = answer[:1], answer[1:].decode("utf-8", "surrogatepass")
         if kind == program.UNREADABLE:
             raise InvalidRequest(f"the model's chat template cannot be read: {text}")

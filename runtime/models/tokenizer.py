@@ -237,7 +237,7 @@ class Detokenizer:
         text_of, name_of = self._tokenizer.token_text, self._tokenizer.id_to_token
         self._ids += [i for i in ids if i not in self._skip and (text_of(i) or name_of(i) is not None)]
         before, text = self._window(self._shown), self._window(len(self._ids))
-        if not text.endswith(_REPLACEMENT):
+        if not text.endswith(_REPLACEMENT) or self._ends_with_literal():
             return self._show(len(self._ids), text[len(before) :])
         # Only the last tokens may be part of an incomplete character.
         for end in range(len(self._ids) - _INCOMPLETE, self._shown, -1):
@@ -245,6 +245,11 @@ class Detokenizer:
             if text.startswith(settled):
                 return self._show(end, settled[len(before) :])
         return ""
+
+    def _ends_with_literal(self) -> bool:
+        """Whether the last tokens spell U+FFFD itself, which else stands for an incomplete character."""
+        ends = (self._ids[-count:] for count in range(1, _INCOMPLETE + 1))
+        return any(self._tokenizer.encode(self._tokenizer.decode(end, False), False) == end for end in ends)
 
     def flush(self) -> str:
         """Call after the last token: returns the text that `push` has held back."""

@@ -36,6 +36,8 @@ class TorchChoosing:
         sound = self.argmax(logits) != NO_TOKEN
         for row, one in zip(logits, choices, strict=True):
             adjust(row, one)
+        if any([one.allowed is not None for one in choices]):
+            forbid(logits, [one.allowed for one in choices])
         tokens = self.argmax(logits)
         drawing = [(i, one.params, one.stream) for i, one in enumerate(choices) if one.stream is not None]
         if drawing:
@@ -64,7 +66,7 @@ def column(values: Sequence[float], device: torch.device) -> torch.Tensor:
 
 
 def adjust(logits: torch.Tensor, choice: TokenChoice) -> None:
-    """Apply bias, penalties and masks to logits [vocab], in place."""
+    """Apply bias, penalties and barred tokens to logits [vocab], in place."""
     params, device = choice.params, logits.device
     if params.logit_bias:
         biases = upload(torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype), device)
@@ -76,11 +78,20 @@ def adjust(logits: torch.Tensor, choice: TokenChoice) -> None:
             logits.copy_(torch.where(choice.seen.counts > 0, scaled, logits))
         logits -= params.frequency_penalty * counts
         logits -= params.presence_penalty * (counts > 0)
-    if choice.allowed is not None:
-        forbidden = np.unpackbits(choice.allowed, bitorder="little", count=len(logits)) == 0
-        logits.masked_fill_(upload(torch.from_numpy(forbidden), device), -math.inf)
     if choice.barred:
         logits.index_fill_(0, index_on(choice.barred, device), -math.inf)
+
+
+def forbid(logits: torch.Tensor, allowed: Sequence[np.ndarray | None]) -> None:
+    """Forbid in each row of logits [n, vocab] what its bits do not allow, in place; None: every token is allowed."""
+    vocab = logits.shape[-1]
+    packed = np.full((len(allowed), -(-vocab // 8)), 255, dtype=np.uint8)
+    for row, bits in zip(packed, allowed, strict=True):
+        if bits is not None:
+            row[:] = bits[: len(row)]
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    bits_set = upload(torch.from_numpy(packed), logits.device)[:, :, None] >> shifts & 1
+    logits.masked_fill_(bits_set.flatten(1)[:, :vocab] == 0, -math.inf)
 
 
 def draw(weights: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:

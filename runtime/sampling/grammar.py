@@ -43,6 +43,10 @@ _KEPT = 64
 
 _MAX_MESSAGE = 300
 
+# Tokens of one byte each, with which any grammar can be tried, and llguidance's error for one without a first byte.
+_BYTES = LLTokenizer("byte")
+_NO_TEXT = "NoExtensionBias"
+
 # Most bytes at the start of the output in which a trigger is searched that must stand there.
 _MOST_HELD = 1024
 
@@ -56,6 +60,11 @@ def check_grammar(params: SamplingParams) -> None:
         if problem.startswith("WARNING"):
             return
         raise InvalidRequest(f"{name} cannot be followed: {_reason(problem)}", param=name)
+    matcher = LLMatcher(_BYTES, source, limits=_LIMITS)
+    matcher.compute_bitmask()
+    if _NO_TEXT in matcher.get_error():
+        said = "no text matches it; an expression or a class in it may be empty, as [a&&b] is"
+        raise InvalidRequest(f"{name} cannot be followed: {said}", param=name)
 
 
 def too_slow(what: str, timeout_s: float, param: str | None = None) -> InvalidRequest:
@@ -89,6 +98,8 @@ def _reason(text: str) -> str:
 class Grammar:
     """The state of one request in its grammar."""
 
+    may_refuse = False
+
     def __init__(self, matcher: LLMatcher):
         self._matcher = matcher
 
@@ -113,7 +124,7 @@ class Grammar:
 class AnyText:
     """The grammar of an output that may be any text."""
 
-    complete = False
+    complete = may_refuse = False
 
     def allowed(self) -> np.ndarray | None:
         return None
@@ -164,6 +175,10 @@ class LazyGrammar(Grammar):
         else:
             self._triggers = []
         return True
+
+    @property
+    def may_refuse(self) -> bool:  # type: ignore[override]
+        return not self._holds
 
     @property
     def complete(self) -> bool:

@@ -1,9 +1,6 @@
 """The sampler: what restricts each request's tokens, and a random stream for each."""
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import count
+from collections.abc import Mapping, Sequence
 from random import Random
 
 import numpy as np
@@ -16,15 +13,10 @@ from runtime.protocol import TokenLogprob
 from runtime.request import Request
 from runtime.sampler_state import NO_TOKEN, Choosing, Measured, Seen, TokenChoice
 from runtime.sampling.choosing import TorchChoosing
+from runtime.sampling.followers import Follower, Followers, noting
 from runtime.sampling.logprobs import list_logprobs
 
-log = logging.getLogger("ramet.engine")
-
 _WORD = (1 << 64) - 1
-
-# A token that is drawn again gets another random stream: the number of the try, shifted by this many bits, is added.
-_TRIES = 40
-
 
 # Lists of allowed tokens to remember as masks.
 _LISTS = 64
@@ -38,7 +30,11 @@ class BadLogits(RametError):
 
 
 class Sampled:
-    """One token for each row of logits, with its transfer to the host."""
+    """One token for each row of logits, with its transfer to the host.
+
+    Attributes:
+        changed: after `chosen`: whether a grammar has refused a token that `on_device` gave.
+    """
 
     def __init__(
         self,
@@ -48,6 +44,7 @@ class Sampled:
         measured: Measured,
         requests: Sequence[Request],
         expected: Sequence[int | None] | None,
+        followers: Followers | None = None,
     ):
         """Start the transfer.
 
@@ -57,10 +54,16 @@ class Sampled:
             tops: number of alternatives, for rows whose requests want log-probabilities.
             measured: log-probabilities of the rows in `tops`.
             requests, expected: see `Sampler.sample`.
+            followers: those whose grammars advance when the host has read the tokens.
         """
         self._tokens, self._failures, self._tops = tokens, failures, tops
-        self._requests, self._expected = requests, expected
+        self._requests, self._expected, self._followers = requests, expected, followers
+        self._read: list[int] = []
         self._download = Download([tokens, *measured], tokens.device)
+
+    @property
+    def changed(self) -> bool:
+        return self._followers is not None and bool(self._followers.redrawn)
 
     def on_device(self, requests: Sequence[Request]) -> torch.Tensor:
         """Tokens of some of the requests, int64 [n], without waiting for the device; 0 for a failed row."""
@@ -71,8 +74,10 @@ class Sampled:
         return tokens[index_on([rows[request] for request in requests], tokens.device)]
 
     def read(self) -> list[int | RametError]:
-        """Wait for the transfer; returns the token of each row, or the error of a failed row."""
-        tokens = self._download.wait()[0].tolist()
+        """Wait for the transfer and let grammars advance; returns the token of each row, or its error. Call it once."""
+        self._read = tokens = self._download.wait()[0].tolist()
+        if self._followers is not None:
+            self._followers.advance(tokens)
         return [self._failures.get(i) or BadLogits() if t == NO_TOKEN else t for i, t in enumerate(tokens)]
 
     def chosen(self) -> dict[Request, list[int] | RametError]:
@@ -101,6 +106,8 @@ class Sampled:
         tokens, *measured = self._download.wait()
         listed = list_logprobs(tokens[list(self._tops)].tolist(), measured)
         for logprob, (row, top) in zip(listed, self._tops.items(), strict=True):
+            if self._followers is not None and row in self._followers.redrawn:
+                logprob = self._followers.measured(row, max(self._read[row], 0), top)
             del logprob.top[top:]
             found.setdefault(self._requests[row], []).append(logprob)
         return found
@@ -129,7 +136,7 @@ class Sampler:
         ahead: int = 0,
         expected: Sequence[int | None] | None = None,
     ) -> Sampled:
-        """Choose the next tokens. This waits for the device only for a grammar, or for a draft with penalties.
+        """Choose the next tokens. This waits for the device only for a draft behind which a choice depends on tokens.
 
         Rows after a rejected draft token get an arbitrary token or none, which is never used.
 
@@ -147,17 +154,18 @@ class Sampler:
         # A row that depends on tokens before it waits until the draft's token is known to be right.
         late = [i for i, token in enumerate(expected or ()) if token is not None and _adjusts(requests[i], aheads[i])]
         early = [i for i in range(len(requests)) if i not in late]
-        tokens = self._choose(logits, early, requests, aheads, failures)
+        tokens, followers = self._choose(logits, early, requests, aheads, failures)
         if late:
+            tokens, followers = self._advance(tokens, followers), None
             tokens = tokens.new_full((len(requests),), NO_TOKEN).index_copy_(0, self._index(early), tokens)
         for i in late:
             before = int(tokens[i - 1])
             if expected is not None and before == expected[i] and not _ended(requests[i], before, aheads[i]):
                 drafted = [token for token in expected[i + 1 - aheads[i] : i + 1] if token is not None]
-                tokens[i] = self._choose(logits, [i], requests, aheads, failures, drafted)[0]
+                tokens[i] = self._advance(*self._choose(logits, [i], requests, aheads, failures, drafted))[0]
         if failures:
             tokens.index_fill_(0, self._index(list(failures)), NO_TOKEN)
-        return Sampled(tokens, failures, *self._measure(logits, tokens, requests), requests, expected)
+        return Sampled(tokens, failures, *self._measure(logits, tokens, requests), requests, expected, followers)
 
     def _choose(
         self,
@@ -167,44 +175,46 @@ class Sampler:
         aheads: Sequence[int],
         failures: dict[int, RametError],
         drafted: Sequence[int] = (),
-    ) -> torch.Tensor:
-        """Tokens of some rows, int64 [n], behind the draft's tokens `drafted`; adds errors of rows to `failures`."""
+    ) -> tuple[torch.Tensor, Followers | None]:
+        """Tokens of some rows, int64 [n], behind the draft's tokens `drafted`; adds errors of rows to `failures`.
+
+        Also returns the requests whose grammars have to advance by these tokens.
+        """
         choices = [TokenChoice(row, requests[row].sampler.params) for row in rows]
         adjusted = [(i, one) for i, one in enumerate(choices) if _adjusts(requests[one.row], aheads[one.row])]
         for _, one in adjusted:
-            with _noting(requests[one.row], one.row, failures):
+            with noting(requests[one.row], one.row, failures):
                 self._restrict(one, requests[one.row], aheads[one.row])
                 if one.params.limited:
                     self._limit(one, requests[one.row], drafted)
         for one in choices:
             one.stream = self._stream(requests[one.row], aheads[one.row])
         tokens = self._choosing.choose(logits, choices)
-        reads = any([_reads(one, requests[one.row]) for _, one in adjusted])
-        # A list, because an operation on a tensor takes as long as dozens in Python.
-        found: Sequence[int] | torch.Tensor = tokens.tolist() if reads else tokens
-        for i, one in adjusted:
-            if one.row not in failures:
-                with _noting(requests[one.row], one.row, failures):
-                    token = self._accept(logits, one, found[i], requests[one.row], aheads[one.row])
-                    if token is not found[i]:
-                        tokens[i] = token
-        return tokens
 
-    def _accept(
-        self, logits: torch.Tensor, choice: TokenChoice, token: int | torch.Tensor, request: Request, ahead: int
-    ) -> int | torch.Tensor:
-        """Advance the grammar and the penalties by a token; returns another one if the grammar refuses it."""
-        grammar = request.sampler.grammar
-        if grammar is not None:
-            for tries in count(1):
-                if token == NO_TOKEN or grammar.accept(int(token)):
-                    break
-                choice.barred.append(int(token))
-                choice.stream = self._stream(request, ahead + (tries << _TRIES))
-                token = int(self._choosing.choose(logits, [choice]))
-        if choice.seen is not None:
-            choice.seen.add(token)
-        return token
+        def follows(one: TokenChoice) -> bool:
+            return requests[one.row].sampler.grammar is not None
+
+        sound = [(i, one) for i, one in adjusted if one.row not in failures]
+        following = [Follower(i, one, requests[one.row], aheads[one.row]) for i, one in sound if follows(one)]
+        counted = [(i, one.seen) for i, one in sound if one.seen is not None and not follows(one)]
+        # A list, because an operation on a tensor takes as long as dozens in Python.
+        found = tokens.tolist() if any([seen.on_host for _, seen in counted]) else tokens
+        for i, seen in counted:
+            seen.add(found[i])
+        return tokens, Followers(self, logits, following, failures) if following else None
+
+    def _advance(self, tokens: torch.Tensor, followers: Followers | None) -> torch.Tensor:
+        """Wait for tokens int64 [n] and let grammars advance by them; returns those that they accept."""
+        if followers is None:
+            return tokens
+        found = tokens.tolist()
+        followers.advance(found)
+        return self._index(found)
+
+    def draw_again(self, logits: torch.Tensor, choice: TokenChoice, request: Request, ahead: int) -> int:
+        """A token of a row of logits by another random stream; waits for the device."""
+        choice.stream = self._stream(request, ahead)
+        return int(self._choosing.choose(logits, [choice]))
 
     def _restrict(self, choice: TokenChoice, request: Request, ahead: int) -> None:
         """Set penalties, the grammar's tokens and the minimum length."""
@@ -281,23 +291,6 @@ class Sampler:
         if params.seed is None:
             return self._random.getrandbits(63)
         return _mix(params.seed, request.num_output + ahead)
-
-
-def _reads(choice: TokenChoice, request: Request) -> bool:
-    """Whether the host reads the token at once: for a grammar, or to count it on a CPU."""
-    return request.sampler.grammar is not None or (choice.seen is not None and choice.seen.on_host)
-
-
-@contextmanager
-def _noting(request: Request, row: int, failures: dict[int, RametError]) -> Iterator[None]:
-    """A context in which an error fails one row."""
-    try:
-        yield
-    except RametError as error:
-        failures[row] = error
-    except Exception as error:
-        log.exception("no token could be chosen for request %s", request.rid)
-        failures[row] = RametError(f"no token could be chosen: {type(error).__name__}")
 
 
 def _mix(seed: int, place: int) -> int:

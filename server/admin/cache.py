@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,7 @@ from runtime.calls import GetPins, GetQuota, GetState, GetTree, OnNode, RemovePi
 from runtime.frontend.documents.prompt import in_messages
 from runtime.frontend.output import Prompt, Submission
 from runtime.params import SamplingParams
+from server.admin.node_ids import ids_for
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
 from server.errors import Forbidden, NotFound
 from server.generation.bodies import Scoped
@@ -207,15 +209,16 @@ async def tree(
     whose = context.visible(asker, tenant)
     account = None if whose is None else whose.account
     nodes = (await context.engine.call(GetTree(account, depth, cursor, limit, preview)))["nodes"]
-    shown = [_show(node, context) for node in nodes]
+    shown = [_show(node, context, ids_for(asker)) for node in nodes]
     return {"nodes": shown, "next_cursor": cursor + limit if len(nodes) == limit else None}
 
 
-def _show(node: dict[str, Any], context: Context) -> dict[str, Any]:
+def _show(node: dict[str, Any], context: Context, id_of: Callable[[int], int]) -> dict[str, Any]:
     """A node with its tenant's name instead of its namespace (a digest and a salt)."""
     tenant = context.tenant_name(Namespace(*node.pop("namespace")).tenant)
     tokens = preview_tokens(node.pop("preview"))
-    shown = {**node, "tenant": tenant}
+    above = None if node["parent"] is None else id_of(node["parent"])
+    shown = {**node, "id": id_of(node["id"]), "parent": above, "tenant": tenant}
     return {**shown, "preview": context.engine.tokenizer.decode(tokens, skip_special_tokens=False)} if tokens else shown
 
 

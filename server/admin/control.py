@@ -100,10 +100,11 @@ async def flush_cache(context: Ctx, pins: bool = False, tiers: bool = False) -> 
 
 @router.post("/abort_request")
 async def abort_request(context: Ctx, body: AbortRequest) -> dict[str, Any]:
-    """Abort one request by its id, or all requests. An unknown id is no error: 0 requests are aborted."""
+    """Abort one request by its id, or all requests. `success` is false for an unknown id, which is no error."""
     if (body.rid is None) == (not body.abort_all):
         raise InvalidRequest("either rid or abort_all must be given", param="rid")
-    return {"success": True, "aborted": context.engine.abort(body.rid)}
+    aborted = context.engine.abort(body.rid)
+    return {"success": body.abort_all or aborted > 0, "aborted": aborted}
 
 
 @router.get("/metrics", response_class=PlainTextResponse)

@@ -19,7 +19,8 @@ from runtime.calls import GetOutline, GetRequests, GetState
 from runtime.errors import Overloaded, RametError
 from server.admin.cache import pins_of, preview_tokens, quota_of
 from server.admin.history import EVERY_S, MOST, sample
-from server.auth.keys import CurrentTenant, EveryKey, Tenant
+from server.admin.node_ids import ids_for
+from server.auth.keys import EVERYONE, CurrentTenant, EveryKey, Tenant
 from server.http.context import Context, find
 from server.http.sse import EventStream
 from server.telemetry.journal import Journal
@@ -199,20 +200,22 @@ class Feed:
         pins = await pins_of(self.context)
         if tenant is not None:
             pins = {"pins": [pin for pin in pins["pins"] if pin["tenant"] == tenant.name]}
+        ids = ids_for(tenant or EVERYONE)
         tree = {
-            "blocks": [self._show(block) for block in outline["blocks"]],
+            "blocks": [self._show(block, ids) for block in outline["blocks"]],
             "evictions": [self._named(eviction) for eviction in outline["evictions"]],
             **pins,
         }
         if tree != view.tree:
             view.tree, view.version = tree, view.version + 1
 
-    def _show(self, block: dict[str, Any]) -> dict[str, Any]:
+    def _show(self, block: dict[str, Any], id_of: Callable[[int], int]) -> dict[str, Any]:
         tokens = preview_tokens(block.pop("preview"))
         text = self._decode(tuple(tokens)) if tokens else ""
         # Whole seconds suffice for the colour; fractions would make every tree differ.
         times = {name: round(block[name]) for name in ("idle_s", "held_s")}
-        return self._named(block) | times | {"preview": text}
+        (page, start), own = block["end"], id_of(block["id"])
+        return self._named(block) | times | {"preview": text, "id": own, "end": (id_of(page), start)}
 
     def _named(self, shown: dict[str, Any]) -> dict[str, Any]:
         """Replace `namespace` by the tenant's name, the salt and the kind of entry."""

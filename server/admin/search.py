@@ -1,6 +1,7 @@
 """The route that searches the tree's nodes for text."""
 
 from array import array
+from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from pydantic import Field
 
 from runtime.models.tokenizer import Tokenizer
 from server.admin.cache import preview_tokens
+from server.admin.node_ids import ids_for
 from server.auth.keys import CurrentTenant, EveryKey
 from server.http.context import Ctx
 from server.http.sse import unless_gone
@@ -53,10 +55,21 @@ async def search(context: Ctx, asker: CurrentTenant, body: SearchRequest, reques
                 await context.engine.in_turn(asker.account, len(body.text), partial(finder.look, runs))
                 if finder.done:
                     break
-        nodes = context.with_names(finder.found)
+        nodes = context.with_names(_with_ids(finder.found, ids_for(asker)))
         return {"nodes": nodes, "searched_tokens": finder.tokens, "complete": not finder.done}
 
     return await unless_gone(request, work())
+
+
+def _with_ids(nodes: list[dict[str, Any]], id_of: Callable[[int], int]) -> list[dict[str, Any]]:
+    return [
+        {
+            **node,
+            **{"id": id_of(node["id"]), "above": [id_of(page) for page in node["above"]]},
+            "parent": None if node["parent"] is None else id_of(node["parent"]),
+        }
+        for node in nodes
+    ]
 
 
 class _Finder:

@@ -1,6 +1,7 @@
 """`/v1/messages` and `/v1/messages/count_tokens`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
@@ -8,6 +9,7 @@ from fastapi import Request, Response
 from radix.node import TOKEN_BYTES
 from runtime.errors import RametError
 from runtime.frontend.output import Output, Submission
+from runtime.frontend.stream import InTurn
 from runtime.protocol import CacheUsage
 from server.anthropic.content import Piece, pieces_of
 from server.anthropic.prompt import chat_of, numbers_of, turns_of
@@ -20,7 +22,7 @@ from server.generation.bodies import naming
 from server.generation.service import Generation, Service, Writer
 from server.generation.store import Responses
 from server.http.context import Context, Ctx
-from server.http.sse import TypedEventStream, unless_gone
+from server.http.sse import TypedEventStream, unless_gone, while_there
 from server.openai.chat import reader_of
 from server.openai.prompt import Chats
 from server.openai.types import ChatRequest
@@ -52,19 +54,20 @@ async def messages(
 ) -> Response:
     """The assistant's next message in a conversation; blocks with `cache_control` are kept in the cache."""
     service.context.check_model(body.model)
-    body = continued(body, threads, tenant.account)
+    deadline, engine = body.deadline(service.context), service.context.engine
+    body = await while_there(request, deadline.keep(continued(body, threads, tenant.account, engine)))
     with naming(body.NAMES):
         chat = chat_of(body)
-        submission = await chats.in_turn(request, chat, tenant)
+        submission = await chats.in_turn(request, chat, tenant, deadline)
     submission.progress = body.stream
 
     def following(output: Output) -> str | None:
-        said = reader_of(chat, service.context.engine.tokenizer, submission).push(output.text, True, output.is_cut)
+        said = reader_of(chat, engine.tokenizer, submission).push(output.text, True, output.is_cut)
         return chats.following(chat, tenant, turns_of(answer_of(pieces_of(said, output.is_cut))))
 
     writer = MessageWriter(body, chat, submission, service.context)
     if body.thread is not None:
-        writer.keep = lambda pieces: keep(body, answer_of(pieces), writer.id, threads, tenant.account)
+        writer.keep_pieces = partial(keep, body, name=writer.id, threads=threads, account=tenant.account)
 
     generation = await service.submit(
         *(request, body, [submission], lambda: chats.conversation(chat, tenant, numbers_of(body))),
@@ -81,7 +84,7 @@ async def count_tokens(
     context.check_model(body.model)
 
     async def work() -> dict[str, Any]:
-        whole = continued(body, threads, tenant.account)
+        whole = await continued(body, threads, tenant.account, context.engine)
         left_out = {"left_out": whole.left_out} if whole.left_out else {}
         return {"input_tokens": await chats.count(chat_of(whole), tenant), **left_out}
 
@@ -93,7 +96,7 @@ class MessageWriter(Writer):
 
     Attributes:
         id: the answer's id.
-        keep: called with all pieces of the answer before the client gets its end; None: nothing is kept.
+        keep_pieces: keeps all pieces of the answer, see `keep`; None: nothing is kept.
     """
 
     STREAM = MessageStream
@@ -102,7 +105,7 @@ class MessageWriter(Writer):
         self._reader = reader_of(chat, context.engine.tokenizer, submission)
         self._model, self._context_length = context.check_model(body.model), context.engine.info.context_length
         self.id = f"msg_{submission.rid}"
-        self.keep: Callable[[list[Piece]], None] | None = None
+        self.keep_pieces: Callable[..., Awaitable[None]] | None = None
         self._pieces: list[Piece] = []
         self._left_out, self._prompt = [*body.left_out, *chat.left_out], submission
         self._begun = self._explained = False
@@ -115,8 +118,12 @@ class MessageWriter(Writer):
         pieces = self._read(output, output.text)
         message = self._message(output, await generation.explain(output))
         answer = {**message, "content": [piece.block() for piece in pieces], **self._stop(output, pieces)}
-        self._end()
+        await self.keep(generation.outputs.in_turn)
         return answer
+
+    async def keep(self, in_turn: InTurn) -> None:
+        if self.keep_pieces is not None:
+            await self.keep_pieces(self._pieces, in_turn=in_turn)
 
     def explains(self, output: Output) -> bool:
         return not self._explained
@@ -144,19 +151,14 @@ class MessageWriter(Writer):
         if output.finish is not None:
             yield from self._close()
             delta = {"type": "message_delta", "delta": self._stop(output, self._seen), "usage": usage(output)}
-            self._end()
             yield delta | self._late
             yield {"type": "message_stop"}
 
     def _read(self, output: Output, text: str) -> list[Piece]:
         pieces = pieces_of(self._reader.push(text, output.finish is not None, output.is_cut), output.is_cut)
-        if self.keep is not None:
+        if self.keep_pieces is not None:
             self._pieces += pieces
         return pieces
-
-    def _end(self) -> None:
-        if self.keep is not None:
-            self.keep(self._pieces)
 
     def _begin(self, output: Output, why: Explanation | None) -> Iterable[dict[str, Any]]:
         self._begun = True

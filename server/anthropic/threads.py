@@ -11,6 +11,8 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from runtime.errors import InvalidRequest
+from runtime.frontend.async_engine import AsyncEngine
+from runtime.frontend.stream import InTurn
 from server.anthropic.content import Piece, joined
 from server.anthropic.types import AnthropicMessage, AnyTool, MessagesPrompt, TextBlocks
 from server.errors import BodyTooLarge, NotFound
@@ -30,30 +32,50 @@ class _Thread(BaseModel):
     tools: list[AnyTool] | None
 
 
-def continued(body: P, threads: ResponseStore, account: str) -> P:
-    """The request with all messages of its thread, and with its system prompt and tools. Raises NotFound."""
+async def continued(body: P, threads: ResponseStore, account: str, engine: AsyncEngine) -> P:
+    """The request with all messages of its thread, and with its system prompt and tools; read in a thread, in turn.
+
+    Raises NotFound, Overloaded and RateLimited.
+    """
     if body.previous is None:
         return body
     try:
         stored = threads.get(account, body.previous, "thread")
     except NotFound as error:
         raise NotFound(error.message, param="thread.previous_message_id", code=error.code) from None
-    thread = _Thread.model_validate_json(stored.body)
-    given = {name: getattr(body, name) or getattr(thread, name) for name in ("system", "tools")}
-    return body.model_copy(update={"messages": [*thread.messages, *body.messages], **given})
+
+    def read() -> P:
+        thread = _Thread.model_validate_json(stored.body)
+        given = {name: getattr(body, name) or getattr(thread, name) for name in ("system", "tools")}
+        return body.model_copy(update={"messages": [*thread.messages, *body.messages], **given})
+
+    return await engine.in_turn(account, len(stored.body), read)
 
 
-def keep(body: MessagesPrompt, answer: AnthropicMessage, name: str, threads: ResponseStore, account: str) -> None:
-    """Keep the conversation of an answered request under the answer's id `name`.
+async def keep(
+    body: MessagesPrompt,
+    pieces: Sequence[Piece],
+    name: str,
+    threads: ResponseStore,
+    account: str,
+    in_turn: InTurn,
+) -> None:
+    """Keep the conversation of an answered request under the answer's id `name`; written by `in_turn`.
 
     A conversation that no body may hold is not kept: else small bodies would cost the time of all that they continue.
     """
+    written: list[bytes] = []
+    with suppress(BodyTooLarge, InvalidRequest):
+        await in_turn(lambda: written.append(check_body(_write(body, answer_of(pieces)))))
+        threads.add(account, name, StoredResponse(written.pop(), b"", {}))
+
+
+def _write(body: MessagesPrompt, answer: AnthropicMessage) -> bytes:
     thread = _Thread.model_construct(messages=[*body.messages, answer], system=body.system, tools=body.tools)
     plain = thread.model_dump_json(
         by_alias=True, exclude={"messages": {"__all__": {"content": {"__all__": {"cache_control"}}}}}
     )
-    with suppress(BodyTooLarge, InvalidRequest):
-        threads.add(account, name, StoredResponse(check_body(plain.encode()), b"", {}))
+    return plain.encode()
 
 
 def answer_of(pieces: Sequence[Piece]) -> AnthropicMessage:

@@ -1,5 +1,6 @@
 """The fields of request bodies that all APIs share, and the submissions made from them."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Self, get_args
@@ -9,6 +10,7 @@ from pydantic import (
     BeforeValidator,
     Discriminator,
     Field,
+    PrivateAttr,
     Tag,
     ValidationError,
     field_validator,
@@ -19,6 +21,7 @@ from pydantic_core import PydanticCustomError
 from radix import Namespace
 from runtime.denoising import DiffusionParams
 from runtime.errors import InvalidRequest
+from runtime.frontend.deadline import Deadline
 from runtime.frontend.output import Prompt, Submission
 from runtime.params import DocumentMethod, Lazy, ReasoningParams, ReuseParams, SamplingParams
 from server.auth.keys import CacheScope, Tenant
@@ -106,6 +109,7 @@ class GenerationBody(Named, Scoped):
     timeout_s: Timeout | None = None
     explain: Explain = False
     receipt: bool = Field(False, description="add digests by which `ramet verify` checks the answer")
+    _arrived_s: float = PrivateAttr(default_factory=time.monotonic)
 
     @model_validator(mode="after")
     def _with_adapter(self) -> Self:
@@ -114,6 +118,11 @@ class GenerationBody(Named, Scoped):
             raise InvalidRequest("send prompts for several adapters in several requests", param="lora_path")
         self.model = next(iter(names - {""}), self.model)
         return self
+
+    def deadline(self, context: Context) -> Deadline:
+        """When the request, which has just arrived when it is read, must have ended."""
+        limits = [self.timeout_s, context.config.scheduler.max_timeout]
+        return Deadline.after(min((one for one in limits if one is not None), default=None), self._arrived_s)
 
     @property
     def names(self) -> Mapping[str, str]:

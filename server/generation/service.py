@@ -13,8 +13,9 @@ from typing import Annotated, Any, ClassVar
 from fastapi import Request, Response
 
 from runtime.errors import InvalidRequest, RametError
+from runtime.frontend.deadline import Deadline
 from runtime.frontend.output import Output, Submission
-from runtime.frontend.stream import OutputStream
+from runtime.frontend.stream import InTurn, OutputStream
 from runtime.protocol import ModelInfo
 from server.explain.answers import Answers
 from server.explain.reason import Explanation
@@ -79,6 +80,9 @@ class Generation:
                         await write_logprobs(self.outputs, writer.add_logprobs, output)
                     why = await self.explain(output) if self._report and writer.explains(output) else None
                     events = writer.write(output, why)
+                    if output.finish is not None:
+                        events = list(events)
+                        await writer.keep(self.outputs.in_turn)
                     if self._receipts_of is not None and output.finish is not None:
                         *events, last = events
                         events.append(last | await self._receipts([output]))
@@ -178,6 +182,9 @@ class Writer(ABC):
     def write(self, output: Output, why: Explanation | None) -> Iterable[dict[str, Any]]:
         """The events of an Output; `why`: the explanation of the cache miss, if these events must have it."""
 
+    async def keep(self, in_turn: InTurn) -> None:  # noqa: B027 (most APIs keep nothing)
+        """Keep a written answer, before the client gets the events of its end. `in_turn`: see `OutputStream`."""
+
     def end(self) -> Iterable[dict[str, Any]]:
         """Events behind the last Output."""
         return ()
@@ -226,9 +233,7 @@ class GenerationService:
         most_s = self.context.config.cache.most_hold_s
         if (body.cache.hold_s or 0) > most_s:
             raise InvalidRequest(f"this server holds prefixes for {most_s:g} s at most", param="cache.hold_s")
-        limits = [body.timeout_s, self.context.config.scheduler.max_timeout]
-        timeout_s = min((limit for limit in limits if limit is not None), default=None)
-        outputs = await self._open(request, submissions, body.names, timeout_s)
+        outputs = await self._open(request, submissions, body.names, body.deadline(self.context))
         for index, submission in enumerate(submissions):
             self._answers.add(submission, None if index else answer)
         receipts_of = self.context.engine.info if body.receipt else None
@@ -258,7 +263,7 @@ class GenerationService:
         Raises:
             RametError: as `AsyncEngine.open`; Overloaded while the server stops; ClientGone.
         """
-        outputs = await self._open(request, [submission], names or {}, timeout_s)
+        outputs = await self._open(request, [submission], names or {}, Deadline.after(timeout_s))
         (done,) = await while_there(request, Generation(outputs, self._metrics, self._journal).collect())
         return done
 
@@ -272,13 +277,13 @@ class GenerationService:
         request: Request,
         submissions: list[Submission],
         names: Mapping[str, str],
-        timeout_s: float | None,
+        deadline: Deadline,
     ) -> OutputStream:
         self.context.shutdown.check()
         began = time.monotonic()
         try:
             with naming(names):
-                return await while_there(request, self.context.engine.open(submissions, timeout_s))
+                return await while_there(request, self.context.engine.open(submissions, deadline))
         except RametError as error:
             for submission in submissions:
                 self._journal.add_failed(submission, None, time.monotonic() - began, error)

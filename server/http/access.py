@@ -61,7 +61,7 @@ class AccessLog:
                 response = error_response(RametError("an internal error occurred"), scope["path"])
                 await response(scope, receive, send_with_id)
         finally:
-            status = status if has_ended else _GONE
+            status = scope.get("state", {}).get("ended_with", status) if has_ended else _GONE
             self.count(scope["method"], getattr(scope.get("route"), "path", "none"), status)
             _write(scope, status, time.monotonic() - started_s)
 

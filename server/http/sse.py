@@ -45,6 +45,7 @@ class EventStream(StreamingResponse):
         self.events = events
         self.on_close = on_close
         self._idle = idle
+        self.status = 200  # how it ended, for the log: the client was told of an error by the last event
         self._due_s = time.monotonic() + min(FIRST_S, KEEP_ALIVE_S)  # time of the next event, if there is no other
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,6 +60,7 @@ class EventStream(StreamingResponse):
         finally:
             gone.cancel()
             self.on_close()
+            scope.setdefault("state", {})["ended_with"] = self.status
 
     async def _send_all(self, gone: asyncio.Future[None], send: Send) -> bool:
         """Send the events until the client is gone. Whether all were sent."""
@@ -89,10 +91,12 @@ class EventStream(StreamingResponse):
         try:
             return await anext(self.events, None)
         except RametError as error:
+            self.status = error.status
             return self.describe(error)
         except Exception as error:
             # The status is already sent. Without an error event the stream would look complete.
             log.error("a stream failed", exc_info=error)
+            self.status = RametError.status
             return self.describe(RametError("an internal error occurred"))
 
     def write(self, data: dict[str, Any]) -> bytes:

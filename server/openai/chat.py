@@ -36,7 +36,7 @@ async def chat_completions(
     context = service.context
     context.check_model(body.model)
     body.refuse_unsupported()
-    submission = await chats.in_turn(request, body, tenant)
+    submission = await chats.in_turn(request, body, tenant, body.deadline(context))
     generation = await service.submit(
         *(request, body, [submission], partial(chats.conversation, body, tenant)),
         following=lambda output: chats.following(

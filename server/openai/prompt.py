@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi import Request
 
 from runtime.errors import InvalidRequest
+from runtime.frontend.deadline import Deadline
 from runtime.frontend.documents.prompt import Document, Segments, in_messages
 from runtime.frontend.output import Prompt, Submission, new_rid
 from runtime.frontend.schemas.pml import Prompt as ModuleText
@@ -39,11 +40,15 @@ class ChatPrompts:
         self._documents = documents
         self._schemas = schemas
 
-    async def in_turn(self, request: Request, body: ChatRequest, tenant: Tenant) -> Submission:
-        """As `submission`, but JSON schemas are read in a thread, where keys take turns. Also raises ClientGone."""
+    async def in_turn(self, request: Request, body: ChatRequest, tenant: Tenant, deadline: Deadline) -> Submission:
+        """As `submission`, but JSON schemas are read in a thread, where keys take turns.
+
+        Also raises ClientGone, and DeadlineExceeded.
+        """
         work = partial(self.submission, body, tenant)
         if body.offered or body.response_format or body.structured_outputs:  # they may have long schemas
-            return await while_there(request, self._context.engine.in_turn(tenant.account, body.num_characters, work))
+            in_turn = self._context.engine.in_turn(tenant.account, body.num_characters, work)
+            return await while_there(request, deadline.keep(in_turn))
         return work()
 
     def submission(self, body: ChatRequest, tenant: Tenant) -> Submission:

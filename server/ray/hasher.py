@@ -11,6 +11,7 @@ from radix.node import TOKEN_BYTES
 from runtime.config import Config
 from runtime.errors import RametError
 from runtime.frontend.async_engine import AsyncEngine
+from runtime.frontend.deadline import NO_DEADLINE, Deadline
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import MarkedText, Submission
 from runtime.frontend.processor import Frontend
@@ -41,7 +42,7 @@ class _NoEngine(AsyncEngine):
         await self._load()
         self._frontend = Frontend(InputProcessor(self.info, self.tokenizer, self.config.scheduler), lambda _: None)
 
-    async def open(self, submissions: list[Submission], timeout_s: float | None = None) -> OutputStream:
+    async def open(self, submissions: list[Submission], deadline: Deadline = NO_DEADLINE) -> OutputStream:
         """Raise `_Found` with the first prompt's hashes."""
         first = submissions[0]
         tokens = await self._work.run(first.account, partial(self._running().inputs.encode, first))

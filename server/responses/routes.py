@@ -40,11 +40,12 @@ async def create(
 ) -> Response:
     """The model's answer to items, which may continue a stored response."""
     service.context.check_model(body.model)
+    deadline = body.deadline(service.context)
     with naming(body.NAMES):
-        asked = await while_there(request, _read(body, service.context, responses, tenant))
+        asked = await while_there(request, deadline.keep(_read(body, service.context, responses, tenant)))
         if body.conversation is not None:
             check_room(responses, tenant.account, body.conversation, asked.new)
-        submission = await chats.in_turn(request, asked.chat, tenant)
+        submission = await chats.in_turn(request, asked.chat, tenant, deadline)
     submission.progress = body.stream
 
     def keep(response: dict[str, Any]) -> None:

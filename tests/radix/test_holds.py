@@ -1,6 +1,7 @@
 """Held nodes are evicted last, until their time is over, within a budget; whatever the policy."""
 
 from array import array
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -224,11 +225,18 @@ class Lives(RuleBasedStateMachine):
         self.tree.unlock(node)
 
     def check_losses(self):
-        """Only what exceeds the budget is lost, the longest unused first."""
+        """Only what exceeds the budget is lost: by the owner with most of it, the longest unused first."""
         wanted = [node for node in self.tree.nodes() if node.pages[0] in self.until]
         wanted.sort(key=lambda node: self.used[node.pages[0]])
         while sum(len(node.pages) for node in wanted) > self.holds.budget_pages:
-            for page in wanted.pop(0).pages:
+            pages = Counter[Namespace]()
+            for node in wanted:
+                pages[node.namespace.owner] += len(node.pages)
+            most = [node for node in wanted if pages[node.namespace.owner] == max(pages.values())]
+            # Of owners with equally many, any may lose.
+            lost = next((node for node in most if not node.held_until_s), most[0])
+            wanted.remove(lost)
+            for page in lost.pages:
                 del self.until[page]
 
     @rule(count=st.integers(1, 5))

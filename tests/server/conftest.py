@@ -78,7 +78,7 @@ class LiveServer:
     @contextmanager
     def waiting(self, path: str, body: dict) -> Iterator[Future]:
         """The answer to come to a request that waits meanwhile."""
-        with self.paused(), ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1) as pool, self.paused():
             answer = pool.submit(httpx.post, self.url + path, json=body)
             self.wait(lambda state: state["waiting"] == 1)
             yield answer

@@ -100,7 +100,7 @@ def test_a_deadline_frees_everything(ask):
 
 def test_a_deadline_ends_a_stream(ask, operated):
     """The engine is paused behind the first part. Who was too quick for that, or had no part, has another try."""
-    headers = {"authorization": f"Bearer {KEYS['alice']}"}
+    headers = {"authorization": f"Bearer {KEYS['alice']}", "x-request-id": "stream-late"}
     for seconds in (2, 20, 120):
         body = {**ENDLESS, "timeout_s": seconds, "stream": True}
         with httpx.stream("POST", operated.url + "/generate", json=body, headers=headers, timeout=300) as told:
@@ -116,6 +116,7 @@ def test_a_deadline_ends_a_stream(ask, operated):
         if parts and "error" in (end := json.loads(error[6:])):
             break
     assert end["error"]["type"] == "timeout_error"
+    assert json.loads(logged(operated, "stream-late"))["status"] == 408, "though 200 had been sent"
 
 
 def test_pause_and_resume(ask):

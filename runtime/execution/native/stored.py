@@ -20,12 +20,17 @@ from runtime.execution.native import library as c
 from runtime.execution.native.codes import describe_codes, pack_into
 from runtime.execution.native.packed import Team, pack, packed_bytes
 from runtime.models.publishing import reserve, scratch
+from runtime.models.seals import holds, seal
 from runtime.models.weights import MOST_ROWS, StoredTensors, places, read_stored, runs_of
 
 log = logging.getLogger(__name__)
 
 # Raised when the layout of codes changes, so that older files are not used.
 _LAYOUT = 3
+
+
+def _seal_of(path: Path) -> Path:
+    return path.with_suffix(".seal")
 
 
 @dataclass(slots=True)
@@ -147,6 +152,7 @@ class StoredMatrices:
                     self._make(directory / path.name)
                     # Map the file of another process that was faster, so that both share its memory.
                     if not self._is_whole(path):
+                        _seal_of(directory / path.name).rename(_seal_of(path))
                         (directory / path.name).rename(path)
             except OSError as error:
                 log.warning("packed weights stay in memory: cannot write %s: %s", path, error.strerror or error)
@@ -155,7 +161,7 @@ class StoredMatrices:
         return np.memmap(path, np.uint8, "r")
 
     def _is_whole(self, path: Path) -> bool:
-        return path.exists() and path.stat().st_size == self._size
+        return path.exists() and path.stat().st_size == self._size and holds(_seal_of(path))
 
     def _make(self, path: Path) -> None:
         with path.open("wb") as file:
@@ -163,6 +169,7 @@ class StoredMatrices:
             reserve(file, self._size)
         self._write(data := np.memmap(path, np.uint8, "r+"))
         data.flush()
+        seal(_seal_of(path), [path])
 
     def _write(self, data: np.ndarray) -> None:
         library, every = self._team.library, list(self._every())

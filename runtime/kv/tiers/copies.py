@@ -49,13 +49,17 @@ class Copies:
     def add(self, block: Block, pages: array[int]) -> bool:
         """Queue a block for the stores; False if the worker has no room for it."""
         copy = Copy(pages)
+        queue = partial(self._worker.write, block, partial(self._take, copy), len(pages) * self._pool.page_bytes)
         if self._at_once:
-            copy.data = self._pool.read_pages(pages)
-        else:
-            with self._lock:
-                for page in pages:
-                    self._by_page.setdefault(page, []).append(copy)
-        accepted = self._worker.write(block, partial(self._take, copy), len(pages) * self._pool.page_bytes)
+            with copy.lock:  # the thread waits for the copy
+                accepted = queue()
+                if accepted:
+                    copy.data = self._pool.read_pages(pages)
+            return accepted
+        with self._lock:
+            for page in pages:
+                self._by_page.setdefault(page, []).append(copy)
+        accepted = queue()
         if not accepted:
             self._forget(copy)
         return accepted

@@ -1,5 +1,6 @@
 """A store of blocks as files, one for each block, which only this user may read."""
 
+import errno
 import fcntl
 import logging
 import os
@@ -29,6 +30,7 @@ _LATER_S = 1.0
 _MOST_USES = 1 << 16
 _FOLDERS = [f"{number:02x}" for number in range(256)]
 _SUFFIX = ".kv"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 # Prefix of the names of files in which engines note their pins for the next start.
 NOTES = "pins-"
@@ -204,10 +206,22 @@ class FileStore:
             while (victim := contents.victim(size)) is not None:
                 self._evict(contents, victim)
             entry = StoredBlock(key, tenant, size, self._clock())
-            self._write(key, buffers, entry.used)
+            self._write_with_room(contents, entry, buffers)
             contents.add(entry)
             self._folders[key.hex()[:2]][1].add(key)
         return True
+
+    def _write_with_room(self, contents: Contents, entry: StoredBlock, buffers: Sequence[Buffer]) -> None:
+        """Write a block. On a full disk, older blocks make room, until the block has found none a few times."""
+        for is_last in (False, False, True):
+            try:
+                return self._write(entry.key, buffers, entry.used)
+            except OSError as error:
+                if error.errno not in _FULL or is_last or not len(contents):
+                    raise
+            left = contents.num_bytes - entry.size
+            while contents.num_bytes > left and (victim := contents.victim(contents.capacity)) is not None:
+                self._evict(contents, victim)
 
     def _write(self, key: BlockKey, buffers: Iterable[Buffer], now: float) -> None:
         path, unfinished = self.path(key), self._unfinished / token_hex(8)

@@ -206,9 +206,9 @@ class HybridPrefix(PrefixStrategy):
     def state(self, work: Work) -> StateRows:
         """Also chooses the slots of states within the work; they are chosen anew if the work is run again."""
         state: _State = work.request.reuse
-        self._give_back(state)
         if work.ahead:  # the step before, which is not booked yet, leaves its state in `spare`
             return StateRows(0, work.count, state.spare, state.slot)
+        self._give_back(state)
         inner = [place for place in state.places if work.start < place < work.start + work.count]
         state.saving = [(place, self._free.pop()) for place in inner[-len(self._free) :] if self._free]
         saves = [(place - work.start - 1, slot) for place, slot in state.saving]

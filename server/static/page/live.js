@@ -5,7 +5,7 @@ async function follow() {
   for (let pause = 1; mine === connection; pause = Math.min(2 * pause, 15)) {
     try {
       const answer = await call("/dashboard/events");
-      $("status").textContent = "live"; $("status").className = "soft"; $("keyform").hidden = !key; $("rooms").hidden = false; pause = 1;
+      $("status").textContent = "live"; $("status").className = "soft"; $("keyform").hidden = !key; $("rooms").hidden = false; $("keywanted").hidden = true; pause = 1;
       for await (const event of eventsOf(answer)) {
         if (mine !== connection) return;
         take(event);
@@ -16,7 +16,7 @@ async function follow() {
       const refused = error.status === 401 || error.status === 403;
       $("status").textContent = refused ? (error.status !== 401 ? error.message : key ? "this API key is not known" : "an API key is needed") : `not connected: ${error.message}`;
       $("status").className = "bad";
-      if (refused) { $("keyform").hidden = false; $("rooms").hidden = true; clearLive(); return; }
+      if (refused) { $("keyform").hidden = false; $("rooms").hidden = true; $("keywanted").hidden = false; clearLive(); return; }
     }
     await new Promise((wake) => setTimeout(wake, 1000 * pause));
   }

@@ -1,11 +1,18 @@
 """`ramet bench gpu`, tried on a CPU with tiny models: its shape, not its figures."""
 
+import json
+import shutil
+
 import pytest
 import torch
 
+from loadgen.gpu import correctness
 from loadgen.gpu.bench_gpu import Gpu
 from loadgen.gpu.gaps import busy_and_rests
+from loadgen.gpu.kernel_times import longest
 from loadgen.gpu.shapes import SHAPES, write_shape
+from loadgen.gpu.speed import share_of
+from loadgen.gpu.steps import STEPS
 from loadgen.gpu.watched import WatchedDrive
 from loadgen.harness import BenchError
 from runtime.models.spec import LlamaSpec
@@ -27,11 +34,48 @@ def test_tokens_are_the_same_on_every_path(measured, tiny_dir, monkeypatch):
     assert shared["sharing"] > 0
 
 
+def test_no_token_ends_a_comparison(tiny_dir, tmp_path, monkeypatch):
+    """Neither does transformers avoid the model's end token, nor stop behind it."""
+    monkeypatch.setattr(correctness, "_NEW", 6)
+    options = {"dtype": "float32"}
+    cold, _, _ = correctness._ours(tiny_dir, {"device": "cpu", **options}, correctness._prompts(tiny_dir))
+    path = shutil.copytree(tiny_dir, tmp_path / "model")
+    for file in ("config.json", "generation_config.json"):
+        whole = json.loads((path / file).read_text())
+        (path / file).write_text(json.dumps(whole | {"eos_token_id": cold[0][2]}))
+    assert correctness.greedy(path, "cpu", options)["theirs"] == 1
+
+
+def test_families_are_compared(measured, monkeypatch):
+    """One of them; the rehearsal of the lease compares all."""
+    monkeypatch.setattr(correctness, "_NEW", 6)
+    (row,) = measured("gpu", "--device", "cpu", "--parts", "families", "--only", "family=LFM2")
+    assert row["theirs"] == row["warm"] == 1
+
+
+def test_a_share_above_all_is_an_error():
+    assert share_of(0.5, 2.0) == 0.25
+    with pytest.raises(RuntimeError, match=r"0\.500000 s, which is 300% of what the device allows"):
+        share_of(1.5, 0.5)
+
+
+def test_times_are_summed_by_name():
+    found = longest([("a", 4.0), ("b" * 300, 9.0), ("a", 2.0)], steps=2, most=9)
+    assert found == [{"name": "b" * 200, "us": 4.5, "count": 0.5}, {"name": "a", "us": 3.0, "count": 1.0}]
+    assert [one["name"] for one in longest([("a", 1.0), ("b", 2.0)], 1, most=1)] == ["b"]
+
+
 def test_every_speed_is_measured(measured):
-    parts = ("bounds", "decode", "shared prefix", "first token", "prefill")
+    parts = ("bounds", "decode", "shared prefix", "first token", "steps", "prefill")
     rows = measured("gpu", "--device", "cpu", "--parts", *parts)
     assert {row["part"] for row in rows} == set(parts)
     assert len({row["mode"] for row in rows if row["part"] == "decode"}) == 4
+    steps = [row for row in rows if row["part"] == "steps"]
+    assert [row["steps"] for row in steps] == list(STEPS)
+    for row in steps:
+        assert row["kernels"] == sorted(row["kernels"], key=lambda one: -one["us"])
+        assert {"aten::mm", "aten::addmm"} <= {one["name"] for one in row["kernels"]}
+        del row["kernels"], row["calls"], row["steps"]
     for row in rows:
         assert {"copy", "step", "cached", "share"} & row.keys()
         values = [value for name, value in row.items() if name not in ("part", "mode", "kernels", "graphs", "sharing")]

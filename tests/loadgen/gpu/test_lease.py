@@ -6,6 +6,7 @@ import time
 import pytest
 
 from loadgen.gpu import lease as module
+from loadgen.gpu.bench_gpu import PARTS
 from loadgen.gpu.lease import Lease
 from loadgen.gpu.lease_page import page
 from loadgen.gpu.lease_parts import Part, parts
@@ -34,7 +35,7 @@ sys.exit(int(end) if end.isdigit() else 0)
 
 
 def part(name, *words, seconds=0.0, most=30.0, stall=20.0):
-    return Part(name, ("-c", BENCH, *words), seconds, most, stall)
+    return Part(name, ("-c", BENCH, *words), seconds, seconds, most, stall)
 
 
 @pytest.fixture
@@ -74,6 +75,7 @@ def test_what_dies_or_hangs_hurts_itself_alone(run, tmp_path):
     assert found["has no room"]["error"] == "left out: no time"
     text = (tmp_path / "out" / "gpu.md").read_text()
     assert "| dies | n abort | did not end |" in text
+    assert "| dies: 1 of 3 cells | none fails | failed | no |" in text
     assert "| has no room | -1 | 0 | left out: no time |" in text
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["gpu.md", "lease.json", "log.txt"]
 
@@ -94,49 +96,93 @@ def test_without_time_there_is_a_page(run, tmp_path):
     assert "left out: no time" in (tmp_path / "out" / "gpu.md").read_text()
 
 
+def part_of(*lines):
+    return {"rc": 0, "seconds": 1.0, "error": "", "lines": [{}, *lines]}
+
+
+def one(figures, **cell):
+    return {"cell": cell, "repeat": 0, "figures": figures}
+
+
 def test_targets_stand_beside_figures():
-    def measured(*lines):
-        return {"rc": 0, "seconds": 1.0, "error": "", "lines": [{}, *lines]}
-
-    def one(figures, **cell):
-        return {"cell": cell, "repeat": 0, "figures": figures}
-
-    decode = [one({"step": [s, s, 9]}, mode=m, requests=32) for m, s in (("default", 0.02), ("eager", 0.03))]
+    decode = [one({"step": [s, s, 9]}, part="decode", mode=m, requests=32) for m, s in (("default", 2), ("eager", 3))]
     decode[0]["figures"]["share"] = 0.65
-    shared = [one({"step": s}, mode=m) for m, s in (("default", 1), ("no cascade", 1.4), ("eager", 3))]
+    shared = [
+        one({"step": s}, part="shared prefix", mode=m) for m, s in (("default", 1), ("no cascade", 1.4), ("eager", 3))
+    ]
+    families = [
+        one(
+            {"theirs": 0.9, "warm": 1, "gap": 0.02}, part="families", family="A", dtype="bfloat16", kernels="flashinfer"
+        ),
+        one({"theirs": 1, "warm": 0.5, "gap": 0}, part="families", family="B", dtype="float32"),
+    ]
+    kernels = [{"name": "a<b|c>", "us": 12.34, "count": 64}] * 9
+    steps = one({"step": 0.5, "kernels": kernels, "calls": kernels}, part="steps", steps="decode")
+    product = one({"error": 0.01, "faster": 0.5}, part="products", weights="float8", rows=1)
+    log = one({"warnings": 1, "lines": ["a warning"]}, asked="log")
     cases = [one({"seconds": s}, case=c) for c, s in (("no cache", 30), ("BiCache", 20))]
+    errors = [one({"error": e}, part="attention", kind=k) for k, e in (("a", 0.004), ("b", 0.02))]
+    first = one({"over": [1.2, 1.3, 1.4]}, part="first token")
     text = page({"gpu": "A", "parts": {
-        "attention": measured(one({"error": 0.004}, kind="a"), one({"error": 0.02}, kind="b")),
-        "decode": measured(*decode), "shared prefix": measured(*shared), "BiCache": measured(*cases),
-        "first token": measured(one({"over": [1.2, 1.3, 1.4]})),
+        "kernels": part_of(*errors), "tokens": part_of(*families), "products": part_of(product), "user": part_of(log),
+        "speed": part_of(*decode, *shared, first, steps), "BiCache": part_of(*cases),
     }})  # fmt: skip
     for line in (
         "| attention: worst relative error | at most 0.01000 | 0.02000 | no |",
+        "| families in float32: tokens as transformers, fewest | at least 100% | 100% | yes |",
+        "| families in float32: cached tokens as uncached, fewest | at least 100% | 50% | no |",
+        "| families by FlashInfer: logits apart where tokens part from transformers' | at most 0.1000 | 0.0200 | yes |",
         "| decode, 32 requests: share of the bandwidth's bound | at least 70% | 65% | no |",
         "| decode, 32 requests: graphs over eager, times as fast | at least 1.00 | 1.50 | yes |",
         "| decode, 1 requests: graphs over eager, times as fast | at least 1.00 |  |  |",
         "| 32 requests on a prefix of 4,096: cascade over plain, times as fast | at least 1.30 | 1.40 | yes |",
         "| 32 requests on a prefix of 4,096, eager: cascade over plain, times as fast | at least 1.30 |  |  |",
         "| first token of 4,096 cached + 128: times its ideal share | at most 1.50 | 1.30 | yes |",
+        "| products, float8, rows 1: times as fast as bfloat16 | at least 1.00 | 0.50 | no |",
         "| BiCache over no cache, times as fast (paper: 1.36 to 1.98) | at least 1.36 | 1.50 | yes |",
+        "| decode | 12.3 | 64 | a<b/c> |",
+        "| asked log | a warning |",
+        "| steps | steps decode | step 0.5 |",
     ):
-        assert line in text
+        assert f"{line}\n" in text
+    assert text.count("| decode | 12.3 |") == 8, "only the longest kernels"
+
+
+def test_what_failed_is_no_figure():
+    """Not even beside cells that did not fail: the worst of them is unknown."""
+    failed = {"cell": {"part": "attention", "kind": "b"}, "repeat": 0, "error": "RuntimeError: a | b"}
+    share = {"cell": {"part": "decode", "mode": "default", "requests": 32}, "repeat": 0, "error": "2292% of"}
+    text = page({"gpu": "A", "parts": {
+        "kernels": part_of(one({"error": 0.004}, part="attention", kind="a"), failed), "speed": part_of(share),
+    }})  # fmt: skip
+    for line in (
+        "| attention: 1 of 2 cells | none fails | failed | no |",
+        "| attention: worst relative error | at most 0.01000 | failed | no |",
+        "| decode, 32 requests: share of the bandwidth's bound | at least 70% | failed | no |",
+        "| decode, 32 requests: graphs over eager, times as fast | at least 1.00 |  |  |",
+        "| attention | kind b | RuntimeError: a / b |",
+    ):
+        assert f"{line}\n" in text
 
 
 def test_the_rehearsal_measures_with_the_benches_themselves(tmp_path):
-    """Two parts of it; the whole rehearsal is the command, which takes minutes."""
-    wanted = [one for one in parts(rehearse=True, model=None) if one.name in ("shared prefix", "BiCache")]
+    """Two parts of it; the whole rehearsal is the command, which takes minutes. Other tests run the other benches."""
+    wanted = [one for one in parts(rehearse=True, model=None) if one.name in ("products", "BiCache")]
     assert Lease(tmp_path / "out", tmp_path, time.monotonic() + 900).run(wanted, None) == 0, (
         tmp_path / "out" / "log.txt"
     ).read_text()
     text = (tmp_path / "out" / "gpu.md").read_text()
-    (cascade,) = (line for line in text.splitlines() if line.startswith("| 32 requests on a prefix of 4,096:"))
+    (product,) = (line for line in text.splitlines() if line.startswith("| products, float8, rows 1:"))
     (bicache,) = (line for line in text.splitlines() if line.startswith("| BiCache over"))
-    assert cascade[-5:] in ("yes |", " no |")
+    assert product[-5:] in ("yes |", " no |")
     assert bicache[-5:] in ("yes |", " no |")
 
 
 def test_every_part_is_a_command_of_the_benches():
     names = [one.name for one in parts(rehearse=False, model="DIR")]
     assert names == [one.name for one in parts(rehearse=True, model=None)]
-    assert sum(one.seconds for one in parts(rehearse=False, model="DIR")) < 10 * 60
+    found = parts(rehearse=False, model="DIR")
+    assert sum(one.seconds for one in found) < 9 * 60
+    words = [word for one in found for word in one.command]
+    assert set(PARTS) <= set(words), "every part of the bench"
+    assert all(one.least <= one.seconds < one.most for one in found)

@@ -12,7 +12,7 @@ from zipfile import ZipFile
 import pytest
 from packaging.version import Version
 
-from loadgen.gpu import aot, prepare
+from loadgen.gpu import aot, metadata, prepare
 from loadgen.gpu.cut import cut_model
 from loadgen.gpu.lease import Lease
 from loadgen.micro.drive import Drive
@@ -123,10 +123,11 @@ def test_measure_installs_once_and_finds_what_lies_beside_it(tmp_path):
     (tmp_path / "site").mkdir()
     for _ in range(2):
         subprocess.run([str(out / "measure"), "gpu", "--limit", "9"], cwd=checkout, env=variables, check=True)
-    install, unpack, first, second = (tmp_path / "log").read_text().splitlines()
+    install, unpack, version, first, second = (tmp_path / "log").read_text().splitlines()
     assert install.endswith(f"--target {tmp_path / 'site'} {out}/wheels/small-1.0-py3-none-any.whl")
     path = f"{tmp_path / 'site'}:{checkout}"
     assert unpack.endswith(f"|-m tarfile -e {out}/kernels.tar.xz {tmp_path / 'site'}")
+    assert version == f"{checkout}|-m loadgen.gpu.metadata {tmp_path / 'site'}"
     assert first == second == f"{path}|-m loadgen gpu --limit 9"
 
 
@@ -144,7 +145,11 @@ def test_the_compilers_find_all_headers(tmp_path, monkeypatch):
     subprocess.run(compile_, env={"PATH": os.environ["PATH"], "CPATH": found["CPATH"]}, check=True)
 
 
-def test_kernels_are_packed_for_the_lease(tmp_path):
+def test_kernels_and_a_version_are_installed_for_the_lease(tmp_path, monkeypatch):
+    """A checkout that is not installed has no version, which a server needs."""
+    project = tmp_path / "pyproject.toml"
+    project.write_text('[project]\nversion = "0.0.9"')
+    monkeypatch.setattr(metadata, "_PROJECT", project)
     package = tmp_path / "kernels" / aot.PACKAGE
     (package / "__pycache__").mkdir(parents=True)
     (package / "__pycache__" / "x.pyc").touch()
@@ -155,7 +160,8 @@ def test_kernels_are_packed_for_the_lease(tmp_path):
     lease.out.mkdir()
     lease.work.mkdir()
     lease._install(tmp_path)
-    command = ["-c", f"import {aot.PACKAGE} as cache; assert cache.here"]
+    version = "from importlib.metadata import version; assert version('ramet') == '0.0.9'"
+    command = ["-c", f"import {aot.PACKAGE} as cache; assert cache.here; {version}"]
     assert lease._process(command, tmp_path / "none", 60, 60) == (0, "")
     with tarfile.open(tmp_path / "kernels.tar.xz") as packed:
         assert packed.getnames() == [f"{aot.PACKAGE}/__init__.py"]

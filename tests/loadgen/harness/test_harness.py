@@ -114,11 +114,35 @@ def test_a_cell_that_fails_ends_no_bench_and_is_measured_again(tmp_path, capsys,
     assert "no / room" not in capsys.readouterr().out
 
 
+def test_what_ends_a_bench_fails_a_guarded_cell(tmp_path, monkeypatch):
+    """The process was begun for its cells alone, and `no more here` is for a lost device."""
+
+    def refuse(bench, cell, draw):
+        if cell == {"way": "old", "size": 8}:
+            raise BenchError("request 3 failed")
+        return {"seconds": 1.0}
+
+    monkeypatch.setattr(Toy, "measure", refuse)
+    with pytest.raises(BenchError, match="request 3 failed"):
+        execute("toy", Toy(repeats=1, warmup=0))
+    assert execute("toy", Toy(repeats=1, warmup=0, guard=True, json_=tmp_path / "a.jsonl")) == 1
+    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()[1:]]
+    assert sum("figures" in line for line in lines) == 3
+    (error,) = {line["error"] for line in lines if "error" in line} - {"did not end"}
+    assert error.startswith("BenchError: request 3 failed")
+
+
 def test_a_bench_whose_every_cell_fails_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(Toy, "broken", [("old", 8), ("new", 8)])
     page = tmp_path / "toy.md"
     assert execute("toy", Toy(sizes=(8,), warmup=0, markdown=page, plot=tmp_path / "toy.png")) == 1
     assert page.read_text().count("RuntimeError: no / room") == 2
+
+
+def test_a_bench_that_its_limit_ends_says_so(capsys):
+    assert execute("toy", Toy(limit=1e-9)) == 3
+    assert capsys.readouterr().err.endswith("--limit 1e-09 ended this after 0 of 12 measurements\n")
+    assert Toy.calls == []
 
 
 def test_intervals():

@@ -6,7 +6,7 @@ import pytest
 
 from loadgen.harness import BenchError
 from loadgen.micro.bench_step import PARTS, Step
-from loadgen.micro.drive import ClockedDrive, matrix_weights
+from loadgen.micro.drive import ClockedDrive, Drive, matrix_weights
 from runtime.execution.native.library import load_best
 from runtime.models.spec import LlamaSpec
 
@@ -64,6 +64,24 @@ def test_a_closed_drive_keeps_no_memory(tiny_dir):
     pool = weakref.ref(drive.core.executor.pool.k)
     drive.close()
     assert pool() is None, "a GPU has no room for the next engine"
+
+
+@pytest.mark.parametrize("measure", ["step", "first_tokens", "finish"])
+def test_a_failed_request_is_no_measurement(tiny_dir, monkeypatch, measure):
+    """It would be the fastest of all."""
+    drive = Drive(tiny_dir, device="cpu", dtype="float32", kernels="torch", pool_tokens=256)
+    try:
+        drive.add(drive.text(8), 4)
+        with monkeypatch.context() as patched:
+            patched.setattr(drive.core.executor, "run", lambda batch: 1 // 0)
+            with pytest.raises(BenchError, match=r"^request 1 failed \(error\): "):
+                getattr(drive, measure)()
+        with pytest.raises(BenchError, match=r"^request 2 failed \(error\): "):
+            drive.add(drive.text(8), 1 << 20)
+        drive.add(drive.text(8), 2)
+        drive.finish()
+    finally:
+        drive.close()
 
 
 def test_matrix_weights_are_those_of_the_checkpoint(tiny_dir):

@@ -3,11 +3,13 @@
 from typing import Any
 
 import pytest
+import torch
 
 from runtime.calls import Ping
 from runtime.engine.loop import _NOTHING_TO_RUN_MS, EngineLoop
 from runtime.engine.part import Parts
-from runtime.protocol import Ask
+from runtime.kv.pool import zeros
+from runtime.protocol import Ask, Failed
 
 
 class _Ended(Exception):
@@ -37,6 +39,23 @@ class _Busy:
             raise _Ended
         self.counters["steps"] += self.runs.pop(0)
         return []
+
+
+@pytest.mark.parametrize(
+    "error", [None, RuntimeError("unable to mmap 2 bytes from file <x>: Cannot allocate memory (12)")]
+)
+def test_a_start_without_memory_is_one_sentence(error):
+    """As a limit of the address space makes it, wherever it ends."""
+    said: list[Any] = []
+
+    def open_core():
+        if error is not None:
+            raise error
+        zeros((1 << 50,), torch.uint8, torch.device("cpu"))
+
+    assert EngineLoop(lambda wait_ms: None, said.append).run(open_core, print) == 1
+    assert [type(message) for message in said] == [Failed]
+    assert "does not fit into the memory" in said[0].message
 
 
 def test_the_loop_waits_only_behind_steps_in_which_nothing_ran():

@@ -7,7 +7,10 @@ from runtime.config import make_config
 from runtime.engine.scheduler import Scheduler
 from runtime.request import Status
 from runtime.reuse.prefix import PrefixStrategy
+from tests.namespaces import others
 from tests.runtime.engine.steps import Engine, prompt
+
+SPACE = Namespace("a", "salt")
 
 # -- the budget of rows ------------------------------------------------------------------------------------------
 
@@ -127,14 +130,13 @@ def test_the_same_prefix_waits_for_the_one_that_computes_it_and_no_longer():
     assert engine.step() == {"a": 3, "b": 1, "c": 1}
 
 
-@pytest.mark.parametrize("field", ["tenant", "salt", "entry"])
-def test_nobody_waits_for_a_prefix_of_another_namespace(field):
+@pytest.mark.parametrize("fields", [*({"namespace": space} for space in others(SPACE)), {"store": False}], ids=str)
+def test_nobody_waits_for_what_it_could_not_read(fields):
     """Else the time to the first token would tell that somebody else computes the same prompt now."""
     engine = Engine(chunk_tokens=4)
-    engine.add("a", prompt(1, 8), namespace=Namespace(**{field: "a"}))
-    engine.add("b", prompt(1, 8), namespace=Namespace(**{field: "b"}))
-    engine.add("c", prompt(1, 8))
-    assert engine.steps(2) == [{"a": 4, "b": 4, "c": 4}] * 2
+    engine.add("a", prompt(1, 8), **{"namespace": SPACE, **fields})
+    engine.add("b", prompt(1, 8), namespace=SPACE)
+    assert engine.steps(2) == [{"a": 4, "b": 4}] * 2
     assert not engine.blocked
 
 

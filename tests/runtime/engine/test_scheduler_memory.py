@@ -192,6 +192,29 @@ def test_the_step_behind_a_decode_step():
     assert [len(engine.requests[rid].sequence.pages) for rid in "ab"] == [3, 3], "pages behind the prompt's"
 
 
+def test_the_step_behind_the_last_rows_of_a_prompt():
+    engine = Engine(chunk_tokens=4)
+    engine.add("a", prompt(1, 3))
+    engine.step()
+    engine.add("b", prompt(2, 6))
+    engine.work = engine.scheduler.schedule()
+    assert ahead(engine) == {}, "b has two more rows"
+    engine.step()
+    engine.work = engine.scheduler.schedule()
+    assert {item.request.rid: item.count for item in engine.work} == {"a": 1, "b": 2}
+    assert ahead(engine) == {"a": (5, 1, 1, 1), "b": (6, 1, 1, 1)}
+    assert len(engine.requests["b"].sequence.pages) == 3, "two of the prompt, and one for its token"
+
+
+def test_no_step_ahead_of_who_waits_for_the_rows_of_a_prompt():
+    engine = Engine()
+    engine.add("a", prompt(1, 8))
+    engine.add("b", [*prompt(1, 8), 5])
+    engine.work = engine.scheduler.schedule()
+    assert engine.blocked == "b"
+    assert ahead(engine) == {}
+
+
 def test_a_step_ahead_takes_a_page_only_where_it_needs_one():
     for length, pages in ((2, 1), (3, 2)):
         engine = Engine(page_size=4)
@@ -224,7 +247,7 @@ def test_no_step_ahead_where_a_place_may_become_free_or_taken():
 def test_no_step_ahead_where_the_host_is_needed_between_tokens():
     engine = decoding()
     engine.requests["b"].sampler.params = SamplingParams(regex="a+")
-    assert ahead(engine) == {}
+    assert ahead(engine).keys() == {"a", "b"}, "only the choice of its token needs the host"
     engine = decoding()
     engine.work = engine.work[:1]
     assert ahead(engine) == {}, "b has no row in this step"

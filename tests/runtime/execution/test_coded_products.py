@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from runtime.execution import coded_products
 from runtime.execution.attention.torch_attention import TorchAttention
 from runtime.execution.coded_products import CodedTensor, Float8Tensor, Int4Tensor, coded_tensor
 from runtime.execution.llama import LlamaModel
@@ -45,7 +46,7 @@ def float8(k: int = 256, n: int = 48) -> CodedWeight:
 @pytest.mark.parametrize("zeros", [None, 8])
 def test_products_of_4_bits(group, k, zeros):
     weight = int4(group, k, zeros=zeros)
-    made = coded_tensor(weight, CPU)
+    made = coded_tensor(weight, CPU, set())
     assert isinstance(made, Int4Tensor)
     x, bias = torch.randn(9, k).bfloat16(), torch.randn(48).bfloat16()
     wanted = F.linear(x.float(), weight.values(), bias.float())
@@ -57,7 +58,7 @@ def test_products_of_4_bits(group, k, zeros):
 
 def test_products_in_float8_round_rows_of_activations_alone():
     weight = float8()
-    made = coded_tensor(weight, CPU)
+    made = coded_tensor(weight, CPU, set())
     assert isinstance(made, Float8Tensor)
     x = torch.randn(9, 256).bfloat16()
     x[3], x[4] = x[3] * 1000, 0
@@ -70,7 +71,7 @@ def test_products_in_float8_round_rows_of_activations_alone():
 
 
 def test_a_quantised_weight_has_no_other_operations():
-    made = coded_tensor(int4(), CPU)
+    made = coded_tensor(int4(), CPU, set())
     assert (made.shape, made.dtype, made.device, len(made)) == ((48, 256), torch.bfloat16, CPU, 48)
     with pytest.raises(NotImplementedError):
         made + 1
@@ -83,7 +84,7 @@ def test_what_has_no_product():
     of_8_bits = int4()
     of_8_bits.bits = 8
     for weight in (blocks, ordered, of_8_bits, int4(n=40), int4(group=16), float8(n=40)):
-        assert coded_tensor(weight, CPU) is None
+        assert coded_tensor(weight, CPU, set()) is None
 
 
 @pytest.mark.parametrize("fault", ["wrong", "raises", "nan"])
@@ -97,8 +98,9 @@ def test_a_product_that_does_not_work_here_is_not_taken(monkeypatch, caplog, fau
 
     monkeypatch.setattr(torch, "_weight_int4pack_mm_for_cpu", broken)
     caplog.set_level(logging.WARNING)
-    assert coded_tensor(int4(), CPU) is None
-    assert "a weight of 48 x 256 is unpacked" in caplog.text
+    told = set()
+    assert coded_tensor(int4(), CPU, told) is coded_tensor(int4(), CPU, told) is None
+    assert caplog.text.count("a weight of 48 x 256 is unpacked") == 1
     assert {"raises": "no kernel for this GPU", "wrong": "off by 20 %", "nan": "off by nan %"}[fault] in caplog.text
 
 
@@ -134,3 +136,13 @@ def test_logits_are_near_those_of_unpacked_weights(tmp_path, kind, caplog):
         logits.append(model.forward(batch, pool, TorchAttention(pool, model.rope)))
     error = (logits[1] - logits[0]).norm() / logits[0].norm()
     assert 0 < error < PRODUCTS.get(kind, 0.02)
+
+
+def test_a_lost_device_is_no_reason_to_unpack(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch, "_weight_int4pack_mm_for_cpu", broken)
+    monkeypatch.setattr(coded_products, "is_lost", lambda device: True)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        coded_tensor(int4(), CPU, set())

@@ -1,5 +1,6 @@
 """Every way of computing experts in torch gives the sum over each row's experts, in few operations."""
 
+import math
 import shutil
 import sys
 
@@ -68,6 +69,41 @@ def compute(request, monkeypatch):
     return Experts.__call__
 
 
+def chosen(spec: ExpertSpec, scores: list[float], bias: list[float]) -> dict[int, float]:
+    """The experts of a row and their weights, in plain Python, after the published descriptions."""
+    if spec.sigmoid:
+        values = [1 / (1 + math.exp(-score)) if score > -700 else 0.0 for score in scores]
+    else:
+        values = [math.exp(score - max(scores)) for score in scores]
+        values = [value / sum(values) for value in values]
+    ranks, size = [value + more for value, more in zip(values, bias, strict=True)], spec.count // spec.groups
+    groups = [range(first, first + size) for first in range(0, spec.count, size)]
+    groups.sort(key=lambda group: -sum(sorted((ranks[i] for i in group), reverse=True)[: spec.best]))
+    seen = [i for group in groups[: spec.chosen_groups] for i in group]
+    found = {i: values[i] for i in sorted(seen, key=lambda i: -ranks[i])[: spec.chosen]}
+    total = sum(found.values()) if spec.normalized else 1.0
+    return {i: spec.scale * value / total if value else 0.0 for i, value in found.items()}
+
+
+@pytest.mark.parametrize("best", [1, 2])
+@pytest.mark.parametrize("groups", [(1, 1), (3, 2)])
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_the_choice_of_experts(sigmoid, normalized, groups, best):
+    """Also of rows for which all scores underflow."""
+    spec = ExpertSpec((0,), COUNT, 2, 40, sigmoid=sigmoid, normalized=normalized, groups=groups[0],
+                      chosen_groups=groups[1], best=best, scale=2.5)  # fmt: skip
+    experts = make()
+    experts.spec, experts.bias = spec, torch.linspace(0.3, -0.2, COUNT) if sigmoid else None
+    x, bias = rows(20), [0.0] * COUNT if experts.bias is None else experts.bias.tolist()
+    if sigmoid:
+        experts.router[:, 0], x[:, 0] = -1.0, torch.tensor([0.0, 1e3] * 10)
+    scores = F.linear(x.double(), experts.router.double())
+    for row, found, weights in zip(scores.tolist(), *experts.choose(x), strict=True):
+        wanted = chosen(spec, row, bias)
+        assert dict(zip(found.tolist(), weights.tolist(), strict=True)) == pytest.approx(wanted, rel=1e-3, abs=1e-6)
+
+
 @pytest.mark.parametrize("inner", [40, 41])
 @pytest.mark.parametrize("limit", [None, 2.0])
 @pytest.mark.parametrize("count", [1, 2, 33])
@@ -121,4 +157,5 @@ def test_decode_steps_with_experts_are_captured_unless_they_would_wait(
     shutil.copy(default_model_dir / "tokenizer.json", path)
     executor = check_whole_engines(path, monkeypatch, step_tokens=64, cuda_graph_batches="1,2,8")
     assert executor._graphs.sizes == sizes
+    assert executor._graphs.prompt_sizes == ([64] if most == 64 else [])
     assert any(graph._replay for graph in executor._graphs._graphs.values())

@@ -17,6 +17,7 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest, Admission, Finish, TokenEvent
 from server.openai.tools import Tool, render_chat
+from tests.namespaces import others
 from tests.runtime.frontend.test_request_ids import INFO
 
 TEMPLATES = {
@@ -126,7 +127,8 @@ def test_memory_is_bounded_and_no_account_s_answers_are_another_s(tokenizers):
     assert replay._by_account["a"].currsize <= MOST_OF_ACCOUNT
     again = prompt + "x<|im_end|> y"
     assert replay.find("a", SPACE, again).sampled == len(ids)
-    assert replay.find("b", SPACE, again) == NOTHING
+    for account, space in (("b", SPACE), *(("a", other) for other in others(SPACE))):
+        assert replay.find(account, space, again) == NOTHING
     clock[0] = 1e6
     assert replay.find("a", SPACE, again) == NOTHING
 

@@ -1,5 +1,6 @@
 """Directories that Ramet makes: complete or not at all; killed processes leave nothing."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +37,31 @@ def test_made_once_and_nothing_stays_beside_it(target, made):
     assert provide(target, made) == provide(target, made) == target
     assert made.calls == 1
     assert list(target.parent.iterdir()) == [target]
-    assert {path.name for path in target.iterdir()} == {"config.json", "model.safetensors"}
+    assert {path.name for path in target.iterdir()} == {".seal", "config.json", "model.safetensors"}
+
+
+def test_a_damaged_file_is_made_again(target, made):
+    weights = provide(target, made) / "model.safetensors"
+    (target / "codes").touch()  # others add files
+    weights.write_bytes(bytes(len(WEIGHTS)))
+    assert (provide(target, made) / "model.safetensors").read_bytes() == WEIGHTS
+    assert list(target.parent.iterdir()) == [target]
+    weights.unlink()
+    assert (provide(target, made) / "model.safetensors").read_bytes() == WEIGHTS
+    assert made.calls == 3
+
+
+def test_a_file_is_read_again_only_when_it_has_changed(target, made):
+    """A copy of the directory is sound, too."""
+    before = (provide(target, made) / ".seal").read_bytes()
+    copy = target.with_name("copy")
+    shutil.copytree(target, copy, copy_function=shutil.copyfile)
+    provide(copy, made)
+    provide(target, made)
+    assert (target / ".seal").read_bytes() == before != (copy / ".seal").read_bytes()
+    (copy / ".seal").unlink()  # of a version that made none
+    provide(copy, made)
+    assert made.calls == 1
 
 
 def test_a_failure_leaves_nothing(target, made):

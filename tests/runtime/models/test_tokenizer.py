@@ -2,13 +2,15 @@
 
 import io
 import json
+import signal
 
 import pytest
 from transformers import AutoTokenizer
 
-from runtime.errors import InvalidRequest, ModelError, RametError
+from runtime.errors import InvalidRequest, ModelError, Overloaded, RametError
 from runtime.models import template_program, templates
-from runtime.models.tokenizer import Tokenizer
+from runtime.models.process_pool import ProcessPool
+from runtime.models.tokenizer import Detokenizer, Offsets, Tokenizer
 
 
 def test_each_token_has_its_end(tokenizer):
@@ -139,6 +141,55 @@ def test_a_rendering_process_ends_with_its_owner_and_another_follows(with_templa
     process.stdin.close()
     assert process.wait(60) == 0
     assert tokenizer.apply_chat_template([{"role": "b"}]) == "b"
+
+
+def test_a_replacement_character_in_a_text_is_a_character(tokenizer):
+    """Behind it, no place of a token moves, and it is shown at once."""
+    text = "a \ufffd b\ufffd\ufffd🌱 c"
+    ids, detokenizer, offsets = tokenizer.encode(text, False), Detokenizer(tokenizer), Offsets(tokenizer)
+    shown, places = 0, []
+    for token in ids:
+        places.append((offsets.push(token), shown))
+        shown += len(detokenizer.push([token]))
+    assert shown == len(text)
+    assert all(place == before for place, before in places)
+    ends = [tokenizer.decode(ids[: i + 1], False) for i in range(len(ids))]
+    whole = [i for i, end in enumerate(ends) if text.startswith(end) and tokenizer.encode(end, False) == ids[: i + 1]]
+    assert len(whole) > 6
+    assert [places[i + 1][0] for i in whole[:-1]] == [len(ends[i]) for i in whole[:-1]]
+
+
+def test_a_stopped_rendering_process_is_replaced(with_template):
+    tokenizer, pool = with_template("{{ messages[0].role }}"), templates.PROCESSES
+    assert tokenizer.apply_chat_template([{"role": "a"}]) == "a"
+    for process in list(pool._all):
+        process.send_signal(signal.SIGSTOP)
+    assert tokenizer.apply_chat_template([{"role": "b"}]) == "b"
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_process_that_is_stopped_at_its_work_is_replaced(tmp_path, times):
+    program = f"""
+import os, signal, sys
+print(flush=True)
+for line in sys.stdin:
+    if len(os.listdir({str(tmp_path)!r})) < {times}:
+        open({str(tmp_path)!r} + f"/{{os.getpid()}}", "w")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    print("done", flush=True)
+"""
+    pool = ProcessPool("try", ["-c", program], lambda answers: answers.readline())
+
+    def write(requests):
+        requests.write(b"x\n")
+        requests.flush()
+
+    if times == 1:
+        assert pool.ask(write, 600) == b"done\n"
+    else:
+        with pytest.raises(Overloaded, match="stopped"):
+            pool.ask(write, 600)
+    pool.close()
 
 
 def test_what_published_templates_use(with_template):

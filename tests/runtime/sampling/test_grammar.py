@@ -12,7 +12,7 @@ from runtime.engine.parts import Grammars
 from runtime.errors import InvalidRequest, RametError
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
-from runtime.sampling.grammar import Grammar, GrammarCompiler
+from runtime.sampling.grammar import Grammar, GrammarCompiler, check_grammar
 from tests.runtime.engine.driver import Driver, make_core
 
 SCHEMA = {
@@ -228,6 +228,19 @@ def test_what_is_compiled_for_one_tenant_saves_no_other_any_time(tiny_dir):
             time.sleep(0.01)
         kept.append(len(compiler._kept))
     assert kept == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "params", [{"regex": r"[a&&\d]"}, {"regex": "x[a&&b]"}, {"grammar": "start: /[a&&b]/"}, {"regex": "x|[a&&b]"}]
+)
+def test_an_expression_without_any_text_is_refused(params):
+    name, expression = next(iter(params.items()))
+    if "|" in expression:
+        check_grammar(SamplingParams(**params))
+        return
+    with pytest.raises(InvalidRequest, match=f"{name} cannot be followed: no text matches it") as error:
+        check_grammar(SamplingParams(**params))
+    assert error.value.param == name
 
 
 def test_a_call_that_may_be_made_goes_on_without_its_grammar(ids_dir, monkeypatch):

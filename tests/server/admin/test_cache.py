@@ -66,6 +66,12 @@ def test_a_pin_over_the_budget_is_409_with_the_figures(client):
     assert "256 pages" in error["message"]
 
 
+def test_a_pin_that_fills_no_page_is_400(client):
+    answer = client.post("/cache/pin", json={"input_ids": [5] * 15})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "the prefix is shorter than a page of 16 tokens; pins hold whole pages"
+
+
 @pytest.mark.parametrize(
     "body",
     [{}, {"text": ""}, {"text": "x", "input_ids": [1]}, {"text": TEXT, "ttl_s": -1}, {"text": TEXT, "colour": 1}],

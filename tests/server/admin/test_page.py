@@ -205,6 +205,7 @@ def test_no_text_without_an_admins_key(page, guarded):
     generate(guarded.url, SAYING, "alice-secret-key")
     page.goto(guarded.url)
     page.locator("#status", has_text="an API key is needed").wait_for()
+    page.locator("#keywanted", has_text="Type yours into the field").wait_for()
     assert "bakers" not in page.content()
     assert page.locator("#rooms").is_hidden(), "no empty boxes"
     page.locator("#key").fill("no-such-secret-key")
@@ -213,6 +214,7 @@ def test_no_text_without_an_admins_key(page, guarded):
     page.locator("#key").fill("alice-secret-key")
     page.get_by_role("button", name="Use").click()
     page.locator("#quota", has_text="Cache of alice").wait_for()
+    assert page.locator("#keywanted").is_hidden()
     page.locator("#icicle text", has_text="alice").first.wait_for()
     page.locator("#finished td", has_text="alice").first.wait_for()
     block(page, "tokens").click()

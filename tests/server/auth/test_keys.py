@@ -298,6 +298,28 @@ def test_a_quota_binds_its_tenant_in_the_public_scope_too(ask):
     assert ask("root", path="/cache/pin", **pin).status_code == 409, "11 pages"
 
 
+def test_ids_of_nodes_tell_nothing_of_other_keys(ask):
+    """Pages are handed out in order; the same node has the same id in all answers to a key."""
+    seen, prompt = [], {**PROMPT, "input_ids": [1000] * 40}
+    for others in (0, 160):
+        ask("root", path="/flush_cache")
+        if others:
+            ask("alice", **{**PROMPT, "input_ids": [9] * others})
+        ask("bob", **prompt)
+        ask("bob", **{**prompt, "input_ids": [1000] * 32 + [1001] * 40})
+        nodes = ask("bob", "GET", "/cache/tree").json()["nodes"]
+        ids = [node["id"] for node in nodes]
+        assert {node["parent"] for node in nodes} <= {None, *ids}
+        pages = [node["id"] for node in ask("root", "GET", "/cache/tree?tenant=bob").json()["nodes"]]
+        assert ask("root", "GET", f"/cache/nodes/{pages[0]}?start=0").status_code == 200
+        text = ask("bob", path="/detokenize", tokens=[1000]).json()["text"]
+        found = ask("bob", path="/cache/search", text=text)
+        assert {node["id"] for node in found.json()["nodes"]} <= set(ids)
+        assert {page for node in found.json()["nodes"] for page in node["above"]} <= set(ids)
+        seen.append((ids, pages))
+    assert all(min(ids) > 100_000 > max(pages) for ids, pages in seen)
+
+
 def test_everybody_sees_their_own_part_of_the_tree(ask):
     ask("root", path="/flush_cache")
     ask("alice", **PROMPT)

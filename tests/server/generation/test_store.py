@@ -1,5 +1,7 @@
 """The store of responses: all that is kept is counted, for one account and for all."""
 
+from contextlib import nullcontext
+
 import httpx
 import pytest
 
@@ -52,6 +54,26 @@ def test_the_account_with_the_most_gives_way(monkeypatch):
     store.add("bob", "a", stored(b"x" * 400))
     store.add("carol", "a", stored(b"x" * 400))
     assert [kept(store, account, "ab") for account in ("alice", "bob", "carol")] == ["b", "a", "a"]
+
+
+NAMES = {"response": "resp_1", "conversation": "conv_1", "thread": "msg_1"}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("asked", NAMES)
+def test_what_is_of_another_kind_or_account_is_not_there(kind, asked):
+    store = ResponseStore()
+    store.add("alice", NAMES[kind], stored(b""))
+    for account in ("alice", "bob"):
+        for use in (store.get, store.remove):
+            if (account, kind) == ("alice", asked):
+                use(account, NAMES[kind], asked)
+                continue
+            with pytest.raises(NotFound) as error:
+                use(account, NAMES[kind], asked)
+            assert (error.value.param, error.value.code) == (asked, f"{asked}_not_found")
+    with nullcontext() if kind != asked else pytest.raises(NotFound):  # it was removed
+        store.get("alice", NAMES[kind], kind)
 
 
 def test_time_ends_a_response():

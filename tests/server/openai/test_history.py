@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.models.tokenizer import Tokenizer
-from server.openai.history import mended, place_systems
+from server.openai.history import fitted, mended, place_systems
 from server.openai.messages import Message
 from server.openai.tools import render_chat
 
@@ -123,3 +123,18 @@ def test_lfm2s_calls_are_written_as_it_writes_them(tokenizer):
     turns = [call('{"q": "a", "most": 3, "all": null}').plain(), Message(role="tool", content="y").plain()]
     written = '<|tool_call_start|>[f(q="a", most=3, all=None)]<|tool_call_end|>'
     assert render_chat(own, turns, []) == f"[assistant]{written}[tool]y"
+
+
+HARMONY = "<|channel|>{% if tools %}{{ tools }}{% endif %}{% for m in messages %}{{ m.tool_calls }}{% endfor %}"
+
+
+@pytest.mark.parametrize("calls", [[], [{"id": "c", "function": {"name": "f", "arguments": {}}}]])
+@pytest.mark.parametrize("thinking", ["", "Hm."])
+@pytest.mark.parametrize("content", ["", "So."])
+def test_of_calls_thoughts_and_a_text_a_template_gets_two_at_most(tiny_dir, calls, thinking, content):
+    """gpt-oss's template refuses all three; nothing else changes."""
+    plain = Tokenizer.load(tiny_dir)
+    turn = {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
+    turn |= {"thinking": thinking, "reasoning_content": thinking} if thinking else {}
+    both = {"thinking": "Hm.\nSo.", "content": ""} if calls and thinking and content else {}
+    assert fitted(Tokenizer(plain._fast, plain._config, HARMONY), [turn]) == [turn | both]

@@ -267,6 +267,18 @@ def test_a_conversation_grows_by_each_response(api):
         api.conversations.retrieve(first.id)
 
 
+def test_an_answer_is_not_lost_with_its_conversation(api, client, server):
+    one = api.conversations.create()
+    with server.waiting(
+        "/v1/responses", {**GREEDY, "input": "x", "max_output_tokens": 2, "conversation": one.id}
+    ) as asked:
+        api.conversations.delete(one.id)
+    answer = asked.result()
+    assert (answer.status_code, answer.json()["output"][0]["type"]) == (200, "message")
+    assert client.get(f"/v1/responses/{answer.json()['id']}").json() == answer.json()
+    assert client.get(f"/v1/conversations/{one.id}").status_code == 404
+
+
 def test_what_only_openais_servers_do_is_refused_with_advice(api):
     with pytest.raises(openai.APIStatusError, match="ask the model for a summary") as error:
         api.responses.compact(model=MODEL, input="x")

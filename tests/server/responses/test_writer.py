@@ -8,6 +8,7 @@ from runtime.errors import DeadlineExceeded
 from runtime.frontend.output import Output, Submission
 from runtime.protocol import Finish
 from server.openai.types import ChatRequest
+from server.responses.items import chat_of, read_input
 from server.responses.types import ResponseRequest
 from server.responses.writer import ResponseWriter
 
@@ -37,6 +38,41 @@ def test_why_an_answer_is_incomplete(begun, end, details):
     response = event["response"]
     assert (response["status"], response["incomplete_details"]["reason"]) == ("incomplete", details)
     assert (item["item"]["status"], response["output"][0]["status"]) == ("incomplete", "incomplete")
+
+
+TOOL = {"type": "function", "name": "find", "parameters": {"type": "object"}}
+CALL = '<tool_call>{"name": "find", "arguments": {}}</tool_call>'
+# Fields of the request, the text and how it ends; status and reason of the response, and kinds and statuses of items.
+ENDS = [
+    ({}, "An oak", "stop", "completed", None, [("message", "completed")]),
+    ({}, "", "stop", "completed", None, [("message", "completed")]),
+    ({}, "", "length", "incomplete", "max_output_tokens", [("message", "incomplete")]),
+    ({}, "", "abort", "incomplete", None, [("message", "incomplete")]),
+    ({}, "<think>Hm.", "length", "incomplete", "max_output_tokens", [("reasoning", "incomplete")]),
+    ({}, "<think>Hm.</think>", "stop", "completed", None, [("reasoning", "completed")]),
+    ({"tools": [TOOL]}, CALL, "stop", "completed", None, [("function_call", "completed")]),
+    (
+        {"tools": [TOOL]},
+        f"So.{CALL}",
+        "stop",
+        "completed",
+        None,
+        [("message", "completed"), ("function_call", "completed")],
+    ),
+    ({"tools": [TOOL]}, CALL, "length", "incomplete", "max_output_tokens", [("function_call", "incomplete")]),
+    ({"prompt_cache_options": {"prewarm": True}}, "", "length", "completed", None, []),
+]
+
+
+@pytest.mark.parametrize(("asked", "text", "end", "status", "reason", "items"), ENDS)
+def test_ends_of_answers(tokenizer, asked, text, end, status, reason, items):
+    context = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), check_model=str)
+    body = ResponseRequest(model="m", input="x", **asked)
+    writer = ResponseWriter(body, chat_of(body, read_input("x", {})), Submission("x"), "resp_1", context)
+    *_, last = writer.write(Output(0, 0, "r", delta=text, finish=Finish(end)), None)
+    assert (last["type"], last["response"]["status"]) == (f"response.{status}", status)
+    assert last["response"]["incomplete_details"] == ({"reason": reason} if status == "incomplete" else None)
+    assert [(item["type"], item["status"]) for item in last["response"]["output"]] == items
 
 
 def test_reasoning_is_an_item_of_its_own(tokenizer):

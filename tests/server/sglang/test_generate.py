@@ -133,7 +133,7 @@ def test_abort_by_id(client, server):
         lines = (line for line in answer.iter_lines() if line.startswith("data: "))
         next(lines)
         for rid, count in (("unknown", 0), ("long", 1)):
-            assert client.post("/abort_request", json={"rid": rid}).json() == {"success": True, "aborted": count}
+            assert client.post("/abort_request", json={"rid": rid}).json() == {"success": count > 0, "aborted": count}
         *_, last, done = lines
     assert done == "data: [DONE]"
     assert json.loads(last[6:])["meta_info"]["finish_reason"]["type"] == "abort"

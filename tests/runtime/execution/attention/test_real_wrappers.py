@@ -1,17 +1,18 @@
 """FlashInfer's own wrappers, where it is installed, above kernels that are computed in torch: no GPU is needed."""
 
 import sys
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from runtime.batch import AttentionPlan
-from runtime.execution.attention.decode_step import decode_step
+from runtime.batch import AttentionPlan, Span, causal_visible
 from runtime.execution.attention.flashinfer import FlashInferAttention
+from runtime.execution.attention.graph_calls import Buffers, CallShape, GraphAttention, RowShape, graph_index
+from runtime.execution.attention.graph_step import graph_step
 from runtime.execution.flashinfer_kernels import every_kernel
-from runtime.execution.graphs import Buffers, CallShape, GraphAttention, GraphIndex, max_edges
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.rope_spec import RopeSpec
@@ -126,31 +127,46 @@ def test_random_plans_through_the_wrappers_give_the_references_results(kernels, 
         assert (got - wanted).norm() <= 1e-2 * wanted.norm()
 
 
+# Rows of the requests of three steps, for a graph of decode steps and for one of any steps, which is full once.
+_STEPS = {
+    RowShape(8, 8): ([1] * 8, [1] * 7, [1] * 6),
+    RowShape(16, 8): ([5, 1, 4], [16], [1, 2, 1, 3, 1, 1, 1]),
+}
+
+
+def window_of(span: Span, rows: int, window: int | None) -> np.ndarray | None:
+    """`Edge.hidden` of the last rows of a span."""
+    first = np.arange(span.length - rows + 1, span.length + 1, dtype=np.int32)
+    return None if window is None else (first - np.int32(window)).clip(0)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("levels", [0, 1, 2])
 @pytest.mark.parametrize("window", [None, 7])
-def test_graph_calls_plan_the_same_grid_for_every_step(kernels, shape, levels, window):
+@pytest.mark.parametrize("rows", _STEPS)
+def test_graph_calls_plan_the_same_grid_for_every_step(kernels, shape, levels, window, rows):
     """A captured graph has the numbers of its first plan; only the contents of buffers may change."""
     ours = backend(*shape)
-    calls = GraphAttention(ours, 8, CallShape(levels, window), Buffers(ours, 2048))
-    pages = Pages(ours.pool, np.random.default_rng(0))
+    calls = GraphAttention(ours, rows, CallShape(levels, window), Buffers(ours, 2048))
+    pages, page_size = Pages(ours.pool, np.random.default_rng(0)), ours.pool.page_size
     every = [[], [[(0, 8)], [(2, 5), (5, 7)], [(0, 3)]], [[(0, 8), (1, 5)], [(0, 3), (0, 2), (5, 7)], [(0, 6), (4, 6)]]]
-    for i, rows in enumerate((8, 7, 6)):
-        plan = AttentionPlan(rows)
+    for i, counts in enumerate(_STEPS[rows]):
+        plan = AttentionPlan(sum(counts))
         for first, stop in every[levels][i] if levels else ():
-            plan.add(slice(first, min(stop, rows)), pages.span(3 + 16 * i))
-        for row in range(rows):
-            span = pages.span(8 + 10 * row)
-            plan.add(slice(row, row + 1), span, hidden=None if window is None else np.array([span.length - window]))
-        step = decode_step(plan)
+            plan.add(slice(first, min(stop, plan.num_rows)), pages.span(3 + 16 * i))
+        for number, (first, stop) in enumerate(pairwise(np.cumsum([0, *counts]).tolist())):
+            span = pages.span(8 + 10 * number + stop - first)
+            visible, hidden = causal_visible(span.length, stop - first), window_of(span, stop - first, window)
+            plan.add(slice(first, stop), span, visible, hidden)
+        step = graph_step(plan)
         assert step is not None
-        assert (len(step.levels), step.window) == (levels, window)
-        page_size = ours.pool.page_size
-        shared = step.shared_index(8, max_edges(8, levels), page_size) if levels else None
-        calls.plan(GraphIndex(step.own_index(8, ours.pool.num_pages, page_size), shared))
-        q = torch.randn(8, shape[0], shape[2]).bfloat16()
-        got = ours.run(calls.calls, q, 0)[:rows].double()
-        wanted = dense_attention(plan, q[:rows], ours.pool, ours.rope)
+        assert (len(step.levels), step.window, step.decodes) == (levels, window, rows.decodes)
+        index = graph_index(step, rows, ours.pool.num_pages, page_size)
+        assert index is not None
+        calls.plan(index)
+        q = torch.randn(rows.size, shape[0], shape[2]).bfloat16()
+        got = ours.run(calls.calls, q, 0)[: plan.num_rows].double()
+        wanted = dense_attention(plan, q[: plan.num_rows], ours.pool, ours.rope)
         assert (got - wanted).norm() <= 1e-2 * wanted.norm()
     number = 2 if levels else 1
     for call in range(number):

@@ -77,16 +77,20 @@ def test_a_full_disk(library, tmp_path, monkeypatch):
     assert not list(directory.glob(".packing-*"))
 
 
-def test_a_truncated_packed_file_is_packed_again(library, tmp_path):
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: bytes(len(data))])
+def test_a_damaged_packed_file_is_packed_again(library, tmp_path, damage):
     directory = link(make_file(tmp_path / "m.gguf", Kind.Q4_0, True), tmp_path / "out")
     batch = mixed_batch(2)
     batch.tokens %= TOKENS
     wanted = make_native(library, directory)[0].forward(batch).clone()
     [packed] = directory.glob("codes-*.bin")
-    size = packed.stat().st_size
-    packed.write_bytes(packed.read_bytes()[: size // 2])
+    content = packed.read_bytes()
+    packed.write_bytes(damage(content))
     assert torch.equal(make_native(library, directory)[0].forward(batch), wanted)
-    assert packed.stat().st_size == size
+    assert packed.read_bytes() == content
+    before = packed.stat().st_ino
+    make_native(library, directory)
+    assert packed.stat().st_ino == before
 
 
 def test_engines_of_two_dtypes_share_no_packed_file(library, tmp_path):

@@ -90,7 +90,7 @@ FAULTS = {
         not_importable,
         "its import (import of flashinfer.jit.rope halted; None in sys.modules). `make extra-cuda`",
     ),
-    "a wrong norm": (replaced("rmsnorm", lambda x, weight, eps: x), "norms (results differ from torch's by"),
+    "no numbers": (replaced("rmsnorm", lambda x, weight, eps: x * torch.nan), "norms (results differ from torch's by"),
     "a wrong norm of heads": (replaced("rmsnorm", only_of_rows), "norms (results differ from torch's by"),
     "a wrong mask": (without_mask, "a masked step (results differ from torch's by"),
 }
@@ -99,12 +99,15 @@ FAULTS = {
 def test_kernels_are_loaded_and_graphs_captured_before_the_engine_is_ready(llama, device, monkeypatch, caplog):
     package = Package(version=f"{VERSION}+cu130")
     package.install(monkeypatch)
+    caplog.set_level(logging.INFO, "ramet.engine")
     engine = Engine(device, llama, **OPTIONS)
     assert (engine.core.info.attention_backend, engine.core.info.attention_note) == ("flashinfer", "")
     assert len(package.built) == len(set(package.built)) == 8
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     graphs = engine.core.executor._graphs._graphs
-    assert {shape.size for shape in graphs} == {1, 4}, "no more rows than requests run"
+    sizes = {kind: {shape.rows.size for shape in graphs if shape.rows.decodes == kind} for kind in (True, False)}
+    assert sizes == {True: {1, 4}, False: {64, 128}}, "no more rows than requests run, or than a step has"
+    assert "captured 7 CUDA graphs, 3 of decode steps and 4 of steps with prompts, in" in caplog.text
     monkeypatch.setattr("runtime.execution.graphs.capture", lambda *_: pytest.fail("captured while a request waits"))
     assert engine.together([draw(i, 20) for i in range(3)], max_new_tokens=6)
     assert engine.core.counters["failed_steps"] == 0

@@ -70,20 +70,22 @@ def test_drafts(llama, device):
     assert events.of("sync", "pageable") == []
 
 
-def test_a_grammar_reads_each_token_and_ends_the_overlap(with_tokenizer, device):
-    """The next mask depends on the token: one wait in each step, for all requests."""
+def test_a_step_with_a_grammar_is_launched_before_the_tokens_of_the_last_are_waited_for(with_tokenizer, device):
+    """The next mask depends on the token, and is made while the device computes logits: no step waits twice."""
     engine = Engine(device, with_tokenizer)
     engine.begin_decode(prompts())
-    engine.ask(draw(5, 20), regex="[0-9]{50,60}")
+    for i, more in enumerate(({"regex": "[0-9]{50,60}"}, {"grammar": 'start: "xy"', "lazy": {"triggers": ["xy"]}})):
+        engine.ask(draw(5 + i, 20), **more, frequency_penalty=0.1)
     for future in list(engine.core.part(Grammars).compiler.open.values()):
         future.result()
-    while engine.requests["4"].num_output < 3:
+    while engine.requests["5"].num_output < 6:
         engine.step()
     ahead = engine.core.counters["overlapped_steps"]
     events = engine.watch_steps(STEPS)
-    assert events.stalls_by_file() == {"runtime/sampling/sampler.py": STEPS}, events.stalls
-    assert events.count("launch") == STEPS
-    assert engine.core.counters["overlapped_steps"] == ahead
+    assert events.stalls == []
+    order = [event.kind for event in events.of("launch", "wait")]
+    assert order == ["wait", "launch", "wait"] * STEPS, "for a plan, and behind the launch for the tokens before"
+    assert engine.core.counters["overlapped_steps"] == ahead + STEPS
 
 
 def test_an_adapter_ends_the_graphs(llama, adapter, device):

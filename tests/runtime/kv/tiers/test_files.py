@@ -1,5 +1,6 @@
 """Blocks as files: whose directory it is, several processes, kills, and disks that refuse."""
 
+import errno
 import os
 import random
 import shutil
@@ -242,6 +243,39 @@ def test_a_full_disk_keeps_what_there_is(directory):
     assert os.listdir(directory / "unfinished") == []
     assert store.usage() == Usage(SMALL, 1, BOUND)
     assert put_block(store, BLOCKS[1])
+
+
+class SmallDisk(FileStore):
+    """On a disk that has room for three blocks."""
+
+    def _write(self, key, buffers, now):
+        if sum(file.stat().st_size for file in self.directory.rglob("*.kv")) + SMALL > 3 * SMALL:
+            raise OSError(errno.ENOSPC, "no space left")
+        super()._write(key, buffers, now)
+
+
+def test_on_a_full_disk_the_oldest_blocks_make_room(directory):
+    store, clock = SmallDisk(directory, "--disk-cache", BOUND), iter(range(1000, 2000))
+    store._clock, evicted = lambda: next(clock), []
+    store.on_evict = evicted.extend
+    for block in BLOCKS[:3]:
+        put_block(store, block)
+    store.touch([BLOCKS[0].key])
+    assert put_block(store, BLOCKS[3])
+    assert evicted == [BLOCKS[1].key]
+    assert store.contains_many([block.key for block in BLOCKS[:4]]) == [True, False, True, True]
+    assert store.usage() == Usage(3 * SMALL, 3, BOUND)
+
+
+def test_a_disk_that_others_fill_keeps_most_blocks(directory, monkeypatch):
+    store = disk(directory)
+    for block in BLOCKS:
+        put_block(store, block)
+    monkeypatch.setattr(store, "_write", lambda *_: Path("/dev/full").write_bytes(b"x"))
+    other = blocks_of("carol", 1)[0]
+    with pytest.raises(OSError, match="No space left"):
+        put_block(store, other)
+    assert store.usage().blocks == len(BLOCKS) - 2
 
 
 @contextmanager

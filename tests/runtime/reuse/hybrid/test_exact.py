@@ -12,6 +12,7 @@ import torch
 from radix import Namespace
 from runtime.calls import ComputeNextTurn
 from runtime.sampling.drafts.drafter import Drafter
+from tests.namespaces import others
 from tests.runtime.engine.driver import Driver, call, gives, make_core
 from tests.runtime.execution.mixers.models import HYBRID_MODELS, oracle, save_hybrid
 
@@ -178,6 +179,20 @@ def test_two_that_arrive_together_compute_what_they_share_once(saved, is_greedy)
     driver.run()
     driver.check()
     assert [driver.cached(f"{i}") for i in range(3)] == [0, 75, 75]
+
+
+def test_none_waits_for_one_of_another_namespace(saved, is_greedy):
+    """It could not read what it waits for."""
+    draw = random.Random(8)
+    driver, shared = Asking(saved, is_greedy, page_size=16, chunk_tokens=16, step_tokens=256), some(draw, 75)
+    # Entries have namespaces of their own, and no requests.
+    spaces = [space for space in (Namespace("a"), *others(Namespace("a"))) if not (space.entry or space.adapter)]
+    for space in spaces:
+        driver.begin([*shared, *some(draw, 12)], namespace=space)
+    driver.step()
+    assert len(driver.core.scheduler.running) == len(spaces) == 3
+    driver.run()
+    driver.check()
 
 
 def test_shifted_prompts_have_no_cliff(saved, is_greedy):

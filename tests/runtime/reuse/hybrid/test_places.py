@@ -1,6 +1,7 @@
 """Where points are stored, and which kind of them is given up."""
 
 from array import array
+from itertools import product
 
 from runtime.reuse.hybrid.places import Uses, choose, ends_of_turns, least_saving
 
@@ -30,6 +31,12 @@ def test_what_is_asked_for_and_where_prompts_part():
     assert places(begin=10, end=3000, turns=[2990], asked=[10, 3000]) == [2990, 3000]
     assert places(end=3000, turns=[2990], shared=1234) == [1234, 2990]
     assert places(end=3000, turns=[2990], shared=3001) == [2990]
+
+
+def test_every_place_asked_for_behind_the_beginning_is_there_up_to_the_last_token():
+    for begin, place in product(range(4), range(6)):
+        found = choose(begin, 3, [], [place], 0, COST, 4)
+        assert found == ([place] if begin < place <= 4 else []), (begin, place)
 
 
 def test_long_prompts_have_places_at_doublings():
