@@ -18,7 +18,7 @@ REACHES = $(VENV)/bin/python -c 'import sys, urllib.request as r; r.urlopen(sys.
 # The line of a log that says what failed.
 WHY = grep -m 1 ERROR $(VENV)/$(1).log || tail -n 1 $(VENV)/$(1).log
 
-.PHONY: serve test test-all soak clients lint mutants docs pictures pins bench bench-prefix compose wheel clean
+.PHONY: serve test test-all soak clients lint mutants docs pictures pins bench bench-prefix compose wheel wheel-arm test-arm check-macos count-arm clean
 
 # A stamp for each part of the set-up: torch, what serving needs, and extras of pyproject.toml (bench, dev).
 $(VENV)/.torch:
@@ -132,6 +132,27 @@ compose:
 wheel: $(VENV)/.torch
 	$(PIP) --quiet build
 	$(VENV)/bin/python -m build
+
+# The same for Linux on ARM, by Debian's g++-aarch64-linux-gnu. It fits this version of Python.
+wheel-arm: $(VENV)/.torch
+	$(PIP) --quiet build
+	_PYTHON_HOST_PLATFORM=linux-aarch64 CC=aarch64-linux-gnu-gcc CXX=aarch64-linux-gnu-g++ SETUPTOOLS_EXT_SUFFIX=$$( \
+	  $(VENV)/bin/python -c 'import sys; print(f".{sys.implementation.cache_tag}-aarch64-linux-gnu.so")') \
+	  $(VENV)/bin/python -m build --wheel
+	@unzip -l dist/ramet-*_aarch64.whl | grep _neon
+
+# That wheel in emulation: a request to two servers, and the tests of the kernels. Not in CI: an hour, root's rights.
+test-arm: wheel-arm
+	tests/arm/run.sh $(VENV)/bin/python dist/ramet-*_aarch64.whl \
+	  $(or $(ARGS),tests/runtime/execution/native tests/runtime/engine/test_exact.py)
+
+# The same sources as clang reads them for macOS.
+check-macos:
+	tests/arm/macos.sh
+
+# The instructions of a prompt and of a token of decode, with the kernels for AVX2 and for ARM.
+count-arm: $(VENV)/.torch
+	tests/arm/count.sh $(VENV)/bin/python
 
 # ARGS=all also deletes the models that were fetched or converted, and the secret of tenants' ids.
 clean:

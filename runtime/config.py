@@ -82,8 +82,8 @@ class ModelConfig(Section):
     chat_template: Path | None = Field(None, description="a Jinja file that replaces the model's chat template")
     kernels: Literal["auto", "native", "torch", "flashinfer"] = Field(
         "auto",
-        description="native: C++, for CPUs with AVX2 or AVX-512; flashinfer: for CUDA; torch: the reference, on any "
-        "device; auto: the fastest that supports the model",
+        description="native: C++, for CPUs with AVX2, AVX-512 or ARM's dot products; flashinfer: for CUDA; torch: the "
+        "reference, on any device; auto: the fastest that supports the model",
     )
 
     @property

@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -25,9 +26,14 @@ from runtime.models.spec import LlamaSpec
 from server.commands.models import found_models, free_memory
 
 _GIB = 1 << 30
-_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "neon", "asimd")
+_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16")
 # The flag that shows that a processor supports the kernels for an instruction set.
-_FLAG_OF = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "avx512": "avx512vl", "avx2": "avx2"}
+_FLAG_OF = {
+    **{"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "avx512": "avx512vl", "avx2": "avx2"},
+    **{"neonbf16": "bf16", "neon": "asimddp"},
+}
+# The same flags by their names in macOS.
+_SYSCTLS = {f"hw.optional.arm.FEAT_{name}": flag for name, flag in (("DotProd", "asimddp"), ("BF16", "bf16"))}
 # The suffix of a converted model's directory has the conversion's digest and version.
 _VERSION = r"(-[0-9a-f]{12}(-link)?)?(-\d+)?$"
 _PACKAGES = (
@@ -132,12 +138,12 @@ def _hints(config: Config) -> Iterator[str]:
 
     library, (_, flags) = load_best(), _processor()
     best = next((isa for isa in ISAS if _FLAG_OF[isa] in flags), None)
-    if best != (library and library.isa):
+    if best is not None and best != (library and library.isa):
         why = f"but {found} did not build them" if (found := _compiler()) else "and a C++20 compiler builds them"
         yield f"Kernels for {best} are missing, {why}. `pip install -v --editable .` builds again and shows errors."
     if library is not None and not Path(config.model.model).expanduser().is_file():
         yield "A GGUF file of 4 bits, or --quantization int8, makes decode steps read fewer bytes of weights."
-    if library is not None and "avx512_vnni" not in flags:
+    if "avx2" in flags and "avx512_vnni" not in flags:
         yield "A processor with products of bytes (AVX512-VNNI) computes weights of 4 to 8 bits faster."
     if "avx512f" in flags and "avx512_bf16" not in flags:
         yield "A processor with bfloat16 products (AVX512-BF16) computes prompts faster."
@@ -161,10 +167,21 @@ def _processor() -> tuple[str, frozenset[str]]:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        return platform.processor() or platform.machine(), frozenset()
+        return _processor_of_macos()
     name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
     return name[1] if name else platform.machine(), frozenset(flags[1].split() if flags else ())
+
+
+def _processor_of_macos() -> tuple[str, frozenset[str]]:
+    names = ("machdep.cpu.brand_string", *_SYSCTLS)
+    try:
+        told = subprocess.run(["sysctl", *names], capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return platform.machine(), frozenset()
+    values = dict(re.findall(r"^(\S+): (.*)$", told, re.MULTILINE))
+    flags = (flag for name, flag in _SYSCTLS.items() if values.get(name) == "1")
+    return values.get(names[0], platform.machine()), frozenset(flags)
 
 
 def _gpu() -> str:

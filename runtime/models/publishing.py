@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from runtime.errors import ModelError
 from runtime.models.seals import holds, seal
@@ -53,6 +54,17 @@ def provide(target: Path, make: Callable[[Path], None]) -> Path:
         reason = error.strerror or error
         raise ModelError(f"cannot write {target}: {reason}; $RAMET_CACHE sets another directory") from None
     return target
+
+
+def reserve(file: BinaryIO, size: int) -> None:
+    """Give a new file `size` zeros that have their place on the disk. Raises OSError if it is full."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+        return
+    block = bytes(min(size, 1 << 20))  # macOS: only what is written has a place
+    for at in range(0, size, len(block)):
+        file.write(block[: size - at])
+    file.flush()
 
 
 @contextlib.contextmanager

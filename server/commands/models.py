@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -46,11 +47,15 @@ def _bytes(path: Path) -> int:
 
 def free_memory() -> int:
     """Available bytes, page cache included."""
-    try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError):
+        if found := re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
+            return int(found[1]) * 1024
+    with suppress(OSError):  # macOS
+        told = subprocess.run(["vm_stat"], capture_output=True, text=True, check=False).stdout
+        pages = re.findall(r"^Pages (?:free|inactive|speculative|purgeable): +(\d+)", told, re.MULTILINE)
+        if size := re.search(r"page size of (\d+) bytes", told):
+            return int(size[1]) * sum(map(int, pages))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def advice(config: Config) -> str:

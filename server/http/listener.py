@@ -23,6 +23,8 @@ _QUIET_S = 60.0
 # File descriptors reserved for other uses: files, the engine's sockets and pipes.
 _OTHERS = 128
 _FEWEST = 16
+# Descriptors that macOS gives any process (its <sys/syslimits.h>).
+_OPEN_MAX = 10_240
 
 
 class TooFewDescriptors(RametError):
@@ -41,7 +43,11 @@ def most_connections(config: SchedulerConfig) -> int:
     if limit < (least := _FEWEST + _OTHERS):
         raise TooFewDescriptors(f"{_FEWEST} connections need {least} descriptors, but `ulimit -Hn` is {hard}")
     if soft != resource.RLIM_INFINITY and soft < limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        except ValueError:  # macOS names no hard limit, and refuses more than its own
+            limit = max(soft, min(limit, _OPEN_MAX))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     return limit - _OTHERS
 
 

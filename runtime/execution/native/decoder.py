@@ -39,8 +39,9 @@ class NativeDecoder:
     """The decoder stack and head over a paged pool on the CPU.
 
     Weights and pool are float32 or bfloat16, or weights are codes of 4 to 8 bits. Arithmetic is float32, with two
-    exceptions. `avx512bf16` rounds activations, queries and attention weights to bfloat16 if the other factor is
-    bfloat16. For codes, activations are rounded to 8 bits, with a scale for each 16 or 32 values of a row.
+    exceptions. Kernels that multiply pairs of bfloat16 round activations, queries and attention weights to bfloat16 if
+    the other factor is bfloat16. For codes, activations are rounded to 8 bits, with a scale for each 16 or 32 values of
+    a row.
 
     Attributes:
         name: `native-`, the instruction set, and `-int8` if it applies.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-# Best first. Each has its own library, compiled from the same sources with other flags.
-ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2")
+# Of this kind of processor, best first. Each has its own library, compiled from the same sources with other flags.
+_IS_ARM = platform.machine() in ("aarch64", "arm64")
+ISAS = ("neonbf16", "neon") if _IS_ARM else ("avx512bf16", "avx512vnni", "avx512", "avx2")
 
 # Libraries whose `ramet_interface` returns another number do not match the declarations below.
 _INTERFACE = 17
@@ -214,11 +216,13 @@ class Library:
         isa: one of `ISAS`.
         path: file of the library.
         panel: number of columns in a panel (`src/matrix.h`).
+        multiplies_pairs: whether it rounds both factors to bfloat16, if one is bfloat16.
     """
 
     def __init__(self, isa: str, path: Path):
         """Raises OSError if the library cannot be opened, AttributeError if it lacks a function."""
         self.isa, self.path = isa, path
+        self.multiplies_pairs = isa.endswith("bf16")
         self._library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _INTO_LIBRARY.items():
             function = getattr(self._library, f"ramet_{name}")

@@ -3,7 +3,6 @@
 import ctypes
 import logging
 import mmap
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,7 +19,7 @@ from runtime.execution.mixers.recurrent import Recurrent
 from runtime.execution.native import library as c
 from runtime.execution.native.codes import describe_codes, pack_into
 from runtime.execution.native.packed import Team, pack, packed_bytes
-from runtime.models.publishing import scratch
+from runtime.models.publishing import reserve, scratch
 from runtime.models.seals import holds, seal
 from runtime.models.weights import MOST_ROWS, StoredTensors, places, read_stored, runs_of
 
@@ -167,7 +166,7 @@ class StoredMatrices:
     def _make(self, path: Path) -> None:
         with path.open("wb") as file:
             # A full disk is an error here. At a write to the mapping, it would end the process.
-            os.posix_fallocate(file.fileno(), 0, self._size)
+            reserve(file, self._size)
         self._write(data := np.memmap(path, np.uint8, "r+"))
         data.flush()
         seal(_seal_of(path), [path])

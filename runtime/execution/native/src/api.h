@@ -3,10 +3,9 @@
 // Each instruction set has its own library, compiled from the same sources with other flags.
 #pragma once
 
-#include <sys/mman.h>
-
 #include "choose.h"
 #include "decoder.h"
+#include "system.h"
 
 #define RAMET_API extern "C" __attribute__((visibility("default")))
 
@@ -14,34 +13,12 @@
 RAMET_API int64_t ramet_interface() { return 17; }
 
 // Whether this processor has the instruction sets that the library was compiled for.
-RAMET_API int64_t ramet_supported() {
-    __builtin_cpu_init();
-#if defined(__AVX512BF16__)
-    if (!__builtin_cpu_supports("avx512bf16")) return 0;
-#endif
-#if defined(__AVX512VNNI__)
-    if (!__builtin_cpu_supports("avx512vnni")) return 0;
-#endif
-#if defined(__AVX512F__)
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#else
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#endif
-}
+RAMET_API int64_t ramet_supported() { return ramet::supported(); }
 
 RAMET_API ramet::Team* ramet_team_create(int64_t threads) { return new ramet::Team(int(threads)); }
 RAMET_API void ramet_team_destroy(ramet::Team* team) { delete team; }
 
-// Zeroed memory, in huge pages if the system has them, because weights are read as one long stream. Null: no memory.
-RAMET_API void* ramet_allocate(int64_t bytes) {
-    void* data = mmap(nullptr, size_t(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (data == MAP_FAILED) return nullptr;
-#if defined(MADV_HUGEPAGE)
-    madvise(data, size_t(bytes), MADV_HUGEPAGE);
-#endif
-    return data;
-}
+RAMET_API void* ramet_allocate(int64_t bytes) { return ramet::allocate(size_t(bytes)); }
 RAMET_API void ramet_free(void* data, int64_t bytes) { munmap(data, size_t(bytes)); }
 
 RAMET_API int64_t ramet_matrix_bytes(const ramet::Matrix* w) { return w->bytes(); }

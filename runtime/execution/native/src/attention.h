@@ -465,8 +465,8 @@ class Attention {
                 transpose(m);
                 for (int64_t i = 0; i < left; ++i) {
                     if constexpr (sizeof(T) == 2 && !kPairs<T>) {
-                        store(panel + 2 * (lane + i) * kPanel, low_bf16(std::bit_cast<Bits>(m[i])));
-                        store(panel + (2 * (lane + i) + 1) * kPanel, high_bf16(std::bit_cast<Bits>(m[i])));
+                        store(panel + 2 * (lane + i) * kPanel, low_bf16(as_bits(m[i])));
+                        store(panel + (2 * (lane + i) + 1) * kPanel, high_bf16(as_bits(m[i])));
                     } else {
                         store(panel + (lane + i) * kPanel, m[i]);
                     }

@@ -105,6 +105,12 @@ inline void unpack_column(const Matrix& w, int64_t panel, int64_t column, float*
 // to their zero); four values in each lane; the group's scale, and the scale times the sum of the values.
 inline int64_t coded_lanes(const Matrix& w) { return round_up(w.k, 32) / w.group * (w.group / 4 + 3); }
 
+// The zero of codes, as `dot_bytes` takes them. With minima, the minima move them to their zero.
+inline uint32_t codes_zero(const Matrix& w) {
+    const uint32_t zero = w.has_minima ? 0 : 1u << w.zero_bit();
+    return kSignedCodes && w.bits == 8 ? zero - 128 : zero;
+}
+
 // Round row `row` of `rows`. They are stored from `start` on, chunk by chunk, so that a tile of rows reads one stream.
 template <int Group>
 void to_codes(const float* in, const Matrix& w, int64_t row, int64_t rows, uint32_t* start) {
@@ -129,7 +135,7 @@ void to_codes(const float* in, const Matrix& w, int64_t row, int64_t rows, uint3
         }
         // NaN and infinities make the sum NaN, and so the scale.
         const float total = reduce_add(sum), scale = largest / 127 + 0 * total;
-        out[0] = w.has_minima ? 0 : uint32_t(-int32_t(total)) << w.zero_bit();
+        out[0] = uint32_t(-int32_t(total)) * codes_zero(w);
         out[kWidth - 2] = std::bit_cast<uint32_t>(scale);
         out[kWidth - 1] = std::bit_cast<uint32_t>(scale * total);
     }
@@ -156,8 +162,8 @@ class Dot {
                 high_ = step % kFit ? add_shorts(high_, high) : high;
             }
             // Without this, the compiler would reorder the additions, and run out of registers.
-            asm("" : "+v"(low_));
-            if (kHalves) asm("" : "+v"(high_));
+            pin(low_);
+            if (kHalves) pin(high_);
             if (step % kFit < kFit - 1) return;
             sum_ = add_pairs(sum_, low_, 1);
             if (kHalves) sum_ = add_pairs(sum_, high_, 16);
@@ -166,12 +172,13 @@ class Dot {
     [[gnu::always_inline]] Vec get() const { return to_floats(sum_); }
 };
 
-// Rows whose sums stay in registers beside the dot products. With `dot_bytes`, loads and stores of sums would take
-// longer than the products.
-constexpr int kKeptRows = kDotsBytes ? kMaxRows / 2 : kMaxRows / 3;
+// Whether loads and stores of sums would take longer than dot products: of 64 bytes, but not of 16.
+constexpr bool kKeepsSums = kDotsBytes && kLanes == 16;
+// Rows whose sums stay in registers beside the dot products.
+constexpr int kKeptRows = kKeepsSums ? kMaxRows / 2 : kMaxRows / 3;
 // Rows of a tile: of codes of 8 bits without `dot_bytes`, each has two dot products.
 template <int Width>
-constexpr int kCodedRows = kDotsBytes ? kKeptRows : Width != 8 ? kMaxRows : kMaxRows / 2;
+constexpr int kCodedRows = kKeepsSums ? kKeptRows : Width != 8 || kDotsBytes ? kMaxRows : kMaxRows / 2;
 
 // A chunk's weights for `dot_codes`, unpacked before.
 template <int Width, int Steps>
@@ -219,21 +226,22 @@ void dot_codes(float* sums, const uint32_t* a, int64_t lda, const Weights<Width,
         Dot<Width, Steps> dots[R][2];
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-            dots[r][0].begin((Bits)rows.at(r));
-            dots[r][1].begin((Bits)rows.at(r));
+            dots[r][0].begin(as_bits(rows.at(r)));
+            dots[r][1].begin(as_bits(rows.at(r)));
         }
         ahead.fetch();
 #pragma GCC unroll 8
         for (int i = 0; i < Steps; ++i) {
-            const Bits w0 = weights.codes_at(g, i, 0), w1 = weights.codes_at(g, i, 1);
+            Bits w0 = weights.codes_at(g, i, 0), w1 = weights.codes_at(g, i, 1);
+            if constexpr (kSignedCodes && Width == 8) w0 = less_128(w0), w1 = less_128(w1);
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
-                const Bits x = (Bits)rows.at(r, 1 + i);
+                const Bits x = as_bits(rows.at(r, 1 + i));
                 dots[r][0].add(i, w0, x);
                 if (!kSplits) dots[r][1].add(i, w1, x);
             }
 #pragma GCC unroll 16
-            for (int r = 0; r < (kSplits ? R : 0); ++r) dots[r][1].add(i, w1, (Bits)rows.at(r, 1 + i));
+            for (int r = 0; r < (kSplits ? R : 0); ++r) dots[r][1].add(i, w1, as_bits(rows.at(r, 1 + i)));
         }
         const Vec s0 = weights.scales_at(g, 0, 0), s1 = weights.scales_at(g, 0, 1);
         const Vec m0 = has_minima ? weights.scales_at(g, 1, 0) : zero();

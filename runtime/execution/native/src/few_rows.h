@@ -26,8 +26,8 @@ class Upcoming {
             if (row_ == page_size_) ++page_, row_ = 0;
             const int64_t offset = (*page_ * page_size_ + row_++) * stride_;
             for (int64_t b = 0; b < bytes_; b += 64) {
-                _mm_prefetch(k_ + offset + b, _MM_HINT_T1);
-                _mm_prefetch(v_ + offset + b, _MM_HINT_T1);
+                __builtin_prefetch(k_ + offset + b, 0, 2);
+                __builtin_prefetch(v_ + offset + b, 0, 2);
             }
         }
     }
@@ -96,7 +96,7 @@ void score_rows(const float* q, int64_t ldq, int64_t dim, const char* k, const i
                 for (int r = 0; r < R; ++r) {
                     const Vec x = set1(q[r * ldq + lane + i]);
                     if constexpr (kPairs<T>) {
-                        sums[r] = fma_pairs((Bits)x, (Bits)m[i], sums[r]);
+                        sums[r] = fma_pairs(as_bits(x), as_bits(m[i]), sums[r]);
                     } else {
                         sums[r] = fma(x, m[i], sums[r]);
                     }
@@ -120,7 +120,7 @@ template <int R, class T>
             load_pairs(v + offsets[i], v + offsets[i + 1], a, b);
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) {
-                Bits weight = std::bit_cast<Bits>(set1(weights[r * stride + i / 2]));
+                Bits weight = as_bits(set1(weights[r * stride + i / 2]));
                 tile[r][0] = fma_pairs(weight, a, tile[r][0]);
                 tile[r][1] = fma_pairs(weight, b, tile[r][1]);
             }

@@ -86,7 +86,7 @@ template <int R, bool Fetches>
         if constexpr (Fetches) ahead.fetch();
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-            Bits x = (Bits)rows.at(r);
+            Bits x = as_bits(rows.at(r));
             tile[r][0] = fma_pairs(x, w0, tile[r][0]);
             tile[r][1] = fma_pairs(x, w1, tile[r][1]);
         }

@@ -67,7 +67,7 @@ struct Ahead {
 
     // Always inline, because GCC drops calls to a function that only prefetches.
     [[gnu::always_inline]] void fetch() {
-        for (int64_t b = 0; b < step; b += kLine) _mm_prefetch(at + b, _MM_HINT_T1);
+        for (int64_t b = 0; b < step; b += kLine) __builtin_prefetch(at + b, 0, 2);
         at += step;
     }
 };

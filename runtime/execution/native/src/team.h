@@ -1,13 +1,14 @@
 // A thread pool that runs a step phase by phase.
 #pragma once
 
-#include <immintrin.h>
-
 #include <atomic>
 #include <cstdint>
 #include <memory>
 #include <thread>
 #include <vector>
+
+#include "system.h"
+#include "vec.h"
 
 namespace ramet {
 
@@ -64,17 +65,16 @@ class Team {
     }
 
   private:
-    static constexpr uint64_t kSpinCycles = 100'000;  // cycles of the time stamp counter: 30 to 50 microseconds
-
     static void wait_while(std::atomic<int>& value, int old) {
-        uint64_t start = __rdtsc();
+        uint64_t start = ticks();
         while (value.load(std::memory_order_acquire) == old) {
-            _mm_pause();
-            if (__rdtsc() - start > kSpinCycles) value.wait(old, std::memory_order_acquire);
+            pause();
+            if (ticks() - start > spin_ticks()) value.wait(old, std::memory_order_acquire);
         }
     }
 
     void work(int thread) {
+        begin_thread();
         for (int epoch = 0;; ++epoch) {
             wait_while(epoch_, epoch);
             if (stop_) return;

@@ -1,276 +1,95 @@
-// Vector operations for the instruction set that this file is compiled for.
+// Vectors: the operations that an instruction set gives, and what follows from them.
 //
-// All other files use `Vec` (kLanes floats) and `Bits` (kLanes 32-bit lanes), and so are written only once. A bfloat16
-// is the upper half of a float. So a shift and a mask turn a 32-bit lane with two of them into two floats, without a
-// conversion instruction.
+// All other files use `Vec` (kLanes floats) and `Bits` (kLanes 32-bit lanes), and so are written only once. A .cpp file
+// includes the file of its instruction set, which defines what this one declares, before any other.
 #pragma once
 
-#include <immintrin.h>
-
-#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 
+#include "bf16.h"
+
 namespace ramet {
 
-using bf16 = uint16_t;
+// Constants of an instruction set, beside kLanes:
+// - kMaxRows: of a micro-kernel's tile, which has 2 x kMaxRows accumulators;
+// - kDotsBytes: it has `dot_bytes`, else `multiply_bytes`, `add_shorts`, `add_pairs` and `pin`;
+// - kSignedCodes: `dot_bytes` takes signed bytes, so codes of 8 bits become 128 less (`less_128`);
+// - kMultipliesPairs: it has the operations with pairs of bfloat16.
+constexpr int kPanel = 2 * kLanes;  // columns that a micro-kernel computes at once
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-inline float to_float(float x) { return x; }
-inline float to_float(bf16 x) { return std::bit_cast<float>(uint32_t(x) << 16); }
+// Loads and stores, also of the first n lanes alone; the others are loaded as 0.
+inline Vec zero();
+inline Vec set1(float x);
+inline Vec load(const float* p);
+inline Vec load(const float* p, int n);
+inline Vec load(const bf16* p);
+inline void store(float* p, Vec v);
+inline void store(float* p, Vec v, int n);
+inline Bits load_bits(const void* p);
+inline void store_bits(void* p, Bits b);
+inline Bits as_bits(Vec v);
 
-// Round to nearest even.
-inline bf16 to_bf16(float x) {
-    uint32_t bits = std::bit_cast<uint32_t>(x);
-    return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
+// The lower and the upper bfloat16 of each lane. A bfloat16 is the upper half of a float, so a shift and a mask turn a
+// lane with two of them into two floats, without a conversion instruction.
+inline Vec low_bf16(Bits b);
+inline Vec high_bf16(Bits b);
 
-// By MXFP4's code: the number that it stands for, times 2, plus 16.
-inline __m128i float4_table() { return _mm_setr_epi8(16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4); }
-
-#if defined(__AVX512F__)
-
-using Vec = __m512;
-using Bits = __m512i;
-constexpr int kLanes = 16;
-constexpr int kMaxRows = 12;  // 2 x 12 accumulators of 32 registers leave room for weights and a broadcast
-
-inline Vec zero() { return _mm512_setzero_ps(); }
-inline Vec set1(float x) { return _mm512_set1_ps(x); }
-inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
-inline Vec load(const float* p, int n) { return _mm512_maskz_loadu_ps((1u << n) - 1, p); }
-inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
-inline void store(float* p, Vec v, int n) { _mm512_mask_storeu_ps(p, (1u << n) - 1, v); }
-inline Bits load_bits(const void* p) { return _mm512_loadu_si512(p); }
-inline void store_bits(void* p, Bits b) { _mm512_storeu_si512(p, b); }
-inline Vec low_bf16(Bits b) { return _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)); }
-inline Vec high_bf16(Bits b) { return _mm512_castsi512_ps(_mm512_and_epi32(b, _mm512_set1_epi32(int(0xffff0000)))); }
-inline Vec load(const bf16* p) {
-    return low_bf16(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
-}
-inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
-inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
-inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
-inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
-inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
-inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
-inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c);  // a * b + c, rounded once
+inline Vec add(Vec a, Vec b);
+inline Vec sub(Vec a, Vec b);
+inline Vec mul(Vec a, Vec b);
+inline Vec div(Vec a, Vec b);
+// If a is NaN, max and min are b. If b is, they are b or a.
+inline Vec max(Vec a, Vec b);
+inline Vec min(Vec a, Vec b);
 // Bit i: whether lane i of a is at least that of b.
-inline uint32_t at_least(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+inline uint32_t at_least(Vec a, Vec b);
 // The lanes of a whose bits are set, the others of b.
-inline Vec select(const uint8_t* bits, Vec a, Vec b) {
-    __mmask16 mask;
-    std::memcpy(&mask, bits, sizeof(mask));
-    return _mm512_mask_blend_ps(mask, b, a);
-}
-inline float reduce_add(Vec v) { return _mm512_reduce_add_ps(v); }
-inline float reduce_max(Vec v) { return _mm512_reduce_max_ps(v); }
-inline Vec round(Vec v) { return _mm512_roundscale_ps(v, 0); }
-
-// p * 2^n for p near 1 and n from `round`. Overflow gives infinity. Results that would be subnormal are 0, because
-// processors compute with subnormal numbers a hundred times slower.
-inline Vec scale(Vec p, Vec n) {
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, set1(-125), _CMP_GE_OQ), p, n);
-}
+inline Vec select(const uint8_t* bits, Vec a, Vec b);
+inline float reduce_add(Vec v);
+inline float reduce_max(Vec v);
+inline Vec round(Vec v);  // to nearest even
+// p * 2^n for p near 1 and n from `round`, at most 128. Overflow gives infinity. Results that would be subnormal, and
+// those for NaN, are 0, because processors compute with subnormal numbers a hundred times slower.
+inline Vec scale(Vec p, Vec n);
 
 // In each 128 bits: the sums over the four lanes of a, of b, of c and of d.
-inline Vec sum4(Vec a, Vec b, Vec c, Vec d) {
-    Vec ab = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-    Vec cd = add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-    return add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
-}
+inline Vec sum4(Vec a, Vec b, Vec c, Vec d);
 // Lane 4 i + j: the sum of lane j over all 128-bit parts of m[i].
-inline Vec sum_quarters(const Vec (&m)[4]) {
-    Vec a = add(_mm512_shuffle_f32x4(m[0], m[1], 0x88), _mm512_shuffle_f32x4(m[0], m[1], 0xdd));
-    Vec b = add(_mm512_shuffle_f32x4(m[2], m[3], 0x88), _mm512_shuffle_f32x4(m[2], m[3], 0xdd));
-    return add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-}
-
+inline Vec sum_quarters(const Vec (&m)[kLanes / 4]);
 // Transpose kLanes x kLanes 32-bit lanes.
-inline void transpose(Vec (&m)[kLanes]) {
-    Vec t[kLanes];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_ps(m[i], m[i + 1]);
-        t[i + 1] = _mm512_unpackhi_ps(m[i], m[i + 1]);
-    }
-    // m[4 b + j]: column j of every 4 x 4 block of rows 4 b .. 4 b + 3
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i += 4) {
-        m[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
-        m[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xee);
-        m[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-        m[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-    }
-#pragma GCC unroll 16
-    for (int j = 0; j < 4; ++j) {
-        Vec even_a = _mm512_shuffle_f32x4(m[j], m[4 + j], 0x88), odd_a = _mm512_shuffle_f32x4(m[j], m[4 + j], 0xdd);
-        Vec even_b = _mm512_shuffle_f32x4(m[8 + j], m[12 + j], 0x88);
-        Vec odd_b = _mm512_shuffle_f32x4(m[8 + j], m[12 + j], 0xdd);
-        t[j] = _mm512_shuffle_f32x4(even_a, even_b, 0x88);
-        t[4 + j] = _mm512_shuffle_f32x4(odd_a, odd_b, 0x88);
-        t[8 + j] = _mm512_shuffle_f32x4(even_a, even_b, 0xdd);
-        t[12 + j] = _mm512_shuffle_f32x4(odd_a, odd_b, 0xdd);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) m[i] = t[i];
-}
+inline void transpose(Vec (&m)[kLanes]);
 
 // kLanes halves, or signed bytes.
-inline Vec load_halves(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
-inline Vec load_int8(const void* p) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
-}
+inline Vec load_halves(const void* p);
+inline Vec load_int8(const void* p);
 // Whole numbers, as signed bytes.
-inline void store_int8(void* p, Vec v) {
-    _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
-}
-inline Vec to_floats(Bits b) { return _mm512_cvtepi32_ps(b); }
+inline void store_int8(void* p, Vec v);
+inline Vec to_floats(Bits b);
 // The lower and upper four bits of each byte.
-inline Bits low_halves(Bits b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }
-inline Bits high_halves(Bits b) { return low_halves(_mm512_srli_epi16(b, 4)); }
-inline Bits float4_numbers(Bits b) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(float4_table()), b); }
+inline Bits low_halves(Bits b);
+inline Bits high_halves(Bits b);
+// By MXFP4's code, in each byte: the number that it stands for, times 2, plus 16.
+inline Bits float4_numbers(Bits b);
 // `low` and the bits `mask` of each byte of `in`, moved by `left` places (to the right if negative).
-[[gnu::always_inline]] inline Bits or_bits(Bits low, Bits in, int left, int8_t mask) {
-    const Bits moved = left < 0 ? _mm512_srli_epi16(in, unsigned(-left)) : _mm512_slli_epi16(in, unsigned(left));
-    return _mm512_or_si512(low, _mm512_and_si512(moved, _mm512_set1_epi8(mask)));
-}
-// Products of bytes, `codes` without a sign, as sums of two in 16 bits; additions of these; sum + factor * two of them.
-inline Bits multiply_bytes(Bits codes, Bits x) { return _mm512_maddubs_epi16(codes, x); }
-inline Bits add_shorts(Bits a, Bits b) { return _mm512_add_epi16(a, b); }
-inline Bits add_pairs(Bits sum, Bits shorts, int16_t factor) {
-    return _mm512_add_epi32(sum, _mm512_madd_epi16(shorts, _mm512_set1_epi16(factor)));
-}
+inline Bits or_bits(Bits low, Bits in, int left, int8_t mask);
 
-#else  // AVX2 and FMA
-
-using Vec = __m256;
-using Bits = __m256i;
-constexpr int kLanes = 8;
-constexpr int kMaxRows = 6;  // 2 x 6 accumulators of 16 registers
-
-inline __m256i first_lanes(int n) {
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-}
-inline Vec zero() { return _mm256_setzero_ps(); }
-inline Vec set1(float x) { return _mm256_set1_ps(x); }
-inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
-inline Vec load(const float* p, int n) { return _mm256_maskload_ps(p, first_lanes(n)); }
-inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
-inline void store(float* p, Vec v, int n) { _mm256_maskstore_ps(p, first_lanes(n), v); }
-inline Bits load_bits(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-inline void store_bits(void* p, Bits b) { _mm256_storeu_si256(static_cast<__m256i*>(p), b); }
-inline Vec low_bf16(Bits b) { return _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)); }
-inline Vec high_bf16(Bits b) {
-    return _mm256_castsi256_ps(_mm256_and_si256(b, _mm256_set1_epi32(int(0xffff0000))));
-}
-inline Vec load(const bf16* p) {
-    return low_bf16(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-}
-inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
-inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
-inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
-inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
-inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
-inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
-inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
-inline uint32_t at_least(Vec a, Vec b) { return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ))); }
-inline Vec select(const uint8_t* bits, Vec a, Vec b) {
-    const __m256i lanes = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-    const __m256i set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(*bits), lanes), lanes);
-    return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(set));
-}
-inline float reduce_add(Vec v) {
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
-}
-inline float reduce_max(Vec v) {
-    __m128 s = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
-}
-inline Vec round(Vec v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-
-// The same for n up to 128, which gives infinity.
-inline Vec scale(Vec p, Vec n) {
-    Vec small = _mm256_cmp_ps(n, set1(-125), _CMP_NGE_UQ);
-    __m256i exponent = _mm256_cvtps_epi32(max(n, set1(-125)));
-    Vec power = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(exponent, _mm256_set1_epi32(127)), 23));
-    return _mm256_andnot_ps(small, mul(p, power));
-}
-
-inline Vec sum4(Vec a, Vec b, Vec c, Vec d) {
-    Vec ab = add(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
-    Vec cd = add(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
-    return add(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
-}
-inline Vec sum_quarters(const Vec (&m)[2]) {
-    return add(_mm256_permute2f128_ps(m[0], m[1], 0x20), _mm256_permute2f128_ps(m[0], m[1], 0x31));
-}
-
-// Transpose kLanes x kLanes 32-bit lanes.
-inline void transpose(Vec (&m)[kLanes]) {
-    Vec t[kLanes];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i += 2) {
-        t[i] = _mm256_unpacklo_ps(m[i], m[i + 1]);
-        t[i + 1] = _mm256_unpackhi_ps(m[i], m[i + 1]);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i += 4) {
-        m[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-        m[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
-        m[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-        m[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-    }
-#pragma GCC unroll 8
-    for (int j = 0; j < 4; ++j) {
-        t[j] = _mm256_permute2f128_ps(m[j], m[4 + j], 0x20);
-        t[4 + j] = _mm256_permute2f128_ps(m[j], m[4 + j], 0x31);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) m[i] = t[i];
-}
-
-inline Vec load_halves(const void* p) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
-inline Vec load_int8(const void* p) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
-}
-inline void store_int8(void* p, Vec v) {
-    const Bits whole = _mm256_cvtps_epi32(v);
-    const __m128i shorts = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
-    _mm_storel_epi64(static_cast<__m128i*>(p), _mm_packs_epi16(shorts, shorts));
-}
-inline Vec to_floats(Bits b) { return _mm256_cvtepi32_ps(b); }
-inline Bits low_halves(Bits b) { return _mm256_and_si256(b, _mm256_set1_epi8(15)); }
-inline Bits high_halves(Bits b) { return low_halves(_mm256_srli_epi16(b, 4)); }
-inline Bits float4_numbers(Bits b) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(float4_table()), b); }
-[[gnu::always_inline]] inline Bits or_bits(Bits low, Bits in, int left, int8_t mask) {
-    const Bits moved = left < 0 ? _mm256_srli_epi16(in, -left) : _mm256_slli_epi16(in, left);
-    return _mm256_or_si256(low, _mm256_and_si256(moved, _mm256_set1_epi8(mask)));
-}
-inline Bits multiply_bytes(Bits codes, Bits x) { return _mm256_maddubs_epi16(codes, x); }
-inline Bits add_shorts(Bits a, Bits b) { return _mm256_add_epi16(a, b); }
-inline Bits add_pairs(Bits sum, Bits shorts, int16_t factor) {
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(shorts, _mm256_set1_epi16(factor)));
-}
-
-#endif
-
-// Each lane of `sum` plus the products of its four bytes in `codes`, which have no sign, and in `x`: if kDotsBytes.
+// Each lane of `sum` plus the products of its four bytes in `codes`, which have no sign, and in `x`.
 Bits dot_bytes(Bits sum, Bits codes, Bits x);
-#if defined(__AVX512VNNI__)
-constexpr bool kDotsBytes = true;
-inline Bits dot_bytes(Bits sum, Bits codes, Bits x) { return _mm512_dpbusd_epi32(sum, codes, x); }
-#else
-constexpr bool kDotsBytes = false;
-#endif
+// Bytes of 8 bits as `dot_bytes` takes them, if kSignedCodes.
+Bits less_128(Bits codes);
+// Products of bytes, `codes` without a sign, as sums of two in 16 bits; additions of these; sum + factor * two of them.
+Bits multiply_bytes(Bits codes, Bits x);
+Bits add_shorts(Bits a, Bits b);
+Bits add_pairs(Bits sum, Bits shorts, int16_t factor);
+// Keeps the compiler from moving what `b` is computed from.
+template <class T>
+void pin(T& b);
 
-constexpr int kPanel = 2 * kLanes;  // columns that a micro-kernel computes at once
-
-// Arithmetic with pairs of bfloat16, the first in the lower half of a lane: only where kMultipliesPairs.
+// Arithmetic with pairs of bfloat16, the first in the lower half of a lane.
 // c + the two products of each lane, summed in float32.
 Vec fma_pairs(Bits a, Bits b, Vec c);
 // kPanel floats in order, rounded to pairs.
@@ -279,24 +98,14 @@ Bits to_pairs(Vec a, Vec b);
 void store(bf16* p, Vec v, int n);
 // kPanel pairs (a[i], b[i]), as two vectors in order.
 void load_pairs(const void* a, const void* b, Bits& first, Bits& second);
-#if defined(__AVX512BF16__)
-constexpr bool kMultipliesPairs = true;
-inline Vec fma_pairs(Bits a, Bits b, Vec c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
-inline Bits to_pairs(Vec a, Vec b) { return (Bits)_mm512_cvtne2ps_pbh(b, a); }
-inline void store(bf16* p, Vec v, int n) {
-    _mm256_mask_storeu_epi16(p, __mmask16((1u << n) - 1), (__m256i)_mm512_cvtneps_pbh(v));
-}
-inline void load_pairs(const void* a, const void* b, Bits& first, Bits& second) {
-    // Lane i: number i of the first operand, and of the second, which follows at 32.
-    const Bits lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const Bits twice = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(0x10001));
-    const Bits index = _mm512_add_epi16(twice, _mm512_set1_epi32(0x200000));
-    first = _mm512_permutex2var_epi16(load_bits(a), index, load_bits(b));
-    second = _mm512_permutex2var_epi16(load_bits(a), _mm512_add_epi16(index, _mm512_set1_epi16(16)), load_bits(b));
-}
-#else
-constexpr bool kMultipliesPairs = false;
-#endif
+
+// A waiting thread spins for `spin_ticks()` of the processor's clock before it sleeps.
+inline uint64_t ticks();
+inline void pause();
+
+// Whether this processor has the instruction set.
+inline bool supported();
+
 // Round floats [n] to pairs [(n + 1) / 2]; `out` may be `in`. If n is odd, a finite number must follow the last.
 inline void round_to_pairs(const float* in, int64_t n, uint32_t* out) {
     int64_t i = 0;

@@ -159,7 +159,8 @@ def test_log_probabilities(choosing, vocab, top):
     tokens, index = torch.tensor([0, vocab // 2, 0, vocab - 1]), [5, 1, 2, 3]
     chosen, ids, values = choosing.measure(rows, index, tokens, top)
     wanted = rows.double().log_softmax(-1)[index]
-    assert chosen.tolist() == pytest.approx(wanted.gather(1, tokens[:, None])[:, 0].tolist(), rel=1e-6, abs=1e-5)
+    # Torch for ARM is off by 1.1e-6.
+    assert chosen.tolist() == pytest.approx(wanted.gather(1, tokens[:, None])[:, 0].tolist(), rel=2e-6, abs=1e-5)
     assert ids.shape == values.shape == (4, min(top, vocab))
     order = rows[index].sort(descending=True, stable=True).indices[:, :top]
     assert torch.allclose(values.double(), wanted.gather(1, order), rtol=1e-6, atol=1e-5)
