@@ -1,9 +1,14 @@
 """Threads: the request that a turn of one becomes, compared as a whole; over the store, without a model."""
 
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from server.anthropic.content import Piece
-from server.anthropic.threads import answer_of, continued, keep
+from server.anthropic.threads import continued, keep
 from server.anthropic.types import MessagesRequest
 from server.errors import NotFound
 from server.generation.store import ResponseStore
@@ -24,16 +29,23 @@ WHOLE = [
 ]
 
 
+async def _at_once(work: Callable[[], Any]) -> Any:
+    return work()
+
+
+ENGINE: Any = SimpleNamespace(in_turn=lambda account, size, work: _at_once(work))
+
+
 @pytest.fixture
 def threads() -> ResponseStore:
     store, pieces = ResponseStore(), [Piece("thinking", "H"), Piece("thinking", "m."), Piece("text", "A.")]
-    keep(MessagesRequest.model_validate(FIRST), answer_of(pieces), "msg_1", store, "alice")
+    asyncio.run(keep(MessagesRequest.model_validate(FIRST), pieces, "msg_1", store, "alice", _at_once))
     return store
 
 
 @pytest.mark.parametrize("own", [{}, {"system": "New."}, {"tools": [NEW]}, {"system": "New.", "tools": [NEW]}])
 def test_a_turn_has_all_messages_and_what_it_does_not_say_anew(threads, own):
-    whole = continued(MessagesRequest.model_validate(NEXT | own), threads, "alice")
+    whole = asyncio.run(continued(MessagesRequest.model_validate(NEXT | own), threads, "alice", ENGINE))
     same = {"system": "Old.", "tools": [OLD], **NEXT, **own, "messages": WHOLE}
     assert whole.model_dump() == MessagesRequest.model_validate(same).model_dump()
 
@@ -41,7 +53,7 @@ def test_a_turn_has_all_messages_and_what_it_does_not_say_anew(threads, own):
 def test_a_thread_is_its_accounts_own(threads):
     body = MessagesRequest.model_validate(NEXT)
     with pytest.raises(NotFound) as error:
-        continued(body, threads, "bob")
+        asyncio.run(continued(body, threads, "bob", ENGINE))
     assert (error.value.param, error.value.code) == ("thread.previous_message_id", "thread_not_found")
     alone = MessagesRequest.model_validate({**NEXT, "thread": {"type": "create"}})
-    assert continued(alone, threads, "alice") is alone
+    assert asyncio.run(continued(alone, threads, "alice", ENGINE)) is alone

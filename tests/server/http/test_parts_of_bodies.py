@@ -74,7 +74,6 @@ RESPONSE = {
     **{
         "reasoning": {"effort": "low"},
         "metadata": {"a": "b"},
-        "conversation": {"id": "conv_1"},
         "instructions": "Be brief.",
     },
 }
