@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from runtime.params import LEADING
+from runtime.params import LEADING, PERCENTILE, TAU_MAX, TAU_MIN
 
 Pairs = list[tuple[int, int]]
 
@@ -60,9 +60,9 @@ class DocumentsAsk(msgspec.Struct, tag="fusion", tag_field="method"):
 class ReasoningAsk(msgspec.Struct, tag="reasoncache", tag_field="method"):
     """Sharing of reasoning steps; fields as in `runtime.params.ReasoningParams`."""
 
-    percentile: float = 80
-    tau_max: float = 0.9
-    tau_min: float = 0.6
+    percentile: float = PERCENTILE
+    tau_max: float = TAU_MAX
+    tau_min: float = TAU_MIN
 
 
 ReuseAsk = ModulesAsk | DocumentsAsk | ReasoningAsk

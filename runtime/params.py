@@ -22,6 +22,8 @@ StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 # Defaults of `ReuseParams`: the share of the rows to recompute, and LegoLink's first rows of each chunk.
 RATIO, LEADING = 0.15, 16
+# Defaults of `ReasoningParams`.
+PERCENTILE, TAU_MAX, TAU_MIN = 80.0, 0.9, 0.6
 # Options of `ReuseParams` that only some methods take, with these methods.
 TAKEN_BY = {
     "ratio": ("a3", "cacheblend", "prophetkv", "legolink"),
@@ -205,10 +207,10 @@ class ReasoningParams(BaseModel):
 
     method: Literal["reasoncache"] = "reasoncache"
     percentile: float = Field(
-        80, gt=0, le=100, description="a page is shared up to this percentile of the latest distances"
+        PERCENTILE, gt=0, le=100, description="a page is shared up to this percentile of the latest distances"
     )
-    tau_max: float = Field(0.9, ge=0, le=1, description="similarity threshold of a step unlike all earlier steps")
-    tau_min: float = Field(0.6, ge=0, le=1, description="similarity threshold of a step equal to all earlier steps")
+    tau_max: float = Field(TAU_MAX, ge=0, le=1, description="similarity threshold of a step unlike all earlier steps")
+    tau_min: float = Field(TAU_MIN, ge=0, le=1, description="similarity threshold of a step equal to all earlier steps")
 
     def check(self) -> None:
         """Raise InvalidRequest if the values do not fit each other."""

@@ -17,7 +17,7 @@ from pydantic import Field, PrivateAttr
 from loadgen.harness import Bench, Cell, Figure, repeats_of, warmup_of
 from loadgen.http.arrivals import Closed
 from loadgen.http.load import Bounds
-from loadgen.http.local_server import free_port, serve_command, small_model, wait_ready
+from loadgen.http.local_server import end_server, free_port, serve_command, small_model, wait_ready
 from loadgen.http.run import Plan, execute, prepare
 from loadgen.http.summary import spread
 from loadgen.http.target import Target
@@ -225,12 +225,7 @@ class User(Bench):
         """End the server, and print its log without the lines of single requests."""
         if self._server is None:
             return
-        self._server.terminate()
-        try:
-            self._server.wait(30)
-        except subprocess.TimeoutExpired:
-            self._server.kill()
-            self._server.wait()
+        end_server(self._server)
         self._server = None
         print(*(line for line in self._said() if " ramet.access " not in line), sep="\n", file=sys.stderr, flush=True)
 

@@ -1,6 +1,5 @@
 """Products of quantised weights and of experts at the sizes of published models, beside bfloat16's."""
 
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
@@ -8,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from loadgen.micro.timing import timed
 from runtime.execution.coded_products import coded_tensor
 from runtime.execution.experts import Experts
 from runtime.execution.ops import FlashInferOps, Ops
@@ -102,15 +102,18 @@ def _seconds(calls: Sequence[Callable[[], object]], device: str) -> list[float]:
 
     A graph launches as the decode steps do: without the host's time for each kernel.
     """
-    for call in calls:
-        call()
+
+    def each() -> None:
+        for call in calls:
+            call()
+
+    each()
     if device != "cuda":
-        return [_by_host(calls) for _ in range(_REPEATS)]
+        return [timed(each) / len(calls) for _ in range(_REPEATS)]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+        each()
     graph.replay()
     times = []
     for _ in range(_REPEATS):
@@ -121,10 +124,3 @@ def _seconds(calls: Sequence[Callable[[], object]], device: str) -> list[float]:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / 1e3 / len(calls))
     return times
-
-
-def _by_host(calls: Sequence[Callable[[], object]]) -> float:
-    started = time.perf_counter()
-    for call in calls:
-        call()
-    return (time.perf_counter() - started) / len(calls)

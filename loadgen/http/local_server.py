@@ -49,8 +49,17 @@ def local_server(options: Sequence[str]) -> Iterator[str]:
     try:
         yield url
     finally:
-        process.terminate()
+        end_server(process)
+
+
+def end_server(process: subprocess.Popen[bytes]) -> None:
+    """End a server, by force if it takes more than 30 seconds."""
+    process.terminate()
+    try:
         process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def start_server(options: Sequence[str]) -> tuple[subprocess.Popen[bytes], str]:
