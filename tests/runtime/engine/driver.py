@@ -113,6 +113,10 @@ class Driver:
     def flush(self) -> dict[str, Any]:
         return call(self.core, FlushCache())
 
+    def wait_for_grammars(self) -> None:
+        """Else the steps in which requests with grammars take part depend on the threads that compile them."""
+        wait(self.core.part(Grammars).compiler.open.values())
+
     def step(self) -> None:
         self.take(self.core.step())
         self.settle()
@@ -124,8 +128,7 @@ class Driver:
         while self.core.busy:
             if between is not None:
                 between(self.steps)
-            if opened := self.core.part(Grammars).compiler.open:
-                wait(opened.values())  # else the number of steps is that of a wait for a thread
+            self.wait_for_grammars()
             self.step()
             assert time.monotonic() < until, "the engine does not come to an end"
         self.check_idle()

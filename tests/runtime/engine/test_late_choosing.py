@@ -161,6 +161,7 @@ def test_a_grammar_whose_request_is_aborted_with_a_step_in_flight(tiny_dir, prom
         for i in range(3):
             one.add(str(i), prompts[i], regex="[a-z0-9]{30}", max_new_tokens=12, temperature=1.0, seed=i)
     plain.run()
+    driver.wait_for_grammars()
     while driver.core._in_flight is None or len(driver.tokens["1"]) < 4:
         driver.step()
     driver.abort("1")
