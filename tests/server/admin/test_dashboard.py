@@ -193,7 +193,8 @@ def test_a_key_sees_its_own_alone(guarded):
     assert httpx.get(f"{guarded.url}/cache/nodes/0?start=0", headers=alice).status_code == 403
 
 
-def test_the_server_keeps_the_figures_of_an_hour(server):
+def test_the_server_keeps_the_figures_of_an_hour(client, server):
+    generate(client, SAYING)
     server.wait(lambda state: state["requests"] > 0)
     history = listen(server.url, lambda e: e.get("history"))["history"]
     figures = listen(server.url, lambda e: "figures" in e)["figures"]
