@@ -58,13 +58,10 @@ def parts(rehearse: bool, model: str | None) -> list[Part]:
             return Part(name, command, 1, 1, 900, 300)
         return Part(name, command, seconds, least, 40 + 2 * seconds, stall)
 
-    def gpu(name: str, seconds: float, *names: str, only: Sequence[str] = ()) -> Part:
+    def gpu(name: str, seconds: float, *names: str, modes: Sequence[str] = (), rows: Sequence[int] = ()) -> Part:
+        only = [*(f"mode={mode}" for mode in modes), *(f"rows of a step={count}" for count in rows)]
         filters = ("--only", *only) if only else ()
         return part(name, seconds, 25, "gpu", "--parts", *names, *device, *given, *filters)
-
-    def speed(name: str, seconds: float, *names: str, modes: Sequence[str], rows: Sequence[int]) -> Part:
-        only = [*(f"mode={mode}" for mode in modes), *(f"rows of a step={count}" for count in rows)]
-        return gpu(name, seconds, *names, only=only)
 
     user = ("user", *device, *(_TINY_LOAD if rehearse else ("--model", "shapes/llama-8b")))
     bicache = _REHEARSED_BICACHE if rehearse else _BICACHE + _BICACHE_ENGINE
@@ -72,13 +69,13 @@ def parts(rehearse: bool, model: str | None) -> list[Part]:
         gpu("kernels", 26, "kernels", "attention"),
         gpu("tokens", 75, "tokens", "families", "pairs"),
         part("user", 90, 60, *user, stall=90),
-        speed(
+        gpu(
             "speed", 85, "bounds", "decode", "shared prefix", "first token", "steps", "prefill", modes=_MODES,
             rows=(256 if rehearse else 2048,),
         ),
         gpu("products", 30, "products"),
         part("BiCache", 70, 70, *bicache, stall=75),
-        speed(
+        gpu(
             "other ways", 90, "decode", "prefill", modes=_OTHER_MODES,
             rows=(64,) if rehearse else (512, 1024, 4096, 8192),
         ),

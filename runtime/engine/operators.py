@@ -123,8 +123,7 @@ class Operators(Part):
     # -- the tree --------------------------------------------------------------------------------------------
 
     def _tree(self, call: calls.GetTree) -> Generator[None, None, Answer]:
-        self._cache.pins.expire()
-        self._cache.holds.expire()
+        self._cache.expire()
         tree, wanted = self._cache.tree, _of(call.tenant)
         nodes = [
             asdict(node) for node in view(tree, wanted, call.max_depth, call.skip, call.limit, call.preview_tokens)
@@ -181,8 +180,7 @@ class Operators(Part):
 
     def state(self) -> dict[str, Any]:
         core, cache, holds = self._core, self._cache, self._cache.holds
-        cache.pins.expire()
-        holds.expire()
+        cache.expire()
         tree, stats, page_size = cache.tree, cache.tree.stats, cache.page_size
         return {
             **core.totals(),

@@ -39,8 +39,7 @@ class Pins(Part):
 
     def _describe(self) -> Answer:
         board, holds, page_size = self._cache.pins, self._cache.holds, self._cache.page_size
-        board.expire()
-        holds.expire()
+        self._cache.expire()
         return {
             "pins": [board.describe(pin) for pin in board.pins.values()],
             "kept": [

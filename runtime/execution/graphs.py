@@ -181,7 +181,7 @@ class StepGraphs:
         plans = {id(group.attention): group.attention for group in batch.groups}
         order, steps = [*plans], list[GraphStep]()
         for plan in plans.values() if shapes else ():
-            step = graph_step(windowed(plan, self._pool.page_size)[0])
+            step = graph_step(*windowed(plan, self._pool.page_size))
             if step is None or len(step.levels) > _MAX_LEVELS:
                 return None
             steps.append(step)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, TypeVar
@@ -33,14 +34,13 @@ class AccountCache(Generic[K, V]):
         clock: Callable[[], float] = time.monotonic,
     ):
         self._most = most
-        self._make: Callable[[], TTLCache[K, V]] = lambda: TTLCache(most_of_account, ttl_s, clock, size)
-        self._by_account: dict[str, TTLCache[K, V]] = {}
+        self._by_account = defaultdict[str, TTLCache[K, V]](lambda: TTLCache(most_of_account, ttl_s, clock, size))
         self._lock = threading.Lock()
 
     def add(self, account: str, key: K, value: V) -> None:
         """Keep a value, unless it is larger than an account's bound."""
         with self._lock:
-            mine = self._by_account.setdefault(account, self._make())
+            mine = self._by_account[account]
             with suppress(ValueError):
                 mine[key] = value
             while sum(kept.currsize for kept in self._by_account.values()) > self._most:

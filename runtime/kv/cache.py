@@ -185,6 +185,11 @@ class PagedCache:
             self.allocator.release(self.tree.evict(short))
         return self.allocator.allocate(count, behind[-1] if behind else -1)
 
+    def expire(self) -> None:
+        """End the pins and holds whose time is over."""
+        self.pins.expire()
+        self.holds.expire()
+
     def check(self, live: Iterable[Holder]) -> None:
         """Raise AssertionError unless free + tree + private == all, and nothing idle is locked."""
         self.tree.check()

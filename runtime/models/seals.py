@@ -1,6 +1,6 @@
 """Seals: digests of files in Ramet's cache, by which a damaged file is noticed and made again."""
 
-import mmap
+import hashlib
 import os
 from collections.abc import Iterable
 from contextlib import suppress
@@ -57,7 +57,4 @@ def _state(file: Path) -> tuple[int, int, int]:
 
 def _digest(file: Path) -> str:
     with file.open("rb") as opened:
-        if not os.fstat(opened.fileno()).st_size:
-            return xxhash.xxh3_128_hexdigest(b"")
-        with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return xxhash.xxh3_128_hexdigest(content)
+        return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()

@@ -32,13 +32,8 @@ class BlockLease(PrefixLease):
     def __init__(self, strategy: BlockPrefix, request: Request):
         super().__init__(strategy, request)
         self._spec, self._block = strategy.spec, strategy.block
-
-    @property
-    def canvas(self) -> BlockCanvas | NoiseCanvas | None:
-        """The request's canvas; None: it wants no tokens."""
-        canvas = self.request.canvas
-        assert not isinstance(canvas, BidirectionalCanvas)
-        return canvas
+        assert not isinstance(request.canvas, BidirectionalCanvas)
+        self.canvas: BlockCanvas | NoiseCanvas | None = request.canvas  # None: it wants no tokens
 
     def look(self) -> Found:
         found = super().look()

@@ -29,13 +29,20 @@ class _View:
     ends: tuple[int, ...]
 
 
+@dataclass(slots=True)
+class WindowedFound(Found):
+    """A look-up of which the last rows have places. `shared`: the leading tokens in the tree, also without places."""
+
+    shared: int
+
+
 class WindowedLease(PrefixLease):
     """Reads a prefix, and has places for the pages that the request's rows see. `view`: None if it does not run."""
 
     strategy: WindowedPrefix
     view: _View | None = None
 
-    def look(self) -> Found:
+    def look(self) -> WindowedFound:
         """The longest cached prefix whose last rows have places. Only the longest of all may end within a page."""
         found = super().look()
         match = found.match
@@ -44,12 +51,12 @@ class WindowedLease(PrefixLease):
         missing = np.maximum.accumulate(np.append(-1, np.where(self.strategy.near.has(pages), -1, ends[:-1])))
         has_partial = bool(match.partial_rows) and self.strategy.near.places[match.partial_page] >= 0
         if has_partial and missing[-1] < self._first(found.tokens):
-            return found
+            return WindowedFound(found.tokens, match, found.tokens)
         readable = missing < np.maximum(ends * page_size - self.strategy.window + 1, 0) // page_size
         length = int(np.flatnonzero(readable)[-1]) * page_size
-        if length == found.tokens:
-            return found
-        return Found(length, self.cache.tree.match(self.request.key(length), self.request.namespace))
+        if length < found.tokens:
+            match = self.cache.tree.match(self.request.key(length), self.request.namespace)
+        return WindowedFound(length, match, found.tokens)
 
     def peer(self, found: Found, computing: Sequence[Lease]) -> tuple[Request, int] | None:
         """A running request that shares its next page, too: pages before that one may have lost their places."""
@@ -64,19 +71,20 @@ class WindowedLease(PrefixLease):
 
     def admit(self, found: Found, headroom: int) -> bool:
         request = self.request
+        assert isinstance(found, WindowedFound)
         near, match, length = self.strategy.near, found.match, found.tokens
         most = most_places(self.strategy.window, self.cache.page_size)
         reserved = min(most, self.cache.pages_for(request.max_length))
         if self.strategy.reserved + reserved > near.pool.num_pages:
             return False
-        shared, place = super().look().tokens, int(near.places[match.partial_page]) if match.partial_rows else -1
+        place = int(near.places[match.partial_page]) if match.partial_rows else -1
         if not super().admit(found, headroom):
             return False
         if request.event.lookup is not None:
             request.event.lookup.point = found.tokens
         self.strategy.reserved += reserved
         first, stop = self._first(length), self.cache.pages_for(length)
-        self.view = _View(first, stop, reserved, (shared, request.prompt_len))
+        self.view = _View(first, stop, reserved, (found.shared, request.prompt_len))
         near.take(self._pages(first, stop))
         if match.partial_rows:  # `admit` may have evicted the page, but nothing has overwritten its rows yet
             near.pool.copy_rows(place, int(near.places[request.sequence.pages[0]]), match.partial_rows)

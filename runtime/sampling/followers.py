@@ -15,7 +15,7 @@ from runtime.errors import RametError
 from runtime.execution.transfers import index_on
 from runtime.protocol import TokenLogprob
 from runtime.request import Request
-from runtime.sampler_state import NO_TOKEN, TokenChoice
+from runtime.sampler_state import NO_TOKEN, OutputGrammar, TokenChoice
 
 if TYPE_CHECKING:
     from runtime.sampling.sampler import Sampler
@@ -33,12 +33,14 @@ class Follower(NamedTuple):
         at: index of the token among those that are chosen together.
         choice: how it is chosen.
         request, ahead: see `Sampler.sample`.
+        grammar: the request's.
     """
 
     at: int
     choice: TokenChoice
     request: Request
     ahead: int
+    grammar: OutputGrammar
 
 
 class Followers:
@@ -53,8 +55,8 @@ class Followers:
     ):
         """Copy the logits of tokens that may be refused: the next step may overwrite them."""
         self._sampler, self._followers, self._failures = sampler, followers, failures
-        self.redrawn: list[int] = []
-        refusing = [one for one in followers if (grammar := one.request.sampler.grammar) and grammar.may_refuse]
+        self.redrawn: set[int] = set()
+        refusing = [one for one in followers if one.grammar.may_refuse]
         self._kept_at = {one.at: row for row, one in enumerate(refusing)}
         self._kept = logits[index_on([one.choice.row for one in refusing], logits.device)] if refusing else None
 
@@ -66,12 +68,12 @@ class Followers:
                 tokens[one.at] = self._accepted(one, token)
 
     def _accepted(self, one: Follower, token: int) -> int:
-        grammar, choice = one.request.sampler.grammar, one.choice
+        choice = one.choice
         for tries in count(1):
-            if token == NO_TOKEN or grammar is None or grammar.accept(token):
+            if token == NO_TOKEN or one.grammar.accept(token):
                 break
             assert self._kept is not None
-            self.redrawn += [one.at] * (tries == 1)
+            self.redrawn.add(one.at)
             choice = replace(choice, row=self._kept_at[one.at], barred=[*choice.barred, token])
             token = self._sampler.draw_again(self._kept, choice, one.request, one.ahead + (tries << _TRIES))
         if choice.seen is not None:

@@ -191,12 +191,16 @@ class Sampler:
             one.stream = self._stream(requests[one.row], aheads[one.row])
         tokens = self._choosing.choose(logits, choices)
 
-        def follows(one: TokenChoice) -> bool:
-            return requests[one.row].sampler.grammar is not None
-
-        sound = [(i, one) for i, one in adjusted if one.row not in failures]
-        following = [Follower(i, one, requests[one.row], aheads[one.row]) for i, one in sound if follows(one)]
-        counted = [(i, one.seen) for i, one in sound if one.seen is not None and not follows(one)]
+        following: list[Follower] = []
+        counted: list[tuple[int, Seen]] = []
+        for i, one in adjusted:
+            request = requests[one.row]
+            if one.row in failures:
+                continue
+            if (grammar := request.sampler.grammar) is not None:
+                following.append(Follower(i, one, request, aheads[one.row], grammar))
+            elif one.seen is not None:
+                counted.append((i, one.seen))
         # A list, because an operation on a tensor takes as long as dozens in Python.
         found = tokens.tolist() if any([seen.on_host for _, seen in counted]) else tokens
         for i, seen in counted:

@@ -209,7 +209,8 @@ async def tree(
     whose = context.visible(asker, tenant)
     account = None if whose is None else whose.account
     nodes = (await context.engine.call(GetTree(account, depth, cursor, limit, preview)))["nodes"]
-    shown = [_show(node, context, ids_for(asker)) for node in nodes]
+    id_of = ids_for(asker)
+    shown = [_show(node, context, id_of) for node in nodes]
     return {"nodes": shown, "next_cursor": cursor + limit if len(nodes) == limit else None}
 
 

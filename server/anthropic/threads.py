@@ -64,10 +64,12 @@ async def keep(
 
     A conversation that no body may hold is not kept: else small bodies would cost the time of all that they continue.
     """
-    written: list[bytes] = []
+
+    def work() -> None:
+        threads.add(account, name, StoredResponse(check_body(_write(body, answer_of(pieces))), b"", {}))
+
     with suppress(BodyTooLarge, InvalidRequest):
-        await in_turn(lambda: written.append(check_body(_write(body, answer_of(pieces)))))
-        threads.add(account, name, StoredResponse(written.pop(), b"", {}))
+        await in_turn(work)
 
 
 def _write(body: MessagesPrompt, answer: AnthropicMessage) -> bytes:

@@ -83,9 +83,8 @@ class Generation:
                     if output.finish is not None:
                         events = list(events)
                         await writer.keep(self.outputs.in_turn)
-                    if self._receipts_of is not None and output.finish is not None:
-                        *events, last = events
-                        events.append(last | await self._receipts([output]))
+                        if self._receipts_of is not None:
+                            events[-1] = events[-1] | await self._receipts([output])
                     for event in events:
                         yield event
             for event in writer.end():

@@ -73,6 +73,8 @@ class ResponseStore:
 
     def with_items(self, account: str, ids: set[str]) -> list[StoredResponse]:
         """The responses whose answers have one of these items."""
+        if not ids:
+            return []
         return [stored for _, stored in self._stored.items(account) if not ids.isdisjoint(stored.answered)]
 
 

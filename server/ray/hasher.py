@@ -12,7 +12,6 @@ from runtime.errors import RametError
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import MarkedText, Submission
-from runtime.frontend.processor import Frontend
 from runtime.protocol import ModelInfo
 from server.anthropic import prompt as messages
 from server.anthropic.types import MessagesRequest
@@ -50,15 +49,21 @@ class _Texts(AsyncEngine):
 
     async def start(self) -> None:
         await self._load()
-        self._frontend = Frontend(InputProcessor(self.info, self.tokenizer, self.config.scheduler), lambda _: None)
+        self._inputs = InputProcessor(self.info, self.tokenizer, self.config.scheduler)
 
-    async def encode(self, account: str, make: Callable[[], Submission]) -> tuple[Submission, list[int]]:
-        """A submission and the tokens of its prompt, both made in a turn of the account. Raises InvalidRequest."""
-        inputs = self._running().inputs
+    async def encode(self, account: str, make: Callable[[], Submission]) -> tuple[Submission, list[int]] | None:
+        """A submission and the tokens of its prompt, both made in a turn of the account.
 
-        def work() -> tuple[Submission, list[int]]:
+        None for a prompt of documents or modules, which only a replica knows. Raises InvalidRequest.
+        """
+
+        def work() -> tuple[Submission, list[int]] | None:
             submission = make()
-            return submission, inputs.encode(submission)
+            if callable(submission.prompt):
+                submission.prompt = submission.prompt()
+            if not isinstance(submission.prompt, str | MarkedText | list):
+                return None
+            return submission, self._inputs.encode(submission)
 
         return await self._work.run(account, work)
 
@@ -89,11 +94,12 @@ class PromptHasher:
         if method != "POST" or path not in BODIES:
             return b""
         try:
-            first, tokens = await self._engine.encode(tenant.account, partial(self._submission, path, body, tenant))
+            encoded = await self._engine.encode(tenant.account, partial(self._submission, path, body, tenant))
         except (RametError, ValueError):
             return b""
-        if not isinstance(first.prompt, str | MarkedText | list):
+        if encoded is None:
             return b""
+        first, tokens = encoded
         page = self._engine.info.page_size * TOKEN_BYTES
         return array("Q", block_hashes(array("i", tokens).tobytes(), page, None, first.namespace)).tobytes()
 

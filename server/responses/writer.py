@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
 from runtime.errors import RametError
 from runtime.frontend.output import Output, Submission, new_rid
+from runtime.frontend.stream import InTurn
 from server.explain.reason import Explanation
 from server.generation.service import Generation, Writer
 from server.http.answers import JsonList
@@ -30,7 +32,7 @@ class ResponseWriter(Writer):
     Args:
         body: the request; `chat` is the same request as a chat, and `submission` its prompt.
         rid: the response's id.
-        keep: stores the whole response; called before the client gets its end.
+        keep: stores the whole response; called, in a turn of the account, before the client gets its end.
     """
 
     STREAM = TypedEventStream
@@ -73,10 +75,11 @@ class ResponseWriter(Writer):
     def write(self, output: Output, why: Explanation | None) -> list[Event]:
         if why is not None:
             self.response |= {"explain": why.describe(), "prompt_cache_diagnostics": why.openai()}
-        events = list(self._events(output))
-        if output.finish is not None and self._keep is not None:
-            self._keep(self.response)
-        return events
+        return list(self._events(output))
+
+    async def keep(self, in_turn: InTurn) -> None:
+        if self._keep is not None:
+            await in_turn(partial(self._keep, self.response))
 
     async def answer(self, generation: Generation) -> dict[str, Any]:
         self._streams = False

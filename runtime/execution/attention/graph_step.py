@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from runtime.batch import AttentionPlan, Span
-from runtime.execution.attention.paged_index import PagedIndex, causal_window, indptr, is_causal
+from runtime.execution.attention.paged_index import PagedIndex, indptr, is_causal
 
 # Index arrays of a virtual request: (number of queries, page ids, used rows of the last page).
 _Request = tuple[int, np.ndarray, int]
@@ -54,9 +54,10 @@ class GraphStep:
         """
         found = [(one.stop - one.first, one.span.pages, _used(one.span.length, page_size)) for one in self.own]
         unused = size - self.num_rows
-        for count in [1] * unused if requests == size else [unused] if unused else []:
+        if unused:
+            count = 1 if requests == size else unused
             pages = np.full(-(-count // page_size), spare, dtype=np.int32)
-            found.append((count, pages, _used(count, page_size)))
+            found += [(count, pages, _used(count, page_size))] * (unused // count)
         return _index(found, requests, np.arange(size))
 
     def shared_index(self, size: int, edges: int, page_size: int) -> PagedIndex | None:
@@ -78,10 +79,10 @@ class GraphStep:
         return _index(found, edges, np.tile(np.arange(size), len(self.levels)))
 
 
-def graph_step(plan: AttentionPlan) -> GraphStep | None:
+def graph_step(plan: AttentionPlan, window: int | None) -> GraphStep | None:
     """The plan as a step of a graph; None: it needs other masks or shifts, or a row reads several spans alone or none.
 
-    A plan with windows must be one that `windowed` returns.
+    `plan`, `window`: what `windowed` returns.
     """
     own: list[Reader] = []
     shared: list[Reader] = []
@@ -102,7 +103,6 @@ def graph_step(plan: AttentionPlan) -> GraphStep | None:
         has_window |= edge.hidden is not None
     own.sort(key=lambda one: one.first)
     firsts, stops = [one.first for one in own], [one.stop for one in own]
-    window = causal_window(plan) if has_window else None
     if [*firsts, plan.num_rows] != [0, *stops] or (has_window and window is None):
         return None
     return GraphStep(own, _levels(shared), window)

@@ -97,8 +97,14 @@ class EntryLease(PrefixLease):
     def look(self) -> EntriesFound:
         own = super().look()
         matches = [self._match(entry) for entry in self.imports.entries]
-        whole = sum(e.length for e, match in zip(self.imports.entries, matches, strict=True) if self._all(e, match))
-        return EntriesFound(own.tokens + whole, own.match, own.tokens, matches)
+        found = EntriesFound(own.tokens, own.match, own.tokens, matches)
+        found.tokens = self._num_there(found)
+        return found
+
+    def _num_there(self, found: EntriesFound) -> int:
+        """Number of prompt tokens with cached KV."""
+        pairs = zip(self.imports.entries, found.matches, strict=True)
+        return found.own_tokens + sum(entry.length for entry, match in pairs if self._all(entry, match))
 
     def reads(self) -> list[Run]:
         """The runs of the request's own tokens and of all its entries."""
@@ -155,13 +161,16 @@ class EntryLease(PrefixLease):
         if is_first:
             request.cached_tokens += found.tokens - found.own_tokens
             imports.computed = [entry for entry, _ in missing]
+        read = list(request.segments)
         for (entry, match), node in zip(pairs, nodes, strict=True):
             cache.use(node)
             if self._all(entry, match):
-                request.read((*request.segments, Segment(match.pages, entry.length, node=node)))
+                read.append(Segment(match.pages, entry.length, node=node))
                 self._there(entry, match.pages)
             else:
                 fresh = self._begin(entry, match, node, fresh)
+                read += imports.encodings[-1].held
+        request.read(read)
         return True
 
     def _there(self, entry: Entry, pages: array[int]) -> None:
@@ -192,7 +201,6 @@ class EntryLease(PrefixLease):
         held = [Segment(fresh[:size], 0)]
         if node is not None:
             held.append(Segment(before, 0, node=node))
-        request.read((*request.segments, *held))
         pages, scratch = before + fresh[:kept], fresh[kept:size]
         self.imports.encodings.append(Encoding(entry, start, pages, scratch, held))
         request.sequence.pending += len(entry.is_kept) - start

@@ -152,11 +152,6 @@ class FusionLease(EntryLease):
         if self.fused.selected is None:
             self._recall()
 
-    def look(self) -> EntriesFound:
-        found = super().look()
-        found.tokens = self._num_there(found)
-        return found
-
     def _num_there(self, found: EntriesFound) -> int:
         """Number of prompt tokens with cached KV. A document row with stored and with recomputed KV counts once."""
         fused, pairs = self.fused, zip(self.fused.entries, found.matches, strict=True)

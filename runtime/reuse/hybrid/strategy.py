@@ -208,7 +208,8 @@ class HybridLease(PrefixLease):
 
     def take_slots(self, work: Work) -> StateRows:
         """Also takes the slots of states within the work; those of an earlier try are given back."""
-        state = self.state
+        state = self._state
+        assert state is not None
         if work.ahead:  # the step before, which is not booked yet, leaves its state in `spare`
             return StateRows(0, work.count, state.spare, state.slot)
         self._give_back(state)
@@ -220,7 +221,8 @@ class HybridLease(PrefixLease):
 
     def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
         gives_tokens = super().book(work, saved, seconds)
-        request, state = work.request, self.state
+        request, state = work.request, self._state
+        assert state is not None
         state.slot, state.spare, state.accepted = state.spare, state.slot, len(work.draft)
         state.seconds += seconds
         if state.places:

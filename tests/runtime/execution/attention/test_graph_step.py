@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from runtime.batch import AttentionPlan, Span
 from runtime.execution.attention.graph_step import GraphStep, graph_step
+from runtime.execution.attention.paged_index import causal_window
 
 PAGE, ROWS = 4, 3
 # An edge: first row, rows behind it, keys of its span, hidden ones, and whether it has something that a step has not.
@@ -57,7 +58,7 @@ def read_by_step(step: GraphStep, row: int) -> set[tuple[int, int]]:
 @given(own=st.lists(EDGES, min_size=ROWS, max_size=ROWS), others=st.lists(EDGES, max_size=2))
 def test_a_decode_step_reads_what_the_plan_reads(own, others):
     plan = made([(row, 1, *rest) for row, (_, _, *rest) in enumerate(own)] + others)
-    step = graph_step(plan)
+    step = graph_step(plan, causal_window(plan))
     odd = any(odd for *_, odd in (*own, *others))
     several = any(count > 1 and first < ROWS - 1 and hidden for first, count, _, hidden, _ in others)
     alone = any(count == 1 or first == ROWS - 1 for first, count, *_ in others)

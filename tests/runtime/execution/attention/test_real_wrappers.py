@@ -12,6 +12,7 @@ from runtime.batch import AttentionPlan, Span, causal_visible
 from runtime.execution.attention.flashinfer import FlashInferAttention
 from runtime.execution.attention.graph_calls import Buffers, CallShape, GraphAttention, RowShape, graph_index
 from runtime.execution.attention.graph_step import graph_step
+from runtime.execution.attention.paged_index import causal_window
 from runtime.execution.flashinfer_kernels import every_kernel
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
@@ -158,7 +159,7 @@ def test_graph_calls_plan_the_same_grid_for_every_step(kernels, shape, levels, w
             span = pages.span(8 + 10 * number + stop - first)
             visible, hidden = causal_visible(span.length, stop - first), window_of(span, stop - first, window)
             plan.add(slice(first, stop), span, visible, hidden)
-        step = graph_step(plan)
+        step = graph_step(plan, causal_window(plan))
         assert step is not None
         assert (len(step.levels), step.window, step.decodes) == (levels, window, rows.decodes)
         index = graph_index(step, rows, ours.pool.num_pages, page_size)
