@@ -21,9 +21,9 @@ from loadgen.micro.drive import ClockedDrive, answer
 from loadgen.micro.model_bench import ModelBench
 from radix import Namespace
 from runtime.calls import LoadAdapter
-from runtime.engine.parts import Drafts
 from runtime.execution import executor
 from runtime.execution.native.library import Library, load_best, open_library
+from runtime.features.drafts.part import Drafts
 from runtime.models.spec import LlamaSpec
 from runtime.protocol import StepEvents, encode
 
