@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.accuracy.forced import Forcing
+from loadgen.offline.forced import Forcing
 from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.reasoning.steps import Splitter, similarity, threshold
 from runtime.reuse.reasoning.strategy import ReasoningLease
