@@ -59,11 +59,15 @@ def test_without_the_experiments_it_says_where_they_are(tmp_path):
     )
     missing = called(tmp_path, "step", "--repeats", "2")
     assert (missing.returncode, missing.stderr.startswith(f"loadgen step: {ELSEWHERE}, ")) == (2, True), missing.stderr
-    (tmp_path / "before.jsonl").write_text(json.dumps({"bench": "step", "options": {}}) + "\n")
+    facts = {"bench": "step", "options": {}, "seed": 1, "machine": {}, "started": ""}
+    (tmp_path / "before.jsonl").write_text(json.dumps(facts) + "\n")
     report = called(tmp_path, "report", "before.jsonl")
-    assert (report.returncode, report.stderr.startswith(f"ramet bench report: {ELSEWHERE}, ")) == (2, True)
+    assert (report.returncode, report.stderr.startswith(f"ramet bench report: {ELSEWHERE}, ")) == (2, True), (
+        report.stderr
+    )
     assert "cannot be reached" in called(tmp_path, "serve", "--url", "http://127.0.0.1:9").stderr
-    trace = [{"timestamp": second, "hash_ids": [1, 2, 2 + second], "input_length": 1536} for second in range(9)]
+    lengths = {"input_length": 1536, "output_length": 9}
+    trace = [{"timestamp": second, "hash_ids": [1, 2, 2 + second], **lengths} for second in range(9)]
     (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, trace)))
     replayed = called(tmp_path, "policies", "--traces", "trace.jsonl", "--capacities", "4")
     assert (replayed.returncode, "lru" in replayed.stdout) == (0, True), replayed.stderr
