@@ -110,7 +110,7 @@ docs: $(VENV)/.serve
 
 # The pictures of HOW.md, from what an engine does with real prompts.
 pictures: $(VENV)/.bench
-	$(VENV)/bin/python -m loadgen.micro.pictures server/static
+	$(VENV)/bin/python -m loadgen.experiments.micro.pictures server/static
 
 # Write the images' pins, with the hashes of the files that they can install. ARGS=--upgrade takes newer versions.
 COMPILE = $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --no-emit-package torch \

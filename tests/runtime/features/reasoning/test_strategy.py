@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from loadgen.accuracy.forced import Forcing
+from loadgen.offline.forced import Forcing
 from radix import Namespace
 from runtime.errors import ModelError
 from runtime.features.drafts.part import Drafts
