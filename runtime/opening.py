@@ -11,9 +11,9 @@ import torch
 from runtime.config import Config, refuse_approximations
 from runtime.engine.adapters import EngineAdapters
 from runtime.engine.core import EngineCore
+from runtime.engine.grammars import Grammars
 from runtime.engine.operators import Operators
 from runtime.engine.part import Part
-from runtime.engine.parts import Grammars, KVEvents
 from runtime.engine.pins import Pins
 from runtime.engine.strategies import Strategies
 from runtime.errors import ModelError
@@ -50,8 +50,6 @@ def open_engine(config: Config, path: Path, quotas: Mapping[str, int] | None = N
     core = EngineCore(config, executor, cache, info, strategies, decoding)
     parts: list[Part] = [Operators(core), EngineAdapters(executor, core.requests), Grammars(core, path), Pins(core)]
     parts += [part for feature in features for part in feature.parts(core)]
-    if cache.events is not None:
-        parts.append(KVEvents(core, cache.events))
     core.install(parts)
     for part in parts:
         part.resume()
