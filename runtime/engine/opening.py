@@ -19,6 +19,7 @@ from runtime.engine.pins import Pins
 from runtime.engine.strategies import Strategies
 from runtime.engine.tiering import Tiering, open_tiers
 from runtime.errors import ModelError
+from runtime.execution.device import most_running
 from runtime.execution.executor import Executor
 from runtime.execution.parallel.driver import open_executor
 from runtime.features.feature import Opening
@@ -101,13 +102,13 @@ def _describe_model(config: Config, executor: Executor, path: Path) -> ModelInfo
         eos_token_ids=list(dict.fromkeys((*spec.eos_token_ids, *_ends_of_turns(path, spec.vocab_size)))),
         dtype=str(executor.dtype).removeprefix("torch."),
         device=str(executor.device),
-        attention_backend=executor.backend_name,
+        attention_backend=executor.decoder.attention,
         page_size=page_size,
         pool_tokens=executor.pool.num_pages * page_size,
-        model_impl=executor.implementation,
-        max_running=config.scheduler.max_running or executor.max_running,
-        attention_note=executor.backend_note,
-        quantization=executor.quantization,
+        model_impl=executor.decoder.code,
+        max_running=config.scheduler.max_running or most_running(executor.device),
+        attention_note=executor.decoder.note,
+        quantization=executor.decoder.quantization,
     )
 
 
@@ -121,7 +122,7 @@ def _ends_of_turns(path: Path, vocab_size: int) -> list[int]:
 def _open_model(opening: Opening) -> tuple[Strategies, Decoding]:
     """The strategies and the decoding for a kind of model. Sets `opening.info.diffusion`."""
     config, executor, cache, info = opening.config, opening.executor, opening.cache, opening.info
-    spec = executor.spec
+    spec, decoder = executor.spec, executor.decoder
     if spec.diffusion is None:
         openers: dict[str, Callable[[], Strategy]] = {
             feature.method: partial(feature.strategy, opening) for feature in FEATURES if feature.serves(opening)
@@ -130,20 +131,20 @@ def _open_model(opening: Opening) -> tuple[Strategies, Decoding]:
         is_consecutive = executor.has_windows or executor.states is not None
         if not is_consecutive:
             openers[Modules.name] = partial(Modules, cache, spec.num_layers, info)
-        if not is_consecutive and executor.implementation == "ramet":
+        if not is_consecutive and decoder.code == "ramet":
             openers[Fusion.name] = partial(Fusion, cache, executor, info)
         else:
             refuse_approximations(config.cache)
-        choosing = FlashInferChoosing() if executor.backend_name == "flashinfer" else executor.choosing
+        choosing = FlashInferChoosing() if decoder.attention == "flashinfer" else decoder.choosing
         default = _prefix_strategy(executor, cache, info.eos_token_ids)
         return Strategies(default, openers), NextToken(Sampler(spec.vocab_size, executor.device, choosing))
     strategy: BlockPrefix | BiCache
     if spec.diffusion.attended is not None:
-        strategy = (CanvasPrefix if executor.soften else BlockPrefix)(cache, spec.num_layers, spec.diffusion)
+        strategy = (CanvasPrefix if decoder.soften else BlockPrefix)(cache, spec.num_layers, spec.diffusion)
     else:
         strategy = BiCache.load(config, opening.path, spec, cache)
     info.diffusion = strategy.info
-    return Strategies(strategy), CanvasDecoding(spec.diffusion, executor.device, spec.vocab_size, executor.soften)
+    return Strategies(strategy), CanvasDecoding(spec.diffusion, executor.device, spec.vocab_size, decoder.soften)
 
 
 def _prefix_strategy(executor: Executor, cache: PagedCache, eos: Sequence[int]) -> PrefixStrategy:

@@ -37,7 +37,7 @@ class ReasoningFeature(Feature):
     def serves(self, opening: Opening) -> bool:
         executor = opening.executor
         # Positions of a window or a state are consecutive; those of shared pages are not.
-        return executor.implementation == "ramet" and not executor.has_windows and executor.states is None
+        return executor.decoder.code == "ramet" and not executor.has_windows and executor.states is None
 
     def strategy(self, opening: Opening) -> ReasonCache:
         from runtime.features.reasoning.strategy import ReasonCache
