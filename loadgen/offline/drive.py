@@ -20,8 +20,8 @@ from runtime.calls import Call, FlushCache
 from runtime.config import make_config
 from runtime.denoising import DiffusionParams
 from runtime.engine.core import EngineCore
-from runtime.engine.opening import open_engine
 from runtime.models.spec import LlamaSpec, ModelSpec
+from runtime.opening import open_engine
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest, Ask, TokenEvent
 

@@ -15,9 +15,9 @@ from loadgen.experiments.micro.cost_model import modelled_passes
 from loadgen.experiments.micro.model_bench import ModelBench
 from loadgen.harness import BenchError, Cell, Figure
 from runtime.denoising import DiffusionParams
-from runtime.engine.offline import Engine
 from runtime.frontend.output import Submission
 from runtime.models.resolve import resolve_model
+from runtime.offline import Engine
 
 NO_CACHE, WITHIN, BICACHE, NAIVE = "no cache", "refreshed within the request (d = 0)", "BiCache", "reuse of all layers"
 MEASURED, DRIFT, BOTH = "depth measured", "refreshed on drift", "depth measured, refreshed on drift"

@@ -12,7 +12,7 @@ from runtime.frontend.output import Submission
 from runtime.params import SamplingParams
 
 if TYPE_CHECKING:
-    from runtime.engine.offline import Engine
+    from runtime.offline import Engine
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 

@@ -12,7 +12,7 @@ _BICACHE = (
 )
 _BICACHE_ENGINE = (
     *("--model", "shapes/llada-8b", "--engine", "device=cuda", "random_weights=true"),
-    "depth_table=runtime/reuse/bicache/depth_tables/llada-8b-instruct.json",
+    "depth_table=runtime/features/diffusion/bicache/depth_tables/llada-8b-instruct.json",
 )
 _REHEARSED_BICACHE = (
     *("bicache", "--cost", "--prefix", "32", "--prompt", "4", "--batch", "2", "--room", "8", "--steps", "4"),

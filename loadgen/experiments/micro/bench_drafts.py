@@ -17,9 +17,9 @@ from loadgen.experiments.micro.model_bench import ModelBench
 from loadgen.harness import Cell, Figure
 from loadgen.http.prose import Prose
 from radix import Namespace
-from runtime.engine import parts as engine_parts
-from runtime.engine.offline import Engine, make_submissions
 from runtime.engine.part import Part
+from runtime.features.drafts import part as drafts_part
+from runtime.offline import Engine, make_submissions
 
 _NAMES = ("price", "total", "count", "order", "stock", "weight", "height", "score", "limit", "offset", "budget", "rate")
 TaskName = Literal["quote", "edit", "call", "chat", "again", "unique"]
@@ -63,7 +63,7 @@ class Drafts(ModelBench):
     def measure(self, cell: Cell, draw: random.Random) -> dict[str, float]:
         prose = self._prose.reseeded(draw.random())
         asked = [TASKS[cell["task"]](draw, prose) for _ in range(cell["clients"] * self.questions)]
-        wanted = [part for part in self._parts if cell["drafts"] == "auto" or not isinstance(part, engine_parts.Drafts)]
+        wanted = [part for part in self._parts if cell["drafts"] == "auto" or not isinstance(part, drafts_part.Drafts)]
         self._engine.core.install(wanted)
         heat, seed = HEAT.get(cell["task"], 0.0), draw.randrange(1 << 30)
         sampling = [_sampling(question, heat, seed + i, self.output) for i, question in enumerate(asked)]

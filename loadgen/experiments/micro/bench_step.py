@@ -21,9 +21,9 @@ from loadgen.harness import BenchError, Cell, Figure
 from loadgen.offline.drive import ClockedDrive, answer
 from radix import Namespace
 from runtime.calls import LoadAdapter
-from runtime.engine.parts import Drafts
 from runtime.execution import building
 from runtime.execution.native.library import Library, load_best, open_library
+from runtime.features.drafts.part import Drafts
 from runtime.models.spec import LlamaSpec
 from runtime.protocol import StepEvents, encode
 

@@ -21,7 +21,7 @@ from pydantic import Field, PositiveInt, PrivateAttr
 from loadgen.experiments.micro.model_bench import ModelBench
 from loadgen.harness import BenchError, Cell, Figure, repeats_of
 from loadgen.offline.drive import Drive
-from runtime.engine.tiering import Tiering
+from runtime.features.tiers.tiering import Tiering
 
 _BASE, _ALL = "computed", "all tiers"
 _TIERS = ("host", "disk", "store")

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from runtime.config import CacheConfig
+from runtime.features.hybrid.strategy import HybridLease, HybridPrefix
 from runtime.kv import segments
 from runtime.kv.cache import PagedCache
 from runtime.kv.pool import KVPool
@@ -20,7 +21,6 @@ from runtime.kv.states import StatePool
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest
 from runtime.request import Found, Request, Work
-from runtime.reuse.hybrid.strategy import HybridLease, HybridPrefix
 from runtime.reuse.prefix import PrefixLease, PrefixStrategy
 from runtime.sampler_state import SamplerState
 

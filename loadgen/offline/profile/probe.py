@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from loadgen.offline.profile.samples import Sample
 from runtime.config import CacheConfig, DiffusionConfig
 from runtime.denoising import DiffusionParams
-from runtime.diffusion.decoding import CanvasDecoding, divergence
 from runtime.execution.executor import Executor
+from runtime.features.diffusion.bicache.depth_table import NO_TABLE
+from runtime.features.diffusion.bicache.plan import Share, canvas_of
+from runtime.features.diffusion.bicache.strategy import BiCache, BiCacheLease
+from runtime.features.diffusion.decoding import CanvasDecoding, divergence
 from runtime.kv.cache import PagedCache
 from runtime.kv.segments import Segment, Sequence
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest
 from runtime.request import Request
-from runtime.reuse.bicache.depth_table import NO_TABLE
-from runtime.reuse.bicache.plan import Share, canvas_of
-from runtime.reuse.bicache.strategy import BiCache, BiCacheLease
 from runtime.reuse.build import build
 from runtime.sampler_state import SamplerState
 

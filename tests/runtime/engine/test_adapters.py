@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM
 
 from radix import Namespace
 from runtime.calls import GetState, LoadAdapter, UnloadAdapter
-from runtime.engine.offline import Engine
 from runtime.errors import InvalidRequest, ModelError
+from runtime.offline import Engine
 from tests.lora import merged, save_lora
 from tests.runtime.engine.driver import Driver, call, greedy, make_core
 from tests.runtime.execution.transformers.architectures import save_small
-from tests.runtime.reuse.bicache.models import save_tiny as save_diffusion
+from tests.runtime.features.diffusion.bicache.models import save_tiny as save_diffusion
 
 NEW = 6
 CODE = {

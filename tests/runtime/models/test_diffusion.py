@@ -15,8 +15,8 @@ from runtime.models.diffusion import DiffusionSpec, canvas_spec, diffusion_spec
 from runtime.models.shards import split_spec
 from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
-from tests.runtime.reuse.bicache.models import EOS, KINDS, MASK, save_tiny
-from tests.runtime.reuse.bicache.reference import PlainModel
+from tests.runtime.features.diffusion.bicache.models import EOS, KINDS, MASK, save_tiny
+from tests.runtime.features.diffusion.bicache.reference import PlainModel
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])

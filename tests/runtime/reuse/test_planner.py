@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from runtime.batch import ForwardBatch
-from runtime.engine.parts import Drafts
+from runtime.features.drafts.part import Drafts
 from runtime.reuse import planner
 from runtime.reuse.planner import Planner
 from tests.runtime.engine.driver import Driver, make_core

@@ -19,10 +19,11 @@ import pytest
 import torch
 
 from runtime.config import make_config
-from runtime.engine.offline import EngineThread
-from runtime.engine.parts import Drafts, Grammars, KVEvents
-from runtime.engine.tiering import Tiering
+from runtime.engine.parts import Grammars, KVEvents
+from runtime.features.drafts.part import Drafts
+from runtime.features.tiers.tiering import Tiering
 from runtime.frontend.async_engine import AsyncEngine
+from runtime.offline import EngineThread
 from server.admin.dashboard import Feed
 from server.app import create_app
 from server.auth.keys import read_keys

@@ -8,7 +8,7 @@ from loadgen.experiments.accuracy.tasks import Examples
 from loadgen.experiments.accuracy.vocabulary import Vocabulary
 from loadgen.experiments.micro.cost_model import modelled_passes
 from runtime import Engine
-from tests.runtime.reuse.bicache.models import save_tiny
+from tests.runtime.features.diffusion.bicache.models import save_tiny
 
 WHOLE = {"gen_length": 16, "steps": 8, "block_length": 16}
 SMALL = ["--room", 16, "--steps", 8, "--questions", 2, "--engine", "dtype=float32"]

@@ -6,8 +6,8 @@ from loadgen.experiments.accuracy.measure import Runner, group_of
 from loadgen.experiments.accuracy.tasks import TASKS, Examples
 from loadgen.experiments.accuracy.vocabulary import Vocabulary
 from runtime.config import ModelConfig
-from runtime.engine.offline import Engine
 from runtime.models.resolve import resolve_model
+from runtime.offline import Engine
 
 NAME = "smollm2-135m-diffusion"
 ROOM = 16

@@ -24,7 +24,7 @@ def test_both_ways_answer_the_same_questions(measured, tiny_dir):
 
 def test_every_source_is_measured_and_a_computed_prefix_is_not_taken_for_a_loaded_one(tiny_dir, tmp_path, monkeypatch):
     # Load from the tiers even if this machine computes sooner.
-    monkeypatch.setattr("runtime.kv.tiers.tiers.Tiers.computed", lambda self, rows, seconds: None)
+    monkeypatch.setattr("runtime.features.tiers.tiers.Tiers.computed", lambda self, rows, seconds: None)
     bench = Tiers(model=str(tiny_dir), directory=tmp_path, requests=4, prefix=256, question=16, shared=96)
     with bench.session():
         found = [cell | bench.measure(cell, random.Random(0)) for cell in bench.cells()]

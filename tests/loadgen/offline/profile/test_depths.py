@@ -15,9 +15,9 @@ from runtime.config import make_config
 from runtime.errors import ModelError
 from runtime.execution.building import build_executor
 from server.cli import main
-from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
-from tests.runtime.reuse.bicache.models import EOS, MASK, save_tiny
-from tests.runtime.reuse.bicache.reference import PlainBiCache
+from tests.runtime.features.diffusion.bicache.driver import DenoiseDriver, make_core
+from tests.runtime.features.diffusion.bicache.models import EOS, MASK, save_tiny
+from tests.runtime.features.diffusion.bicache.reference import PlainBiCache
 
 draw = random.Random(11)
 SAMPLE = Sample([draw.randrange(EOS) for _ in range(37)], [draw.randrange(EOS) for _ in range(9)], 6)
@@ -148,12 +148,14 @@ def test_the_command_writes_a_table_that_the_engine_takes(default_model_dir, tmp
     assert driver.report(driver.last())["shallow_depth"] == table["depths"]["80"]
     node = next(core.cache.tree.nodes())
     shown = node.meta.describe()
-    assert shown["depth_table"] == core.strategy.table.version
+    assert shown["depth_table"] == core.strategies.default.table.version
     assert shown["depths"] == table["depths"]
     last = max(table["depths"]["80"], 1) - 1
     assert shown["similarity"]["80"] == pytest.approx(table["similarity"]["80"][last], abs=1e-4)
     (tmp_path / "t.json").rename(path / "depth_table.json")
-    assert make_core(path).strategy.table.name == "profiled, cosine", "a table in the model's directory is its own"
+    assert make_core(path).strategies.default.table.name == "profiled, cosine", (
+        "a table in the model's directory is its own"
+    )
 
 
 def test_what_cannot_be_profiled(default_model_dir, tmp_path, capsys, monkeypatch):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.engine.offline import Engine
 from runtime.execution.executor import Executor
+from runtime.offline import Engine
 
 _SHARED = list(range(100, 150))
 _PROMPTS = [_SHARED + [200 + i] * (3 * i + 1) for i in range(5)] + [[7, 8, 9]]

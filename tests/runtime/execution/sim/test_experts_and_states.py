@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from runtime.sampling.drafts.drafter import Drafter
+from runtime.features.drafts.drafter import Drafter
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.execution.sim.engines import Engine, draw, save
 
