@@ -17,6 +17,7 @@ from runtime.engine.part import Part
 from runtime.engine.pins import Pins
 from runtime.engine.strategies import Strategies
 from runtime.errors import ModelError
+from runtime.execution.device import most_running
 from runtime.execution.executor import Executor
 from runtime.execution.parallel.driver import open_executor
 from runtime.features.feature import Feature, Opening
@@ -77,13 +78,13 @@ def _describe_model(config: Config, executor: Executor, path: Path) -> ModelInfo
         eos_token_ids=list(dict.fromkeys((*spec.eos_token_ids, *_ends_of_turns(path, spec.vocab_size)))),
         dtype=str(executor.dtype).removeprefix("torch."),
         device=str(executor.device),
-        attention_backend=executor.backend_name,
+        attention_backend=executor.decoder.attention,
         page_size=page_size,
         pool_tokens=executor.pool.num_pages * page_size,
-        model_impl=executor.implementation,
-        max_running=config.scheduler.max_running or executor.max_running,
-        attention_note=executor.backend_note,
-        quantization=executor.quantization,
+        model_impl=executor.decoder.code,
+        max_running=config.scheduler.max_running or most_running(executor.device),
+        attention_note=executor.decoder.note,
+        quantization=executor.decoder.quantization,
     )
 
 
@@ -105,7 +106,7 @@ def _open_model(opening: Opening, features: Sequence[Feature]) -> tuple[Strategi
     }
     if opening.reads_anywhere:
         openers[Modules.name] = partial(Modules, cache, spec.num_layers, opening.info)
-    if opening.reads_anywhere and executor.implementation == "ramet":
+    if opening.reads_anywhere and executor.decoder.code == "ramet":
         openers[Fusion.name] = partial(Fusion, cache, executor, opening.info)
     elif spec.diffusion is None:
         refuse_approximations(opening.config.cache)
@@ -114,7 +115,7 @@ def _open_model(opening: Opening, features: Sequence[Feature]) -> tuple[Strategi
 
 
 def _next_token(executor: Executor) -> NextToken:
-    choosing = FlashInferChoosing() if executor.backend_name == "flashinfer" else executor.choosing
+    choosing = FlashInferChoosing() if executor.decoder.attention == "flashinfer" else executor.decoder.choosing
     return NextToken(Sampler(executor.spec.vocab_size, executor.device, choosing))
 
 

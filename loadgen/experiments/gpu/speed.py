@@ -32,8 +32,8 @@ class Sizes:
 FULL = Sizes("llama-8b", 1024, 4096, 128, (1, 32, 128), (512, 1024, 2048, 4096, 8192), 32, 24)
 TINY = Sizes("llama-tiny", 32, 256, 8, (1, 3), (64, 256), 3, 3)
 
-# By mode, attributes of the executor, `overlap` of the engine core and `least_saved_tokens` of the planner.
-_EAGER, _PLAIN = {"_graphs": None}, {"least_saved_tokens": 1 << 60}
+# By mode, attributes of the decoder, `overlap` of the engine core and `least_saved_tokens` of the planner.
+_EAGER, _PLAIN = {"graphs": None}, {"least_saved_tokens": 1 << 60}
 MODES: dict[str, dict[str, Any]] = {
     "default": {}, "eager": _EAGER, "one step at a time": {"overlap": False}, "fp8 KV": {},
 }  # fmt: skip
@@ -66,7 +66,7 @@ def bounds(device: str) -> dict[str, float]:
 
 def use_prefill(executor: Any, kernels: str) -> None:
     """Let FlashInfer compute prompts with other kernels of its own."""
-    attention = executor._forward.keywords["backend"]
+    attention = executor.decoder.forward.keywords["backend"]
     make = attention._flashinfer.BatchPrefillWithPagedKVCacheWrapper
     attention.make_prefill = lambda: make(attention.workspace, kv_layout="NHD", backend=kernels)
     attention._wrappers["prefill"].clear()
@@ -108,7 +108,7 @@ class Speed(WatchedDrive):
     def _changed(self, mode: dict[str, Any]) -> Iterator[None]:
         """A context with other attributes. Its end aborts the requests."""
         elsewhere: dict[str, object] = {"overlap": self.core, "least_saved_tokens": self.core.planner}
-        owners = {name: elsewhere.get(name, self.core.executor) for name in mode}
+        owners = {name: elsewhere.get(name, self.core.executor.decoder) for name in mode}
         before = {name: getattr(owner, name) for name, owner in owners.items()}
         try:
             for name, value in mode.items():
@@ -122,7 +122,7 @@ class Speed(WatchedDrive):
     def _check_graphs(self, mode: dict[str, Any]) -> None:
         """Raise RuntimeError if a GPU's steps ran with graphs or without, against the mode."""
         if self.core.executor.device.type != "cpu":
-            self.demand("graphs", "_graphs" not in mode)
+            self.demand("graphs", "graphs" not in mode)
 
     def decode(self, batch: int, mode: dict[str, Any]) -> dict[str, Any]:
         """Steps of requests without a shared prefix, beside the time to read weights and KV; host time by part."""

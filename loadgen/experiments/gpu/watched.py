@@ -22,7 +22,7 @@ class WatchedDrive(ClockedDrive):
         super().__init__(path, **options)
         self.seen: Counter[str] = Counter()
         executor = self.core.executor
-        run, graphs = executor.run, executor._graphs
+        run, graphs = executor.run, executor.decoder.graphs
 
         def watched(batch: ForwardBatch) -> torch.Tensor:
             self.seen["steps" if _decodes(batch) else "prompts"] += 1
@@ -59,7 +59,7 @@ class WatchedDrive(ClockedDrive):
         """Raise RuntimeError if a GPU's steps run without FlashInfer, which has all dtypes but float32."""
         found, float32 = self.core.info.attention_backend, self.core.executor.dtype == torch.float32
         if self.core.executor.device.type != "cpu" and not float32 and found != "flashinfer":
-            why = self.core.executor.backend_note
+            why = self.core.executor.decoder.note
             raise RuntimeError(f"the attention backend is {found}, where flashinfer should be: {why}")
 
 

@@ -21,7 +21,7 @@ from loadgen.harness import BenchError, Cell, Figure
 from loadgen.offline.drive import ClockedDrive, answer
 from radix import Namespace
 from runtime.calls import LoadAdapter
-from runtime.execution import executor
+from runtime.execution import building
 from runtime.execution.native.library import Library, load_best, open_library
 from runtime.features.drafts.part import Drafts
 from runtime.models.spec import LlamaSpec
@@ -203,12 +203,12 @@ def _open(name: str, path: Path) -> Library:
 @contextmanager
 def _kernels(library: Library | None) -> Iterator[None]:
     """A context in which new executors compute with these kernels."""
-    before = executor.load_best
-    executor.load_best = lambda: library
+    before = building.load_best
+    building.load_best = lambda: library
     try:
         yield
     finally:
-        executor.load_best = before
+        building.load_best = before
 
 
 def _save_adapter(directory: Path, model: Path, rank: int, seed: int) -> Path:

@@ -18,7 +18,7 @@ from loadgen.offline.profile.samples import Sample, Samples
 from loadgen.offline.profile.settings import DepthSettings, ProfileFiles
 from runtime.config import Config
 from runtime.errors import ModelError
-from runtime.execution.executor import Executor
+from runtime.execution.building import build_executor
 from runtime.models.resolve import resolve_model
 from runtime.models.spec import LlamaSpec, ModelSpec
 from runtime.models.tokenizer import Tokenizer
@@ -152,7 +152,7 @@ def profile_depths(config: Config, settings: DepthSettings, files: ProfileFiles)
     partial = files.out.with_name(files.out.name + ".partial")
     results = open_results(partial, _header(spec, settings, files), settings.seed)
     cache = config.cache.model_copy(update={"page_size": 1, "pool_tokens": 3 * settings.length})
-    probe = Probe(Executor(config.model_copy(update={"cache": cache}), path))
+    probe = Probe(build_executor(config.model_copy(update={"cache": cache}), path))
     table = Profiler(probe, samples, settings, results).run()
     files.out.write_text(json.dumps(table) + "\n", encoding="utf-8")
     if files.plot:

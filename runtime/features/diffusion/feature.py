@@ -37,7 +37,8 @@ class DiffusionFeature(Feature):
 
         strategy: BlockPrefix | BiCache
         if spec.diffusion.attended is not None:
-            strategy = (CanvasPrefix if executor.soften else BlockPrefix)(cache, spec.num_layers, spec.diffusion)
+            kind = CanvasPrefix if executor.decoder.soften else BlockPrefix
+            strategy = kind(cache, spec.num_layers, spec.diffusion)
         else:
             strategy = BiCache.load(opening.config, opening.path, spec, cache)
         opening.info.diffusion = strategy.info
@@ -49,4 +50,4 @@ class DiffusionFeature(Feature):
             return None
         from runtime.features.diffusion.decoding import CanvasDecoding
 
-        return CanvasDecoding(spec.diffusion, executor.device, spec.vocab_size, executor.soften)
+        return CanvasDecoding(spec.diffusion, executor.device, spec.vocab_size, executor.decoder.soften)

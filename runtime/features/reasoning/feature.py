@@ -36,7 +36,7 @@ class ReasoningFeature(Feature):
             raise ModelError(f"--reuse {METHOD} is not served by several ranks")
 
     def serves(self, opening: Opening) -> bool:
-        return opening.reads_anywhere and opening.executor.implementation == "ramet"
+        return opening.reads_anywhere and opening.executor.decoder.code == "ramet"
 
     def strategy(self, opening: Opening) -> ReasonCache:
         from runtime.features.reasoning.strategy import ReasonCache

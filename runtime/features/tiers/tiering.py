@@ -238,7 +238,7 @@ def _fingerprint(config: Config, executor: Executor, model: Path) -> bytes:
     layers, _, heads, head_dim = executor.pool.k.shape
     fingerprint = Fingerprint(
         "random" if config.model.random_weights else digest_weights(model, spec),
-        f"{executor.kv_dtype} of {executor.dtype} {executor.quantization}",
+        f"{executor.pool.k.dtype} of {executor.dtype} {executor.decoder.quantization}",
         f"{layers} {heads} {head_dim}",
         config.cache.page_size,
         spec.fingerprint,

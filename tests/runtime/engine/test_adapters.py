@@ -113,7 +113,7 @@ def test_evicting_and_retracting(tiny_dir, adapters, prompts, expected):
 def test_unloaded_while_requests_run(tiny_dir, adapters, prompts, expected):
     """They end with it; new ones are refused by name; a second adapter is not touched."""
     driver = Driver(make_core(tiny_dir))
-    core, decoder = driver.core, driver.core.executor._decoder
+    core, decoder = driver.core, driver.core.executor.decoder.model
     first, second = (load(core, adapter) for adapter in adapters)
     driver.add("runs", prompts[0], max_new_tokens=NEW, namespace=Namespace(adapter=first))
     driver.step()

@@ -5,7 +5,7 @@ import pytest
 from loadgen.experiments.gpu import correctness
 from loadgen.experiments.gpu.speed import PREFILLS, use_prefill
 from loadgen.experiments.gpu.watched import WatchedDrive
-from runtime.execution.executor import Executor
+from runtime.execution import building
 from tests.runtime.execution.sim.conftest import device
 from tests.runtime.execution.sim.engines import draw, save
 
@@ -21,8 +21,8 @@ def model(tmp_path_factory):
 def ours(device, model, monkeypatch):
     """The tokens of an engine, and how its steps ran."""
     monkeypatch.setattr(correctness, "_NEW", 3)
-    sizes = Executor._graph_sizes
-    monkeypatch.setattr(Executor, "_graph_sizes", lambda *given: [size for size in sizes(*given) if size == 2])
+    sizes = building._graph_sizes
+    monkeypatch.setattr(building, "_graph_sizes", lambda *given: [size for size in sizes(*given) if size == 2])
     return lambda: correctness._ours(model, {"device": "cuda", "dtype": "bfloat16"}, [draw(1, 20), draw(2, 30)])
 
 
@@ -57,7 +57,7 @@ def test_prompts_in_graphs_are_counted(device, model, batches, share):
 @pytest.mark.parametrize("kernels", PREFILLS)
 def test_prompts_run_through_the_kernels_that_are_named(device, model, monkeypatch, kernels):
     drive = WatchedDrive(model, device="cuda", dtype="bfloat16", cuda_graph_batches="0", pool_tokens=1024)
-    attention, made = drive.core.executor._forward.keywords["backend"], []
+    attention, made = drive.core.executor.decoder.forward.keywords["backend"], []
     make = attention._flashinfer.BatchPrefillWithPagedKVCacheWrapper
 
     def named(workspace, backend, **options):

@@ -107,7 +107,7 @@ def test_an_engine_computes_what_is_stored(made, family):
     prompt, found = conversation(draw, 3), []
     for chunk in (5, 64):
         driver = Driver(make_core(target, dtype="auto", page_size=4, chunk_tokens=chunk))
-        assert driver.core.executor.quantization == "gguf"
+        assert driver.core.executor.decoder.quantization == "gguf"
         for _ in range(2):
             found += driver.together([prompt], max_new_tokens=8)
         assert driver.cached("r1") > 0

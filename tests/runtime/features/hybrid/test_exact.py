@@ -47,7 +47,7 @@ class Asking(Driver):
         kernels = "torch" if code == "chunks" else code
         super().__init__(make_core(path, **{"pool_tokens": 8192, "kernels": kernels, **options}))
         if code == "chunks":
-            self.core.executor._decoder.is_chunked = True
+            self.core.executor.decoder.model.is_chunked = True
         self.is_greedy = is_greedy
         self.prompts: dict[str, list[int]] = {}
 
