@@ -17,9 +17,9 @@ from runtime.engine.part import Part
 from runtime.engine.pins import Pins
 from runtime.engine.strategies import Strategies
 from runtime.errors import ModelError
+from runtime.execution.building import build_executor
 from runtime.execution.device import most_running
 from runtime.execution.executor import Executor
-from runtime.execution.parallel.driver import open_executor
 from runtime.features.feature import Feature, Opening
 from runtime.features.registry import FEATURES
 from runtime.kv.cache import PagedCache
@@ -44,7 +44,7 @@ def open_engine(config: Config, path: Path, quotas: Mapping[str, int] | None = N
     features = _open_features(config, path)
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
-    executor = open_executor(config, path)
+    executor = _open_executor(config, path)
     cache = PagedCache(executor.pool, config.cache, quotas)
     info = _describe_model(config, executor, path)
     strategies, decoding = _open_model(Opening(config, path, executor, cache, info), features)
@@ -65,6 +65,14 @@ def _open_features(config: Config, path: Path) -> list[Feature]:
         except ModelError as error:
             raise ModelError(f"--lora {name}={directory}: {error.message}") from None
     return [feature(config, path) for feature in FEATURES]
+
+
+def _open_executor(config: Config, path: Path) -> Executor:
+    if config.model.tensor_parallel == 1:
+        return build_executor(config, path)
+    from runtime.execution.parallel.driver import open_ranks
+
+    return open_ranks(config, path)
 
 
 def _describe_model(config: Config, executor: Executor, path: Path) -> ModelInfo:
