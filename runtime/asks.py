@@ -1,12 +1,31 @@
-"""What requests ask of reuse strategies, on the way from the front end to the engine."""
+"""What requests ask of reuse strategies, on the way from the front end to the engine, and what is reported of them."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from runtime.params import LEADING, PERCENTILE, TAU_MAX, TAU_MIN
 
 Pairs = list[tuple[int, int]]
+
+
+class Report(msgspec.Struct, tag_field="strategy"):
+    """What a strategy reports of a request. UNSET fields are absent from answers.
+
+    Attributes:
+        inline: whether `/generate` writes the fields among those of `meta_info`, in each event. Otherwise answers have
+            an object `reuse` at their end.
+    """
+
+    inline: ClassVar[bool] = False
+
+    def fields(self) -> dict[str, object]:
+        """The fields as answers have them."""
+        fields: dict[str, object] = msgspec.to_builtins(self)
+        if self.inline:
+            del fields["strategy"]
+        return fields
 
 
 class EntryAsk(msgspec.Struct):
@@ -33,6 +52,23 @@ class ModulesAsk(msgspec.Struct, tag="modules", tag_field="method"):
     schema: str = ""
 
 
+class ModulesReport(Report, tag="modules", kw_only=True):
+    """How a prompt's modules were reused.
+
+    Attributes:
+        exact_modules: whether the KV of each module is that of the module alone.
+        modules: names of the modules, in the order of their positions; `computed_modules`: of those not cached before.
+        reused_tokens, computed_tokens: number of the prompt's tokens that were cached, and of the others.
+    """
+
+    exact: bool = False
+    exact_modules: bool = True
+    modules: list[str]
+    computed_modules: list[str]
+    reused_tokens: int
+    computed_tokens: int
+
+
 class DocumentsAsk(msgspec.Struct, tag="fusion", tag_field="method"):
     """The documents of a prompt, and how they are reused. The front end has checked their ranges.
 
@@ -57,12 +93,76 @@ class DocumentsAsk(msgspec.Struct, tag="fusion", tag_field="method"):
     k: int = LEADING
 
 
+class DocumentsReport(Report, tag="fusion", kw_only=True):
+    """How a prompt's documents were reused. The options are those of `DocumentsAsk`.
+
+    Attributes:
+        method: `DocumentsAsk.select`.
+        k: only if LegoLink uses it.
+        documents: names of the documents; `computed_documents`: of those with a part that was not cached before.
+        chosen_before: whether the rows were chosen for an earlier request with the same documents.
+        recomputed_rows: number of document rows that were computed again.
+        row_layers: rows x layers that were computed.
+        reused_tokens, computed_tokens: number of the prompt's tokens that were cached, and of the others.
+        auto: why the method `auto` chose this one.
+        note: what else the client should know.
+    """
+
+    exact: bool = False
+    method: str
+    ratio: float | None
+    granularity: Literal["page", "token"]
+    chunk_tokens: int
+    k: int | UnsetType = UNSET
+    documents: list[str]
+    computed_documents: list[str]
+    chosen_before: bool
+    recomputed_rows: int
+    row_layers: int
+    reused_tokens: int
+    computed_tokens: int
+    auto: str | UnsetType = UNSET
+    note: str | UnsetType = UNSET
+
+
+class ExactDocumentsReport(Report, tag="prefix", kw_only=True):
+    """A prompt with documents of which only an exact prefix was reused. Fields as in `DocumentsReport`."""
+
+    exact: bool = True
+    method: str = "none"
+    documents: list[str]
+    reused_tokens: int
+    computed_tokens: int
+    auto: str | UnsetType = UNSET
+    note: str | UnsetType = UNSET
+
+
 class ReasoningAsk(msgspec.Struct, tag="reasoncache", tag_field="method"):
     """Sharing of reasoning steps; fields as in `runtime.params.ReasoningParams`."""
 
     percentile: float = PERCENTILE
     tau_max: float = TAU_MAX
     tau_min: float = TAU_MIN
+
+
+class ReasoningReport(Report, tag="reasoncache", kw_only=True):
+    """How a request shares pages of reasoning steps.
+
+    Attributes:
+        approximate: whether a page was ever replaced.
+        substituted_pages: number of pages that are replaced now; `amsr`: their share of the request's pages.
+        first_substituted_token: index of the output token at which the first page ever replaced begins.
+        exact_tokens: number of output tokens that were chosen before the first substitution.
+        recomputed: number of admissions that recomputed substituted pages exactly.
+    """
+
+    method: str = "reasoncache"
+    approximate: bool
+    substituted_pages: int
+    amsr: float
+    first_substituted_token: int | None
+    exact_tokens: int | None
+    recomputed: int
 
 
 ReuseAsk = ModulesAsk | DocumentsAsk | ReasoningAsk

@@ -7,14 +7,31 @@ from typing import Any, Literal
 import msgspec
 
 from radix import Namespace, WhyGone
-from runtime.asks import ReuseAsk
+from runtime.asks import (
+    DocumentsReport,
+    ExactDocumentsReport,
+    ModulesReport,
+    ReasoningReport,
+    ReuseAsk,
+)
 from runtime.calls import Call
 from runtime.config import ModelCode
-from runtime.denoising import Algorithm, BidirectionalParams, BlockParams, DenoisingParams, NoiseParams
+from runtime.denoising import (
+    Algorithm,
+    BidirectionalParams,
+    BlockParams,
+    DenoisingParams,
+    DenoisingReport,
+    NoiseParams,
+    SharedPrefixReport,
+)
 from runtime.errors import RametError
 from runtime.params import Lazy, SamplingParams
 
 FinishType = Literal["stop", "length", "abort", "error"]
+ReuseReport = (
+    ModulesReport | DocumentsReport | ExactDocumentsReport | ReasoningReport | DenoisingReport | SharedPrefixReport
+)
 
 
 class Limits(msgspec.Struct):
@@ -237,7 +254,7 @@ class TokenEvent(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: list[TokenLogprob] | None = None
     admission: Admission | None = None
     prefill_s: float = 0.0
-    reuse: dict[str, Any] | None = None
+    reuse: ReuseReport | None = None
     canvas: list[int] | None = None
     lookup: Lookup | None = None
     usage: CacheUsage | None = None
@@ -349,12 +366,12 @@ _CLASS = "class"
 _PARAMS = {one.__name__: one for one in (SamplingParams, Lazy, BidirectionalParams, BlockParams, NoiseParams)}
 
 
-def _encode_params(params: Any) -> dict[str, Any]:
+def _encode_params(params: object) -> dict[str, object]:
     name = next(kind.__name__ for kind in type(params).__mro__ if kind.__name__ in _PARAMS)
     return {_CLASS: name, **{field: getattr(params, field) for field in _PARAMS[name].model_fields}}
 
 
-def _decode_params(_: type, fields: Any) -> Any:
+def _decode_params(_: type, fields: object) -> object:
     if not isinstance(fields, dict) or _CLASS not in fields:
         return fields
     kind = _PARAMS[fields.pop(_CLASS)]

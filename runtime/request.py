@@ -19,7 +19,7 @@ from runtime.batch import RowSet, StateRows
 from runtime.denoising import DenoisingParams
 from runtime.kv.cache import PagedCache
 from runtime.kv.segments import Run, Segment, Sequence
-from runtime.protocol import AddRequest, Admission, Finish, TokenEvent
+from runtime.protocol import AddRequest, Admission, Finish, ReuseReport, TokenEvent
 from runtime.sampler_state import SampledTokens, SamplerState, StepResult
 
 if TYPE_CHECKING:
@@ -335,7 +335,7 @@ class Lease(ABC):
         """The phase of the running request, for operators."""
         return "decode" if self.request.num_output else "prefill"
 
-    def report(self) -> dict[str, Any] | None:
+    def report(self) -> ReuseReport | None:
         """The `reuse` field of the request's next event; None if there is nothing new."""
         return None
 
@@ -382,7 +382,7 @@ class Strategy(ABC, Generic[A]):
     def restored(self, tokens: array[int], namespace: Namespace) -> None:
         """Take note that a tier has loaded a run, or part of it, into the tree."""
 
-    def meta_of(self, namespace: Namespace, described: dict[str, Any]) -> Meta | None:
+    def meta_of(self, namespace: Namespace, described: abc.Mapping[str, object]) -> Meta | None:
         """The record of an entry, from its `Meta.describe()`; None if the entry is not of this strategy."""
         return None
 

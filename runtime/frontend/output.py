@@ -3,7 +3,7 @@
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -15,7 +15,7 @@ from runtime.frontend.documents.prompt import Segments
 from runtime.frontend.replay import Said
 from runtime.frontend.schemas.compile import ModulePrompt
 from runtime.params import AnyReuse, SamplingParams
-from runtime.protocol import CacheUsage, Finish, Lookup, TokenLogprob
+from runtime.protocol import CacheUsage, Finish, Lookup, ReuseReport, TokenLogprob
 
 # Most breakpoints of a prompt.
 MAX_BREAKPOINTS = 4
@@ -184,7 +184,7 @@ class Output(msgspec.Struct):
     queue_s: float = 0.0
     prefill_s: float = 0.0
     e2e_s: float = 0.0
-    reuse: dict[str, Any] | None = None
+    reuse: ReuseReport | None = None
     canvas: list[int] | None = None
     lookup: Lookup | None = None
     loaded_tokens: dict[str, int] = {}

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
 
 from runtime.errors import InvalidRequest, RametError
 from runtime.frontend.documents.plan import DocumentPrompt
@@ -16,7 +15,7 @@ from runtime.frontend.limits import RequestLimits
 from runtime.frontend.output import Listener, Output, PlacedPrompt, Submission
 from runtime.models.tokenizer import Detokenizer, Tokenizer
 from runtime.params import SamplingParams
-from runtime.protocol import Abort, AddRequest, Finish, Inbound, Limits, Sampling, TokenEvent
+from runtime.protocol import Abort, AddRequest, Finish, Inbound, Limits, ReuseReport, Sampling, TokenEvent
 
 log = logging.getLogger("ramet.client")
 
@@ -302,7 +301,7 @@ def _note_admission(output: Output, event: TokenEvent) -> None:
     output.lookup, output.usage = event.lookup, event.usage
 
 
-def _report(choice: Choice, engine: dict[str, Any] | None) -> dict[str, Any] | None:
+def _report(choice: Choice, engine: ReuseReport | None) -> ReuseReport | None:
     """The `reuse` of an answer, None if there is nothing new; `engine`: the engine's report."""
     prompt = choice.submission.prompt
     if isinstance(prompt, DocumentPrompt) and (engine or choice.output.reuse is None):

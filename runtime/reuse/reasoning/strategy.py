@@ -6,11 +6,10 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from runtime.asks import ReasoningAsk
+from runtime.asks import ReasoningAsk, ReasoningReport
 from runtime.errors import InvalidRequest
 from runtime.execution.executor import Executor
 from runtime.kv.cache import PagedCache
@@ -161,7 +160,7 @@ class ReasoningLease(PrefixLease):
         sequence.pages = sequence.pages[:exact]
         sequence.num_computed = min(sequence.num_computed, (first + exact) * self.cache.page_size)
 
-    def report(self) -> dict[str, Any] | None:
+    def report(self) -> ReasoningReport | None:
         """Reported whenever the number of pages or of substituted pages has changed."""
         reasoning = self.reasoning
         substituted = 0 if reasoning.history is None else len(reasoning.substituted)
@@ -169,16 +168,14 @@ class ReasoningLease(PrefixLease):
         if (substituted, pages) == reasoning.reported:
             return None
         reasoning.reported = substituted, pages
-        return {
-            "strategy": self.strategy.name,
-            "method": self.strategy.name,
-            "approximate": reasoning.exact_tokens is not None,
-            "substituted_pages": substituted,
-            "amsr": round(substituted / pages, 4),
-            "first_substituted_token": reasoning.first_substituted,
-            "exact_tokens": reasoning.exact_tokens,
-            "recomputed": reasoning.num_recomputed,
-        }
+        return ReasoningReport(
+            approximate=reasoning.exact_tokens is not None,
+            substituted_pages=substituted,
+            amsr=round(substituted / pages, 4),
+            first_substituted_token=reasoning.first_substituted,
+            exact_tokens=reasoning.exact_tokens,
+            recomputed=reasoning.num_recomputed,
+        )
 
 
 class ReasonCache(PrefixStrategy):
