@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from pydantic import BaseModel
 
 from radix import Namespace, WhyGone
 from runtime.asks import (
@@ -363,7 +364,9 @@ Outbound = StepEvents | Reply | Ready | Failed
 
 # Parameters are checked by pydantic where they enter. On the wire they are maps with the name of their class.
 _CLASS = "class"
-_PARAMS = {one.__name__: one for one in (SamplingParams, Lazy, BidirectionalParams, BlockParams, NoiseParams)}
+_PARAMS: dict[str, type[BaseModel]] = {
+    one.__name__: one for one in (SamplingParams, Lazy, BidirectionalParams, BlockParams, NoiseParams)
+}
 
 
 def _encode_params(params: object) -> dict[str, object]:
@@ -375,7 +378,7 @@ def _decode_params(_: type, fields: object) -> object:
     if not isinstance(fields, dict) or _CLASS not in fields:
         return fields
     kind = _PARAMS[fields.pop(_CLASS)]
-    return kind.model_construct(**{name: _decode_params(kind, value) for name, value in fields.items()})
+    return kind.model_construct(None, **{name: _decode_params(kind, value) for name, value in fields.items()})
 
 
 inbound_decoder = msgspec.msgpack.Decoder(Inbound, dec_hook=_decode_params)

@@ -8,7 +8,7 @@ from array import array
 from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Never, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -68,7 +68,7 @@ class Request:
     sequence: Sequence
     prompt_len: int
     max_length: int
-    strategy: Strategy[Any]
+    strategy: AnyStrategy
     decoding: Decoding
     serial: int = 0
     namespace: Namespace = field(init=False)
@@ -241,7 +241,7 @@ class Lease(ABC):
     `rows`, `book`. At its end, or when it gives way to others: `release`; then it may be admitted again.
     """
 
-    def __init__(self, strategy: Strategy[Any], request: Request):
+    def __init__(self, strategy: AnyStrategy, request: Request):
         self.strategy, self.request, self.cache = strategy, request, strategy.cache
 
     # -- waiting ---------------------------------------------------------------------------------------------
@@ -392,6 +392,10 @@ class Strategy(ABC, Generic[A]):
     def figures(self) -> dict[str, float]:
         """Gauges of the strategy for operators, by name."""
         return {}
+
+
+# A strategy of which nobody knows what it is asked: a `Strategy` of any type is one.
+AnyStrategy: TypeAlias = Strategy[Never]
 
 
 class Decoding(ABC):

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from radix.stats import Histogram
 from runtime.asks import ReuseAsk
@@ -20,7 +20,7 @@ from runtime.execution.executor import Executor
 from runtime.kv.cache import PagedCache
 from runtime.kv.lookup import count_miss
 from runtime.protocol import Abort, AddRequest, Ask, Finish, Forget, Inbound, ModelInfo, Reply, TokenEvent
-from runtime.request import Decoding, Request, Strategy, Work
+from runtime.request import AnyStrategy, Decoding, Request, Strategy, Work
 from runtime.reuse.planner import Planner
 from runtime.sampler_state import StepResult
 from runtime.sampling.sampler import BadLogits
@@ -37,6 +37,7 @@ _COUNTED = (
 _ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 P = TypeVar("P", bound=Part)
+Asked = TypeVar("Asked", bound=ReuseAsk | None)
 
 
 class EngineCore:
@@ -64,7 +65,7 @@ class EngineCore:
         executor: Executor,
         cache: PagedCache,
         info: ModelInfo,
-        strategies: Sequence[Strategy],
+        strategies: Sequence[AnyStrategy],
         decoding: Decoding,
     ):
         self.config, self.executor, self.cache, self.info = config, executor, cache, info
@@ -98,22 +99,22 @@ class EngineCore:
         return next(part for part in self.parts if isinstance(part, kind))
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> Strategy[None]:
         """The strategy of requests that name none."""
-        return next(iter(self.strategies.values()))
+        return self.strategy_of(None)
 
-    def strategy_of(self, ask: ReuseAsk | None) -> Strategy:
+    def strategy_of(self, ask: Asked) -> Strategy[Asked]:
         """The strategy that serves an `AddRequest.ask`. Raises InvalidRequest if there is none."""
-        method = self.strategy.name if ask is None else str(ask.__struct_config__.tag)
+        method = next(iter(self.strategies)) if ask is None else str(ask.__struct_config__.tag)
         if (strategy := self.strategies.get(method)) is None:
             what = "this model" if self.executor.states is None else "a model with recurrent layers"
             raise InvalidRequest(f"no reuse method {method!r} for {what}", param="reuse.method")
-        return strategy
+        return cast("Strategy[Asked]", strategy)  # the tag of an ask names the strategy for its type
 
     def totals(self) -> Counter[str]:
         """The counters of the core, its strategies and its decoding, by name. Those of the same name are added."""
         total = Counter(self.counters)
-        counting_parts: list[Strategy[Any] | Decoding] = [*self.strategies.values(), self.decoding]
+        counting_parts: list[AnyStrategy | Decoding] = [*self.strategies.values(), self.decoding]
         for counting in counting_parts:
             total.update(counting.counters)
         return total

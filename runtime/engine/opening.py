@@ -26,7 +26,7 @@ from runtime.models.resolve import model_name
 from runtime.models.spec import LlamaSpec
 from runtime.models.tokenizer import Tokenizer, ends_of_turns
 from runtime.protocol import ModelInfo
-from runtime.request import Decoding, Strategy
+from runtime.request import AnyStrategy, Decoding
 from runtime.reuse.bicache.depth_table import read_table
 from runtime.reuse.bicache.strategy import BiCache
 from runtime.reuse.blocks import BlockPrefix, CanvasPrefix
@@ -117,11 +117,11 @@ def _ends_of_turns(path: Path, vocab_size: int) -> list[int]:
 
 def _open_model(
     config: Config, executor: Executor, cache: PagedCache, info: ModelInfo, path: Path
-) -> tuple[list[Strategy], Decoding]:
+) -> tuple[list[AnyStrategy], Decoding]:
     """The strategies and the decoding for a kind of model. Sets `info.diffusion`."""
     spec = executor.spec
     if spec.diffusion is None:
-        strategies: list[Strategy] = [_prefix_strategy(executor, cache, info.eos_token_ids)]
+        strategies: list[AnyStrategy] = [_prefix_strategy(executor, cache, info.eos_token_ids)]
         # Other strategies read spans whose positions are not consecutive. Windows and states require this.
         is_consecutive = executor.has_windows or executor.states is not None
         if not is_consecutive:
@@ -142,7 +142,7 @@ def _open_model(
     return [strategy], CanvasDecoding(spec.diffusion, executor.device, spec.vocab_size, executor.soften)
 
 
-def _prefix_strategy(executor: Executor, cache: PagedCache, eos: Sequence[int]) -> PrefixStrategy:
+def _prefix_strategy(executor: Executor, cache: PagedCache, eos: Sequence[int]) -> PrefixStrategy[None]:
     spec = executor.spec
     if executor.states is not None:
         return HybridPrefix(cache, spec.num_layers, executor.states, eos)

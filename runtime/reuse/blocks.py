@@ -112,7 +112,7 @@ class BlockLease(PrefixLease):
         return None if self.canvas is None else DenoisingReport(self.canvas.num_steps)
 
 
-class BlockPrefix(PrefixStrategy):
+class BlockPrefix(PrefixStrategy[None]):
     """The strategy of block diffusion models. Whole blocks are shared: their KV does not depend on later blocks."""
 
     unchunkable = True

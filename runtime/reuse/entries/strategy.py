@@ -6,7 +6,7 @@ from abc import abstractmethod
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Never
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ from runtime.errors import InvalidRequest
 from runtime.kv.cache import PagedCache
 from runtime.kv.segments import Run, Segment, slots_of
 from runtime.protocol import ModelInfo, ReuseReport
-from runtime.request import Found, Lease, Request, Work
+from runtime.request import A, Found, Lease, Request, Work
 from runtime.reuse.entries.entry import Entry, EntryMeta
 from runtime.reuse.prefix import PrefixLease, PrefixStrategy
 
@@ -87,9 +87,9 @@ class EntriesFound(Found):
 class EntryLease(PrefixLease):
     """Reads entries, encodes those that are missing, then computes the request's own tokens."""
 
-    strategy: EntryStrategy
+    strategy: EntryStrategy[Never]
 
-    def __init__(self, strategy: EntryStrategy, request: Request, imports: Imports):
+    def __init__(self, strategy: EntryStrategy[Never], request: Request, imports: Imports):
         super().__init__(strategy, request)
         self.imports = imports
 
@@ -292,7 +292,7 @@ class EntryLease(PrefixLease):
         return self._report(reused, request.num_prompt - reused)
 
 
-class EntryStrategy(PrefixStrategy):
+class EntryStrategy(PrefixStrategy[A]):
     """Looks entries up by their content. The first request that needs a missing entry encodes it.
 
     An entry is encoded alone, with causal attention among its own rows and at its own positions. The KV of placeholder

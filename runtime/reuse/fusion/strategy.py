@@ -315,7 +315,7 @@ class FusionLease(EntryLease):
         )
 
 
-class Fusion(EntryStrategy):
+class Fusion(EntryStrategy[DocumentsAsk]):
     """Chunks of documents are entries that are encoded alone at position 0 and read with a shift.
 
     The sequence has the request's own rows and the chosen document rows, by position. Each row reads the earlier entry

@@ -38,7 +38,7 @@ class ModulesLease(EntryLease):
         )
 
 
-class Modules(EntryStrategy):
+class Modules(EntryStrategy[ModulesAsk]):
     """Modules are entries at positions that their schema fixes. Own rows see all of a request's modules."""
 
     name = "modules"

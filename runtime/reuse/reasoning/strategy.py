@@ -178,7 +178,7 @@ class ReasoningLease(PrefixLease):
         )
 
 
-class ReasonCache(PrefixStrategy):
+class ReasonCache(PrefixStrategy[ReasoningAsk]):
     """Replaces a page of a reasoning step by a similar page of an earlier step, and frees it.
 
     Each time a page is full, the new tokens go to a thread, which splits them into steps and measures the pages of
