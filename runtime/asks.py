@@ -1,31 +1,16 @@
-"""What requests ask of reuse strategies, on the way from the front end to the engine, and what is reported of them."""
+"""What requests ask of reuse strategies, and what these report, on the way between the front end and the engine."""
 
-from typing import ClassVar, Literal
+from typing import Literal, get_args
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from runtime.params import LEADING, PERCENTILE, TAU_MAX, TAU_MIN
+from runtime.denoising import DenoisingReport, SharedPrefixReport
+from runtime.features.reasoning.ask import ReasoningAsk, ReasoningMethod, ReasoningParams, ReasoningReport
+from runtime.params import LEADING, DocumentMethod, ReuseParams
+from runtime.report import Report
 
 Pairs = list[tuple[int, int]]
-
-
-class Report(msgspec.Struct, tag_field="strategy"):
-    """What a strategy reports of a request. UNSET fields are absent from answers.
-
-    Attributes:
-        inline: whether `/generate` writes the fields among those of `meta_info`, in each event. Otherwise answers have
-            an object `reuse` at their end.
-    """
-
-    inline: ClassVar[bool] = False
-
-    def fields(self) -> dict[str, object]:
-        """The fields as answers have them."""
-        fields: dict[str, object] = msgspec.to_builtins(self)
-        if self.inline:
-            del fields["strategy"]
-        return fields
 
 
 class EntryAsk(msgspec.Struct):
@@ -137,32 +122,14 @@ class ExactDocumentsReport(Report, tag="prefix", kw_only=True):
     note: str | UnsetType = UNSET
 
 
-class ReasoningAsk(msgspec.Struct, tag="reasoncache", tag_field="method"):
-    """Sharing of reasoning steps; fields as in `runtime.params.ReasoningParams`."""
-
-    percentile: float = PERCENTILE
-    tau_max: float = TAU_MAX
-    tau_min: float = TAU_MIN
-
-
-class ReasoningReport(Report, tag="reasoncache", kw_only=True):
-    """How a request shares pages of reasoning steps.
-
-    Attributes:
-        approximate: whether a page was ever replaced.
-        substituted_pages: number of pages that are replaced now; `amsr`: their share of the request's pages.
-        first_substituted_token: index of the output token at which the first page ever replaced begins.
-        exact_tokens: number of output tokens that were chosen before the first substitution.
-        recomputed: number of admissions that recomputed substituted pages exactly.
-    """
-
-    method: str = "reasoncache"
-    approximate: bool
-    substituted_pages: int
-    amsr: float
-    first_substituted_token: int | None
-    exact_tokens: int | None
-    recomputed: int
-
-
 ReuseAsk = ModulesAsk | DocumentsAsk | ReasoningAsk
+ReuseReport = (
+    ModulesReport | DocumentsReport | ExactDocumentsReport | ReasoningReport | DenoisingReport | SharedPrefixReport
+)
+
+# What requests say in `reuse`. A prompt with documents or modules has its ask itself.
+AnyReuse = ReuseParams | ReasoningParams
+ReuseMethod = Literal[DocumentMethod, ReasoningMethod]
+REUSE_BY_METHOD: dict[str, type[AnyReuse]] = {
+    method: kind for kind in get_args(AnyReuse) for method in get_args(kind.model_fields["method"].annotation)
+}

@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Literal, NoReturn, Protocol
 from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, ConfigDict, Field
 
-from runtime.asks import Report
 from runtime.errors import InvalidRequest
 from runtime.params import CONSTRAINTS, SamplingParams
+from runtime.report import Report
 
 # Why a diffusion model's request shares no prefix: reuse is off, no prefix is known, it fills no page, the pool has no
 # room for it, or it would be reused in no layer.

@@ -8,31 +8,14 @@ import msgspec
 from pydantic import BaseModel
 
 from radix import Namespace, WhyGone
-from runtime.asks import (
-    DocumentsReport,
-    ExactDocumentsReport,
-    ModulesReport,
-    ReasoningReport,
-    ReuseAsk,
-)
+from runtime.asks import ReuseAsk, ReuseReport
 from runtime.calls import Call
 from runtime.config import ModelCode
-from runtime.denoising import (
-    Algorithm,
-    BidirectionalParams,
-    BlockParams,
-    DenoisingParams,
-    DenoisingReport,
-    NoiseParams,
-    SharedPrefixReport,
-)
+from runtime.denoising import Algorithm, BidirectionalParams, BlockParams, DenoisingParams, NoiseParams
 from runtime.errors import RametError
 from runtime.params import Lazy, SamplingParams
 
 FinishType = Literal["stop", "length", "abort", "error"]
-ReuseReport = (
-    ModulesReport | DocumentsReport | ExactDocumentsReport | ReasoningReport | DenoisingReport | SharedPrefixReport
-)
 
 
 class Limits(msgspec.Struct):

@@ -15,11 +15,12 @@ import torch
 
 from radix import Match, Namespace
 from radix.node import Meta
+from runtime.asks import ReuseReport
 from runtime.batch import RowSet, StateRows
 from runtime.denoising import DenoisingParams
 from runtime.kv.cache import PagedCache
 from runtime.kv.segments import Run, Segment, Sequence
-from runtime.protocol import AddRequest, Admission, Finish, ReuseReport, TokenEvent
+from runtime.protocol import AddRequest, Admission, Finish, TokenEvent
 from runtime.sampler_state import SampledTokens, SamplerState, StepResult
 
 if TYPE_CHECKING:

@@ -112,7 +112,7 @@ class NextTurns(Part):
         """Number of leading tokens that a request would read from the cache, which is never the last one."""
         core = self._core
         message = self._message(turn, tokens)
-        request = open_request(message, core.info, core.strategy_of(message.ask), core.decoding, 0)
+        request = open_request(message, core.info, core.strategies.serving(message.ask), core.decoding, 0)
         return request.lease.look().tokens
 
     def _message(self, turn: _Turn, tokens: array[int]) -> AddRequest:

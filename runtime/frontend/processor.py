@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass, replace
 
+from runtime.asks import ReuseReport
 from runtime.errors import InvalidRequest, RametError
 from runtime.frontend.documents.plan import DocumentPrompt
 from runtime.frontend.input_processor import InputProcessor
@@ -15,7 +16,7 @@ from runtime.frontend.limits import RequestLimits
 from runtime.frontend.output import Listener, Output, PlacedPrompt, Submission
 from runtime.models.tokenizer import Detokenizer, Tokenizer
 from runtime.params import SamplingParams
-from runtime.protocol import Abort, AddRequest, Finish, Inbound, Limits, ReuseReport, Sampling, TokenEvent
+from runtime.protocol import Abort, AddRequest, Finish, Inbound, Limits, Sampling, TokenEvent
 
 log = logging.getLogger("ramet.client")
 

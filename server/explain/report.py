@@ -3,13 +3,13 @@
 from collections.abc import Callable
 
 from radix.node import TOKEN_BYTES, common_tokens
-from runtime.asks import DocumentsReport, ModulesReport
+from runtime.asks import DocumentsReport, ModulesReport, ReuseReport
 from runtime.denoising import SharedPrefixReport, Unshared
 from runtime.errors import RametError
 from runtime.frontend.output import Output, Submission
 from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
-from runtime.protocol import Lookup, ReuseReport
+from runtime.protocol import Lookup
 from server.auth.keys import PUBLIC
 from server.explain.answers import Answers
 from server.explain.compare import Parting, find_parting

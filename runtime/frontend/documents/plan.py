@@ -8,12 +8,11 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from runtime.asks import DocumentsAsk, DocumentsReport, ExactDocumentsReport
+from runtime.asks import DocumentsAsk, DocumentsReport, ExactDocumentsReport, ReuseReport
 from runtime.errors import InvalidRequest
 from runtime.frontend.documents.prompt import TokenizedPrompt
 from runtime.frontend.documents.table import MeasuredMethod, choose, read_table
 from runtime.params import LEADING, RATIO, TAKEN_BY, DocumentMethod, ReuseParams
-from runtime.protocol import ReuseReport
 
 _DEFAULTS: dict[str, Any] = {"ratio": RATIO, "k": LEADING}
 # Within this KL, the measured methods kept all right answers of `ramet bench documents --quality`.

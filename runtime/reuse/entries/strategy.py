@@ -14,11 +14,12 @@ import torch
 
 from radix import Match, Namespace, Node
 from radix.node import TOKEN_BYTES
+from runtime.asks import ReuseReport
 from runtime.batch import Read, RowSet, Stage
 from runtime.errors import InvalidRequest
 from runtime.kv.cache import PagedCache
 from runtime.kv.segments import Run, Segment, slots_of
-from runtime.protocol import ModelInfo, ReuseReport
+from runtime.protocol import ModelInfo
 from runtime.request import A, Found, Lease, Request, Work
 from runtime.reuse.entries.entry import Entry, EntryMeta
 from runtime.reuse.prefix import PrefixLease, PrefixStrategy
