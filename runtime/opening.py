@@ -27,7 +27,7 @@ from runtime.models.adapters.lora import read_lora
 from runtime.models.resolve import model_name
 from runtime.models.tokenizer import ends_of_turns
 from runtime.protocol import ModelInfo
-from runtime.request import Decoding, Strategy
+from runtime.request import AnyStrategy, Decoding
 from runtime.reuse.fusion.strategy import Fusion
 from runtime.reuse.modules.strategy import Modules
 from runtime.reuse.prefix import PrefixStrategy
@@ -107,7 +107,7 @@ def _open_model(opening: Opening, features: Sequence[Feature]) -> tuple[Strategi
     """The strategies and the decoding for a kind of model. A feature may set `opening.info.diffusion`."""
     executor, cache, spec = opening.executor, opening.cache, opening.executor.spec
     default = _first(feature.default(opening) for feature in features) or PrefixStrategy(cache, spec.num_layers)
-    openers: dict[str, Callable[[], Strategy]] = {
+    openers: dict[str, Callable[[], AnyStrategy]] = {
         feature.method: partial(feature.strategy, opening)
         for feature in features
         if feature.method is not None and feature.serves(opening)
