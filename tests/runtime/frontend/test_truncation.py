@@ -27,6 +27,7 @@ def test_the_last_tokens_that_fit(tokenizer, last, new, kept):
             inputs.encode(submission)
     else:
         encoded = inputs.encode(submission)
+        assert inputs.encode(submission) == encoded, "a submission stays as it was made"
         assert ids_of(encoded) == ids[-kept:]
         assert encoded.breakpoints == [(max(kept - 50, 0), 60.0), (kept, 3600.0)]
 
