@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from runtime.errors import RametError
-from runtime.frontend.output import Output, Submission, new_rid
+from runtime.frontend.output import Encoded, Output, new_rid
 from runtime.frontend.stream import InTurn
 from server.explain.reason import Explanation
 from server.generation.service import Generation, Writer
@@ -41,7 +41,7 @@ class ResponseWriter(Writer):
         self,
         body: ResponseRequest,
         chat: ChatRequest,
-        submission: Submission,
+        submission: Encoded,
         rid: str,
         context: Context,
         keep: Callable[[dict[str, Any]], None] | None = None,

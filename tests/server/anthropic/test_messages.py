@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.errors import EngineDead, Overloaded, RametError, RateLimited
-from runtime.frontend.output import Output, Submission
+from runtime.frontend.output import Encoded, Output
 from runtime.protocol import Breakpoint, CacheUsage, Finish
 from server.anthropic.messages import MessageWriter
 from server.anthropic.messages import usage as usage_of
@@ -312,7 +312,7 @@ def test_a_message_that_waits_begins_before_it_is_admitted(tokenizer):
     info = SimpleNamespace(context_length=100)
     context = SimpleNamespace(engine=SimpleNamespace(info=info, tokenizer=tokenizer), check_model=str)
     asked = MessagesRequest.model_validate(body())
-    submission = Submission("x", tokens=b"1234" * 9)
+    submission = Encoded("x", tokens=b"1234" * 9)
     writer = MessageWriter(asked, chat_of(asked), submission, context)
     start, *pings = [*writer.idle(), *writer.idle()]
     assert (start["type"], start["message"]["usage"]["input_tokens"]) == ("message_start", 9)

@@ -78,7 +78,7 @@ def test_the_prompt_of_another_key_behind_public_pages_stays_secret(tokenizer, t
     lookup = Lookup(found=2, readable=2, page_size=1, other=other[8:])
     submission = SimpleNamespace(account="alice", tokens=prompt, namespace=Namespace(tenant))
     output = Output(0, 0, "r", prompt_tokens=len(prompt) // 4 + 1, cached_tokens=2, lookup=lookup)
-    told = MissReport(tokenizer, Answers(), [submission])._explain(output)
+    told = MissReport(tokenizer, Answers(), "alice")._explain(submission, output)
     assert (told.reason, told.parting.here, told.parting.there) == ("prompt_differs", here, there)
 
 

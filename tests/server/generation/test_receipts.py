@@ -9,7 +9,7 @@ import pytest
 from radix import Namespace
 from runtime.denoising import DiffusionParams
 from runtime.frontend.documents.plan import DocumentPrompt
-from runtime.frontend.output import Output, Submission
+from runtime.frontend.output import Encoded, Output
 from runtime.params import SamplingParams
 from runtime.protocol import ModelInfo
 from server.generation import receipts
@@ -40,7 +40,7 @@ def test_a_receipt(monkeypatch, given, changed):
     monkeypatch.setattr(receipts, "_weights", {"dir": "w"}.get)
     monkeypatch.setattr(receipts, "_build", lambda: "b")
     engine = {"dtype": "float32", "device": "cpu", "attention_backend": "native", "model_impl": "ramet", "path": "dir"}
-    submission = Submission(**{"prompt": [1, 2, 3], "tokens": TOKENS, **given})
+    submission = Encoded(**{"prompt": [1, 2, 3], "tokens": TOKENS, **given})
     assert receipts.receipt_of(submission, OUTPUT, ModelInfo(**INFO | engine)) == PLAIN | changed
 
 

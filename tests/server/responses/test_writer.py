@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from runtime.errors import DeadlineExceeded
-from runtime.frontend.output import Output, Submission
+from runtime.frontend.output import Encoded, Output
 from runtime.protocol import Finish
 from server.openai.types import ChatRequest
 from server.responses.items import chat_of, read_input
@@ -19,7 +19,7 @@ def begun(tokenizer) -> ResponseWriter:
     context = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), check_model=str)
     asked = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
     body = ResponseRequest(model="m", input="x", stream=True)
-    writer = ResponseWriter(body, ChatRequest(**asked), Submission("x"), "resp_1", context)
+    writer = ResponseWriter(body, ChatRequest(**asked), Encoded("x"), "resp_1", context)
     list(writer.begin())
     writer.write(Output(0, 0, "r", delta="An oak"), None)
     return writer
@@ -68,7 +68,7 @@ ENDS = [
 def test_ends_of_answers(tokenizer, asked, text, end, status, reason, items):
     context = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), check_model=str)
     body = ResponseRequest(model="m", input="x", **asked)
-    writer = ResponseWriter(body, chat_of(body, read_input("x", {})), Submission("x"), "resp_1", context)
+    writer = ResponseWriter(body, chat_of(body, read_input("x", {})), Encoded("x"), "resp_1", context)
     *_, last = writer.write(Output(0, 0, "r", delta=text, finish=Finish(end)), None)
     assert (last["type"], last["response"]["status"]) == (f"response.{status}", status)
     assert last["response"]["incomplete_details"] == ({"reason": reason} if status == "incomplete" else None)
@@ -79,7 +79,7 @@ def test_reasoning_is_an_item_of_its_own(tokenizer):
     context = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), check_model=str)
     asked = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
     body = ResponseRequest(model="m", input="x")
-    writer = ResponseWriter(body, ChatRequest(**asked), Submission("x<think>"), "resp_1", context)
+    writer = ResponseWriter(body, ChatRequest(**asked), Encoded("x<think>"), "resp_1", context)
     events = [*writer.begin()]
     for part in ("Hm", ".</th", "ink>\n\nAn oak"):
         events += writer.write(Output(0, 0, "r", delta=part), None)
