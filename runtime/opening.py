@@ -11,9 +11,10 @@ import torch
 from runtime.config import Config, refuse_approximations
 from runtime.engine.adapters import EngineAdapters
 from runtime.engine.core import EngineCore
+from runtime.engine.grammars import Grammars
+from runtime.engine.kv_events import KVEvents
 from runtime.engine.operators import Operators
 from runtime.engine.part import Part
-from runtime.engine.parts import Grammars, KVEvents
 from runtime.engine.pins import Pins
 from runtime.engine.strategies import Strategies
 from runtime.errors import ModelError
@@ -53,7 +54,8 @@ def open_engine(config: Config, path: Path, quotas: Mapping[str, int] | None = N
     parts += [part for feature in features for part in feature.parts(core)]
     if cache.events is not None:
         parts.append(KVEvents(core, cache.events))
-    core.install(parts)
+    for part in parts:
+        core.add_part(part)
     for part in parts:
         part.resume()
     return core

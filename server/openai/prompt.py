@@ -16,7 +16,7 @@ from runtime.frontend.schemas.pml import Prompt as ModuleText
 from runtime.models.marks import new_place
 from runtime.models.tokenizer import Tokenizer
 from server.auth.keys import Tenant
-from server.explain.parts import Conversation
+from server.explain.conversation import Conversation
 from server.generation.bodies import naming
 from server.http.context import Context, provided
 from server.http.sse import while_there

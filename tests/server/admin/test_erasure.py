@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from runtime.config import make_config
-from runtime.engine.parts import Grammars, KVEvents
+from runtime.engine.grammars import Grammars
+from runtime.engine.kv_events import KVEvents
 from runtime.features.drafts.part import Drafts
 from runtime.features.tiers.tiering import Tiering
 from runtime.frontend.async_engine import AsyncEngine

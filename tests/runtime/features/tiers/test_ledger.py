@@ -7,7 +7,7 @@ import pytest
 
 from radix import Namespace, Removed, Stored
 from radix.hashes import block_hashes
-from runtime.engine.parts import KVEvents
+from runtime.engine.kv_events import KVEvents
 from runtime.features.tiers import ledger
 from runtime.features.tiers.files import FileStore
 from runtime.features.tiers.host import HostStore

@@ -1,24 +1,19 @@
-"""Small parts of the engine: grammars, KV events."""
+"""The part of the engine that compiles grammars."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from radix import Namespace
-from radix.events import EventLog
 from runtime.calls import Call, EraseTenant
 from runtime.engine.core import EngineCore
 from runtime.engine.part import Answer, Handler, Part
 from runtime.errors import RametError
-from runtime.kv.publisher import EventPublisher
 from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import Finish, TokenEvent
 from runtime.request import Request
 from runtime.sampling.grammar import AnyText, GrammarCompiler
-
-log = logging.getLogger("ramet.engine")
 
 
 class Grammars(Part):
@@ -61,27 +56,3 @@ class Grammars(Part):
     def ended(self, request: Request, finish: Finish) -> None:
         if request.sampler.params.constrained:
             self.compiler.cancel(request.rid)
-
-
-class KVEvents(Part):
-    """Publishes events of KV that enters or leaves the cache and its tiers."""
-
-    def __init__(self, core: EngineCore, events: EventLog):
-        self.publisher = EventPublisher(core.config.cache)
-        self._core, self._events = core, events
-
-    def settle(self) -> None:
-        self.publisher.publish(self._events.take())
-        for part in self._core.parts:
-            for medium, events in part.kv_events().items():
-                self.publisher.publish(events, medium)
-
-    def answers(self) -> Mapping[type[Call], Handler]:
-        return {EraseTenant: self._erase}
-
-    def _erase(self, call: EraseTenant) -> Answer:
-        self.publisher.erase(call.tenant)
-        return {}
-
-    def close(self) -> None:
-        self.publisher.close()
