@@ -79,7 +79,7 @@ test-all: $(VENV)/.dev $(VENV)/.ray $(VENV)/wheels
 	  { echo "==> a Redis is missing; on Debian: apt-get install redis-server"; exit 1; }
 	$(VENV)/bin/ramet fetch-model
 	RAMET_EVENT_WHEELS=$(VENV)/wheels $(VENV)/bin/python -m pytest --hypothesis-profile=repeat $(ARGS) tests/server/ray \
-	  tests/runtime/kv/test_consumers.py tests/runtime/features/tiers/test_redis.py tests/runtime/features/tiers/test_stores.py
+	  tests/runtime/features/kv_events/test_consumers.py tests/runtime/features/tiers/test_redis.py tests/runtime/features/tiers/test_stores.py
 
 $(VENV)/wheels: $(VENV)/.torch
 	$(VENV)/bin/python -m pip download --disable-pip-version-check --no-deps --dest $@ vllm==0.32.0 sglang==0.5.23

@@ -12,7 +12,6 @@ from runtime.config import Config, refuse_approximations
 from runtime.engine.adapters import EngineAdapters
 from runtime.engine.core import EngineCore
 from runtime.engine.grammars import Grammars
-from runtime.engine.kv_events import KVEvents
 from runtime.engine.operators import Operators
 from runtime.engine.part import Part
 from runtime.engine.pins import Pins
@@ -52,8 +51,6 @@ def open_engine(config: Config, path: Path, quotas: Mapping[str, int] | None = N
     core = EngineCore(config, executor, cache, info, strategies, decoding)
     parts: list[Part] = [Operators(core), EngineAdapters(executor, core.requests), Grammars(core, path), Pins(core)]
     parts += [part for feature in features for part in feature.parts(core)]
-    if cache.events is not None:
-        parts.append(KVEvents(core, cache.events))
     for part in parts:
         core.add_part(part)
     for part in parts:

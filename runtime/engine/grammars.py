@@ -1,4 +1,4 @@
-"""The part of the engine that compiles grammars."""
+"""Grammars in the engine: requests wait until theirs is compiled."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Part:
         """Publish what a step or a message has changed."""
 
     def kv_events(self) -> Mapping[str, Sequence[Event]]:
-        """Events of KV that the part keeps outside of the pool, since the last call, by medium."""
+        """Events of KV that the part keeps outside of the pool, since the last call, by tier."""
         return {}
 
     def mark(self, nodes: list[dict[str, Any]]) -> Iterator[None]:

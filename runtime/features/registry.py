@@ -4,6 +4,7 @@ from runtime.features.diffusion.feature import DiffusionFeature
 from runtime.features.drafts.feature import DraftsFeature
 from runtime.features.feature import Feature
 from runtime.features.hybrid.feature import HybridFeature
+from runtime.features.kv_events.feature import KVEventsFeature
 from runtime.features.next_turn.feature import NextTurnFeature
 from runtime.features.reasoning.feature import ReasoningFeature
 from runtime.features.tiers.feature import TiersFeature
@@ -17,4 +18,6 @@ FEATURES: tuple[type[Feature], ...] = (
     TiersFeature,
     NextTurnFeature,
     DraftsFeature,
+    # Last, as it publishes what the others have done.
+    KVEventsFeature,
 )

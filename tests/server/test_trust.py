@@ -73,7 +73,7 @@ def test_no_unexpected_error_of_a_body_writes_a_prompt_into_the_log():
 # jumps must not change.
 TELLS_THE_TIME = {
     "runtime/features/tiers/resume.py",
-    "runtime/kv/publisher.py",
+    "runtime/features/kv_events/publisher.py",
     "runtime/features/tiers/files.py",
     "runtime/models/template_program.py",
     "server/admin/control.py",

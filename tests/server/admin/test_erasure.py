@@ -20,8 +20,8 @@ import torch
 
 from runtime.config import make_config
 from runtime.engine.grammars import Grammars
-from runtime.engine.kv_events import KVEvents
 from runtime.features.drafts.part import Drafts
+from runtime.features.kv_events.part import KVEvents
 from runtime.features.tiers.tiering import Tiering
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.offline import EngineThread

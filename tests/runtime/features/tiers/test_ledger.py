@@ -7,7 +7,7 @@ import pytest
 
 from radix import Namespace, Removed, Stored
 from radix.hashes import block_hashes
-from runtime.engine.kv_events import KVEvents
+from runtime.features.kv_events.part import KVEvents
 from runtime.features.tiers import ledger
 from runtime.features.tiers.files import FileStore
 from runtime.features.tiers.host import HostStore

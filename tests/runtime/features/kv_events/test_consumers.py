@@ -14,7 +14,7 @@ import pytest
 
 from radix import Namespace, Removed, Stored
 from runtime.config import CacheConfig
-from runtime.kv.publisher import EventPublisher
+from runtime.features.kv_events.publisher import EventPublisher
 
 # A directory with wheels (`pip download --no-deps vllm==0.32.0 sglang==0.5.23`), of which nothing is installed.
 WHEELS = os.environ.get("RAMET_EVENT_WHEELS")

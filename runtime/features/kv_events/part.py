@@ -1,4 +1,4 @@
-"""The part of the engine that publishes KV events."""
+"""KV events in the engine's step."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from radix.events import EventLog
 from runtime.calls import Call, EraseTenant
 from runtime.engine.core import EngineCore
 from runtime.engine.part import Answer, Handler, Part
-from runtime.kv.publisher import EventPublisher
+from runtime.features.kv_events.publisher import EventPublisher
 
 
 class KVEvents(Part):
@@ -19,8 +19,8 @@ class KVEvents(Part):
     def settle(self) -> None:
         self.publisher.publish(self._events.take())
         for part in self._core.parts:
-            for medium, events in part.kv_events().items():
-                self.publisher.publish(events, medium)
+            for tier, events in part.kv_events().items():
+                self.publisher.publish(events, tier)
 
     def answers(self) -> Mapping[type[Call], Handler]:
         return {EraseTenant: self._erase}

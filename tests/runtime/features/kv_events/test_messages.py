@@ -13,8 +13,8 @@ import zmq
 from radix import Namespace, Removed, Stored
 from runtime.config import CacheConfig
 from runtime.errors import ModelError
-from runtime.kv import replays
-from runtime.kv.publisher import EventPublisher
+from runtime.features.kv_events import replays
+from runtime.features.kv_events.publisher import EventPublisher
 
 STORED = Stored((5, 6), None, array("i", [0, 1, 2, 3]).tobytes(), Namespace())
 CHILD = Stored((7,), 6, array("i", [8, 9]).tobytes(), Namespace())

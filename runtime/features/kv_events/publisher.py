@@ -18,7 +18,7 @@ from radix import Namespace
 from radix.events import Event, Stored
 from runtime.config import CacheConfig
 from runtime.errors import ModelError
-from runtime.kv.replays import Kept, Replays
+from runtime.features.kv_events.replays import Kept, Replays
 
 # The pool is `GPU`, even on a CPU: routers take `GPU` for the memory that attention reads, and `CPU` for a slower tier.
 # The names of tiers are SGLang's, which Dynamo knows.

@@ -11,7 +11,7 @@ import zmq
 from radix import Namespace, Stored
 from runtime import Engine
 from runtime.config import CacheConfig
-from runtime.kv.publisher import EventPublisher
+from runtime.features.kv_events.publisher import EventPublisher
 
 
 class Consumer:
