@@ -36,10 +36,10 @@ from runtime.sampling.sampler import BadLogits
 log = logging.getLogger("ramet.engine")
 
 _COUNTED = (
-    *("requests", "aborted_requests", "failed_requests", "failed_steps", "bad_logits", "prompt_tokens"),
-    *("queries", "hits", "queried_tokens", "cached_tokens", "generation_tokens", "prefill_tokens", "steps"),
-    *("row_layers", "overlapped_steps", "drafts", "drafted_tokens", "accepted_tokens", "next_turn_tokens"),
-)
+    "requests", "aborted_requests", "failed_requests", "failed_steps", "bad_logits", "prompt_tokens",
+    "queries", "hits", "queried_tokens", "cached_tokens", "generation_tokens", "prefill_tokens", "steps",
+    "row_layers", "overlapped_steps", "drafts", "drafted_tokens", "accepted_tokens", "next_turn_tokens",
+)  # fmt: skip
 
 # Bounds of the histogram of a step's token rows.
 _ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

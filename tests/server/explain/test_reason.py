@@ -68,7 +68,12 @@ def test_the_place_is_that_of_the_first_other_character(tokenizer):
     hidden = find_parting(tokenizer, ids(tokenizer, "At noon on"), 1, None, None)
     assert (hidden.before, hidden.here, hidden.there) == ("At", " noon on", None)
     assert hidden.describe() == {
-        **{"token": 1, "part": "prompt", "offset": 2, "before": "At", "here": " noon on", "there": None}
+        "token": 1,
+        "part": "prompt",
+        "offset": 2,
+        "before": "At",
+        "here": " noon on",
+        "there": None,
     }
 
 

@@ -238,8 +238,10 @@ def test_a_forced_call_needs_no_keyword_that_no_grammar_has(written):
 
 def test_a_forced_call_of_a_tool_that_refers_to_itself(written):
     schema = {
-        **{"type": "object", "properties": {"label": {"type": "string"}, "child": {"$ref": "#"}}},
-        **{"required": ["label"], "additionalProperties": False},
+        "type": "object",
+        "properties": {"label": {"type": "string"}, "child": {"$ref": "#"}},
+        "required": ["label"],
+        "additionalProperties": False,
     }
     text = schema_of_call([Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": schema}})])
     wanted = '{"name": "f", "arguments": {"label": "a", "child": {"label": "b"}}}'
