@@ -25,8 +25,7 @@ RATIO, LEADING = 0.15, 16
 # Options of `ReuseParams` that only some methods take, with these methods.
 TAKEN_BY = {
     "ratio": ("a3", "cacheblend", "prophetkv", "legolink"),
-    "k": ("legolink",),
-    "max_kl": ("auto",),
+    **{"k": ("legolink",), "max_kl": ("auto",)},
 }
 
 

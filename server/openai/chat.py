@@ -39,10 +39,7 @@ async def chat_completions(
     body.refuse_unsupported()
     submission = await chats.in_turn(request, body, tenant, body.deadline(context))
     generation = await service.submit(
-        request,
-        body,
-        [submission],
-        partial(chats.conversation, body, tenant),
+        *(request, body, [submission], partial(chats.conversation, body, tenant)),
         following=lambda output: chats.following(
             body, tenant, [message_of(body, context.engine.tokenizer, submission, output)]
         ),

@@ -52,11 +52,7 @@ async def create(
     rid, chat = f"resp_{new_rid()}", asked.chat
     conversation = partial(chats.conversation, chat, tenant)
     generation = await service.submit(
-        request,
-        body,
-        [submission],
-        conversation,
-        rid,
+        *(request, body, [submission], conversation, rid),
         lambda output: chats.following(
             chat, tenant, [message_of(chat, service.context.engine.tokenizer, submission, output)]
         ),

@@ -48,12 +48,9 @@ class DocumentPrompt:
         """The answer's `reuse`, or None; `engine`: the engine's report, if there is one."""
         if self.ask is None and engine is None and self.names:
             engine = {
-                "strategy": "prefix",
-                "exact": True,
-                "method": "none",
+                **{"strategy": "prefix", "exact": True, "method": "none"},
                 "documents": list(dict.fromkeys(self.names)),
-                "reused_tokens": cached_tokens,
-                "computed_tokens": self.length - cached_tokens,
+                **{"reused_tokens": cached_tokens, "computed_tokens": self.length - cached_tokens},
             }
         return None if engine is None else engine | self.note
 

@@ -37,12 +37,8 @@ def steady(engine: Engine, prompts: Sequence[list[int]], reuse: dict[str, Any]) 
 def test_documents(llama, device, method):
     engine = Engine(device, llama)
     reuse = {
-        "method": "fusion",
-        "select": method,
-        "documents": [[8, 48], [48, 81]],
-        "names": ["a", "b"],
-        "granularity": "token",
-        "chunk_tokens": 32,
+        **{"method": "fusion", "select": method, "documents": [[8, 48], [48, 81]], "names": ["a", "b"]},
+        **{"granularity": "token", "chunk_tokens": 32},
         **({} if method in ("pie", "full") else {"ratio": 0.3}),
         **({"k": 3} if method == "legolink" else {}),
     }
