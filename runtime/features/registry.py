@@ -1,5 +1,6 @@
 """The features, a line for each. `runtime.asks` lists what requests ask of them."""
 
+from runtime.features.adapters.feature import AdaptersFeature
 from runtime.features.diffusion.feature import DiffusionFeature
 from runtime.features.drafts.feature import DraftsFeature
 from runtime.features.feature import Feature
@@ -15,6 +16,7 @@ FEATURES: tuple[type[Feature], ...] = (
     WindowsFeature,
     DiffusionFeature,
     ReasoningFeature,
+    AdaptersFeature,
     TiersFeature,
     NextTurnFeature,
     DraftsFeature,
