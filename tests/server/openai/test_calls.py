@@ -10,7 +10,7 @@ from runtime.errors import InvalidRequest
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.sampling.grammar import Grammar, GrammarCompiler
-from server.openai.calls import behind_reasoning, calls_or_format, lazy_calls, schema_of_call
+from server.openai.call_grammars import behind_reasoning, calls_or_format, lazy_calls, schema_of_call
 from server.openai.dialects.json_objects import WHOLE
 from server.openai.dialects.parameters import Parameters
 from server.openai.harmony import FINALS
