@@ -67,7 +67,10 @@ async def messages(
 
     submission = replace(submission, progress=body.stream)
     generation = await service.submit(
-        *(request, body, [submission], lambda: chats.conversation(chat, tenant, numbers_of(body))),
+        request,
+        body,
+        [submission],
+        lambda: chats.conversation(chat, tenant, numbers_of(body)),
         following=following,
     )
     writer = MessageWriter(body, chat, generation.outputs.submissions[0], service.context)
@@ -171,8 +174,14 @@ class MessageWriter(Writer):
     def _message(self, output: Output, why: Explanation | None) -> dict[str, Any]:
         """A message without content. With `why`, it also has the reason for its cache miss."""
         message: dict[str, Any] = {
-            **{"id": self.id, "type": "message", "role": "assistant", "model": self._model},
-            **{"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage(output)},
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage(output),
             **({"left_out": self._left_out} if self._left_out else {}),
         }
         return message if why is None else message | self._reasons(why)

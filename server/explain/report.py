@@ -13,7 +13,7 @@ from runtime.protocol import Lookup
 from server.auth.keys import PUBLIC
 from server.explain.answers import Answers
 from server.explain.compare import Parting, find_parting
-from server.explain.parts import Conversation
+from server.explain.conversation import Conversation
 from server.explain.reason import DIFFER, LEFT, Explanation, Reason
 
 # Reason and message for a diffusion model's request that shares no prefix.

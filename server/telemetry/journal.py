@@ -128,8 +128,10 @@ class Trace:
         """Append the line of an ended request."""
         line = {
             "timestamp": round(1000 * (time.time() - output.e2e_s)),
-            **{"input_length": output.prompt_tokens, "output_length": output.completion_tokens},
-            **{"block_tokens": BLOCK_TOKENS, "hash_ids": self._hashes(submission)},
+            "input_length": output.prompt_tokens,
+            "output_length": output.completion_tokens,
+            "block_tokens": BLOCK_TOKENS,
+            "hash_ids": self._hashes(submission),
             "tenant": self._names.get(submission.account, ""),
         }
         try:

@@ -20,8 +20,16 @@ from tests.runtime.frontend.listening import Listener
 from tests.runtime.frontend.test_limits import FewTokens
 
 INFO = ModelInfo(
-    **{"name": "m", "path": "", "architecture": "", "dtype": "", "device": "", "attention_backend": ""},
-    **{"vocab_size": 49152, "context_length": 1024, "page_size": 16, "pool_tokens": 1024},
+    name="m",
+    path="",
+    architecture="",
+    dtype="",
+    device="",
+    attention_backend="",
+    vocab_size=49152,
+    context_length=1024,
+    page_size=16,
+    pool_tokens=1024,
     eos_token_ids=[],
 )
 

@@ -35,8 +35,13 @@ def test_the_last_tokens_that_fit(tokenizer, last, new, kept):
 @pytest.mark.parametrize(
     ("most", "rows", "stop", "limit"),
     [
-        *((None, 50, 50, None), (10, 50, 50, 10), (20, 50, 50, 14)),
-        *((20, 50, 60, 4), (60, 20, 63, 1), (60, 20, 15, 49), (60, 60, 15, 20)),
+        (None, 50, 50, None),
+        (10, 50, 50, 10),
+        (20, 50, 50, 14),
+        (20, 50, 60, 4),
+        (60, 20, 63, 1),
+        (60, 20, 15, 49),
+        (60, 60, 15, 20),
     ],
 )
 def test_the_limit_of_the_server_is_the_length_of_an_output_without_one(tokenizer, most, rows, stop, limit):

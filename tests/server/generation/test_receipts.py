@@ -17,10 +17,13 @@ from server.generation import receipts
 INFO = dict.fromkeys(field.name for field in msgspec.structs.fields(ModelInfo))
 TOKENS, OUTPUT = array("i", [1, 2, 3]).tobytes(), Output(0, 0, "r", token_ids=[4, 5])
 PLAIN = {
-    **{"weights": "w", "build": "b", "prompt": sha256(TOKENS).hexdigest()},
+    "weights": "w",
+    "build": "b",
+    "prompt": sha256(TOKENS).hexdigest(),
     "output": sha256(array("i", [4, 5]).tobytes()).hexdigest(),
     "engine": {"dtype": "float32", "device": "cpu", "kernels": "native", "code": "ramet"},
-    **{"parameters": {}, "exact": True},
+    "parameters": {},
+    "exact": True,
 }
 DOCUMENTS = DocumentPrompt.__new__(DocumentPrompt)
 

@@ -86,16 +86,30 @@ def test_reasoning_is_an_item_of_its_own(tokenizer):
     events += writer.write(Output(0, 0, "r", delta=".", finish=Finish("stop")), None)
     thought, message = writer.response["output"]
     assert (thought["type"], thought["status"], thought["content"]) == (
-        *("reasoning", "completed"),
+        "reasoning",
+        "completed",
         [{"type": "reasoning_text", "text": "Hm."}],
     )
     assert (message["type"], message["content"][0]["text"]) == ("message", "An oak.")
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert kinds == [
-        *("created", "in_progress", "output_item.added", "content_part.added", "reasoning_text.delta"),
-        *("reasoning_text.delta", "reasoning_text.done", "content_part.done", "output_item.done"),
-        *("output_item.added", "content_part.added", "output_text.delta", "output_text.delta", "output_text.done"),
-        *("content_part.done", "output_item.done", "completed"),
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "reasoning_text.delta",
+        "reasoning_text.delta",
+        "reasoning_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
     ]
     assert [event["output_index"] for event in events if "output_index" in event] == [0] * 7 + [1] * 7
     assert writer.response["usage"]["output_tokens_details"]["reasoning_tokens"] == len(tokenizer.encode("Hm."))

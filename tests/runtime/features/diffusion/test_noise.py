@@ -195,8 +195,17 @@ def test_a_pin_computes_a_prompt_alone(driver, published):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("cfg_scale", 1.0), ("cache", "dual"), ("depth", 2), ("prefix_tokens", 4), ("threshold", 0.9), ("eps", 0.1)),
-        *(("block_length", 4), ("algorithm", "entropy"), ("t_min", 0.95), ("max_post_edit_steps", 3), ("reuse", False)),
+        ("cfg_scale", 1.0),
+        ("cache", "dual"),
+        ("depth", 2),
+        ("prefix_tokens", 4),
+        ("threshold", 0.9),
+        ("eps", 0.1),
+        ("block_length", 4),
+        ("algorithm", "entropy"),
+        ("t_min", 0.95),
+        ("max_post_edit_steps", 3),
+        ("reuse", False),
     ],
 )
 def test_what_has_no_meaning_is_refused_by_name(driver, field, value):
