@@ -9,14 +9,14 @@ from runtime.params import LEADING, PERCENTILE, TAU_MAX, TAU_MIN
 Pairs = list[tuple[int, int]]
 
 
-class EntryAsk(msgspec.Struct):
-    """An entry that a request reads.
+class ModuleAsk(msgspec.Struct):
+    """A module that a request reads.
 
     Attributes:
         tokens: int32 little-endian, placeholders included.
         anchors: (index, position) pairs, see `runtime.kv.segments.Sequence`.
         holes: ranges [start, stop) of indices: placeholder rows, which are encoded but not kept.
-        name: shown in answers; not part of the entry's key.
+        name: shown in answers; not part of the module's key.
     """
 
     tokens: bytes
@@ -25,39 +25,45 @@ class EntryAsk(msgspec.Struct):
     name: str = ""
 
 
-class ModulesAsk(msgspec.Struct, tag="modules", tag_field="method"):
-    """The modules that a prompt imports, and the anchors of its own tokens. `schema`: a name to show in the tree."""
+class ChunksAsk(msgspec.Struct, tag="chunks", tag_field="strategy"):
+    """The chunks of a prompt, which are encoded apart from it, and how their rows are repaired.
 
-    entries: list[EntryAsk]
-    anchors: Pairs = []
-    schema: str = ""
-
-
-class DocumentsAsk(msgspec.Struct, tag="fusion", tag_field="method"):
-    """The documents of a prompt, and how they are reused. The front end has checked their ranges.
+    A prompt has documents or modules. The front end has checked ranges, and that positions differ.
 
     Attributes:
-        select: name of the method that chooses which rows are computed again.
+        method: chooses the rows that are computed again. none, for modules alone: no row, and the prompt's own tokens
+            read all modules, those at later positions as well.
         documents: ranges [start, stop) of the prompt's tokens, ascending.
         names: the documents' names, shown in answers.
-        ratio: share of the documents' rows that are computed again (A3's paper: of all rows); None: the default.
+        modules: modules at positions of their own, which the prompt's tokens leave free.
+        anchors: with modules, of the prompt's tokens; see `ModuleAsk`.
+        schema: the modules' schema, a name to show in the tree.
+        ratio: share of the chunks' rows that are computed again (A3's paper: of all rows); None: the default.
         granularity: whether the method chooses single rows (`token`) or whole pages.
         chunk_tokens: longer documents are encoded in pieces of this many tokens.
         shortest: shorter documents, and shorter last pieces, are computed in full.
         k: number of leading rows of each chunk that LegoLink computes again.
     """
 
-    select: str
-    documents: Pairs
+    method: str = "none"
+    documents: Pairs = []
     names: list[str] = []
+    modules: list[ModuleAsk] = []
+    anchors: Pairs = []
+    schema: str = ""
     ratio: float | None = None
     granularity: Literal["page", "token"] = "token"
     chunk_tokens: int = 512
     shortest: int = 1
     k: int = LEADING
 
+    @property
+    def kind(self) -> Literal["document", "module"]:
+        """What a chunk is a part of."""
+        return "document" if self.documents else "module"
 
-class ReasoningAsk(msgspec.Struct, tag="reasoncache", tag_field="method"):
+
+class ReasoningAsk(msgspec.Struct, tag="reasoncache", tag_field="strategy"):
     """Sharing of reasoning steps; fields as in `runtime.params.ReasoningParams`."""
 
     percentile: float = PERCENTILE
@@ -65,4 +71,4 @@ class ReasoningAsk(msgspec.Struct, tag="reasoncache", tag_field="method"):
     tau_min: float = TAU_MIN
 
 
-ReuseAsk = ModulesAsk | DocumentsAsk | ReasoningAsk
+ReuseAsk = ChunksAsk | ReasoningAsk

@@ -14,7 +14,7 @@ from loadgen.accuracy.quality import BATCH, FIGURES, FULL, Judge
 from loadgen.harness import BenchError, Cell, Figure
 from loadgen.micro.model_bench import ModelBench
 from loadgen.micro.modules import OTHER, SAME, Modules, imports
-from runtime.asks import ModulesAsk
+from runtime.asks import ChunksAsk
 from runtime.frontend.schemas.schema import Mode, Schema
 from runtime.models.tokenizer import Tokenizer
 
@@ -103,8 +103,8 @@ def ways_of(item: Item, tokenizer: Tokenizer, context_length: int) -> dict[str, 
 
     paths = [f"/m{number}" for number in range(len(item.parts))]
     whole = ask("scaffold", [["/", *paths]])
-    assert isinstance(whole.asked, ModulesAsk)
-    (entry,) = whole.asked.entries
+    assert isinstance(whole.asked, ChunksAsk)
+    (entry,) = whole.asked.modules
     ways = {
         FULL: Ask(array("i", entry.tokens).tolist() + whole.tokens),
         "independent": ask("independent"),

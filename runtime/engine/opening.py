@@ -30,9 +30,8 @@ from runtime.request import Decoding, Strategy
 from runtime.reuse.bicache.depth_table import read_table
 from runtime.reuse.bicache.strategy import BiCache
 from runtime.reuse.blocks import BlockPrefix, CanvasPrefix
-from runtime.reuse.fusion.strategy import Fusion
+from runtime.reuse.chunks.strategy import ChunkReuse
 from runtime.reuse.hybrid.strategy import HybridPrefix
-from runtime.reuse.modules.strategy import Modules
 from runtime.reuse.prefix import PrefixStrategy
 from runtime.reuse.reasoning.strategy import ReasonCache
 from runtime.reuse.windowed import WindowedPrefix
@@ -125,9 +124,8 @@ def _open_model(
         # Other strategies read spans whose positions are not consecutive. Windows and states require this.
         is_consecutive = executor.has_windows or executor.states is not None
         if not is_consecutive:
-            strategies.append(Modules(cache, spec.num_layers, info))
+            strategies.append(ChunkReuse(cache, executor, info))
         if not is_consecutive and executor.implementation == "ramet":
-            strategies.append(Fusion(cache, executor, info))
             strategies.append(ReasonCache(cache, executor, lambda: Tokenizer.load(path)))
         else:
             refuse_approximations(config.cache)

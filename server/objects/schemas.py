@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from runtime.asks import ModulesAsk
 from runtime.frontend.output import PlacedPrompt
 from runtime.frontend.schemas.compile import ModulePrompt
 from runtime.frontend.schemas.markup import MAX_CHARACTERS
@@ -45,8 +44,8 @@ class StoredSchema(Stored):
         return own | {"tokens": self.num_tokens} | super().describe(now_s, live)
 
     def details(self, prompt: PlacedPrompt, cached: dict[str, int]) -> dict[str, Any]:
-        assert isinstance(prompt.ask, ModulesAsk)
-        names = [entry.name for entry in prompt.ask.entries]
+        assert prompt.ask is not None
+        names = [entry.name for entry in prompt.ask.modules]
         by_path = {path: cached[entry] for entry in names for path in entry.split(", ")}
         return {"modules": self.modules, "cached_tokens": by_path}
 

@@ -3,7 +3,7 @@
 import pytest
 
 from radix import Namespace
-from runtime.asks import DocumentsAsk, EntryAsk, ModulesAsk, ReasoningAsk
+from runtime.asks import ChunksAsk, ModuleAsk, ReasoningAsk
 from runtime.denoising import BidirectionalParams, BlockParams, NoiseParams
 from runtime.params import Lazy, SamplingParams
 from runtime.protocol import AddRequest, Limits, Sampling, encode, inbound_decoder
@@ -22,8 +22,8 @@ class Given(SamplingParams):
     "fields",
     [
         {"sampling": SAMPLING, "namespace": Namespace("t", salt="s"), "breakpoints": [(16, 300.0)]},
-        {"ask": ModulesAsk([EntryAsk(b"\1\0\0\0", [(0, 4)], [(0, 1)], "/m")], [(0, 9)], "s")},
-        {"ask": DocumentsAsk("legolink", [(1, 40)], ["a"], None, "page", 32, 16, 4)},
+        {"ask": ChunksAsk(modules=[ModuleAsk(b"\1\0\0\0", [(0, 4)], [(0, 1)], "/m")], anchors=[(0, 9)], schema="s")},
+        {"ask": ChunksAsk("legolink", [(1, 40)], ["a"], granularity="page", chunk_tokens=32, shortest=16, k=4)},
         {"ask": ReasoningAsk(75.5)},
         {"diffusion": BidirectionalParams(gen_length=8, prefix_tokens=3)},
         {"diffusion": BlockParams(threshold=0.5)},

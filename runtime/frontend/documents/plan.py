@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runtime.asks import DocumentsAsk
+from runtime.asks import ChunksAsk
 from runtime.errors import InvalidRequest
 from runtime.frontend.documents.prompt import TokenizedPrompt
 from runtime.frontend.documents.table import MeasuredMethod, choose, read_table
@@ -32,7 +32,7 @@ class DocumentPrompt:
 
     tokens: list[int]
     names: list[str]
-    ask: DocumentsAsk | None
+    ask: ChunksAsk | None
     note: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -114,7 +114,7 @@ def shortest(chunk_tokens: int) -> int:
     return min(_SHORTEST, chunk_tokens)
 
 
-def _ask(asked: ReuseParams, prompt: TokenizedPrompt) -> DocumentsAsk | None:
+def _ask(asked: ReuseParams, prompt: TokenizedPrompt) -> ChunksAsk | None:
     """What a prompt asks; None if all documents are too short to be reused."""
     if max(map(_length, prompt.documents)) < shortest(asked.chunk_tokens):
         return None
@@ -122,7 +122,7 @@ def _ask(asked: ReuseParams, prompt: TokenizedPrompt) -> DocumentsAsk | None:
     if "ratio" in taken and "k" in taken:  # they exclude each other
         taken.remove("ratio" if asked.ratio is None else "k")
     options = {name: getattr(asked, name) for name in taken}
-    return DocumentsAsk(
+    return ChunksAsk(
         asked.method,
         prompt.documents,
         prompt.names,

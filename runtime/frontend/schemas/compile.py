@@ -7,7 +7,7 @@ from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runtime.asks import ModulesAsk
+from runtime.asks import ChunksAsk
 from runtime.frontend.schemas.layout import Scope, TokenRun, check_characters, in_order, make_entry
 from runtime.frontend.schemas.markup import PmlError
 from runtime.frontend.schemas.pml import Import, Insert, Prompt
@@ -26,7 +26,7 @@ class ModulePrompt:
     """
 
     tokens: list[int]
-    ask: ModulesAsk
+    ask: ChunksAsk
     rows: list[int]
     stop: int
 
@@ -72,7 +72,7 @@ def compile_prompt(
     ids, anchors = in_order(sorted((run for run in own if run.tokens), key=lambda run: run.position))
     sets = [(scopes, sum(s.num_kept for s in scopes)) for scopes in _together([root, *imported], scaffolds)]
     entries = [make_entry(scopes) for scopes, kept in sets if kept]
-    ask = ModulesAsk(entries, anchors, prompt.schema)
+    ask = ChunksAsk(modules=entries, anchors=anchors, schema=prompt.schema)
     rows = [kept for _, kept in sets if kept]
     return ModulePrompt(ids.tolist(), ask, rows, root.stop + len(own[-1].tokens))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from runtime.asks import EntryAsk, Pairs
+from runtime.asks import ModuleAsk, Pairs
 from runtime.frontend.schemas.markup import PmlError, Text
 from runtime.frontend.schemas.pml import Content, Module, Parameter, Union
 from runtime.models.tokenizer import Tokenizer
@@ -84,7 +84,7 @@ class Scope:
             yield from child.walk()
 
 
-def make_entry(scopes: Sequence[Scope]) -> EntryAsk:
+def make_entry(scopes: Sequence[Scope]) -> ModuleAsk:
     """The entry of scopes that are encoded together, for `AddRequest.ask`. Final placeholders are left out.
 
     `holes` are the index ranges of rows that are not kept: placeholders, and runs of other scopes to attend to.
@@ -103,7 +103,7 @@ def make_entry(scopes: Sequence[Scope]) -> EntryAsk:
                 start = holes.pop()[0]
             holes.append((start, index))
     name = " + ".join(scope.path for scope in scopes)
-    return EntryAsk(tokens.tobytes(), anchors, holes, name)
+    return ModuleAsk(tokens.tobytes(), anchors, holes, name)
 
 
 def in_order(runs: Iterable[TokenRun]) -> tuple[array[int], Pairs]:

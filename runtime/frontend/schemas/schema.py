@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from runtime.asks import EntryAsk, ModulesAsk
+from runtime.asks import ChunksAsk, ModuleAsk
 from runtime.frontend.schemas.compile import ModulePrompt, compile_prompt
 from runtime.frontend.schemas.layout import Scope, lay_out, make_entry
 from runtime.frontend.schemas.markup import PmlError, Text
@@ -106,7 +106,7 @@ class Schema:
 
         Members of a union that have the same text share one entry, which has all their names.
         """
-        unique: dict[bytes, tuple[EntryAsk, int]] = {}
+        unique: dict[bytes, tuple[ModuleAsk, int]] = {}
         for scopes in (*self.scaffolds, *([scope] for scope in self.root.walk())):
             if kept := sum(scope.num_kept for scope in scopes):
                 entry = make_entry(scopes)
@@ -115,7 +115,7 @@ class Schema:
                 )
                 if first is not entry:
                     first.name += f", {entry.name}"
-        ask = ModulesAsk([entry for entry, _ in unique.values()], schema=self.name)
+        ask = ChunksAsk(modules=[entry for entry, _ in unique.values()], schema=self.name)
         return ModulePrompt([], ask, [kept for _, kept in unique.values()], 0)
 
     def _tail(self, prompt: Prompt, generate: bool) -> str:

@@ -16,9 +16,9 @@ from tests.lora import merged, save_lora
 from tests.runtime.engine.driver import Driver, call, greedy, make_core
 from tests.runtime.execution.transformers.architectures import VOCAB, save_small
 from tests.runtime.kv.tiers.engines import NEW, evict, loaded, open_core, options_of
+from tests.runtime.reuse.chunks.asks import build
 from tests.runtime.reuse.contract.subject import World
 from tests.runtime.reuse.contract.subjects import Fusion, best
-from tests.runtime.reuse.fusion.asks import build
 
 DENSE = {"first_k_dense_replace": 3}
 CODE = [{"kernels": "torch"}, {"kernels": "auto"}]

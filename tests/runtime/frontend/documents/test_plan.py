@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from runtime.asks import DocumentsAsk
+from runtime.asks import ChunksAsk
 from runtime.errors import InvalidRequest, ModelError
 from runtime.frontend.documents import table
 from runtime.frontend.documents.plan import DocumentPlanner, plan_encoding
@@ -36,21 +36,21 @@ def plan(planner: DocumentPlanner | None = None, **asked):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"method": "a3"}, {"select": "a3", "ratio": 0.15}),
-        ({"method": "cacheblend", "ratio": 0}, {"select": "cacheblend", "ratio": 0}),
-        ({"method": "prophetkv", "ratio": 0.3}, {"select": "prophetkv", "ratio": 0.3}),
-        ({"method": "legolink"}, {"select": "legolink", "k": 16}),
-        ({"method": "legolink", "k": 0}, {"select": "legolink", "k": 0}),
-        ({"method": "legolink", "ratio": 0.1}, {"select": "legolink", "ratio": 0.1}),
-        ({"method": "full"}, {"select": "full"}),
+        ({"method": "a3"}, {"method": "a3", "ratio": 0.15}),
+        ({"method": "cacheblend", "ratio": 0}, {"method": "cacheblend", "ratio": 0}),
+        ({"method": "prophetkv", "ratio": 0.3}, {"method": "prophetkv", "ratio": 0.3}),
+        ({"method": "legolink"}, {"method": "legolink", "k": 16}),
+        ({"method": "legolink", "k": 0}, {"method": "legolink", "k": 0}),
+        ({"method": "legolink", "ratio": 0.1}, {"method": "legolink", "ratio": 0.1}),
+        ({"method": "full"}, {"method": "full"}),
         ({"method": "pie", "chunk_tokens": 32, "granularity": "page"},
-         {"select": "pie", "chunk_tokens": 32, "granularity": "page", "shortest": 32}),
+         {"method": "pie", "chunk_tokens": 32, "granularity": "page", "shortest": 32}),
     ],
 )  # fmt: skip
 def test_the_message_has_the_options_of_the_method(asked, message):
     planned = plan(**asked)
     given = {"documents": [(2, 66), (67, 180)], "names": ["a", "b"], "shortest": 32}
-    assert planned.ask == DocumentsAsk(**{**given, "granularity": "token", "chunk_tokens": 512, **message})
+    assert planned.ask == ChunksAsk(**{**given, "granularity": "token", "chunk_tokens": 512, **message})
     assert (planned.tokens, planned.length, planned.stop) == (list(range(200)), 200, 200)
     assert planned.report(None, 3) is None
     assert planned.report({"strategy": "fusion"}, 3) == {"strategy": "fusion"}
@@ -60,9 +60,9 @@ def test_nothing_is_reused_unless_the_request_or_the_server_asks():
     assert plan().ask is plan(method="none").ask is None
     said = {"strategy": "prefix", "exact": True, "method": "none", "documents": ["a", "b"]}
     assert plan().report(None, 3) == {**said, "reused_tokens": 3, "computed_tokens": 197}
-    assert plan(DocumentPlanner("pie")).ask.select == "pie"
+    assert plan(DocumentPlanner("pie")).ask.method == "pie"
     assert plan(DocumentPlanner("pie"), method="none").ask is None
-    assert plan(DocumentPlanner("pie"), method="a3").ask.select == "a3"
+    assert plan(DocumentPlanner("pie"), method="a3").ask.method == "a3"
 
 
 def test_short_documents_are_computed_in_full_and_the_answer_says_so():
@@ -147,10 +147,10 @@ def test_the_choice_is_served_as_it_was_measured_and_explained(directory):
     write(directory, LlamaSpec.load(directory).identity)
     planner = DocumentPlanner.load("none", directory)
     planned = plan(planner, method="auto", max_kl=0.05)
-    assert (planned.ask.select, planned.ask.k, planned.ask.chunk_tokens) == ("legolink", 32, 256)
+    assert (planned.ask.method, planned.ask.k, planned.ask.chunk_tokens) == ("legolink", 32, 256)
     assert planned.report({"strategy": "fusion"}, 0) == {"strategy": "fusion", "auto": "measured KL 0.05"}
     for bound in ({"max_kl": 0.1}, {}):
-        assert plan(planner, method="auto", **bound).ask.select == "a3"
+        assert plan(planner, method="auto", **bound).ask.method == "a3"
     short = planner.plan(replace(PROMPT, documents=[(2, 30), (67, 98)]), ReuseParams(method="auto"))
     assert "auto" not in short.report(None, 0), "a measurement of what was not reused"
     none = plan(planner, method="auto", max_kl=0.01)

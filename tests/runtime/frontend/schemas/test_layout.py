@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
-from runtime.asks import EntryAsk
+from runtime.asks import ModuleAsk
 from runtime.frontend.schemas.markup import PmlError
 from runtime.frontend.schemas.schema import Schema
 from runtime.models.tokenizer import Tokenizer
@@ -116,7 +116,7 @@ def entry_rows(entry) -> list[tuple[int, int, bool]]:
 
 
 def own_rows(prompt) -> list[tuple[int, int]]:
-    whole = EntryAsk(array("i", prompt.tokens).tobytes(), prompt.ask.anchors)
+    whole = ModuleAsk(array("i", prompt.tokens).tobytes(), prompt.ask.anchors)
     return [(position, token) for position, token, _ in entry_rows(whole)]
 
 
@@ -205,7 +205,7 @@ def test_random_schemas_and_prompts(data):
             around = {path for path in ("", *paths) if mode == "nested" and inside.startswith(f"{path}/")} - {group[0]}
             seen = [row for row in rows if row[0] in around and row[1] < mine[0][0]]
             wanted.append(sorted((pos, token, False) for _, pos, token, _ in seen) + mine)
-    got = [entry_rows(entry) for entry in prompt.ask.entries]
+    got = [entry_rows(entry) for entry in prompt.ask.modules]
     assert sorted(got) == sorted(wanted)
     assert sorted(prompt.rows) == sorted(sum(kept for _, _, kept in mine) for mine in wanted)
     assert prompt.length == sum(prompt.rows) + len(prompt.tokens)
@@ -219,7 +219,7 @@ def test_a_placeholder_is_the_unknown_token_or_a_space(tokenizer):
     schema = Schema.read(
         "<schema name='s'><module name='a'>x<param name='p' len='2'/>y</module></schema>", tokenizer, 99
     )
-    (entry,) = schema.compile("<prompt schema='s'><a/>z</prompt>").ask.entries
+    (entry,) = schema.compile("<prompt schema='s'><a/>z</prompt>").ask.modules
     x, y = tokenizer.encode("x"), tokenizer.encode("y")
     assert [token for _, token, _ in entry_rows(entry)] == x + [tokenizer.placeholder] * 2 + y
 
@@ -231,7 +231,7 @@ def test_the_default_scaffold_leaves_unions_out_except_for_the_member_that_they_
 
     def entries(imports: str) -> list[str]:
         prompt = schema.compile(f"<prompt schema='s'>{imports}tree</prompt>")
-        return [entry.name for entry in prompt.ask.entries]
+        return [entry.name for entry in prompt.ask.modules]
 
     assert entries("<a><c/></a><b/>") == ["/ + /a + /a/c", "/b"]
     assert entries("<a><b/></a><c/>") == ["/", "/a", "/a/b", "/c"]
@@ -244,7 +244,7 @@ def test_the_largest_scaffold_counts_where_several_are_imported():
 
     def entries(imports: str) -> list[str]:
         prompt = schema.compile(f"<prompt schema='s'>{imports}tree</prompt>")
-        return [entry.name for entry in prompt.ask.entries]
+        return [entry.name for entry in prompt.ask.modules]
 
     assert entries("<a/><b/><c/>") == ["/a + /b + /c", "/"]
     assert entries("<a/><c/>") == ["/a + /c", "/"]

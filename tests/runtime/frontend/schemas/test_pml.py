@@ -206,4 +206,4 @@ def test_ten_thousand_modules(tokenizer):
     assert len(schema.modules()) == 10_001
     assert schema.length < 20
     prompt = schema.compile("<prompt schema='a'><n999 p='x'/>Go.</prompt>")
-    assert [entry.name for entry in prompt.ask.entries] == ["/n999"]
+    assert [entry.name for entry in prompt.ask.modules] == ["/n999"]

@@ -5,7 +5,7 @@ from xml.sax.saxutils import escape
 
 import pytest
 
-from runtime.asks import EntryAsk
+from runtime.asks import ModuleAsk
 from runtime.frontend.schemas.markup import PmlError
 from runtime.frontend.schemas.schema import Schema
 from runtime.models.marks import new_mark
@@ -48,7 +48,7 @@ def with_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
 def text_of(schema: Schema, prompt) -> str:
     """The text of a prompt that imports everything, by position."""
     rows = []
-    for entry in [*prompt.ask.entries, EntryAsk(array("i", prompt.tokens).tobytes(), prompt.ask.anchors)]:
+    for entry in [*prompt.ask.modules, ModuleAsk(array("i", prompt.tokens).tobytes(), prompt.ask.anchors)]:
         tokens = array("i")
         tokens.frombytes(entry.tokens)
         for index, token in enumerate(tokens):
@@ -74,7 +74,7 @@ def test_without_modules_the_tokens_are_those_of_the_chat_route(tokenizer):
     talk = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Read that."}]
     expected = tokenizer.encode(tokenizer.apply_chat_template(talk), add_special_tokens=False)
     prompt = schema.compile("<prompt schema='s'/>")
-    (entry,) = prompt.ask.entries
+    (entry,) = prompt.ask.modules
     assert list(array("i", entry.tokens)) + prompt.tokens == expected
 
 

@@ -12,10 +12,10 @@ from tests.runtime.kv.tiers.engines import always, evict, loaded, options_of
 from tests.runtime.reuse.bicache.driver import DenoiseDriver
 from tests.runtime.reuse.bicache.driver import make_core as make_denoiser
 from tests.runtime.reuse.bicache.models import EOS
+from tests.runtime.reuse.chunks.asks import build
+from tests.runtime.reuse.chunks.plain import Module, Prompt, draw_tokens
 from tests.runtime.reuse.contract.subject import World
 from tests.runtime.reuse.contract.subjects import Fusion, Modules
-from tests.runtime.reuse.fusion.asks import build
-from tests.runtime.reuse.modules.plain import Module, Prompt, draw_tokens
 
 
 def module_prompt() -> Prompt:

@@ -18,11 +18,11 @@ from tests.runtime.engine.driver import call, greedy
 from tests.runtime.execution.mixers.models import save_hybrid
 from tests.runtime.reuse.bicache.models import save_tiny
 from tests.runtime.reuse.bicache.reference import PlainModel, check_steps, llada
+from tests.runtime.reuse.chunks import plain as modules
+from tests.runtime.reuse.chunks import reference as fusion
+from tests.runtime.reuse.chunks.asks import Library, asked, build
+from tests.runtime.reuse.chunks.plain import Module, Prompt, draw_tokens
 from tests.runtime.reuse.contract.subject import NEW, Subject, World
-from tests.runtime.reuse.fusion import reference as fusion
-from tests.runtime.reuse.fusion.asks import Library, asked, build
-from tests.runtime.reuse.modules import plain as modules
-from tests.runtime.reuse.modules.plain import Module, Prompt, draw_tokens
 from tests.runtime.reuse.plain_blocks import SURE, PlainBlocks
 
 CLOSE = 2e-3  # of logits and their logarithms: float32, in another order
@@ -118,7 +118,7 @@ class Reasoning(Prefix):
         return cls(fixture("tiny_dir"))
 
     def message(self, prompt: list[int], count: int) -> dict[str, Any]:
-        return {"tokens": prompt, "reuse": {"method": "reasoncache"}}
+        return {"tokens": prompt, "reuse": {"strategy": "reasoncache"}}
 
 
 class Modules(Subject):
@@ -194,7 +194,7 @@ class Fusion(Subject):
 
         The tokens are greedy and, where they were asked for, their log-probabilities right.
         """
-        (_, ask), tokens, state = world.asked[rid], torch.tensor(world.tokens[rid]), world.requests[rid].lease.fused
+        (_, ask), tokens, state = world.asked[rid], torch.tensor(world.tokens[rid]), world.requests[rid].lease
         reference, rows = load_fusion(self.path), state.selected.tolist()
         first = replace(ask, prompt=ask.prompt[: state.selected_for])
         assert first in [prompt for _, prompt in world.asked.values()], (rid, state.selected_for)

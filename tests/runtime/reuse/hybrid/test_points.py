@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from radix import Namespace
-from runtime.asks import DocumentsAsk, ModulesAsk, ReasoningAsk
+from runtime.asks import ChunksAsk, ReasoningAsk
 from runtime.calls import AddPin, FlushCache, GetCached, GetOutline, GetTree, OnNode, RemovePin
 from runtime.errors import InvalidRequest
 from tests.runtime.engine.driver import call
@@ -181,7 +181,7 @@ def test_a_hold_holds_the_point_too(saved, is_greedy):
 
 def test_other_methods_are_refused(saved, is_greedy):
     driver = Asking(saved, is_greedy)
-    for ask in (ModulesAsk([]), DocumentsAsk("pie", []), ReasoningAsk()):
+    for ask in (ChunksAsk(), ReasoningAsk()):
         with pytest.raises(InvalidRequest, match="recurrent"):
             driver.core.strategy_of(ask)
     call(driver.core, FlushCache())

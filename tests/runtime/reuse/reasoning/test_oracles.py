@@ -14,7 +14,7 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.reasoning.steps import Splitter, similarity, threshold
 from runtime.reuse.reasoning.strategy import ReasoningLease
 from runtime.reuse.reasoning.structure import equivalent
-from tests.runtime.reuse.modules.plain import draw_tokens
+from tests.runtime.reuse.chunks.plain import draw_tokens
 from tests.runtime.reuse.reasoning import reference as plain
 from tests.runtime.reuse.reasoning.driver import ReasonDriver, words
 from tests.runtime.reuse.reasoning.reference import Reference, Rules, Shared

@@ -7,19 +7,19 @@ import numpy as np
 from cachetools import LRUCache
 
 from radix import Namespace
-from runtime.reuse.fusion.layout import Layout
+from runtime.reuse.chunks.layout import Layout
 
 MOST_ROWS = 1 << 22
 _MOST_TURNS = 16
 
 
 class Choices:
-    """Later turns of a conversation read the same documents. They use the rows that an earlier turn chose, because the
+    """Later turns of a conversation read the same chunks. They use the rows that an earlier turn chose, because the
     KV of these rows is cached. At most `MOST_ROWS` rows are remembered, by LRU over conversations.
     """
 
     def __init__(self) -> None:
-        # By conversation, its turns, longest first: prompt length, digest of the text after the documents, chosen rows.
+        # By conversation, its turns, longest first: prompt length, digest of the text after the chunks, chosen rows.
         self._known: LRUCache[bytes, list[tuple[int, bytes, np.ndarray]]] = LRUCache(MOST_ROWS, getsizeof=_rows)
 
     def recall(self, layout: Layout, namespace: Namespace) -> tuple[np.ndarray, int] | None:
@@ -49,12 +49,11 @@ def _rows(turns: list[tuple[int, bytes, np.ndarray]]) -> int:
 
 
 def _key(layout: Layout, namespace: Namespace) -> bytes:
-    """A hash of the prompt up to the end of the last document, and of the `reuse` options."""
-    before = layout.prompt[: layout.ask.documents[-1][1]].tobytes()
-    content = msgspec.msgpack.encode((namespace.to_bytes(), before, msgspec.to_builtins(layout.ask)))
+    """A hash of the prompt up to the end of the last chunk, and of the ask, positions included."""
+    content = msgspec.msgpack.encode((namespace.to_bytes(), layout.prompt[: layout.end].tobytes(), layout.ask))
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def _tail(layout: Layout, length: int) -> bytes:
-    tail = layout.prompt[layout.ask.documents[-1][1] : length]
+    tail = layout.prompt[layout.end : length]
     return hashlib.blake2b(tail.tobytes(), digest_size=16).digest()

@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
-from runtime.reuse.fusion import layout, looks
+from runtime.reuse.chunks import layout, looks
+from tests.runtime.reuse.chunks.asks import build
+from tests.runtime.reuse.chunks.plain import draw_tokens
 from tests.runtime.reuse.contract.subject import World
 from tests.runtime.reuse.contract.subjects import Fusion
-from tests.runtime.reuse.fusion.asks import build
-from tests.runtime.reuse.modules.plain import draw_tokens
 
 
 @pytest.mark.parametrize("method", ["a3", "prophetkv"])

@@ -9,14 +9,14 @@ import torch
 from msgspec import convert
 
 from radix import Namespace
-from runtime.asks import DocumentsAsk
+from runtime.asks import ChunksAsk
 from runtime.calls import AddPin, EraseTenant, FlushCache, GetTree
 from tests.runtime.engine.driver import call
+from tests.runtime.reuse.chunks.asks import LAYERS, asked, build, row_layers, selected
+from tests.runtime.reuse.chunks.plain import draw_tokens
+from tests.runtime.reuse.chunks.reference import DENSE, LOOKING, METHODS, Ask
 from tests.runtime.reuse.contract.subject import NEW, World
 from tests.runtime.reuse.contract.subjects import Fusion, Prefix, check_pins
-from tests.runtime.reuse.fusion.asks import LAYERS, asked, build, row_layers, selected
-from tests.runtime.reuse.fusion.reference import DENSE, LOOKING, METHODS, Ask
-from tests.runtime.reuse.modules.plain import draw_tokens
 from tests.tiny import VOCAB
 
 # -- what it costs -----------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def test_short_documents_and_last_chunks_are_rows_of_the_prompt(ids_dir):
     one = build(draw, [draw_tokens(draw, 70), draw_tokens(draw, 20)], 16, method="pie", chunk_tokens=32)
     world = World(Fusion(ids_dir), page_size=16)
     fields = {**asked(one), "shortest": 32}
-    ask = convert(fields, DocumentsAsk)
+    ask = convert(fields, ChunksAsk)
     runs = world.core.strategy_of(ask).runs(array("i", one.prompt), Namespace(), ask)
     assert [len(run.tokens) for run in runs] == [32, 32]
 
@@ -257,7 +257,7 @@ def test_turns_that_come_in_another_order(ids_dir, method):
     for length in (125, 101, 113, 145, 125):
         world.one(f"{len(world.asked)}", replace(whole, prompt=whole.prompt[:length]), logprobs=0)
     world.check()
-    chosen_for = [request.lease.fused.selected_for for request in world.requests.values()]
+    chosen_for = [request.lease.selected_for for request in world.requests.values()]
     looks = method in ("a3", "cacheblend", "prophetkv")
     assert chosen_for == ([125, 101, 101, 125, 125] if looks else [125, 101, 113, 145, 125])
 
@@ -288,9 +288,9 @@ def test_a_prompt_that_ends_with_a_document(ids_dir, method):
 
 def test_choices_are_forgotten_when_they_have_too_many_rows(ids_dir, monkeypatch):
     """The oldest conversation first; its rows are chosen anew, and are the same."""
-    monkeypatch.setattr("runtime.reuse.fusion.choices.MOST_ROWS", 60)
+    monkeypatch.setattr("runtime.reuse.chunks.choices.MOST_ROWS", 60)
     draw, world = random.Random(41), World(Fusion(ids_dir), page_size=16)
-    choices = world.core.strategies["fusion"].choices
+    choices = world.core.strategies["chunks"].choices
     asks = [build(draw, [draw_tokens(draw, 80)], 16, 9, method="a3", ratio=0.3) for _ in range(4)]
     for i, ask in enumerate([*asks, asks[0], asks[3]]):
         world.one(f"{i}", ask)
@@ -337,7 +337,7 @@ def test_documents_are_encoded_ahead_and_pinned(ids_dir):
     draw = random.Random(22)
     text = draw_tokens(draw, 80)
     world = World(Fusion(ids_dir), pool_tokens=640, pin_budget=0.5, page_size=16)
-    ask = DocumentsAsk("pie", [(0, 80)], ["a"], granularity="page", chunk_tokens=32)
+    ask = ChunksAsk("pie", [(0, 80)], ["a"], granularity="page", chunk_tokens=32)
     pins = call(world.core, AddPin(array("i", text).tobytes(), ask=ask, ttl_s=60))["pins"]
     assert sorted(one["tokens"] for one in pins) == [16, 32, 32], "one for each chunk"
     assert world.row_layers <= LAYERS * (80 + 1)

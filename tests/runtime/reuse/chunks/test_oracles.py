@@ -9,11 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.runtime.reuse.chunks.asks import Library, selected
+from tests.runtime.reuse.chunks.plain import draw_tokens
+from tests.runtime.reuse.chunks.reference import Ask
 from tests.runtime.reuse.contract.subject import World
 from tests.runtime.reuse.contract.subjects import CLOSE, Fusion
-from tests.runtime.reuse.fusion.asks import Library, selected
-from tests.runtime.reuse.fusion.reference import Ask
-from tests.runtime.reuse.modules.plain import draw_tokens
 
 KINDS = ("llama", "llama_llama3", "llama_yarn")
 METHODS = [

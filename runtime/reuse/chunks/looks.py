@@ -17,7 +17,7 @@ from runtime.execution.executor import Executor
 from runtime.kv.segments import Sequence as Own
 from runtime.kv.segments import slots_of
 from runtime.models.rope import rotate
-from runtime.reuse.fusion.layout import Layout
+from runtime.reuse.chunks.layout import Layout
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
@@ -76,14 +76,15 @@ class DenseLook(Look):
 
     def rows(self, first: int, stop: int) -> RowSet:
         layout, before = self.layout, self.layout.num_prefix
-        positions = np.arange(before + first, before + stop)
+        part = slice(before + first, before + stop)
+        positions = layout.positions[part]
         exact = layout.places[:1] if before else []
         reads = [read for place in exact for read in place.reads(positions, layout.page_size)]
         table = np.frombuffer(self.pages, dtype=np.int32)[: -(-stop // layout.page_size)]
         reads.append(Read(table, stop, visible=causal_visible(stop, stop - first)))
         writes = slots_of(self.pages, np.arange(first, stop), layout.page_size)
         return RowSet(
-            tokens=layout.prompt[positions].astype(np.int64),
+            tokens=layout.prompt[part].astype(np.int64),
             positions=positions,
             stages=[
                 Stage(range(1), writes, reads, save=np.arange(stop - first)),
@@ -95,14 +96,14 @@ class DenseLook(Look):
     def take(self, first: int, stop: int, saved: torch.Tensor | None) -> None:
         assert saved is not None
         before, pool = self.layout.num_prefix, self.executor.pool
-        q, k, v = self._project(1, saved, np.arange(before + first, before + stop))
+        q, k, v = self._project(1, saved, self.layout.positions[before + first : before + stop])
         slots = torch.from_numpy(slots_of(self.pages, np.arange(first, stop), self.layout.page_size))
         pool.write(1, slots.to(pool.k.device), k, v)
         self._queries.append([q[max(self.layout.question - before - first, 0) :]])
 
     def read(self, positions: np.ndarray) -> Read:
         """A causal read of the temporary pages by rows at ascending positions, int64 [n]."""
-        seen = positions - self.layout.num_prefix + 1
+        seen = np.searchsorted(self.layout.positions, positions, side="right") - self.layout.num_prefix
         table = np.frombuffer(self.pages, dtype=np.int32)[: -(-int(seen[-1]) // self.layout.page_size)]
         return Read(table, int(seen[-1]), visible=seen.astype(np.int32) if len(seen) > 1 else None)
 
@@ -118,18 +119,18 @@ class DenseLook(Look):
         return gather(tensor[1], self.pages, rows - self.layout.num_prefix, self.layout.page_size)
 
     def stored_values(self, rows: np.ndarray) -> torch.Tensor:
-        """Cached values of layer 1, float32 [n, kv_heads, head_dim], of ascending document rows, int64 [n]."""
-        found = []
+        """Cached values of layer 1, float32 [n, kv_heads, head_dim], of ascending rows of chunks, int64 [n]."""
+        values, page_size = self.executor.pool.v[1], self.layout.page_size
+        found = torch.zeros(len(rows), *values.shape[1:], device=values.device)
         for place in self.layout.places:
-            first, last = np.searchsorted(rows, (place.start, place.start + place.entry.length))
-            if place.is_document and first < last:
-                mine = rows[first:last] - place.start
-                found.append(gather(self.executor.pool.v[1], place.pages, mine, self.layout.page_size))
-        return torch.cat(found)
+            mine = np.flatnonzero(np.isin(place.rows, rows)) if place.is_chunk else _NO_ROWS
+            to = torch.from_numpy(np.searchsorted(rows, place.rows[mine])).to(values.device)
+            found[to] = gather(values, place.pages, mine, page_size)
+        return found
 
 
 class QuestionLook(Look):
-    """Computes own rows in all layers, over the stored rows of all documents."""
+    """Computes own rows in all layers, over the stored rows of all chunks."""
 
     @staticmethod
     def length(layout: Layout) -> int:
@@ -142,7 +143,7 @@ class QuestionLook(Look):
         reads = [Read(table, stop, visible=causal_visible(stop, stop - first))]
         reads += [read for place in layout.places for read in place.reads(positions, layout.page_size)]
         writes = sequence.slots(first, stop, layout.page_size)
-        asking = np.flatnonzero(positions >= layout.question)
+        asking = np.flatnonzero(positions >= layout.positions[layout.question])
         cuts = [0, *(self._probed if len(asking) else ()), self.executor.spec.num_layers]
         return RowSet(
             tokens=np.array(sequence.tokens[first:stop], dtype=np.int64),
@@ -164,7 +165,7 @@ class QuestionLook(Look):
         if saved is None:
             return
         positions = self.sequence.positions(first, stop)
-        asking = positions[positions >= self.layout.question]
+        asking = positions[positions >= self.layout.positions[self.layout.question]]
         states = zip(self._probed, saved.split(len(asking)), strict=True)
         self._queries.append([self._project(layer, one, asking)[0] for layer, one in states])
 
@@ -184,7 +185,7 @@ class QuestionLook(Look):
         read = [np.flatnonzero(place.kept) for place in places]
         keys = [gather(pool, self.sequence.pages, np.arange(len(own)), page_size)]
         keys += [gather(pool, place.pages, mine, page_size) for place, mine in zip(places, read, strict=True)]
-        turns = [self.executor.rope.shift(torch.tensor([-place.start], device=q.device)) for place in places]
+        turns = [self.executor.rope.shift(torch.tensor([-place.shift], device=q.device)) for place in places]
         later = torch.from_numpy(own[None] > own[-len(q) :, None]).to(q.device)
         weights = torch.zeros(sum(map(len, keys)), device=q.device)
         size = max(_MOST_WEIGHTS // (q.shape[1] * len(weights)), 1)
@@ -192,7 +193,7 @@ class QuestionLook(Look):
             logits = [_logits(some, keys[0]).masked_fill_(hidden[:, None], -torch.inf)]
             logits += [_logits(rotate(some, *turn), those) for turn, those in zip(turns, keys[1:], strict=True)]
             weights += torch.cat(logits, dim=-1).softmax(dim=-1).sum((0, 1))
-        rows = np.concatenate([place.start + mine for place, mine in zip(places, read, strict=True)])
+        rows = np.concatenate([place.rows[mine] for place, mine in zip(places, read, strict=True)])
         by_row = torch.zeros(len(layout.prompt), device=q.device)
         by_row[torch.from_numpy(rows).to(q.device)] = weights[len(own) :] / (len(q) * q.shape[1])
         return by_row

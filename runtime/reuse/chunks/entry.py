@@ -7,12 +7,14 @@ from array import array
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from radix import Namespace
-from runtime.asks import Pairs
+from runtime.asks import ModuleAsk, Pairs
 from runtime.errors import InvalidRequest
 from runtime.kv.segments import Run, Sequence
+from runtime.protocol import ModelInfo
 
 
 @dataclass(slots=True, eq=False)
@@ -20,12 +22,12 @@ class Entry:
     """An entry that a request reads.
 
     Attributes:
-        sequence: its tokens and their positions.
+        sequence: its tokens, and the positions at which they are encoded.
         is_kept: bool [n], false for placeholder rows ("holes"), which are encoded but not kept.
         namespace: of the kept rows in the tree, equal for equal tokens, anchors and holes.
         num_kept: int32 [n], the number of kept rows up to and including each row.
         length, num_holes: total number of kept rows, and of the other rows.
-        tokens: tokens of the kept rows.
+        tokens, positions: of the kept rows, int32 and int64 [length].
         key: `tokens` as the tree's key, padded to whole pages with -1, which is not a token.
     """
 
@@ -38,6 +40,7 @@ class Entry:
     length: int = field(init=False)
     num_holes: int = field(init=False)
     tokens: array[int] = field(init=False)
+    positions: np.ndarray = field(init=False)
     key: bytes = field(init=False)
 
     def __post_init__(self, page_size: int) -> None:
@@ -45,6 +48,7 @@ class Entry:
         self.length = int(self.num_kept[-1])
         self.num_holes = len(self.is_kept) - self.length
         self.tokens = array("i", np.frombuffer(self.sequence.tokens, dtype=np.int32)[self.is_kept].tobytes())
+        self.positions = self.sequence.positions(0, len(self.is_kept))[self.is_kept]
         self.key = (self.tokens + array("i", [-1]) * (-self.length % page_size)).tobytes()
 
     def run(self, meta: EntryMeta | None = None) -> Run:
@@ -70,24 +74,29 @@ class EntryMeta:
         return {**self.more, self.kind: self.name, f"{self.kind}_tokens": self.tokens}
 
 
+def read_module(fields: ModuleAsk, namespace: Namespace, model: ModelInfo) -> Entry | None:
+    """The entry that a message describes; None if it consists of holes only. Raises InvalidRequest."""
+    what, tokens = f"entry {fields.name!r}", array("i", fields.tokens)
+    if tokens and not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
+        raise InvalidRequest(f"{what} has a token outside of the model's {model.vocab_size}", param="reuse")
+    is_kept = np.ones(len(tokens), dtype=bool)
+    for start, stop in fields.holes:
+        is_kept[start:stop] = False
+    if not is_kept.any():
+        return None
+    anchors = read_anchors(fields.anchors, len(tokens), model.context_length, what)
+    content = msgspec.msgpack.encode((fields.tokens, anchors, is_kept.tobytes()))
+    own = namespace.for_entry("module", digest(content))
+    return Entry(fields.name, Sequence(tokens, anchors=anchors), is_kept, own, model.page_size)
+
+
 def digest(content: bytes) -> str:
     """A hash of content, as a name within namespaces."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def read_tokens(data: bytes, vocab_size: int, what: str) -> array[int]:
-    """int32 tokens. Raises InvalidRequest for one outside of the vocabulary."""
-    tokens = array("i", data)
-    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        raise InvalidRequest(f"{what} has a token outside of the model's {vocab_size}", param="reuse")
-    return tokens
-
-
 def read_anchors(anchors: Pairs, length: int, context_length: int, what: str) -> Pairs:
-    """Anchors without redundant ones. Raises InvalidRequest for positions beyond the context.
-
-    An anchor after the last token sets the position of the tokens that follow later, i.e. of the output.
-    """
+    """Anchors without redundant ones. Raises InvalidRequest for positions beyond the context."""
     found: Pairs = []
     for index, position in anchors:
         at, start = found[-1] if found else (-1, -1)

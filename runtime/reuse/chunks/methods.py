@@ -1,4 +1,4 @@
-"""Fusion methods choose the document rows that are computed again."""
+"""Methods choose the rows of chunks that are computed again."""
 
 import math
 from abc import ABC, abstractmethod
@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from runtime.params import RATIO
-from runtime.reuse.fusion.layout import Layout
-from runtime.reuse.fusion.looks import DenseLook, Look, QuestionLook, smooth
+from runtime.reuse.chunks.layout import Layout
+from runtime.reuse.chunks.looks import DenseLook, Look, QuestionLook, smooth
 
 
 class Method(ABC):
@@ -19,17 +19,19 @@ class Method(ABC):
         name: the method's name in requests.
         look: the pass before the choice; None: the method chooses from the layout alone.
         reuses_question: whether the question, except for its last row, is encoded alone and reused, too.
+        reads_all: whether a row reads all chunks, those at later positions as well.
     """
 
     name: ClassVar[str]
     look: ClassVar[type[Look] | None] = None
     reuses_question: ClassVar[bool] = False
+    reads_all: ClassVar[bool] = False
 
     def __init__(self, layout: Layout):
         self.layout = layout
 
     def count(self) -> int:
-        """Largest number of rows that a method with a look may choose: `ratio` x the number of document rows."""
+        """Largest number of rows that a method with a look may choose: `ratio` x the number of the chunks' rows."""
         ratio = self.layout.ask.ratio
         return int(len(self.layout.candidates) * (RATIO if ratio is None else ratio))
 
@@ -116,12 +118,12 @@ class LegoLink(Method):
         layout, ask = self.layout, self.layout.ask
         chosen = np.zeros(len(layout.prompt), dtype=bool)
         for place in layout.places:
-            if not place.is_document or not place.start:
+            if not place.is_chunk or not place.rows[0]:
                 continue
             k = ask.k if ask.ratio is None else math.ceil(ask.ratio * place.entry.length)
             if ask.granularity == "page":
                 k = -(-k // layout.page_size) * layout.page_size
-            chosen[place.start : place.start + min(k, place.entry.length)] = True
+            chosen[place.rows[:k]] = True
         return layout.candidates[chosen[layout.candidates]]
 
 
@@ -134,6 +136,13 @@ class Pie(Method):
         return self.layout.candidates[:0]
 
 
+class Unrepaired(Pie):
+    """Prompt Cache: no row is chosen, and arguments see the modules behind them."""
+
+    name = "none"
+    reads_all = True
+
+
 class Full(Pie):
     """Full reuse, the baseline of the papers: the question is reused, too, and only its last row is computed."""
 
@@ -141,4 +150,5 @@ class Full(Pie):
     reuses_question = True
 
 
-METHODS: dict[str, type[Method]] = {method.name: method for method in (A3, CacheBlend, ProphetKV, LegoLink, Pie, Full)}
+_ALL: tuple[type[Method], ...] = (A3, CacheBlend, ProphetKV, LegoLink, Pie, Full, Unrepaired)
+METHODS = {method.name: method for method in _ALL}

@@ -3,9 +3,9 @@
 import random
 from typing import Any
 
+from tests.runtime.reuse.chunks.plain import draw_tokens
+from tests.runtime.reuse.chunks.reference import METHODS, Ask
 from tests.runtime.reuse.contract.subject import NEW, World
-from tests.runtime.reuse.fusion.reference import METHODS, Ask
-from tests.runtime.reuse.modules.plain import draw_tokens
 
 LAYERS = 3
 
@@ -13,8 +13,8 @@ LAYERS = 3
 def asked(ask: Ask) -> dict[str, Any]:
     """The `reuse` fields of a message."""
     fields = {
-        "method": "fusion",
-        "select": ask.method,
+        "strategy": "chunks",
+        "method": ask.method,
         "documents": [list(document) for document in ask.documents],
         "names": [f"document {i}" for i in range(len(ask.documents))],
         "granularity": ask.granularity,
@@ -29,7 +29,7 @@ def asked(ask: Ask) -> dict[str, Any]:
 
 def selected(world: World, rid: str) -> list[int]:
     """The rows that were computed again."""
-    return world.requests[rid].lease.fused.selected.tolist()
+    return world.requests[rid].lease.selected.tolist()
 
 
 def row_layers(ask: Ask, rows: list[int], encoded: int, page_size: int, count: int = NEW) -> int:

@@ -14,9 +14,9 @@ from runtime.calls import AddPin, GetTree, LoadAdapter
 from runtime.errors import PinRefused
 from tests.lora import merged, save_lora
 from tests.runtime.engine.driver import call
+from tests.runtime.reuse.chunks.plain import Module, Prompt, Reference, draw_tokens
 from tests.runtime.reuse.contract.subject import NEW, World
 from tests.runtime.reuse.contract.subjects import Modules, check_pins
-from tests.runtime.reuse.modules.plain import Module, Prompt, Reference, draw_tokens
 from tests.tiny import VOCAB
 
 LAYERS = 3
@@ -195,7 +195,7 @@ def test_entries_are_found_by_content_not_by_name(ids_dir):
 
 
 def pin(world: World, modules: list[Module], **fields) -> dict:
-    asked = {"method": "modules", "entries": [one.asked() for one in modules]}
+    asked = {"strategy": "chunks", "modules": [one.asked() for one in modules]}
     return call(world.core, AddPin(b"", ask=convert(asked, ReuseAsk), **fields))
 
 
@@ -232,11 +232,11 @@ def entry(**fields) -> dict:
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ({"entries": [entry(tokens=array("i", [VOCAB]).tobytes())]}, "token outside"),
-        ({"entries": [entry(tokens=array("i", [-1]).tobytes())]}, "token outside"),
-        ({"entries": [entry(anchors=[[0, 1 << 62]])]}, "context"),
-        ({"entries": [entry(anchors=[[0, 505]])]}, "context"),
-        ({"entries": [entry(), entry(name="/n")]}, "twice"),
+        ({"modules": [entry(tokens=array("i", [VOCAB]).tobytes())]}, "token outside"),
+        ({"modules": [entry(tokens=array("i", [-1]).tobytes())]}, "token outside"),
+        ({"modules": [entry(anchors=[[0, 1 << 62]])]}, "context"),
+        ({"modules": [entry(anchors=[[0, 505]])]}, "context"),
+        ({"modules": [entry(), entry(name="/n")]}, "twice"),
         ({"anchors": [[0, 508]]}, "context"),
     ],
 )

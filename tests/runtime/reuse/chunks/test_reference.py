@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import rotate_half
 
-from tests.runtime.reuse.fusion.reference import DENSE, Ask, Reference
-from tests.runtime.reuse.modules.plain import draw_tokens
+from tests.runtime.reuse.chunks.plain import draw_tokens
+from tests.runtime.reuse.chunks.reference import DENSE, Ask, Reference
 
 KINDS = ("llama", "llama_llama3", "llama_yarn")
 OUTPUT = [5, 6, 7]

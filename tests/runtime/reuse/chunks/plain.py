@@ -47,8 +47,8 @@ class Prompt:
 
     def asked(self) -> dict[str, Any]:
         """The `reuse` fields of a message."""
-        entries = [module.asked() for module in self.modules]
-        return {"method": "modules", "entries": entries, "anchors": anchors_of(self.positions)}
+        modules = [module.asked() for module in self.modules]
+        return {"strategy": "chunks", "modules": modules, "anchors": anchors_of(self.positions)}
 
     @property
     def num_kept(self) -> int:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtime.reuse.chunks.reference import Reference
 from tests.runtime.reuse.contract.subjects import load_fusion
-from tests.runtime.reuse.fusion.reference import Reference
 from tests.tiny import save_tiny
 
 
