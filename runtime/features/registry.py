@@ -1,0 +1,6 @@
+"""The features, a line for each. `runtime.asks` lists what requests ask of them."""
+
+from runtime.features.feature import Feature
+from runtime.features.reasoning.feature import ReasoningFeature
+
+FEATURES: tuple[Feature, ...] = (ReasoningFeature(),)
