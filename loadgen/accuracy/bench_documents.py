@@ -13,8 +13,8 @@ from loadgen.accuracy.quality import BATCH, FIGURES, Judge
 from loadgen.harness import BenchError, Cell, Figure
 from loadgen.micro.documents import FULL, METHODS, PREFIX, Documents, Shape, ways
 from loadgen.micro.model_bench import ModelBench
-from runtime.frontend.documents.plan import DocumentPlanner
-from runtime.params import RATIO, ReuseParams
+from runtime.features.chunks.ask import RATIO, ReuseParams
+from runtime.features.chunks.documents.plan import DocumentPlanner
 
 # Smallest ratio by page for the tasks. Their documents have about 200 tokens, of which less may be under a page.
 _LEAST_BY_PAGE = 0.15

@@ -14,8 +14,8 @@ from loadgen.accuracy.quality import BATCH, FIGURES, FULL, Judge
 from loadgen.harness import BenchError, Cell, Figure
 from loadgen.micro.model_bench import ModelBench
 from loadgen.micro.modules import OTHER, SAME, Modules, imports
-from runtime.asks import ChunksAsk
-from runtime.frontend.schemas.schema import Mode, Schema
+from runtime.features.chunks.ask import ChunksAsk
+from runtime.features.chunks.schemas.schema import Mode, Schema
 from runtime.models.tokenizer import Tokenizer
 
 _PAIRS = "a scaffold of each pair"

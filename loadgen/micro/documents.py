@@ -13,9 +13,9 @@ from statistics import fmean
 from typing import Any, get_args
 
 from loadgen.micro.drive import Drive
-from runtime.frontend.documents.plan import DocumentPlanner
-from runtime.frontend.documents.prompt import TokenizedPrompt
-from runtime.params import LEADING, DocumentMethod, ReuseParams
+from runtime.features.chunks.ask import LEADING, DocumentMethod, ReuseParams
+from runtime.features.chunks.documents.plan import DocumentPlanner
+from runtime.features.chunks.documents.prompt import TokenizedPrompt
 
 METHODS = tuple(method for method in get_args(DocumentMethod) if method != "none")
 FULL, PREFIX = "full prefill", "prefix caching"

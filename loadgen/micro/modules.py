@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from loadgen.micro.drive import Drive
-from runtime.asks import ChunksAsk, ModuleAsk
+from runtime.features.chunks.ask import ChunksAsk, ModuleAsk
 
 FULL, OTHER, SAME = "full prefill", "prefix caching, another order", "prefix caching, the same order"
 

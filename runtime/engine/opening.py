@@ -34,7 +34,6 @@ from runtime.request import Decoding, Strategy
 from runtime.reuse.bicache.depth_table import read_table
 from runtime.reuse.bicache.strategy import BiCache
 from runtime.reuse.blocks import BlockPrefix, CanvasPrefix
-from runtime.reuse.chunks.strategy import ChunkReuse
 from runtime.reuse.hybrid.strategy import HybridPrefix
 from runtime.reuse.prefix import PrefixStrategy
 from runtime.reuse.windowed import WindowedPrefix
@@ -125,11 +124,7 @@ def _open_model(opening: Opening) -> tuple[Strategies, Decoding]:
         openers: dict[str, Callable[[], Strategy]] = {
             feature.method: partial(feature.strategy, opening) for feature in FEATURES if feature.serves(opening)
         }
-        # Other strategies read spans whose positions are not consecutive. Windows and states require this.
-        is_consecutive = executor.has_windows or executor.states is not None
-        if not is_consecutive:
-            openers[ChunkReuse.name] = partial(ChunkReuse, cache, executor, info)
-        if is_consecutive or executor.implementation != "ramet":
+        if executor.has_windows or executor.states is not None or executor.implementation != "ramet":
             refuse_approximations(config.cache)
         choosing = FlashInferChoosing() if executor.backend_name == "flashinfer" else executor.choosing
         default = _prefix_strategy(executor, cache, info.eos_token_ids)

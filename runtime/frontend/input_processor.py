@@ -3,17 +3,16 @@
 from array import array
 from bisect import bisect_right
 
-from runtime.asks import AnyReuse, ReuseAsk
+from runtime.asks import AnyReuse, ReuseAsk, ReuseParams
 from runtime.config import SchedulerConfig
 from runtime.denoising import DEFAULT_LENGTH, BidirectionalParams, DenoisingParams, DiffusionParams
 from runtime.errors import InvalidRequest, TooLong
-from runtime.frontend.documents.plan import DocumentPlanner, DocumentPrompt, refuse_reuse
-from runtime.frontend.documents.prompt import Segments
+from runtime.features.chunks.documents.plan import DocumentPlanner, DocumentPrompt, refuse_reuse
+from runtime.features.chunks.documents.prompt import Segments
+from runtime.features.chunks.schemas.compile import ModulePrompt
 from runtime.frontend.output import MAX_BREAKPOINTS, MarkedText, PlacedPrompt, Submission
 from runtime.frontend.replay import NOTHING, Replay, Said
-from runtime.frontend.schemas.compile import ModulePrompt
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import ReuseParams
 from runtime.protocol import ModelInfo
 
 NO_REUSE = DocumentPlanner()

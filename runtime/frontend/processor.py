@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from runtime.errors import InvalidRequest, RametError
-from runtime.frontend.documents.plan import DocumentPrompt
+from runtime.features.chunks.documents.plan import DocumentPrompt
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.limits import RequestLimits
 from runtime.frontend.output import Listener, Output, PlacedPrompt, Submission

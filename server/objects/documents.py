@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from runtime.errors import InvalidRequest
-from runtime.frontend.documents.plan import DocumentPrompt, plan_encoding, shortest
-from runtime.frontend.documents.prompt import Document, Segments, TokenizedPrompt
+from runtime.features.chunks.documents.plan import DocumentPrompt, plan_encoding, shortest
+from runtime.features.chunks.documents.prompt import Document, Segments, TokenizedPrompt
 from runtime.frontend.output import PlacedPrompt
 from runtime.models.tokenizer import Tokenizer
 from server.generation.bodies import Scoped

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from runtime.features.chunks.schemas.compile import ModulePrompt
+from runtime.features.chunks.schemas.markup import MAX_CHARACTERS
+from runtime.features.chunks.schemas.pml import read_prompt
+from runtime.features.chunks.schemas.schema import Mode, Schema
 from runtime.frontend.output import PlacedPrompt
-from runtime.frontend.schemas.compile import ModulePrompt
-from runtime.frontend.schemas.markup import MAX_CHARACTERS
-from runtime.frontend.schemas.pml import read_prompt
-from runtime.frontend.schemas.schema import Mode, Schema
 from runtime.models.tokenizer import Tokenizer
 from server.generation.bodies import Scoped
 from server.http.answers import JsonList

@@ -9,8 +9,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
+from runtime.asks import ReuseParams
 from runtime.errors import InvalidRequest
-from runtime.params import CONSTRAINTS, MAX_SCHEMA, CommonSampling, ReuseParams, SamplingParams, no_seed
+from runtime.params import CONSTRAINTS, MAX_SCHEMA, CommonSampling, SamplingParams, no_seed
 from server.auth.keys import Tenant
 from server.generation.bodies import AnswerId, Diffusion, GenerationBody, LogitBias, Reuse, naming
 from server.http import fields

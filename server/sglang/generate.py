@@ -7,9 +7,10 @@ from typing import Annotated, Any, ClassVar
 from fastapi import Request, Response
 from pydantic import Field
 
+from runtime.asks import ReuseParams
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import Finish, Output, Prompt, Submission, new_rid, prompts_of
-from runtime.params import ReuseParams, SamplingParams
+from runtime.params import SamplingParams
 from runtime.protocol import TokenLogprob
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
 from server.explain.reason import Explanation

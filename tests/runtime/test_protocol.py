@@ -3,8 +3,9 @@
 import pytest
 
 from radix import Namespace
-from runtime.asks import ChunksAsk, ModuleAsk, ReasoningAsk
+from runtime.asks import ReasoningAsk
 from runtime.denoising import BidirectionalParams, BlockParams, NoiseParams
+from runtime.features.chunks.ask import ChunksAsk, ModuleAsk
 from runtime.params import Lazy, SamplingParams
 from runtime.protocol import AddRequest, Limits, Sampling, encode, inbound_decoder
 

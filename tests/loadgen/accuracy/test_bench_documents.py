@@ -8,7 +8,7 @@ from loadgen.accuracy.documents import TASKS, tokenize
 from loadgen.accuracy.forced import Ask
 from loadgen.accuracy.quality import FULL, Judge
 from loadgen.micro.documents import METHODS, ways
-from runtime.frontend.documents.plan import DocumentPlanner
+from runtime.features.chunks.documents.plan import DocumentPlanner
 
 
 def draw(task, number):

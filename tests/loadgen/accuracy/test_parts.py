@@ -5,7 +5,7 @@ import random
 import pytest
 
 from loadgen.accuracy.parts import TASKS, Item
-from runtime.frontend.schemas.schema import Schema
+from runtime.features.chunks.schemas.schema import Schema
 
 
 def items(task: str) -> list[Item]:

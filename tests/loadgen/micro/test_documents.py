@@ -13,7 +13,7 @@ from loadgen.micro.documents import (
     row_layers,
     ways,
 )
-from runtime.params import ReuseParams
+from runtime.features.chunks.ask import ReuseParams
 
 SHAPE = Shape(length=72, system=20, question=9)
 

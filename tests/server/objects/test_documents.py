@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from runtime.frontend.documents.table import choose, read_table
+from runtime.features.chunks.documents.table import choose, read_table
 
 GREEDY = {"max_new_tokens": 8, "temperature": 0}
 ROME = {

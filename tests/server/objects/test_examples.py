@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.frontend.schemas.schema import Schema
+from runtime.features.chunks.schemas.schema import Schema
 from server.objects.examples import trips
 
 ROOM = Path(trips.__file__).parent

@@ -7,13 +7,13 @@ import pytest
 
 from radix import Namespace
 from runtime.engine.tiering import Tiering
+from tests.runtime.features.chunks.asks import build
+from tests.runtime.features.chunks.plain import Module, Prompt, draw_tokens
 from tests.runtime.kv.tiers.conftest import held
 from tests.runtime.kv.tiers.engines import always, evict, loaded, options_of
 from tests.runtime.reuse.bicache.driver import DenoiseDriver
 from tests.runtime.reuse.bicache.driver import make_core as make_denoiser
 from tests.runtime.reuse.bicache.models import EOS
-from tests.runtime.reuse.chunks.asks import build
-from tests.runtime.reuse.chunks.plain import Module, Prompt, draw_tokens
 from tests.runtime.reuse.contract.subject import World
 from tests.runtime.reuse.contract.subjects import Fusion, Modules
 

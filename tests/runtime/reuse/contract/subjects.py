@@ -16,12 +16,12 @@ from runtime.engine.core import EngineCore
 from runtime.params import SamplingParams
 from tests.runtime.engine.driver import call, greedy
 from tests.runtime.execution.mixers.models import save_hybrid
+from tests.runtime.features.chunks import plain as modules
+from tests.runtime.features.chunks import reference as fusion
+from tests.runtime.features.chunks.asks import Library, asked, build
+from tests.runtime.features.chunks.plain import Module, Prompt, draw_tokens
 from tests.runtime.reuse.bicache.models import save_tiny
 from tests.runtime.reuse.bicache.reference import PlainModel, check_steps, llada
-from tests.runtime.reuse.chunks import plain as modules
-from tests.runtime.reuse.chunks import reference as fusion
-from tests.runtime.reuse.chunks.asks import Library, asked, build
-from tests.runtime.reuse.chunks.plain import Module, Prompt, draw_tokens
 from tests.runtime.reuse.contract.subject import NEW, Subject, World
 from tests.runtime.reuse.plain_blocks import SURE, PlainBlocks
 

@@ -7,9 +7,10 @@ from collections import Counter
 import pytest
 
 from radix import Namespace
-from runtime.asks import ChunksAsk, ReasoningAsk
+from runtime.asks import ReasoningAsk
 from runtime.calls import AddPin, FlushCache, GetCached, GetOutline, GetTree, OnNode, RemovePin
 from runtime.errors import InvalidRequest
+from runtime.features.chunks.ask import ChunksAsk
 from tests.runtime.engine.driver import call
 from tests.runtime.execution.mixers.models import save_hybrid
 from tests.runtime.kv.tiers.engines import always, evict, loaded

@@ -1,0 +1,107 @@
+"""What requests ask of documents and modules."""
+
+from typing import Literal
+
+import msgspec
+from pydantic import Field
+
+from runtime.errors import InvalidRequest
+from runtime.params import Reuse
+
+Pairs = list[tuple[int, int]]
+DocumentMethod = Literal["none", "a3", "cacheblend", "prophetkv", "legolink", "pie", "full"]
+
+# Defaults of `ReuseParams`: the share of the rows to recompute, and LegoLink's first rows of each chunk.
+RATIO, LEADING = 0.15, 16
+# Options of `ReuseParams` that only some methods take, with these methods.
+TAKEN_BY = {
+    "ratio": ("a3", "cacheblend", "prophetkv", "legolink"),
+    "k": ("legolink",),
+    "max_kl": ("auto",),
+}
+
+
+class ModuleAsk(msgspec.Struct):
+    """A module that a request reads.
+
+    Attributes:
+        tokens: int32 little-endian, placeholders included.
+        anchors: (index, position) pairs, see `runtime.kv.segments.Sequence`.
+        holes: ranges [start, stop) of indices: placeholder rows, which are encoded but not kept.
+        name: shown in answers; not part of the module's key.
+    """
+
+    tokens: bytes
+    anchors: Pairs
+    holes: Pairs = []
+    name: str = ""
+
+
+class ChunksAsk(msgspec.Struct, tag="chunks", tag_field="strategy"):
+    """The chunks of a prompt, which are encoded apart from it, and how their rows are repaired.
+
+    A prompt has documents or modules. The front end has checked ranges, and that positions differ.
+
+    Attributes:
+        method: chooses the rows that are computed again. none, for modules alone: no row, and the prompt's own tokens
+            read all modules, those at later positions as well.
+        documents: ranges [start, stop) of the prompt's tokens, ascending.
+        names: the documents' names, shown in answers.
+        modules: modules at positions of their own, which the prompt's tokens leave free.
+        anchors: with modules, of the prompt's tokens; see `ModuleAsk`.
+        schema: the modules' schema, a name to show in the tree.
+        ratio: share of the chunks' rows that are computed again (A3's paper: of all rows); None: the default.
+        granularity: whether the method chooses single rows (`token`) or whole pages.
+        chunk_tokens: longer documents are encoded in pieces of this many tokens.
+        shortest: shorter documents, and shorter last pieces, are computed in full.
+        k: number of leading rows of each chunk that LegoLink computes again.
+    """
+
+    method: str = "none"
+    documents: Pairs = []
+    names: list[str] = []
+    modules: list[ModuleAsk] = []
+    anchors: Pairs = []
+    schema: str = ""
+    ratio: float | None = None
+    granularity: Literal["page", "token"] = "token"
+    chunk_tokens: int = 512
+    shortest: int = 1
+    k: int = LEADING
+
+    @property
+    def kind(self) -> Literal["document", "module"]:
+        """What a chunk is a part of."""
+        return "document" if self.documents else "module"
+
+
+class ReuseParams(Reuse):
+    """Reuse of documents' KV at any position of a prompt, with a few of the documents' rows computed again."""
+
+    method: Literal[DocumentMethod, "auto"] = Field(
+        description="selects the rows; none: an ordinary prompt; auto: by the model's table, within max_kl"
+    )
+    ratio: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description=f"share of the documents' rows (A3's paper: of all) to recompute; default: {RATIO}",
+    )
+    granularity: Literal["page", "token"] = Field(
+        "token", description="rows are selected one by one, or by whole pages"
+    )
+    chunk_tokens: int = Field(512, ge=16, le=4096, description="documents are encoded in chunks of this many tokens")
+    k: int | None = Field(None, ge=0, le=512, description=f"legolink: first rows of each chunk; default: {LEADING}")
+    max_kl: float | None = Field(
+        None, ge=0, le=100, description="auto: largest mean KL to full prefill, in nats; default: 0.1"
+    )
+
+    def check(self) -> None:
+        for name, methods in TAKEN_BY.items():
+            if getattr(self, name) is not None and self.method not in methods:
+                raise InvalidRequest(f"{name} is an option of {', '.join(methods)}", param=f"reuse.{name}")
+        for name in ("granularity", "chunk_tokens") if self.method == "auto" else ():
+            if name in self.model_fields_set:
+                raise InvalidRequest(f"auto takes the {name} that was measured; leave it out", param=f"reuse.{name}")
+        if self.k is not None and self.ratio is not None:
+            raise InvalidRequest("k and ratio exclude each other", param="reuse.k")
