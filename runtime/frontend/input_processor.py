@@ -61,13 +61,18 @@ class InputProcessor:
             submission.reuse.check()
         if isinstance(prompt, Segments):
             prompt = submission.prompt = self._place_documents(submission, prompt)
+        elif isinstance(prompt, ModulePrompt):
+            asks = submission.reuse if isinstance(submission.reuse, ReuseParams) else None
+            prompt = submission.prompt = self._planner.repair(prompt, asks)
         elif not isinstance(prompt, DocumentPrompt) and isinstance(submission.reuse, ReuseParams):
             refuse_reuse(submission.reuse)
         asked = submission.reuse
         if asked is not None and not isinstance(asked, ReuseParams) and (reason := self._refusal(submission)):
             raise InvalidRequest(f"{asked.method} is not served {reason}", param="reuse")
-        if isinstance(prompt, DocumentPrompt) and prompt.ask is not None and (reason := self._exact(submission)):
-            raise InvalidRequest(f"documents are not reused {reason}", param="reuse")
+        ask = prompt.ask if isinstance(prompt, PlacedPrompt) else None
+        if ask is not None and ask.method != "none" and (reason := self._exact(submission)):
+            what = "documents are not reused" if ask.documents else "modules are not repaired"
+            raise InvalidRequest(f"{what} {reason}", param="reuse")
         if isinstance(prompt, ModulePrompt):
             return self._check_modules(submission, prompt, before)
         if isinstance(prompt, DocumentPrompt):

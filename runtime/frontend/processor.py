@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from runtime.errors import InvalidRequest, RametError
-from runtime.features.chunks.documents.plan import DocumentPrompt
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.limits import RequestLimits
 from runtime.frontend.output import Listener, Output, PlacedPrompt, Submission
@@ -305,7 +304,7 @@ def _note_admission(output: Output, event: TokenEvent) -> None:
 def _report(choice: Choice, engine: dict[str, Any] | None) -> dict[str, Any] | None:
     """The `reuse` of an answer, None if there is nothing new; `engine`: the engine's report."""
     prompt = choice.submission.prompt
-    if isinstance(prompt, DocumentPrompt) and (engine or choice.output.reuse is None):
+    if isinstance(prompt, PlacedPrompt) and (engine or choice.output.reuse is None):
         return prompt.report(engine, choice.output.cached_tokens)
     return engine
 

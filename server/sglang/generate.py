@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar
 from fastapi import Request, Response
 from pydantic import Field
 
-from runtime.asks import ReuseParams
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import Finish, Output, Prompt, Submission, new_rid, prompts_of
 from runtime.params import SamplingParams
@@ -121,8 +120,6 @@ def _prompts(
     body: GenerateRequest, account: str, documents: DocumentStore, schemas: SchemaStore
 ) -> tuple[Sequence[Prompt | Callable[[], Prompt]], list[int], bool]:
     """The prompts, the number of characters in each (0: tokens), whether they are a list. Raises InvalidRequest."""
-    if body.pml is not None and isinstance(body.reuse, ReuseParams):
-        raise InvalidRequest("pml excludes reuse of documents", param="reuse")
     if body.segments is not None:
         is_list = isinstance(body.segments[0], list) if body.segments else True
         several: list[Any] = body.segments if is_list else [body.segments]

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import torch
 
@@ -50,6 +51,11 @@ class Place:
     def is_exact(self) -> bool:
         """Whether the entry is the exact prefix before all documents."""
         return not self.entry.namespace.entry
+
+    @property
+    def begins(self) -> bool:
+        """Whether the entry is the beginning of the prompt, and nothing else, so that its rows are exact."""
+        return int(self.rows[-1]) == len(self.rows) - 1 and not self.entry.num_holes
 
     def keep(self, kept: np.ndarray) -> None:
         self.kept, self._thinned = kept, None
@@ -133,8 +139,7 @@ class Layout:
         False if positions are left out.
         """
         read = [place for place in self.places if place.kept.any()]
-        begins = all(place.rows[-1] == len(place.rows) - 1 and not place.entry.num_holes for place in read)
-        return begins and int(self.positions[-1]) == len(self.positions) - 1
+        return all(place.begins for place in read) and int(self.positions[-1]) == len(self.positions) - 1
 
     @property
     def question(self) -> int:
@@ -204,10 +209,12 @@ def _moved(
     is_chunk: bool = False,
 ) -> Place:
     """The place of a part of the prompt that is encoded from position 0 on."""
-    tokens = prompt[start:stop].tobytes()
-    space = namespace.for_entry("document", digest(tokens))
-    entry = Entry(name, Own(array("i", tokens)), np.ones(stop - start, dtype=bool), space, page_size)
-    return Place(entry, np.arange(start, stop), positions[start:stop], int(positions[start]), is_chunk)
+    tokens, shift = prompt[start:stop].tobytes(), int(positions[start])
+    anchors = anchors_of(positions[start:stop] - shift)
+    content = tokens if len(anchors) == 1 else msgspec.msgpack.encode((tokens, anchors))
+    space = namespace.for_entry("document", digest(content))
+    entry = Entry(name, Own(array("i", tokens), anchors=anchors), np.ones(stop - start, dtype=bool), space, page_size)
+    return Place(entry, np.arange(start, stop), positions[start:stop], shift, is_chunk)
 
 
 def _modules(

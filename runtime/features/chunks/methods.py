@@ -118,7 +118,7 @@ class LegoLink(Method):
         layout, ask = self.layout, self.layout.ask
         chosen = np.zeros(len(layout.prompt), dtype=bool)
         for place in layout.places:
-            if not place.is_chunk or not place.rows[0]:
+            if not place.is_chunk or place.begins:
                 continue
             k = ask.k if ask.ratio is None else math.ceil(ask.ratio * place.entry.length)
             if ask.granularity == "page":

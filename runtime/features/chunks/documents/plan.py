@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from runtime.errors import InvalidRequest
 from runtime.features.chunks.ask import LEADING, RATIO, TAKEN_BY, ChunksAsk, DocumentMethod, ReuseParams
 from runtime.features.chunks.documents.prompt import TokenizedPrompt
 from runtime.features.chunks.documents.table import MeasuredMethod, choose, read_table
+from runtime.features.chunks.schemas.compile import ModulePrompt
 
 _DEFAULTS: dict[str, Any] = {"ratio": RATIO, "k": LEADING}
 # Within this KL, the measured methods kept all right answers of `ramet bench documents --quality`.
@@ -87,6 +90,17 @@ class DocumentPlanner:
             note.pop("auto", None)
         return DocumentPrompt(prompt.tokens.tolist(), prompt.names, ask, note)
 
+    def repair(self, prompt: ModulePrompt, asked: ReuseParams | None) -> ModulePrompt:
+        """A prompt whose modules are repaired as a request asks, None: as their schema does. Raises InvalidRequest."""
+        if asked is not None and "chunk_tokens" in asked.model_fields_set:
+            raise InvalidRequest("modules are not cut into chunks; leave chunk_tokens out", param="reuse.chunk_tokens")
+        asked, note = asked or prompt.repair or ReuseParams(method="none"), {}
+        if asked.method == "auto":
+            asked, note = self._choose(asked)
+            if asked.method == "none":  # as for documents, nothing approximate: all rows are computed
+                asked = ReuseParams(method="legolink", ratio=1.0)
+        return replace(prompt, ask=msgspec.structs.replace(prompt.ask, **_method(asked)), note=note)
+
     def _choose(self, asked: ReuseParams) -> tuple[ReuseParams, dict[str, Any]]:
         """The measured method for `auto`, and a note that gives the reason."""
         max_kl = _MAX_KL if asked.max_kl is None else asked.max_kl
@@ -99,9 +113,9 @@ class DocumentPlanner:
 
 
 def refuse_reuse(asked: ReuseParams | None) -> None:
-    """Raise InvalidRequest if a request without documents asks for the reuse of documents."""
+    """Raise InvalidRequest if a request without documents and modules asks for their reuse."""
     if asked is not None and asked.method != "none":
-        raise InvalidRequest("reuse is for prompts with documents, and this one has none", param="reuse")
+        raise InvalidRequest("reuse is for prompts with documents or modules, and this one has none", param="reuse")
 
 
 def _length(span: tuple[int, int]) -> int:
@@ -117,19 +131,23 @@ def _ask(asked: ReuseParams, prompt: TokenizedPrompt) -> ChunksAsk | None:
     """What a prompt asks; None if all documents are too short to be reused."""
     if max(map(_length, prompt.documents)) < shortest(asked.chunk_tokens):
         return None
+    return ChunksAsk(
+        documents=prompt.documents,
+        names=prompt.names,
+        chunk_tokens=asked.chunk_tokens,
+        shortest=shortest(asked.chunk_tokens),
+        **_method(asked),
+    )
+
+
+def _method(asked: ReuseParams) -> dict[str, Any]:
+    """The method of an ask, with its options."""
     taken = [name for name in _DEFAULTS if asked.method in TAKEN_BY[name]]
     if "ratio" in taken and "k" in taken:  # they exclude each other
         taken.remove("ratio" if asked.ratio is None else "k")
-    options = {name: getattr(asked, name) for name in taken}
-    return ChunksAsk(
-        asked.method,
-        prompt.documents,
-        prompt.names,
-        granularity=asked.granularity,
-        chunk_tokens=asked.chunk_tokens,
-        shortest=shortest(asked.chunk_tokens),
-        **{name: _DEFAULTS[name] if value is None else value for name, value in options.items()},
-    )
+    given = {name: getattr(asked, name) for name in taken}
+    options = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
+    return {"method": asked.method, "granularity": asked.granularity, **options}
 
 
 def plan_encoding(document: TokenizedPrompt, chunk_tokens: int) -> DocumentPrompt:

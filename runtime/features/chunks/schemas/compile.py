@@ -5,9 +5,10 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from runtime.features.chunks.ask import ChunksAsk
+from runtime.features.chunks.ask import ChunksAsk, ReuseParams
 from runtime.features.chunks.schemas.layout import Scope, TokenRun, check_characters, in_order, make_entry
 from runtime.features.chunks.schemas.markup import PmlError
 from runtime.features.chunks.schemas.pml import Import, Insert, Prompt
@@ -23,17 +24,25 @@ class ModulePrompt:
         ask: see `AddRequest`.
         rows: number of rows that are read of each entry.
         stop: the position of the first generated token.
+        repair: how the schema wants its modules' rows repaired, for requests that do not say; None: not at all.
+        note: more fields for the answer's `reuse`.
     """
 
     tokens: list[int]
     ask: ChunksAsk
     rows: list[int]
     stop: int
+    repair: ReuseParams | None = None
+    note: dict[str, Any] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
         """Number of tokens of the prompt: of all entries, and its own."""
         return sum(self.rows) + len(self.tokens)
+
+    def report(self, engine: dict[str, Any] | None, cached_tokens: int) -> dict[str, Any] | None:
+        """The answer's `reuse`, or None; `engine`: the engine's report, if there is one."""
+        return None if engine is None else engine | self.note
 
 
 def compile_prompt(

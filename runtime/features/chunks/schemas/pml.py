@@ -7,11 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ValidationError
+
+from runtime.errors import InvalidRequest
+from runtime.features.chunks.ask import ReuseParams
 from runtime.features.chunks.schemas.markup import Element, PmlError, Text, read_xml
 
 ROLES = ("system", "user", "assistant")
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_\-.]{0,63}")
 _PARAMETERS = frozenset(("parameter", "param"))
+# Attributes of a schema: options of its attribute `repair`.
+_REPAIR = ("ratio", "granularity", "k", "max_kl")
 # Modules cannot have these names, which are tags of their own.
 RESERVED = frozenset((*ROLES, *_PARAMETERS, "schema", "prompt", "module", "union"))
 
@@ -56,11 +62,12 @@ class Role:
 
 @dataclass(slots=True)
 class SchemaText:
-    """A schema as written: either `content`, or the messages of a conversation."""
+    """A schema as written: either `content`, or the messages of a conversation; `repair`: see `ModulePrompt`."""
 
     name: str
     content: Content
     roles: list[Role]
+    repair: ReuseParams | None
 
 
 @dataclass(slots=True)
@@ -98,19 +105,39 @@ def read_schema(pml: str) -> SchemaText:
     root = read_xml(pml)
     if root.tag != "schema":
         raise PmlError(f"a schema begins with <schema>, not with <{root.tag}>", line=root.line)
-    name = _attributes(root, "/", "name")["name"]
+    given = _attributes(root, "/", "name", optional=("repair", *_REPAIR))
+    name, repair = given["name"], _repair(given, root.line)
     _check_name(name, "/", root.line)
     names: set[str] = set()
     roles = [n for n in root.content if isinstance(n, Element) and n.tag in ROLES]
     if not roles:
-        return SchemaText(name, _content(root, (), names), [])
+        return SchemaText(name, _content(root, (), names), [], repair)
     for node in root.without_blanks():
         if not isinstance(node, Element) or node.tag not in ROLES:
             raise PmlError(
                 "all content of a schema with roles must be in <system>, <user> or <assistant>", "/", node.line
             )
         _attributes(node, "/")
-    return SchemaText(name, [], [Role(r.tag, _trimmed(_content(r, (), names))) for r in roles])
+    return SchemaText(name, [], [Role(r.tag, _trimmed(_content(r, (), names))) for r in roles], repair)
+
+
+def _repair(given: dict[str, str], line: int) -> ReuseParams | None:
+    """The repair that the attributes of a schema ask."""
+    options = {name: given[name] for name in _REPAIR if name in given}
+    if "repair" not in given:
+        for name in options:
+            raise PmlError(f"the attribute {name!r} needs repair", "/", line)
+        return None
+    try:
+        asked = ReuseParams.model_validate({"method": given["repair"], **options})
+        asked.check()
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = "repair" if problem["loc"] == ("method",) else problem["loc"][0]
+        raise PmlError(f"{name}: {problem['msg']}", "/", line) from None
+    except InvalidRequest as error:
+        raise PmlError(error.message, "/", line) from None
+    return asked
 
 
 def _content(element: Element, path: tuple[str, ...], names: set[str]) -> Content:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
 
-from runtime.features.chunks.ask import ChunksAsk, ModuleAsk
+from runtime.features.chunks.ask import ChunksAsk, ModuleAsk, ReuseParams
 from runtime.features.chunks.schemas.compile import ModulePrompt, compile_prompt
 from runtime.features.chunks.schemas.layout import Scope, lay_out, make_entry
 from runtime.features.chunks.schemas.markup import PmlError, Text
@@ -28,6 +28,7 @@ class Schema:
         name: the schema's name, which prompts refer to.
         root: the schema's layout.
         scaffolds: sets of scopes that are encoded together, the largest first.
+        repair: see `ModulePrompt`.
         roles: roles of the schema's messages; empty without messages.
         end: the chat template's text after the schema's last message.
         tokenizer: the model's tokenizer.
@@ -37,6 +38,7 @@ class Schema:
     name: str
     root: Scope
     scaffolds: list[list[Scope]]
+    repair: ReuseParams | None
     roles: list[str]
     end: str
     tokenizer: Tokenizer
@@ -76,7 +78,7 @@ class Schema:
         if mode == "scaffold":
             sets = [list(_default_scaffold(root))] if scaffolds is None else _scaffolds(scaffolds, root)
         roles = [role.role for role in text.roles]
-        return cls(text.name, root, sets, roles, pieces[-1] if pieces else "", tokenizer, context_length)
+        return cls(text.name, root, sets, text.repair, roles, pieces[-1] if pieces else "", tokenizer, context_length)
 
     @property
     def length(self) -> int:
@@ -97,9 +99,9 @@ class Schema:
             prompt = read_prompt(prompt)
         if prompt.schema != self.name:
             raise PmlError(f"the prompt names the schema {prompt.schema!r}, and not {self.name!r}")
-        return compile_prompt(
-            prompt, self._tail(prompt, generate), self.root, self.scaffolds, self.tokenizer, self.limit
-        )
+        tail = self._tail(prompt, generate)
+        compiled = compile_prompt(prompt, tail, self.root, self.scaffolds, self.tokenizer, self.limit)
+        return replace(compiled, repair=self.repair)
 
     def everything(self) -> ModulePrompt:
         """A request that only encodes every module and all scaffolds.

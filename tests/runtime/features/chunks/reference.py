@@ -11,7 +11,7 @@ CacheBlend: arXiv 2405.16444. LegoLink, in EPIC: 2410.15332. A3: 2511.17560. Pro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,8 +41,27 @@ class Ask:
     longest_question: int = 512
 
     @property
-    def chunks(self) -> list[range]:
-        """Ranges of the prompt that are encoded alone."""
+    def positions(self) -> Sequence[int]:
+        """Of all rows."""
+        return range(len(self.prompt))
+
+    @property
+    def holes(self) -> list[tuple[int, int, int]]:
+        """Rows that are encoded with a chunk and not kept: the chunk's number, position, token."""
+        return []
+
+    @property
+    def end(self) -> int:
+        """Rows up to the end of the last document."""
+        return self.documents[-1][1]
+
+    def begins(self, number: int) -> bool:
+        """Whether a chunk is the beginning of the prompt."""
+        return self.chunks[number][0] == 0
+
+    @property
+    def chunks(self) -> Sequence[Sequence[int]]:
+        """Rows of the prompt that are encoded alone."""
         step = self.chunk_tokens
         return [range(at, min(at + step, stop)) for start, stop in self.documents for at in range(start, stop, step)]
 
@@ -54,12 +73,12 @@ class Ask:
     @property
     def document_rows(self) -> list[int]:
         """Rows that may be recomputed."""
-        return [row for chunk in self.chunks for row in chunk if row != self.last]
+        return sorted(row for chunk in self.chunks for row in chunk if row != self.last)
 
     @property
     def question(self) -> range:
         """The rows behind the last document, or else the last one."""
-        return range(min(self.documents[-1][1], self.last), len(self.prompt))
+        return range(min(self.end, self.last), len(self.prompt))
 
     @property
     def asking(self) -> range:
@@ -67,9 +86,9 @@ class Ask:
         return self.question[-self.longest_question :]
 
     @property
-    def stored(self) -> list[range]:
+    def stored(self) -> list[Sequence[int]]:
         """Chunks whose KV is read; full reuse reads the question's, too, but for its last row."""
-        return self.chunks + ([self.question[:-1]] if self.method == "full" else [])
+        return [*self.chunks] + ([self.question[:-1]] if self.method == "full" else [])
 
     @property
     def own(self) -> list[int]:
@@ -86,10 +105,10 @@ class Ask:
     def is_dense(self) -> bool:
         return self.method in DENSE and self.count > 0
 
-    def units(self, page_size: int) -> list[range]:
+    def units(self, page_size: int) -> list[Sequence[int]]:
         """Rows that are selected as one: single ones, or runs from the beginnings of the chunks on."""
         step = page_size if self.granularity == "page" else 1
-        chunks = [range(chunk.start, min(chunk.stop, self.last)) for chunk in self.chunks]
+        chunks = [[row for row in chunk if row != self.last] for chunk in self.chunks]
         return [chunk[at : at + step] for chunk in chunks for at in range(0, len(chunk), step)]
 
 
@@ -113,8 +132,9 @@ class Reference:
         if ask.method in SCORED and ask.count:
             return best_units(units, self.scores(ask), ask.count)
         if ask.method == "legolink":
-            heads = [chunk[: head_of(ask, chunk, page_size)] for chunk in ask.chunks if chunk.start]
-            return [row for head in heads for row in head if row != ask.last]
+            chunks = [chunk for number, chunk in enumerate(ask.chunks) if not ask.begins(number)]
+            heads = [chunk[: head_of(ask, chunk, page_size)] for chunk in chunks]
+            return sorted(row for head in heads for row in head if row != ask.last)
         return []
 
     def accepts(self, ask: Ask, page_size: int, rows: list[int]) -> bool:
@@ -145,7 +165,7 @@ class Reference:
         size = config.hidden_size // config.num_attention_heads
         heads = [self._project(ask, name)[1].unflatten(-1, (-1, size)) for name in ("q_proj", "k_proj")]
         q, k = (x.transpose(0, 1)[None] for x in heads)  # [1, heads, rows, size]
-        q, k = apply_rotary_pos_emb(q, k, *self.model.model.rotary_emb(q, torch.arange(q.shape[2])[None]))
+        q, k = apply_rotary_pos_emb(q, k, *self.model.model.rotary_emb(q, torch.tensor([[*ask.positions]])))
         k = repeat_kv(k, config.num_attention_heads // config.num_key_value_heads)
         keys = [*rows, *ask.asking]
         products = torch.einsum("hqd,hkd->qk", q[0][:, ask.asking], k[0][:, keys]) / math.sqrt(config.hidden_size)
@@ -189,7 +209,7 @@ class Reference:
     @torch.inference_mode()
     def _run(self, copies: Copies, keep: int = 1, **options):
         self._masks = [as_mask(copies.sees(i)) for i in range(len(self.model.model.layers))]
-        ids, positions = torch.tensor([copies.tokens]), torch.tensor([copies.places])
+        ids, positions = torch.tensor([copies.tokens]), torch.tensor([copies.positions])
         try:
             return self.model(ids, position_ids=positions, logits_to_keep=keep, **options)
         finally:
@@ -204,7 +224,7 @@ class Copies:
         until = len(ask.prompt) if until is None else until
         self.is_dense = ask.is_dense
         places = {
-            STORED: [row for chunk in ask.stored for row in chunk],
+            STORED: sorted(row for chunk in ask.stored for row in chunk),
             TRUE: list(range(len(ask.prompt))) if self.is_dense else [],
             FUSED: [row for row in computed if row < until],
             OUTPUT: [row for row in computed if row >= until] + [len(ask.prompt) + i for i in range(len(output))],
@@ -214,14 +234,25 @@ class Copies:
         self.places = [place for kind in kinds for place in places[kind]]
         self.kinds = [kind for kind in kinds for _ in places[kind]]
         self.tokens = [text[place] for place in self.places]
+        after = ask.positions[-1] + 1 - len(ask.prompt)
+        self.positions = [ask.positions[p] if p < len(ask.prompt) else p + after for p in self.places]
         self._chunks = {row: number for number, chunk in enumerate(ask.stored) for row in chunk}
         self._computed = set(computed)
+        if STORED in kinds:
+            at = self.kinds.count(STORED)
+            for i, (number, position, token) in enumerate(ask.holes):
+                hole = -1 - i  # a row of no prompt, which only its chunk sees
+                self.places.insert(at, hole)
+                self.kinds.insert(at, STORED)
+                self.tokens.insert(at, token)
+                self.positions.insert(at, position)
+                self._chunks[hole] = number
 
     def sees(self, layer: int) -> torch.Tensor:
         """bool [rows, rows]: who sees whom in a layer."""
-        kind, place = torch.tensor(self.kinds), torch.tensor(self.places)
+        kind, place = torch.tensor(self.kinds), torch.tensor(self.positions)
         chunk = torch.tensor([self._chunks.get(p, -1) for p in self.places])
-        kept = (kind == STORED) & torch.tensor([p not in self._computed for p in self.places])
+        kept = (kind == STORED) & torch.tensor([p >= 0 and p not in self._computed for p in self.places])
         stored, true, fused, output = (kind == one for one in range(4))
         alone = (stored[:, None] & stored) & (chunk[:, None] == chunk)
         mixture = (fused | output)[:, None] & (kept | fused | output)
@@ -230,19 +261,19 @@ class Copies:
         return (alone | (true[:, None] & true) | mixture) & (place[:, None] >= place)
 
 
-def head_of(ask: Ask, chunk: range, page_size: int) -> int:
+def head_of(ask: Ask, chunk: Sequence[int], page_size: int) -> int:
     """Number of a chunk's first rows that LegoLink recomputes."""
     count = ask.k if ask.ratio is None else math.ceil(ask.ratio * len(chunk))
     return math.ceil(count / page_size) * page_size if ask.granularity == "page" else count
 
 
-def best_units(units: list[range], scores: dict[int, float], count: int) -> list[int]:
+def best_units(units: list[Sequence[int]], scores: dict[int, float], count: int) -> list[int]:
     """The units with the largest sums of scores; of equal ones the earlier."""
     sums = [sum(scores[row] for row in unit) for unit in units]
     return fill(units, sorted(range(len(units)), key=lambda i: -sums[i]), count)
 
 
-def fill(units: list[range], order: Iterable[int], count: int) -> list[int]:
+def fill(units: list[Sequence[int]], order: Iterable[int], count: int) -> list[int]:
     """Rows of units in an order, as many as `count` allows; a unit that does not fit is passed over."""
     rows: list[int] = []
     for i in order:
