@@ -236,7 +236,6 @@ def test_options_of_a_request_hold_with_documents_too(client):
         ({"text": "x"}, 400, "text"),
         ({"segments": [{"text": "x"}], "reuse": {"method": "pie"}}, 400, "reuse"),
         ({"segments": None, "text": "x", "reuse": {"method": "pie"}}, 400, "reuse"),
-        ({"segments": None, "pml": "<prompt schema='s'>x</prompt>", "reuse": {"method": "pie"}}, 400, "reuse"),
         ({"reuse": {"method": "best"}}, 400, "reuse.method"),
         ({"reuse": {}}, 400, "reuse.method"),
         ({"reuse": "pie"}, 400, "reuse"),
@@ -334,7 +333,6 @@ def test_later_turns_and_tools_go_with_documents(api):
         ({"documents": [{"text": "x"}] * 4097}, 400, "documents"),
         ({"schema": "s"}, 400, "schema"),
         ({"messages": [{"role": "user", "content": "x"}], "schema": "s", "documents": [ROME]}, 400, "schema"),
-        ({"messages": [{"role": "user", "content": "x"}], "schema": "s", "reuse": {"method": "pie"}}, 400, "schema"),
         ({"reuse": {"method": "a3", "k": 3}}, 400, "reuse.k"),
     ],
 )

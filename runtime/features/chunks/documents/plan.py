@@ -6,8 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from runtime.errors import InvalidRequest
 from runtime.features.chunks.ask import LEADING, RATIO, TAKEN_BY, ChunksAsk, DocumentMethod, ReuseParams
 from runtime.features.chunks.documents.prompt import TokenizedPrompt
@@ -99,7 +97,9 @@ class DocumentPlanner:
             asked, note = self._choose(asked)
             if asked.method == "none":  # as for documents, nothing approximate: all rows are computed
                 asked = ReuseParams(method="legolink", ratio=1.0)
-        return replace(prompt, ask=msgspec.structs.replace(prompt.ask, **_method(asked)), note=note)
+        given = prompt.ask
+        ask = ChunksAsk(modules=given.modules, anchors=given.anchors, schema=given.schema, **_method(asked))
+        return replace(prompt, ask=ask, note=note)
 
     def _choose(self, asked: ReuseParams) -> tuple[ReuseParams, dict[str, Any]]:
         """The measured method for `auto`, and a note that gives the reason."""

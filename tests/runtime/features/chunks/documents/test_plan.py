@@ -9,11 +9,12 @@ import pytest
 from pydantic import ValidationError
 
 from runtime.errors import InvalidRequest, ModelError
-from runtime.features.chunks.ask import ChunksAsk, ReuseParams
+from runtime.features.chunks.ask import ChunksAsk, ModuleAsk, ReuseParams
 from runtime.features.chunks.documents import table
 from runtime.features.chunks.documents.plan import DocumentPlanner, plan_encoding
 from runtime.features.chunks.documents.prompt import TokenizedPrompt
 from runtime.features.chunks.documents.table import MeasuredMethod, choose, read_table
+from runtime.features.chunks.schemas.compile import ModulePrompt
 from runtime.models.spec import LlamaSpec
 
 PROMPT = TokenizedPrompt(array("i", range(200)), [(2, 66), (67, 180)], ["a", "b"])
@@ -23,6 +24,9 @@ ROWS = [
     {"method": "cacheblend", "ratio": 0.3, "kl": 0.1, "cost": 0.3},
     {"method": "legolink", "k": 32, "chunk_tokens": 256, "kl": 0.05, "cost": 0.3},
 ]
+
+MODULE = ModuleAsk(b"\1\0\0\0", [(0, 4)])
+MODULES = ModulePrompt([5], ChunksAsk(modules=[MODULE], anchors=[(0, 9)]), [1], 10)
 
 
 def plan(planner: DocumentPlanner | None = None, **asked):
@@ -84,6 +88,49 @@ def test_prompts_without_documents_reuse_none():
     assert DocumentPlanner().plan(text, ReuseParams(method="none")).ask is None
     with pytest.raises(InvalidRequest, match="this one has none"):
         DocumentPlanner().plan(text, ReuseParams(method="pie"))
+
+
+@pytest.mark.parametrize("of_schema", [None, ReuseParams(method="a3", granularity="page")])
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"method": "prophetkv", "ratio": 0.3}, {"method": "prophetkv", "ratio": 0.3}),
+        ({"method": "legolink"}, {"method": "legolink", "k": 16}),
+        ({"method": "none"}, {}),
+        ({"method": "full", "granularity": "page"}, {"method": "full", "granularity": "page"}),
+    ],
+)
+def test_modules_are_repaired_as_a_request_asks(asked, message, of_schema):
+    """A prompt that is planned again has nothing of the first time."""
+    prompt = replace(MODULES, repair=of_schema)
+    again = DocumentPlanner().repair(prompt, ReuseParams(method="cacheblend"))
+    for one in (prompt, again):
+        planned = DocumentPlanner("pie").repair(one, ReuseParams(**asked))
+        assert planned == replace(prompt, ask=ChunksAsk(modules=[MODULE], anchors=[(0, 9)], **message))
+
+
+def test_modules_of_a_request_that_does_not_ask_are_repaired_as_their_schema_says():
+    """And not as the server's default for documents."""
+    assert DocumentPlanner("pie").repair(MODULES, None) == MODULES
+    planned = DocumentPlanner("pie").repair(replace(MODULES, repair=ReuseParams(method="a3", ratio=0.5)), None)
+    assert (planned.ask.method, planned.ask.ratio) == ("a3", 0.5)
+
+
+def test_modules_are_not_cut():
+    with pytest.raises(InvalidRequest) as error:
+        DocumentPlanner().repair(MODULES, ReuseParams(method="a3", chunk_tokens=512))
+    assert error.value.param == "reuse.chunk_tokens"
+
+
+def test_auto_repairs_modules_by_the_table_and_else_all_rows():
+    table = [MeasuredMethod.model_validate(row) for row in ROWS]
+    planned = DocumentPlanner(table=table).repair(MODULES, ReuseParams(method="auto", max_kl=0.05))
+    assert (planned.ask.method, planned.ask.k, planned.note) == ("legolink", 32, {"auto": "measured KL 0.05"})
+    assert planned.report({"strategy": "modules"}, 0) == {"strategy": "modules", "auto": "measured KL 0.05"}
+    planned = DocumentPlanner().repair(MODULES, ReuseParams(method="auto"))
+    assert (planned.ask.method, planned.ask.ratio) == ("legolink", 1)
+    assert planned.note == {"auto": "no table for this model"}
+    assert planned.report(None, 0) is None
 
 
 def test_a_document_is_encoded_alone():
