@@ -15,7 +15,7 @@ from runtime.frontend.output import Output, Submission
 from runtime.params import SamplingParams
 
 if TYPE_CHECKING:
-    from runtime.engine.offline import Engine
+    from runtime.offline import Engine
 
 __all__ = [
     "Document",
@@ -32,7 +32,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "Engine":
-        from runtime.engine.offline import Engine
+        from runtime.offline import Engine
 
         return Engine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,11 +1,22 @@
-"""What requests ask of reuse strategies, on the way from the front end to the engine."""
+"""What requests ask of reuse strategies, and what these report, on the way between the front end and the engine."""
 
 from typing import Literal, get_args
 
-from runtime.features.chunks.ask import ChunksAsk, DocumentMethod, ReuseParams
-from runtime.features.reasoning.ask import ReasoningAsk, ReasoningMethod, ReasoningParams
+from runtime.denoising import DenoisingReport, SharedPrefixReport
+from runtime.features.chunks.ask import (
+    ChunksAsk,
+    DocumentMethod,
+    DocumentsReport,
+    ExactDocumentsReport,
+    ModulesReport,
+    ReuseParams,
+)
+from runtime.features.reasoning.ask import ReasoningAsk, ReasoningMethod, ReasoningParams, ReasoningReport
 
 ReuseAsk = ChunksAsk | ReasoningAsk
+ReuseReport = (
+    ModulesReport | DocumentsReport | ExactDocumentsReport | ReasoningReport | DenoisingReport | SharedPrefixReport
+)
 
 # What requests say in `reuse`. A prompt with documents or modules has its ask itself.
 AnyReuse = ReuseParams | ReasoningParams

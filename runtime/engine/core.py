@@ -15,12 +15,19 @@ from runtime.engine.requests import finish_of, open_request
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.strategies import Strategies
 from runtime.errors import EngineDead, RametError
-from runtime.execution.device import choose_device, choose_overlap, is_lost, is_out_of_memory
+from runtime.execution.device import (
+    choose_device,
+    choose_overlap,
+    is_lost,
+    is_out_of_memory,
+    most_running,
+    step_tokens,
+)
 from runtime.execution.executor import Executor
 from runtime.kv.cache import PagedCache
 from runtime.kv.lookup import count_miss
 from runtime.protocol import Abort, AddRequest, Ask, Finish, Forget, Inbound, ModelInfo, Reply, TokenEvent
-from runtime.request import Decoding, Request, Strategy, Work
+from runtime.request import AnyStrategy, Decoding, Request, Work
 from runtime.reuse.planner import Planner
 from runtime.sampler_state import StepResult
 from runtime.sampling.sampler import BadLogits
@@ -71,8 +78,8 @@ class EngineCore:
         self.step_rows = Histogram(_ROWS)
         self.strategies = strategies
         self.decoding = decoding
-        self.scheduler = Scheduler(config.scheduler, cache, executor.step_tokens, executor.max_running)
-        spec, device, least = executor.spec, executor.device, executor.least_saved_tokens
+        spec, device, least = executor.spec, executor.device, executor.decoder.least_saved_tokens
+        self.scheduler = Scheduler(config.scheduler, cache, step_tokens(device), most_running(device))
         self.planner = Planner(spec.num_layers, info.page_size, spec.hidden_size, device, least)
         self.overlap = info.diffusion is None and choose_overlap(config, choose_device(config.model))
         self.paused = False
@@ -99,7 +106,7 @@ class EngineCore:
     def totals(self) -> Counter[str]:
         """The counters of the core, its strategies and its decoding, by name. Those of the same name are added."""
         total = Counter(self.counters)
-        counting_parts: list[Strategy[Any] | Decoding] = [*self.strategies.opened.values(), self.decoding]
+        counting_parts: list[AnyStrategy | Decoding] = [*self.strategies.opened.values(), self.decoding]
         for counting in counting_parts:
             total.update(counting.counters)
         return total

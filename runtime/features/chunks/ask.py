@@ -3,10 +3,12 @@
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from pydantic import Field
 
 from runtime.errors import InvalidRequest
 from runtime.params import Reuse
+from runtime.report import Report
 
 Pairs = list[tuple[int, int]]
 DocumentMethod = Literal["none", "a3", "cacheblend", "prophetkv", "legolink", "pie", "full"]
@@ -73,6 +75,71 @@ class ChunksAsk(msgspec.Struct, tag="chunks", tag_field="strategy"):
     def kind(self) -> Literal["document", "module"]:
         """What a chunk is a part of."""
         return "document" if self.documents else "module"
+
+
+class ChunksReport(Report, kw_only=True):
+    """How a prompt's chunks were reused.
+
+    Attributes:
+        exact: whether the answer is that of an ordinary prompt with these tokens.
+        method, ratio, granularity, k: as in `ChunksAsk`, for a prompt that is repaired; `k` only if LegoLink uses it.
+        chosen_before: whether the rows were chosen for an earlier request with the same chunks.
+        recomputed_rows: number of rows of chunks that were computed again.
+        row_layers: rows x layers that were computed.
+        reused_tokens, computed_tokens: number of the prompt's tokens that were cached, and of the others.
+        auto: why the method `auto` chose this one.
+        note: what else the client should know.
+    """
+
+    exact: bool = False
+    method: str | UnsetType = UNSET
+    ratio: float | UnsetType | None = UNSET
+    granularity: Literal["page", "token"] | UnsetType = UNSET
+    k: int | UnsetType = UNSET
+    chosen_before: bool | UnsetType = UNSET
+    recomputed_rows: int | UnsetType = UNSET
+    row_layers: int | UnsetType = UNSET
+    reused_tokens: int
+    computed_tokens: int
+    auto: str | UnsetType = UNSET
+    note: str | UnsetType = UNSET
+
+    def told(self, auto: str | UnsetType, note: str | UnsetType) -> None:
+        """Add what the front end knows."""
+        self.auto, self.note = auto, self.note if note is UNSET else note
+
+
+class DocumentsReport(ChunksReport, tag="fusion", kw_only=True):
+    """`documents`: their names; `computed_documents`: names of those with a part that was not cached before."""
+
+    chunk_tokens: int
+    documents: list[str]
+    computed_documents: list[str]
+
+
+class ModulesReport(ChunksReport, tag="modules", kw_only=True):
+    """How a prompt's modules were reused.
+
+    Attributes:
+        exact_modules: whether the KV of each module is that of the module alone.
+        modules: names of the modules, in the order of their positions; `computed_modules`: of those not cached before.
+    """
+
+    exact_modules: bool = True
+    modules: list[str]
+    computed_modules: list[str]
+
+
+class ExactDocumentsReport(Report, tag="prefix", kw_only=True):
+    """A prompt with documents of which only an exact prefix was reused. Fields as in `DocumentsReport`."""
+
+    exact: bool = True
+    method: str = "none"
+    documents: list[str]
+    reused_tokens: int
+    computed_tokens: int
+    auto: str | UnsetType = UNSET
+    note: str | UnsetType = UNSET
 
 
 class ReuseParams(Reuse):

@@ -16,8 +16,7 @@ class ChunksFeature(Feature):
     method = "chunks"
 
     def serves(self, opening: Opening) -> bool:
-        # Positions of a window or a state are consecutive; those of chunks are not.
-        return not opening.executor.has_windows and opening.executor.states is None
+        return opening.reads_anywhere
 
     def strategy(self, opening: Opening) -> ChunkReuse:
         from runtime.features.chunks.strategy import ChunkReuse

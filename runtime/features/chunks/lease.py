@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from radix import Match, Node
 from radix.node import TOKEN_BYTES
 from runtime.batch import Read, RowSet, Stage, causal_visible
+from runtime.features.chunks.ask import DocumentsReport, ModulesReport
 from runtime.features.chunks.encoding import Encoding
 from runtime.features.chunks.entry import Entry, EntryMeta, digest
 from runtime.features.chunks.layout import Layout, anchors_of
@@ -417,7 +418,7 @@ class ChunkLease(PrefixLease):
         self.strategy.choices.forget(self.layout, self.space)
         super().distrust()
 
-    def report(self) -> dict[str, Any] | None:
+    def report(self) -> DocumentsReport | ModulesReport | None:
         """Reported once, with the first token, because no field changes later."""
         return None if self.request.num_output > 1 else report_of(self)
 

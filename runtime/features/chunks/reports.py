@@ -1,9 +1,10 @@
-"""The `reuse` field of answers to prompts with chunks."""
+"""The report of a request with chunks."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from runtime.features.chunks.ask import DocumentsReport, ModulesReport
 from runtime.features.chunks.layout import titles_of
 from runtime.features.chunks.methods import Scored
 
@@ -11,40 +12,24 @@ if TYPE_CHECKING:
     from runtime.features.chunks.lease import ChunkLease
 
 
-def report_of(lease: ChunkLease) -> dict[str, Any]:
+def report_of(lease: ChunkLease) -> DocumentsReport | ModulesReport:
     """What a request has reused of its documents or modules, and what it has computed."""
-    request, ask, reused = lease.request, lease.layout.ask, max(lease.request.cached_tokens, 0)
-    chunks = _documents(lease) if ask.documents else _modules(lease)
-    repair = _repair(lease) if ask.method != "none" else {}
-    counts = {"reused_tokens": reused, "computed_tokens": request.num_prompt - reused}
-    return {**chunks, "exact": lease.layout.is_exact, **repair, **counts}
-
-
-def _modules(lease: ChunkLease) -> dict[str, Any]:
+    layout, ask, reused = lease.layout, lease.layout.ask, max(lease.request.cached_tokens, 0)
+    common = {"exact": layout.is_exact, "reused_tokens": reused, "computed_tokens": lease.request.num_prompt - reused}
+    if ask.method != "none":
+        common |= _repair(lease)
     missing = {entry.namespace for entry in lease.computed}
-    entries = [place.entry for place in lease.layout.places if place.is_chunk]
-    return {
-        "strategy": "modules",
-        "exact_modules": True,
-        "modules": [entry.name for entry in entries],
-        "computed_modules": [entry.name for entry in entries if entry.namespace in missing],
-    }
-
-
-def _documents(lease: ChunkLease) -> dict[str, Any]:
-    missing = {entry.namespace for entry in lease.computed}
-    entries = [place.entry for place in lease.layout.places if place.is_chunk]
-    cached = {entry.name for entry in entries} - {entry.name for entry in entries if entry.namespace in missing}
-    titles = list(dict.fromkeys(titles_of(lease.layout.ask)))
-    return {
-        "strategy": "fusion",
-        "documents": titles,
-        "computed_documents": [title for title in titles if title not in cached],
-        "chunk_tokens": lease.layout.ask.chunk_tokens,
-    }
+    entries = [place.entry for place in layout.places if place.is_chunk]
+    computed = [entry.name for entry in entries if entry.namespace in missing]
+    if not ask.documents:
+        return ModulesReport(modules=[entry.name for entry in entries], computed_modules=computed, **common)
+    titles, cached = list(dict.fromkeys(titles_of(ask))), {entry.name for entry in entries} - {*computed}
+    fresh = [title for title in titles if title not in cached]
+    return DocumentsReport(documents=titles, computed_documents=fresh, chunk_tokens=ask.chunk_tokens, **common)
 
 
 def _repair(lease: ChunkLease) -> dict[str, Any]:
+    """The fields of a method, and of what it chose."""
     ask = lease.layout.ask
     found = {
         "method": ask.method,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from typing import Any
+from collections.abc import Mapping
+
+import msgspec
 
 from radix import Namespace
 from runtime.errors import InvalidRequest
@@ -21,7 +23,7 @@ from runtime.request import Request
 from runtime.reuse.prefix import PrefixStrategy
 
 
-class ChunkReuse(PrefixStrategy):
+class ChunkReuse(PrefixStrategy[ChunksAsk]):
     """Looks entries up by their content. The first request that needs a missing entry encodes it.
 
     An entry is encoded alone, with causal attention among its own rows. Modules are encoded at the positions that their
@@ -49,7 +51,7 @@ class ChunkReuse(PrefixStrategy):
             raise InvalidRequest("the prompt has no tokens of its own", param="prompt")
         layout = self._layout(request.tokens, ask, request.namespace)
         method = METHODS[ask.method](layout)
-        if not method.reads_all and self.executor.implementation != "ramet":
+        if not method.reads_all and self.executor.decoder.code != "ramet":
             message = f"method {method.name!r} is for models that Ramet's own code computes"
             raise InvalidRequest(message, param="reuse.method")
         if method.look is not None and self.executor.spec.num_kv_heads != self.cache.pool.k.shape[2]:
@@ -93,11 +95,12 @@ class ChunkReuse(PrefixStrategy):
         entries = [place.entry for place in self._layout(tokens, ask, namespace).places if place.is_chunk]
         return [entry.run() for entry in {entry.namespace: entry for entry in entries}.values()]
 
-    def meta_of(self, namespace: Namespace, described: dict[str, Any]) -> EntryMeta | None:
+    def meta_of(self, namespace: Namespace, described: Mapping[str, object]) -> EntryMeta | None:
         kind, more = namespace.entry.partition(":")[0], dict(described)
         if kind not in ("document", "module"):
             return None
-        return EntryMeta(kind, more.pop(kind), more.pop(f"{kind}_tokens"), more)
+        name, tokens = more.pop(kind), more.pop(f"{kind}_tokens")
+        return EntryMeta(kind, msgspec.convert(name, str), msgspec.convert(tokens, int), more)
 
     def flush(self) -> None:
         self.choices.clear()

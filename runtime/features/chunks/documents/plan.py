@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET, UnsetType
+
+from runtime.asks import ReuseReport
 from runtime.errors import InvalidRequest
-from runtime.features.chunks.ask import LEADING, RATIO, TAKEN_BY, ChunksAsk, DocumentMethod, ReuseParams
+from runtime.features.chunks.ask import (
+    LEADING,
+    RATIO,
+    TAKEN_BY,
+    ChunksAsk,
+    ChunksReport,
+    DocumentMethod,
+    ExactDocumentsReport,
+    ReuseParams,
+)
 from runtime.features.chunks.documents.prompt import TokenizedPrompt
 from runtime.features.chunks.documents.table import MeasuredMethod, choose, read_table
 from runtime.features.chunks.schemas.compile import ModulePrompt
@@ -27,13 +39,15 @@ class DocumentPrompt:
         tokens: token ids of the whole prompt.
         names: names of the documents, in order.
         ask: see `AddRequest`; None: only an exact prefix is reused.
-        note: more fields for the answer's `reuse`.
+        auto: why the method `auto` chose the prompt's method.
+        note: what else the client should know of the reuse.
     """
 
     tokens: list[int]
     names: list[str]
     ask: ChunksAsk | None
-    note: dict[str, Any] = field(default_factory=dict)
+    auto: str | UnsetType = UNSET
+    note: str | UnsetType = UNSET
 
     @property
     def length(self) -> int:
@@ -44,15 +58,19 @@ class DocumentPrompt:
         """The position of the first generated token."""
         return len(self.tokens)
 
-    def report(self, engine: dict[str, Any] | None, cached_tokens: int) -> dict[str, Any] | None:
+    def report(self, engine: ReuseReport | None, cached_tokens: int) -> ReuseReport | None:
         """The answer's `reuse`, or None; `engine`: the engine's report, if there is one."""
         if self.ask is None and engine is None and self.names:
-            engine = {
-                **{"strategy": "prefix", "exact": True, "method": "none"},
-                "documents": list(dict.fromkeys(self.names)),
-                **{"reused_tokens": cached_tokens, "computed_tokens": self.length - cached_tokens},
-            }
-        return None if engine is None else engine | self.note
+            return ExactDocumentsReport(
+                documents=list(dict.fromkeys(self.names)),
+                reused_tokens=cached_tokens,
+                computed_tokens=self.length - cached_tokens,
+                auto=self.auto,
+                note=self.note,
+            )
+        if isinstance(engine, ChunksReport):
+            engine.told(self.auto, self.note)
+        return engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,38 +96,40 @@ class DocumentPlanner:
             refuse_reuse(asked)
             asked = ReuseParams(method="none")
         asked = asked or ReuseParams(method=self.default)
-        note: dict[str, Any] = {}
+        auto: str | UnsetType = UNSET
+        note: str | UnsetType = UNSET
         if asked.method == "auto":
-            asked, note = self._choose(asked)
+            asked, auto = self._choose(asked)
         ask = None if asked.method == "none" else _ask(asked, prompt)
         if asked.method != "none" and min(map(_length, prompt.documents)) < (least := shortest(asked.chunk_tokens)):
-            note["note"] = f"documents of fewer than {least} tokens are computed in full"
+            note = f"documents of fewer than {least} tokens are computed in full"
         if ask is None and asked.method != "none":  # nothing is reused, so no measurement applies
-            note.pop("auto", None)
-        return DocumentPrompt(prompt.tokens.tolist(), prompt.names, ask, note)
+            auto = UNSET
+        return DocumentPrompt(prompt.tokens.tolist(), prompt.names, ask, auto, note)
 
     def repair(self, prompt: ModulePrompt, asked: ReuseParams | None) -> ModulePrompt:
         """A prompt whose modules are repaired as a request asks, None: as their schema does. Raises InvalidRequest."""
         if asked is not None and "chunk_tokens" in asked.model_fields_set:
             raise InvalidRequest("modules are not cut into chunks; leave chunk_tokens out", param="reuse.chunk_tokens")
-        asked, note = asked or prompt.repair or ReuseParams(method="none"), {}
+        asked = asked or prompt.repair or ReuseParams(method="none")
+        auto: str | UnsetType = UNSET
         if asked.method == "auto":
-            asked, note = self._choose(asked)
+            asked, auto = self._choose(asked)
             if asked.method == "none":  # as for documents, nothing approximate: all rows are computed
                 asked = ReuseParams(method="legolink", ratio=1.0)
         given = prompt.ask
         ask = ChunksAsk(modules=given.modules, anchors=given.anchors, schema=given.schema, **_method(asked))
-        return replace(prompt, ask=ask, note=note)
+        return replace(prompt, ask=ask, auto=auto)
 
-    def _choose(self, asked: ReuseParams) -> tuple[ReuseParams, dict[str, Any]]:
-        """The measured method for `auto`, and a note that gives the reason."""
+    def _choose(self, asked: ReuseParams) -> tuple[ReuseParams, str]:
+        """The measured method for `auto`, and the reason."""
         max_kl = _MAX_KL if asked.max_kl is None else asked.max_kl
         found = choose(self.table, max_kl)
         if found is None:
             reason = "no table for this model" if self.table is None else f"no method within {max_kl:g}"
-            return ReuseParams(method="none"), {"auto": reason}
+            return ReuseParams(method="none"), reason
         options = found.model_dump(include=set(ReuseParams.model_fields))
-        return ReuseParams(**options), {"auto": f"measured KL {found.kl:g}"}
+        return ReuseParams(**options), f"measured KL {found.kl:g}"
 
 
 def refuse_reuse(asked: ReuseParams | None) -> None:

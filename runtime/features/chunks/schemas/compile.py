@@ -5,10 +5,12 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right, insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from runtime.features.chunks.ask import ChunksAsk, ReuseParams
+from msgspec import UNSET, UnsetType
+
+from runtime.asks import ReuseReport
+from runtime.features.chunks.ask import ChunksAsk, ChunksReport, ReuseParams
 from runtime.features.chunks.schemas.layout import Scope, TokenRun, check_characters, in_order, make_entry
 from runtime.features.chunks.schemas.markup import PmlError
 from runtime.features.chunks.schemas.pml import Import, Insert, Prompt
@@ -25,7 +27,7 @@ class ModulePrompt:
         rows: number of rows that are read of each entry.
         stop: the position of the first generated token.
         repair: how the schema wants its modules' rows repaired, for requests that do not say; None: not at all.
-        note: more fields for the answer's `reuse`.
+        auto: why the method `auto` chose the prompt's method.
     """
 
     tokens: list[int]
@@ -33,16 +35,18 @@ class ModulePrompt:
     rows: list[int]
     stop: int
     repair: ReuseParams | None = None
-    note: dict[str, Any] = field(default_factory=dict)
+    auto: str | UnsetType = UNSET
 
     @property
     def length(self) -> int:
         """Number of tokens of the prompt: of all entries, and its own."""
         return sum(self.rows) + len(self.tokens)
 
-    def report(self, engine: dict[str, Any] | None, cached_tokens: int) -> dict[str, Any] | None:
+    def report(self, engine: ReuseReport | None, cached_tokens: int) -> ReuseReport | None:
         """The answer's `reuse`, or None; `engine`: the engine's report, if there is one."""
-        return None if engine is None else engine | self.note
+        if isinstance(engine, ChunksReport):
+            engine.told(self.auto, UNSET)
+        return engine
 
 
 def compile_prompt(

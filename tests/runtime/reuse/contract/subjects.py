@@ -23,10 +23,10 @@ from tests.runtime.features.chunks.plain import Module, Prompt, draw_tokens
 from tests.runtime.features.chunks.reference import METHODS, Ask
 from tests.runtime.features.chunks.repaired import Repaired as RepairedAsk
 from tests.runtime.features.chunks.repaired import repaired, without_gaps
-from tests.runtime.reuse.bicache.models import save_tiny
-from tests.runtime.reuse.bicache.reference import PlainModel, check_steps, llada
+from tests.runtime.features.diffusion.bicache.models import save_tiny
+from tests.runtime.features.diffusion.bicache.reference import PlainModel, check_steps, llada
+from tests.runtime.features.diffusion.plain_blocks import SURE, PlainBlocks
 from tests.runtime.reuse.contract.subject import NEW, Subject, World
-from tests.runtime.reuse.plain_blocks import SURE, PlainBlocks
 
 CLOSE = 2e-3  # of logits and their logarithms: float32, in another order
 # Tokens, and fields of `DiffusionParams`.
