@@ -133,7 +133,7 @@ def _repair(given: dict[str, str], line: int) -> ReuseParams | None:
         asked.check()
     except ValidationError as error:
         problem = error.errors()[0]
-        name = "repair" if problem["loc"] == ("method",) else problem["loc"][0]
+        name = "repair" if problem["loc"] == ("method",) else str(problem["loc"][0])
         raise PmlError(f"{name}: {problem['msg']}", "/", line) from None
     except InvalidRequest as error:
         raise PmlError(error.message, "/", line) from None
