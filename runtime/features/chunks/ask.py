@@ -143,16 +143,16 @@ class ExactDocumentsReport(Report, tag="prefix", kw_only=True):
 
 
 class ReuseParams(Reuse):
-    """Reuse of documents' KV at any position of a prompt, with a few of the documents' rows computed again."""
+    """Reuse of the KV of documents, or of modules, with a few of their rows computed again."""
 
     method: Literal[DocumentMethod, "auto"] = Field(
-        description="selects the rows; none: an ordinary prompt; auto: by the model's table, within max_kl"
+        description="selects the rows; none: an ordinary prompt, or modules as they are; auto: by the model's table"
     )
     ratio: float | None = Field(
         None,
         ge=0,
         le=1,
-        description=f"share of the documents' rows (A3's paper: of all) to recompute; default: {RATIO}",
+        description=f"share of the documents' or modules' rows (A3's paper: of all) to recompute; default: {RATIO}",
     )
     granularity: Literal["page", "token"] = Field(
         "token", description="rows are selected one by one, or by whole pages"
