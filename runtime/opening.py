@@ -9,7 +9,6 @@ from typing import TypeVar
 import torch
 
 from runtime.config import Config, refuse_approximations
-from runtime.engine.adapters import EngineAdapters
 from runtime.engine.core import EngineCore
 from runtime.engine.grammars import Grammars
 from runtime.engine.operators import Operators
@@ -23,7 +22,6 @@ from runtime.execution.executor import Executor
 from runtime.features.feature import Feature, Opening
 from runtime.features.registry import FEATURES
 from runtime.kv.cache import PagedCache
-from runtime.models.adapters.lora import read_lora
 from runtime.models.resolve import model_name
 from runtime.models.tokenizer import ends_of_turns
 from runtime.protocol import ModelInfo
@@ -39,7 +37,7 @@ T = TypeVar("T")
 def open_engine(config: Config, path: Path, quotas: Mapping[str, int] | None = None) -> EngineCore:
     """The engine of the model directory `path`; `quotas`: most cached pages by tenant. Raises ModelError."""
     # Options are checked before the weights are read, so that a bad option fails at once.
-    features = _open_features(config, path)
+    features = [feature(config, path) for feature in FEATURES]
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
     executor = _open_executor(config, path)
@@ -47,22 +45,12 @@ def open_engine(config: Config, path: Path, quotas: Mapping[str, int] | None = N
     info = _describe_model(config, executor, path)
     strategies, decoding = _open_model(Opening(config, path, executor, cache, info), features)
     core = EngineCore(config, executor, cache, info, strategies, decoding)
-    parts: list[Part] = [Operators(core), EngineAdapters(executor, core.requests), Grammars(core, path), Pins(core)]
+    parts: list[Part] = [Operators(core), Grammars(core, path), Pins(core)]
     parts += [part for feature in features for part in feature.parts(core)]
     core.install(parts)
     for part in parts:
         part.resume()
     return core
-
-
-def _open_features(config: Config, path: Path) -> list[Feature]:
-    """The features. Raises ModelError for options that exclude each other, and for unusable files of options."""
-    for name, directory in config.model.adapters:
-        try:
-            read_lora(Path(directory))
-        except ModelError as error:
-            raise ModelError(f"--lora {name}={directory}: {error.message}") from None
-    return [feature(config, path) for feature in FEATURES]
 
 
 def _open_executor(config: Config, path: Path) -> Executor:

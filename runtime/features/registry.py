@@ -1,5 +1,6 @@
 """The features, a line for each. `runtime.asks` lists what requests ask of them."""
 
+from runtime.features.adapters.feature import AdaptersFeature
 from runtime.features.chunks.feature import ChunksFeature
 from runtime.features.diffusion.feature import DiffusionFeature
 from runtime.features.drafts.feature import DraftsFeature
@@ -17,6 +18,7 @@ FEATURES: tuple[type[Feature], ...] = (
     DiffusionFeature,
     ChunksFeature,
     ReasoningFeature,
+    AdaptersFeature,
     TiersFeature,
     NextTurnFeature,
     DraftsFeature,
