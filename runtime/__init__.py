@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from runtime.frontend.documents.prompt import Document, Segments
+from runtime.asks import ReuseParams
+from runtime.features.chunks.documents.prompt import Document, Segments
+from runtime.features.chunks.schemas.program import prompt_program, role
 from runtime.frontend.output import Output, Submission
-from runtime.frontend.schemas.program import prompt_program, role
-from runtime.params import ReuseParams, SamplingParams
+from runtime.params import SamplingParams
 
 if TYPE_CHECKING:
     from runtime.offline import Engine

@@ -7,10 +7,9 @@ from typing import Literal, cast, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from radix import PolicyName
-from runtime.asks import ReuseMethod
+from runtime.asks import DocumentMethod, ReuseMethod
 from runtime.errors import ModelError
 from runtime.logs import LogFormat
-from runtime.params import DocumentMethod
 
 SchedulePolicy = Literal["balanced", "fcfs", "priority", "lpm"]
 

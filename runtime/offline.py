@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from radix import Namespace
-from runtime.asks import REUSE_BY_METHOD, AnyReuse
+from runtime.asks import REUSE_BY_METHOD, AnyReuse, ReuseParams
 from runtime.calls import Call, FlushCache, GetState
 from runtime.config import DEFAULT_MODEL, Config, make_config
 from runtime.engine.core import EngineCore
 from runtime.engine.loop import in_thread
 from runtime.errors import EngineDead, InvalidRequest
+from runtime.features.chunks.schemas.schema import Mode, Schema
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.connection import Host
 from runtime.frontend.output import Logprobs, Output, Prompt, Submission, prompts_of
-from runtime.frontend.schemas.schema import Mode, Schema
 from runtime.opening import open_engine
-from runtime.params import ReuseParams, SamplingParams
+from runtime.params import SamplingParams
 from runtime.protocol import Inbound, Outbound, Shutdown
 
 Sampling = SamplingParams | dict[str, Any] | None

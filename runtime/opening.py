@@ -26,8 +26,6 @@ from runtime.models.resolve import model_name
 from runtime.models.tokenizer import ends_of_turns
 from runtime.protocol import ModelInfo
 from runtime.request import AnyStrategy, Decoding
-from runtime.reuse.fusion.strategy import Fusion
-from runtime.reuse.modules.strategy import Modules
 from runtime.reuse.prefix import PrefixStrategy
 from runtime.sampling.batched import FlashInferChoosing
 from runtime.sampling.decoding import NextToken
@@ -101,11 +99,7 @@ def _open_model(opening: Opening, features: Sequence[Feature]) -> tuple[Strategi
         for feature in features
         if feature.method is not None and feature.serves(opening)
     }
-    if opening.reads_anywhere:
-        openers[Modules.name] = partial(Modules, cache, spec.num_layers, opening.info)
-    if opening.reads_anywhere and executor.decoder.code == "ramet":
-        openers[Fusion.name] = partial(Fusion, cache, executor, opening.info)
-    elif spec.diffusion is None:
+    if spec.diffusion is None and not (opening.reads_anywhere and executor.decoder.code == "ramet"):
         refuse_approximations(opening.config.cache)
     decoding = _first(feature.decoding(opening) for feature in features) or _next_token(executor)
     return Strategies(default, openers), decoding

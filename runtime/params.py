@@ -1,13 +1,11 @@
 """Sampling and reuse parameters of a request, for HTTP, the offline engine and the engine process."""
 
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from runtime.errors import InvalidRequest
-
-DocumentMethod = Literal["none", "a3", "cacheblend", "prophetkv", "legolink", "pie", "full"]
 
 # Fields of `SamplingParams` that constrain the output; they exclude each other.
 CONSTRAINTS = ("json_schema", "regex", "grammar")
@@ -19,14 +17,6 @@ _LEAST_TEMPERATURE = 1e-4
 MAX_SCHEMA = 1 << 16
 
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
-
-# Defaults of `ReuseParams`: the share of the rows to recompute, and LegoLink's first rows of each chunk.
-RATIO, LEADING = 0.15, 16
-# Options of `ReuseParams` that only some methods take, with these methods.
-TAKEN_BY = {
-    "ratio": ("a3", "cacheblend", "prophetkv", "legolink"),
-    **{"k": ("legolink",), "max_kl": ("auto",)},
-}
 
 
 def no_seed(given: object) -> object:
@@ -173,35 +163,3 @@ class Reuse(BaseModel):
     def check(self) -> None:
         """Raise InvalidRequest if an option does not go with the method or another option."""
         raise NotImplementedError
-
-
-class ReuseParams(Reuse):
-    """Reuse of documents' KV at any position of a prompt, with a few of the documents' rows computed again."""
-
-    method: Literal[DocumentMethod, "auto"] = Field(
-        description="selects the rows; none: an ordinary prompt; auto: by the model's table, within max_kl"
-    )
-    ratio: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description=f"share of the documents' rows (A3's paper: of all) to recompute; default: {RATIO}",
-    )
-    granularity: Literal["page", "token"] = Field(
-        "token", description="rows are selected one by one, or by whole pages"
-    )
-    chunk_tokens: int = Field(512, ge=16, le=4096, description="documents are encoded in chunks of this many tokens")
-    k: int | None = Field(None, ge=0, le=512, description=f"legolink: first rows of each chunk; default: {LEADING}")
-    max_kl: float | None = Field(
-        None, ge=0, le=100, description="auto: largest mean KL to full prefill, in nats; default: 0.1"
-    )
-
-    def check(self) -> None:
-        for name, methods in TAKEN_BY.items():
-            if getattr(self, name) is not None and self.method not in methods:
-                raise InvalidRequest(f"{name} is an option of {', '.join(methods)}", param=f"reuse.{name}")
-        for name in ("granularity", "chunk_tokens") if self.method == "auto" else ():
-            if name in self.model_fields_set:
-                raise InvalidRequest(f"auto takes the {name} that was measured; leave it out", param=f"reuse.{name}")
-        if self.k is not None and self.ratio is not None:
-            raise InvalidRequest("k and ratio exclude each other", param="reuse.k")

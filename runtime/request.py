@@ -237,6 +237,11 @@ class Lease(ABC):
     def __init__(self, strategy: AnyStrategy, request: Request):
         self.strategy, self.request, self.cache = strategy, request, strategy.cache
 
+    @property
+    def steady(self) -> bool:
+        """Whether each row from now on reads the same KV as the row before it, plus that row."""
+        return self.strategy.steady
+
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def reads(self) -> list[Run]:
@@ -342,7 +347,7 @@ class Strategy(ABC, Generic[A]):
     Attributes:
         name: the tag of the asks that it serves.
         unchunkable: whether rows cannot be cut into chunks, because they see each other. Such requests take turns.
-        steady: whether each decoded row reads the same KV as the row before it, plus that row.
+        steady: `Lease.steady` of its leases, if they do not differ.
         keeps_prompts: whether a computed prompt is in the tree under its own tokens.
         counted, counters: names and values of the counters that the strategy and its leases alone advance.
     """

@@ -88,7 +88,7 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    from runtime.frontend.schemas.schema import Mode
+    from runtime.features.chunks.schemas.schema import Mode
 
     parser.add_argument("prompt", help="text to continue; - reads standard input")
     parser.add_argument("--schema", metavar="FILE", help="a schema in PML; the prompt is PML too: <prompt schema=...>")
@@ -138,7 +138,7 @@ def _chat(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
 
 def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from runtime import Document, Engine, Submission
-    from runtime.frontend.documents.prompt import in_messages
+    from runtime.features.chunks.documents.prompt import in_messages
     from server.commands.chat import harmless
 
     config = config_from(parser, arguments)
@@ -180,7 +180,7 @@ def _add_schema(parser: argparse.ArgumentParser) -> None:
 
 
 def _schema(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from runtime.frontend.schemas.schema import Schema
+    from runtime.features.chunks.schemas.schema import Schema
     from runtime.models.implementation import context_of
     from runtime.models.resolve import resolve_model
     from runtime.models.tokenizer import Tokenizer

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import get_args
 
-from runtime.frontend.documents.prompt import TokenizedPrompt
-from runtime.params import LEADING, DocumentMethod, ReuseParams
+from runtime.features.chunks.ask import LEADING, DocumentMethod, ReuseParams
+from runtime.features.chunks.documents.prompt import TokenizedPrompt
 
 METHODS = tuple(method for method in get_args(DocumentMethod) if method != "none")
 # Methods that compute layer 0 of all rows behind the prefix before they choose.

@@ -13,7 +13,7 @@ import msgspec
 from radix import Namespace, Node, outline, path, slices, text_of_path, view
 from radix.stats import Histogram
 from runtime import calls
-from runtime.asks import ModulesAsk, ReuseAsk
+from runtime.asks import ChunksAsk, ReuseAsk
 from runtime.engine.core import EngineCore
 from runtime.engine.part import Answer, Handler, Part
 from runtime.errors import InvalidRequest, PinRefused
@@ -89,11 +89,11 @@ class Operators(Part):
 
     def _slices_of(self, ask: ReuseAsk | None) -> Sequence[ReuseAsk | None]:
         """The modules of an ask, a few at a time; another ask as a whole."""
-        if not isinstance(ask, ModulesAsk):
+        if not isinstance(ask, ChunksAsk) or not ask.modules:
             return [ask]
         most = min(_MATCHED, self._cache.pool.num_pages)
-        starts = range(0, len(ask.entries), most)
-        return [msgspec.structs.replace(ask, entries=ask.entries[i : i + most]) for i in starts]
+        starts = range(0, len(ask.modules), most)
+        return [msgspec.structs.replace(ask, modules=ask.modules[i : i + most]) for i in starts]
 
     def _num_cached(self, run: Run) -> int:
         tree, page_size = self._cache.tree, self._cache.page_size

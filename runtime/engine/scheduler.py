@@ -367,7 +367,7 @@ def _goes_on(work: Work) -> bool:
     """Whether a request's next row is known before the work is booked: that of the token that the work gives."""
     request, strategy = work.request, work.request.strategy
     is_last = work.count == request.num_remaining and not strategy.unchunkable
-    return is_last and (strategy.steady or not work.prefills) and not request.wants_prompt_logprobs
+    return is_last and (request.lease.steady or not work.prefills) and not request.wants_prompt_logprobs
 
 
 def _prefills(request: Request) -> bool:

@@ -1,6 +1,7 @@
 """The features, a line for each. `runtime.asks` lists what requests ask of them."""
 
 from runtime.features.adapters.feature import AdaptersFeature
+from runtime.features.chunks.feature import ChunksFeature
 from runtime.features.diffusion.feature import DiffusionFeature
 from runtime.features.drafts.feature import DraftsFeature
 from runtime.features.feature import Feature
@@ -15,6 +16,7 @@ FEATURES: tuple[type[Feature], ...] = (
     HybridFeature,
     WindowsFeature,
     DiffusionFeature,
+    ChunksFeature,
     ReasoningFeature,
     AdaptersFeature,
     TiersFeature,

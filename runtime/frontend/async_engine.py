@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 
 from radix import Namespace
 from radix.node import TOKEN_BYTES
-from runtime.asks import REUSE_BY_METHOD
+from runtime.asks import REUSE_BY_METHOD, ReuseParams
 from runtime.calls import AddPin, Call, ComputeNextTurn, EraseTenant, GetCached, GetRuns, Pause, Ping
 from runtime.config import Config
 from runtime.errors import EngineDead, RametError
+from runtime.features.chunks.documents.plan import DocumentPlanner
 from runtime.frontend.adapters import Adapters
 from runtime.frontend.connection import Connection, EngineProcess, Host
 from runtime.frontend.deadline import NO_DEADLINE, Deadline
-from runtime.frontend.documents.plan import DocumentPlanner
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Encoded, Output, PlacedPrompt, Submission, expected_tokens
 from runtime.frontend.processor import Frontend
@@ -27,7 +27,7 @@ from runtime.frontend.text_work import TextWork
 from runtime.frontend.watchdog import Watchdog
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import ReuseParams, SamplingParams
+from runtime.params import SamplingParams
 from runtime.protocol import ModelInfo, Shutdown
 
 log = logging.getLogger("ramet.client")

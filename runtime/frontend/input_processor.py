@@ -5,17 +5,17 @@ from bisect import bisect_right
 
 from msgspec.structs import replace
 
-from runtime.asks import AnyReuse, ReuseAsk
+from runtime.asks import AnyReuse, ReuseAsk, ReuseParams
 from runtime.config import SchedulerConfig
 from runtime.denoising import DEFAULT_LENGTH, BidirectionalParams, DenoisingParams, DiffusionParams
 from runtime.errors import InvalidRequest, TooLong
-from runtime.frontend.documents.plan import DocumentPlanner, DocumentPrompt, refuse_reuse
-from runtime.frontend.documents.prompt import Segments
-from runtime.frontend.output import MAX_BREAKPOINTS, Encoded, MarkedText, Submission
+from runtime.features.chunks.documents.plan import DocumentPlanner, DocumentPrompt, refuse_reuse
+from runtime.features.chunks.documents.prompt import Segments
+from runtime.features.chunks.schemas.compile import ModulePrompt
+from runtime.frontend.output import MAX_BREAKPOINTS, Encoded, MarkedText, PlacedPrompt, Submission
 from runtime.frontend.replay import NOTHING, Replay, Said
-from runtime.frontend.schemas.compile import ModulePrompt
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import ReuseParams, SamplingParams
+from runtime.params import SamplingParams
 from runtime.protocol import ModelInfo
 
 NO_REUSE = DocumentPlanner()
@@ -69,13 +69,18 @@ class InputProcessor:
             submission.reuse.check()
         if isinstance(prompt, Segments):
             prompt = self._place_documents(submission, prompt)
+        elif isinstance(prompt, ModulePrompt):
+            asks = submission.reuse if isinstance(submission.reuse, ReuseParams) else None
+            prompt = self._planner.repair(prompt, asks)
         elif not isinstance(prompt, DocumentPrompt) and isinstance(submission.reuse, ReuseParams):
             refuse_reuse(submission.reuse)
         encoded, asked = Encoded.of(submission, prompt), submission.reuse
         if asked is not None and not isinstance(asked, ReuseParams) and (reason := self._refusal(encoded)):
             raise InvalidRequest(f"{asked.method} is not served {reason}", param="reuse")
-        if isinstance(prompt, DocumentPrompt) and prompt.ask is not None and (reason := self._exact(submission)):
-            raise InvalidRequest(f"documents are not reused {reason}", param="reuse")
+        ask = prompt.ask if isinstance(prompt, PlacedPrompt) else None
+        if ask is not None and ask.method != "none" and (reason := self._exact(submission)):
+            what = "documents are not reused" if ask.documents else "modules are not repaired"
+            raise InvalidRequest(f"{what} {reason}", param="reuse")
         return encoded
 
     def _with_tokens(self, submission: Encoded, before: Encoded | None) -> Encoded:

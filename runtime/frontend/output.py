@@ -12,10 +12,10 @@ from radix.node import TOKEN_BYTES
 from runtime.asks import AnyReuse, ReuseAsk, ReuseReport
 from runtime.denoising import DenoisingParams
 from runtime.errors import RametError
-from runtime.frontend.documents.plan import DocumentPrompt
-from runtime.frontend.documents.prompt import Segments
+from runtime.features.chunks.documents.plan import DocumentPrompt
+from runtime.features.chunks.documents.prompt import Segments
+from runtime.features.chunks.schemas.compile import ModulePrompt
 from runtime.frontend.replay import Said
-from runtime.frontend.schemas.compile import ModulePrompt
 from runtime.params import SamplingParams
 from runtime.protocol import CacheUsage, Finish, Lookup, TokenLogprob
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 
 from runtime.asks import ReuseReport
 from runtime.errors import InvalidRequest, RametError
-from runtime.frontend.documents.plan import DocumentPrompt
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.limits import RequestLimits
-from runtime.frontend.output import Encoded, Listener, Output
+from runtime.frontend.output import Encoded, Listener, Output, PlacedPrompt
 from runtime.models.tokenizer import Detokenizer, Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import Abort, AddRequest, Finish, Inbound, Limits, Sampling, TokenEvent
@@ -297,7 +296,7 @@ def _note_admission(output: Output, event: TokenEvent) -> None:
 def _report(choice: Choice, engine: ReuseReport | None) -> ReuseReport | None:
     """The `reuse` of an answer, None if there is nothing new; `engine`: the engine's report."""
     prompt = choice.submission.prompt
-    if isinstance(prompt, DocumentPrompt) and (engine or choice.output.reuse is None):
+    if isinstance(prompt, PlacedPrompt) and (engine or choice.output.reuse is None):
         return prompt.report(engine, choice.output.cached_tokens)
     return engine
 

@@ -103,8 +103,9 @@ class PagedCache:
         return node, held
 
     def use(self, node: Node | None) -> None:
-        """Count an admitted request's use of the path that ends in `node`."""
+        """Count an admitted request's use of the path that ends in `node`, and renew its holds that slide."""
         self.tree.use(node)
+        self.holds.renew(node)
         if node is not None and self.on_use is not None:
             self.on_use(node)
 

@@ -144,8 +144,8 @@ def _tails(planned: Planned, work: Sequence[Work], page_size: int) -> list[Span]
     if not len(work) == len(batch.tokens) == len(batch.logits_rows) or len(batch.groups) != 1:
         return None
     for item in work:
-        sequence, strategy = item.request.sequence, item.request.strategy
-        if not strategy.steady or item.count != 1 or not item.samples:
+        sequence = item.request.sequence
+        if not item.request.lease.steady or item.count != 1 or not item.samples:
             return None
         if sequence.anchors[-1][0] > item.start:
             return None

@@ -84,7 +84,6 @@ class PrefixLease(Lease):
     def _use(self, match: Match, node: Node | None) -> None:
         """Count the use of the path that ends in `node`."""
         self.cache.use(node)
-        self.cache.holds.renew(node)
 
     def grow(self, ahead: int = 0) -> bool:
         """Allocate pages for the KV of the next token and of `ahead` more; False if the pool has too few."""

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from radix import Namespace
 from runtime.calls import GetPins, GetQuota, GetState, GetTree, OnNode, RemovePin
-from runtime.frontend.documents.prompt import in_messages
+from runtime.features.chunks.documents.prompt import in_messages
 from runtime.frontend.output import Prompt, Submission
 from runtime.params import SamplingParams
 from server.admin.node_ids import ids_for

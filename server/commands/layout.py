@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from runtime.frontend.schemas.schema import Schema
+from runtime.features.chunks.schemas.schema import Schema
 
 
 def print_layout(schema: Schema, model: str) -> None:

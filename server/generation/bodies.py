@@ -23,12 +23,12 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from radix import Namespace
-from runtime.asks import REUSE_BY_METHOD, AnyReuse
+from runtime.asks import REUSE_BY_METHOD, AnyReuse, ReuseParams
 from runtime.denoising import DiffusionParams
 from runtime.errors import InvalidRequest
 from runtime.frontend.deadline import Deadline
 from runtime.frontend.output import Prompt, Submission
-from runtime.params import Lazy, ReuseParams, SamplingParams
+from runtime.params import Lazy, SamplingParams
 from server.auth.keys import CacheScope, Tenant
 from server.http import fields
 from server.http.context import Context

@@ -6,10 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from runtime.asks import DocumentsAsk
 from runtime.errors import InvalidRequest
-from runtime.frontend.documents.plan import DocumentPrompt, plan_encoding, shortest
-from runtime.frontend.documents.prompt import Document, Segments, TokenizedPrompt
+from runtime.features.chunks.documents.plan import DocumentPrompt, plan_encoding, shortest
+from runtime.features.chunks.documents.prompt import Document, Segments, TokenizedPrompt
 from runtime.frontend.output import PlacedPrompt
 from runtime.models.tokenizer import Tokenizer
 from server.generation.bodies import Scoped
@@ -54,7 +53,7 @@ class StoredDocument(Stored):
         return own | super().describe(now_s, live)
 
     def details(self, prompt: PlacedPrompt, cached: dict[str, int]) -> dict[str, Any]:
-        if not isinstance(prompt.ask, DocumentsAsk):
+        if prompt.ask is None:
             return {"chunks": 0, "cached": 0}
         starts = range(0, self.num_tokens - prompt.ask.shortest + 1, prompt.ask.chunk_tokens)
         return {"chunks": len(starts), "cached": sum(cached.values())}

@@ -8,12 +8,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from runtime.asks import ModulesAsk
+from runtime.features.chunks.schemas.compile import ModulePrompt
+from runtime.features.chunks.schemas.markup import MAX_CHARACTERS
+from runtime.features.chunks.schemas.pml import read_prompt
+from runtime.features.chunks.schemas.schema import Mode, Schema
 from runtime.frontend.output import PlacedPrompt
-from runtime.frontend.schemas.compile import ModulePrompt
-from runtime.frontend.schemas.markup import MAX_CHARACTERS
-from runtime.frontend.schemas.pml import read_prompt
-from runtime.frontend.schemas.schema import Mode, Schema
 from runtime.models.tokenizer import Tokenizer
 from server.generation.bodies import Scoped
 from server.http.answers import JsonList
@@ -45,8 +44,8 @@ class StoredSchema(Stored):
         return own | {"tokens": self.num_tokens} | super().describe(now_s, live)
 
     def details(self, prompt: PlacedPrompt, cached: dict[str, int]) -> dict[str, Any]:
-        assert isinstance(prompt.ask, ModulesAsk)
-        names = [entry.name for entry in prompt.ask.entries]
+        assert prompt.ask is not None
+        names = [entry.name for entry in prompt.ask.modules]
         by_path = {path: cached[entry] for entry in names for path in entry.split(", ")}
         return {"modules": self.modules, "cached_tokens": by_path}
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from runtime.frontend.documents.prompt import Document, Segments
+from runtime.features.chunks.documents.prompt import Document, Segments
 from server.http.wire import Body, OneOrLists, Text
 from server.objects.documents import DocumentStore, Title
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
-from runtime.frontend.schemas.pml import Import
+from runtime.features.chunks.schemas.pml import Import
 from runtime.sampling.json_text import check_texts
 from server.http.fields import ANSWERED
 from server.http.wire import Body, ByType, JsonObject, OneOr, Text, Unusable

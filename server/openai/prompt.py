@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from fastapi import Request
 
 from runtime.errors import InvalidRequest
+from runtime.features.chunks.documents.prompt import Document, Segments, in_messages
+from runtime.features.chunks.schemas.pml import Prompt as ModuleText
 from runtime.frontend.deadline import Deadline
-from runtime.frontend.documents.prompt import Document, Segments, in_messages
 from runtime.frontend.output import Prompt, Submission, new_rid
-from runtime.frontend.schemas.pml import Prompt as ModuleText
 from runtime.models.marks import new_place
 from runtime.models.tokenizer import Tokenizer
 from server.auth.keys import Tenant

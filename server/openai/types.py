@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
 from runtime.errors import InvalidRequest
-from runtime.params import CONSTRAINTS, MAX_SCHEMA, CommonSampling, ReuseParams, SamplingParams, no_seed
+from runtime.params import CONSTRAINTS, MAX_SCHEMA, CommonSampling, SamplingParams, no_seed
 from server.auth.keys import Tenant
 from server.generation.bodies import AnswerId, Diffusion, GenerationBody, LogitBias, Reuse, naming
 from server.http import fields
@@ -312,7 +312,7 @@ class ChatRequest(CommonRequest):
         """Raise InvalidRequest for combinations of fields that are not supported."""
         if self.schema_name is None and any(message.imports for message in self.messages):
             raise InvalidRequest("parts of type module need a schema", param="schema")
-        if self.schema_name is not None and (isinstance(self.reuse, ReuseParams) or self.has_documents):
+        if self.schema_name is not None and self.has_documents:
             raise InvalidRequest("a schema and documents exclude each other", param="schema")
         if self.schema_name is not None and (self.template_variables() or self.truncate_prompt_tokens is not None):
             raise InvalidRequest("a schema excludes template variables and truncation", param="schema")

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import Finish, Output, Prompt, Submission, new_rid, prompts_of
-from runtime.params import ReuseParams, SamplingParams
+from runtime.params import SamplingParams
 from runtime.protocol import TokenLogprob
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
 from server.explain.reason import Explanation
@@ -124,8 +124,6 @@ def _prompts(
     body: GenerateRequest, account: str, documents: DocumentStore, schemas: SchemaStore
 ) -> tuple[Sequence[Prompt | Callable[[], Prompt]], list[int], bool]:
     """The prompts, the number of characters in each (0: tokens), whether they are a list. Raises InvalidRequest."""
-    if body.pml is not None and isinstance(body.reuse, ReuseParams):
-        raise InvalidRequest("pml excludes reuse of documents", param="reuse")
     if body.segments is not None:
         is_list = isinstance(body.segments[0], list) if body.segments else True
         several: list[Any] = body.segments if is_list else [body.segments]

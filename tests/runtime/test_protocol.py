@@ -3,17 +3,9 @@
 import pytest
 
 from radix import Namespace
-from runtime.asks import (
-    DocumentsAsk,
-    DocumentsReport,
-    EntryAsk,
-    ExactDocumentsReport,
-    ModulesAsk,
-    ModulesReport,
-    ReasoningAsk,
-    ReasoningReport,
-)
+from runtime.asks import ReasoningAsk, ReasoningReport
 from runtime.denoising import BidirectionalParams, BlockParams, DenoisingReport, NoiseParams, SharedPrefixReport
+from runtime.features.chunks.ask import ChunksAsk, DocumentsReport, ExactDocumentsReport, ModuleAsk, ModulesReport
 from runtime.params import Lazy, SamplingParams
 from runtime.protocol import (
     AddRequest,
@@ -40,8 +32,8 @@ class Given(SamplingParams):
     "fields",
     [
         {"sampling": SAMPLING, "namespace": Namespace("t", salt="s"), "breakpoints": [(16, 300.0)]},
-        {"ask": ModulesAsk([EntryAsk(b"\1\0\0\0", [(0, 4)], [(0, 1)], "/m")], [(0, 9)], "s")},
-        {"ask": DocumentsAsk("legolink", [(1, 40)], ["a"], None, "page", 32, 16, 4)},
+        {"ask": ChunksAsk(modules=[ModuleAsk(b"\1\0\0\0", [(0, 4)], [(0, 1)], "/m")], anchors=[(0, 9)], schema="s")},
+        {"ask": ChunksAsk("legolink", [(1, 40)], ["a"], granularity="page", chunk_tokens=32, shortest=16, k=4)},
         {"ask": ReasoningAsk(75.5)},
         {"diffusion": BidirectionalParams(gen_length=8, prefix_tokens=3)},
         {"diffusion": BlockParams(threshold=0.5)},
@@ -55,8 +47,9 @@ def test_requests_arrive_as_they_were_sent(fields):
 
 # Reports, and the fields that answers have of them, in order.
 COUNTS = {"reused_tokens": 64, "computed_tokens": 9}
-OPTIONS = {"ratio": None, "granularity": "token", "chunk_tokens": 512}
-CHOSEN = {"documents": ["a", "b"], "computed_documents": ["b"], "chosen_before": True, "recomputed_rows": 7}
+OPTIONS = {"ratio": None, "granularity": "token"}
+CHOSEN = {"chosen_before": True, "recomputed_rows": 7, "row_layers": 90}
+DOCUMENTS = {"chunk_tokens": 512, "documents": ["a", "b"], "computed_documents": ["b"]}
 PAGES = {"approximate": True, "substituted_pages": 3, "amsr": 0.25}
 TOKENS = {"first_substituted_token": 16, "exact_tokens": None, "recomputed": 0}
 PREFIX = {"refreshes": 2, "prefix_ratio": 0.5, "denoise_steps": 8}
@@ -68,19 +61,24 @@ DEPTH = {"divergence_bound": 0.5, "refresh_interval": 4, "depth_divergence": Non
     [
         (
             ModulesReport(modules=["/", "/a"], computed_modules=["/a"], **COUNTS),
-            {"strategy": "modules", "exact": False, "exact_modules": True, "modules": ["/", "/a"],
-             "computed_modules": ["/a"], **COUNTS},
+            {"strategy": "modules", "exact": False, **COUNTS, "exact_modules": True, "modules": ["/", "/a"],
+             "computed_modules": ["/a"]},
+        ),
+        (
+            ModulesReport(exact=True, method="a3", **OPTIONS, **CHOSEN, modules=[], computed_modules=[], **COUNTS),
+            {"strategy": "modules", "exact": True, "method": "a3", **OPTIONS, **CHOSEN, **COUNTS,
+             "exact_modules": True, "modules": [], "computed_modules": []},
         ),
         (
             DocumentsReport(
-                method="legolink", **OPTIONS, k=4, **CHOSEN, row_layers=90, **COUNTS, auto="measured", note="new"
+                method="legolink", **OPTIONS, k=4, **CHOSEN, **COUNTS, **DOCUMENTS, auto="measured", note="new"
             ),
-            {"strategy": "fusion", "exact": False, "method": "legolink", **OPTIONS, "k": 4, **CHOSEN, "row_layers": 90,
-             **COUNTS, "auto": "measured", "note": "new"},
+            {"strategy": "fusion", "exact": False, "method": "legolink", **OPTIONS, "k": 4, **CHOSEN, **COUNTS,
+             "auto": "measured", "note": "new", **DOCUMENTS},
         ),
         (
-            DocumentsReport(method="pie", row_layers=90, **OPTIONS, **CHOSEN, **COUNTS),
-            {"strategy": "fusion", "exact": False, "method": "pie", **OPTIONS, **CHOSEN, "row_layers": 90, **COUNTS},
+            DocumentsReport(method="pie", **OPTIONS, **CHOSEN, **COUNTS, **DOCUMENTS),
+            {"strategy": "fusion", "exact": False, "method": "pie", **OPTIONS, **CHOSEN, **COUNTS, **DOCUMENTS},
         ),
         (
             ExactDocumentsReport(documents=["a"], **COUNTS),

@@ -14,8 +14,8 @@ from loadgen.experiments.micro.model_bench import ModelBench
 from loadgen.harness import BenchError, Cell, Figure
 from loadgen.offline.document_methods import METHODS, ways
 from loadgen.offline.forced import Ask
-from runtime.frontend.documents.plan import DocumentPlanner
-from runtime.params import RATIO, ReuseParams
+from runtime.features.chunks.ask import RATIO, ReuseParams
+from runtime.features.chunks.documents.plan import DocumentPlanner
 
 # Smallest ratio by page for the tasks. Their documents have about 200 tokens, of which less may be under a page.
 _LEAST_BY_PAGE = 0.15

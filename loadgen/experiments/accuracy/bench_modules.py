@@ -14,8 +14,8 @@ from loadgen.experiments.micro.model_bench import ModelBench
 from loadgen.experiments.micro.modules import OTHER, SAME, Modules, imports
 from loadgen.harness import BenchError, Cell, Figure
 from loadgen.offline.forced import Ask
-from runtime.asks import ModulesAsk
-from runtime.frontend.schemas.schema import Mode, Schema
+from runtime.features.chunks.ask import ChunksAsk
+from runtime.features.chunks.schemas.schema import Mode, Schema
 from runtime.models.tokenizer import Tokenizer
 
 _PAIRS = "a scaffold of each pair"
@@ -103,8 +103,8 @@ def ways_of(item: Item, tokenizer: Tokenizer, context_length: int) -> dict[str, 
 
     paths = [f"/m{number}" for number in range(len(item.parts))]
     whole = ask("scaffold", [["/", *paths]])
-    assert isinstance(whole.asked, ModulesAsk)
-    (entry,) = whole.asked.entries
+    assert isinstance(whole.asked, ChunksAsk)
+    (entry,) = whole.asked.modules
     ways = {
         FULL: Ask(array("i", entry.tokens).tolist() + whole.tokens),
         "independent": ask("independent"),

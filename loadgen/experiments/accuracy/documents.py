@@ -6,7 +6,7 @@ from functools import partial
 
 from loadgen.experiments.accuracy.parts import Item, filler, labels, needle, table
 from loadgen.experiments.accuracy.vocabulary import word_list
-from runtime.frontend.documents.prompt import Document, Segments, TokenizedPrompt, in_messages
+from runtime.features.chunks.documents.prompt import Document, Segments, TokenizedPrompt, in_messages
 from runtime.models.tokenizer import Tokenizer
 
 _COUNT = 4

@@ -13,9 +13,9 @@ from typing import Any
 
 from loadgen.offline.document_methods import row_layers
 from loadgen.offline.drive import Drive
-from runtime.frontend.documents.plan import DocumentPlanner
-from runtime.frontend.documents.prompt import TokenizedPrompt
-from runtime.params import ReuseParams
+from runtime.features.chunks.ask import ReuseParams
+from runtime.features.chunks.documents.plan import DocumentPlanner
+from runtime.features.chunks.documents.prompt import TokenizedPrompt
 
 FULL, PREFIX = "full prefill", "prefix caching"
 

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from loadgen.offline.drive import Drive
-from runtime.asks import EntryAsk, ModulesAsk
+from runtime.features.chunks.ask import ChunksAsk, ModuleAsk
 
 FULL, OTHER, SAME = "full prefill", "prefix caching, another order", "prefix caching, the same order"
 
@@ -70,14 +70,14 @@ class Modules(Drive):
         for one in modules:
             hole = len(one) * percent // 100
             holes = [(len(one) // 2, len(one) // 2 + hole)] if hole else []
-            entries.append(EntryAsk(one.tobytes(), [(0, at)], holes, f"/{at}"))
+            entries.append(ModuleAsk(one.tobytes(), [(0, at)], holes, f"/{at}"))
             if hole:
                 anchors.append((len(own), at + len(one) // 2))
                 own += self.text(hole)
             at += len(one)
         anchors.append((len(own), at))
         own += self.text(self._new)
-        self.add(own, output, ModulesAsk(self._draw.sample(entries, len(entries)), anchors))
+        self.add(own, output, ChunksAsk(modules=self._draw.sample(entries, len(entries)), anchors=anchors))
 
     def together(self, length: int, requests: int, is_imported: bool) -> dict[str, float]:
         """Seconds of a decode step of requests that share modules or a prefix, and the pages in use."""

@@ -16,12 +16,12 @@ from loadgen.offline.forced import Ask, Asker
 from loadgen.offline.profile.settings import ANSWER, DOCUMENTS, QUOTED, FusionSettings
 from runtime.config import Config
 from runtime.errors import ModelError
-from runtime.frontend.documents.plan import DocumentPlanner
-from runtime.frontend.documents.prompt import TokenizedPrompt
+from runtime.features.chunks.ask import ReuseParams
+from runtime.features.chunks.documents.plan import DocumentPlanner
+from runtime.features.chunks.documents.prompt import TokenizedPrompt
 from runtime.models.resolve import resolve_model
 from runtime.models.spec import LlamaSpec
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import ReuseParams
 
 # Number of prompts that run together.
 _BATCH = 2
@@ -110,7 +110,7 @@ def _measure(
 
 
 def _row(asked: ReuseParams, kls: list[float], costs: list[float]) -> dict[str, Any]:
-    """A row of the table, in the form of `runtime.frontend.documents.table.MeasuredMethod`."""
+    """A row of the table, in the form of `runtime.features.chunks.documents.table.MeasuredMethod`."""
     return {
         **asked.model_dump(exclude_none=True),
         "kl": round(max(float(np.mean(kls)), 0), 5),

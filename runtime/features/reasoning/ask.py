@@ -15,7 +15,7 @@ METHOD: Final = "reasoncache"
 PERCENTILE, TAU_MAX, TAU_MIN = 80.0, 0.9, 0.6
 
 
-class ReasoningAsk(msgspec.Struct, tag=METHOD, tag_field="method"):
+class ReasoningAsk(msgspec.Struct, tag=METHOD, tag_field="strategy"):
     """Sharing of reasoning steps; fields as in `ReasoningParams`."""
 
     percentile: float = PERCENTILE

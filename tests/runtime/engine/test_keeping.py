@@ -103,6 +103,17 @@ def test_a_breakpoint_survives_a_flood_for_its_time_and_goes_after(driver):
     assert figures(driver.ask(PROMPT, [(96, FIVE)])) == (0, {FIVE: 96}, 4)
 
 
+def test_a_prompt_with_documents_that_reads_it_renews_it_as_well(driver):
+    driver.ask(PROMPT, [(96, FIVE)])
+    driver.now += FIVE - 1
+    reuse = {"strategy": "chunks", "method": "pie", "documents": [[96, 136]]}
+    driver.send("behind it", [*PROMPT[:96], *range(40), 7], {"max_new_tokens": 1}, reuse=reuse)
+    driver.run()
+    driver.now += 2
+    driver.flood(40)
+    assert driver.cached(PROMPT) == 96
+
+
 def test_floods_with_breakpoints_of_their_own_take_it_from_nobody_within_its_share(driver):
     driver.ask(PROMPT, [(96, FIVE)], tenant="a")
     driver.now += FIVE - 1

@@ -4,10 +4,10 @@ import pytest
 
 from runtime.config import SchedulerConfig
 from runtime.errors import InvalidRequest
+from runtime.features.chunks.schemas.compile import ModulePrompt
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Submission
 from runtime.frontend.processor import Frontend
-from runtime.frontend.schemas.compile import ModulePrompt
 from runtime.params import SamplingParams
 from runtime.protocol import ModelInfo
 from tests.runtime.frontend.listening import Listener, ids_of

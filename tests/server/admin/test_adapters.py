@@ -180,6 +180,13 @@ def test_methods_of_reuse_are_refused_by_name_and_not_the_default(alice):
         400,
         "documents are not reused with an adapter",
     )
+    pml = "<schema name='sea'>The sea is deep.<module name='m'> Very.</module></schema>"
+    assert alice.post("/v1/schemas", json={"pml": pml}).status_code == 200
+    body = {"pml": "<prompt schema='sea'><m/> Is it?</prompt>", "model": "poems", "sampling_params": sampling}
+    assert alice.post("/generate", json=body).status_code == 200
+    refused = alice.post("/generate", json=body | {"reuse": {"method": "pie"}})
+    assert refused.json()["error"]["message"] == "modules are not repaired with an adapter"
+    assert alice.delete("/v1/schemas/sea").status_code == 200
     refused = complete(alice, "poems", reuse={"method": "reasoncache"})
     assert "not served with an adapter" in refused.json()["error"]["message"]
 

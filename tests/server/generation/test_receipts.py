@@ -8,7 +8,7 @@ import pytest
 
 from radix import Namespace
 from runtime.denoising import DiffusionParams
-from runtime.frontend.documents.plan import DocumentPrompt
+from runtime.features.chunks.documents.plan import DocumentPrompt
 from runtime.frontend.output import Encoded, Output
 from runtime.params import SamplingParams
 from runtime.protocol import ModelInfo

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from runtime.frontend.documents.table import choose, read_table
+from runtime.features.chunks.documents.table import choose, read_table
 
 GREEDY = {"max_new_tokens": 8, "temperature": 0}
 ROME = {
@@ -236,7 +236,6 @@ def test_options_of_a_request_hold_with_documents_too(client):
         ({"text": "x"}, 400, "text"),
         ({"segments": [{"text": "x"}], "reuse": {"method": "pie"}}, 400, "reuse"),
         ({"segments": None, "text": "x", "reuse": {"method": "pie"}}, 400, "reuse"),
-        ({"segments": None, "pml": "<prompt schema='s'>x</prompt>", "reuse": {"method": "pie"}}, 400, "reuse"),
         ({"reuse": {"method": "best"}}, 400, "reuse.method"),
         ({"reuse": {}}, 400, "reuse.method"),
         ({"reuse": "pie"}, 400, "reuse"),
@@ -336,7 +335,6 @@ def test_later_turns_and_tools_go_with_documents(api):
         ({"documents": [{"text": "x"}] * 4097}, 400, "documents"),
         ({"schema": "s"}, 400, "schema"),
         ({"messages": [{"role": "user", "content": "x"}], "schema": "s", "documents": [ROME]}, 400, "schema"),
-        ({"messages": [{"role": "user", "content": "x"}], "schema": "s", "reuse": {"method": "pie"}}, 400, "schema"),
         ({"reuse": {"method": "a3", "k": 3}}, 400, "reuse.k"),
     ],
 )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.frontend.schemas.schema import Schema
+from runtime.features.chunks.schemas.schema import Schema
 from server.objects.examples import trips
 
 ROOM = Path(trips.__file__).parent
@@ -26,7 +26,7 @@ def test_the_program_is_served(tokenizer):
         ("home", "Porto", ["/", "/duration", "/home/home"]),
     ]:
         prompt = schema.compile(trips.trips.prompt("When?", duration="two weeks", country=country, city=city))
-        assert [entry.name for entry in prompt.ask.entries] == modules
+        assert [entry.name for entry in prompt.ask.modules] == modules
 
 
 def test_every_schema_has_a_prompt_and_is_in_the_table():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.frontend.schemas.markup import PmlError
+from runtime.features.chunks.schemas.markup import PmlError
 from server.errors import Conflict, NotFound
 from server.objects.schemas import SchemaRequest, SchemaStore
 

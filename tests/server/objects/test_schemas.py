@@ -136,6 +136,23 @@ def test_modules_of_a_nested_schema_see_the_texts_around_them(client, add):
     assert generate(client, "<prompt schema='one'><m/> is cold</prompt>")["text"] == plain
 
 
+def test_modules_are_repaired_as_the_request_asks_or_the_schema(client, add):
+    """With all rows, the answer is that of the plain text."""
+    add("<schema name='sea' repair='a3' ratio='1'>The sea is<module name='m'> warm in summer, and it</module></schema>")
+    text, prompt = "The sea is warm in summer, and it is cold", "<prompt schema='sea'><m/> is cold</prompt>"
+    plain = client.post("/generate", json={"text": text, "sampling_params": GREEDY}).json()["text"]
+    for fields in ({}, {"reuse": {"method": "cacheblend", "ratio": 1}}):
+        answer = generate(client, prompt, **fields)
+        reuse = answer["meta_info"]["reuse"]
+        assert (answer["text"], reuse["exact"], reuse["ratio"]) == (plain, True, 1)
+        assert reuse["method"] == fields.get("reuse", {"method": "a3"})["method"]
+    apart = generate(client, prompt, reuse={"method": "none"})["meta_info"]["reuse"]
+    assert (apart["exact"], apart["exact_modules"], "method" in apart) == (False, True, False)
+    assert "auto" in generate(client, prompt, reuse={"method": "auto"})["meta_info"]["reuse"]
+    refused = client.post("/generate", json={"pml": prompt, "reuse": {"method": "a3", "chunk_tokens": 64}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "reuse.chunk_tokens")
+
+
 def test_what_ends_an_encoding_leaves_neither_schema_nor_pins(client, server):
     def abort():
         client.post("/abort_request", json={"abort_all": True})
@@ -208,13 +225,16 @@ def test_a_conversation_that_imports_all_modules_of_a_scaffold_is_the_plain_conv
     assert not any(hasattr(chunk, "reuse") for chunk in chunks[:-1])
 
 
-def test_later_turns_read_the_earlier_ones(api, client, add):
+@pytest.mark.parametrize("extra", [{}, {"reuse": {"method": "prophetkv", "ratio": 0.5}}])
+def test_later_turns_read_the_earlier_ones(api, client, add, extra):
     add(TALK)
     first = [{"role": "user", "content": PARTS[:1]}, {"role": "user", "content": "Which is it?"}]
-    answer = chat(api, first)
+    answer = chat(api, first, extra=extra)
     assert answer.reuse["modules"] == ["/", "/a"]
     said = answer.choices[0].message.content
-    second = chat(api, [*first, {"role": "assistant", "content": said}, {"role": "user", "content": "Sure?"}])
+    turns = [*first, {"role": "assistant", "content": said}, {"role": "user", "content": "Sure?"}]
+    second = chat(api, turns, extra=extra)
+    assert second.reuse.get("chosen_before", False) == bool(extra)
     assert second.reuse["reused_tokens"] >= answer.usage.prompt_tokens // 16 * 16
 
 

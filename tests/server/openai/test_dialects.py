@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.frontend.documents.prompt import Document, Segments
+from runtime.features.chunks.documents.prompt import Document, Segments
 from runtime.frontend.output import Encoded
 from runtime.models.tokenizer import Tokenizer
 from server.openai.chat import reader_of

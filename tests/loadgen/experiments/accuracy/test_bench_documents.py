@@ -8,7 +8,7 @@ from loadgen.experiments.accuracy.documents import TASKS, tokenize
 from loadgen.experiments.accuracy.quality import FULL, Judge
 from loadgen.offline.document_methods import METHODS, ways
 from loadgen.offline.forced import Ask
-from runtime.frontend.documents.plan import DocumentPlanner
+from runtime.features.chunks.documents.plan import DocumentPlanner
 
 
 def draw(task, number):

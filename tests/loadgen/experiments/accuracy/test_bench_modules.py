@@ -39,7 +39,7 @@ def test_ways_ask_for_the_same_tokens(tokenizer):
     text = tokenizer.decode(ways[FULL].tokens, skip_special_tokens=False)
     assert "system\nRead. One. Two.<|im_end|>" in text
     assert text.endswith("user\nWhich?<|im_end|>\n<|im_start|>assistant\nIt is")
-    names = {way: [entry.name for entry in ask.asked.entries] for way, ask in ways.items() if ask.asked}
+    names = {way: [entry.name for entry in ask.asked.modules] for way, ask in ways.items() if ask.asked}
     assert names == {
         "independent": ["/", "/m0", "/m1"],
         "nested": ["/", "/m0", "/m1"],

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from loadgen.experiments.accuracy.parts import TASKS, Item
-from runtime.frontend.schemas.schema import Schema
+from runtime.features.chunks.schemas.schema import Schema
 
 
 def items(task: str) -> list[Item]:
@@ -24,7 +24,7 @@ def test_every_question_is_a_prompt_of_its_schema(task, tokenizer):
         schema = Schema.read(item.schema(), tokenizer, 512)
         prompt = schema.compile(item.prompt())
         imported = [f"/m{number}" for number in range(len(item.parts))]
-        assert [entry.name for entry in prompt.ask.entries] == ["/", *imported]
+        assert [entry.name for entry in prompt.ask.modules] == ["/", *imported]
         assert (prompt.stop > prompt.length) == (task == "persona"), "only unions leave gaps"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from loadgen.experiments.micro.documents import FULL, PREFIX, Documents, Shape
 from loadgen.offline.document_methods import METHODS, row_layers, ways
-from runtime.params import ReuseParams
+from runtime.features.chunks.ask import ReuseParams
 
 SHAPE = Shape(length=72, system=20, question=9)
 

@@ -7,7 +7,7 @@ import pytest
 
 from loadgen.offline.profile.fusion import Quotations
 from loadgen.offline.profile.settings import FusionSettings
-from runtime.frontend.documents.table import choose, read_table
+from runtime.features.chunks.documents.table import choose, read_table
 from server.cli import main
 
 

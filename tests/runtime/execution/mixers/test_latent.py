@@ -15,10 +15,10 @@ from runtime.models.spec import LlamaSpec
 from tests.lora import merged, save_lora
 from tests.runtime.engine.driver import Driver, call, greedy, make_core
 from tests.runtime.execution.transformers.architectures import VOCAB, save_small
+from tests.runtime.features.chunks.asks import build
 from tests.runtime.features.tiers.engines import NEW, evict, loaded, open_core, options_of
 from tests.runtime.reuse.contract.subject import World
 from tests.runtime.reuse.contract.subjects import Fusion, best
-from tests.runtime.reuse.fusion.asks import build
 
 DENSE = {"first_k_dense_replace": 3}
 CODE = [{"kernels": "torch"}, {"kernels": "auto"}]

@@ -37,7 +37,7 @@ def steady(engine: Engine, prompts: Sequence[list[int]], reuse: dict[str, Any]) 
 def test_documents(llama, device, method):
     engine = Engine(device, llama)
     reuse = {
-        **{"method": "fusion", "select": method, "documents": [[8, 48], [48, 81]], "names": ["a", "b"]},
+        **{"strategy": "chunks", "method": method, "documents": [[8, 48], [48, 81]], "names": ["a", "b"]},
         **{"granularity": "token", "chunk_tokens": 32},
         **({} if method in ("pie", "full") else {"ratio": 0.3}),
         **({"k": 3} if method == "legolink" else {}),
@@ -51,11 +51,11 @@ def test_modules(llama, device):
         {"name": f"/{i}", "tokens": array("i", draw(i, 25)).tobytes(), "anchors": [[0, 25 * i]], "holes": []}
         for i in range(2)
     ]
-    reuse = {"method": "modules", "entries": entries, "anchors": [[0, 50]]}
+    reuse = {"strategy": "chunks", "modules": entries, "anchors": [[0, 50]]}
     assert steady(Engine(device, llama), [draw(i, 9) for i in range(3)], reuse).stalls == []
 
 
 def test_reasoncache(tmp_path_factory, default_model_dir, request):
     path = save("Llama", tmp_path_factory.mktemp("tokenizer"), default_model_dir)
     engine = Engine(request.getfixturevalue("device"), path)
-    assert steady(engine, [[*draw(7, 30), *draw(i, 9)] for i in range(3)], {"method": "reasoncache"}).stalls == []
+    assert steady(engine, [[*draw(7, 30), *draw(i, 9)] for i in range(3)], {"strategy": "reasoncache"}).stalls == []

@@ -88,7 +88,7 @@ def test_windows_in_the_own_code(architecture, kernels, prompts, tmp_path):
         assert driver.together(prompts, max_new_tokens=NEW) == cold
     assert {*core.strategies} == {"prefix"}
     # A window as long as the context hides nothing, but Gemma rotates those layers otherwise.
-    assert len(make_core(path, context_length=9).strategies) == (1 if architecture == "Gemma3" else 4)
+    assert len(make_core(path, context_length=9).strategies) == (1 if architecture == "Gemma3" else 3)
 
 
 def test_the_table_of_the_readme_is_what_is_tested():

@@ -121,7 +121,7 @@ def test_the_model_says_whose_code_computes_it(gemma, tmp_path, caplog):
     assert open_small(llama, random_weights=False).info.model_impl == "ramet"
     core = open_small(llama, random_weights=False, **FOREIGN)
     assert core.info.model_impl == "transformers"
-    assert {*core.strategies} == {"prefix", "modules"}
+    assert {*core.strategies} == {"prefix", "chunks"}
     assert {*open_small(gemma).strategies} == {"prefix"}, (
         "modules lie at positions with gaps, which windows do not know"
     )

@@ -7,9 +7,10 @@ from collections import Counter
 import pytest
 
 from radix import Namespace
-from runtime.asks import DocumentsAsk, ModulesAsk, ReasoningAsk
+from runtime.asks import ReasoningAsk
 from runtime.calls import AddPin, FlushCache, GetCached, GetOutline, GetTree, OnNode, RemovePin
 from runtime.errors import InvalidRequest
+from runtime.features.chunks.ask import ChunksAsk
 from tests.runtime.engine.driver import call
 from tests.runtime.execution.mixers.models import save_hybrid
 from tests.runtime.features.hybrid.test_exact import NEW, STOP, Asking, conversation, is_greedy, some
@@ -181,7 +182,7 @@ def test_a_hold_holds_the_point_too(saved, is_greedy):
 
 def test_other_methods_are_refused(saved, is_greedy):
     driver = Asking(saved, is_greedy)
-    for ask in (ModulesAsk([]), DocumentsAsk("pie", []), ReasoningAsk()):
+    for ask in (ChunksAsk([]), ChunksAsk("pie", []), ReasoningAsk()):
         with pytest.raises(InvalidRequest, match="for this model"):
             driver.core.strategies.serving(ask)
     call(driver.core, FlushCache())

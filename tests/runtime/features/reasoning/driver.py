@@ -64,7 +64,7 @@ class ReasonDriver(Driver):
         """An output of `count` tokens: few words in random order, in steps of some ten tokens."""
         fields = {name: options.pop(name) for name in {"namespace", "prompt_logprobs_from", "store"} & options.keys()}
         sampling = {"temperature": 8.0, "logit_bias": self.bias, "seed": 1, "max_new_tokens": count} | options
-        self.send(rid, prompt, sampling, reuse={"method": "reasoncache", **reuse}, **fields)
+        self.send(rid, prompt, sampling, reuse={"strategy": "reasoncache", **reuse}, **fields)
 
     def plain(self, rid: str, prompt: Sequence[int], count: int, **options: Any) -> None:
         """The same without any sharing."""

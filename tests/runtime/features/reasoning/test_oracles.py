@@ -14,10 +14,10 @@ from runtime.features.reasoning.steps import Splitter, similarity, threshold
 from runtime.features.reasoning.strategy import ReasoningLease
 from runtime.features.reasoning.structure import equivalent
 from runtime.models.tokenizer import Tokenizer
+from tests.runtime.features.chunks.plain import draw_tokens
 from tests.runtime.features.reasoning import reference as plain
 from tests.runtime.features.reasoning.driver import ReasonDriver, words
 from tests.runtime.features.reasoning.reference import Reference, Rules, Shared
-from tests.runtime.reuse.modules.plain import draw_tokens
 from tests.tiny import save_tiny
 
 CLOSE = 2e-3  # of logits: float32, in another order

@@ -7,6 +7,8 @@ import pytest
 
 from radix import Namespace
 from runtime.features.tiers.tiering import Tiering
+from tests.runtime.features.chunks.asks import build
+from tests.runtime.features.chunks.plain import Module, Prompt, draw_tokens
 from tests.runtime.features.diffusion.bicache.driver import DenoiseDriver
 from tests.runtime.features.diffusion.bicache.driver import make_core as make_denoiser
 from tests.runtime.features.diffusion.bicache.models import EOS
@@ -14,8 +16,6 @@ from tests.runtime.features.tiers.conftest import held
 from tests.runtime.features.tiers.engines import always, evict, loaded, options_of
 from tests.runtime.reuse.contract.subject import World
 from tests.runtime.reuse.contract.subjects import Fusion, Modules
-from tests.runtime.reuse.fusion.asks import build
-from tests.runtime.reuse.modules.plain import Module, Prompt, draw_tokens
 
 
 def module_prompt() -> Prompt:

@@ -16,14 +16,17 @@ from runtime.engine.core import EngineCore
 from runtime.params import SamplingParams
 from tests.runtime.engine.driver import call, greedy
 from tests.runtime.execution.mixers.models import save_hybrid
+from tests.runtime.features.chunks import plain as modules
+from tests.runtime.features.chunks import reference as fusion
+from tests.runtime.features.chunks.asks import Library, asked, build
+from tests.runtime.features.chunks.plain import Module, Prompt, draw_tokens
+from tests.runtime.features.chunks.reference import METHODS, Ask
+from tests.runtime.features.chunks.repaired import Repaired as RepairedAsk
+from tests.runtime.features.chunks.repaired import repaired, without_gaps
 from tests.runtime.features.diffusion.bicache.models import save_tiny
 from tests.runtime.features.diffusion.bicache.reference import PlainModel, check_steps, llada
 from tests.runtime.features.diffusion.plain_blocks import SURE, PlainBlocks
 from tests.runtime.reuse.contract.subject import NEW, Subject, World
-from tests.runtime.reuse.fusion import reference as fusion
-from tests.runtime.reuse.fusion.asks import Library, asked, build
-from tests.runtime.reuse.modules import plain as modules
-from tests.runtime.reuse.modules.plain import Module, Prompt, draw_tokens
 
 CLOSE = 2e-3  # of logits and their logarithms: float32, in another order
 # Tokens, and fields of `DiffusionParams`.
@@ -118,7 +121,7 @@ class Reasoning(Prefix):
         return cls(fixture("tiny_dir"))
 
     def message(self, prompt: list[int], count: int) -> dict[str, Any]:
-        return {"tokens": prompt, "reuse": {"method": "reasoncache"}}
+        return {"tokens": prompt, "reuse": {"strategy": "reasoncache"}}
 
 
 class Modules(Subject):
@@ -194,10 +197,11 @@ class Fusion(Subject):
 
         The tokens are greedy and, where they were asked for, their log-probabilities right.
         """
-        (_, ask), tokens, state = world.asked[rid], torch.tensor(world.tokens[rid]), world.requests[rid].lease.fused
+        (_, ask), tokens, state = world.asked[rid], torch.tensor(world.tokens[rid]), world.requests[rid].lease
         reference, rows = load_fusion(self.path), state.selected.tolist()
         first = replace(ask, prompt=ask.prompt[: state.selected_for])
-        assert first in [prompt for _, prompt in world.asked.values()], (rid, state.selected_for)
+        known = [prompt for by, prompt in world.asked.values() if isinstance(by, Fusion)]
+        assert any(_same(first, one) for one in known), (rid, state.selected_for)
         assert reference.accepts(first, world.core.cache.page_size, rows), (rid, ask, rows)
         logits = reference.logits(ask, rows, tokens.tolist(), len(first.prompt))[:-1]
         found = logits.gather(1, tokens[:, None])[:, 0]
@@ -209,6 +213,36 @@ class Fusion(Subject):
 
     def ordinary(self, prompt: fusion.Ask) -> list[int]:
         return list(prompt.prompt)
+
+
+def _same(one: Ask, other: Ask) -> bool:
+    """Whether two asks have the same prompt, and choose the same rows."""
+    same = replace(one, given=other.given) if isinstance(one, RepairedAsk) and isinstance(other, RepairedAsk) else one
+    return same == other and one.chunks == other.chunks
+
+
+class Repaired(Fusion):
+    """Modules as of `Modules`, repaired by any method."""
+
+    def draw(self, draw: random.Random) -> Ask:
+        method, granularity = draw.choice(["a3", "prophetkv", "legolink"]), draw.choice(["page", "token"])
+        return repaired(Modules(self.path).draw(draw), method=method, granularity=granularity, ratio=0.3)
+
+    def message(self, prompt: Ask, count: int) -> dict[str, Any]:
+        return {"tokens": prompt.given.tokens, "reuse": prompt.asked()}
+
+    def anything(self, seed: int) -> Ask:
+        draw = random.Random(seed)
+        return repaired(Modules(self.path).anything(seed), method=draw.choice(METHODS), ratio=draw.random(), k=3)
+
+    def limit(self, draw: random.Random) -> tuple[Ask, list[int]]:
+        """All rows computed again, and no position left out."""
+        method = draw.choice(["a3", "cacheblend", "prophetkv", "legolink"])
+        prompt = repaired(without_gaps(draw), method=method, ratio=1.0)
+        return prompt, greedy(load(self.path), prompt.prompt, NEW)
+
+    def size(self, prompt: Ask) -> int:
+        return len(prompt.prompt)
 
 
 class Diffusion(Subject):
@@ -333,6 +367,7 @@ SUBJECTS: dict[str, type[Subject]] = {
     "hybrid": Hybrid,
     "reasoning": Reasoning,
     "modules": Modules,
+    "repaired": Repaired,
     **{f"fusion-{method}": _fused(method) for method in ("a3", "prophetkv", "legolink", "full")},
     "bicache": BiCache,
     "blocks": Blocks,

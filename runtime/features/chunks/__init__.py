@@ -1,0 +1,1 @@
+"""Chunks: texts that are encoded apart from the prompts which read them, and repaired there."""

@@ -1,1 +1,0 @@
-"""Entries: KV that is encoded apart from the prompts which read it."""

@@ -1,1 +1,0 @@
-"""Prompt modules (Prompt Cache, Gim et al. 2023): each is encoded alone and read by every prompt that imports it."""
