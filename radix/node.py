@@ -58,10 +58,10 @@ class Node:
     """
 
     __slots__ = (
-        *("children", "cost", "created_s", "expired_s", "hashes", "held_until_s", "hits", "is_attached"),
-        *("key", "last_use", "meta", "namespace", "num_attached", "only", "order", "owner", "pages", "parent", "pins"),
-        *("queued", "record", "refs", "slide_s", "tenant_queued", "used_s"),
-    )
+        "children", "cost", "created_s", "expired_s", "hashes", "held_until_s", "hits", "is_attached",
+        "key", "last_use", "meta", "namespace", "num_attached", "only", "order", "owner", "pages", "parent", "pins",
+        "queued", "record", "refs", "slide_s", "tenant_queued", "used_s",
+    )  # fmt: skip
 
     def __init__(self, key: bytes, pages: array[int], parent: Node | None, namespace: Namespace):
         self.key = key

@@ -47,7 +47,8 @@ def open_engine(config: Config, path: Path, quotas: Mapping[str, int] | None = N
     core = EngineCore(config, executor, cache, info, strategies, decoding)
     parts: list[Part] = [Operators(core), Grammars(core, path), Pins(core)]
     parts += [part for feature in features for part in feature.parts(core)]
-    core.install(parts)
+    for part in parts:
+        core.add_part(part)
     for part in parts:
         part.resume()
     return core

@@ -8,7 +8,7 @@ from array import array
 from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, Generic, Never, TypeAlias, TypeVar
+from typing import ClassVar, Generic, Never, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -22,13 +22,6 @@ from runtime.kv.cache import PagedCache
 from runtime.kv.segments import Run, Segment, Sequence
 from runtime.protocol import AddRequest, Admission, Finish, TokenEvent
 from runtime.sampler_state import SampledTokens, SamplerState, StepResult
-
-if TYPE_CHECKING:
-    from runtime.features.diffusion.canvas import BidirectionalCanvas, BlockCanvas
-    from runtime.features.diffusion.noise import NoiseCanvas
-    from runtime.features.drafts.drafter import Draft
-
-    AnyCanvas: TypeAlias = BidirectionalCanvas | BlockCanvas | NoiseCanvas
 
 
 class Status(Enum):
@@ -52,11 +45,11 @@ class Request:
         strategy: the way in which the request reuses KV.
         lease: what the strategy lets the request read and compute; set by `Strategy.open`.
         num_reads: how often `segments` has changed.
-        decoding: chooses the request's tokens; for a diffusion model, of its `canvas`.
+        decoding: chooses the request's tokens.
+        decoding_state: what the decoding keeps of the request; only it knows the type.
         serial: order of arrival.
         namespace: namespace of the sequence; a strategy may change it according to what the request reads.
         segments: KV that the request reads; `read` changes it.
-        draft: the drafter's state.
         entry_tokens: int32, prompt tokens that are not in `sequence`, because their KV is read from entries.
         event: the next event; all parts of the engine write their reports into it.
         cached_tokens: prompt tokens found in the cache at the first admission; -1 before.
@@ -76,8 +69,7 @@ class Request:
     segments: tuple[Segment, ...] = ()
     num_reads: int = 0
     lease: Lease = field(init=False)
-    canvas: AnyCanvas | None = None
-    draft: Draft | None = None
+    decoding_state: object = None
     entry_tokens: array[int] = field(default_factory=lambda: array("i"))
     event: TokenEvent = field(init=False)
     status: Status = Status.WAITING

@@ -29,8 +29,12 @@ _GIB = 1 << 30
 _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16")
 # The flag that shows that a processor supports the kernels for an instruction set.
 _FLAG_OF = {
-    **{"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "avx512": "avx512vl", "avx2": "avx2"},
-    **{"neonbf16": "bf16", "neon": "asimddp"},
+    "avx512bf16": "avx512_bf16",
+    "avx512vnni": "avx512_vnni",
+    "avx512": "avx512vl",
+    "avx2": "avx2",
+    "neonbf16": "bf16",
+    "neon": "asimddp",
 }
 # The same flags by their names in macOS.
 _SYSCTLS = {f"hw.optional.arm.FEAT_{name}": flag for name, flag in (("DotProd", "asimddp"), ("BF16", "bf16"))}

@@ -28,8 +28,14 @@ _MAX_MESSAGE = 500
 # The path prefix of Anthropic's routes, and their error types by status.
 _MESSAGES = "/v1/messages"
 _MESSAGE_TYPES = {
-    **{401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error"},
-    **{409: "conflict_error", 413: "request_too_large", 429: "rate_limit_error", 500: "api_error"},
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
     503: "overloaded_error",
 }
 _DETAILED = ("thread_not_found",)

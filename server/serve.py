@@ -254,8 +254,14 @@ def _make_server(
     options, info = config.server, engine.info
     log.info(
         "%s (%s, %s on %s, %s attention): context %d tokens, pool %d tokens in pages of %d",
-        *(info.name, info.architecture, info.dtype, info.device, info.attention_backend),
-        *(info.context_length, info.pool_tokens, info.page_size),
+        info.name,
+        info.architecture,
+        info.dtype,
+        info.device,
+        info.attention_backend,
+        info.context_length,
+        info.pool_tokens,
+        info.page_size,
     )
     try:
         listener.listen(_BACKLOG)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,17 @@ MOST_BYTES = 8 << 20
 MOST_LINES, MOST_LINES_OF_TESTS, MOST_LINES_OF_FUNCTION, MOST_LINES_OF_README = 600, 600, 60, 200
 # Folders of tests that stand for no room.
 NOT_ROOMS = {Path(name) for name in ("", "arm", "clients", "soak", "runtime/reuse/contract", "runtime/execution/sim")}
+# They still have splats of literals; the set only shrinks.
+WITH_SPLATS = {
+    "runtime/frontend/documents/plan.py",
+    "runtime/params.py",
+    "server/generation/bodies.py",
+    "server/openai/chat.py",
+    "server/openai/prompt.py",
+    "server/openai/types.py",
+    "server/responses/routes.py",
+    "tests/runtime/execution/sim/test_strategies.py",
+}
 TREES = {path: ast.parse(path.read_text("utf-8")) for room in (*ROOMS, "tests") for path in (ROOT / room).rglob("*.py")}
 
 
@@ -34,6 +46,37 @@ def test_modules_and_functions_are_short():
         lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions}
         long |= {f"{name}: {function}" for function, length in lengths.items() if length > MOST_LINES_OF_FUNCTION}
     assert long == set()
+
+
+def splats(tree: ast.AST) -> Iterator[int]:
+    """Lines with `*(a, b)`, `**{"a": b}` or the like, in place of their items. Computed names of a call are fine."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Starred) and isinstance(node.value, ast.List | ast.Tuple | ast.Set):
+            yield node.lineno
+        elif isinstance(node, ast.Dict):
+            items = zip(node.keys, node.values, strict=True)
+            yield from (value.lineno for key, value in items if key is None and isinstance(value, ast.Dict))
+        elif isinstance(node, ast.keyword) and node.arg is None and isinstance(node.value, ast.Dict):
+            names = [isinstance(key, ast.Constant) and str(key.value).isidentifier() for key in node.value.keys]
+            yield from [node.value.lineno] * all(names)
+
+
+def test_literals_are_not_splatted():
+    """The formatter lays out a literal; where a table reads better in rows, `# fmt: skip` says so."""
+    cases = ("[*(1, 2)]", "f(*[1])", "{**{1: 2}}", "f(**{'a': 1})", "{*(a, b)}", "f(*{1})")
+    assert [len([*splats(ast.parse(case))]) for case in cases] == [1] * len(cases)
+    fine = (
+        "[*a]",
+        "f(*a, **b)",
+        "{**a}",
+        "f(**{name: 1})",
+        "f(**{'a b': 1})",
+        "f(**{'a': 1, **more})",
+        "(*(x for x in y),)",
+    )
+    assert [case for case in fine if [*splats(ast.parse(case))]] == []
+    found = {path.relative_to(ROOT).as_posix() for path, tree in TREES.items() if [*splats(tree)]}
+    assert found <= WITH_SPLATS
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -54,17 +54,17 @@ TINY_MODELS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**_BASE, head_dim=16),
     "deepseek_v3": DeepseekV3Config(
         **{**_BASE, "num_key_value_heads": 6, "num_hidden_layers": 2, "first_k_dense_replace": 1},
-        **{"kv_lora_rank": 24, "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10},
-        **{"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-        **{"n_group": 2, "topk_group": 1},
+        kv_lora_rank=24, q_lora_rank=20, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10,
+        n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=24,
+        n_group=2, topk_group=1,
         **_rope(rope_type="yarn", mscale=1.0, mscale_all_dim=0.7, **_YARN),
     ),
     "gemma3": Gemma3TextConfig(
         **{**_BASE, "tie_word_embeddings": True, "num_hidden_layers": 4},
-        **{"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 20},
+        head_dim=16, query_pre_attn_scalar=24, sliding_window=20,
         layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
     ),
-}
+}  # fmt: skip
 
 
 def vary(model: nn.Module) -> None:

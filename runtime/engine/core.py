@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from radix.stats import Histogram
 from runtime.config import Config
 from runtime.engine.flight import InFlight
-from runtime.engine.part import Calls, Part, Parts
+from runtime.engine.open_calls import OpenCalls
+from runtime.engine.part import Part, Parts
 from runtime.engine.requests import finish_of, open_request
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.strategies import Strategies
@@ -35,10 +36,10 @@ from runtime.sampling.sampler import BadLogits
 log = logging.getLogger("ramet.engine")
 
 _COUNTED = (
-    *("requests", "aborted_requests", "failed_requests", "failed_steps", "bad_logits", "prompt_tokens"),
-    *("queries", "hits", "queried_tokens", "cached_tokens", "generation_tokens", "prefill_tokens", "steps"),
-    *("row_layers", "overlapped_steps", "drafts", "drafted_tokens", "accepted_tokens", "next_turn_tokens"),
-)
+    "requests", "aborted_requests", "failed_requests", "failed_steps", "bad_logits", "prompt_tokens",
+    "queries", "hits", "queried_tokens", "cached_tokens", "generation_tokens", "prefill_tokens", "steps",
+    "row_layers", "overlapped_steps", "drafts", "drafted_tokens", "accepted_tokens", "next_turn_tokens",
+)  # fmt: skip
 
 # Bounds of the histogram of a step's token rows.
 _ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -84,20 +85,15 @@ class EngineCore:
         self.overlap = info.diffusion is None and choose_overlap(config, choose_device(config.model))
         self.paused = False
         self.requests: dict[str, Request] = {}
-        self.install([])
+        self.parts, self.calls = Parts(), OpenCalls()
+        self.scheduler.blocked_on = self.parts.blocked_on
         self._in_flight: InFlight | None = None
         self._serial, self._step_s = 0, 0.0
 
-    def install(self, parts: Sequence[Part]) -> None:
-        """Set the parts."""
-        self.parts = Parts(parts)
-        self.calls = Calls(self.parts.handlers())
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Collect the hooks of active parts again, after a part has become active."""
-        self.parts = Parts(list(self.parts))
-        self.scheduler.blocked_on = self.parts.blocked_on
+    def add_part(self, part: Part) -> None:
+        """Add a part; the engine works without any."""
+        self.parts.add(part)
+        self.calls.learn(part.answers())
 
     def part(self, kind: type[P]) -> P:
         """The part of a class. Raises StopIteration if the engine has none."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import Finish, TokenEvent
 from runtime.request import Request
 from runtime.sampling.grammar import AnyText, GrammarCompiler
-
-log = logging.getLogger("ramet.engine")
 
 
 class Grammars(Part):

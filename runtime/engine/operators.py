@@ -219,8 +219,13 @@ def _of(tenant: str | None) -> Callable[[Namespace], bool]:
 def _run(node: Node, start: int) -> dict[str, Any]:
     above = node.parent.pages if node.parent is not None else ()
     return {
-        **{"id": node.pages[0], "parent": above[0] if above else None, "start": start, "key": node.key},
-        **{"tenant": node.namespace.tenant, "hits": node.hits, "pinned": node.pins > 0},
+        "id": node.pages[0],
+        "parent": above[0] if above else None,
+        "start": start,
+        "key": node.key,
+        "tenant": node.namespace.tenant,
+        "hits": node.hits,
+        "pinned": node.pins > 0,
     }
 
 

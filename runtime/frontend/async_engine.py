@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from radix import Namespace
+from radix.node import TOKEN_BYTES
 from runtime.asks import REUSE_BY_METHOD, ReuseParams
 from runtime.calls import AddPin, Call, ComputeNextTurn, EraseTenant, GetCached, GetRuns, Pause, Ping
 from runtime.config import Config
@@ -19,7 +20,7 @@ from runtime.frontend.adapters import Adapters
 from runtime.frontend.connection import Connection, EngineProcess, Host
 from runtime.frontend.deadline import NO_DEADLINE, Deadline
 from runtime.frontend.input_processor import InputProcessor
-from runtime.frontend.output import Output, PlacedPrompt, Submission, expected_tokens
+from runtime.frontend.output import Encoded, Output, PlacedPrompt, Submission, expected_tokens
 from runtime.frontend.processor import Frontend
 from runtime.frontend.stream import OutputStream
 from runtime.frontend.text_work import TextWork
@@ -182,24 +183,25 @@ class AsyncEngine:
         if deadline.at_s is not None:
             stream.timer = asyncio.get_running_loop().call_at(deadline.at_s, stream.expire, deadline.error)
         try:
-            for submission, tokens in zip(submissions, encoded, strict=True):
-                frontend.submit(submission, tokens, stream)
+            for submission in encoded:
+                frontend.submit(submission, stream)
         except RametError:
             stream.close()
             raise
         return stream
 
-    async def _encode(self, frontend: Frontend, submissions: list[Submission]) -> list[list[int]]:
-        encoded: list[list[int]] = []
+    async def _encode(self, frontend: Frontend, submissions: list[Submission]) -> list[Encoded]:
+        encoded: list[Encoded] = []
         tokens = 0
-        for before, submission in zip([None, *submissions], submissions, strict=False):
+        for submission in submissions:
+            before = encoded[-1] if encoded else None
             encoded.append(await self._work.encode(frontend.inputs, submission, before))
-            tokens += len(encoded[-1])
+            tokens += len(encoded[-1].tokens) // TOKEN_BYTES
             if before is not None:  # stored documents may be in many prompts of a short body
                 frontend.check_batch(submission.account, tokens)
         return encoded
 
-    def prepare(self, answered: Submission, output: Output, render: Callable[[], str | None]) -> None:
+    def prepare(self, answered: Encoded, output: Output, render: Callable[[], str | None]) -> None:
         """Have the next turn of a conversation computed while the engine is idle.
 
         Args:
@@ -212,18 +214,23 @@ class AsyncEngine:
         self._preparing[task] = answered.account
         task.add_done_callback(self._preparing.pop)
 
-    async def _prepare(self, answered: Submission, output: Output, render: Callable[[], str | None]) -> None:
+    async def _prepare(self, answered: Encoded, output: Output, render: Callable[[], str | None]) -> None:
         account, said = answered.account, answered.said
         with contextlib.suppress(RametError, ValueError):  # a client could not send the answer back either
             text = await self._work.run(account, render)
             shown = said and said.prompt + self.tokenizer.decode(output.token_ids, skip_special_tokens=False)
             if text is None or (shown and text.startswith(shown)):  # its KV is in the tree already
                 return
-            turn = Submission(text, SamplingParams(max_new_tokens=0), account=account, replay=answered.replay)
-            turn.namespace = answered.namespace
-            turn.add_special_tokens = answered.add_special_tokens
-            tokens = await self._work.encode(self._running().inputs, turn)
-            await self.call(ComputeNextTurn(array("i", tokens).tobytes(), answered.namespace, account, answered.hold_s))
+            turn = Submission(
+                text,
+                SamplingParams(max_new_tokens=0),
+                account=account,
+                namespace=answered.namespace,
+                add_special_tokens=answered.add_special_tokens,
+                replay=answered.replay,
+            )
+            tokens = (await self._work.encode(self._running().inputs, turn)).tokens
+            await self.call(ComputeNextTurn(tokens, answered.namespace, account, answered.hold_s))
 
     def _stop_preparing(self, account: str | None) -> None:
         for task in [task for task, owner in self._preparing.items() if account in (None, owner)]:
@@ -287,10 +294,10 @@ class AsyncEngine:
         """
         frontend, space, account = self._running(), prefix.namespace, prefix.account
         with frontend.admit(account, 1, prefix.expected_tokens):
-            key = array("i", await self._work.encode(frontend.inputs, prefix)).tobytes()
-            return (await self.call(AddPin(key, space, account, name, ttl_s)))["pin"]
+            tokens = (await self._work.encode(frontend.inputs, prefix)).tokens
+            return (await self.call(AddPin(tokens, space, account, name, ttl_s)))["pin"]
 
-    async def pin_entries(self, encoded: Submission, name: str, ttl_s: float | None) -> list[str]:
+    async def pin_entries(self, encoded: Encoded, name: str, ttl_s: float | None) -> list[str]:
         """Pin the KV of all modules or documents that a served submission has read; returns the ids of the pins.
 
         Raises:
@@ -299,9 +306,8 @@ class AsyncEngine:
         """
         prompt, space, account = encoded.prompt, encoded.namespace, encoded.account
         assert isinstance(prompt, PlacedPrompt)
-        tokens = array("i", prompt.tokens).tobytes()
         with self._running().admit(account, 1, prompt.length):
-            answer = await self.call(AddPin(tokens, space, account, name, ttl_s, prompt.ask))
+            answer = await self.call(AddPin(encoded.tokens, space, account, name, ttl_s, prompt.ask))
         return [pin["id"] for pin in answer["pins"]]
 
     async def cached(self, prompt: PlacedPrompt, namespace: Namespace) -> dict[str, int]:

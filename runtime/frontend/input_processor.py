@@ -3,6 +3,8 @@
 from array import array
 from bisect import bisect_right
 
+from msgspec.structs import replace
+
 from runtime.asks import AnyReuse, ReuseAsk, ReuseParams
 from runtime.config import SchedulerConfig
 from runtime.denoising import DEFAULT_LENGTH, BidirectionalParams, DenoisingParams, DiffusionParams
@@ -10,9 +12,10 @@ from runtime.errors import InvalidRequest, TooLong
 from runtime.features.chunks.documents.plan import DocumentPlanner, DocumentPrompt, refuse_reuse
 from runtime.features.chunks.documents.prompt import Segments
 from runtime.features.chunks.schemas.compile import ModulePrompt
-from runtime.frontend.output import MAX_BREAKPOINTS, MarkedText, PlacedPrompt, Submission
+from runtime.frontend.output import MAX_BREAKPOINTS, Encoded, MarkedText, PlacedPrompt, Submission
 from runtime.frontend.replay import NOTHING, Replay, Said
 from runtime.models.tokenizer import Tokenizer
+from runtime.params import SamplingParams
 from runtime.protocol import ModelInfo
 
 NO_REUSE = DocumentPlanner()
@@ -42,94 +45,110 @@ class InputProcessor:
         self.config, self._planner, self._default = config, planner, default
         self.replay = Replay(tokenizer)
 
-    def encode(self, submission: Submission, before: Submission | None = None) -> list[int]:
-        """Check a submission, fill `submission.diffusion` for a diffusion model, and return the prompt's token ids.
-
-        Does not check a grammar. Thread-safe.
+    def encode(self, submission: Submission, before: Encoded | None = None) -> Encoded:
+        """Check and tokenize a submission. Does not check a grammar. Thread-safe.
 
         Args:
             submission: see above.
-            before: an encoded submission; if it has the same parameters, they are not checked again.
+            before: another submission; if it had the same parameters, they are not checked again.
 
         Raises:
             InvalidRequest: if the submission can never be served.
         """
-        prompt = submission.prompt
-        if callable(prompt):
-            prompt = submission.prompt = prompt()
+        encoded = self._with_prompt(submission)
+        if isinstance(encoded.prompt, ModulePrompt):
+            encoded = self._with_modules(encoded, encoded.prompt, before)
+        else:
+            encoded = self._with_tokens(encoded, before)
+        return replace(encoded, ask=self._ask_of(encoded))
+
+    def _with_prompt(self, submission: Submission) -> Encoded:
+        """The submission with its prompt, whose documents are placed. Checks whether what it reuses can be reused."""
+        prompt = submission.prompt() if callable(submission.prompt) else submission.prompt
         if submission.reuse is not None:
             submission.reuse.check()
         if isinstance(prompt, Segments):
-            prompt = submission.prompt = self._place_documents(submission, prompt)
+            prompt = self._place_documents(submission, prompt)
         elif isinstance(prompt, ModulePrompt):
             asks = submission.reuse if isinstance(submission.reuse, ReuseParams) else None
-            prompt = submission.prompt = self._planner.repair(prompt, asks)
+            prompt = self._planner.repair(prompt, asks)
         elif not isinstance(prompt, DocumentPrompt) and isinstance(submission.reuse, ReuseParams):
             refuse_reuse(submission.reuse)
-        asked = submission.reuse
-        if asked is not None and not isinstance(asked, ReuseParams) and (reason := self._refusal(submission)):
+        encoded, asked = Encoded.of(submission, prompt), submission.reuse
+        if asked is not None and not isinstance(asked, ReuseParams) and (reason := self._refusal(encoded)):
             raise InvalidRequest(f"{asked.method} is not served {reason}", param="reuse")
         ask = prompt.ask if isinstance(prompt, PlacedPrompt) else None
         if ask is not None and ask.method != "none" and (reason := self._exact(submission)):
             what = "documents are not reused" if ask.documents else "modules are not repaired"
             raise InvalidRequest(f"{what} {reason}", param="reuse")
-        if isinstance(prompt, ModulePrompt):
-            return self._check_modules(submission, prompt, before)
-        if isinstance(prompt, DocumentPrompt):
-            prompt = prompt.tokens
-        tokens = self._tokenize(submission, prompt) if isinstance(prompt, str | MarkedText) else prompt
+        return encoded
+
+    def _with_tokens(self, submission: Encoded, before: Encoded | None) -> Encoded:
+        """The submission of a prompt without modules, with all that `encode` fills in but the ask."""
+        said, breakpoints, prompt = None, submission.breakpoints, submission.prompt
+        if isinstance(prompt, str | MarkedText):
+            tokens, breakpoints, said = self._tokenize(submission, prompt)
+        else:
+            assert isinstance(prompt, DocumentPrompt | list), "see `_with_prompt`"
+            tokens = prompt.tokens if isinstance(prompt, DocumentPrompt) else prompt
         if submission.last_tokens is not None:
-            tokens = self._truncated(tokens, submission)
+            tokens, breakpoints = self._truncated(tokens, breakpoints, submission)
         if not tokens:
             raise InvalidRequest("the prompt is empty", param="prompt")
         self.check_ids(tokens, "prompt")
-        self._check_places(submission, len(tokens))
-        self._check_sampling(submission, before)
+        self._check_places(breakpoints, len(tokens))
+        submission = self._with_sampling(submission, before, len(tokens))
         start = submission.prompt_logprobs_from
         if start is not None and not 0 <= start < len(tokens):
             raise InvalidRequest(
                 f"log-probabilities are wanted from position {start} of a prompt of {len(tokens)} tokens",
                 param="prompt_logprobs_from",
             )
-        self._clip(submission, len(tokens))
+        data = array("i", tokens).tobytes()
+        submission = replace(submission, tokens=data, breakpoints=breakpoints, said=said)
         if self.info.diffusion is not None:
-            submission.diffusion = self._denoising(submission, tokens)
-            self._check_length(len(tokens), submission.diffusion.gen_length)
-            self._check_guidance(len(tokens), submission.diffusion)
-            return tokens
+            diffusion = self._denoising(submission, tokens)
+            self._check_length(len(tokens), diffusion.gen_length)
+            self._check_guidance(len(tokens), diffusion)
+            return replace(submission, diffusion=diffusion)
         if submission.diffusion is not None:
             raise InvalidRequest("this model is not a diffusion model", param="diffusion")
         self._check_length(len(tokens), submission.sampling.max_new_tokens)
-        return tokens
+        return submission
 
-    def _tokenize(self, submission: Submission, prompt: str | MarkedText) -> list[int]:
-        """The tokens of a text. Sets the breakpoints of the submission, in tokens."""
+    def _tokenize(
+        self, submission: Submission, prompt: str | MarkedText
+    ) -> tuple[list[int], list[tuple[int, float]], Said | None]:
+        """The tokens of a text, its breakpoints in tokens, and what its answer's replay needs; None: no replay."""
         text, keep = (prompt, []) if isinstance(prompt, str) else (prompt.text, prompt.breakpoints)
         self.check_text(len(text), "prompt")
         special = submission.add_special_tokens
         replays = submission.replay and not special and self.info.diffusion is None
         if not (keep or replays):
-            return self.tokenizer.encode(text, add_special_tokens=special)
+            return self.tokenizer.encode(text, add_special_tokens=special), submission.breakpoints, None
         before = self.replay.find(submission.account, submission.namespace, text) if replays else NOTHING
         start = before.characters
         rest, rest_ends = self.tokenizer.encode_with_ends(text[start:], special)
         tokens, ends = before.tokens + array("i", rest), before.ends + array("i", [start + end for end in rest_ends])
-        submission.breakpoints = [(bisect_right(ends, place), ttl_s) for place, ttl_s in keep]
-        if replays:
-            submission.said = Said(text, tokens, ends, before.sampled, array("i"))
-        return tokens.tolist()
+        said = Said(text, tokens, ends, before.sampled, array("i")) if replays else None
+        return tokens.tolist(), [(bisect_right(ends, place), ttl_s) for place, ttl_s in keep], said
 
-    def _check_places(self, submission: Submission, length: int) -> None:
+    def _check_places(self, breakpoints: list[tuple[int, float]], length: int) -> None:
         """Raise InvalidRequest for breakpoints that do not fit a prompt of `length` tokens."""
-        if len(submission.breakpoints) > MAX_BREAKPOINTS:
-            message = f"a prompt has {MAX_BREAKPOINTS} breakpoints at most, not {len(submission.breakpoints)}"
+        if len(breakpoints) > MAX_BREAKPOINTS:
+            message = f"a prompt has {MAX_BREAKPOINTS} breakpoints at most, not {len(breakpoints)}"
             raise InvalidRequest(message, param="breakpoints")
-        if not all(0 <= place <= length and ttl_s > 0 for place, ttl_s in submission.breakpoints):
+        if not all(0 <= place <= length and ttl_s > 0 for place, ttl_s in breakpoints):
             message = "a breakpoint must be within the prompt, and its time to live longer than 0 s"
             raise InvalidRequest(message, param="breakpoints")
 
-    def _truncated(self, tokens: list[int], submission: Submission) -> list[int]:
-        """The last tokens of a prompt, see `Submission.last_tokens`. Raises InvalidRequest if it has documents."""
+    def _truncated(
+        self, tokens: list[int], breakpoints: list[tuple[int, float]], submission: Submission
+    ) -> tuple[list[int], list[tuple[int, float]]]:
+        """The last tokens of a prompt, see `Submission.last_tokens`, and their breakpoints.
+
+        Raises InvalidRequest if the prompt has documents.
+        """
         last = submission.last_tokens
         assert last is not None
         if isinstance(submission.prompt, DocumentPrompt):
@@ -139,28 +158,25 @@ class InputProcessor:
             room = self._room - self._positions(1 if new is None else new)
             last = max(room, 1)
         left_out = max(len(tokens) - last, 0)
-        submission.breakpoints = [(max(place - left_out, 0), ttl_s) for place, ttl_s in submission.breakpoints]
-        return tokens[left_out:]
+        return tokens[left_out:], [(max(place - left_out, 0), ttl_s) for place, ttl_s in breakpoints]
 
-    def _check_modules(self, submission: Submission, prompt: ModulePrompt, before: Submission | None) -> list[int]:
-        """The tokens of a prompt with modules, without those of the modules. Raises InvalidRequest if not servable."""
+    def _with_modules(self, submission: Encoded, prompt: ModulePrompt, before: Encoded | None) -> Encoded:
+        """The submission of a prompt with modules; its tokens lack those of the modules. Raises InvalidRequest."""
         if self.info.diffusion is not None:
             raise InvalidRequest("a diffusion model takes no modules", param="prompt")
         if submission.prompt_logprobs_from is not None:
             raise InvalidRequest("prompts with modules have no log-probabilities", param="prompt_logprobs_from")
-        self._check_sampling(submission, before)
         pages = self.info.page_size * (len(prompt.rows) + 1)  # that may be partly filled
-        self._clip(submission, prompt.length + pages, prompt.stop)
+        submission = self._with_sampling(submission, before, prompt.length + pages, prompt.stop)
         self._check_length(prompt.length, submission.sampling.max_new_tokens, prompt.stop)
-        return prompt.tokens
+        return replace(submission, tokens=array("i", prompt.tokens).tobytes())
 
-    def _check_sampling(self, submission: Submission, before: Submission | None) -> None:
-        """Set the tokens of bad words; see `encode`."""
-        if before is not None and before.common is submission.sampling:
-            submission.bad_words = before.bad_words
-            return
-        submission.sampling.check(self.info.vocab_size)
-        submission.bad_words = self._tokens_of_words(submission.sampling.bad_words)
+    def _bad_words(self, sampling: SamplingParams, before: Encoded | None) -> list[list[int]]:
+        """Check sampling parameters; returns the tokens of bad words. `before`: see `encode`."""
+        if before is not None and before.common is sampling:
+            return before.bad_words
+        sampling.check(self.info.vocab_size)
+        return self._tokens_of_words(sampling.bad_words)
 
     def _tokens_of_words(self, words: list[str]) -> list[list[int]]:
         """The tokens of each word at a line's start and, as vLLM takes it, behind a space. Raises InvalidRequest."""
@@ -198,14 +214,13 @@ class InputProcessor:
             return "behind modules or documents"
         return None
 
-    def ask_of(self, submission: Submission) -> ReuseAsk | None:
-        """The field `AddRequest.ask` of an encoded submission."""
+    def _ask_of(self, submission: Encoded) -> ReuseAsk | None:
         asked = submission.reuse
         if asked is None and self._default is not None and self._refusal(submission) is None:
             asked = self._default
         if asked is not None and not isinstance(asked, ReuseParams):
             return asked.ask()
-        return submission.prompt.ask if isinstance(submission.prompt, PlacedPrompt) else None
+        return None if submission.placed is None else submission.placed.ask
 
     def check_ids(self, tokens: list[int], param: str) -> None:
         """Raise InvalidRequest for ids that the model does not have."""
@@ -252,20 +267,24 @@ class InputProcessor:
             params = params.model_copy(update={"gen_length": self._unasked(len(tokens))})
         return params
 
-    def _clip(self, submission: Submission, prompt: int, positions: int | None = None) -> None:
-        """Set the most new tokens to what a prompt of so many tokens leaves, but at least to one.
+    def _with_sampling(
+        self, submission: Encoded, before: Encoded | None, prompt: int, positions: int | None = None
+    ) -> Encoded:
+        """Check the sampling parameters. The most new tokens become what so long a prompt leaves, but at least one.
 
         `positions`: of the prompt, if they are not its tokens.
         """
-        new = submission.sampling.max_new_tokens or 0
+        sampling, otherwise = submission.sampling, submission.otherwise
+        bad_words = self._bad_words(sampling, before)
+        new = sampling.max_new_tokens or 0
         room = min(self.info.context_length - (positions or prompt), self.info.pool_tokens - prompt)
         most = max(min(room // self._canvas * self._canvas, self.config.max_output_tokens or room), 1)
         if new > most:
-            least = min(submission.sampling.min_new_tokens, most)
+            least = min(sampling.min_new_tokens, most)
             clipped = {"max_new_tokens": most, "min_new_tokens": least}
-            submission.unclipped = submission.sampling
-            submission.sampling = submission.sampling.model_copy(update=clipped)
-            submission.otherwise = submission.otherwise and submission.otherwise.model_copy(update=clipped)
+            sampling = sampling.model_copy(update=clipped)
+            otherwise = otherwise and otherwise.model_copy(update=clipped)
+        return replace(submission, sampling=sampling, otherwise=otherwise, bad_words=bad_words)
 
     def _check_length(self, prompt: int, new: int | None, positions: int | None = None) -> None:
         """Raise InvalidRequest if `new` tokens do not fit; `positions`: of the prompt, if they are not its tokens."""

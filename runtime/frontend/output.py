@@ -1,14 +1,15 @@
-"""The input of a front end, `Submission`, and its result, `Output`."""
+"""The input of a front end, `Submission`, what it becomes, `Encoded`, and the result, `Output`."""
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
 from radix import Namespace
-from runtime.asks import AnyReuse, ReuseReport
+from radix.node import TOKEN_BYTES
+from runtime.asks import AnyReuse, ReuseAsk, ReuseReport
 from runtime.denoising import DenoisingParams
 from runtime.errors import RametError
 from runtime.features.chunks.documents.plan import DocumentPrompt
@@ -52,16 +53,13 @@ def prompts_of(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     return list(given), True  # type: ignore[arg-type]
 
 
-@dataclass(slots=True)
-class Submission:
+class Submission(msgspec.Struct, frozen=True):
     """One prompt and its parameters; it has `sampling.n` completions.
 
     Attributes:
         prompt: text, token ids, or a prompt with modules or documents; or a function that returns one of these, which
             is called in a thread.
         sampling: sampling parameters; `max_new_tokens` may be None, for as many as fit in the context.
-        unclipped: `sampling` before its new tokens were clipped to what the prompt leaves; None: they were not. Other
-            prompts of a body share it.
         otherwise: replaces `sampling` if the grammar cannot be followed; None: the submission is refused then.
         rid: request id; unique among an account's live requests.
         account: the tenant, for the limits on open requests.
@@ -75,25 +73,21 @@ class Submission:
             has no `prefix_tokens`.
         num_characters: approximate length of a prompt that is rendered later.
         explain: whether Outputs contain the prompt's look-up in the cache.
-        tokens: int32 tokens that the prompt itself computes, set by `Frontend.submit`.
         reuse: how to reuse KV beyond exact prefixes; None: the server's default.
         store: whether the KV that the submission computes may stay cached after its end.
         hold_s: seconds for which the prefixes that it used are held afterwards; None: the configured time.
         breakpoints: pairs (tokens, seconds), at most MAX_BREAKPOINTS: the prompt's first tokens are kept until they
-            have been unused for that time. Those of a `MarkedText` are set when it is tokenized.
+            have been unused for that time. A `MarkedText` has its own.
         last_tokens: number of tokens to keep from the end of the prompt; -1: as many as fit; None: all.
         show_tokens: whether the stream of Outputs holds the prompt's tokens.
         progress: whether there is an Output for each step that computes a part of the prompt.
         replay: whether earlier answers in a text keep the tokens that were sampled, and this answer may be replayed.
-        said: the tokenized text, for the replay of its answer.
-        bad_words: tokens of `sampling.bad_words`, set when the prompt is tokenized.
     """
 
     prompt: Prompt | Callable[[], Prompt]
-    sampling: SamplingParams = field(default_factory=lambda: SamplingParams())
-    unclipped: SamplingParams | None = None
+    sampling: SamplingParams = msgspec.field(default_factory=lambda: SamplingParams())
     otherwise: SamplingParams | None = None
-    rid: str = field(default_factory=new_rid)
+    rid: str = msgspec.field(default_factory=new_rid)
     account: str = ""
     namespace: Namespace = Namespace()
     logprobs: int | None = None
@@ -104,22 +98,14 @@ class Submission:
     shared_text: Callable[[], str | None] | None = None
     num_characters: int = 0
     explain: bool = False
-    tokens: bytes = b""
     reuse: AnyReuse | None = None
     store: bool = True
     hold_s: float | None = None
-    breakpoints: list[tuple[int, float]] = field(default_factory=list)
+    breakpoints: list[tuple[int, float]] = []
     last_tokens: int | None = None
     show_tokens: bool = False
     progress: bool = False
     replay: bool = True
-    said: Said | None = None
-    bad_words: list[list[int]] = field(default_factory=list)
-
-    @property
-    def common(self) -> SamplingParams:
-        """The sampling parameters that all prompts of a body share."""
-        return self.unclipped or self.sampling
 
     @property
     def expected_tokens(self) -> int:
@@ -134,10 +120,47 @@ class Submission:
         return self.account, self.rid
 
 
+class Encoded(Submission, frozen=True, kw_only=True):
+    """A submission as `InputProcessor.encode` has checked and tokenized it.
+
+    Its `prompt` is called and has its documents in place, `sampling` is clipped to the tokens that the prompt leaves,
+    `diffusion` has no defaults left, and `breakpoints` has those of a `MarkedText`.
+
+    Attributes:
+        tokens: int32 tokens that the prompt itself computes, as one bytes object.
+        common: `sampling` as the caller made it, which all prompts of a body share.
+        bad_words: tokens of `sampling.bad_words`.
+        ask: what is asked of a reuse strategy.
+        said: the tokenized text, for the replay of its answer.
+    """
+
+    tokens: bytes = b""
+    common: SamplingParams = msgspec.field(default_factory=lambda: SamplingParams())
+    bad_words: list[list[int]] = []
+    ask: ReuseAsk | None = None
+    said: Said | None = None
+
+    @staticmethod
+    def of(submission: Submission, prompt: Prompt) -> "Encoded":
+        """A submission with its prompt and `common`; the other attributes have their defaults."""
+        given = (getattr(submission, name) for name in Submission.__struct_fields__[1:])
+        return Encoded(prompt, *given, common=submission.sampling)
+
+    @property
+    def placed(self) -> PlacedPrompt | None:
+        """The prompt, if it has modules or documents."""
+        return self.prompt if isinstance(self.prompt, PlacedPrompt) else None
+
+    @property
+    def length(self) -> int:
+        """Number of the prompt's tokens, including those of modules."""
+        return len(self.tokens) // TOKEN_BYTES if self.placed is None else self.placed.length
+
+
 class Listener(Protocol):
     """Gets the Outputs of submissions."""
 
-    def add(self, submission: Submission, tokens: list[int]) -> int:
+    def add(self, submission: Encoded) -> int:
         """Take note of an accepted submission; returns the `index` of its Outputs."""
 
     def put(self, item: "Output | RametError") -> None:

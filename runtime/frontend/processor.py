@@ -12,7 +12,7 @@ from runtime.asks import ReuseReport
 from runtime.errors import InvalidRequest, RametError
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.limits import RequestLimits
-from runtime.frontend.output import Listener, Output, PlacedPrompt, Submission
+from runtime.frontend.output import Encoded, Listener, Output, PlacedPrompt
 from runtime.models.tokenizer import Detokenizer, Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import Abort, AddRequest, Finish, Inbound, Limits, Sampling, TokenEvent
@@ -80,7 +80,7 @@ class TextStream:
 class Choice:
     """An open completion; `listener` gets a copy of `output` when it has something new."""
 
-    submission: Submission
+    submission: Encoded
     text: TextStream
     listener: Listener
     started_s: float
@@ -121,32 +121,24 @@ class Frontend:
         """See `RequestLimits.check_batch`."""
         self._admission.check_batch(account, tokens)
 
-    def submit(self, submission: Submission, tokens: list[int], listener: Listener) -> None:
-        """Send a submission's completions to the engine.
-
-        Args:
-            submission: the prompt and its parameters.
-            tokens: the prompt as `InputProcessor.encode` returned it.
-            listener: gets the Outputs.
+    def submit(self, submission: Encoded, listener: Listener) -> None:
+        """Send a submission's completions to the engine. The listener gets the Outputs.
 
         Raises:
             InvalidRequest: if the request id is in use.
             Overloaded, RateLimited: if the submission exceeds the limits on open requests.
         """
-        placed = submission.prompt if isinstance(submission.prompt, PlacedPrompt) else None
-        length = len(tokens) if placed is None else placed.length
+        placed, length = submission.placed, submission.length
         self._admission.check(submission.account, submission.sampling.n, length)
         if submission.key in self._by_submission:
             raise InvalidRequest(f"request id {submission.rid!r} is in use", param="rid")
-        key = submission.tokens = array("i", tokens).tobytes()
         sampling = submission.sampling
         now = time.monotonic()
         self._send_sampling(submission)
         most = sampling.max_new_tokens
         if most is None:
             most = self.inputs.most_output(length, length if placed is None else placed.stop)
-        ask = self.inputs.ask_of(submission)
-        index = listener.add(submission, tokens)
+        index = listener.add(submission)
         self._by_submission[submission.key] = rids = set()
         self._serial += 1
         for choice in range(sampling.n):
@@ -163,7 +155,7 @@ class Frontend:
             self._send(
                 AddRequest(
                     rid=rid,
-                    tokens=key,
+                    tokens=submission.tokens,
                     limits=Limits(most, sampling.min_new_tokens, seed),
                     namespace=submission.namespace,
                     account=submission.account,
@@ -172,7 +164,7 @@ class Frontend:
                     priority=submission.priority,
                     diffusion=submission.diffusion,
                     explain=submission.explain and choice == 0,
-                    ask=ask,
+                    ask=submission.ask,
                     store=submission.store,
                     hold_s=submission.hold_s,
                     breakpoints=[] if choice else submission.breakpoints,
@@ -180,7 +172,7 @@ class Frontend:
                 )
             )
 
-    def _send_sampling(self, submission: Submission) -> None:
+    def _send_sampling(self, submission: Encoded) -> None:
         """Send the sampling parameters, unless the last submission had them: all prompts of a body share them."""
         if submission.common is not self._sent:
             self._send(Sampling(submission.common, submission.bad_words))
@@ -197,7 +189,7 @@ class Frontend:
                 self._send(Abort(choice))
         return len(found)
 
-    def drop(self, submission: Submission) -> None:
+    def drop(self, submission: Encoded) -> None:
         """Forget a submission and abort it in the engine. Another submission that reuses its id is not affected."""
         for choice in list(self._by_submission.get(submission.key, ())):
             if self._open[choice].submission is submission:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable
 
 from runtime.errors import RametError
-from runtime.frontend.output import Output, Submission, merge_outputs
+from runtime.frontend.output import Encoded, Output, merge_outputs
 from runtime.frontend.processor import Frontend
 
 InTurn = Callable[[Callable[[], None]], Awaitable[None]]
@@ -30,16 +31,16 @@ class OutputStream:
         self.in_turn = in_turn
         self._ready: deque[Output | RametError] = deque()
         self._news = asyncio.Event()
-        self.submissions: list[Submission] = []
+        self.submissions: list[Encoded] = []
         self.prompts: dict[int, list[int]] = {}
         self._open = 0
         self.timer: asyncio.TimerHandle | None = None
 
-    def add(self, submission: Submission, tokens: list[int]) -> int:
+    def add(self, submission: Encoded) -> int:
         """Take note of a submission that `Frontend.submit` has accepted; returns the `index` of its Outputs."""
         index = len(self.submissions)
         if submission.show_tokens:
-            self.prompts[index] = tokens
+            self.prompts[index] = array("i", submission.tokens).tolist()
         self.submissions.append(submission)
         self._open += submission.sampling.n
         return index

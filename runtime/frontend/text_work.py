@@ -6,11 +6,12 @@ from itertools import chain
 from typing import TypeVar
 
 from cachetools import LRUCache
+from msgspec.structs import replace
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.grammar_process import GrammarProcesses
 from runtime.frontend.input_processor import InputProcessor
-from runtime.frontend.output import Submission
+from runtime.frontend.output import Encoded, Submission
 from runtime.sampling.grammar import COMPILE_TIMEOUT_S
 from runtime.sampling.turns import Turns
 
@@ -40,17 +41,15 @@ class TextWork:
         self._processes = GrammarProcesses(grammar_timeout_s)
         self._checked: LRUCache[tuple[str, str | None, str], bool] = LRUCache(_CHECKED)
 
-    async def encode(
-        self, inputs: InputProcessor, submission: Submission, before: Submission | None = None
-    ) -> list[int]:
+    async def encode(self, inputs: InputProcessor, submission: Submission, before: Encoded | None = None) -> Encoded:
         """`InputProcessor.encode` in a thread; also checks the grammar."""
-        tokens = await self.run(submission.account, partial(inputs.encode, submission, before))
-        if submission.sampling.constrained:
-            await self._check_grammar(submission)
-        return tokens
+        encoded = await self.run(submission.account, partial(inputs.encode, submission, before))
+        if encoded.sampling.constrained and not await self._follows_grammar(encoded) and encoded.otherwise is not None:
+            return replace(encoded, sampling=encoded.otherwise, common=encoded.otherwise)
+        return encoded
 
-    async def _check_grammar(self, submission: Submission) -> None:
-        """Check a grammar that the account has not sent lately. Raises InvalidRequest, or uses `otherwise`."""
+    async def _follows_grammar(self, submission: Encoded) -> bool:
+        """Whether a grammar can be followed. Raises InvalidRequest if not, and if the submission has no `otherwise`."""
         account, sampling = submission.account, submission.sampling
         key = account, sampling.constraint, str(getattr(sampling, sampling.constraint or ""))
         follows = self._checked.get(key, False)
@@ -62,8 +61,7 @@ class TextWork:
                 if submission.otherwise is None:
                     raise
             self._checked[key] = follows
-        if not follows and submission.otherwise is not None:
-            submission.sampling, submission.unclipped = submission.otherwise, None
+        return follows
 
     def erase(self, account: str) -> None:
         """Forget the grammars of an account."""

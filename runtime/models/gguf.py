@@ -26,9 +26,9 @@ ARCHITECTURES = {
 
 # Texts of tokens that end an answer. Files name one or two of them, and models write others as well.
 _ENDS = (
-    *("<|call|>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"),
-    *("<EOT>", "[EOT]", "<end_of_utterance>", "<｜end▁of▁sentence｜>"),
-)
+    "<|call|>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>",
+    "<EOT>", "[EOT]", "<end_of_utterance>", "<｜end▁of▁sentence｜>",
+)  # fmt: skip
 
 
 def convert_gguf(path: Path, work: Path, linked: bool = False, rounded: bool = False) -> None:

@@ -45,7 +45,10 @@ _ATTENTION_BIAS = ("Llama", "Qwen3", "Gemma3", "GptOss", "Qwen3_5", "Qwen3Next")
 _QWEN_HYBRIDS = ("Qwen3_5", "Qwen3Next")
 # Published values of gpt-oss' optional fields.
 _GPT_OSS = {
-    **{"rope_theta": 150000.0, "sliding_window": 128, "attention_bias": True, "rms_norm_eps": 1e-5},
+    "rope_theta": 150000.0,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "rms_norm_eps": 1e-5,
     "rope_scaling": {"type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
 }
 

@@ -18,7 +18,7 @@ MAX_NODES = 1 << 16
 MAX_VALUES = 1 << 20
 
 # Formats of texts that llguidance follows.
-_FORMATS = {*("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")}
+_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 # Keywords of schemas whose value is a map of schemas, and those whose value is no schema.
 _MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _CONSTANTS = {"enum", "const", "default", "examples"}

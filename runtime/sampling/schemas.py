@@ -269,6 +269,9 @@ def _fits(value: Any) -> bool:
 _VALUES: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(_COUNTS, _count),
     **dict.fromkeys(_NUMBERS, _number),
-    **{"multipleOf": _factor, "type": _types, "enum": _enum, "required": _required},
+    "multipleOf": _factor,
+    "type": _types,
+    "enum": _enum,
+    "required": _required,
     "format": _text,
 }

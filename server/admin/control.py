@@ -51,10 +51,16 @@ async def server_info(context: Ctx) -> dict[str, Any]:
     """Version, configuration, model, and the engine's counters and gauges; SGLang's fields for routers."""
     info, options = context.engine.info, context.config
     return {
-        **{"model_path": info.path, "tokenizer_path": info.path, "served_model_name": info.name},
-        **{"tp_size": options.model.tensor_parallel, "dp_size": 1, "disaggregation_mode": "null"},
-        **{"context_length": info.context_length, "page_size": info.page_size},
-        **{"max_total_num_tokens": info.pool_tokens, "max_running_requests": info.max_running},
+        "model_path": info.path,
+        "tokenizer_path": info.path,
+        "served_model_name": info.name,
+        "tp_size": options.model.tensor_parallel,
+        "dp_size": 1,
+        "disaggregation_mode": "null",
+        "context_length": info.context_length,
+        "page_size": info.page_size,
+        "max_total_num_tokens": info.pool_tokens,
+        "max_running_requests": info.max_running,
         "version": version("ramet"),
         "model_info": msgspec.to_builtins(info),
         "config": context.config.model_dump(mode="json"),
@@ -71,15 +77,24 @@ async def loads(context: Ctx, metrics: Measured) -> dict[str, Any]:
     shares = {"token_usage": used / state["pages_total"], "utilization": running / context.engine.info.max_running}
     hit_rate = state["cached_tokens"] / (state["queried_tokens"] or 1)
     load = {
-        **{"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting, "gen_throughput": speed},
-        **{"num_used_tokens": used * page_size, "max_total_num_tokens": context.engine.info.pool_tokens, **shares},
-        **{"cache_hit_rate": hit_rate, "max_running_requests": context.engine.info.max_running},
+        "dp_rank": 0,
+        "num_running_reqs": running,
+        "num_waiting_reqs": waiting,
+        "gen_throughput": speed,
+        "num_used_tokens": used * page_size,
+        "max_total_num_tokens": context.engine.info.pool_tokens,
+        **shares,
+        "cache_hit_rate": hit_rate,
+        "max_running_requests": context.engine.info.max_running,
     }
     total = {"total_running_reqs": running, "total_waiting_reqs": waiting, "total_reqs": running + waiting}
     mean = {"avg_token_usage": shares["token_usage"], "avg_throughput": speed, "avg_utilization": shares["utilization"]}
     return {
-        **{"timestamp": datetime.now(UTC).isoformat(), "version": version("ramet")},
-        **{"dp_rank_count": 1, "loads": [load], "aggregate": total | mean},
+        "timestamp": datetime.now(UTC).isoformat(),
+        "version": version("ramet"),
+        "dp_rank_count": 1,
+        "loads": [load],
+        "aggregate": total | mean,
     }
 
 

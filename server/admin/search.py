@@ -65,7 +65,8 @@ def _with_ids(nodes: list[dict[str, Any]], id_of: Callable[[int], int]) -> list[
     return [
         {
             **node,
-            **{"id": id_of(node["id"]), "above": [id_of(page) for page in node["above"]]},
+            "id": id_of(node["id"]),
+            "above": [id_of(page) for page in node["above"]],
             "parent": None if node["parent"] is None else id_of(node["parent"]),
         }
         for node in nodes

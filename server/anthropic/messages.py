@@ -5,10 +5,11 @@ from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
+from msgspec.structs import replace
 
 from radix.node import TOKEN_BYTES
 from runtime.errors import RametError
-from runtime.frontend.output import Output, Submission
+from runtime.frontend.output import Encoded, Output
 from runtime.frontend.stream import InTurn
 from runtime.protocol import CacheUsage
 from server.anthropic.content import Piece, pieces_of
@@ -59,20 +60,22 @@ async def messages(
     with naming(body.NAMES):
         chat = chat_of(body)
         submission = await chats.in_turn(request, chat, tenant, deadline)
-    submission.progress = body.stream
 
-    def following(output: Output) -> str | None:
-        said = reader_of(chat, engine.tokenizer, submission).push(output.text, True, output.is_cut)
+    def following(encoded: Encoded, output: Output) -> str | None:
+        said = reader_of(chat, engine.tokenizer, encoded).push(output.text, True, output.is_cut)
         return chats.following(chat, tenant, turns_of(answer_of(pieces_of(said, output.is_cut))))
 
-    writer = MessageWriter(body, chat, submission, service.context)
-    if body.thread is not None:
-        writer.keep_pieces = partial(keep, body, name=writer.id, threads=threads, account=tenant.account)
-
+    submission = replace(submission, progress=body.stream)
     generation = await service.submit(
-        *(request, body, [submission], lambda: chats.conversation(chat, tenant, numbers_of(body))),
+        request,
+        body,
+        [submission],
+        lambda: chats.conversation(chat, tenant, numbers_of(body)),
         following=following,
     )
+    writer = MessageWriter(body, chat, generation.outputs.submissions[0], service.context)
+    if body.thread is not None:
+        writer.keep_pieces = partial(keep, body, name=writer.id, threads=threads, account=tenant.account)
     return await generation.respond(request, writer, body.stream)
 
 
@@ -101,7 +104,7 @@ class MessageWriter(Writer):
 
     STREAM = MessageStream
 
-    def __init__(self, body: MessagesRequest, chat: ChatRequest, submission: Submission, context: Context):
+    def __init__(self, body: MessagesRequest, chat: ChatRequest, submission: Encoded, context: Context):
         self._reader = reader_of(chat, context.engine.tokenizer, submission)
         self._model, self._context_length = context.check_model(body.model), context.engine.info.context_length
         self.id = f"msg_{submission.rid}"
@@ -171,8 +174,14 @@ class MessageWriter(Writer):
     def _message(self, output: Output, why: Explanation | None) -> dict[str, Any]:
         """A message without content. With `why`, it also has the reason for its cache miss."""
         message: dict[str, Any] = {
-            **{"id": self.id, "type": "message", "role": "assistant", "model": self._model},
-            **{"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage(output)},
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage(output),
             **({"left_out": self._left_out} if self._left_out else {}),
         }
         return message if why is None else message | self._reasons(why)

@@ -229,16 +229,15 @@ class MessagesPrompt(Named):
     IGNORED = frozenset(
         {"metadata", "service_tier", "inference_geo", "speed", "user_profile_id", "workspace_id", "betas"}
     )
-    NEUTRAL: ClassVar[Mapping[str, fields.Values]] = {**{"container": ("",), "mcp_servers": ([],)}}
+    NEUTRAL: ClassVar[Mapping[str, fields.Values]] = {"container": ("",), "mcp_servers": ([],)}
     NAMES: ClassVar[Mapping[str, str]] = {
-        **{
-            "prompt": "messages",
-            "max_new_tokens": "max_tokens",
-            "stop": "stop_sequences",
-            "breakpoints": "cache_control",
-        },
-        **{"json_schema": "output_config.format.schema", "response_format": "output_config.format.schema"},
-        **{"continue_final_message": "messages"},
+        "prompt": "messages",
+        "max_new_tokens": "max_tokens",
+        "stop": "stop_sequences",
+        "breakpoints": "cache_control",
+        "json_schema": "output_config.format.schema",
+        "response_format": "output_config.format.schema",
+        "continue_final_message": "messages",
     }
 
     model_config = example(

@@ -15,7 +15,7 @@ from runtime.logs import one_line
 from runtime.models.tokenizer import Tokenizer
 from runtime.sampling.json_text import parse_json
 from server.explain.compare import Parting, compare
-from server.explain.parts import Conversation
+from server.explain.conversation import Conversation
 from server.objects.documents import DocumentStore
 from server.objects.segments import find_documents
 from server.openai.prompt import conversation_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from radix import Namespace
 from radix.node import TOKEN_BYTES
 from runtime.frontend.account_cache import AccountCache
-from runtime.frontend.output import PlacedPrompt, Submission
+from runtime.frontend.output import Encoded
 
 TTL_S = 3600.0
 # Most tokens of all accounts and of one account. An answer counts as at least _LEAST tokens.
@@ -43,9 +43,9 @@ class Answers:
     def find(self, account: str, answer: str) -> Asked | None:
         return self._asked.get(account, answer) or self._asked.get(account, _PREFIX.sub("", answer, count=1))
 
-    def add(self, submission: Submission, answer: str | None = None) -> None:
+    def add(self, submission: Encoded, answer: str | None = None) -> None:
         """Remember a submission's prompt under the answer's id, unless the request forbids to store it."""
-        reads_more = isinstance(submission.prompt, PlacedPrompt) and submission.prompt.ask is not None
+        reads_more = submission.placed is not None and submission.placed.ask is not None
         if reads_more or not submission.store:
             return
         asked = Asked(submission.namespace, submission.tokens)

@@ -5,7 +5,7 @@ from typing import Any
 
 from radix.node import TOKEN_BYTES, common_tokens
 from runtime.models.tokenizer import Tokenizer
-from server.explain.parts import Conversation, Part, common_characters, part_at
+from server.explain.conversation import Conversation, Section, common_characters, section_at
 
 # Tokens shown before the difference, and of each prompt after it.
 _BEFORE, _BEHIND = 16, 24
@@ -17,13 +17,13 @@ class Parting:
 
     Attributes:
         token: number of shared leading tokens.
-        part: the part of this prompt with the first different character.
-        offset: number of characters of that part before the first different one.
+        part: the section of this prompt with the first different character.
+        offset: number of characters of that section before the first different one.
         before: the last shared text; here, there: how this prompt and the other go on; there is None if it is secret.
     """
 
     token: int
-    part: Part
+    part: Section
     offset: int
     before: str
     here: str
@@ -53,12 +53,12 @@ def find_parting(
     here, there = text(tokens, token, token + _BEHIND), None if other is None else text(other, 0, _BEHIND)
     shared = 0 if there is None else common_characters(here, there)
     before = text(tokens, 0, token) + here[:shared]
-    part = Part("prompt")
+    part = Section("prompt")
     if conversation is not None:
         whole = text(tokens, 0, len(tokens) // TOKEN_BYTES)
-        part = part_at(conversation.parts(whole), len(before))
+        part = section_at(conversation.sections(whole), len(before))
         if part.kind in ("system", "message") and there is not None and conversation.describes_tools(there[shared:]):
-            part = Part("tools", len(before))
+            part = Section("tools", len(before))
     shown = text(tokens, max(token - _BEFORE, 0), token) + here[:shared]
     other_side = None if there is None else there[shared:]
     return Parting(token, part, len(before) - part.start, shown, here[shared:], other_side)

@@ -11,7 +11,10 @@ Reason = Literal[
     "entries_missing", "unavailable", "no_point",
 ]  # fmt: skip
 DIFFER: dict[str, Reason] = {
-    **{"tools": "tools_differ", "system": "system_differs", "message": "messages_differ", "prompt": "prompt_differs"}
+    "tools": "tools_differ",
+    "system": "system_differs",
+    "message": "messages_differ",
+    "prompt": "prompt_differs",
 }
 # Reason and message by cause of eviction.
 LEFT: dict[str, tuple[Reason, str]] = {
@@ -53,9 +56,13 @@ class Explanation:
     def describe(self) -> dict[str, Any]:
         """The field `explain` of an answer."""
         return {
-            **{"reason": self.reason, "message": self.message, "prompt_tokens": self.prompt},
-            **{"cached_tokens": self.cached, "missed_tokens": self.prompt - self.cached},
-            **{"replayed_tokens": self.replayed, "compared_with": self.compared_with},
+            "reason": self.reason,
+            "message": self.message,
+            "prompt_tokens": self.prompt,
+            "cached_tokens": self.cached,
+            "missed_tokens": self.prompt - self.cached,
+            "replayed_tokens": self.replayed,
+            "compared_with": self.compared_with,
             "parting": None if self.parting is None else self.parting.describe(),
         }
 

@@ -6,14 +6,14 @@ from radix.node import TOKEN_BYTES, common_tokens
 from runtime.asks import DocumentsReport, ModulesReport, ReuseReport
 from runtime.denoising import SharedPrefixReport, Unshared
 from runtime.errors import RametError
-from runtime.frontend.output import Output, Submission
+from runtime.frontend.output import Encoded, Output
 from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import Lookup
 from server.auth.keys import PUBLIC
 from server.explain.answers import Answers
 from server.explain.compare import Parting, find_parting
-from server.explain.parts import Conversation
+from server.explain.conversation import Conversation
 from server.explain.reason import DIFFER, LEFT, Explanation, Reason
 
 # Reason and message for a diffusion model's request that shares no prefix.
@@ -38,7 +38,7 @@ class MissReport:
 
     Args:
         answers: the recent prompts, among them that of `earlier`.
-        submissions: the request's; their Outputs will report the cache look-up.
+        account: the request's, whose submissions must have `explain`.
         earlier: id of an answer of the same account, to compare with its prompt; None: with the nearest cached prompt.
         conversation: makes the conversation of a single prompt; default: prompts are plain text.
     """
@@ -47,26 +47,23 @@ class MissReport:
         self,
         tokenizer: Tokenizer,
         answers: Answers,
-        submissions: list[Submission],
+        account: str,
         earlier: str | None = None,
         conversation: MakeConversation = plain_text,
     ):
         self._tokenizer = tokenizer
-        self._submissions = submissions
         self._earlier = earlier
-        self._asked = None if earlier is None else answers.find(submissions[0].account, earlier)
+        self._asked = None if earlier is None else answers.find(account, earlier)
         self._conversation = conversation
-        for submission in submissions:
-            submission.explain = True
 
     async def explain(self, outputs: OutputStream, output: Output) -> Explanation:
         """Why the prompt of this Output missed the cache. The Output must have tokens."""
         found: list[Explanation] = []
-        await outputs.in_turn(lambda: found.append(self._explain(output)))
+        await outputs.in_turn(lambda: found.append(self._explain(outputs.submissions[output.index], output)))
         return found[0]
 
-    def _explain(self, output: Output) -> Explanation:
-        submission, lookup = self._submissions[output.index], output.lookup
+    def _explain(self, submission: Encoded, output: Output) -> Explanation:
+        lookup = output.lookup
         length, page = output.prompt_tokens, 1 if lookup is None else lookup.page_size
 
         def because(reason: Reason, message: str, parting: Parting | None = None) -> Explanation:
@@ -101,9 +98,7 @@ class MissReport:
         parting = self._part(submission, lookup.found, other)
         return because(*_differs(parting, "the nearest cached prompt"), parting)
 
-    def _against_earlier(
-        self, submission: Submission, lookup: Lookup, because: Callable[..., Explanation]
-    ) -> Explanation:
+    def _against_earlier(self, submission: Encoded, lookup: Lookup, because: Callable[..., Explanation]) -> Explanation:
         """The reason for a miss, found by comparison with the prompt of an earlier answer."""
         asked, named = self._asked, f"the prompt of {self._earlier}"
         if asked is None:
@@ -124,7 +119,7 @@ class MissReport:
             return because("hit", f"all of {named} was read from the cache: {shared} tokens; the rest is new")
         return because(*_differs(parting, named), parting)
 
-    def _part(self, submission: Submission, token: int, other: bytes | None) -> Parting:
+    def _part(self, submission: Encoded, token: int, other: bytes | None) -> Parting:
         try:
             conversation = self._conversation()
         except RametError:  # for example, a document was deleted after the submission

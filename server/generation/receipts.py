@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from runtime.frontend.output import Output, PlacedPrompt, Submission
+from runtime.frontend.output import Encoded, Output
 from runtime.protocol import ModelInfo
 
 # Files of a model's directory that decide its answers.
@@ -17,7 +17,7 @@ _WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "config.json", "tokenizer.json",
 _PACKAGES = ("radix", "runtime")
 
 
-def receipt_of(submission: Submission, output: Output, info: ModelInfo) -> dict[str, Any]:
+def receipt_of(submission: Encoded, output: Output, info: ModelInfo) -> dict[str, Any]:
     """The receipt of one completion. Reads the weights at the first call, so it may take seconds.
 
     `exact` is false for prompts with modules or documents, whose answers `ramet verify` does not compute again.
@@ -29,7 +29,7 @@ def receipt_of(submission: Submission, output: Output, info: ModelInfo) -> dict[
         "prompt": digest_of(submission.tokens),
         "parameters": submission.sampling.model_dump(mode="json", exclude_defaults=True),
         "output": digest_of(array("i", output.token_ids).tobytes()),
-        "exact": not isinstance(submission.prompt, PlacedPrompt) and submission.diffusion is None,
+        "exact": submission.placed is None and submission.diffusion is None,
     }
 
 

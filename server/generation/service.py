@@ -11,10 +11,11 @@ from functools import partial
 from typing import Annotated, ClassVar
 
 from fastapi import Request, Response
+from msgspec.structs import replace
 
 from runtime.errors import InvalidRequest, RametError
 from runtime.frontend.deadline import Deadline
-from runtime.frontend.output import Output, Submission
+from runtime.frontend.output import Encoded, Output, Submission
 from runtime.frontend.stream import InTurn, OutputStream
 from runtime.protocol import ModelInfo
 from server.explain.answers import Answers
@@ -213,14 +214,15 @@ class GenerationService:
         submissions: list[Submission],
         conversation: MakeConversation = plain_text,
         answer: str | None = None,
-        following: Callable[[Output], str | None] | None = None,
+        following: Callable[[Encoded, Output], str | None] | None = None,
     ) -> Generation:
         """Submit a request's prompts. Errors name the request's fields.
 
         Args:
             conversation: makes the conversation of a single submission, to explain misses.
             answer: the answer's id for later comparisons; needed unless it ends with the submission's `rid`.
-            following: renders the conversation behind the answer, see `AsyncEngine.prepare`; None: there is none.
+            following: renders the conversation behind the answer to a submission, see `AsyncEngine.prepare`; None:
+                there is none.
 
         Raises:
             RametError: see `run`.
@@ -228,24 +230,26 @@ class GenerationService:
         report = None
         if body.explain or body.earlier is not None:
             tokenizer = self.context.engine.tokenizer
-            report = MissReport(tokenizer, self._answers, submissions, body.earlier, conversation)
+            report = MissReport(tokenizer, self._answers, submissions[0].account, body.earlier, conversation)
+            submissions = [replace(submission, explain=True) for submission in submissions]
         most_s = self.context.config.cache.most_hold_s
         if (body.cache.hold_s or 0) > most_s:
             raise InvalidRequest(f"this server holds prefixes for {most_s:g} s at most", param="cache.hold_s")
         outputs = await self._open(request, submissions, body.names, body.deadline(self.context))
-        for index, submission in enumerate(submissions):
-            self._answers.add(submission, None if index else answer)
+        first = outputs.submissions[0]
+        for submission in outputs.submissions:
+            self._answers.add(submission, answer if submission is first else None)
         receipts_of = self.context.engine.info if body.receipt else None
-        prepare, is_wanted = None, self.context.config.scheduler.next_turn_tokens and submissions[0].store
-        if following is not None and is_wanted and submissions[0].sampling.n == 1:
-            prepare = partial(self._prepare, submissions[0], following)
+        prepare, is_wanted = None, self.context.config.scheduler.next_turn_tokens and first.store
+        if following is not None and is_wanted and first.sampling.n == 1:
+            prepare = partial(self._prepare, first, following)
         return Generation(outputs, self._metrics, self._journal, report, receipts_of, prepare)
 
-    def _prepare(self, submission: Submission, following: Callable[[Output], str | None], output: Output) -> None:
+    def _prepare(self, submission: Encoded, following: Callable[[Encoded, Output], str | None], output: Output) -> None:
         """Prepare the next turn, unless others are served, who would pay for its text."""
         finish, engine = output.finish, self.context.engine
         if output.completion_tokens and finish and finish.type in ("stop", "length") and not engine.num_open:
-            engine.prepare(submission, output, partial(following, output))
+            engine.prepare(submission, output, partial(following, submission, output))
 
     async def run(
         self,
@@ -253,8 +257,8 @@ class GenerationService:
         submission: Submission,
         names: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
-    ) -> Output:
-        """Run a prompt whose answer the client does not see; returns the last Output.
+    ) -> tuple[Encoded, Output]:
+        """Run a prompt whose answer the client does not see; returns it with its last Output.
 
         Args:
             names: as `GenerationBody.NAMES`.
@@ -264,7 +268,7 @@ class GenerationService:
         """
         outputs = await self._open(request, [submission], names or {}, Deadline.after(timeout_s))
         (done,) = await while_there(request, Generation(outputs, self._metrics, self._journal).collect())
-        return done
+        return outputs.submissions[0], done
 
     def erase(self, account: str) -> None:
         """Erase an account's prompts and records. Raises BadTrace."""

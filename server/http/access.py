@@ -82,6 +82,11 @@ def _write(scope: Scope, status: int, seconds: float) -> None:
     fields = {"method": scope["method"], "path": path, "status": status, "client": client, "key": tenant}
     log.info(
         "%s %s %d %.0f ms %s %s",
-        *(scope["method"], path, status, 1000 * seconds, client, tenant or "-"),
+        scope["method"],
+        path,
+        status,
+        1000 * seconds,
+        client,
+        tenant or "-",
         extra={"fields": {**fields, "duration_s": round(seconds, 6)}},
     )

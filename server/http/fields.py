@@ -34,29 +34,29 @@ OPENAI = frozenset(
 )
 
 SAMPLING_ALIASES = {
-    **{"repeat_penalty": "repetition_penalty", "include_stop_str_in_output": "no_stop_trim"},
-    **{"ban_eos_token": "ignore_eos", "stopping_strings": "stop"},
+    "repeat_penalty": "repetition_penalty",
+    "include_stop_str_in_output": "no_stop_trim",
+    "ban_eos_token": "ignore_eos",
+    "stopping_strings": "stop",
 }
 FORMAT_ALIASES = {
-    **{"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"},
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
     "ebnf": "grammar",
 }
 REQUEST_ALIASES = {"rid": "request_id", "extra_key": "cache_salt"}
 SAMPLING: dict[str, Values] = {
-    **{"use_beam_search": _OFF, "early_stopping": _OFF, "length_penalty": _ONE, "structural_tag": EMPTY},
-    **{"stop_regex": EMPTY, "custom_params": EMPTY, "grammar_string": EMPTY},
-    **{"logits_processors": EMPTY, "custom_logit_processor": EMPTY, "whitespace_pattern": EMPTY},
-    **{"typical_p": _ONE, "typical": _ONE, "typ_p": _ONE},
-    **{"guided_whitespace_pattern": EMPTY, "tfs_z": _ONE, "mirostat": _ZERO, "top_a": _ZERO, "top_n_sigma": (-1, 0)},
-    **{"dynatemp_range": _ZERO, "xtc_probability": _ZERO, "dry_multiplier": _ZERO, "thinking_token_budget": _ALL},
-    **{
-        "repeat_last_n": _ALL,
-        "min_keep": _ZERO,
-        "samplers": EMPTY,
-        "repetition_detection": EMPTY,
-        "no_repeat_ngram_size": _ZERO,
-    },
-}
+    "use_beam_search": _OFF, "early_stopping": _OFF, "length_penalty": _ONE, "structural_tag": EMPTY,
+    "stop_regex": EMPTY, "custom_params": EMPTY, "grammar_string": EMPTY,
+    "logits_processors": EMPTY, "custom_logit_processor": EMPTY, "whitespace_pattern": EMPTY,
+    "typical_p": _ONE, "typical": _ONE, "typ_p": _ONE,
+    "guided_whitespace_pattern": EMPTY, "tfs_z": _ONE, "mirostat": _ZERO, "top_a": _ZERO, "top_n_sigma": (-1, 0),
+    "dynatemp_range": _ZERO, "xtc_probability": _ZERO, "dry_multiplier": _ZERO, "thinking_token_budget": _ALL,
+    "repeat_last_n": _ALL, "min_keep": _ZERO, "samplers": EMPTY, "repetition_detection": EMPTY,
+    "no_repeat_ngram_size": _ZERO,
+}  # fmt: skip
 # Of these, samplers: with another value they are left out, because an answer without them is still an answer.
 SAMPLERS = frozenset(
     {"typical_p", "typical", "typ_p", "tfs_z", "mirostat", "top_a", "top_n_sigma", "dynatemp_range", "min_keep"}
@@ -64,12 +64,12 @@ SAMPLERS = frozenset(
     | {"thinking_token_budget", "repetition_detection", "early_stopping", "length_penalty"}
 )
 MODEL: dict[str, Values] = {
-    **{"lora_id": EMPTY, "lora": EMPTY, "adapter_id": EMPTY, "session_params": EMPTY},
-    **{"kv_transfer_params": EMPTY, "vllm_xargs": EMPTY, "image_data": EMPTY, "video_data": EMPTY, "audio_data": EMPTY},
-    **{"input_embeds": EMPTY, "prompt_embeds": EMPTY, "mm_processor_kwargs": EMPTY, "media_io_kwargs": EMPTY},
-    **{"return_hidden_states": _OFF, "return_routed_experts": _OFF, "return_entropy": _OFF, "return_bytes": _OFF},
-    **{"token_ids_logprob": EMPTY, "logprob_token_ids": EMPTY, "return_tokens_as_token_ids": _OFF},
-}
+    "lora_id": EMPTY, "lora": EMPTY, "adapter_id": EMPTY, "session_params": EMPTY,
+    "kv_transfer_params": EMPTY, "vllm_xargs": EMPTY, "image_data": EMPTY, "video_data": EMPTY, "audio_data": EMPTY,
+    "input_embeds": EMPTY, "prompt_embeds": EMPTY, "mm_processor_kwargs": EMPTY, "media_io_kwargs": EMPTY,
+    "return_hidden_states": _OFF, "return_routed_experts": _OFF, "return_entropy": _OFF, "return_bytes": _OFF,
+    "token_ids_logprob": EMPTY, "logprob_token_ids": EMPTY, "return_tokens_as_token_ids": _OFF,
+}  # fmt: skip
 # Advice in the error for an unsupported field.
 _ADAPTER = ": name the adapter in `model`, as ADAPTER or MODEL:ADAPTER"
 _CHOSEN = ": log-probabilities are reported for the tokens of the answer and for the most likely ones"
@@ -108,10 +108,10 @@ trim_stop truncate truncation_length usage use_default_badwordsids user_bio user
 """
 COMPLETION: dict[str, Values] = {"truncation_side": ("left",)}
 CHAT: dict[str, Values] = {
-    **{"functions": EMPTY, "function_call": ("none", "auto"), "modalities": (["text"], []), "audio": EMPTY},
-    **{"chat_template": EMPTY, "echo": _OFF, "best_of": _ONE, "truncation_side": ("left",)},
-    **{"input_ids": EMPTY, "images_config": EMPTY, "reasoning_format": ("auto", "deepseek")},
-}
+    "functions": EMPTY, "function_call": ("none", "auto"), "modalities": (["text"], []), "audio": EMPTY,
+    "chat_template": EMPTY, "echo": _OFF, "best_of": _ONE, "truncation_side": ("left",),
+    "input_ids": EMPTY, "images_config": EMPTY, "reasoning_format": ("auto", "deepseek"),
+}  # fmt: skip
 STRANGERS = frozenset(_PEERS.split())
 PEERS = STRANGERS | OPERATION | OPENAI
 PEERS |= {name for table in (SAMPLING_ALIASES, FORMAT_ALIASES, SAMPLING, MODEL, CHAT) for name in table}

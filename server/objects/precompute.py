@@ -11,7 +11,7 @@ from pydantic import Field
 from runtime.calls import GetPins, RemovePin
 from runtime.errors import InvalidRequest
 from runtime.frontend.async_engine import AsyncEngine
-from runtime.frontend.output import Submission
+from runtime.frontend.output import Encoded, Submission
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from server.auth.keys import Tenant
@@ -62,9 +62,9 @@ async def add_object(
     try:
         pin = pin and stored.is_reused(body)
         if pin or (body.encode and stored.is_reused(body)):
-            await _encode(encoding, request, service)
+            encoded = await _encode(encoding, request, service)
         if pin:
-            await _pin(encoding, stored, store, body.ttl_s, request, engine)
+            await _pin(encoded, stored, store, body.ttl_s, request, engine)
     except BaseException:
         if is_new and not stored.pins:  # another request may have pinned it
             store.drop(tenant.account, stored)
@@ -72,20 +72,21 @@ async def add_object(
     return stored
 
 
-async def _encode(encoding: Submission, request: Request, service: GenerationService) -> None:
+async def _encode(encoding: Submission, request: Request, service: GenerationService) -> Encoded:
     timeout_s = service.context.config.scheduler.max_timeout
-    done = await service.run(request, encoding, {"prompt": "encode"}, timeout_s)
+    encoded, done = await service.run(request, encoding, {"prompt": "encode"}, timeout_s)
     if done.finish is not None and done.finish.type == "abort":
         raise Conflict("the computation was aborted", param="encode", code="aborted")
+    return encoded
 
 
 async def _pin(
-    encoding: Submission, stored: Stored, store: Store[Any], ttl_s: float | None, request: Request, engine: AsyncEngine
+    encoded: Encoded, stored: Stored, store: Store[Any], ttl_s: float | None, request: Request, engine: AsyncEngine
 ) -> None:
-    pins = await while_there(request, engine.pin_entries(encoding, stored.id, ttl_s))
+    pins = await while_there(request, engine.pin_entries(encoded, stored.id, ttl_s))
     before, stored.pins = stored.pins, pins
     await unpin(before, engine)
-    if not store.holds(encoding.account, stored):
+    if not store.holds(encoded.account, stored):
         await unpin(pins, engine)
         message = f"the {store.noun} was deleted during this request"
         raise Conflict(message, param=store.source, code=f"{store.noun}_deleted")

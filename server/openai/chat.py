@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from runtime.frontend.output import MarkedText, Output, Submission
+from runtime.frontend.output import Encoded, MarkedText, Output
 from runtime.models.tokenizer import Tokenizer
 from server.auth.keys import CurrentTenant, EveryKey
 from server.explain.reason import Explanation
@@ -40,20 +40,21 @@ async def chat_completions(
     submission = await chats.in_turn(request, body, tenant, body.deadline(context))
     generation = await service.submit(
         *(request, body, [submission], partial(chats.conversation, body, tenant)),
-        following=lambda output: chats.following(
-            body, tenant, [message_of(body, context.engine.tokenizer, submission, output)]
+        following=lambda encoded, output: chats.following(
+            body, tenant, [message_of(body, context.engine.tokenizer, encoded, output)]
         ),
     )
-    writer = ChatWriter(body, submission, generation.outputs.prompts, context)
+    writer = ChatWriter(body, generation, context)
     return await generation.respond(request, writer, body.stream)
 
 
 class ChatWriter(ChoicesWriter):
     """The answer to a chat."""
 
-    def __init__(self, body: ChatRequest, submission: Submission, prompts: dict[int, list[int]], context: Context):
+    def __init__(self, body: ChatRequest, generation: Generation, context: Context):
+        (submission,) = generation.outputs.submissions
         kind, rid = "chat.completion.chunk" if body.stream else "chat.completion", f"chatcmpl-{submission.rid}"
-        super().__init__(kind, rid, body, prompts, context)
+        super().__init__(kind, rid, body, generation.outputs.prompts, context)
         self._body = body
         self._readers = [reader_of(body, context.engine.tokenizer, submission) for _ in range(body.n)]
         self._logprobs = [JsonList() for _ in range(body.n)]
@@ -154,15 +155,15 @@ def _progress(output: Output) -> dict[str, Any]:
     return {**counts, "time_ms": round(1000 * (output.e2e_s - output.queue_s))}
 
 
-def message_of(body: ChatRequest, tokenizer: Tokenizer, submission: Submission, output: Output) -> Message:
+def message_of(body: ChatRequest, tokenizer: Tokenizer, submission: Encoded, output: Output) -> Message:
     """An answer as a client sends it back."""
     thought, text, calls = reader_of(body, tokenizer, submission).push(output.text, True, output.is_cut)
     sent, thought = [ToolCall(**call) for call in calls] or None, thought if body.include_reasoning else ""
     return Message(role="assistant", content=text, reasoning_content=thought or None, tool_calls=sent)
 
 
-def reader_of(body: ChatRequest, tokenizer: Tokenizer, submission: Submission) -> AnswerReader | HarmonyReader:
-    """The reader of an answer to a prompt, which has been rendered."""
+def reader_of(body: ChatRequest, tokenizer: Tokenizer, submission: Encoded) -> AnswerReader | HarmonyReader:
+    """The reader of an answer to a rendered prompt."""
     dialect = dialect_of(tokenizer)
     is_forced = submission.sampling.constrained and submission.sampling.lazy is None
     calls = CallReader(

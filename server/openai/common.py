@@ -34,7 +34,10 @@ class ChoicesWriter(Writer):
         self._of_prompts: dict[int, JsonList] = {}
         self._last: dict[tuple[int, int], Output] = {}
         self._head = {
-            **{"id": rid, "object": kind, "created": int(time.time()), "model": context.check_model(body.model)},
+            "id": rid,
+            "object": kind,
+            "created": int(time.time()),
+            "model": context.check_model(body.model),
             "system_fingerprint": f"ramet-{info.dtype}-{info.attention_backend}",
         }
 

@@ -68,8 +68,10 @@ class StructuredOutputs(Constrained):
     ALIASES: ClassVar[Mapping[str, str]] = {"json": "json_schema"}
     IGNORED = frozenset({"disable_fallback", "_backend"})
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = {
-        **{"disable_any_whitespace": (False,), "disable_additional_properties": (False,)},
-        **{"whitespace_pattern": ("",), "structural_tag": ("",)},
+        "disable_any_whitespace": (False,),
+        "disable_additional_properties": (False,),
+        "whitespace_pattern": ("",),
+        "structural_tag": ("",),
     }
 
     json_object: bool = False

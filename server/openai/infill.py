@@ -112,8 +112,11 @@ class InfillWriter(Writer):
     def _result(self, output: Output, text: str, tokens: list[int], why: Explanation | None) -> dict[str, Any]:
         finish = output.finish
         result: dict[str, Any] = {
-            **{"index": output.choice, "content": text, "tokens": tokens if self._body.return_token_ids else []},
-            **{"stop": finish is not None, "tokens_predicted": output.completion_tokens},
+            "index": output.choice,
+            "content": text,
+            "tokens": tokens if self._body.return_token_ids else [],
+            "stop": finish is not None,
+            "tokens_predicted": output.completion_tokens,
             "tokens_evaluated": output.prompt_tokens,
         }
         if finish is None:
@@ -122,8 +125,13 @@ class InfillWriter(Writer):
         kind = "word" if word else {"stop": "eos", "length": "limit"}.get(finish.type, "none")
         prompts = {"prompt_token_ids": self._prompts[0]} if self._body.return_token_ids else {}
         result |= {
-            **{"model": self._model, "truncated": False, "stop_type": kind, "stopping_word": word},
-            **{"tokens_cached": output.cached_tokens, "timings": _timings(output), **prompts},
+            "model": self._model,
+            "truncated": False,
+            "stop_type": kind,
+            "stopping_word": word,
+            "tokens_cached": output.cached_tokens,
+            "timings": _timings(output),
+            **prompts,
             **({} if why is None else {"explain": why.describe()}),
             **({"left_out": self._body.left_out} if self._body.left_out else {}),
         }

@@ -44,8 +44,12 @@ def _of_anthropic(model: dict[str, Any]) -> dict[str, Any]:
 def _model(name: str, context: Context) -> dict[str, Any]:
     info, adapter = context.engine.info, context.adapter(name)
     return {
-        **{"id": name, "object": "model", "created": _STARTED_S, "owned_by": "ramet"},
-        **{"root": info.name if adapter is None else adapter.name, "parent": None if adapter is None else info.name},
+        "id": name,
+        "object": "model",
+        "created": _STARTED_S,
+        "owned_by": "ramet",
+        "root": info.name if adapter is None else adapter.name,
+        "parent": None if adapter is None else info.name,
         "max_model_len": info.context_length,
     }
 

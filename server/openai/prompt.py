@@ -16,7 +16,7 @@ from runtime.frontend.output import Prompt, Submission, new_rid
 from runtime.models.marks import new_place
 from runtime.models.tokenizer import Tokenizer
 from server.auth.keys import Tenant
-from server.explain.parts import Conversation
+from server.explain.conversation import Conversation
 from server.generation.bodies import naming
 from server.http.context import Context, provided
 from server.http.sse import while_there
@@ -24,7 +24,7 @@ from server.objects.documents import DocumentStore
 from server.objects.schemas import SchemaStore
 from server.objects.segments import find_documents
 from server.openai.caching import Mark, keep_places, unmarked
-from server.openai.calls import behind_reasoning, calls_or_format, lazy_calls, schema_of_any_call
+from server.openai.call_grammars import behind_reasoning, calls_or_format, lazy_calls, schema_of_any_call
 from server.openai.dialects.choosing import dialect_of, writes_special
 from server.openai.dialects.dialect import Dialect
 from server.openai.dialects.json_objects import WHOLE

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic_core import from_json
 
-from server.openai.calls import MARKERS
+from server.openai.call_grammars import MARKERS
 from server.openai.dialects.dialect import Calls, Dialect
 from server.openai.dialects.json_objects import read_json
 from server.openai.dialects.parameters import Schemas

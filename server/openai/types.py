@@ -17,7 +17,7 @@ from server.http import fields
 from server.http.wire import Body, JsonObject, OneOrMany, Prompts, Rid, Text, TokenIds, Unusable, example
 from server.objects.segments import GivenDocuments
 from server.openai.caching import CacheOptions, Mark, Retention, unmarked
-from server.openai.calls import schema_of_any_call, schema_of_call
+from server.openai.call_grammars import schema_of_any_call, schema_of_call
 from server.openai.dialects.parameters import Parameters
 from server.openai.formats import Constrained, Constraint, ResponseFormat, StructuredOutputs, only
 from server.openai.messages import Messages

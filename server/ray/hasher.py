@@ -5,13 +5,15 @@ from array import array
 from collections.abc import Callable
 from functools import partial
 
+from msgspec.structs import replace
+
 from radix.hashes import block_hashes
 from radix.node import TOKEN_BYTES
 from runtime.config import Config
 from runtime.errors import RametError
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.input_processor import InputProcessor
-from runtime.frontend.output import MarkedText, Submission
+from runtime.frontend.output import Encoded, MarkedText, Submission
 from runtime.protocol import ModelInfo
 from server.anthropic import prompt as messages
 from server.anthropic.types import MessagesRequest
@@ -51,19 +53,18 @@ class _Texts(AsyncEngine):
         await self._load()
         self._inputs = InputProcessor(self.info, self.tokenizer, self.config.scheduler)
 
-    async def encode(self, account: str, make: Callable[[], Submission]) -> tuple[Submission, list[int]] | None:
-        """A submission and the tokens of its prompt, both made in a turn of the account.
+    async def encode(self, account: str, make: Callable[[], Submission]) -> Encoded | None:
+        """A submission, made and tokenized in a turn of the account.
 
         None for a prompt of documents or modules, which only a replica knows. Raises InvalidRequest.
         """
 
-        def work() -> tuple[Submission, list[int]] | None:
+        def work() -> Encoded | None:
             submission = make()
-            if callable(submission.prompt):
-                submission.prompt = submission.prompt()
-            if not isinstance(submission.prompt, str | MarkedText | list):
+            prompt = submission.prompt() if callable(submission.prompt) else submission.prompt
+            if not isinstance(prompt, str | MarkedText | list):
                 return None
-            return submission, self._inputs.encode(submission)
+            return self._inputs.encode(replace(submission, prompt=prompt))
 
         return await self._work.run(account, work)
 
@@ -99,9 +100,8 @@ class PromptHasher:
             return b""
         if encoded is None:
             return b""
-        first, tokens = encoded
         page = self._engine.info.page_size * TOKEN_BYTES
-        return array("Q", block_hashes(array("i", tokens).tobytes(), page, None, first.namespace)).tobytes()
+        return array("Q", block_hashes(encoded.tokens, page, None, encoded.namespace)).tobytes()
 
     def _submission(self, path: str, body: bytes, tenant: Tenant) -> Submission:
         """The first submission of a request. Raises RametError, and ValueError for what is no such body."""

@@ -42,7 +42,7 @@ async def create(
     with naming(body.NAMES):
         asked = await while_there(request, deadline.keep(_read(body, service.context, responses, tenant)))
         submission = await chats.in_turn(request, asked.chat, tenant, deadline)
-    submission.progress = body.stream
+    submission = msgspec.structs.replace(submission, progress=body.stream)
 
     def keep(response: dict[str, Any]) -> None:
         if body.store:
@@ -53,11 +53,11 @@ async def create(
     conversation = partial(chats.conversation, chat, tenant)
     generation = await service.submit(
         *(request, body, [submission], conversation, rid),
-        lambda output: chats.following(
-            chat, tenant, [message_of(chat, service.context.engine.tokenizer, submission, output)]
+        lambda encoded, output: chats.following(
+            chat, tenant, [message_of(chat, service.context.engine.tokenizer, encoded, output)]
         ),
     )
-    writer = ResponseWriter(body, chat, submission, rid, service.context, keep)
+    writer = ResponseWriter(body, chat, generation.outputs.submissions[0], rid, service.context, keep)
     return await generation.respond(request, writer, body.stream)
 
 

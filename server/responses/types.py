@@ -212,20 +212,35 @@ class ResponseRequest(SampledRequest):
     """`POST /v1/responses`."""
 
     IGNORED = (SampledRequest.IGNORED | {"max_tool_calls", "client_metadata"}) - {
-        *("store", "metadata", "user", "background", "prompt_cache_key", "prompt_cache_retention")
+        "store",
+        "metadata",
+        "user",
+        "background",
+        "prompt_cache_key",
+        "prompt_cache_retention",
     }
     ALIASES: ClassVar[Mapping[str, str]] = {**SampledRequest.ALIASES, "max_tokens": "max_output_tokens"}
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = {
-        **{"background": (False,), "prompt": fields.EMPTY, "conversation": fields.EMPTY},
-        **{"context_management": fields.EMPTY, "image": fields.EMPTY, "access_programs": fields.EMPTY},
+        "background": (False,),
+        "prompt": fields.EMPTY,
+        "conversation": fields.EMPTY,
+        "context_management": fields.EMPTY,
+        "image": fields.EMPTY,
+        "access_programs": fields.EMPTY,
         **fields.SAMPLING,
         **fields.MODEL,
     }
     # Maps fields of a chat and parameters of the engine to this body's fields.
     NAMES: ClassVar[Mapping[str, str]] = {
-        **{"messages": "input", "prompt": "input", "max_new_tokens": "max_output_tokens", "tool_choice": "tool_choice"},
-        **{"json_schema": "text.format", "response_format": "text.format", "min_new_tokens": "min_tokens"},
-        **{"response_format.json_schema.schema": "text.format.schema", "rid": "request_id"},
+        "messages": "input",
+        "prompt": "input",
+        "max_new_tokens": "max_output_tokens",
+        "tool_choice": "tool_choice",
+        "json_schema": "text.format",
+        "response_format": "text.format",
+        "min_new_tokens": "min_tokens",
+        "response_format.json_schema.schema": "text.format.schema",
+        "rid": "request_id",
     }
 
     model_config = example(model="smollm2-135m-instruct", input="What is a radix tree?", max_output_tokens=64)

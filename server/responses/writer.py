@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from runtime.errors import RametError
-from runtime.frontend.output import Output, Submission, new_rid
+from runtime.frontend.output import Encoded, Output, new_rid
 from runtime.frontend.stream import InTurn
 from server.explain.reason import Explanation
 from server.generation.service import Generation, Writer
@@ -41,7 +41,7 @@ class ResponseWriter(Writer):
         self,
         body: ResponseRequest,
         chat: ChatRequest,
-        submission: Submission,
+        submission: Encoded,
         rid: str,
         context: Context,
         keep: Callable[[dict[str, Any]], None] | None = None,
@@ -232,11 +232,23 @@ def _beginning(body: ResponseRequest, left_out: list[str], rid: str, model: str)
         shown |= {"name": "answer", "schema": form.schema_, "strict": True}
     tools = [_described(tool) for tool in body.tools if not isinstance(tool, Unusable)]
     return body.model_dump(include=_SAME) | {
-        **{"id": rid, "object": "response", "created_at": int(time.time()), "status": "in_progress", "model": model},
-        **{"background": False, "error": None, "incomplete_details": None, "completed_at": None, "usage": None},
-        **{"conversation": None, "output": [], "tools": tools, "metadata": body.metadata or {}},
-        **{"top_logprobs": body.top_logprobs or 0},
-        **{"reasoning": {"effort": body.reasoning.effort, "summary": None}, "text": {"format": shown}},
+        "id": rid,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "model": model,
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "completed_at": None,
+        "usage": None,
+        "conversation": None,
+        "output": [],
+        "tools": tools,
+        "metadata": body.metadata or {},
+        "top_logprobs": body.top_logprobs or 0,
+        "reasoning": {"effort": body.reasoning.effort, "summary": None},
+        "text": {"format": shown},
         "prompt_cache_options": None if options is None else options.model_dump(exclude={"prewarm"}),
         **({"left_out": left_out} if left_out else {}),
     }

@@ -39,7 +39,8 @@ class GenerateRequest(GenerationBody):
 
     WITHIN: ClassVar[Mapping[str, str]] = {
         **{name: f"sampling_params.{name}" for name in (*SamplingParams.model_fields, *Sampling.ALIASES)},
-        **{"max_tokens": "sampling_params.max_new_tokens", "prompt": "text"},
+        "max_tokens": "sampling_params.max_new_tokens",
+        "prompt": "text",
     }
 
     model_config = example(text="The capital of France is", sampling_params={"max_new_tokens": 16, "temperature": 0})
@@ -103,7 +104,10 @@ def submissions_of(
     reports = zip(*(_for_each(getattr(body, name), len(prompts), name) for name in names), strict=True)
     submissions = [
         body.submission(
-            *(prompt, plain[id(params)], tenant, context),
+            prompt,
+            plain[id(params)],
+            tenant,
+            context,
             num_characters=count,
             rid=rid or new_rid(),
             logprobs=top if is_wanted else None,

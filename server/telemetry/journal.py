@@ -15,7 +15,7 @@ from secrets import token_bytes, token_hex
 from typing import IO, Any
 
 from runtime.errors import RametError
-from runtime.frontend.output import Output, Submission
+from runtime.frontend.output import Encoded, Output, Submission
 from server.auth.keys import Tenant
 
 log = logging.getLogger("ramet.server")
@@ -39,7 +39,7 @@ class Journal:
         self._last: dict[str, deque[dict[str, Any]]] = {}
         self._trace = trace
 
-    def add(self, submission: Submission, output: Output) -> None:
+    def add(self, submission: Encoded, output: Output) -> None:
         """Record a completion by its last Output."""
         assert output.finish is not None
         self._note(submission, output, output.e2e_s, finish=str(output.finish.type))
@@ -56,7 +56,7 @@ class Journal:
     def _note(self, submission: Submission, output: Output | None, seconds: float, **end: str) -> None:
         entry = {"rid": submission.rid, "at_s": round(time.time(), 3), "e2e_s": round(seconds, 4), **end}
         if output is None:
-            prompt = len(submission.tokens) // _TOKEN_BYTES
+            prompt = len(submission.tokens) // _TOKEN_BYTES if isinstance(submission, Encoded) else 0
             entry |= {"prompt_tokens": prompt, "cached_tokens": 0, "output_tokens": 0, "queue_s": 0, "prefill_s": 0}
         else:
             entry |= {"prompt_tokens": output.prompt_tokens, "cached_tokens": output.cached_tokens}
@@ -124,12 +124,14 @@ class Trace:
             new.unlink(missing_ok=True)
             raise BadTrace(f"--record-trace: the lines of the tenant are not erased: {error}") from None
 
-    def add(self, submission: Submission, output: Output) -> None:
+    def add(self, submission: Encoded, output: Output) -> None:
         """Append the line of an ended request."""
         line = {
             "timestamp": round(1000 * (time.time() - output.e2e_s)),
-            **{"input_length": output.prompt_tokens, "output_length": output.completion_tokens},
-            **{"block_tokens": BLOCK_TOKENS, "hash_ids": self._hashes(submission)},
+            "input_length": output.prompt_tokens,
+            "output_length": output.completion_tokens,
+            "block_tokens": BLOCK_TOKENS,
+            "hash_ids": self._hashes(submission),
             "tenant": self._names.get(submission.account, ""),
         }
         try:
@@ -140,7 +142,7 @@ class Trace:
                 with contextlib.suppress(OSError):
                     self._file.close()
 
-    def _hashes(self, submission: Submission) -> list[int]:
+    def _hashes(self, submission: Encoded) -> list[int]:
         digest, size = submission.namespace.to_bytes(), BLOCK_TOKENS * _TOKEN_BYTES
         found = []
         for start in range(0, len(submission.tokens), size):

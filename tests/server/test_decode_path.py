@@ -46,9 +46,19 @@ async def stream(config, watch: Watch) -> int:
     body = json.dumps({"input_ids": [7] * 9, "stream": True, "sampling_params": sampling}).encode()
     headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
     scope = {
-        **{"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": "/generate"},
-        **{"raw_path": b"/generate", "query_string": b"", "root_path": "", "scheme": "http", "headers": headers},
-        **{"client": ("127.0.0.1", 1), "server": ("localhost", 80), "state": {}},
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/generate",
+        "raw_path": b"/generate",
+        "query_string": b"",
+        "root_path": "",
+        "scheme": "http",
+        "headers": headers,
+        "client": ("127.0.0.1", 1),
+        "server": ("localhost", 80),
+        "state": {},
     }
     pending, number, tokens = [body], 0, [0, 0]
 

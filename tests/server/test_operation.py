@@ -44,10 +44,29 @@ def operated(tiny_dir, tmp_path_factory):
     (directory / "keys").write_text("\n".join(lines))
     server = start(
         directory / "log",
-        *("--model", str(tiny_dir), "--pool-tokens", "16384", "--api-keys", str(directory / "keys")),
-        *("--max-waiting", "6", "--key-share", "0.05", "--max-output-tokens", "460"),  # three of 70 for each key
-        *("--client-timeout", "1.5", "--cors-origins", "https://a.example", "--trusted-proxies", "127.0.0.1"),
-        *("--log-format", "json", "--log-level", "debug", "--debug-invariants"),
+        "--model",
+        str(tiny_dir),
+        "--pool-tokens",
+        "16384",
+        "--api-keys",
+        str(directory / "keys"),
+        "--max-waiting",
+        "6",
+        "--key-share",
+        "0.05",
+        "--max-output-tokens",
+        "460",  # three of 70 for each key
+        "--client-timeout",
+        "1.5",
+        "--cors-origins",
+        "https://a.example",
+        "--trusted-proxies",
+        "127.0.0.1",
+        "--log-format",
+        "json",
+        "--log-level",
+        "debug",
+        "--debug-invariants",
     )
     yield server
     assert stop(server) == 0

@@ -23,7 +23,8 @@ def thinker(tiny_dir, tmp_path_factory) -> Iterator[LiveServer]:
         "4096",
         "--page-size",
         "4",
-        *("--reuse", "reasoncache"),
+        "--reuse",
+        "reasoncache",
         "--drafts",
         "off",
     )

@@ -78,10 +78,10 @@ _BODIES: dict[str, list[dict]] = {
     ],
 }
 _WORDS = [
-    *(b"null", b"true", b"-1", b"1e999", b"NaN", b'"\\ud800"', b"[]", b"{}", b"[[[[", b"0", b"99999999999999999999"),
-    *(b'"stream": true,', b'"n": 64', b'"max_new_tokens": 0', b"\xff\xfe", b"\x00", b"\\u0000", b'"', b"\\", b",,"),
-    *(b'"temperature": 1e-300', b'"top_p": 1e-9', b'"min_p": 1', b'"regex": "(a|b)*"', b"\xf0\x9f\x8c\xb1"),
-]
+    b"null", b"true", b"-1", b"1e999", b"NaN", b'"\\ud800"', b"[]", b"{}", b"[[[[", b"0", b"99999999999999999999",
+    b'"stream": true,', b'"n": 64', b'"max_new_tokens": 0', b"\xff\xfe", b"\x00", b"\\u0000", b'"', b"\\", b",,",
+    b'"temperature": 1e-300', b'"top_p": 1e-9', b'"min_p": 1', b'"regex": "(a|b)*"', b"\xf0\x9f\x8c\xb1",
+]  # fmt: skip
 # Last events of streams, by the routes' kinds.
 _ENDS = (b"data: [DONE]", b"event: message_stop", b"event: error")
 

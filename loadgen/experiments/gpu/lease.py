@@ -115,7 +115,14 @@ class Lease:
         """Install the wheels and unpack the kernels for the parts' processes, beside what is there."""
         site, kernels = self.work / "site", self.work / "kernels"
         options = [
-            *("-q", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target", str(site))
+            "-q",
+            "--no-index",
+            "--no-deps",
+            "--no-compile",
+            "--no-cache-dir",
+            "--upgrade",
+            "--target",
+            str(site),
         ]
         wheels = sorted(map(str, (carried / "wheels").glob("*.whl")))
         self._call(_INSTALL, ["-m", "pip", "install", *options, *wheels], 120)

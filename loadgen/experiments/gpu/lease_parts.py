@@ -7,19 +7,23 @@ from loadgen.experiments.gpu.lease_page import BICACHE, NO_CACHE
 
 # The cell of BiCache's paper: a prefix of 512 tokens, canvases of 256, 128 steps, 16 between refreshes, batches of 8.
 _BICACHE = (
-    *("bicache", "--cost", "--batch", "8", "--room", "256", "--steps", "128", "--refresh-interval", "16"),
-    *("--block", "32", "--repeats", "1", "--warmup", "0", "--only", f"case={NO_CACHE}", f"case={BICACHE}"),
-)
+    "bicache", "--cost", "--batch", "8", "--room", "256", "--steps", "128", "--refresh-interval", "16",
+    "--block", "32", "--repeats", "1", "--warmup", "0", "--only", f"case={NO_CACHE}", f"case={BICACHE}",
+)  # fmt: skip
 _BICACHE_ENGINE = (
-    *("--model", "shapes/llada-8b", "--engine", "device=cuda", "random_weights=true"),
+    "--model",
+    "shapes/llada-8b",
+    "--engine",
+    "device=cuda",
+    "random_weights=true",
     "depth_table=runtime/features/diffusion/bicache/depth_tables/llada-8b-instruct.json",
 )
 _REHEARSED_BICACHE = (
-    *("bicache", "--cost", "--prefix", "32", "--prompt", "4", "--batch", "2", "--room", "8", "--steps", "4"),
-    *("--refresh-interval", "2", "--block", "4", "--depth", "2", "--repeats", "1", "--warmup", "0"),
-    *("--only", f"case={NO_CACHE}", f"case={BICACHE}", "--model", "shapes/llada-tiny"),
-    *("--engine", "device=cpu", "random_weights=true", "pool_tokens=1024"),
-)
+    "bicache", "--cost", "--prefix", "32", "--prompt", "4", "--batch", "2", "--room", "8", "--steps", "4",
+    "--refresh-interval", "2", "--block", "4", "--depth", "2", "--repeats", "1", "--warmup", "0",
+    "--only", f"case={NO_CACHE}", f"case={BICACHE}", "--model", "shapes/llada-tiny",
+    "--engine", "device=cpu", "random_weights=true", "pool_tokens=1024",
+)  # fmt: skip
 
 
 _MODES = ("default", "eager", "no cascade", "eager, no cascade")

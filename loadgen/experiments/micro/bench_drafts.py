@@ -17,7 +17,7 @@ from loadgen.experiments.micro.model_bench import ModelBench
 from loadgen.harness import Cell, Figure
 from loadgen.http.prose import Prose
 from radix import Namespace
-from runtime.engine.part import Part
+from runtime.engine.part import Parts
 from runtime.features.drafts import part as drafts_part
 from runtime.offline import Engine, make_submissions
 
@@ -41,7 +41,8 @@ class Drafts(ModelBench):
     output: PositiveInt = Field(128, description="output tokens where the model answers freely")
 
     _engine: Engine = PrivateAttr()
-    _parts: list[Part] = PrivateAttr()
+    _parts: Parts = PrivateAttr()
+    _others: Parts = PrivateAttr()
     _prose: Prose = PrivateAttr()
 
     def baseline(self) -> tuple[str, str]:
@@ -51,7 +52,10 @@ class Drafts(ModelBench):
     def session(self) -> Iterator[None]:
         self._prose = Prose(random.Random(0))
         with Engine(self.model, **self.options(drafts="auto")) as self._engine:
-            self._parts = list(self._engine.core.parts)
+            self._parts, self._others = self._engine.core.parts, Parts()
+            for part in self._parts:
+                if not isinstance(part, drafts_part.Drafts):
+                    self._others.add(part)
             yield
 
     def cells(self) -> Iterator[Cell]:
@@ -63,8 +67,7 @@ class Drafts(ModelBench):
     def measure(self, cell: Cell, draw: random.Random) -> dict[str, float]:
         prose = self._prose.reseeded(draw.random())
         asked = [TASKS[cell["task"]](draw, prose) for _ in range(cell["clients"] * self.questions)]
-        wanted = [part for part in self._parts if cell["drafts"] == "auto" or not isinstance(part, drafts_part.Drafts)]
-        self._engine.core.install(wanted)
+        self._engine.core.parts = self._parts if cell["drafts"] == "auto" else self._others
         heat, seed = HEAT.get(cell["task"], 0.0), draw.randrange(1 << 30)
         sampling = [_sampling(question, heat, seed + i, self.output) for i, question in enumerate(asked)]
         return _measure(self._engine, cell["drafts"], asked, sampling, cell["clients"])

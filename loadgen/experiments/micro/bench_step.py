@@ -41,7 +41,10 @@ CHOICES: dict[str, dict[str, Any]] = {
     "top-p": {"temperature": 0.8, "top_p": 0.95},
     "min-p": {"temperature": 0.8, "min_p": 0.05},
     "penalties": {
-        **{"temperature": 0.8, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.2},
+        "temperature": 0.8,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.2,
     },
     "bias": {"temperature": 0.8, "logit_bias": {token: 1.0 for token in range(300)}},
     "grammar": {"temperature": 0.8, "json_schema": json.dumps(_PEOPLE)},

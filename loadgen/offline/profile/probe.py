@@ -12,7 +12,7 @@ from runtime.config import CacheConfig, DiffusionConfig
 from runtime.denoising import DiffusionParams
 from runtime.execution.executor import Executor
 from runtime.features.diffusion.bicache.depth_table import NO_TABLE
-from runtime.features.diffusion.bicache.plan import Share, canvas_of
+from runtime.features.diffusion.bicache.plan import Share, bidirectional
 from runtime.features.diffusion.bicache.strategy import BiCache, BiCacheLease
 from runtime.features.diffusion.decoding import CanvasDecoding, divergence
 from runtime.kv.cache import PagedCache
@@ -71,10 +71,10 @@ class Probe:
         self._run(self._alone(sample))
         full = self._full(sample)
         found: list[float] = []
-        canvas = canvas_of(full)
+        canvas = bidirectional(full)
         while len(found) < steps and not canvas.done:
             reusing = self._reusing(sample, depth)
-            reusing.canvas = canvas
+            reusing.decoding_state = canvas
             with_reuse = self._run(reusing).clone()
             without = self._run(full)
             found.append(float(divergence(without, with_reuse, self._diffusion.mask_token_id)))

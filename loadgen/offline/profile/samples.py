@@ -19,9 +19,9 @@ _QUESTIONS = (
     "I have read {m} pages about {topic} and still do not understand it. Can you help?",
 )
 _TOPICS = (
-    *("bridges", "sleep", "rivers", "chess", "bread", "music", "taxes", "whales", "glass", "trains", "vaccines"),
-    *("poetry", "volcanoes", "football", "soil", "satellites", "marriage", "clocks", "salt", "theatre", "bees"),
-)
+    "bridges", "sleep", "rivers", "chess", "bread", "music", "taxes", "whales", "glass", "trains", "vaccines",
+    "poetry", "volcanoes", "football", "soil", "satellites", "marriage", "clocks", "salt", "theatre", "bees",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

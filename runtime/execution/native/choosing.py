@@ -31,21 +31,24 @@ class NativeChoosing:
         for i, one in enumerate(choices):
             p, seen, allowed = one.params, one.seen, one.allowed
             structs[i] = c.ChoiceStruct(
-                *(
-                    one.row,
-                    max(p.top_k, 0),
-                    one.stream is not None,
-                    one.stream or 0,
-                    len(p.logit_bias),
-                    0 if seen is None else len(seen.ids),
-                    len(one.barred),
-                ),
-                *(pointer([*p.logit_bias], np.int64), pointer([*p.logit_bias.values()], np.float32)),
+                one.row,
+                max(p.top_k, 0),
+                one.stream is not None,
+                one.stream or 0,
+                len(p.logit_bias),
+                0 if seen is None else len(seen.ids),
+                len(one.barred),
+                pointer([*p.logit_bias], np.int64),
+                pointer([*p.logit_bias.values()], np.float32),
                 *((None, None) if seen is None else (seen.ids.buffer_info()[0], seen.counts.data_ptr())),
                 pointer(one.barred, np.int64),
                 None if allowed is None else allowed.ctypes.data,
-                *(p.divisor, p.top_p, p.min_p),
-                *(p.repetition_penalty, p.frequency_penalty, p.presence_penalty),
+                p.divisor,
+                p.top_p,
+                p.min_p,
+                p.repetition_penalty,
+                p.frequency_penalty,
+                p.presence_penalty,
             )
         out = np.empty(len(choices), dtype=np.int64)
         self._library.choose(

@@ -39,7 +39,11 @@ class Matrix(Structure):
 
 class Product(Structure):
     _fields_ = (
-        *(("a", c_void_p), ("lda", c_int64), ("m", c_int64), ("w", POINTER(Matrix)), ("c", c_void_p)),
+        ("a", c_void_p),
+        ("lda", c_int64),
+        ("m", c_int64),
+        ("w", POINTER(Matrix)),
+        ("c", c_void_p),
         *_fields("ldc columns into takes_pairs gives_pairs"),
     )
 
@@ -68,10 +72,10 @@ class LatentStruct(Structure):
     """Latent attention of a layer."""
 
     _fields_ = (
-        *(("query_down", Matrix), ("query_norm", c_void_p), ("query", Matrix), ("row", Matrix), ("row_norm", c_void_p)),
-        *(("absorb", POINTER(Matrix)), ("expand", POINTER(Matrix))),
-        *(*_fields("rank plain rotated value"), ("factor", c_float), ("eps", c_float)),
-    )
+        ("query_down", Matrix), ("query_norm", c_void_p), ("query", Matrix), ("row", Matrix), ("row_norm", c_void_p),
+        ("absorb", POINTER(Matrix)), ("expand", POINTER(Matrix)),
+        *_fields("rank plain rotated value"), ("factor", c_float), ("eps", c_float),
+    )  # fmt: skip
 
 
 class RecurrenceShape(Structure):
@@ -100,8 +104,12 @@ class ExpertsStruct(Structure):
     """The experts of a layer (`src/experts.h`)."""
 
     _fields_ = (
-        *(("router", Matrix), ("shared_gate", Matrix), ("gate_up", POINTER(Matrix)), ("down", POINTER(Matrix))),
-        *(("bias", c_void_p), *_fields("count chosen has_shared inner groups chosen_groups best")),
+        ("router", Matrix),
+        ("shared_gate", Matrix),
+        ("gate_up", POINTER(Matrix)),
+        ("down", POINTER(Matrix)),
+        ("bias", c_void_p),
+        *_fields("count chosen has_shared inner groups chosen_groups best"),
         *_fields("is_sigmoid is_normalized", floats="scale limit alpha"),
     )
 
@@ -111,23 +119,21 @@ class LayerStruct(Structure):
         *_fields(pointers="input_norm post_norm q_norm k_norm o_norm down_norm"),
         ("inputs", Matrix * 4),
         *((name, Matrix) for name in ("o", "gate_up", "down")),
-        *(
-            ("experts", POINTER(ExpertsStruct)),
-            ("kv", LayerKV),
-            ("latent", POINTER(LatentStruct)),
-            ("state", LayerState),
-        ),
+        ("experts", POINTER(ExpertsStruct)),
+        ("kv", LayerKV),
+        ("latent", POINTER(LatentStruct)),
+        ("state", LayerState),
     )
 
 
 class Model(Structure):
     _fields_ = (
         *_fields("hidden inner vocab num_layers"),
-        *(("eps", c_float), ("embedding_scale", c_float), ("gate", c_int64), ("shape", Shape)),
-        *(("is_gated", c_int64), ("recurrence", RecurrenceShape)),
-        *(("layers", POINTER(LayerStruct)), ("norm", c_void_p)),
-        *(("head", Matrix), ("table", Matrix), ("embedding", c_void_p), ("embedding_is_bf16", c_int64)),
-    )
+        ("eps", c_float), ("embedding_scale", c_float), ("gate", c_int64), ("shape", Shape),
+        ("is_gated", c_int64), ("recurrence", RecurrenceShape),
+        ("layers", POINTER(LayerStruct)), ("norm", c_void_p),
+        ("head", Matrix), ("table", Matrix), ("embedding", c_void_p), ("embedding_is_bf16", c_int64),
+    )  # fmt: skip
 
 
 class HiddenRowsStruct(Structure):
@@ -149,20 +155,26 @@ class AdaptedStruct(Structure):
 class GroupStruct(Structure):
     _fields_ = (
         *_fields("first_layer last_layer"),
-        *(("rows", c_void_p), ("num_rows", c_int64), ("kv_write", c_void_p)),
+        ("rows", c_void_p), ("num_rows", c_int64), ("kv_write", c_void_p),
         *_fields(pointers="cosine sine"),
-        *(("spans", POINTER(SpanStruct)), ("edges", POINTER(EdgeStruct)), ("num_edges", c_int64)),
-        *(("load", POINTER(HiddenRowsStruct)), ("num_load", c_int64)),
-        *(("save", POINTER(HiddenRowsStruct)), ("num_save", c_int64)),
-        *(("adapted", POINTER(AdaptedStruct)), ("num_adapted", c_int64)),
-    )
+        ("spans", POINTER(SpanStruct)), ("edges", POINTER(EdgeStruct)), ("num_edges", c_int64),
+        ("load", POINTER(HiddenRowsStruct)), ("num_load", c_int64),
+        ("save", POINTER(HiddenRowsStruct)), ("num_save", c_int64),
+        ("adapted", POINTER(AdaptedStruct)), ("num_adapted", c_int64),
+    )  # fmt: skip
 
 
 class StepStruct(Structure):
     _fields_ = (
-        *(("tokens", c_void_p), ("num_rows", c_int64), ("groups", POINTER(GroupStruct)), ("num_groups", c_int64)),
-        *(("states", POINTER(StateRowsStruct)), ("num_states", c_int64)),
-        *(("logits_rows", c_void_p), ("num_logits", c_int64), ("logits", c_void_p)),
+        ("tokens", c_void_p),
+        ("num_rows", c_int64),
+        ("groups", POINTER(GroupStruct)),
+        ("num_groups", c_int64),
+        ("states", POINTER(StateRowsStruct)),
+        ("num_states", c_int64),
+        ("logits_rows", c_void_p),
+        ("num_logits", c_int64),
+        ("logits", c_void_p),
     )
 
 
@@ -195,18 +207,18 @@ _INTO_LIBRARY: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "attend": (
         None,
         (
-            *(c_void_p, POINTER(Shape), POINTER(LayerKV), POINTER(SpanStruct), POINTER(EdgeStruct), c_int64, c_int64),
-            *(c_void_p, c_void_p),
+            c_void_p, POINTER(Shape), POINTER(LayerKV), POINTER(SpanStruct), POINTER(EdgeStruct), c_int64, c_int64,
+            c_void_p, c_void_p,
         ),
     ),
     "argmax": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
     "choose": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
-    "measure": (None, (*(c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64), *[c_void_p] * 3)),
+    "measure": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 3)),
     "decoder_create": (c_void_p, (POINTER(Model), c_void_p)),
     "decoder_destroy": (None, (c_void_p,)),
     "decoder_forward": (None, (c_void_p, POINTER(StepStruct))),
     "decoder_project": (None, (c_void_p, POINTER(Projection))),
-}
+}  # fmt: skip
 
 
 class Library:

@@ -13,6 +13,7 @@ from runtime.batch import CanvasRows, Read, RowSet, Stage
 from runtime.denoising import DenoisingReport
 from runtime.errors import ModelError
 from runtime.features.diffusion.canvas import BidirectionalCanvas, BlockCanvas
+from runtime.features.diffusion.decoding import canvas_of
 from runtime.features.diffusion.noise import NoiseCanvas
 from runtime.kv.cache import PagedCache
 from runtime.models.diffusion import DiffusionSpec
@@ -33,8 +34,9 @@ class BlockLease(PrefixLease):
     def __init__(self, strategy: BlockPrefix, request: Request):
         super().__init__(strategy, request)
         self._spec, self._block = strategy.spec, strategy.block
-        assert not isinstance(request.canvas, BidirectionalCanvas)
-        self.canvas: BlockCanvas | NoiseCanvas | None = request.canvas  # None: it wants no tokens
+        canvas = canvas_of(request)
+        assert not isinstance(canvas, BidirectionalCanvas)
+        self.canvas: BlockCanvas | NoiseCanvas | None = canvas  # None: it wants no tokens
 
     def look(self) -> Found:
         found = super().look()

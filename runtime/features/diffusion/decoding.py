@@ -21,6 +21,8 @@ log = logging.getLogger("ramet.engine")
 # The divergence that is reported for logits that are not finite.
 _MOST_NATS = 1e4
 
+AnyCanvas = BidirectionalCanvas | BlockCanvas | NoiseCanvas
+
 
 def divergence(exact: torch.Tensor, other: torch.Tensor, mask_token_id: int) -> torch.Tensor:
     """Mean over rows of the KL divergence in nats of other distributions from exact ones, given as logits [n, vocab].
@@ -34,6 +36,13 @@ def divergence(exact: torch.Tensor, other: torch.Tensor, mask_token_id: int) -> 
     )
     nats = (p.exp() * (p - q)).sum(-1).mean()
     return nats.clamp_min(0).where(nats.isfinite(), _MOST_NATS)
+
+
+def canvas_of(request: Request) -> AnyCanvas | None:
+    """The canvas of a request of a diffusion model; None: the request wants no tokens."""
+    canvas = request.decoding_state
+    assert canvas is None or isinstance(canvas, AnyCanvas)
+    return canvas
 
 
 class CanvasDecoding(Decoding):
@@ -67,18 +76,19 @@ class CanvasDecoding(Decoding):
         sampling = request.sampler.params
         if isinstance(params, NoiseParams):
             assert self._soften is not None
-            request.canvas = NoiseCanvas(prompt, params, sampling, generator, self._vocab_size, self._soften)
+            request.decoding_state = NoiseCanvas(prompt, params, sampling, generator, self._vocab_size, self._soften)
         elif isinstance(params, BlockParams):
-            request.canvas = BlockCanvas(prompt, params, sampling, self._spec, generator)
+            request.decoding_state = BlockCanvas(prompt, params, sampling, self._spec, generator)
         elif isinstance(params, BidirectionalParams):
-            request.canvas = BidirectionalCanvas(prompt, params, sampling, self._spec, generator)
+            request.decoding_state = BidirectionalCanvas(prompt, params, sampling, self._spec, generator)
         request.max_length = request.prompt_len + (params.gen_length or 0)
 
     def wanted(self, work: Work) -> np.ndarray:
         """The rows that predict the block's masks, int64; none if this step ends before the block."""
-        if work.request.canvas is None:
+        canvas = canvas_of(work.request)
+        if canvas is None:
             return np.empty(0, dtype=np.int64)
-        rows = work.request.canvas.candidates() - self._spec.logits_shift - work.start
+        rows = canvas.candidates() - self._spec.logits_shift - work.start
         return rows if rows[-1] < work.count else rows[:0]
 
     def choose(
@@ -91,7 +101,7 @@ class CanvasDecoding(Decoding):
         self._failures: dict[Request, Exception] = {}
         self._chosen: dict[Request, list[torch.Tensor]] = {}
         for item, (place, *more) in zip(work, places, strict=True):
-            if (canvas := item.request.canvas) is None or place.start == place.stop:
+            if (canvas := canvas_of(item.request)) is None or place.start == place.stop:
                 continue
             wanted, nats = logits[place], []
             if more and item.note is not None:
@@ -107,7 +117,7 @@ class CanvasDecoding(Decoding):
 
     def book(self, work: Work, result: StepResult) -> TokenEvent | None:
         """Take what a denoising step chose."""
-        request, canvas = work.request, work.request.canvas
+        request, canvas = work.request, canvas_of(work.request)
         if canvas is None:
             return request.take_event([], Finish("length"))
         self.counters["denoise_steps"] += 1
@@ -137,7 +147,7 @@ class CanvasDecoding(Decoding):
 
         Final tokens never change, so a stop token among them ends the request.
         """
-        canvas = request.canvas
+        canvas = canvas_of(request)
         assert canvas is not None
         output = canvas.shown[request.prompt_len : request.max_length]
         new = output[request.num_output : canvas.num_decided].tolist()

@@ -58,6 +58,7 @@ class Drafter:
 
     def __init__(self, tree: RadixTree):
         self._tree = tree
+        self._drafts: dict[Request, Draft] = {}
         self._recent = Recent()
         self._pace = Pace()
         self._rates: dict[Hashable, Acceptance] = {}
@@ -98,9 +99,10 @@ class Drafter:
         prompts = sum([item.num_rows - len(item.draft) > 1 for item in work]) if beside else 0
         self._pace.note(len(work) - prompts, drafted, seconds, beside)
 
-    def ended(self, request: Request) -> None:
-        """Remember the output of a finished request."""
-        if request.num_output:
+    def ended(self, request: Request, remember: bool) -> None:
+        """Forget a request's drafts; with `remember`, others may repeat its output."""
+        self._drafts.pop(request, None)
+        if remember and request.num_output:
             self._recent.add(request.namespace, request.tokens[max(request.prompt_len - LEAST, 0) :])
 
     def clear(self) -> None:
@@ -112,7 +114,9 @@ class Drafter:
         limit = min(LONGEST, request.max_length - len(tokens) - 1)
         if limit < 1:
             return _NONE
-        state = request.draft = request.draft or Draft(request.entry_tokens[:])
+        state = self._drafts.get(request)
+        if state is None:
+            state = self._drafts[request] = Draft(request.entry_tokens[:])
         text, places = state.text, state.places
         new = tokens[len(text) - len(request.entry_tokens) :]
         text.extend(new)
@@ -154,8 +158,8 @@ class Drafter:
         return state.ahead
 
     def _rate(self, request: Request) -> Acceptance:
-        assert request.draft is not None, "`_find` has made it"
-        return self._rate_of(request.draft, request.draft.source)
+        draft = self._drafts[request]
+        return self._rate_of(draft, draft.source)
 
     def _rate_of(self, state: Draft, source: Hashable) -> Acceptance:
         if source not in state.rates:

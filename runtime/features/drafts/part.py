@@ -22,8 +22,7 @@ class Drafts(Part):
         self.drafter.note_step(work, seconds)
 
     def ended(self, request: Request, finish: Finish) -> None:
-        if finish.type != "error" and request.message.store:
-            self.drafter.ended(request)
+        self.drafter.ended(request, remember=finish.type != "error" and request.message.store)
 
     def flush(self) -> None:
         self.drafter.clear()

@@ -48,19 +48,18 @@ class NextTurns(Part):
     def __init__(self, core: EngineCore, most_tokens: int):
         self._core, self._most = core, most_tokens
         self._turns: deque[_Turn] = deque(maxlen=_MOST)
-        self.active = False
 
     def answers(self) -> Mapping[type[Call], Handler]:
         return {ComputeNextTurn: self._take}
 
     def _take(self, call: ComputeNextTurn) -> Answer:
         self._turns.append(_Turn(call))
-        self._activate()
+        self._wait()
         return {}
 
-    def _activate(self) -> None:
-        self.active = bool(self._turns)
-        self._core.refresh()
+    def _wait(self) -> None:
+        """Be polled in every step while there are turns."""
+        self._core.parts.wait(self, bool(self._turns))
 
     @property
     def busy(self) -> bool:
@@ -68,11 +67,13 @@ class NextTurns(Part):
 
     def flush(self) -> None:
         self._turns.clear()
-        self._activate()
+        self._wait()
 
     def poll(self, step_s: float) -> Sequence[TokenEvent]:
         """Add the next slice if no request is live; end a slice that has not ended with its step if others are."""
         core = self._core
+        if not self._turns:
+            return ()
         if len(core.requests) > 1:
             core.abort(_RID)
         if core.requests or core.paused:
@@ -80,7 +81,7 @@ class NextTurns(Part):
         while self._turns and not self._add(self._turns[0]):
             self._turns.popleft()
         if not self._turns:
-            self._activate()
+            self._wait()
         return ()
 
     def _add(self, turn: _Turn) -> bool:

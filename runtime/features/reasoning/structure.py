@@ -44,17 +44,17 @@ _SAME = {
     **dict.fromkeys((r"\ne", r"\neq", "≠"), "!="),
     **dict.fromkeys((r"\to", r"\rightarrow", "→"), "->"),
     **dict.fromkeys((r"\implies", r"\Rightarrow", "⇒"), "=>"),
-    **{r"\pm": "±", r"\approx": "≈", "**": "^", "==": "=", r"\lt": "<", r"\gt": ">", r"\%": "%"},
-    **{r"\dfrac": r"\frac", r"\tfrac": r"\frac", "π": r"\pi", "√": r"\sqrt"},
-}
+    r"\pm": "±", r"\approx": "≈", "**": "^", "==": "=", r"\lt": "<", r"\gt": ">", r"\%": "%",
+    r"\dfrac": r"\frac", r"\tfrac": r"\frac", "π": r"\pi", "√": r"\sqrt",
+}  # fmt: skip
 
 _PYTHON = frozenset({"", "python", "python3", "py"})
 # Tree-sitter grammars by the language name that a fence gives.
 _GRAMMARS = {
-    **{"c": "c", "h": "c", "cpp": "cpp", "c++": "cpp", "cc": "cpp", "hpp": "cpp", "java": "java"},
-    **{"go": "go", "golang": "go", "rust": "rust", "rs": "rust"},
-    **{"javascript": "javascript", "js": "javascript", "jsx": "javascript"},
-}
+    "c": "c", "h": "c", "cpp": "cpp", "c++": "cpp", "cc": "cpp", "hpp": "cpp", "java": "java",
+    "go": "go", "golang": "go", "rust": "rust", "rs": "rust",
+    "javascript": "javascript", "js": "javascript", "jsx": "javascript",
+}  # fmt: skip
 
 
 def equivalent(a: str, b: str) -> bool:

@@ -165,6 +165,7 @@ class Tiering(Part):
 
     def resume(self) -> None:
         """Pin again what was pinned before the restart."""
+        self._core.parts.wait(self, True)
         for pin in [] if self._resume is None else self._resume.read():
             self._pin_again(pin)
 

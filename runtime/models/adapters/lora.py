@@ -21,10 +21,10 @@ _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 # Fields that, unless empty or false, request more than W + scale B A.
 _MORE = (
-    *("use_dora", "modules_to_save", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "layer_replication"),
-    *("lora_bias", "target_parameters", "trainable_token_indices", "use_qalora", "alora_invocation_tokens"),
-    *("arrow_config", "use_bdlora"),
-)
+    "use_dora", "modules_to_save", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "layer_replication",
+    "lora_bias", "target_parameters", "trainable_token_indices", "use_qalora", "alora_invocation_tokens",
+    "arrow_config", "use_bdlora",
+)  # fmt: skip
 # Initialisations that do not change the base model's weights, as PiSSA, OLoRA and LoftQ do.
 _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
 

@@ -40,7 +40,11 @@ def message_of(documents: list[Document], question: str) -> HumanMessage:
 
 def main(url: str = "http://127.0.0.1:30000", model: str = "smollm2-135m-instruct", method: str = "a3") -> list[str]:
     chat = ChatOpenAI(
-        **{"base_url": f"{url}/v1", "api_key": "none", "model": model, "temperature": 0, "max_tokens": 24},
+        base_url=f"{url}/v1",
+        api_key="none",
+        model=model,
+        temperature=0,
+        max_tokens=24,
         extra_body={"reuse": {"method": method}},
     )
     answers = []

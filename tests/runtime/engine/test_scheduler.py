@@ -39,7 +39,7 @@ def test_a_step_has_no_more_rows_than_its_budget():
 
 
 def test_a_configured_step_goes_before_the_device_s():
-    engine = Engine(step_tokens=10, **{"chunk_tokens": None})
+    engine = Engine(step_tokens=10, chunk_tokens=None)
     assert (engine.scheduler.step_tokens, engine.scheduler._chunk_tokens) == (10, 10)
     engine = Engine(chunk_tokens=3)
     engine.scheduler = Scheduler(make_config(step_tokens=5).scheduler, engine.cache, 10)

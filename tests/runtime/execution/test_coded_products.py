@@ -23,8 +23,15 @@ from tests.runtime.models.published_files import FORMATS, write_published
 VOCAB = 320
 # Formats whose matrices have a product, and what it may be off by.
 PRODUCTS = {
-    **{"awq": 0.02, "gptq": 0.02, "gptq asymmetric": 0.02, "gptq v2": 0.02, "packed": 0.02, "packed asymmetric": 0.02},
-    **{"fp8": 0.1, "float8 tensors": 0.1, "float8 channels": 0.1},
+    "awq": 0.02,
+    "gptq": 0.02,
+    "gptq asymmetric": 0.02,
+    "gptq v2": 0.02,
+    "packed": 0.02,
+    "packed asymmetric": 0.02,
+    "fp8": 0.1,
+    "float8 tensors": 0.1,
+    "float8 channels": 0.1,
 }
 
 

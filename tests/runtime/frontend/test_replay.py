@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from radix import Namespace
 from runtime.config import SchedulerConfig
 from runtime.frontend.input_processor import InputProcessor
-from runtime.frontend.output import MarkedText, Submission
+from runtime.frontend.output import Encoded, MarkedText, Submission
 from runtime.frontend.processor import Frontend
 from runtime.frontend.replay import _TRIED, MOST_OF_ACCOUNT, NOTHING, Replay, Said
 from runtime.models.tokenizer import Tokenizer
@@ -18,7 +18,7 @@ from runtime.params import SamplingParams
 from runtime.protocol import AddRequest, Admission, Finish, TokenEvent
 from server.openai.tools import Tool, render_chat
 from tests.namespaces import others
-from tests.runtime.frontend.listening import Listener
+from tests.runtime.frontend.listening import Listener, ids_of
 from tests.runtime.frontend.test_request_ids import INFO
 
 TEMPLATES = {
@@ -67,8 +67,8 @@ def test_a_prompt_differs_within_replayed_answers_alone(tokenizers, kind, answer
     spans: list[tuple[int, int]] = []
     for answer in [*answers, None]:
         text = render_chat(tokenizer, turns, [TOOL] if seed % 2 else [])
-        submission = Submission(text, add_special_tokens=False, account="a")
-        tokens = inputs.encode(submission)
+        submission = inputs.encode(Submission(text, add_special_tokens=False, account="a"))
+        tokens = ids_of(submission)
         assert tokenizer.decode(tokens, skip_special_tokens=False) == text
         plain = inputs.tokenizer.encode(text, add_special_tokens=False)
         if submission.said.sampled == 0:
@@ -95,12 +95,13 @@ def test_the_next_turn_reads_the_sampled_tokens(tokenizers):
     turns = [{"role": "user", "content": "Name a tree."}]
     odd = [*(tokenizer.encode(letter, False)[0] for letter in "Oak trees"), *tokenizer.encode("\n<|im_end|>", False)]
 
-    def ask(**fields) -> Submission:
+    def ask(**fields) -> Encoded:
         text = render_chat(tokenizer, turns, [])
         marked = MarkedText(text, [(text.index("Name"), 60.0), (len(text), 60.0)])
         asked = Submission(marked, SamplingParams(max_new_tokens=9), account="a", add_special_tokens=False, **fields)
-        frontend.submit(asked, frontend.inputs.encode(asked), Listener(lambda _: None))
-        return asked
+        encoded = frontend.inputs.encode(asked)
+        frontend.submit(encoded, Listener(lambda _: None))
+        return encoded
 
     first = ask()
     event = TokenEvent(sent[-1].rid, odd, Finish("stop"), admission=Admission())

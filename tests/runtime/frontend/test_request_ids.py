@@ -20,8 +20,16 @@ from tests.runtime.frontend.listening import Listener
 from tests.runtime.frontend.test_limits import FewTokens
 
 INFO = ModelInfo(
-    **{"name": "m", "path": "", "architecture": "", "dtype": "", "device": "", "attention_backend": ""},
-    **{"vocab_size": 49152, "context_length": 1024, "page_size": 16, "pool_tokens": 1024},
+    name="m",
+    path="",
+    architecture="",
+    dtype="",
+    device="",
+    attention_backend="",
+    vocab_size=49152,
+    context_length=1024,
+    page_size=16,
+    pool_tokens=1024,
     eos_token_ids=[],
 )
 
@@ -38,13 +46,14 @@ def frontend(tokenizer, sent):
 
 def submit(stream: OutputStream, *rids: str) -> None:
     for rid in rids:
-        stream._frontend.submit(Submission([1], SamplingParams(), rid=rid), [1], stream)
+        frontend = stream._frontend
+        frontend.submit(frontend.inputs.encode(Submission([1], rid=rid)), stream)
 
 
 @pytest.mark.parametrize(("refused", "kind"), [(True, InvalidRequest), (False, RametError)])
 def test_an_engine_s_refusal_is_the_client_s_fault_and_its_failure_is_not(frontend, sent, refused, kind):
     outputs = []
-    frontend.submit(Submission([1], SamplingParams(), rid="a"), [1], Listener(outputs.append))
+    frontend.submit(frontend.inputs.encode(Submission([1], rid="a")), Listener(outputs.append))
     finish = Finish("error", message="no", refused=refused, code="why", param="text")
     frontend.take([TokenEvent(sent[-1].rid, [], finish)])
     (error,) = outputs
@@ -103,8 +112,9 @@ class Lives(RuleBasedStateMachine):
         queued = sum(size for whose, size in self.waiting.values() if whose == account)
         full = len(self.of(account)) + n > 4 or bool(queued and queued + len(tokens) > 12)
         refused = RateLimited if full else InvalidRequest if (account, rid) in self.live else None
+        submission = Submission(tokens, SamplingParams(n=n), rid=rid, account=account)
         with pytest.raises(refused) if refused else nullcontext():
-            self.frontend.submit(Submission(tokens, SamplingParams(n=n), rid=rid, account=account), tokens, client)
+            self.frontend.submit(self.frontend.inputs.encode(submission), client)
         if refused is None:
             rids = [message.rid for message in self.sent[before:] if isinstance(message, AddRequest)]
             self.live[account, rid], self.waiting[rids[0]] = (client, rids), (account, len(tokens))

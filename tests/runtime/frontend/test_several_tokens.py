@@ -29,7 +29,7 @@ def outputs_of(tokenizer, pieces, **params):
     """The Outputs of tokens that come in pieces, and whether the engine was told to stop."""
     found, sent = [], []
     frontend = Frontend(InputProcessor(INFO, tokenizer, SchedulerConfig()), sent.append)
-    frontend.submit(Submission([1], SamplingParams(**params)), [1], Listener(found.append))
+    frontend.submit(frontend.inputs.encode(Submission([1], SamplingParams(**params))), Listener(found.append))
     rid = next(message.rid for message in sent if isinstance(message, AddRequest))
     for i, piece in enumerate(pieces):
         last = Finish("length") if i == len(pieces) - 1 else None
@@ -60,7 +60,7 @@ def test_a_slow_reader_gets_what_has_arrived_of_a_completion_as_one(tokenizer):
     tokens = tokenizer.encode(TEXT)
     frontend = Frontend(InputProcessor(INFO, tokenizer, SchedulerConfig()), sent.append)
     stream = OutputStream(frontend)
-    frontend.submit(Submission([1], SamplingParams(n=2)), [1], stream)
+    frontend.submit(frontend.inputs.encode(Submission([1], SamplingParams(n=2))), stream)
     first, second = (message.rid for message in sent[1:])
 
     async def read() -> list[Output]:

@@ -10,7 +10,7 @@ from runtime.frontend.output import Submission
 from runtime.frontend.processor import Frontend
 from runtime.params import SamplingParams
 from runtime.protocol import ModelInfo
-from tests.runtime.frontend.listening import Listener
+from tests.runtime.frontend.listening import Listener, ids_of
 
 
 @pytest.mark.parametrize(
@@ -26,15 +26,22 @@ def test_the_last_tokens_that_fit(tokenizer, last, new, kept):
         with pytest.raises(InvalidRequest, match="64 tokens"):
             inputs.encode(submission)
     else:
-        assert inputs.encode(submission) == ids[-kept:]
-        assert submission.breakpoints == [(max(kept - 50, 0), 60.0), (kept, 3600.0)]
+        encoded = inputs.encode(submission)
+        assert inputs.encode(submission) == encoded, "a submission stays as it was made"
+        assert ids_of(encoded) == ids[-kept:]
+        assert encoded.breakpoints == [(max(kept - 50, 0), 60.0), (kept, 3600.0)]
 
 
 @pytest.mark.parametrize(
     ("most", "rows", "stop", "limit"),
     [
-        *((None, 50, 50, None), (10, 50, 50, 10), (20, 50, 50, 14)),
-        *((20, 50, 60, 4), (60, 20, 63, 1), (60, 20, 15, 49), (60, 60, 15, 20)),
+        (None, 50, 50, None),
+        (10, 50, 50, 10),
+        (20, 50, 50, 14),
+        (20, 50, 60, 4),
+        (60, 20, 63, 1),
+        (60, 20, 15, 49),
+        (60, 60, 15, 20),
     ],
 )
 def test_the_limit_of_the_server_is_the_length_of_an_output_without_one(tokenizer, most, rows, stop, limit):
@@ -43,12 +50,11 @@ def test_the_limit_of_the_server_is_the_length_of_an_output_without_one(tokenize
     frontend = Frontend(InputProcessor(info, tokenizer, SchedulerConfig(max_output_tokens=most)), sent.append)
     given = [5] * rows if rows == stop else ModulePrompt([5], {}, [rows - 1], stop)
     submission = Submission(given, SamplingParams(max_new_tokens=None))
-    frontend.submit(submission, frontend.inputs.encode(submission), Listener(sent.append))
+    frontend.submit(frontend.inputs.encode(submission), Listener(sent.append))
     assert sent[-1].limits.max_new_tokens == limit
     shared = SamplingParams(max_new_tokens=32_000, min_new_tokens=50)
     for wanted in (shared, shared):
-        submission = Submission(given, wanted, otherwise=wanted)
-        frontend.inputs.encode(submission)
+        submission = frontend.inputs.encode(Submission(given, wanted, otherwise=wanted))
         room = max(min(64 - stop, 80 - rows - 32 * (rows != stop), most or 64), 1)  # modules fill pages in part
         for sampling in (submission.sampling, submission.otherwise):
             assert (sampling.max_new_tokens, sampling.min_new_tokens) == (room, min(room, 50))

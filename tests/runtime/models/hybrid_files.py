@@ -22,12 +22,14 @@ ARCHITECTURES |= {"GptOss": "gpt-oss", "GraniteMoeHybrid": "granitehybrid"}
 # Sizes that are multiples of the 32 values of a block.
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 GRANITE_SIZES: dict[str, Any] = {
-    **{"layer_types": ["mamba", "mamba", "attention", "mamba"], "shared_intermediate_size": 96, "mamba_expand": 2},
-    **{"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "embedding_multiplier": 3.0},
-    **{"residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0},
-}
+    "layer_types": ["mamba", "mamba", "attention", "mamba"], "shared_intermediate_size": 96, "mamba_expand": 2,
+    "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0,
+}  # fmt: skip
 EXPERT_SIZES: dict[str, Any] = {
-    **{"decoder_sparse_step": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
 }
 DELTA_SIZES: dict[str, Any] = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "head_dim": 32}
 

@@ -125,12 +125,12 @@ class Format:
 def _compressed(kind: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"type": "int", "symmetric": True, **weights}, "format": None}
     return {
-        **{"quant_method": "compressed-tensors", "format": kind, "quantization_status": "compressed"},
-        **{
-            "config_groups": {"group_0": group},
-            "ignore": ["lm_head", PLAIN, r"re:.*mlp\.gate$"],
-            "kv_cache_scheme": None,
-        },
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", PLAIN, r"re:.*mlp\.gate$"],
+        "kv_cache_scheme": None,
     }
 
 

@@ -16,8 +16,10 @@ from tests.tiny import save_tiny
 
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 1}
 QWEN3_MOE = {
-    **{"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 8},
-    **{"num_experts": 2, "num_experts_per_tok": 1},
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "moe_intermediate_size": 8,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
 }
 
 

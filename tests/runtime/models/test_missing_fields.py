@@ -13,12 +13,12 @@ from runtime.models.quantization import Quantization, Scheme, read_quantization
 from runtime.models.spec import LlamaSpec, _from_config
 
 KINDS = {
-    **{"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2"},
-    **{"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe", "GptOssForCausalLM": "gpt_oss"},
-    **{"Gemma3ForCausalLM": "gemma3_text", "DeepseekV2ForCausalLM": "deepseek_v2", "Lfm2ForCausalLM": "lfm2"},
-    **{"DeepseekV3ForCausalLM": "deepseek_v3", "Qwen3_5ForCausalLM": "qwen3_5_text"},
+    "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe", "GptOssForCausalLM": "gpt_oss",
+    "Gemma3ForCausalLM": "gemma3_text", "DeepseekV2ForCausalLM": "deepseek_v2", "Lfm2ForCausalLM": "lfm2",
+    "DeepseekV3ForCausalLM": "deepseek_v3", "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3NextForCausalLM": "qwen3_next",
-}
+}  # fmt: skip
 # Few layers and experts; and a number where transformers' own default is none.
 GIVEN = {"num_hidden_layers": 8, "num_experts": 16, "num_local_experts": 16, "n_routed_experts": 16}
 GIVEN_V2 = {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
@@ -27,11 +27,11 @@ OWN = {"architectures", "model_type", "eos_token_id"}
 
 # Sizes, without which a model is refused, or what its checkpoint does not fit.
 NEEDED = {
-    *("hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers"),
-    *("vocab_size", "num_key_value_heads", "head_dim", "moe_intermediate_size", "num_experts_per_tok", "num_experts"),
-    *("num_local_experts", "n_routed_experts", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
-    *("v_head_dim", "first_k_dense_replace", "n_group", "topk_group"),
-}
+    "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
+    "vocab_size", "num_key_value_heads", "head_dim", "moe_intermediate_size", "num_experts_per_tok", "num_experts",
+    "num_local_experts", "n_routed_experts", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+    "v_head_dim", "first_k_dense_replace", "n_group", "topk_group",
+}  # fmt: skip
 
 
 def read(config: dict) -> LlamaSpec | None:
@@ -63,25 +63,40 @@ def test_a_missing_field_is_refused_or_means_what_transformers_takes_it_to_mean(
 
 
 SMALL = {
-    **{"block_count": 4, "context_length": 99, "embedding_length": 64, "feed_forward_length": 96},
-    **{"attention.head_count": 4, "attention.layer_norm_rms_epsilon": 1e-5},
+    "block_count": 4,
+    "context_length": 99,
+    "embedding_length": 64,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.layer_norm_rms_epsilon": 1e-5,
 }
 DELTA = {
-    **{"rope.dimension_count": 4, "ssm.conv_kernel": 4, "ssm.state_size": 8, "ssm.group_count": 2},
-    **{"ssm.time_step_rank": 4, "ssm.inner_size": 32},
+    "rope.dimension_count": 4,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 8,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 32,
 }
 # What files of an architecture always have beside SMALL.
 ALWAYS: dict[str, dict] = {
     "llama": {},
     "gpt-oss": {
-        **{"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32},
+        "expert_count": 4,
+        "expert_used_count": 2,
+        "expert_feed_forward_length": 32,
         "attention.sliding_window": 128,
     },
     "lfm2": {"attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3},
     "qwen35": DELTA,
     "granitehybrid": {
-        **{"attention.head_count_kv": [0, 2, 0, 2], "expert_shared_feed_forward_length": 32, "ssm.conv_kernel": 4},
-        **{"ssm.state_size": 8, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 64},
+        "attention.head_count_kv": [0, 2, 0, 2],
+        "expert_shared_feed_forward_length": 32,
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": 8,
+        "ssm.group_count": 2,
+        "ssm.time_step_rank": 4,
+        "ssm.inner_size": 64,
     },
 }
 # What llama.cpp takes fields for that a file lacks, and another value.

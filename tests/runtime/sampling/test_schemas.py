@@ -36,9 +36,15 @@ def member(given) -> dict:
         *(("required", one) for one in (None, "a", True)),
         *(("items", one) for one in (None, "string")),
         *(("anyOf", one) for one in (None, [], {})),
-        *(("additionalProperties", None), ("minimum", "0"), ("multipleOf", 0)),
-        *(("maximum", 1 << 70), ("const", 1 << 70)),
-        *(("$id", "https://a.example/x"), ("$schema", "foo"), ("if", {"type": "string"}), ("description", "d")),
+        ("additionalProperties", None),
+        ("minimum", "0"),
+        ("multipleOf", 0),
+        ("maximum", 1 << 70),
+        ("const", 1 << 70),
+        ("$id", "https://a.example/x"),
+        ("$schema", "foo"),
+        ("if", {"type": "string"}),
+        ("description", "d"),
     ],
 )
 def test_what_no_grammar_follows_asks_for_nothing(keyword, value):

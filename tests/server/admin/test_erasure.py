@@ -139,7 +139,7 @@ class Served:
         events = {"kv_events": f"ipc://{directory}/events,ipc://{directory}/replay", "hold_time": "900"}
         tiers = {"host_memory": 0.01, "disk_cache": directory / "disk", "disk_space": 0.01}
         self.config = make_config(
-            **{"model": str(model), "dtype": "float32", "device": "cpu", "pool_tokens": 8192, "kv_events_of": "all"},
+            model=str(model), dtype="float32", device="cpu", pool_tokens=8192, kv_events_of="all",
             **options, **events, **tiers,
         )  # fmt: skip
 
@@ -167,12 +167,20 @@ class Served:
         core, service = self.host.core, find(self.app, GenerationService)
         tiering = core.part(Tiering)
         return {
-            **{"documents": find(self.app, DocumentStore), "schemas": find(self.app, SchemaStore)},
-            **{"responses": find(self.app, ResponseStore), "answers": service._answers, "journal": service._journal},
-            **{"page": find(self.app, Feed)._views, "previews": Feed._decode},
-            **{"checked grammars": self.engine._work._checked, "grammars": core.part(Grammars).compiler._kept},
-            **{"tree": core.cache.tree, "pins": core.cache.pins.pins, "host tier": tiering.tiers.worker},
-            **{"recent outputs": core.part(Drafts).drafter._recent, "events": core.part(KVEvents).publisher._kept},
+            "documents": find(self.app, DocumentStore),
+            "schemas": find(self.app, SchemaStore),
+            "responses": find(self.app, ResponseStore),
+            "answers": service._answers,
+            "journal": service._journal,
+            "page": find(self.app, Feed)._views,
+            "previews": Feed._decode,
+            "checked grammars": self.engine._work._checked,
+            "grammars": core.part(Grammars).compiler._kept,
+            "tree": core.cache.tree,
+            "pins": core.cache.pins.pins,
+            "host tier": tiering.tiers.worker,
+            "recent outputs": core.part(Drafts).drafter._recent,
+            "events": core.part(KVEvents).publisher._kept,
         }
 
 

@@ -30,7 +30,10 @@ ANSWERS = {
     "<thin oak>": [("text", "<thin oak>")],
     "<thi": [("text", "<thi")],
     f"<think>Hm.</think>\n\nI plant.\n{CALL}\n{CALL}": [
-        *(("thinking", "Hm."), ("text", "I plant."), ("tool_use", {"n": 2}), ("tool_use", {"n": 2}))
+        ("thinking", "Hm."),
+        ("text", "I plant."),
+        ("tool_use", {"n": 2}),
+        ("tool_use", {"n": 2}),
     ],
     "An oak. <think>No.</think>": [("text", "An oak. <think>No.</think>")],
     " \n": [("text", " \n")],

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.errors import EngineDead, Overloaded, RametError, RateLimited
-from runtime.frontend.output import Output, Submission
+from runtime.frontend.output import Encoded, Output
 from runtime.protocol import Breakpoint, CacheUsage, Finish
 from server.anthropic.messages import MessageWriter
 from server.anthropic.messages import usage as usage_of
@@ -108,8 +108,11 @@ def test_a_breakpoint_that_is_not_kept_is_said():
     books = CacheUsage(read=16, created={3600.0: 16, 300.0: 32}, input=36, breakpoints=places)
     output = Output(0, 0, "r", "", "", [], [], None, None, 100, 16, 5, None, 0.0, 0.0, 0.0, usage=books)
     assert usage_of(output) == {
-        **{"input_tokens": 36, "cache_creation_input_tokens": 48, "cache_read_input_tokens": 16, "output_tokens": 5},
-        **{"cache_creation": {"ephemeral_5m_input_tokens": 32, "ephemeral_1h_input_tokens": 16}},
+        "input_tokens": 36,
+        "cache_creation_input_tokens": 48,
+        "cache_read_input_tokens": 16,
+        "output_tokens": 5,
+        "cache_creation": {"ephemeral_5m_input_tokens": 32, "ephemeral_1h_input_tokens": 16},
         "service_tier": "standard",
         "breakpoints": [
             {"tokens": 40, "kept_tokens": 32, "ttl_s": 3600.0, "reason": None},
@@ -129,8 +132,12 @@ def test_a_stream_is_the_same_message(client):
     kinds = [event["type"] for event in told]
     deltas = kinds.count("content_block_delta")
     assert kinds == [
-        *("message_start", "content_block_start", *["content_block_delta"] * deltas),
-        *("content_block_stop", "message_delta", "message_stop"),
+        "message_start",
+        "content_block_start",
+        *["content_block_delta"] * deltas,
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
     ]
     assert "".join(event["delta"]["text"] for event in told[2 : 2 + deltas]) == whole["content"][0]["text"]
     start, end = told[0]["message"], told[-2]
@@ -312,7 +319,7 @@ def test_a_message_that_waits_begins_before_it_is_admitted(tokenizer):
     info = SimpleNamespace(context_length=100)
     context = SimpleNamespace(engine=SimpleNamespace(info=info, tokenizer=tokenizer), check_model=str)
     asked = MessagesRequest.model_validate(body())
-    submission = Submission("x", tokens=b"1234" * 9)
+    submission = Encoded("x", tokens=b"1234" * 9)
     writer = MessageWriter(asked, chat_of(asked), submission, context)
     start, *pings = [*writer.idle(), *writer.idle()]
     assert (start["type"], start["message"]["usage"]["input_tokens"]) == ("message_start", 9)
@@ -320,7 +327,11 @@ def test_a_message_that_waits_begins_before_it_is_admitted(tokenizer):
     assert [*writer.write(Output(0, 0, "", computed=256), None)] == [{"type": "ping"}]
     kinds = [event["type"] for event in writer.write(Output(0, 0, "", delta="Oak", finish=Finish("stop")), None)]
     assert kinds == [
-        *("content_block_start", "content_block_delta", "content_block_stop", "message_delta", "message_stop")
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
     ]
 
 
@@ -340,7 +351,11 @@ def test_what_the_model_cannot_use_is_left_out_and_listed(client):
     odd = {"thread": {"type": "create"}, "context_management": {"edits": [{"type": "compact_20260112"}]}}
     answer = send(client, body(messages=turns, tools=tools, **odd))
     assert answer["left_out"] == [
-        *("tool bash_20250124", "content server_tool_use", "content image", "content base64", "edit compact_20260112")
+        "tool bash_20250124",
+        "content server_tool_use",
+        "content image",
+        "content base64",
+        "edit compact_20260112",
     ]
     assert total(answer["usage"]) < 900, "the picture is no part of the prompt"
 

@@ -15,11 +15,17 @@ from server.generation.store import ResponseStore
 
 OLD, NEW = ({"name": name, "input_schema": {"type": "object"}} for name in ("old", "new"))
 FIRST = {
-    **{"model": "x", "max_tokens": 9, "system": "Old.", "tools": [OLD], "thread": {"type": "create"}},
+    "model": "x",
+    "max_tokens": 9,
+    "system": "Old.",
+    "tools": [OLD],
+    "thread": {"type": "create"},
     "messages": [{"role": "user", "content": [{"type": "text", "text": "A?", "cache_control": {"type": "ephemeral"}}]}],
 }
 NEXT = {
-    **{"model": "y", "max_tokens": 4, "thread": {"type": "continue", "previous_message_id": "msg_1"}},
+    "model": "y",
+    "max_tokens": 4,
+    "thread": {"type": "continue", "previous_message_id": "msg_1"},
     "messages": [{"role": "user", "content": "B?"}],
 }
 WHOLE = [

@@ -170,13 +170,13 @@ def test_without_keys_others_are_admins_where_the_operator_says_so(tmp_path, opt
 def test_a_route_is_closed_unless_its_router_says_otherwise():
     plain, own = APIRouter(), EveryKey()
     for router, method, path in (
-        *(
-            (plain, "POST", "/things/{name}"),
-            (plain, "GET", "/new"),
-            (plain, "GET", "/health"),
-            (plain, "DELETE", "/x"),
-        ),
-        *((own, "GET", "/things/{name}"), (own, "GET", "/x"), (own, "GET", "/mine")),
+        (plain, "POST", "/things/{name}"),
+        (plain, "GET", "/new"),
+        (plain, "GET", "/health"),
+        (plain, "DELETE", "/x"),
+        (own, "GET", "/things/{name}"),
+        (own, "GET", "/x"),
+        (own, "GET", "/mine"),
     ):
         router.add_api_route(path, lambda: None, methods=[method])
     alice = Tenant("alice", digest("alice-key"))
@@ -241,10 +241,23 @@ def test_bounds_of_a_line(read):
     for good in ("n" * 64 + " " + "k" * 8, "n " + "k" * 512, "n 12345678 quota=1", "n 12345678 max_priority=0"):
         assert len(read(good)) == 1
     for bad in (
-        *("n" * 65 + " " + "k" * 8, "n " + "k" * 7, "n " + "k" * 513, "n", "n 12345678 quota=1000000000"),
-        *("n 12345678 quota=01", "n 12345678 quota=", "n 12345678 max_priority=1234567890", "a/b 12345678"),
-        *("n 12345678 metrics quota=1", "n 12345678 admin metrics", "n 12345678 metrics public", "n 12345678 Admin"),
-        *("n 12345678 quota", "n 12345678 quota=0", "n 12345678 max_priority=-1", "n 12345678 king"),
+        "n" * 65 + " " + "k" * 8,
+        "n " + "k" * 7,
+        "n " + "k" * 513,
+        "n",
+        "n 12345678 quota=1000000000",
+        "n 12345678 quota=01",
+        "n 12345678 quota=",
+        "n 12345678 max_priority=1234567890",
+        "a/b 12345678",
+        "n 12345678 metrics quota=1",
+        "n 12345678 admin metrics",
+        "n 12345678 metrics public",
+        "n 12345678 Admin",
+        "n 12345678 quota",
+        "n 12345678 quota=0",
+        "n 12345678 max_priority=-1",
+        "n 12345678 king",
     ):
         with pytest.raises(BadKeys, match=r"line 3 of .*keys is neither .* 8 to 512 characters"):
             read(f"# of others\n\n{bad}", "x 12345678; y 87654321")

@@ -13,7 +13,10 @@ from server.app import create_app
 from tests.server.conftest import start, stop
 
 KEYS = {
-    **{"alice": "alice-secret-key", "bob": "bob-secret-key", "carol": "carol-secret-key", "root": "root-secret-key"},
+    "alice": "alice-secret-key",
+    "bob": "bob-secret-key",
+    "carol": "carol-secret-key",
+    "root": "root-secret-key",
     "scraper": "scraper-secret-key",
 }
 PROMPT = {"input_ids": list(range(100, 213)), "sampling_params": {"max_new_tokens": 1}}
@@ -51,22 +54,22 @@ def cached(answer: httpx.Response) -> int:
 # The keys that each route needs, for every route that there is.
 OPEN = {"/health", "/v1/health", "/ping", "/ready", "/", "/dashboard", "/docs"}
 ANY_KEY = {
-    *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name:path}"),
-    *("/v1/schemas", "/v1/schemas/{schema_id}", "/v1/documents", "/v1/documents/{document_id}"),
-    *("/tokenize", "/detokenize", "/health_generate", "/model_info", "/get_model_info", "/cache/tree", "/cache/search"),
-    *("/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/tokenizer_info", "/version"),
-    *("/models", "/props", "/apply-template"),
-    *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}"),
-    *("/v1/responses/{response_id}/input_items", "/v1/responses/{response_id}/cancel", "/v1/responses/compact"),
-    *("/infill", "/openapi.json", "/cache/quota", "/dashboard/events"),
-}
+    "/generate", "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name:path}",
+    "/v1/schemas", "/v1/schemas/{schema_id}", "/v1/documents", "/v1/documents/{document_id}",
+    "/tokenize", "/detokenize", "/health_generate", "/model_info", "/get_model_info", "/cache/tree", "/cache/search",
+    "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/tokenizer_info", "/version",
+    "/models", "/props", "/apply-template",
+    "/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}",
+    "/v1/responses/{response_id}/input_items", "/v1/responses/{response_id}/cancel", "/v1/responses/compact",
+    "/infill", "/openapi.json", "/cache/quota", "/dashboard/events",
+}  # fmt: skip
 ADMIN = {
-    *("/cache/pin", "/cache/pins", "/cache/pins/{pin_id}", "/cache/nodes/{page}", "/cache/nodes/{page}/pin"),
-    *("/cache/stats", "/server_info", "/get_server_info", "/metrics"),
-    *("/cache/tiers", "/cache/tenants/{name}", "/v1/loads", "/get_load"),
-    *("/flush_cache", "/abort_request", "/pause", "/resume", "/shutdown"),
-    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
-}
+    "/cache/pin", "/cache/pins", "/cache/pins/{pin_id}", "/cache/nodes/{page}", "/cache/nodes/{page}/pin",
+    "/cache/stats", "/server_info", "/get_server_info", "/metrics",
+    "/cache/tiers", "/cache/tenants/{name}", "/v1/loads", "/get_load",
+    "/flush_cache", "/abort_request", "/pause", "/resume", "/shutdown",
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+}  # fmt: skip
 
 
 def test_every_route_has_its_guard(ask):
@@ -155,9 +158,19 @@ def test_no_other_spelling_of_a_path_gets_around_its_guard(guarded):
         return connection.getresponse().status
 
     for path in (
-        *("/%66lush_cache", "/flush_cache%00", "/flush_cache/", "/flush_cache;x", "/cache/../flush_cache"),
-        *("//flush_cache", "/FLUSH_CACHE", "/v1/../flush_cache", "http://x/flush_cache", "/health/../flush_cache"),
-        *("/health/", "/dashboard/../flush_cache", "*"),
+        "/%66lush_cache",
+        "/flush_cache%00",
+        "/flush_cache/",
+        "/flush_cache;x",
+        "/cache/../flush_cache",
+        "//flush_cache",
+        "/FLUSH_CACHE",
+        "/v1/../flush_cache",
+        "http://x/flush_cache",
+        "/health/../flush_cache",
+        "/health/",
+        "/dashboard/../flush_cache",
+        "*",
     ):
         assert ask(path) == 401, path
         assert ask(path, Authorization=f"Bearer {KEYS['alice']}") in (403, 404), path
@@ -269,8 +282,11 @@ def test_a_quota_binds_its_tenant_alone(ask):
     assert ask("bob", "GET", "/cache/quota").json() == {"tenant": "bob", **used}
     assert ask("root", "GET", "/cache/quota?tenant=bob").json() == {"tenant": "bob", **used}
     assert ask("alice", "GET", "/cache/quota").json() == {
-        **{"tenant": "alice", "quota_pages": None, "quota_tokens": None},
-        **{"used_pages": 24, "used_tokens": 24 * 16},
+        "tenant": "alice",
+        "quota_pages": None,
+        "quota_tokens": None,
+        "used_pages": 24,
+        "used_tokens": 24 * 16,
     }
     assert ask("alice", "GET", "/cache/quota?tenant=bob").status_code == 403
     assert cached(ask("bob", **prompts[3])) == 96

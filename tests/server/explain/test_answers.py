@@ -3,7 +3,7 @@
 from array import array
 
 from radix import Namespace
-from runtime.frontend.output import Submission
+from runtime.frontend.output import Encoded
 from server.explain import answers
 from server.explain.answers import Answers, Asked
 
@@ -14,9 +14,8 @@ class Store:
         self.answers = Answers(lambda: self.now)
 
     def add(self, rid: str, tokens, account: str = "alice", salt: str = ""):
-        given = Submission(prompt=[], rid=rid, account=account, namespace=Namespace(account, salt))
-        given.tokens = array("i", tokens).tobytes()
-        self.answers.add(given)
+        space, key = Namespace(account, salt), array("i", tokens).tobytes()
+        self.answers.add(Encoded([], rid=rid, account=account, namespace=space, tokens=key))
 
     def known(self, account: str = "alice") -> list[str]:
         return [str(i) for i in range(100) if self.answers.find(account, str(i))]

@@ -13,7 +13,7 @@ from runtime.protocol import Lookup
 from server.auth.keys import PUBLIC
 from server.explain.answers import Answers
 from server.explain.compare import compare, find_parting
-from server.explain.parts import Part
+from server.explain.conversation import Section
 from server.explain.reason import DIFFER, LEFT, Explanation, Reason
 from server.explain.report import MissReport
 
@@ -63,12 +63,17 @@ def test_the_same_text_in_other_tokens_has_two_empty_sides(tokenizer):
 
 def test_the_place_is_that_of_the_first_other_character(tokenizer):
     parting = compare(tokenizer, ids(tokenizer, "At noon on"), ids(tokenizer, "At noontide"), None)
-    assert (parting.before, parting.offset, parting.part) == ("At noon", 7, Part("prompt"))
+    assert (parting.before, parting.offset, parting.part) == ("At noon", 7, Section("prompt"))
     assert (parting.here, parting.there) == (" on", "tide")
     hidden = find_parting(tokenizer, ids(tokenizer, "At noon on"), 1, None, None)
     assert (hidden.before, hidden.here, hidden.there) == ("At", " noon on", None)
     assert hidden.describe() == {
-        **{"token": 1, "part": "prompt", "offset": 2, "before": "At", "here": " noon on", "there": None}
+        "token": 1,
+        "part": "prompt",
+        "offset": 2,
+        "before": "At",
+        "here": " noon on",
+        "there": None,
     }
 
 
@@ -78,7 +83,7 @@ def test_the_prompt_of_another_key_behind_public_pages_stays_secret(tokenizer, t
     lookup = Lookup(found=2, readable=2, page_size=1, other=other[8:])
     submission = SimpleNamespace(account="alice", tokens=prompt, namespace=Namespace(tenant))
     output = Output(0, 0, "r", prompt_tokens=len(prompt) // 4 + 1, cached_tokens=2, lookup=lookup)
-    told = MissReport(tokenizer, Answers(), [submission])._explain(output)
+    told = MissReport(tokenizer, Answers(), "alice")._explain(submission, output)
     assert (told.reason, told.parting.here, told.parting.there) == ("prompt_differs", here, there)
 
 

@@ -9,7 +9,7 @@ import pytest
 from radix import Namespace
 from runtime.denoising import DiffusionParams
 from runtime.features.chunks.documents.plan import DocumentPrompt
-from runtime.frontend.output import Output, Submission
+from runtime.frontend.output import Encoded, Output
 from runtime.params import SamplingParams
 from runtime.protocol import ModelInfo
 from server.generation import receipts
@@ -17,10 +17,13 @@ from server.generation import receipts
 INFO = dict.fromkeys(field.name for field in msgspec.structs.fields(ModelInfo))
 TOKENS, OUTPUT = array("i", [1, 2, 3]).tobytes(), Output(0, 0, "r", token_ids=[4, 5])
 PLAIN = {
-    **{"weights": "w", "build": "b", "prompt": sha256(TOKENS).hexdigest()},
+    "weights": "w",
+    "build": "b",
+    "prompt": sha256(TOKENS).hexdigest(),
     "output": sha256(array("i", [4, 5]).tobytes()).hexdigest(),
     "engine": {"dtype": "float32", "device": "cpu", "kernels": "native", "code": "ramet"},
-    **{"parameters": {}, "exact": True},
+    "parameters": {},
+    "exact": True,
 }
 DOCUMENTS = DocumentPrompt.__new__(DocumentPrompt)
 
@@ -40,7 +43,7 @@ def test_a_receipt(monkeypatch, given, changed):
     monkeypatch.setattr(receipts, "_weights", {"dir": "w"}.get)
     monkeypatch.setattr(receipts, "_build", lambda: "b")
     engine = {"dtype": "float32", "device": "cpu", "attention_backend": "native", "model_impl": "ramet", "path": "dir"}
-    submission = Submission(**{"prompt": [1, 2, 3], "tokens": TOKENS, **given})
+    submission = Encoded(**{"prompt": [1, 2, 3], "tokens": TOKENS, **given})
     assert receipts.receipt_of(submission, OUTPUT, ModelInfo(**INFO | engine)) == PLAIN | changed
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.frontend.output import Output, Submission
+from runtime.frontend.output import Encoded, Output
 from runtime.frontend.stream import OutputStream
 from runtime.params import SamplingParams
 from runtime.protocol import Finish, TokenLogprob
@@ -68,9 +68,7 @@ class Outputs:
     def __init__(self, outputs):
         self.prompts = {}
         self._left = list(outputs)
-        self.submissions = [Submission([0] * 3, SamplingParams(), logprobs=128, prompt_logprobs_from=0)] * len(
-            self._left
-        )
+        self.submissions = [Encoded([0] * 3, SamplingParams(), logprobs=128, prompt_logprobs_from=0)] * len(self._left)
 
     def __enter__(self):
         return self

@@ -32,7 +32,10 @@ CHAT = {
     "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
     "prompt_cache_options": {"mode": "implicit", "ttl": "12h"},
     "stream_options": {"include_usage": True},
-    **{"stream": True, "reuse": {"method": "none"}, "cache": {"hold_s": 1.0}, "logit_bias": {"1": 2}},
+    "stream": True,
+    "reuse": {"method": "none"},
+    "cache": {"hold_s": 1.0},
+    "logit_bias": {"1": 2},
 }
 MESSAGES = {
     "messages": [
@@ -57,8 +60,12 @@ MESSAGES = {
     ],
     "system": [{"type": "text", "text": "Be brief."}],
     "tools": [{"name": "f", "input_schema": SCHEMA}],
-    **{"tool_choice": {"type": "tool", "name": "f"}, "thinking": {"type": "enabled"}, "thread": {"type": "create"}},
-    **{"model": "m", "max_tokens": 4, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    "tool_choice": {"type": "tool", "name": "f"},
+    "thinking": {"type": "enabled"},
+    "thread": {"type": "create"},
+    "model": "m",
+    "max_tokens": 4,
+    "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
 }
 RESPONSE = {
     "input": [
@@ -71,11 +78,9 @@ RESPONSE = {
     "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}, {"type": "custom", "name": "g"}],
     "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
     "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
-    **{
-        "reasoning": {"effort": "low"},
-        "metadata": {"a": "b"},
-        "instructions": "Be brief.",
-    },
+    "reasoning": {"effort": "low"},
+    "metadata": {"a": "b"},
+    "instructions": "Be brief.",
 }
 
 

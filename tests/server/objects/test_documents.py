@@ -279,7 +279,9 @@ def test_parts_ids_and_the_field_documents_are_the_same_conversation(api, add):
         assert answer.choices[0].message.content == whole.choices[0].message.content
         assert answer.usage.prompt_tokens == whole.usage.prompt_tokens
     plain = api.chat.completions.create(
-        **{"model": "smollm2", "max_tokens": 8, "temperature": 0},
+        model="smollm2",
+        max_tokens=8,
+        temperature=0,
         messages=[
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": f"Rome\n{ROME['text']}\n{OSLO['text']}\n{question['text']}"},

@@ -10,7 +10,7 @@ from runtime.errors import InvalidRequest
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.sampling.grammar import Grammar, GrammarCompiler
-from server.openai.calls import behind_reasoning, calls_or_format, lazy_calls, schema_of_call
+from server.openai.call_grammars import behind_reasoning, calls_or_format, lazy_calls, schema_of_call
 from server.openai.dialects.json_objects import WHOLE
 from server.openai.dialects.parameters import Parameters
 from server.openai.harmony import FINALS
@@ -238,8 +238,10 @@ def test_a_forced_call_needs_no_keyword_that_no_grammar_has(written):
 
 def test_a_forced_call_of_a_tool_that_refers_to_itself(written):
     schema = {
-        **{"type": "object", "properties": {"label": {"type": "string"}, "child": {"$ref": "#"}}},
-        **{"required": ["label"], "additionalProperties": False},
+        "type": "object",
+        "properties": {"label": {"type": "string"}, "child": {"$ref": "#"}},
+        "required": ["label"],
+        "additionalProperties": False,
     }
     text = schema_of_call([Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": schema}})])
     wanted = '{"name": "f", "arguments": {"label": "a", "child": {"label": "b"}}}'

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.features.chunks.documents.prompt import Document, Segments
-from runtime.frontend.output import Submission
+from runtime.frontend.output import Encoded
 from runtime.models.tokenizer import Tokenizer
 from server.openai.chat import reader_of
 from server.openai.dialects.choosing import dialect_of
@@ -343,7 +343,7 @@ def test_references_are_followed_once():
 def test_a_prompt_with_documents_may_begin_the_reasoning_too(tokenizer):
     own = Tokenizer(tokenizer._fast, {}, "{{ messages[0].content }}<think>\n")
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}]})
-    reader = reader_of(body, own, Submission(Segments(["x", Document("A tree."), "y"])))
+    reader = reader_of(body, own, Encoded(Segments(["x", Document("A tree."), "y"])))
     assert reader.push("Hm.</think>An oak.", True) == Said("Hm.", "An oak.", [])
 
 
@@ -352,7 +352,7 @@ def test_llamas_templates_get_one_call_of_each_answer():
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "tools": [tool]})
     text = '[{"name": "stop", "parameters": {}}, {"name": "stop", "parameters": {}}]'
     for sign, calls in (("", 2), ("This model only supports single tool-calls at once!", 1)):
-        reader = reader_of(body, Named(sign), Submission("x"))  # type: ignore[arg-type]
+        reader = reader_of(body, Named(sign), Encoded("x"))  # type: ignore[arg-type]
         assert len(reader.push(text, True).calls) == calls
 
 

@@ -64,7 +64,10 @@ def test_tools_whose_schemas_no_grammar_can_follow_are_offered(api):
 
 
 ODD = {
-    **{"type": "colour", "required": None, "enum": None, "$ref": "https://a.example/x"},
+    "type": "colour",
+    "required": None,
+    "enum": None,
+    "$ref": "https://a.example/x",
     "properties": {"a": {"type": "string", "pattern": "^(?!x)", "maxLength": 9007199254740991}, "b": False},
 }
 
@@ -184,5 +187,7 @@ def test_a_forced_call_that_is_cut_off_is_a_call(api, client):
     response = api.responses.create(model=MODEL, input=ASK, max_output_tokens=18, temperature=0, tool_choice="required",
                                     tools=[{"type": "function", **function}])  # fmt: skip
     assert (response.status, response.output[0].type, response.output[0].status) == (
-        *("incomplete", "function_call", "incomplete"),
+        "incomplete",
+        "function_call",
+        "incomplete",
     )

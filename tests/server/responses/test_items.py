@@ -21,8 +21,12 @@ def test_reasoning_belongs_to_the_next_message_of_the_assistant_alone():
     items = [asked, thought("1"), thought("2"), said, asked, said, asked, thought("3"), call]
     turns = turns_of([ITEM.validate_python(item) for item in items])
     assert [(turn.role, turn.reasoning_content) for turn in turns] == [
-        *[("user", None), ("assistant", "1\n2"), ("user", None), ("assistant", None)],
-        *[("user", None), ("assistant", "3")],
+        ("user", None),
+        ("assistant", "1\n2"),
+        ("user", None),
+        ("assistant", None),
+        ("user", None),
+        ("assistant", "3"),
     ]
 
 

@@ -68,8 +68,10 @@ def test_items_are_the_conversation_that_a_chat_has(api):
     ]
     answer = typed(api.responses.create(**GREEDY, input=items, max_output_tokens=8, instructions="You know trees."))
     turns = [
-        *({"role": "system", "content": "You know trees."}, {"role": "system", "content": "Be brief."}),
-        *({"role": "user", "content": "Name a tree."}, {"role": "assistant", "content": "Oak."}),
+        {"role": "system", "content": "You know trees."},
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Name a tree."},
+        {"role": "assistant", "content": "Oak."},
         items[-1],
     ]
     chat = api.chat.completions.create(**GREEDY, messages=turns, max_tokens=8)
@@ -245,7 +247,11 @@ def test_a_stored_response_is_told_again(api):
     whole = api.responses.create(**GREEDY, input="Name a tree.", max_output_tokens=4)
     events = list(api.responses.retrieve(whole.id, stream=True))
     assert [event.type.removeprefix("response.") for event in events] == [
-        *("created", "in_progress", "output_item.added", "output_item.done", whole.status)
+        "created",
+        "in_progress",
+        "output_item.added",
+        "output_item.done",
+        whole.status,
     ]
     assert events[-1].response.output == whole.output
     assert list(api.responses.retrieve(whole.id, stream=True, starting_after=3)) == events[4:]

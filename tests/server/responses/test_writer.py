@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from runtime.errors import DeadlineExceeded
-from runtime.frontend.output import Output, Submission
+from runtime.frontend.output import Encoded, Output
 from runtime.protocol import Finish
 from server.openai.types import ChatRequest
 from server.responses.items import chat_of, read_input
@@ -19,7 +19,7 @@ def begun(tokenizer) -> ResponseWriter:
     context = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), check_model=str)
     asked = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
     body = ResponseRequest(model="m", input="x", stream=True)
-    writer = ResponseWriter(body, ChatRequest(**asked), Submission("x"), "resp_1", context)
+    writer = ResponseWriter(body, ChatRequest(**asked), Encoded("x"), "resp_1", context)
     list(writer.begin())
     writer.write(Output(0, 0, "r", delta="An oak"), None)
     return writer
@@ -68,7 +68,7 @@ ENDS = [
 def test_ends_of_answers(tokenizer, asked, text, end, status, reason, items):
     context = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), check_model=str)
     body = ResponseRequest(model="m", input="x", **asked)
-    writer = ResponseWriter(body, chat_of(body, read_input("x", {})), Submission("x"), "resp_1", context)
+    writer = ResponseWriter(body, chat_of(body, read_input("x", {})), Encoded("x"), "resp_1", context)
     *_, last = writer.write(Output(0, 0, "r", delta=text, finish=Finish(end)), None)
     assert (last["type"], last["response"]["status"]) == (f"response.{status}", status)
     assert last["response"]["incomplete_details"] == ({"reason": reason} if status == "incomplete" else None)
@@ -79,23 +79,37 @@ def test_reasoning_is_an_item_of_its_own(tokenizer):
     context = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), check_model=str)
     asked = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
     body = ResponseRequest(model="m", input="x")
-    writer = ResponseWriter(body, ChatRequest(**asked), Submission("x<think>"), "resp_1", context)
+    writer = ResponseWriter(body, ChatRequest(**asked), Encoded("x<think>"), "resp_1", context)
     events = [*writer.begin()]
     for part in ("Hm", ".</th", "ink>\n\nAn oak"):
         events += writer.write(Output(0, 0, "r", delta=part), None)
     events += writer.write(Output(0, 0, "r", delta=".", finish=Finish("stop")), None)
     thought, message = writer.response["output"]
     assert (thought["type"], thought["status"], thought["content"]) == (
-        *("reasoning", "completed"),
+        "reasoning",
+        "completed",
         [{"type": "reasoning_text", "text": "Hm."}],
     )
     assert (message["type"], message["content"][0]["text"]) == ("message", "An oak.")
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert kinds == [
-        *("created", "in_progress", "output_item.added", "content_part.added", "reasoning_text.delta"),
-        *("reasoning_text.delta", "reasoning_text.done", "content_part.done", "output_item.done"),
-        *("output_item.added", "content_part.added", "output_text.delta", "output_text.delta", "output_text.done"),
-        *("content_part.done", "output_item.done", "completed"),
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "reasoning_text.delta",
+        "reasoning_text.delta",
+        "reasoning_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
     ]
     assert [event["output_index"] for event in events if "output_index" in event] == [0] * 7 + [1] * 7
     assert writer.response["usage"]["output_tokens_details"]["reasoning_tokens"] == len(tokenizer.encode("Hm."))

@@ -9,13 +9,14 @@ import pytest
 
 from radix import Namespace
 from runtime.errors import DeadlineExceeded, InvalidRequest
+from runtime.frontend.output import Encoded
 from runtime.protocol import Finish
 from server.telemetry.journal import BLOCK_TOKENS, BadTrace, Journal, Trace
 
 
 def ended(rid: str, tokens: list[int], account: str = "", salt: str = "", choice: int = 0):
     key = array("i", tokens).tobytes()
-    submission = SimpleNamespace(rid=rid, account=account, namespace=Namespace(account, salt), tokens=key)
+    submission = Encoded([], rid=rid, account=account, namespace=Namespace(account, salt), tokens=key)
     counts = {"prompt_tokens": len(tokens), "cached_tokens": 0, "completion_tokens": 7}
     times = {"queue_s": 0.1, "prefill_s": 0.2, "e2e_s": 1.5}
     return submission, SimpleNamespace(choice=choice, finish=Finish("stop"), **counts, **times)

@@ -13,20 +13,20 @@ LABELS = '{model_name="smollm2"}'
 
 # Names that dashboards for SGLang and vLLM read.
 NAMES = [
-    *("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage", "sglang:cache_hit_rate"),
-    *("sglang:gen_throughput", "sglang:num_retracted_reqs", "sglang:prompt_tokens_total"),
-    *("sglang:generation_tokens_total", "sglang:cached_tokens_total", "sglang:evicted_tokens_total"),
-    *("sglang:num_requests_total", "sglang:num_aborted_requests_total", "sglang:time_to_first_token_seconds_count"),
-    *("sglang:inter_token_latency_seconds_sum", "sglang:e2e_request_latency_seconds_count"),
-    *("sglang:queue_time_seconds_count", "vllm:num_requests_running", "vllm:num_requests_waiting"),
-    *("vllm:kv_cache_usage_perc", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"),
-    *("vllm:num_preemptions_total", "vllm:time_to_first_token_seconds_count"),
-    *("vllm:request_time_per_output_token_seconds_count", "vllm:inter_token_latency_seconds_count"),
-    *("vllm:e2e_request_latency_seconds_count", "vllm:request_queue_time_seconds_count"),
-    *("vllm:request_prefill_time_seconds_count", "vllm:request_decode_time_seconds_count"),
-    *("vllm:kv_block_idle_before_evict_seconds_count", "vllm:kv_block_lifetime_seconds_count"),
-    *("vllm:kv_block_reuse_gap_seconds_sum", "ramet:prefix_cache_request_hits_total"),
-]
+    "sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage", "sglang:cache_hit_rate",
+    "sglang:gen_throughput", "sglang:num_retracted_reqs", "sglang:prompt_tokens_total",
+    "sglang:generation_tokens_total", "sglang:cached_tokens_total", "sglang:evicted_tokens_total",
+    "sglang:num_requests_total", "sglang:num_aborted_requests_total", "sglang:time_to_first_token_seconds_count",
+    "sglang:inter_token_latency_seconds_sum", "sglang:e2e_request_latency_seconds_count",
+    "sglang:queue_time_seconds_count", "vllm:num_requests_running", "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total",
+    "vllm:num_preemptions_total", "vllm:time_to_first_token_seconds_count",
+    "vllm:request_time_per_output_token_seconds_count", "vllm:inter_token_latency_seconds_count",
+    "vllm:e2e_request_latency_seconds_count", "vllm:request_queue_time_seconds_count",
+    "vllm:request_prefill_time_seconds_count", "vllm:request_decode_time_seconds_count",
+    "vllm:kv_block_idle_before_evict_seconds_count", "vllm:kv_block_lifetime_seconds_count",
+    "vllm:kv_block_reuse_gap_seconds_sum", "ramet:prefix_cache_request_hits_total",
+]  # fmt: skip
 
 
 def read(client):

@@ -19,6 +19,7 @@ from runtime.denoising import Unshared
 from runtime.features.diffusion.bicache.drift import Drift
 from runtime.features.diffusion.bicache.measured import ShallowMeta
 from runtime.features.diffusion.canvas import BidirectionalCanvas
+from runtime.features.diffusion.decoding import canvas_of
 from runtime.kv.segments import slots_of
 from runtime.request import Found, Request, Work
 
@@ -130,7 +131,7 @@ def next_work(request: Request, share: Share, num_layers: int, trial: Callable[[
     """The next step of an admitted request. `trial`: called at the first refresh of a request that measures."""
     if share.is_encoding:
         return DenoiseWork(request, 0, share.length, share.length)
-    canvas = canvas_of(request)
+    canvas = bidirectional(request)
     active = canvas.active(share.length)
     due = share.length > 0 and _is_due(share, canvas)
     work = DenoiseWork(request, active.start, len(active), len(active))
@@ -145,10 +146,11 @@ def next_work(request: Request, share: Share, num_layers: int, trial: Callable[[
     return work
 
 
-def canvas_of(request: Request) -> BidirectionalCanvas:
+def bidirectional(request: Request) -> BidirectionalCanvas:
     """The canvas of a request that wants tokens."""
-    assert isinstance(request.canvas, BidirectionalCanvas)
-    return request.canvas
+    canvas = canvas_of(request)
+    assert isinstance(canvas, BidirectionalCanvas)
+    return canvas
 
 
 def _is_due(share: Share, canvas: BidirectionalCanvas) -> bool:
@@ -200,7 +202,7 @@ def _encode(request: Request, share: Share, num_layers: int, page_size: int) -> 
 
 def _guide(work: DenoiseWork, num_layers: int, page_size: int) -> RowSet:
     """The canvas with masks in place of its prompt, for guidance. It uses the second half of the request's pages."""
-    canvas, rows = canvas_of(work.request), work.unprompted
+    canvas, rows = bidirectional(work.request), work.unprompted
     length, spec = len(canvas.tokens), canvas.spec
     num_own = -(-length // page_size)
     pages = np.frombuffer(work.request.sequence.pages, dtype=np.int32)[num_own:]
@@ -224,7 +226,7 @@ def _denoise(
 
     `second`: whether the rows use the second half of the request's pages.
     """
-    request, tokens = work.request, canvas_of(work.request).tokens
+    request, tokens = work.request, bidirectional(work.request).tokens
     num_own, active = -(-len(tokens) // page_size), work.count
     own = np.frombuffer(request.sequence.pages, dtype=np.int32)[num_own * second :][:num_own]
     positions = np.concatenate((np.arange(work.start, work.start + active), np.arange(num_prefix)))

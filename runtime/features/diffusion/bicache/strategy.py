@@ -19,7 +19,15 @@ from runtime.features.diffusion.bicache.depth_table import NO_TABLE, DepthTable,
 from runtime.features.diffusion.bicache.drift import Drift, num_near_layers
 from runtime.features.diffusion.bicache.encodings import BoundaryStore, Encodings, encoding_of
 from runtime.features.diffusion.bicache.measured import MeasuredDepths, ShallowMeta
-from runtime.features.diffusion.bicache.plan import DenoiseWork, Prefix, Share, Trial, canvas_of, next_work, plan_rows
+from runtime.features.diffusion.bicache.plan import (
+    DenoiseWork,
+    Prefix,
+    Share,
+    Trial,
+    bidirectional,
+    next_work,
+    plan_rows,
+)
 from runtime.features.diffusion.canvas import BidirectionalCanvas
 from runtime.kv.cache import PagedCache
 from runtime.kv.segments import Run, Segment, slots_of
@@ -50,7 +58,7 @@ class BiCacheLease(Lease):
     @property
     def canvas(self) -> BidirectionalCanvas | None:
         """The request's canvas; None: it only encodes its prompt."""
-        return None if self.request.canvas is None else canvas_of(self.request)
+        return None if self.request.decoding_state is None else bidirectional(self.request)
 
     def reads(self) -> list[Run]:
         """The shared prefix; empty if the request shares none."""
@@ -195,7 +203,7 @@ class BiCacheLease(Lease):
         if share.drift is not None and work.start <= share.length:
             self._note_drift(share.drift, work)
         if work.refresh or trial is not None:
-            share.refreshed_at = canvas_of(request).num_steps
+            share.refreshed_at = bidirectional(request).num_steps
             share.refreshes += 1
             self.strategy.counters["refreshes"] += 1
         return True
@@ -347,9 +355,9 @@ class BiCache(Strategy[None]):
 
     def open(self, request: Request, ask: None) -> BiCacheLease:
         """A request without a canvas asks for no tokens: it only encodes its whole prompt."""
-        if request.canvas is None:
+        if request.decoding_state is None:
             return BiCacheLease(self, request, Share(declared=request.prompt_len, wanted_depth=1))
-        params = canvas_of(request).params
+        params = bidirectional(request).params
         bound = self.config.depth_bound if params.depth_bound is None else params.depth_bound
         default = 1 if bound == 0 else self._default_interval(params.depth)
         share = Share(

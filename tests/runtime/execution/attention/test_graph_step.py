@@ -13,7 +13,10 @@ from runtime.execution.attention.paged_index import causal_window
 PAGE, ROWS = 4, 3
 # An edge: first row, rows behind it, keys of its span, hidden ones, and whether it has something that a step has not.
 EDGES = st.tuples(
-    *(st.integers(0, ROWS - 1), st.integers(1, ROWS), st.integers(1, 9), st.integers(0, 3)),
+    st.integers(0, ROWS - 1),
+    st.integers(1, ROWS),
+    st.integers(1, 9),
+    st.integers(0, 3),
     st.sampled_from(["", "", "", "", "shift", "visible", "keep"]),
 )
 

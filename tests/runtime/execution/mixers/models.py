@@ -25,17 +25,23 @@ VOCAB, PAGE, PAGES, SLOTS = 320, 4, 240, 6
 CPU = torch.device("cpu")
 
 _SIZES: dict[str, Any] = {
-    **{"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
-    **{"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": False},
-}
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
 _DELTA = {
-    **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-    **{"linear_key_head_dim": 16, "linear_value_head_dim": 24},
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
 }
 _EXPERTS = {
-    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    **{"shared_expert_intermediate_size": 24, "decoder_sparse_step": 2},
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "decoder_sparse_step": 2,
 }
 _LFM2_LAYERS = {"layer_types": ["conv", "conv", "full_attention", "conv"]}
 

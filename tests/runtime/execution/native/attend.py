@@ -18,7 +18,13 @@ def attend_natively(library, plan, q, pool, rope, threads=2, sinks=None):
     out = torch.full(q.shape, torch.nan)
     library.attend(
         team.handle,
-        *(ctypes.byref(shape), ctypes.byref(kv), native.spans, native.edges, native.num_edges, plan.num_rows),
-        *(q.data_ptr(), out.data_ptr()),
+        ctypes.byref(shape),
+        ctypes.byref(kv),
+        native.spans,
+        native.edges,
+        native.num_edges,
+        plan.num_rows,
+        q.data_ptr(),
+        out.data_ptr(),
     )
     return out

@@ -19,8 +19,15 @@ from tests.runtime.models.test_gguf_files import TOKENS, Kind, tensors, write
 
 # Queries and keys are one matrix, values another; gate and up differ, and are unpacked; so is what is in 16 bits.
 MIXED = {
-    **{"token_embd": Kind.Q8_0, "attn_q": Kind.Q4_0, "attn_k": Kind.Q4_0, "attn_v": Kind.Q5_1},
-    **{"attn_output": Kind.F16, "ffn_gate": Kind.Q4_1, "ffn_up": Kind.Q5_0, "ffn_down": Kind.Q5_0, "output": Kind.BF16},
+    "token_embd": Kind.Q8_0,
+    "attn_q": Kind.Q4_0,
+    "attn_k": Kind.Q4_0,
+    "attn_v": Kind.Q5_1,
+    "attn_output": Kind.F16,
+    "ffn_gate": Kind.Q4_1,
+    "ffn_up": Kind.Q5_0,
+    "ffn_down": Kind.Q5_0,
+    "output": Kind.BF16,
 }
 
 

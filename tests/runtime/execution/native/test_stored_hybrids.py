@@ -25,12 +25,12 @@ from tests.runtime.models.hybrid_files import (
 
 # Several types in what a layer reads: queries and their gates are one tensor, of another type than keys and values.
 MIXED = {
-    **{"in_proj": Kind.Q5_0, "out_proj": Kind.Q4_1, "attn_q": Kind.Q5_1, "attn_k": Kind.Q8_0, "attn_v": Kind.Q4_0},
-    **{"attn_qkv": Kind.Q8_0, "attn_gate": Kind.Q4_0, "ssm_alpha": Kind.Q8_0, "ssm_out": Kind.Q5_1},
-    **{"ffn_gate_exps": Kind.Q5_0, "ffn_up_exps": Kind.Q5_0, "ffn_down_exps": Kind.Q4_1, "ssm_ba": Kind.Q4_0},
-    **{"ffn_gate_shexp": Kind.Q8_0, "ffn_up_shexp": Kind.Q8_0, "ffn_down_shexp": Kind.Q5_0},
-    **{"ffn_gate": Kind.Q4_0, "ffn_up": Kind.Q4_0, "token_embd": Kind.F16},
-}
+    "in_proj": Kind.Q5_0, "out_proj": Kind.Q4_1, "attn_q": Kind.Q5_1, "attn_k": Kind.Q8_0, "attn_v": Kind.Q4_0,
+    "attn_qkv": Kind.Q8_0, "attn_gate": Kind.Q4_0, "ssm_alpha": Kind.Q8_0, "ssm_out": Kind.Q5_1,
+    "ffn_gate_exps": Kind.Q5_0, "ffn_up_exps": Kind.Q5_0, "ffn_down_exps": Kind.Q4_1, "ssm_ba": Kind.Q4_0,
+    "ffn_gate_shexp": Kind.Q8_0, "ffn_up_shexp": Kind.Q8_0, "ffn_down_shexp": Kind.Q5_0,
+    "ffn_gate": Kind.Q4_0, "ffn_up": Kind.Q4_0, "token_embd": Kind.F16,
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
 YARN |= {"rope_theta": 10000.0}
 OWN = ["Lfm2", "Qwen3_5", "Qwen3Next", "Qwen3Moe", "GptOss"]

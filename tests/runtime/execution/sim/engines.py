@@ -20,20 +20,23 @@ from tests.tiny import WITH_TOKENIZER, vary
 
 VOCAB = 300
 _BASE: dict[str, Any] = {
-    **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 64},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
-    **{"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": False},
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _DELTA = {
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
-    **{"num_hidden_layers": 4},
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_hidden_layers": 4,
 }
 _LATENT = {
-    **{"num_key_value_heads": 4, "first_k_dense_replace": 1, "kv_lora_rank": 24, "q_lora_rank": 20},
-    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "n_routed_experts": 4, "n_shared_experts": 1},
-    **{"num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1, "head_dim": 8},
-}
+    "num_key_value_heads": 4, "first_k_dense_replace": 1, "kv_lora_rank": 24, "q_lora_rank": 20,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "n_routed_experts": 4, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1, "head_dim": 8,
+}  # fmt: skip
 # By the prefix of transformers' classes, and of a kind after a dash.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
@@ -44,14 +47,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma3": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
     "Gemma2": {"sliding_window": 24},  # in transformers' code, as all that Ramet's own does not compute
     "GptOss": {
-        **{"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24,
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "DeepseekV3": _LATENT,
     "Qwen3Next": {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 24},
     "Qwen3_5": _DELTA,
     "Lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16},
-}
+}  # fmt: skip
 DIFFUSION = ("llada", "dream", "sdar")
 
 

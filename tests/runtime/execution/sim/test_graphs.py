@@ -7,7 +7,10 @@ from tests.runtime.execution.sim.engines import FAMILIES, Engine, draw, save
 
 # Layers of both kinds, in two layer groups or more.
 _MIXED = {
-    **{"hidden_size": 256, "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 24},
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "use_sliding_window": True,
+    "sliding_window": 24,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
 }
 SHARED = [draw(7, 100) + draw(i, 5 + 7 * i) for i in range(5)]

@@ -12,14 +12,14 @@ VOCAB = 320
 
 # Sizes by the names that configurations give them; each takes those that it has.
 _SMALL: dict[str, Any] = {
-    **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "sliding_window": 9},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 48},
-    **{"n_positions": 256, "ffn_dim": 48, "word_embed_proj_dim": 32, "num_experts": 4, "num_local_experts": 4},
-    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1},
-    **{"shared_expert_intermediate_size": 16, "num_shared_experts": 1, "n_shared_experts": 1, "moe_k": 2},
-    **{"moe_num_experts": 4, "first_k_dense_replace": 1, "num_dense_layers": 1, "attention_chunk_size": 9},
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "sliding_window": 9,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 48,
+    "n_positions": 256, "ffn_dim": 48, "word_embed_proj_dim": 32, "num_experts": 4, "num_local_experts": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+    "shared_expert_intermediate_size": 16, "num_shared_experts": 1, "n_shared_experts": 1, "moe_k": 2,
+    "moe_num_experts": 4, "first_k_dense_replace": 1, "num_dense_layers": 1, "attention_chunk_size": 9,
+}  # fmt: skip
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _MLA = {"head_dim": None, "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4}
 _MLA |= {"qk_nope_head_dim": 8, "v_head_dim": 6}
@@ -48,12 +48,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Gemma3": _WINDOWS,
     "Gemma3n": {
         **_PER_LAYER,
-        **{
-            "num_hidden_layers": 4,
-            "num_kv_shared_layers": 2,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-        },
-        **{"altup_num_inputs": 2, "laurel_rank": 4, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "altup_num_inputs": 2, "laurel_rank": 4, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
     },
     "Gemma4": {**_PER_LAYER, **_WINDOWS, "global_head_dim": 16},
     "Glm": {},
@@ -95,7 +92,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "SmolLM3": {},
     "StableLm": {},
     "Starcoder2": {},
-}
+}  # fmt: skip
 
 
 def class_name(architecture: str) -> str:

@@ -220,7 +220,9 @@ def test_models_that_take_none(tiny_dir, adapters, tmp_path, default_model_dir):
     [
         *(("Gemma3", code) for code in CODE),
         *(("GptOss", code) for code in CODE),
-        *(("Qwen3Moe", "native"), ("Qwen3Moe", "torch"), ("Phi3", "transformers")),
+        ("Qwen3Moe", "native"),
+        ("Qwen3Moe", "torch"),
+        ("Phi3", "transformers"),
     ],
 )
 def test_other_architectures(architecture, code, prompts, tmp_path):

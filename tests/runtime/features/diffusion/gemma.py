@@ -14,12 +14,12 @@ from tests.tiny import vary
 VOCAB, CANVAS, WINDOW, EOS = 320, 12, 9, 2
 # Sliding and full layers with their own head sizes and key-value heads, and experts beside the MLP.
 _TEXT: dict[str, Any] = {
-    **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "global_head_dim": 16, "num_global_key_value_heads": 1},
-    **{"max_position_embeddings": 256, "sliding_window": WINDOW, "num_experts": 4, "top_k_experts": 2},
-    **{"layer_types": ["sliding_attention", "full_attention", "full_attention"], "moe_intermediate_size": 16},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS},
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "global_head_dim": 16, "num_global_key_value_heads": 1,
+    "max_position_embeddings": 256, "sliding_window": WINDOW, "num_experts": 4, "top_k_experts": 2,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"], "moe_intermediate_size": 16,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS,
+}  # fmt: skip
 _VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
 
 

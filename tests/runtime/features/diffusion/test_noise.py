@@ -22,6 +22,7 @@ from runtime.params import SamplingParams
 from runtime.sampling.sampler import BadLogits
 from tests.runtime.features.diffusion.bicache.driver import DenoiseDriver, make_core
 from tests.runtime.features.diffusion.gemma import CANVAS, EOS, VOCAB, Published, save_gemma
+from tests.runtime.frontend.listening import ids_of
 
 # Some steps accept several positions, and some but one.
 BOUND, STEPS = 1.0, 6
@@ -194,8 +195,17 @@ def test_a_pin_computes_a_prompt_alone(driver, published):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("cfg_scale", 1.0), ("cache", "dual"), ("depth", 2), ("prefix_tokens", 4), ("threshold", 0.9), ("eps", 0.1)),
-        *(("block_length", 4), ("algorithm", "entropy"), ("t_min", 0.95), ("max_post_edit_steps", 3), ("reuse", False)),
+        ("cfg_scale", 1.0),
+        ("cache", "dual"),
+        ("depth", 2),
+        ("prefix_tokens", 4),
+        ("threshold", 0.9),
+        ("eps", 0.1),
+        ("block_length", 4),
+        ("algorithm", "entropy"),
+        ("t_min", 0.95),
+        ("max_post_edit_steps", 3),
+        ("reuse", False),
     ],
 )
 def test_what_has_no_meaning_is_refused_by_name(driver, field, value):
@@ -212,15 +222,14 @@ def test_a_canvas_that_cannot_be_a_whole_one_is_refused(path):
     assert len(driver.one(text(64 - CANVAS), gen_length=3)) == 3
     inputs, sampling = InputProcessor(core.info, None, core.config.scheduler), SamplingParams()
     sampling.max_new_tokens = 3
-    assert inputs.encode(Submission(text(64 - CANVAS), sampling)) == text(64 - CANVAS)
+    assert ids_of(inputs.encode(Submission(text(64 - CANVAS), sampling))) == text(64 - CANVAS)
     with pytest.raises(InvalidRequest, match=f"{CANVAS} new ones may follow"):
         inputs.encode(Submission(text(65 - CANVAS), sampling))
-    assert inputs.encode(Submission(text(90), sampling, last_tokens=-1)) == text(90)[-(64 - CANVAS) :]
+    assert ids_of(inputs.encode(Submission(text(90), sampling, last_tokens=-1))) == text(90)[-(64 - CANVAS) :]
     sampling.max_new_tokens = None
     for most, prompt, length in ((None, 4, 5 * CANVAS), (None, 30, 2 * CANVAS), (7, 4, 7), (None, 52, CANVAS)):
         core.config.scheduler.max_output_tokens = most
-        submission = Submission(text(prompt), sampling)
-        inputs.encode(submission)
+        submission = inputs.encode(Submission(text(prompt), sampling))
         assert submission.diffusion.gen_length == length, "no limit is set: what there is room for"
     with pytest.raises(InvalidRequest, match=f"{CANVAS} new ones may follow"):
         inputs.encode(Submission(text(53), sampling))

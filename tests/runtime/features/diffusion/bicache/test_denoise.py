@@ -107,7 +107,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(any_dir, monkeypatch
     def poisoned(work, places, logits, version):
         logits = logits.clone()
         for item, (place, *_) in zip(work, places, strict=True):
-            if item.request.rid == "bad" and item.request.canvas.num_steps == 1:
+            if item.request.rid == "bad" and item.request.decoding_state.num_steps == 1:
                 logits[place.start, 7] = value
         return choose(work, places, logits, version)
 

@@ -13,15 +13,15 @@ _TELLING = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a prompt that begins at character `start`; `index`: the message's index in the request."""
+class Section:
+    """A section of a prompt that begins at character `start`; `index`: the message's index in the request."""
 
     kind: Kind
     start: int = 0
     index: int | None = None
 
     def __str__(self) -> str:
-        """The part's name in explanations, which count messages from 1."""
+        """The section's name in explanations, which count messages from 1."""
         names = {"tools": "the tools", "system": "the system prompt", "prompt": "the prompt"}
         return f"message {self.index + 1}" if self.index is not None else names[self.kind]
 
@@ -50,8 +50,8 @@ class Conversation:
         self._marked = [i for i, turn in enumerate(self.turns) if turn["content"]]
         self._marks = [new_mark() for _ in self._marked]
 
-    def parts(self, text: str) -> list[Part]:
-        """The parts of the conversation's text, in order; empty if the chat template changes contents.
+    def sections(self, text: str) -> list[Section]:
+        """The sections of the conversation's text, in order; empty if the chat template changes contents.
 
         Text of the template belongs to the content that follows, and behind the last content to the last content.
         """
@@ -61,23 +61,23 @@ class Conversation:
         silent = [{name: value for name, value in turn.items() if name != "tool_calls"} for turn in self.turns]
         calls = self._added(pieces, silent, self.tools) if silent != self.turns else {}
         tools = dict([*self._added(pieces, self.turns, []).items()][:1]) if self.tools else {}
-        found, at = [Part("system")], 0
+        found, at = [Section("system")], 0
         for place, piece in enumerate(pieces):
             start = text.find(piece, at) if piece else at
             if start < 0:
                 break
-            next_part = self._part(place) if place else found[0]
-            added = [(*tools[place], Part("tools"))] if place in tools else []
+            following = self._section(place) if place else found[0]
+            added = [(*tools[place], Section("tools"))] if place in tools else []
             added += [(*calls[place], self._caller(place))] if place in calls else []
             if place and not any(first == 0 for first, _, _ in added):
                 # One character later: where this content ends, the other prompt's content may continue.
-                found.append(replace(next_part, start=start + min(1, len(piece))))
-            for first, stop, part in added:
-                found += [replace(part, start=start + first), replace(next_part, start=start + stop)]
+                found.append(replace(following, start=start + min(1, len(piece))))
+            for first, stop, section in added:
+                found += [replace(section, start=start + first), replace(following, start=start + stop)]
             at = start + len(piece)
             if place < len(self._marked):
                 content = self.turns[self._marked[place]]["content"]
-                found.append(replace(self._part(place), start=at))
+                found.append(replace(self._section(place), start=at))
                 at += len(content) if text.startswith(content, at) else len(content.strip())
         return found
 
@@ -93,16 +93,16 @@ class Conversation:
                 return len(other) >= _TELLING and 0 <= at <= start < at + _TELLING
         return False
 
-    def _part(self, place: int) -> Part:
-        """The part of content number `place`; a place behind the last content belongs to the last content."""
+    def _section(self, place: int) -> Section:
+        """The section of content number `place`; a place behind the last content belongs to the last content."""
         index = self._marked[min(place, len(self._marked) - 1)]
         leading = all(turn["role"] == "system" for turn in self.turns[: index + 1])
-        return Part("system") if leading else self._message(index)
+        return Section("system") if leading else self._message(index)
 
-    def _message(self, turn: int) -> Part:
-        return Part("message", index=turn if self.numbers is None else self.numbers[turn])
+    def _message(self, turn: int) -> Section:
+        return Section("message", index=turn if self.numbers is None else self.numbers[turn])
 
-    def _caller(self, place: int) -> Part:
+    def _caller(self, place: int) -> Section:
         """The last message with tool calls before content number `place`."""
         stop = self._marked[place] if place < len(self._marked) else len(self.turns)
         return self._message(max((i for i in range(stop) if self.turns[i].get("tool_calls")), default=0))
@@ -143,7 +143,7 @@ def common_characters(one: str, other: str) -> int:
     return next((i for i, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
 
 
-def part_at(parts: list[Part], character: int) -> Part:
-    """The part that contains the given character."""
-    before = [part for part in parts if part.start <= character]
-    return before[-1] if before else Part("prompt")
+def section_at(sections: list[Section], character: int) -> Section:
+    """The section that contains the given character."""
+    before = [section for section in sections if section.start <= character]
+    return before[-1] if before else Section("prompt")

@@ -3,7 +3,7 @@
 import pytest
 
 from runtime.models.tokenizer import Tokenizer
-from server.explain.parts import Conversation, Part, part_at
+from server.explain.conversation import Conversation, Section, section_at
 from server.openai.tools import Tool, render_chat
 
 # As Qwen's: tools behind the system message, calls behind a content.
@@ -56,10 +56,10 @@ def conversation(tokenizer, template, turns, tools=()) -> tuple[Conversation, st
     return made, made.render(made.turns, made.tools)
 
 
-def named(parts: list[Part], text: str, found: str, more: int = 0) -> tuple[str, int | None]:
+def named(parts: list[Section], text: str, found: str, more: int = 0) -> tuple[str, int | None]:
     """Kind and index of the part in which a text, so many characters on, lies."""
     assert text.count(found) == 1
-    part = part_at(parts, text.index(found) + more)
+    part = section_at(parts, text.index(found) + more)
     return part.kind, part.index
 
 
@@ -67,7 +67,7 @@ def named(parts: list[Part], text: str, found: str, more: int = 0) -> tuple[str,
 @pytest.mark.parametrize("tools", [(), ("get", "put")], ids=["none offered", "offered"])
 def test_every_character_of_a_content_belongs_to_its_message(tokenizer, template, tools):
     made, text = conversation(tokenizer, template, TALK, map(tool, tools))
-    parts = made.parts(text)
+    parts = made.sections(text)
     assert [part.start for part in parts] == sorted(part.start for part in parts)
     for index, turn in enumerate(TALK):
         expected = ("message", index) if index else ("system", None)
@@ -76,8 +76,8 @@ def test_every_character_of_a_content_belongs_to_its_message(tokenizer, template
         if turn["content"] and not (index == 0 and tools):  # where it ends, another one might go on
             assert named(parts, text, turn["content"], len(turn["content"])) == expected, turn
     assert named(parts, text, '"arguments": {"city"') == ("message", 4)
-    assert part_at(parts, 0).kind == "system"
-    assert part_at(parts, len(text)) == parts[-1]
+    assert section_at(parts, 0).kind == "system"
+    assert section_at(parts, len(text)) == parts[-1]
     for name in tools:
         assert named(parts, text, f'"name": "{name}", "descr') == ("tools", None)
     offsets = [text.index(turn["content"]) for turn in TALK if turn["content"]]
@@ -86,7 +86,7 @@ def test_every_character_of_a_content_belongs_to_its_message(tokenizer, template
 
 def test_tools_without_a_system_message(tokenizer):
     made, text = conversation(tokenizer, None, TALK[1:], [tool("get")])
-    parts = made.parts(text)
+    parts = made.sections(text)
     assert named(parts, text, '"name": "get", "descr') == ("tools", None)
     assert named(parts, text, "Where is Rome?") == ("message", 0)
     assert named(parts, text, "Thanks!") == ("message", 5)
@@ -94,26 +94,26 @@ def test_tools_without_a_system_message(tokenizer):
 
 def test_a_template_that_trims_or_adds_text_is_followed(tokenizer):
     made, text = conversation(tokenizer, TRIMMING, TALK[1:4])
-    parts = made.parts(text)
+    parts = made.sections(text)
     assert text.startswith("[INST] Where is Rome? [/INST] In")
     for index, content in enumerate(("Where is Rome?", "In Italy.", "And the weather in Oslo?")):
         assert named(parts, text, content) == ("message", index)
         assert named(parts, text, content, len(content) - 1) == ("message", index)
-    assert part_at(parts, text.index("[INST] And") + 2).index == 2
+    assert section_at(parts, text.index("[INST] And") + 2).index == 2
 
 
 @pytest.mark.parametrize("template", [SHOUTING, "{{ raise_exception('no') }}", "{{ messages[0].content }}"])
 def test_a_template_that_cannot_be_followed_has_no_parts(tokenizer, template):
     own = Tokenizer(tokenizer._fast, {}, template)
     made = Conversation(lambda turns, tools: render_chat(own, turns, tools), TALK[:3], [], tool("example"))
-    assert made.parts("whatever it made") == []
-    assert part_at([], 7) == Part("prompt")
+    assert made.sections("whatever it made") == []
+    assert section_at([], 7) == Section("prompt")
     assert not made.describes_tools("You may call these functions")
 
 
 def test_another_text_ends_the_parts_where_it_is_other(tokenizer):
     made, text = conversation(tokenizer, None, TALK)
-    whole, half = made.parts(text), made.parts(text[: text.index("Where is Rome?") + 20])
+    whole, half = made.sections(text), made.sections(text[: text.index("Where is Rome?") + 20])
     assert half == whole[: len(half)]
     assert 0 < len(half) < len(whole)
 
@@ -132,5 +132,5 @@ def test_tools_of_another_prompt_are_recognised(tokenizer, template, turns):
 
 
 def test_parts_have_names():
-    names = [str(Part(kind)) for kind in ("tools", "system", "prompt")]
-    assert [*names, str(Part("message", index=0))] == ["the tools", "the system prompt", "the prompt", "message 1"]
+    names = [str(Section(kind)) for kind in ("tools", "system", "prompt")]
+    assert [*names, str(Section("message", index=0))] == ["the tools", "the system prompt", "the prompt", "message 1"]
