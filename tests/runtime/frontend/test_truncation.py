@@ -4,6 +4,7 @@ import pytest
 
 from runtime.config import SchedulerConfig
 from runtime.errors import InvalidRequest
+from runtime.features.chunks.ask import ChunksAsk
 from runtime.features.chunks.schemas.compile import ModulePrompt
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Submission
@@ -48,7 +49,7 @@ def test_the_limit_of_the_server_is_the_length_of_an_output_without_one(tokenize
     """Within the context, which counts positions, and the pool of 80 tokens; none lets the engine count."""
     info, sent = ModelInfo("tiny", "", "", 10_000, 64, [2], "", "", "", 16, 80), []
     frontend = Frontend(InputProcessor(info, tokenizer, SchedulerConfig(max_output_tokens=most)), sent.append)
-    given = [5] * rows if rows == stop else ModulePrompt([5], {}, [rows - 1], stop)
+    given = [5] * rows if rows == stop else ModulePrompt([5], ChunksAsk(), [rows - 1], stop)
     submission = Submission(given, SamplingParams(max_new_tokens=None))
     frontend.submit(frontend.inputs.encode(submission), Listener(sent.append))
     assert sent[-1].limits.max_new_tokens == limit
