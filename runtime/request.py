@@ -8,7 +8,7 @@ from array import array
 from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,13 @@ if TYPE_CHECKING:
     from runtime.sampling.drafts.drafter import Draft
 
     AnyCanvas: TypeAlias = BidirectionalCanvas | BlockCanvas | NoiseCanvas
+
+
+class GivenRows(Protocol):
+    """States with which rows of a request enter the first layer in place of embeddings, as those of images do."""
+
+    def load(self, first: int, stop: int) -> tuple[np.ndarray, torch.Tensor] | None:
+        """`Stage.load` of the sequence's rows `first` to `stop` (exclusive), counted from `first`."""
 
 
 class Status(Enum):
@@ -56,6 +63,7 @@ class Request:
         namespace: namespace of the sequence; a strategy may change it according to what the request reads.
         segments: KV that the request reads; `read` changes it.
         draft: the drafter's state.
+        given: states with which some rows enter the first layer; None: all rows enter it with embeddings of tokens.
         entry_tokens: int32, prompt tokens that are not in `sequence`, because their KV is read from entries.
         event: the next event; all parts of the engine write their reports into it.
         cached_tokens: prompt tokens found in the cache at the first admission; -1 before.
@@ -77,6 +85,7 @@ class Request:
     lease: Lease = field(init=False)
     canvas: AnyCanvas | None = None
     draft: Draft | None = None
+    given: GivenRows | None = None
     entry_tokens: array[int] = field(default_factory=lambda: array("i"))
     event: TokenEvent = field(init=False)
     status: Status = Status.WAITING

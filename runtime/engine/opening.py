@@ -19,6 +19,7 @@ from runtime.engine.tiering import Tiering, open_tiers
 from runtime.errors import ModelError
 from runtime.execution.executor import Executor
 from runtime.execution.parallel.driver import open_executor
+from runtime.features.images.part import ImagesPart
 from runtime.kv.cache import PagedCache
 from runtime.models.adapters.lora import read_lora
 from runtime.models.implementation import own_spec
@@ -59,6 +60,7 @@ def open_engine(config: Config, path: Path, quotas: Mapping[str, int] | None = N
         EngineAdapters(executor, core.requests),
         Grammars(core, path),
         tiering,
+        ImagesPart.open(core, path),
         Pins(core),
         NextTurns.open(core),
         Drafts.open(core),

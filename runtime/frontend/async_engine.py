@@ -13,6 +13,7 @@ from radix import Namespace
 from runtime.calls import AddPin, Call, ComputeNextTurn, EraseTenant, GetCached, GetRuns, Pause, Ping
 from runtime.config import Config
 from runtime.errors import EngineDead, RametError
+from runtime.features.images.client import Sight
 from runtime.frontend.adapters import Adapters
 from runtime.frontend.connection import Connection, EngineProcess, Host
 from runtime.frontend.deadline import NO_DEADLINE, Deadline
@@ -43,6 +44,7 @@ class AsyncEngine:
         tokenizer: the model's tokenizer; set by `start`.
         paused: whether the engine is paused.
         adapters: the loaded adapters.
+        sight: how the model sees images; None: it does not. Set by `start`.
     """
 
     config: Config
@@ -53,6 +55,7 @@ class AsyncEngine:
         """`quotas`: most cached pages by account, in place of `--tenant-quota`; `host`: default: an `EngineProcess`."""
         self.config = config
         self.paused = False
+        self.sight: Sight | None = None
         self.adapters = Adapters(self.call, config.model)
         self._host = host or EngineProcess(config, quotas or {})
         self._connection = Connection(self._host)
@@ -72,6 +75,7 @@ class AsyncEngine:
         try:
             path = await self._load()
             self.info = await self._connection.open(path)
+            self.sight = await asyncio.to_thread(Sight.open, path, self.tokenizer)
             planner = DocumentPlanner.load(self.config.cache.document_method, path)
             shares_steps = self.config.cache.reuse == "reasoncache"
             # Where the option is not given, the device decides.
@@ -135,6 +139,8 @@ class AsyncEngine:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor
         self._work.close()
+        if self.sight is not None:
+            self.sight.close()
 
     def _fail(self, error: EngineDead) -> None:
         frontend, self._frontend = self._frontend, None
@@ -272,6 +278,8 @@ class AsyncEngine:
         self._work.erase(account)
         self._stop_preparing(account)
         self._running().inputs.replay.erase(account)
+        if self.sight is not None:
+            self.sight.erase(account)
         return await self.call(EraseTenant(account))
 
     async def pin(self, prefix: Submission, name: str | None, ttl_s: float | None) -> dict[str, Any]:

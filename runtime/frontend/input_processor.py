@@ -58,6 +58,8 @@ class InputProcessor:
         prompt = submission.prompt
         if callable(prompt):
             prompt = submission.prompt = prompt()
+        if submission.images and (reason := self._no_images(submission)):
+            raise InvalidRequest(f"images are not served {reason}", param="messages")
         if submission.reuse is not None:
             submission.reuse.check()
         if isinstance(prompt, Segments):
@@ -77,7 +79,9 @@ class InputProcessor:
             tokens = self._truncated(tokens, submission)
         if not tokens:
             raise InvalidRequest("the prompt is empty", param="prompt")
-        self.check_ids(tokens, "prompt")
+        if submission.images:
+            submission.images.place(tokens)
+        self.check_ids([token for token in tokens if token >= 0] if submission.images else tokens, "prompt")
         self._check_places(submission, len(tokens))
         self._check_sampling(submission, before)
         start = submission.prompt_logprobs_from
@@ -101,13 +105,15 @@ class InputProcessor:
         """The tokens of a text. Sets the breakpoints of the submission, in tokens."""
         text, keep = (prompt, []) if isinstance(prompt, str) else (prompt.text, prompt.breakpoints)
         self.check_text(len(text), "prompt")
-        special = submission.add_special_tokens
+        special, encoder = submission.add_special_tokens, submission.images or self.tokenizer
         replays = submission.replay and not special and self.info.diffusion is None
         if not (keep or replays):
-            return self.tokenizer.encode(text, add_special_tokens=special)
+            return encoder.encode(text, add_special_tokens=special)
         before = self.replay.find(submission.account, submission.namespace, text) if replays else NOTHING
         start = before.characters
-        rest, rest_ends = self.tokenizer.encode_with_ends(text[start:], special)
+        if submission.images:
+            submission.images.read(text[:start])
+        rest, rest_ends = encoder.encode_with_ends(text[start:], special)
         tokens, ends = before.tokens + array("i", rest), before.ends + array("i", [start + end for end in rest_ends])
         submission.breakpoints = [(bisect_right(ends, place), ttl_s) for place, ttl_s in keep]
         if replays:
@@ -182,7 +188,17 @@ class InputProcessor:
             return "by a diffusion model"
         if submission.prompt_logprobs_from is not None:
             return "where log-probabilities of the prompt are wanted"
+        if submission.images:
+            return "with images"
         return "with an adapter" if submission.namespace.adapter else None
+
+    def _no_images(self, submission: Submission) -> str | None:
+        """Why a submission cannot have images; None if it can."""
+        if not isinstance(submission.prompt, str | MarkedText):
+            return "beside modules or documents, or with token ids"
+        if submission.last_tokens is not None:
+            return "in a prompt that is truncated"
+        return None if submission.prompt_logprobs_from is None else "with log-probabilities of the prompt"
 
     def _no_reasoning(self, submission: Submission) -> str | None:
         """Why a submission's reasoning steps cannot be shared; None if they can."""

@@ -10,6 +10,7 @@ import msgspec
 from radix import Namespace
 from runtime.denoising import DenoisingParams
 from runtime.errors import RametError
+from runtime.features.images.client import Images
 from runtime.frontend.documents.plan import DocumentPrompt
 from runtime.frontend.documents.prompt import Segments
 from runtime.frontend.replay import Said
@@ -86,6 +87,7 @@ class Submission:
         replay: whether earlier answers in a text keep the tokens that were sampled, and this answer may be replayed.
         said: the tokenized text, for the replay of its answer.
         bad_words: tokens of `sampling.bad_words`, set when the prompt is tokenized.
+        images: the images whose marks the prompt's text has; None or empty: it has none.
     """
 
     prompt: Prompt | Callable[[], Prompt]
@@ -114,6 +116,7 @@ class Submission:
     replay: bool = True
     said: Said | None = None
     bad_words: list[list[int]] = field(default_factory=list)
+    images: Images | None = None
 
     @property
     def common(self) -> SamplingParams:

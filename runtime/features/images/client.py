@@ -1,0 +1,209 @@
+"""Images in prompts, in the server's process: a text has a mark for each image, whose tokens come from its pixels."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+import threading
+from array import array
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cachetools import LRUCache
+
+from runtime.errors import InvalidRequest, RametError
+from runtime.features.images.ask import ImagesAsk, Run
+from runtime.features.images.rules import Layout, Rules, tokens_of
+from runtime.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from runtime.features.images.decoding import DecodingProcesses
+
+# Most images of a prompt, and bytes of one of them.
+MOST_IMAGES, MOST_BYTES = 64, 20 << 20
+# Number of images whose layouts are remembered.
+_KNOWN = 4096
+# Marks are of private use, so that no other text has them by chance. They name a content, so that a text with one has
+# the same images as an equal text: `Replay` compares texts.
+_MARK = re.compile("\ue0f0[0-9a-f]{64}\ue0f1")
+_DATA_URL = re.compile(r"data:([\w.+-]*/?[\w.+-]*)((?:;[\w.+-]+=[\w.+-]*)*);base64,", re.ASCII)
+
+
+class Sight:
+    """How the model sees: its rules, and the layouts of images that were decoded lately. Thread-safe.
+
+    Attributes:
+        rules: the model's.
+        tokenizer: the model's.
+    """
+
+    def __init__(self, rules: Rules, tokenizer: Tokenizer, processes: DecodingProcesses):
+        self.rules, self.tokenizer, self._processes = rules, tokenizer, processes
+        self._layouts: LRUCache[tuple[str, str], Layout] = LRUCache(_KNOWN)
+        self._lock = threading.Lock()
+        token = tokenizer.token_to_id(rules.image)
+        if token is None:
+            raise RametError(f"the tokenizer has no token {rules.image}")
+        self.token = token
+
+    @staticmethod
+    def open(directory: Path, tokenizer: Tokenizer) -> Sight | None:
+        """The sight of a model; None: it has none. Raises ModelError."""
+        rules = Rules.load(directory)
+        if rules is None:
+            return None
+        from runtime.features.images.decoding import DecodingProcesses  # imports Pillow
+
+        return Sight(rules, tokenizer, DecodingProcesses())
+
+    def layout(self, account: str, mark: str, data: bytes, media_type: str) -> Layout:
+        """How a prompt has an image. Raises InvalidRequest if it cannot be decoded."""
+        from runtime.features.images.decoding import Order
+
+        with self._lock:
+            known = self._layouts.get((account, mark))
+        if known is not None:
+            return known
+        found = self._processes.decode(Order(self.rules, data, media_type))
+        tiles = [tokens_of(digest, self.rules.rows) for digest in found.digests]
+        layout = Layout(self.rules.text(*self.rules.grid(found.width, found.height)), tiles)
+        with self._lock:
+            self._layouts[account, mark] = layout
+        return layout
+
+    def erase(self, account: str) -> None:
+        """Forget the layouts of an account's images."""
+        with self._lock:
+            for key in [key for key in self._layouts if key[0] == account]:
+                del self._layouts[key]
+        self._processes.forget()
+
+    def close(self) -> None:
+        self._processes.close()
+
+
+class Images:
+    """The images of one prompt. It encodes the prompt's text in place of the tokenizer.
+
+    Attributes:
+        asked: what the engine needs of them, set by `place`; None: the prompt has none.
+    """
+
+    def __init__(self, sight: Sight, account: str, param: str):
+        """`param`: the field of the request that has them, for errors."""
+        self._sight, self._account, self._param = sight, account, param
+        self._files: dict[str, tuple[bytes, str]] = {}
+        self._layouts: dict[str, Layout] = {}
+        self.asked: ImagesAsk | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._files)
+
+    def add(self, data: bytes, media_type: str = "") -> str:
+        """Add an image; returns the mark that stands for it in a text. Raises InvalidRequest if it is too large."""
+        if len(data) > MOST_BYTES:
+            raise self._refused(f"an image has {len(data)} bytes; the limit is {MOST_BYTES}")
+        mark = f"\ue0f0{hashlib.sha256(data).hexdigest()}\ue0f1"
+        self._files[mark] = data, media_type
+        return mark
+
+    def add_url(self, url: str) -> str:
+        """Add the image of a data URL. Raises InvalidRequest for other URLs: nothing is ever fetched."""
+        head = _DATA_URL.match(url[:256])
+        if head is None:
+            what = url[:64].partition(",")[0]
+            raise self._refused(f"an image must be a data URL with base64, as nothing is fetched; this one is {what!r}")
+        return self.add_base64(url[head.end() :], head[1])
+
+    def add_base64(self, text: str, media_type: str = "") -> str:
+        """Add an image in base64. Raises InvalidRequest."""
+        try:
+            return self.add(base64.b64decode(text, validate=True), media_type)
+        except (binascii.Error, ValueError):
+            raise self._refused("an image is not valid base64") from None
+
+    def parts(self, text: str) -> list[str]:
+        """The text cut before and behind each mark of these images: text, mark, text and so on."""
+        found, start = [], 0
+        for match in _MARK.finditer(text):
+            if match[0] in self._files:
+                found += [text[start : match.start()], match[0]]
+                start = match.end()
+        return [*found, text[start:]]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """See `Tokenizer.encode`."""
+        return self.encode_with_ends(text, add_special_tokens)[0]
+
+    def encode_with_ends(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[int]]:
+        """See `Tokenizer.encode_with_ends`. The tokens of an image's rows are negative; all of its tokens end with its
+        mark. Raises InvalidRequest for an image that cannot be decoded."""
+        parts = self.parts(text)
+        if (count := len(parts) // 2) > MOST_IMAGES:
+            raise self._refused(f"the prompt has {count} images; the limit is {MOST_IMAGES}")
+        layouts = [None if i % 2 == 0 else self._layout(part) for i, part in enumerate(parts)]
+        pieces = [part if one is None else one.text for part, one in zip(parts, layouts, strict=True)]
+        tokens, ends = self._sight.tokenizer.encode_with_ends("".join(pieces), add_special_tokens)
+        at, shown, start = 0, 0, 0  # place of a piece in the tokens, in their text, and in the given text
+        for part, piece, layout in zip(parts, pieces, layouts, strict=True):
+            shown += len(piece)
+            stop = bisect_right(ends, shown, at)
+            if layout is not None:
+                self._place(tokens, range(at, stop), layout)
+                ends[at:stop] = [start + len(part)] * (stop - at)
+            elif shown != start + len(part):
+                ends[at:stop] = [end + start + len(part) - shown for end in ends[at:stop]]
+            at, start = stop, start + len(part)
+            # The places of later tokens count from the end of what has been read.
+        return tokens, ends
+
+    def place(self, tokens: list[int]) -> None:
+        """Set `asked` for the tokens of a prompt. Raises RametError."""
+        tiles: dict[int, list[tuple[int, int, array[int]]]] = defaultdict(list)
+        for i, mark in enumerate(self._layouts):
+            for j, tile in enumerate(self._layouts[mark].tiles):
+                tiles[tile[0]].append((i, j, tile))
+        runs = list[Run]()
+        given = array("i", tokens)
+        for at in _negative(tokens):
+            if runs and at < runs[-1].stop:
+                continue
+            fits = ((i, j, tile) for i, j, tile in tiles[given[at]] if given[at : at + len(tile)] == tile)
+            if (found := next(fits, None)) is None:
+                raise RametError("a tile of an image is not whole")
+            runs.append(Run(at, at + len(found[2]), found[0], found[1]))
+        self.asked = ImagesAsk([self._files[mark][0] for mark in self._layouts], runs) if runs else None
+
+    def read(self, text: str) -> None:
+        """Decode the images of a text, of which a part is known to be encoded. Raises InvalidRequest."""
+        for mark in self.parts(text)[1::2]:
+            self._layout(mark)
+
+    def _layout(self, mark: str) -> Layout:
+        if mark not in self._layouts:
+            try:
+                self._layouts[mark] = self._sight.layout(self._account, mark, *self._files[mark])
+            except InvalidRequest as error:
+                raise self._refused(error.message) from None
+        return self._layouts[mark]
+
+    def _place(self, tokens: list[int], places: range, layout: Layout) -> None:
+        """Put the tokens of an image's tiles into a prompt."""
+        rows = [i for i in places if tokens[i] == self._sight.token]
+        every = [token for tile in layout.tiles for token in tile]
+        if len(rows) != len(every):
+            raise RametError("the tokenizer does not write a token for each row of an image")
+        for i, token in zip(rows, every, strict=True):
+            tokens[i] = token
+
+    def _refused(self, message: str) -> InvalidRequest:
+        return InvalidRequest(message, param=self._param, code="invalid_image")
+
+
+def _negative(tokens: list[int]) -> Iterator[int]:
+    return (i for i, token in enumerate(tokens) if token < 0)

@@ -1,0 +1,97 @@
+"""A small random model that sees, and what transformers makes of it."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as FastTokenizer
+from transformers import (
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+
+from tests.tiny import vary
+
+ROWS = 16  # of a tile
+_TOKENS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
+_TOKENS += [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
+TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'] is string %}{{': ' + message['content']}}{% else %}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}{% endif %}<end_of_utterance>\n"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+
+
+def save_seeing(directory: Path, tokenizer_from: Path) -> Path:
+    """Write a random Idefics 3: tiles of 32 x 32 pixels and 16 rows, at most 2 x 2 of them and the whole image."""
+    torch.manual_seed(3)
+    fast = FastTokenizer.from_file(str(tokenizer_from / "tokenizer.json"))
+    fast.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in _TOKENS])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<|im_end|>")
+    text = {
+        **{"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6},
+        **{"num_key_value_heads": 2, "max_position_embeddings": 2048, "eos_token_id": 2, "bos_token_id": 1},
+        **{"vocab_size": len(tokenizer), "pad_token_id": 0},
+    }
+    vision = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Idefics3Config(
+        text_config=LlamaConfig(**text).to_dict(),
+        vision_config={**vision, "image_size": 32, "patch_size": 4},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+        pad_token_id=0,
+    )
+    model = Idefics3ForConditionalGeneration(config)
+    vary(model)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32}).save_pretrained(directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+class Reference:
+    """transformers' model and processor of a directory."""
+
+    def __init__(self, directory: Path):
+        self.model = Idefics3ForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+        images = Idefics3ImageProcessorPil.from_pretrained(directory)
+        self.processor = Idefics3Processor(images, tokenizer, image_seq_len=ROWS)
+
+    def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
+        return self.processor(text=[text], images=[images] if images else None, return_tensors="pt")
+
+    def greedy(self, text: str, images: list[Image.Image], new: int) -> list[int]:
+        """The tokens of `new` steps, whatever they are."""
+        inputs = self.inputs(text, images)
+        out = self.model.generate(**inputs, max_new_tokens=new, min_new_tokens=new, do_sample=False)
+        return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def picture(seed: int, width: int, height: int) -> Image.Image:
+    """Random blocks of colour, which differ from picture to picture."""
+    torch.manual_seed(seed)
+    pixels = torch.randint(256, (6, 6, 3), dtype=torch.uint8).numpy()
+    return Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def file_of(image: Image.Image, kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind)
+    return file.getvalue()
+
+
+def template_of(directory: Path) -> str:
+    return json.loads((directory / "tokenizer_config.json").read_text()).get("chat_template") or TEMPLATE
