@@ -217,6 +217,8 @@ class AsyncEngine:
 
     async def _prepare(self, answered: Submission, output: Output, render: Callable[[], str | None]) -> None:
         account, said = answered.account, answered.said
+        if answered.images:  # the text alone does not have them
+            return
         with contextlib.suppress(RametError, ValueError):  # a client could not send the answer back either
             text = await self._work.run(account, render)
             shown = said and said.prompt + self.tokenizer.decode(output.token_ids, skip_special_tokens=False)

@@ -147,7 +147,7 @@ class Frontend:
         if most is None:
             most = self.inputs.most_output(length, length if placed is None else placed.stop)
         ask = self.inputs.ask_of(submission)
-        index = listener.add(submission, tokens)
+        index = listener.add(submission, submission.images.shown(tokens) if submission.images else tokens)
         self._by_submission[submission.key] = rids = set()
         self._serial += 1
         for choice in range(sampling.n):

@@ -8,6 +8,7 @@ from fastapi import Request, Response
 from pydantic import Field
 
 from runtime.errors import InvalidRequest
+from runtime.features.images.client import MOST_IMAGES, Images
 from runtime.frontend.output import Finish, Output, Prompt, Submission, new_rid, prompts_of
 from runtime.params import ReuseParams, SamplingParams
 from runtime.protocol import TokenLogprob
@@ -18,7 +19,7 @@ from server.generation.service import Generation, Service, Writer
 from server.http import fields
 from server.http.answers import JsonList
 from server.http.context import Context
-from server.http.wire import IdPrompts, OneOrMany, Rid, Text, example
+from server.http.wire import MAX_BATCH, IdPrompts, OneOr, OneOrMany, Rid, Text, example
 from server.objects.documents import Documents, DocumentStore
 from server.objects.schemas import Schemas, SchemaStore
 from server.objects.segments import SegmentPrompts, compile_segments, count_characters
@@ -28,6 +29,11 @@ router = EveryKey(tags=["generate"])
 MAX_TOP_LOGPROBS = 128
 # Most log-probabilities in an event. Each event repeats all earlier ones, and large events delay all streams.
 MAX_REPEATED = 1 << 16
+
+
+_SomeImages = OneOr[Text, Annotated[list[Text], Field(max_length=MOST_IMAGES)]]
+# Of one text, or of each text of a batch.
+GivenImages = OneOr[Text, Annotated[list[_SomeImages], Field(max_length=MAX_BATCH)]]
 
 
 class GenerateRequest(GenerationBody):
@@ -50,6 +56,9 @@ class GenerateRequest(GenerationBody):
         None, description="prompts in PML, which import modules of a schema: <prompt schema=...>"
     )
     segments: SegmentPrompts | None = Field(None, description="prompts of texts and documents, in order")
+    image_data: GivenImages | None = Field(
+        None, description="data URLs or base64 of the images for which the texts have the model's image token, in order"
+    )
     reuse: Reuse | None = None
     sampling_params: OneOrMany[Sampling] = Field(default_factory=Sampling)
     return_logprob: OneOrMany[bool] = Field(False, description="one value, or one for each prompt, as the next two")
@@ -92,6 +101,7 @@ def submissions_of(
     if len(body.given) != 1:
         raise InvalidRequest("exactly one of text, input_ids, segments and pml must be given", param="text")
     prompts, characters, is_list = _prompts(body, tenant.account, documents, schemas)
+    images = _images(body, len(prompts), is_list, tenant, context)
     if not prompts:
         raise InvalidRequest("a batch needs at least one prompt", param="text")
     sampling = _for_each(body.sampling_params, len(prompts), "sampling_params")
@@ -103,14 +113,15 @@ def submissions_of(
     reports = zip(*(_for_each(getattr(body, name), len(prompts), name) for name in names), strict=True)
     submissions = [
         body.submission(
-            *(prompt, plain[id(params)], tenant, context),
+            *(prompt if own is None else partial(own.at_tokens, str(prompt)), plain[id(params)], tenant, context),
             num_characters=count,
+            images=own,
             rid=rid or new_rid(),
             logprobs=top if is_wanted else None,
             prompt_logprobs_from=start if is_wanted and start >= 0 else None,
         )
-        for prompt, count, params, rid, (is_wanted, top, start) in zip(
-            prompts, characters, sampling, rids, reports, strict=True
+        for prompt, count, params, rid, own, (is_wanted, top, start) in zip(
+            prompts, characters, sampling, rids, images, reports, strict=True
         )
     ]
     return submissions, is_list or any(s.sampling.n > 1 for s in submissions)
@@ -132,6 +143,20 @@ def _prompts(
     if body.pml is None:
         return given, characters, is_list
     return [partial(schemas.compile, account, str(text)) for text in given], characters, is_list
+
+
+def _images(
+    body: GenerateRequest, count: int, is_list: bool, tenant: Tenant, context: Context
+) -> Sequence[Images | None]:
+    """The images of each prompt. Raises InvalidRequest."""
+    if not (given := body.image_data):
+        return [None] * count
+    if (sight := context.engine.sight) is None:
+        raise InvalidRequest("image_data is not supported", param="image_data")
+    if body.text is None:
+        raise InvalidRequest("image_data needs text", param="image_data")
+    several = _for_each(given, count, "image_data") if is_list else [given]
+    return [Images(sight, tenant.account, "image_data", [own] if isinstance(own, str) else own) for own in several]
 
 
 def check_repeated(tokens: int, submission: Submission) -> None:

@@ -10,15 +10,19 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cachetools import LRUCache
 
 from runtime.errors import InvalidRequest, RametError
 from runtime.features.images.ask import ImagesAsk, Run
 from runtime.features.images.rules import Layout, Rules, tokens_of
+from runtime.models.marks import new_place
+from runtime.models.templates import TemplateRefused
 from runtime.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -31,7 +35,14 @@ _KNOWN = 4096
 # Marks are of private use, so that no other text has them by chance. They name a content, so that a text with one has
 # the same images as an equal text: `Replay` compares texts.
 _MARK = re.compile("\ue0f0[0-9a-f]{64}\ue0f1")
+_SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
+_BESIDE = re.compile(f"\n?({_MARK.pattern})\n?")
 _DATA_URL = re.compile(r"data:([\w.+-]*/?[\w.+-]*)((?:;[\w.+-]+=[\w.+-]*)*);base64,", re.ASCII)
+
+
+def joined(texts: list[str]) -> str:
+    """The parts of a message as one text, with line breaks between them, but for those beside the mark of an image."""
+    return _BESIDE.sub(r"\1", "\n".join(texts))
 
 
 class Sight:
@@ -94,10 +105,11 @@ class Images:
         asked: what the engine needs of them, set by `place`; None: the prompt has none.
     """
 
-    def __init__(self, sight: Sight, account: str, param: str):
-        """`param`: the field of the request that has them, for errors."""
+    def __init__(self, sight: Sight, account: str, param: str, given: Sequence[str] = ()):
+        """`param`: the field of the request that has them, for errors; `given`: see `at_tokens`."""
         self._sight, self._account, self._param = sight, account, param
         self._files: dict[str, tuple[bytes, str]] = {}
+        self._given = given
         self._layouts: dict[str, Layout] = {}
         self.asked: ImagesAsk | None = None
 
@@ -126,6 +138,17 @@ class Images:
             return self.add(base64.b64decode(text, validate=True), media_type)
         except (binascii.Error, ValueError):
             raise self._refused("an image is not valid base64") from None
+
+    def at_tokens(self, text: str) -> str:
+        """Add the `given` data URLs or base64; returns a text with their marks in place of the image's token.
+
+        Raises InvalidRequest if the text does not have it once for each image.
+        """
+        pieces, token = text.split(self._sight.rules.image), self._sight.rules.image
+        if len(pieces) != len(self._given) + 1:
+            raise self._refused(f"the text has {token} {len(pieces) - 1} times for {len(self._given)} images")
+        marks = [self.add_url(one) if _SCHEME.match(one) else self.add_base64(one) for one in self._given]
+        return _interleaved(pieces, marks)
 
     def parts(self, text: str) -> list[str]:
         """The text cut before and behind each mark of these images: text, mark, text and so on."""
@@ -179,10 +202,41 @@ class Images:
             runs.append(Run(at, at + len(found[2]), found[0], found[1]))
         self.asked = ImagesAsk([self._files[mark][0] for mark in self._layouts], runs) if runs else None
 
+    def write(self, template: Callable[[list[dict[str, Any]]], str], turns: list[dict[str, Any]]) -> str:
+        """The text of a chat with the marks where the template writes images.
+
+        The template gets contents as lists of texts and images. If it does not write all of these images, as some
+        templates do not for some roles, it gets contents as texts, with the marks in them.
+
+        Args:
+            template: applies the chat template to turns.
+            turns: with marks in their contents, which are texts.
+        """
+        token, place = self._sight.rules.image, new_place()
+        marks = [mark for turn in turns for mark in self.parts(turn["content"])[1::2]]
+        if not marks:
+            return template(turns)
+        # A text may have the image's token, too, which is no image there.
+        listed = _replaced([{**turn, "content": self._listed(turn["content"])} for turn in turns], token, place)
+        with suppress(TemplateRefused):
+            pieces = template(listed).split(token)
+            if len(pieces) == len(marks) + 1:
+                return _interleaved(pieces, marks).replace(place, token)
+        return template(turns)
+
+    def _listed(self, content: str) -> list[dict[str, str]]:
+        parts = self.parts(content)
+        listed = [{"type": "image"} if i % 2 else {"type": "text", "text": part} for i, part in enumerate(parts)]
+        return [one for one in listed if one.get("text") != ""] or listed
+
     def read(self, text: str) -> None:
         """Decode the images of a text, of which a part is known to be encoded. Raises InvalidRequest."""
         for mark in self.parts(text)[1::2]:
             self._layout(mark)
+
+    def shown(self, tokens: list[int]) -> list[int]:
+        """The tokens of a prompt for clients: each row of an image has the token of that name."""
+        return [self._sight.token if token < 0 else token for token in tokens]
 
     def _layout(self, mark: str) -> Layout:
         if mark not in self._layouts:
@@ -203,6 +257,19 @@ class Images:
 
     def _refused(self, message: str) -> InvalidRequest:
         return InvalidRequest(message, param=self._param, code="invalid_image")
+
+
+def _interleaved(pieces: Sequence[str], marks: Sequence[str]) -> str:
+    return "".join(chain(*zip(pieces, [*marks, ""], strict=True)))
+
+
+def _replaced(value: Any, old: str, new: str) -> Any:
+    """A JSON value with a text replaced in all of its strings."""
+    if isinstance(value, str):
+        return value.replace(old, new)
+    if isinstance(value, list):
+        return [_replaced(one, old, new) for one in value]
+    return {name: _replaced(one, old, new) for name, one in value.items()} if isinstance(value, dict) else value
 
 
 def _negative(tokens: list[int]) -> Iterator[int]:

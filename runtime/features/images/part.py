@@ -14,12 +14,11 @@ import torch
 from cachetools import LRUCache
 
 from radix import Namespace
-from runtime.calls import Call, EraseTenant
 from runtime.features.images.ask import ImagesAsk, Run
 from runtime.features.images.decoding import DecodingProcesses, Order
 from runtime.features.images.rules import Rules
 from runtime.features.images.tower import Tower
-from runtime.part import Answer, Handler, Part
+from runtime.part import Part
 from runtime.protocol import Finish, TokenEvent
 from runtime.request import Request
 
@@ -65,11 +64,10 @@ class States:
                         self._kept[key] = found[key]
         return found
 
-    def erase(self, owner: Namespace | None) -> None:
-        """Forget the states of a tenant, or of all."""
+    def erase(self) -> None:
+        """Forget all states, and the pixels that idle processes may still have."""
         with self._lock:
-            for key in [key for key in self._kept if owner in (None, key[0])]:
-                del self._kept[key]
+            self._kept.clear()
         self._processes.forget()
 
     def close(self) -> None:
@@ -190,15 +188,8 @@ class ImagesPart(Part):
         if (future := self._open.pop(request.rid, None)) is not None:
             future.cancel()
 
-    def answers(self) -> Mapping[type[Call], Handler]:
-        return {EraseTenant: self._erase}
-
-    def _erase(self, call: EraseTenant) -> Answer:
-        self._states.erase(Namespace(call.tenant))
-        return {}
-
-    def flush(self) -> None:
-        self._states.erase(None)
+    def flush(self) -> None:  # also called when a tenant is erased
+        self._states.erase()
 
     def state(self) -> Mapping[str, Any]:
         return {"image_requests": self.counters["image_requests"], "image_tiles": self._states.calls}

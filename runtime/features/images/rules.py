@@ -123,12 +123,10 @@ class Layout:
 def tokens_of(digest: bytes, rows: int) -> array[int]:
     """The negative int32 tokens of a tile's rows, from a digest of its pixels.
 
-    A row's token has 31 bits of its own, so a tile of n rows is mistaken for another one with a probability of
-    2^(-31 n), and a prefix that ends within a tile for another tile's by as many bits as it has rows.
+    Each has 31 bits of its own, so that n rows are taken for those of another tile with a probability of 2 ** (-31 n).
     """
-    bits = hashlib.shake_128(digest).digest(4 * rows)
-    tokens = array("i", bits)
-    return array("i", [token | -(1 << 31) for token in tokens])
+    bits = array("i", hashlib.shake_128(digest).digest(4 * rows))
+    return array("i", [min(one | -(1 << 31), -2) for one in bits])  # -1 pads pages of modules
 
 
 def _processor(directory: Path) -> dict[str, Any]:
