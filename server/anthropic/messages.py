@@ -85,8 +85,8 @@ async def count_tokens(
 
     async def work() -> dict[str, Any]:
         whole = await continued(body, threads, tenant.account, context.engine)
-        left_out = {"left_out": whole.left_out} if whole.left_out else {}
-        return {"input_tokens": await chats.count(chat_of(whole), tenant), **left_out}
+        count = await chats.count(chat_of(whole), tenant)
+        return {"input_tokens": count, **({"left_out": whole.left_out} if whole.left_out else {})}
 
     return await unless_gone(request, work())
 

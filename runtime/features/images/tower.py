@@ -63,7 +63,7 @@ class Tower:
 
 def _fill(module: nn.Module, prefix: str, directory: Path) -> None:
     """Fill a module with the tensors of a checkpoint that have a prefix. Raises ModelError."""
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for path in find_files(directory):
         with safe_open(path, framework="pt") as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - no dict
