@@ -112,13 +112,17 @@ docs: $(VENV)/.serve
 pictures: $(VENV)/.bench
 	$(VENV)/bin/python -m loadgen.micro.pictures server/static
 
-# Write the images' pins with hashes. ARGS=--upgrade takes newer versions.
+# Write the images' pins, with the hashes of the files that they can install. ARGS=--upgrade takes newer versions.
+COMPILE = $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --no-emit-package torch \
+  $(if $(filter torch%,$(TORCH)),--torch-backend cpu)
 pins: $(VENV)/.torch
 	$(PIP) --quiet uv
 	{ for group in "bench otel tiers ray" build router; do $(PYTHON) docker/requirements.py $$group; done | grep -v '^torch'; \
-	  echo "$(TORCH)"; } | $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
-	  --no-emit-package torch $(if $(filter torch%,$(TORCH)),--torch-backend cpu) --custom-compile-command "make pins" \
-	  --output-file docker/constraints.txt $(ARGS) -
+	  echo "$(TORCH)"; } > $(VENV)/pins.in
+	$(COMPILE) --generate-hashes --custom-compile-command "make pins" --output-file docker/constraints.txt $(ARGS) - \
+	  < $(VENV)/pins.in
+	$(COMPILE) --constraint docker/constraints.txt --format pylock.toml --output-file $(VENV)/pylock.toml - < $(VENV)/pins.in
+	$(PYTHON) docker/requirements.py --shorten $(VENV)/pylock.toml
 
 # make bench ARGS="tree"; make bench-prefix
 bench bench-prefix: $(VENV)/.bench

@@ -1,10 +1,12 @@
 """What requests ask of reuse strategies, on the way from the front end to the engine."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
-from runtime.params import LEADING, PERCENTILE, TAU_MAX, TAU_MIN
+from runtime.features.images.ask import ImagesAsk as ImagesAsk
+from runtime.features.reasoning.ask import ReasoningAsk, ReasoningMethod, ReasoningParams
+from runtime.params import LEADING, DocumentMethod, ReuseParams
 
 Pairs = list[tuple[int, int]]
 
@@ -57,12 +59,11 @@ class DocumentsAsk(msgspec.Struct, tag="fusion", tag_field="method"):
     k: int = LEADING
 
 
-class ReasoningAsk(msgspec.Struct, tag="reasoncache", tag_field="method"):
-    """Sharing of reasoning steps; fields as in `runtime.params.ReasoningParams`."""
-
-    percentile: float = PERCENTILE
-    tau_max: float = TAU_MAX
-    tau_min: float = TAU_MIN
-
-
 ReuseAsk = ModulesAsk | DocumentsAsk | ReasoningAsk
+
+# What requests say in `reuse`. A prompt with documents or modules has its ask itself.
+AnyReuse = ReuseParams | ReasoningParams
+ReuseMethod = Literal[DocumentMethod, ReasoningMethod]
+REUSE_BY_METHOD: dict[str, type[AnyReuse]] = {
+    method: kind for kind in get_args(AnyReuse) for method in get_args(kind.model_fields["method"].annotation)
+}

@@ -7,12 +7,11 @@ from typing import Any, Literal
 import msgspec
 
 from radix import Namespace, WhyGone
-from runtime.asks import ReuseAsk
+from runtime.asks import ImagesAsk, ReuseAsk
 from runtime.calls import Call
 from runtime.config import ModelCode
 from runtime.denoising import Algorithm, BidirectionalParams, BlockParams, DenoisingParams, NoiseParams
 from runtime.errors import RametError
-from runtime.features.images.ask import ImagesAsk
 from runtime.params import Lazy, SamplingParams
 
 FinishType = Literal["stop", "length", "abort", "error"]

@@ -19,10 +19,10 @@ from loadgen.accuracy.chains import Chain
 from loadgen.accuracy.forced import Forcing
 from loadgen.micro.drive import Drive
 from runtime.asks import ReasoningAsk
+from runtime.features.reasoning.background import Background
+from runtime.features.reasoning.reservoir import WARM_UP
+from runtime.features.reasoning.strategy import ReasonCache
 from runtime.models.tokenizer import Tokenizer
-from runtime.reuse.reasoning.background import Background
-from runtime.reuse.reasoning.reservoir import WARM_UP
-from runtime.reuse.reasoning.strategy import ReasonCache
 
 # Forced tokens of a warm-up chain that are decoded, so that pages found in the first step are shared before the end.
 _LAST = 4

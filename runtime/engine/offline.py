@@ -12,17 +12,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from radix import Namespace
+from runtime.asks import REUSE_BY_METHOD, AnyReuse
 from runtime.calls import Call, FlushCache, GetState
 from runtime.config import DEFAULT_MODEL, Config, make_config
 from runtime.engine.core import EngineCore
 from runtime.engine.loop import in_thread
 from runtime.engine.opening import open_engine
 from runtime.errors import EngineDead, InvalidRequest
+from runtime.features.registry import open_sight
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.connection import Host
 from runtime.frontend.output import Logprobs, Output, Prompt, Submission, prompts_of
 from runtime.frontend.schemas.schema import Mode, Schema
-from runtime.params import AnyReuse, ReasoningParams, ReuseParams, SamplingParams
+from runtime.params import ReuseParams, SamplingParams
 from runtime.protocol import Inbound, Outbound, Shutdown
 
 Sampling = SamplingParams | dict[str, Any] | None
@@ -112,7 +114,7 @@ class Engine:
         scheduler = self.config.scheduler.model_copy(update={"max_waiting": _UNLIMITED})
         engine = self.config.engine.model_copy(update={"step_timeout": 0.0})
         config = self.config.model_copy(update={"scheduler": scheduler, "engine": engine})
-        client = AsyncEngine(config, host=self._host)
+        client = AsyncEngine(config, host=self._host, open_sight=open_sight)
         try:
             await client.start()
         except BaseException:
@@ -145,7 +147,7 @@ class Engine:
         Args:
             prompts: text, token ids, `Segments` with documents or prompts of a `schema`, one or several.
             sampling: parameters for all prompts, or a list with one for each; `SamplingParams` or a dict of its fields.
-            reuse: how to reuse documents or reasoning steps; `ReuseParams`, `ReasoningParams` or a dict of their
+            reuse: how to reuse KV beyond exact prefixes; `ReuseParams`, another of `AnyReuse`, or a dict of
                 fields; default: the option `reuse`.
             adapter: name of an adapter, as `ADAPTER` or `MODEL:ADAPTER`; None: the model itself.
             logprobs: number of most likely tokens to report beside each output token; 0: none; None: no
@@ -329,7 +331,7 @@ def make_submissions(
     if len(sampling) != len(several):
         raise ValueError(f"{len(several)} prompts, but {len(sampling)} sampling parameters")
     if isinstance(reuse, dict):
-        reuse = ReasoningParams(**reuse) if reuse.get("method") == "reasoncache" else ReuseParams(**reuse)
+        reuse = REUSE_BY_METHOD.get(str(reuse.get("method")), ReuseParams)(**reuse)
     return [Submission(p, _sampling(s), reuse=reuse, **more) for p, s in zip(several, sampling, strict=True)]
 
 

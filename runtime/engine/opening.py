@@ -1,7 +1,8 @@
 """Makes an engine from a configuration: the executor, the model's strategies and decoding, and the parts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,17 +16,19 @@ from runtime.engine.operators import Operators
 from runtime.engine.part import Part
 from runtime.engine.parts import Drafts, Grammars, KVEvents
 from runtime.engine.pins import Pins
+from runtime.engine.strategies import Strategies
 from runtime.engine.tiering import Tiering, open_tiers
 from runtime.errors import ModelError
 from runtime.execution.executor import Executor
 from runtime.execution.parallel.driver import open_executor
-from runtime.features.images.part import ImagesPart
+from runtime.features.feature import Opening
+from runtime.features.registry import FEATURES
 from runtime.kv.cache import PagedCache
 from runtime.models.adapters.lora import read_lora
 from runtime.models.implementation import own_spec
 from runtime.models.resolve import model_name
 from runtime.models.spec import LlamaSpec
-from runtime.models.tokenizer import Tokenizer, ends_of_turns
+from runtime.models.tokenizer import ends_of_turns
 from runtime.protocol import ModelInfo
 from runtime.request import Decoding, Strategy
 from runtime.reuse.bicache.depth_table import read_table
@@ -35,7 +38,6 @@ from runtime.reuse.fusion.strategy import Fusion
 from runtime.reuse.hybrid.strategy import HybridPrefix
 from runtime.reuse.modules.strategy import Modules
 from runtime.reuse.prefix import PrefixStrategy
-from runtime.reuse.reasoning.strategy import ReasonCache
 from runtime.reuse.windowed import WindowedPrefix
 from runtime.sampling.batched import FlashInferChoosing
 from runtime.sampling.decoding import NextToken
@@ -52,7 +54,7 @@ def open_engine(config: Config, path: Path, quotas: Mapping[str, int] | None = N
     executor = open_executor(config, path)
     cache = PagedCache(executor.pool, config.cache, quotas)
     info = _describe_model(config, executor, path)
-    strategies, decoding = _open_model(config, executor, cache, info, path)
+    strategies, decoding = _open_model(Opening(config, path, executor, cache, info))
     core = EngineCore(config, executor, cache, info, strategies, decoding)
     tiering = Tiering(core, path, cipher, stores) if stores else None
     parts: list[Part | None] = [
@@ -60,11 +62,11 @@ def open_engine(config: Config, path: Path, quotas: Mapping[str, int] | None = N
         EngineAdapters(executor, core.requests),
         Grammars(core, path),
         tiering,
-        ImagesPart.open(core, path),
         Pins(core),
         NextTurns.open(core),
         Drafts.open(core),
         KVEvents.open(core, tiering),
+        *(part for feature in FEATURES for part in feature.parts(core)),
     ]
     core.install([part for part in parts if part is not None])
     if tiering is not None:
@@ -74,8 +76,8 @@ def open_engine(config: Config, path: Path, quotas: Mapping[str, int] | None = N
 
 def _check(config: Config, path: Path) -> None:
     """Raise ModelError for options that exclude each other, and for unusable files of `--lora` and `--depth-table`."""
-    if config.cache.reuse == "reasoncache" and config.model.tensor_parallel > 1:
-        raise ModelError("--reuse reasoncache is not served by several ranks")
+    for feature in FEATURES:
+        feature.check(config)
     if config.tiers.any and not config.cache.prefix_cache:
         raise ModelError("--no-prefix-cache leaves nothing for --host-memory, --disk-cache and --kv-store")
     for name, directory in config.model.adapters:
@@ -117,31 +119,34 @@ def _ends_of_turns(path: Path, vocab_size: int) -> list[int]:
     return []
 
 
-def _open_model(
-    config: Config, executor: Executor, cache: PagedCache, info: ModelInfo, path: Path
-) -> tuple[list[Strategy], Decoding]:
-    """The strategies and the decoding for a kind of model. Sets `info.diffusion`."""
+def _open_model(opening: Opening) -> tuple[Strategies, Decoding]:
+    """The strategies and the decoding for a kind of model. Sets `opening.info.diffusion`."""
+    config, executor, cache, info = opening.config, opening.executor, opening.cache, opening.info
     spec = executor.spec
     if spec.diffusion is None:
-        strategies: list[Strategy] = [_prefix_strategy(executor, cache, info.eos_token_ids)]
+        openers: dict[str, Callable[[], Strategy]] = {
+            feature.method: partial(feature.strategy, opening)
+            for feature in FEATURES
+            if feature.method is not None and feature.serves(opening)
+        }
         # Other strategies read spans whose positions are not consecutive. Windows and states require this.
         is_consecutive = executor.has_windows or executor.states is not None
         if not is_consecutive:
-            strategies.append(Modules(cache, spec.num_layers, info))
+            openers[Modules.name] = partial(Modules, cache, spec.num_layers, info)
         if not is_consecutive and executor.implementation == "ramet":
-            strategies.append(Fusion(cache, executor, info))
-            strategies.append(ReasonCache(cache, executor, lambda: Tokenizer.load(path)))
+            openers[Fusion.name] = partial(Fusion, cache, executor, info)
         else:
             refuse_approximations(config.cache)
         choosing = FlashInferChoosing() if executor.backend_name == "flashinfer" else executor.choosing
-        return strategies, NextToken(Sampler(spec.vocab_size, executor.device, choosing))
+        default = _prefix_strategy(executor, cache, info.eos_token_ids)
+        return Strategies(default, openers), NextToken(Sampler(spec.vocab_size, executor.device, choosing))
     strategy: BlockPrefix | BiCache
     if spec.diffusion.attended is not None:
         strategy = (CanvasPrefix if executor.soften else BlockPrefix)(cache, spec.num_layers, spec.diffusion)
     else:
-        strategy = BiCache.load(config, path, spec, cache)
+        strategy = BiCache.load(config, opening.path, spec, cache)
     info.diffusion = strategy.info
-    return [strategy], CanvasDecoding(spec.diffusion, executor.device, spec.vocab_size, executor.soften)
+    return Strategies(strategy), CanvasDecoding(spec.diffusion, executor.device, spec.vocab_size, executor.soften)
 
 
 def _prefix_strategy(executor: Executor, cache: PagedCache, eos: Sequence[int]) -> PrefixStrategy:

@@ -78,7 +78,7 @@ class Operators(Part):
 
     def _forget(self) -> None:
         """Drop what strategies and parts keep beside the tree."""
-        for strategy in self._core.strategies.values():
+        for strategy in self._core.strategies.opened.values():
             strategy.flush()
         for flush in self._core.parts.flush:
             flush()
@@ -88,7 +88,7 @@ class Operators(Part):
         found: Answer = {}
         for some in self._slices_of(call.ask):
             with suppress(InvalidRequest):
-                for run in self._core.strategy_of(some).runs(array("i", call.tokens), call.namespace, some):
+                for run in self._core.strategies.serving(some).runs(array("i", call.tokens), call.namespace, some):
                     found[run.name or ""] = found.get(run.name or "", 0) + self._num_cached(run)
             yield
         return found
@@ -213,7 +213,7 @@ class Operators(Part):
             "lifetime_s": _plain(stats.lifetime_s),
             "reuse_gap_s": _plain(stats.reuse_gap_s),
             "step_rows": _plain(core.step_rows),
-            **{name: value for strategy in core.strategies.values() for name, value in strategy.figures().items()},
+            **{name: value for opened in core.strategies.opened.values() for name, value in opened.figures().items()},
         }
 
 

@@ -183,7 +183,7 @@ class Tiering(Part):
             made = (strategy.meta_of(pin.namespace, pin.meta) for strategy in self._core.strategies.values())
             if (meta := next(filter(None, made), None)) is None:
                 return None
-        tokens, strategy = array("i", pin.tokens), self._core.strategy
+        tokens, strategy = array("i", pin.tokens), self._core.strategies.default
         if strategy.keeps_prompts and not pin.namespace.entry:
             return strategy.runs(tokens, pin.namespace)[0]
         return Run(tokens, pin.namespace, meta=meta)

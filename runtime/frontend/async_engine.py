@@ -10,23 +10,24 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from radix import Namespace
+from runtime.asks import REUSE_BY_METHOD
 from runtime.calls import AddPin, Call, ComputeNextTurn, EraseTenant, GetCached, GetRuns, Pause, Ping
 from runtime.config import Config
 from runtime.errors import EngineDead, RametError
-from runtime.features.images.client import Sight
 from runtime.frontend.adapters import Adapters
 from runtime.frontend.connection import Connection, EngineProcess, Host
 from runtime.frontend.deadline import NO_DEADLINE, Deadline
 from runtime.frontend.documents.plan import DocumentPlanner
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Output, PlacedPrompt, Submission, expected_tokens
+from runtime.frontend.pictures import OpenSight, Sight, blind
 from runtime.frontend.processor import Frontend
 from runtime.frontend.stream import OutputStream
 from runtime.frontend.text_work import TextWork
 from runtime.frontend.watchdog import Watchdog
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import SamplingParams
+from runtime.params import ReuseParams, SamplingParams
 from runtime.protocol import ModelInfo, Shutdown
 
 log = logging.getLogger("ramet.client")
@@ -51,11 +52,18 @@ class AsyncEngine:
     info: ModelInfo
     tokenizer: Tokenizer
 
-    def __init__(self, config: Config, quotas: Mapping[str, int] | None = None, host: Host | None = None):
+    def __init__(
+        self,
+        config: Config,
+        quotas: Mapping[str, int] | None = None,
+        host: Host | None = None,
+        open_sight: OpenSight = blind,
+    ):
         """`quotas`: most cached pages by account, in place of `--tenant-quota`; `host`: default: an `EngineProcess`."""
         self.config = config
         self.paused = False
         self.sight: Sight | None = None
+        self._open_sight = open_sight
         self.adapters = Adapters(self.call, config.model)
         self._host = host or EngineProcess(config, quotas or {})
         self._connection = Connection(self._host)
@@ -75,12 +83,14 @@ class AsyncEngine:
         try:
             path = await self._load()
             self.info = await self._connection.open(path)
-            self.sight = await asyncio.to_thread(Sight.open, path, self.tokenizer)
+            self.sight = await asyncio.to_thread(self._open_sight, path, self.tokenizer)
             planner = DocumentPlanner.load(self.config.cache.document_method, path)
-            shares_steps = self.config.cache.reuse == "reasoncache"
+            # Documents have a default of their own, which the planner knows.
+            kind = REUSE_BY_METHOD[self.config.cache.reuse]
+            default = None if issubclass(kind, ReuseParams) else kind()
             # Where the option is not given, the device decides.
             limits = self.config.scheduler.model_copy(update={"max_running": self.info.max_running})
-            inputs = InputProcessor(self.info, self.tokenizer, limits, planner, shares_steps)
+            inputs = InputProcessor(self.info, self.tokenizer, limits, planner, default)
             self._frontend = Frontend(inputs, self._host.send)
             self._connection.on_events = self._frontend.take
             self._supervisor = asyncio.create_task(self._supervise())

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
-from runtime.features.images.client import Images, joined
+from runtime.frontend.pictures import Pictures, joined
 from runtime.frontend.schemas.pml import Import
 from runtime.sampling.json_text import check_texts
 from server.http.fields import ANSWERED
@@ -89,7 +89,7 @@ class ImagePart(Unusable):
     type: Literal["image_url", "input_image"]
     image_url: Any = None
     prompt_cache_breakpoint: Breakpoint | None = None
-    _images: Images | None = PrivateAttr(None)
+    _images: Pictures | None = PrivateAttr(None)
     _mark: str | None = PrivateAttr(None)
 
     @property
@@ -106,7 +106,7 @@ class ImagePart(Unusable):
     def is_left_out(self) -> bool:
         return self._images is None
 
-    def see(self, images: Images) -> None:
+    def see(self, images: Pictures) -> None:
         """Have the image join those of the prompt, as soon as the prompt's text is made."""
         self._images = images
 

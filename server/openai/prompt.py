@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from fastapi import Request
 
 from runtime.errors import InvalidRequest
-from runtime.features.images.client import Images
 from runtime.frontend.deadline import Deadline
 from runtime.frontend.documents.prompt import Document, Segments, in_messages
 from runtime.frontend.output import Prompt, Submission, new_rid
+from runtime.frontend.pictures import Pictures
 from runtime.frontend.schemas.pml import Prompt as ModuleText
 from runtime.models.marks import new_place
 from runtime.models.tokenizer import Tokenizer
@@ -87,7 +87,7 @@ class ChatPrompts:
             progress=body.stream and body.return_progress,
         )
 
-    async def text(self, body: ChatRequest, tenant: Tenant, images: Images | None = None) -> str:
+    async def text(self, body: ChatRequest, tenant: Tenant, images: Pictures | None = None) -> str:
         """The rendered text of a conversation, in which images have marks. Raises InvalidRequest for documents."""
         work = partial(self._write, body, tenant, unmarked, images)
         prompt = await self._context.engine.in_turn(tenant.account, body.num_characters, work)
@@ -105,12 +105,12 @@ class ChatPrompts:
             tokens = await engine.in_turn(tenant.account, len(text), partial(images.encode, text, False))
         return len(tokens)
 
-    def _images(self, body: ChatRequest, tenant: Tenant) -> Images | None:
+    def _images(self, body: ChatRequest, tenant: Tenant) -> Pictures | None:
         """The images of a conversation, which rendering it collects; None: it has none, or the model does not see."""
         sight, parts = self._context.engine.sight, [part for message in body.messages for part in message.images]
         if sight is None or not parts:
             return None
-        images = Images(sight, tenant.account, body.names.get("prompt", "messages"))
+        images = sight.pictures(tenant.account, body.names.get("prompt", "messages"))
         for part in parts:
             part.see(images)
         return images
@@ -145,7 +145,7 @@ class ChatPrompts:
             return () if body.must_call else FINALS
         return dialect.thoughts[1:] if begins_reasoning(body, self._context.engine.tokenizer) else ()
 
-    def _render(self, body: ChatRequest, tenant: Tenant, images: Images | None) -> Prompt:
+    def _render(self, body: ChatRequest, tenant: Tenant, images: Pictures | None) -> Prompt:
         """The prompt of a conversation, or of a schema's modules and messages. Raises InvalidRequest and NotFound."""
         if body.schema_name is None:
             write = partial(self._write, body, tenant, images=images)
@@ -160,7 +160,7 @@ class ChatPrompts:
         modules = ModuleText(schema.name, imports, messages=with_tools(tokenizer, turns, body.offered))
         return schema.compile(modules, body.add_generation_prompt)
 
-    def _write(self, body: ChatRequest, tenant: Tenant, mark: Mark, images: Images | None = None) -> str | Segments:
+    def _write(self, body: ChatRequest, tenant: Tenant, mark: Mark, images: Pictures | None = None) -> str | Segments:
         """Render a conversation. `mark` may write a mark behind each tool, text and call; `images`: see `_images`."""
         tools = [one for tool in body.offered for one in tool.marked(mark)]
         turns = find_documents(body.turns(mark), tenant.account, self._documents)
@@ -211,7 +211,7 @@ def begins_reasoning(body: ChatRequest, tokenizer: Tokenizer) -> bool:
 
 
 def _renderer(
-    body: ChatRequest, tokenizer: Tokenizer, images: Images | None = None
+    body: ChatRequest, tokenizer: Tokenizer, images: Pictures | None = None
 ) -> Callable[[list[dict[str, Any]], list[Tool]], str]:
     """A function that renders turns and tools with the request's options for the chat template."""
     ask, variables = body.add_generation_prompt and not body.continue_final_message, body.template_variables()

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from runtime.errors import InvalidRequest
-from runtime.features.images.client import Images
+from runtime.frontend.pictures import Pictures
 from runtime.models.marks import cut, new_mark
 from runtime.models.templates import TemplateRefused
 from runtime.models.tokenizer import Tokenizer
@@ -189,7 +189,7 @@ def render_chat(
     tools: list[Tool],
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
-    images: Images | None = None,
+    images: Pictures | None = None,
 ) -> str:
     """The prompt of a conversation with tools; `variables`: the chat template's; `images`: those that contents have.
 

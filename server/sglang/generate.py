@@ -8,8 +8,8 @@ from fastapi import Request, Response
 from pydantic import Field
 
 from runtime.errors import InvalidRequest
-from runtime.features.images.client import MOST_IMAGES, Images
 from runtime.frontend.output import Finish, Output, Prompt, Submission, new_rid, prompts_of
+from runtime.frontend.pictures import MOST_IMAGES, Pictures
 from runtime.params import ReuseParams, SamplingParams
 from runtime.protocol import TokenLogprob
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
@@ -31,6 +31,7 @@ MAX_TOP_LOGPROBS = 128
 MAX_REPEATED = 1 << 16
 
 
+Prompts = Sequence[Prompt | Callable[[], Prompt]]
 _SomeImages = OneOr[Text, Annotated[list[Text], Field(max_length=MOST_IMAGES)]]
 # Of one text, or of each text of a batch.
 GivenImages = OneOr[Text, Annotated[list[_SomeImages], Field(max_length=MAX_BATCH)]]
@@ -101,9 +102,9 @@ def submissions_of(
     if len(body.given) != 1:
         raise InvalidRequest("exactly one of text, input_ids, segments and pml must be given", param="text")
     prompts, characters, is_list = _prompts(body, tenant.account, documents, schemas)
-    images = _images(body, len(prompts), is_list, tenant, context)
     if not prompts:
         raise InvalidRequest("a batch needs at least one prompt", param="text")
+    prompts, images = _with_images(body, prompts, is_list, tenant, context)
     sampling = _for_each(body.sampling_params, len(prompts), "sampling_params")
     if isinstance(body.rid, str) and is_list:
         raise InvalidRequest("a batch needs a list of request ids", param="rid")
@@ -113,7 +114,7 @@ def submissions_of(
     reports = zip(*(_for_each(getattr(body, name), len(prompts), name) for name in names), strict=True)
     submissions = [
         body.submission(
-            *(prompt if own is None else partial(own.at_tokens, str(prompt)), plain[id(params)], tenant, context),
+            *(prompt, plain[id(params)], tenant, context),
             num_characters=count,
             images=own,
             rid=rid or new_rid(),
@@ -129,7 +130,7 @@ def submissions_of(
 
 def _prompts(
     body: GenerateRequest, account: str, documents: DocumentStore, schemas: SchemaStore
-) -> tuple[Sequence[Prompt | Callable[[], Prompt]], list[int], bool]:
+) -> tuple[Prompts, list[int], bool]:
     """The prompts, the number of characters in each (0: tokens), whether they are a list. Raises InvalidRequest."""
     if body.pml is not None and isinstance(body.reuse, ReuseParams):
         raise InvalidRequest("pml excludes reuse of documents", param="reuse")
@@ -145,18 +146,23 @@ def _prompts(
     return [partial(schemas.compile, account, str(text)) for text in given], characters, is_list
 
 
-def _images(
-    body: GenerateRequest, count: int, is_list: bool, tenant: Tenant, context: Context
-) -> Sequence[Images | None]:
-    """The images of each prompt. Raises InvalidRequest."""
+def _with_images(
+    body: GenerateRequest, prompts: Prompts, is_list: bool, tenant: Tenant, context: Context
+) -> tuple[Prompts, Sequence[Pictures | None]]:
+    """The prompts, as functions that mark images in texts, and the images of each. Raises InvalidRequest."""
     if not (given := body.image_data):
-        return [None] * count
+        return prompts, [None] * len(prompts)
     if (sight := context.engine.sight) is None:
         raise InvalidRequest("image_data is not supported", param="image_data")
     if body.text is None:
         raise InvalidRequest("image_data needs text", param="image_data")
-    several = _for_each(given, count, "image_data") if is_list else [given]
-    return [Images(sight, tenant.account, "image_data", [own] if isinstance(own, str) else own) for own in several]
+    several: list[Any] = _for_each(given, len(prompts), "image_data") if is_list else [given]
+    images = [sight.pictures(tenant.account, "image_data") for _ in prompts]
+    texts = [
+        partial(own.at_tokens, str(text), [files] if isinstance(files, str) else files)
+        for own, text, files in zip(images, prompts, several, strict=True)
+    ]
+    return texts, images
 
 
 def check_repeated(tokens: int, submission: Submission) -> None:

@@ -198,7 +198,7 @@ def test_what_cannot_be_served_is_one_error(sees, kind):
 def test_too_many_images_are_refused(sees):
     found = chat(sees, [part(A)] * 65)
     assert found.status_code == 400
-    assert "65 images" in found.json()["error"]["message"]
+    assert "more than 64 images" in found.json()["error"]["message"]
 
 
 def test_an_upright_image(sees):

@@ -13,39 +13,28 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cachetools import LRUCache
 
 from runtime.errors import InvalidRequest, RametError
 from runtime.features.images.ask import ImagesAsk, Run
+from runtime.features.images.decoding import DecodingProcesses, Order
 from runtime.features.images.rules import Layout, Rules, tokens_of
+from runtime.frontend.pictures import MARK, MOST_IMAGES
 from runtime.models.marks import new_place
 from runtime.models.templates import TemplateRefused
 from runtime.models.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from runtime.features.images.decoding import DecodingProcesses
-
-# Most images of a prompt, and bytes of one of them.
-MOST_IMAGES, MOST_BYTES = 64, 20 << 20
+# Most bytes of an image.
+MOST_BYTES = 20 << 20
 # Number of images whose layouts are remembered.
 _KNOWN = 4096
-# Marks are of private use, so that no other text has them by chance. They name a content, so that a text with one has
-# the same images as an equal text: `Replay` compares texts.
-_MARK = re.compile("\ue0f0[0-9a-f]{64}\ue0f1")
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
-_BESIDE = re.compile(f"\n?({_MARK.pattern})\n?")
 _DATA_URL = re.compile(r"data:([\w.+-]*/?[\w.+-]*)((?:;[\w.+-]+=[\w.+-]*)*);base64,", re.ASCII)
 
 
-def joined(texts: list[str]) -> str:
-    """The parts of a message as one text, with line breaks between them, but for those beside the mark of an image."""
-    return _BESIDE.sub(r"\1", "\n".join(texts))
-
-
-class Sight:
+class ModelSight:
     """How the model sees: its rules, and the layouts of images that were decoded lately. Thread-safe.
 
     Attributes:
@@ -62,20 +51,8 @@ class Sight:
             raise RametError(f"the tokenizer has no token {rules.image}")
         self.token = token
 
-    @staticmethod
-    def open(directory: Path, tokenizer: Tokenizer) -> Sight | None:
-        """The sight of a model; None: it has none. Raises ModelError."""
-        rules = Rules.load(directory)
-        if rules is None:
-            return None
-        from runtime.features.images.decoding import DecodingProcesses  # imports Pillow
-
-        return Sight(rules, tokenizer, DecodingProcesses())
-
     def layout(self, account: str, mark: str, data: bytes, media_type: str) -> Layout:
         """How a prompt has an image. Raises InvalidRequest if it cannot be decoded."""
-        from runtime.features.images.decoding import Order
-
         with self._lock:
             known = self._layouts.get((account, mark))
         if known is not None:
@@ -87,8 +64,10 @@ class Sight:
             self._layouts[account, mark] = layout
         return layout
 
+    def pictures(self, account: str, param: str) -> Images:
+        return Images(self, account, param)
+
     def erase(self, account: str) -> None:
-        """Forget the layouts of an account's images."""
         with self._lock:
             for key in [key for key in self._layouts if key[0] == account]:
                 del self._layouts[key]
@@ -99,25 +78,24 @@ class Sight:
 
 
 class Images:
-    """The images of one prompt. It encodes the prompt's text in place of the tokenizer.
+    """The images of one prompt, see `Pictures`."""
 
-    Attributes:
-        asked: what the engine needs of them, set by `place`; None: the prompt has none.
-    """
-
-    def __init__(self, sight: Sight, account: str, param: str, given: Sequence[str] = ()):
-        """`param`: the field of the request that has them, for errors; `given`: see `at_tokens`."""
+    def __init__(self, sight: ModelSight, account: str, param: str):
+        """See `Sight.pictures`."""
         self._sight, self._account, self._param = sight, account, param
         self._files: dict[str, tuple[bytes, str]] = {}
-        self._given = given
         self._layouts: dict[str, Layout] = {}
+        self._count = 0
         self.asked: ImagesAsk | None = None
 
     def __bool__(self) -> bool:
         return bool(self._files)
 
     def add(self, data: bytes, media_type: str = "") -> str:
-        """Add an image; returns the mark that stands for it in a text. Raises InvalidRequest if it is too large."""
+        """Add an image; returns the mark that stands for it in a text. Raises InvalidRequest if it is too much."""
+        self._count += 1
+        if self._count > MOST_IMAGES:
+            raise self._refused(f"there are more than {MOST_IMAGES} images")
         if len(data) > MOST_BYTES:
             raise self._refused(f"an image has {len(data)} bytes; the limit is {MOST_BYTES}")
         mark = f"\ue0f0{hashlib.sha256(data).hexdigest()}\ue0f1"
@@ -125,7 +103,6 @@ class Images:
         return mark
 
     def add_url(self, url: str) -> str:
-        """Add the image of a data URL. Raises InvalidRequest for other URLs: nothing is ever fetched."""
         head = _DATA_URL.match(url[:256])
         if head is None:
             what = url[:64].partition(",")[0]
@@ -139,36 +116,27 @@ class Images:
         except (binascii.Error, ValueError):
             raise self._refused("an image is not valid base64") from None
 
-    def at_tokens(self, text: str) -> str:
-        """Add the `given` data URLs or base64; returns a text with their marks in place of the image's token.
-
-        Raises InvalidRequest if the text does not have it once for each image.
-        """
+    def at_tokens(self, text: str, given: Sequence[str]) -> str:
         pieces, token = text.split(self._sight.rules.image), self._sight.rules.image
-        if len(pieces) != len(self._given) + 1:
-            raise self._refused(f"the text has {token} {len(pieces) - 1} times for {len(self._given)} images")
-        marks = [self.add_url(one) if _SCHEME.match(one) else self.add_base64(one) for one in self._given]
+        if len(pieces) != len(given) + 1:
+            raise self._refused(f"the text has {token} {len(pieces) - 1} times for {len(given)} images")
+        marks = [self.add_url(one) if _SCHEME.match(one) else self.add_base64(one) for one in given]
         return _interleaved(pieces, marks)
 
     def parts(self, text: str) -> list[str]:
         """The text cut before and behind each mark of these images: text, mark, text and so on."""
         found, start = [], 0
-        for match in _MARK.finditer(text):
+        for match in MARK.finditer(text):
             if match[0] in self._files:
                 found += [text[start : match.start()], match[0]]
                 start = match.end()
         return [*found, text[start:]]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """See `Tokenizer.encode`."""
         return self.encode_with_ends(text, add_special_tokens)[0]
 
     def encode_with_ends(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[int]]:
-        """See `Tokenizer.encode_with_ends`. The tokens of an image's rows are negative; all of its tokens end with its
-        mark. Raises InvalidRequest for an image that cannot be decoded."""
         parts = self.parts(text)
-        if (count := len(parts) // 2) > MOST_IMAGES:
-            raise self._refused(f"the prompt has {count} images; the limit is {MOST_IMAGES}")
         layouts = [None if i % 2 == 0 else self._layout(part) for i, part in enumerate(parts)]
         pieces = [part if one is None else one.text for part, one in zip(parts, layouts, strict=True)]
         tokens, ends = self._sight.tokenizer.encode_with_ends("".join(pieces), add_special_tokens)
@@ -182,11 +150,9 @@ class Images:
             elif shown != start + len(part):
                 ends[at:stop] = [end + start + len(part) - shown for end in ends[at:stop]]
             at, start = stop, start + len(part)
-            # The places of later tokens count from the end of what has been read.
         return tokens, ends
 
     def place(self, tokens: list[int]) -> None:
-        """Set `asked` for the tokens of a prompt. Raises RametError."""
         tiles: dict[int, list[tuple[int, int, array[int]]]] = defaultdict(list)
         for i, mark in enumerate(self._layouts):
             for j, tile in enumerate(self._layouts[mark].tiles):
@@ -203,15 +169,7 @@ class Images:
         self.asked = ImagesAsk([self._files[mark][0] for mark in self._layouts], runs) if runs else None
 
     def write(self, template: Callable[[list[dict[str, Any]]], str], turns: list[dict[str, Any]]) -> str:
-        """The text of a chat with the marks where the template writes images.
-
-        The template gets contents as lists of texts and images. If it does not write all of these images, as some
-        templates do not for some roles, it gets contents as texts, with the marks in them.
-
-        Args:
-            template: applies the chat template to turns.
-            turns: with marks in their contents, which are texts.
-        """
+        """If the template does not write all images as parts, as some do not for some roles, it gets marks in texts."""
         token, place = self._sight.rules.image, new_place()
         marks = [mark for turn in turns for mark in self.parts(turn["content"])[1::2]]
         if not marks:
@@ -230,12 +188,10 @@ class Images:
         return [one for one in listed if one.get("text") != ""] or listed
 
     def read(self, text: str) -> None:
-        """Decode the images of a text, of which a part is known to be encoded. Raises InvalidRequest."""
         for mark in self.parts(text)[1::2]:
             self._layout(mark)
 
     def shown(self, tokens: list[int]) -> list[int]:
-        """The tokens of a prompt for clients: each row of an image has the token of that name."""
         return [self._sight.token if token < 0 else token for token in tokens]
 
     def _layout(self, mark: str) -> Layout:

@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -134,17 +133,6 @@ class ImagesPart(Part):
         self._threads = ThreadPoolExecutor(1, "ramet-images")
         self._open: dict[str, Future[dict[Key, torch.Tensor]]] = {}
         self.counters = Counter(image_requests=0)
-
-    @staticmethod
-    def open(core: EngineCore, path: Path) -> ImagesPart | None:
-        """None if the model does not see. Raises ModelError."""
-        rules = Rules.load(path)
-        if rules is None:
-            return None
-        config, executor = core.config.model, core.executor
-        return ImagesPart(
-            core, States(rules, Tower(path, rules, executor.dtype, executor.device, config.random_weights))
-        )
 
     def added(self, request: Request) -> None:
         asked = request.message.images

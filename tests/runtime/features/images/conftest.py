@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.features.images.client import Sight
+from runtime.features.images.feature import ImagesFeature
 from runtime.models.tokenizer import Tokenizer
 from tests.runtime.features.images.seeing import Reference, save_seeing
 
@@ -20,7 +20,7 @@ def seeing(seeing_dir):
 
 @pytest.fixture(scope="session")
 def sight(seeing_dir):
-    sight = Sight.open(seeing_dir, Tokenizer.load(seeing_dir))
+    sight = ImagesFeature.sight(seeing_dir, Tokenizer.load(seeing_dir))
     assert sight is not None
     yield sight
     sight.close()

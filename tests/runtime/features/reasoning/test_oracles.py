@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadgen.accuracy.forced import Forcing
+from runtime.features.reasoning.steps import Splitter, similarity, threshold
+from runtime.features.reasoning.strategy import ReasoningLease
+from runtime.features.reasoning.structure import equivalent
 from runtime.models.tokenizer import Tokenizer
-from runtime.reuse.reasoning.steps import Splitter, similarity, threshold
-from runtime.reuse.reasoning.strategy import ReasoningLease
-from runtime.reuse.reasoning.structure import equivalent
+from tests.runtime.features.reasoning import reference as plain
+from tests.runtime.features.reasoning.driver import ReasonDriver, words
+from tests.runtime.features.reasoning.reference import Reference, Rules, Shared
 from tests.runtime.reuse.modules.plain import draw_tokens
-from tests.runtime.reuse.reasoning import reference as plain
-from tests.runtime.reuse.reasoning.driver import ReasonDriver, words
-from tests.runtime.reuse.reasoning.reference import Reference, Rules, Shared
 from tests.tiny import save_tiny
 
 CLOSE = 2e-3  # of logits: float32, in another order

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from runtime.features.reasoning import distance
+from runtime.features.reasoning.distance import Distances, MeasuredPage
 from runtime.kv.pool import KVPool
-from runtime.reuse.reasoning import distance
-from runtime.reuse.reasoning.distance import Distances, MeasuredPage
 
 LAYERS, PAGES, ROWS, HEADS, DIM = 5, 4, 8, 2, 16
 

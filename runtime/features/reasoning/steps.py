@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from runtime.reuse.reasoning.structure import open_fence
+from runtime.features.reasoning.structure import open_fence
 
 _DELIMITER = "\n\n"
 

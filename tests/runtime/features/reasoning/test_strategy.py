@@ -10,8 +10,8 @@ from radix import Namespace
 from runtime.engine.parts import Drafts
 from runtime.errors import ModelError
 from tests.runtime.engine.driver import make_core
+from tests.runtime.features.reasoning.driver import ANY, PAGE, ReasonDriver, load_tokenizer
 from tests.runtime.reuse.bicache.models import save_tiny
-from tests.runtime.reuse.reasoning.driver import ANY, PAGE, ReasonDriver, load_tokenizer
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 LONG = 100

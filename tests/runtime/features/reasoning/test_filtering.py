@@ -5,10 +5,10 @@ from array import array
 import torch
 
 from runtime.asks import ReasoningAsk
+from runtime.features.reasoning.distance import Distances
+from runtime.features.reasoning.filtering import CollaborativeFilter, StepHistory
 from runtime.kv.pool import KVPool
-from runtime.reuse.reasoning.distance import Distances
-from runtime.reuse.reasoning.filtering import CollaborativeFilter, StepHistory
-from tests.runtime.reuse.reasoning.driver import load_tokenizer
+from tests.runtime.features.reasoning.driver import load_tokenizer
 
 ROWS = 4
 

@@ -3,9 +3,9 @@
 import threading
 import time
 
-from runtime.reuse.reasoning import background
-from runtime.reuse.reasoning.background import Background
-from tests.runtime.reuse.reasoning.driver import AtOnce
+from runtime.features.reasoning import background
+from runtime.features.reasoning.background import Background
+from tests.runtime.features.reasoning.driver import AtOnce
 
 
 def spin(seconds: float) -> str:

@@ -6,10 +6,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from runtime.features.reasoning.background import Background
+from runtime.features.reasoning.reservoir import Reservoir
+from runtime.features.reasoning.strategy import ReasonCache, ReasoningLease
 from runtime.models.tokenizer import Tokenizer
-from runtime.reuse.reasoning.background import Background
-from runtime.reuse.reasoning.reservoir import Reservoir
-from runtime.reuse.reasoning.strategy import ReasonCache, ReasoningLease
 from tests.runtime.engine.driver import Driver, make_core
 
 PAGE = 4

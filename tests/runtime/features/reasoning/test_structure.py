@@ -2,8 +2,8 @@
 
 import pytest
 
-from runtime.reuse.reasoning.steps import Splitter
-from runtime.reuse.reasoning.structure import equivalent, open_fence
+from runtime.features.reasoning.steps import Splitter
+from runtime.features.reasoning.structure import equivalent, open_fence
 
 EQUAL = [
     ("Let us see.", "We see now."),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.reuse.reasoning.reservoir import WARM_UP, Reservoir
+from runtime.features.reasoning.reservoir import WARM_UP, Reservoir
 
 
 def test_nothing_is_shared_before_the_warm_up():

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from runtime.asks import ReasoningAsk
 from runtime.errors import InvalidRequest
 from runtime.execution.executor import Executor
+from runtime.features.reasoning.ask import METHOD, ReasoningAsk
+from runtime.features.reasoning.background import Background
+from runtime.features.reasoning.distance import Distances
+from runtime.features.reasoning.filtering import CollaborativeFilter, Match, StepHistory
+from runtime.features.reasoning.reservoir import Reservoir
 from runtime.kv.cache import PagedCache
 from runtime.models.tokenizer import Tokenizer
 from runtime.request import Found, Request, Work
 from runtime.reuse.prefix import PrefixLease, PrefixStrategy
-from runtime.reuse.reasoning.background import Background
-from runtime.reuse.reasoning.distance import Distances
-from runtime.reuse.reasoning.filtering import CollaborativeFilter, Match, StepHistory
-from runtime.reuse.reasoning.reservoir import Reservoir
 
 
 @dataclass(slots=True, eq=False)
@@ -196,7 +196,7 @@ class ReasonCache(PrefixStrategy):
         num_saved: number of pages that substitutions save now.
     """
 
-    name = "reasoncache"
+    name = METHOD
     steady = False
     counted = ("substituted_pages", "deferred_evaluations")
 

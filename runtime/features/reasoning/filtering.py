@@ -6,11 +6,11 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from runtime.asks import ReasoningAsk
+from runtime.features.reasoning.ask import ReasoningAsk
+from runtime.features.reasoning.distance import Distances, MeasuredPage
+from runtime.features.reasoning.steps import Splitter, Step, similarity, threshold
+from runtime.features.reasoning.structure import equivalent
 from runtime.models.tokenizer import Tokenizer
-from runtime.reuse.reasoning.distance import Distances, MeasuredPage
-from runtime.reuse.reasoning.steps import Splitter, Step, similarity, threshold
-from runtime.reuse.reasoning.structure import equivalent
 
 # Most earlier steps whose pages are compared with a new step's: the most similar, and of equal ones the latest.
 _MOST_CANDIDATES = 4

@@ -1,0 +1,63 @@
+"""The door of a feature. The server's process imports it, so nothing here needs torch before an engine is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from runtime.config import Config
+    from runtime.engine.core import EngineCore
+    from runtime.execution.executor import Executor
+    from runtime.frontend.pictures import Sight
+    from runtime.kv.cache import PagedCache
+    from runtime.models.tokenizer import Tokenizer
+    from runtime.part import Part
+    from runtime.protocol import ModelInfo
+    from runtime.request import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """An engine that is being opened: all that its strategies are made of. `path`: the model's directory."""
+
+    config: Config
+    path: Path
+    executor: Executor
+    cache: PagedCache
+    info: ModelInfo
+
+
+class Feature:
+    """What a feature adds to an engine. Each hook is for some features; the others leave it out.
+
+    Attributes:
+        method: the strategy that requests may ask for: its name, which is the tag of its ask; None: there is none.
+        counters, gauges: fields of the engine's state, with the names and the help of their metrics.
+    """
+
+    method: ClassVar[str | None] = None
+    counters: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    gauges: ClassVar[Mapping[str, tuple[str, str]]] = {}
+
+    def check(self, config: Config) -> None:
+        """Raise ModelError for options that exclude this feature."""
+
+    def serves(self, opening: Opening) -> bool:
+        """Whether requests may ask for `method`."""
+        return False
+
+    def strategy(self, opening: Opening) -> Strategy:
+        """The strategy `method`, opened at the first request that asks for it."""
+        raise NotImplementedError
+
+    def parts(self, core: EngineCore) -> Iterable[Part]:
+        """The feature's parts of an engine. Raises ModelError."""
+        return ()
+
+    @staticmethod
+    def sight(path: Path, tokenizer: Tokenizer) -> Sight | None:
+        """For the server's process, how the model in a directory sees images, if by this feature. Raises ModelError."""
+        return None
