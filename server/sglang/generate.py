@@ -41,7 +41,9 @@ class GenerateRequest(GenerationBody):
     """One prompt or several; exactly one of `text`, `input_ids`, `segments` and `pml`."""
 
     IGNORED = fields.OPERATION
-    NEUTRAL: ClassVar[Mapping[str, fields.Values]] = fields.MODEL
+    NEUTRAL: ClassVar[Mapping[str, fields.Values]] = {
+        name: values for name, values in fields.MODEL.items() if name != "image_data"
+    }
     ALIASES: ClassVar[Mapping[str, str]] = {"extra_key": "cache_salt", "return_prompt_token_ids": "return_token_ids"}
 
     WITHIN: ClassVar[Mapping[str, str]] = {

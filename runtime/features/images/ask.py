@@ -3,7 +3,7 @@
 import msgspec
 
 
-class Run(msgspec.Struct, array_like=True):
+class TileRun(msgspec.Struct, array_like=True):
     """A run of a prompt's tokens that stands for a tile: its rows are those tokens that are negative.
 
     Attributes:
@@ -27,4 +27,4 @@ class ImagesAsk(msgspec.Struct):
     """
 
     files: list[bytes] = []
-    runs: list[Run] = []
+    runs: list[TileRun] = []

@@ -18,9 +18,9 @@ from typing import Any
 from cachetools import LRUCache
 
 from runtime.errors import InvalidRequest, RametError
-from runtime.features.images.ask import ImagesAsk, Run
+from runtime.features.images.ask import ImagesAsk, TileRun
 from runtime.features.images.decoding import DecodingProcesses, Order
-from runtime.features.images.rules import Layout, Rules, tokens_of
+from runtime.features.images.rules import ImageLayout, Rules, tokens_of
 from runtime.frontend.pictures import MARK, MOST_IMAGES
 from runtime.models.marks import new_place
 from runtime.models.templates import TemplateRefused
@@ -44,14 +44,14 @@ class ModelSight:
 
     def __init__(self, rules: Rules, tokenizer: Tokenizer, processes: DecodingProcesses):
         self.rules, self.tokenizer, self._processes = rules, tokenizer, processes
-        self._layouts: LRUCache[tuple[str, str], Layout] = LRUCache(_KNOWN)
+        self._layouts: LRUCache[tuple[str, str], ImageLayout] = LRUCache(_KNOWN)
         self._lock = threading.Lock()
         token = tokenizer.token_to_id(rules.image)
         if token is None:
             raise RametError(f"the tokenizer has no token {rules.image}")
         self.token = token
 
-    def layout(self, account: str, mark: str, data: bytes, media_type: str) -> Layout:
+    def layout(self, account: str, mark: str, data: bytes, media_type: str) -> ImageLayout:
         """How a prompt has an image. Raises InvalidRequest if it cannot be decoded."""
         with self._lock:
             known = self._layouts.get((account, mark))
@@ -59,7 +59,7 @@ class ModelSight:
             return known
         found = self._processes.decode(Order(self.rules, data, media_type))
         tiles = [tokens_of(digest, self.rules.rows) for digest in found.digests]
-        layout = Layout(self.rules.text(*self.rules.grid(found.width, found.height)), tiles)
+        layout = ImageLayout(self.rules.text(*self.rules.grid(found.width, found.height)), tiles)
         with self._lock:
             self._layouts[account, mark] = layout
         return layout
@@ -84,7 +84,7 @@ class Images:
         """See `Sight.pictures`."""
         self._sight, self._account, self._param = sight, account, param
         self._files: dict[str, tuple[bytes, str]] = {}
-        self._layouts: dict[str, Layout] = {}
+        self._layouts: dict[str, ImageLayout] = {}
         self._count = 0
         self.asked: ImagesAsk | None = None
 
@@ -157,7 +157,7 @@ class Images:
         for i, mark in enumerate(self._layouts):
             for j, tile in enumerate(self._layouts[mark].tiles):
                 tiles[tile[0]].append((i, j, tile))
-        runs = list[Run]()
+        runs = list[TileRun]()
         given = array("i", tokens)
         for at in _negative(tokens):
             if runs and at < runs[-1].stop:
@@ -165,7 +165,7 @@ class Images:
             fits = ((i, j, tile) for i, j, tile in tiles[given[at]] if given[at : at + len(tile)] == tile)
             if (found := next(fits, None)) is None:
                 raise RametError("a tile of an image is not whole")
-            runs.append(Run(at, at + len(found[2]), found[0], found[1]))
+            runs.append(TileRun(at, at + len(found[2]), found[0], found[1]))
         self.asked = ImagesAsk([self._files[mark][0] for mark in self._layouts], runs) if runs else None
 
     def write(self, template: Callable[[list[dict[str, Any]]], str], turns: list[dict[str, Any]]) -> str:
@@ -194,7 +194,7 @@ class Images:
     def shown(self, tokens: list[int]) -> list[int]:
         return [self._sight.token if token < 0 else token for token in tokens]
 
-    def _layout(self, mark: str) -> Layout:
+    def _layout(self, mark: str) -> ImageLayout:
         if mark not in self._layouts:
             try:
                 self._layouts[mark] = self._sight.layout(self._account, mark, *self._files[mark])
@@ -202,7 +202,7 @@ class Images:
                 raise self._refused(error.message) from None
         return self._layouts[mark]
 
-    def _place(self, tokens: list[int], places: range, layout: Layout) -> None:
+    def _place(self, tokens: list[int], places: range, layout: ImageLayout) -> None:
         """Put the tokens of an image's tiles into a prompt."""
         rows = [i for i in places if tokens[i] == self._sight.token]
         every = [token for tile in layout.tiles for token in tile]

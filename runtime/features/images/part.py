@@ -13,7 +13,7 @@ import torch
 from cachetools import LRUCache
 
 from radix import Namespace
-from runtime.features.images.ask import ImagesAsk, Run
+from runtime.features.images.ask import ImagesAsk, TileRun
 from runtime.features.images.decoding import DecodingProcesses, Order
 from runtime.features.images.rules import Rules
 from runtime.features.images.tower import Tower
@@ -79,7 +79,7 @@ class ImageRows:
     def __init__(self, request: Request, asked: ImagesAsk, states: States):
         self._asked, self._states = asked, states
         owner, tokens = request.owner, request.tokens
-        self._runs: list[tuple[Run, Key]] = [
+        self._runs: list[tuple[TileRun, Key]] = [
             (run, (owner, tokens[run.start : run.stop].tobytes())) for run in asked.runs
         ]
         self._rows = np.frombuffer(tokens, np.int32) < 0

@@ -103,7 +103,7 @@ class Rules(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ImageLayout:
     """An image as a prompt has it.
 
     Attributes:
