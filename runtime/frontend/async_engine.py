@@ -149,8 +149,6 @@ class AsyncEngine:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor
         self._work.close()
-        if self.sight is not None:
-            self.sight.close()
 
     def _fail(self, error: EngineDead) -> None:
         frontend, self._frontend = self._frontend, None

@@ -77,9 +77,6 @@ class Sight(Protocol):
     def erase(self, account: str) -> None:
         """Forget what is known of an account's images."""
 
-    def close(self) -> None:
-        """End the processes."""
-
 
 OpenSight = Callable[[Path, Tokenizer], Sight | None]
 

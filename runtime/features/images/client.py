@@ -19,7 +19,7 @@ from cachetools import LRUCache
 
 from runtime.errors import InvalidRequest, RametError
 from runtime.features.images.ask import ImagesAsk, TileRun
-from runtime.features.images.decoding import DecodingProcesses, Order
+from runtime.features.images.decoding import PROCESSES, Order
 from runtime.features.images.rules import ImageLayout, Rules, tokens_of
 from runtime.frontend.pictures import MARK, MOST_IMAGES
 from runtime.models.marks import new_place
@@ -42,8 +42,8 @@ class ModelSight:
         tokenizer: the model's.
     """
 
-    def __init__(self, rules: Rules, tokenizer: Tokenizer, processes: DecodingProcesses):
-        self.rules, self.tokenizer, self._processes = rules, tokenizer, processes
+    def __init__(self, rules: Rules, tokenizer: Tokenizer):
+        self.rules, self.tokenizer = rules, tokenizer
         self._layouts: LRUCache[tuple[str, str], ImageLayout] = LRUCache(_KNOWN)
         self._lock = threading.Lock()
         token = tokenizer.token_to_id(rules.image)
@@ -57,7 +57,7 @@ class ModelSight:
             known = self._layouts.get((account, mark))
         if known is not None:
             return known
-        found = self._processes.decode(Order(self.rules, data, media_type))
+        found = PROCESSES.decode(Order(self.rules, data, media_type))
         tiles = [tokens_of(digest, self.rules.rows) for digest in found.digests]
         layout = ImageLayout(self.rules.text(*self.rules.grid(found.width, found.height)), tiles)
         with self._lock:
@@ -71,10 +71,7 @@ class ModelSight:
         with self._lock:
             for key in [key for key in self._layouts if key[0] == account]:
                 del self._layouts[key]
-        self._processes.forget()
-
-    def close(self) -> None:
-        self._processes.close()
+        PROCESSES.forget()
 
 
 class Images:

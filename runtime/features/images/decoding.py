@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+
 import msgspec
 
 from runtime.errors import InvalidRequest
@@ -29,3 +31,8 @@ class DecodingProcesses(ProcessPool):
         if found.error is not None:
             raise InvalidRequest(found.error)
         return found
+
+
+# Shared by all engines of this process.
+PROCESSES = DecodingProcesses()
+atexit.register(PROCESSES.close)

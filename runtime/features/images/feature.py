@@ -39,6 +39,5 @@ class ImagesFeature(Feature):
         if (rules := Rules.load(path)) is None:
             return None
         from runtime.features.images.client import ModelSight
-        from runtime.features.images.decoding import DecodingProcesses
 
-        return ModelSight(rules, tokenizer, DecodingProcesses())
+        return ModelSight(rules, tokenizer)

@@ -14,7 +14,7 @@ from cachetools import LRUCache
 
 from radix import Namespace
 from runtime.features.images.ask import ImagesAsk, TileRun
-from runtime.features.images.decoding import DecodingProcesses, Order
+from runtime.features.images.decoding import PROCESSES, Order
 from runtime.features.images.rules import Rules
 from runtime.features.images.tower import Tower
 from runtime.part import Part
@@ -41,7 +41,6 @@ class States:
     def __init__(self, rules: Rules, tower: Tower):
         self._rules, self._tower = rules, tower
         self._kept: LRUCache[Key, torch.Tensor] = LRUCache(_MOST_BYTES, getsizeof=lambda states: states.nbytes)
-        self._processes = DecodingProcesses()
         self._lock = threading.Lock()
         self.calls = 0
 
@@ -54,7 +53,7 @@ class States:
         found = {key: states for key in tiles.values() if (states := self.get(key)) is not None}
         missing = {i: key for i, key in tiles.items() if key not in found}
         if missing:
-            pixels = self._processes.decode(Order(self._rules, file, pixels=True)).tiles
+            pixels = PROCESSES.decode(Order(self._rules, file, pixels=True)).tiles
             for i, key in missing.items():
                 (found[key],) = self._tower.states([pixels[i]])
                 self.calls += 1
@@ -67,10 +66,7 @@ class States:
         """Forget all states, and the pixels that idle processes may still have."""
         with self._lock:
             self._kept.clear()
-        self._processes.forget()
-
-    def close(self) -> None:
-        self._processes.close()
+        PROCESSES.forget()
 
 
 class ImageRows:
@@ -184,4 +180,3 @@ class ImagesPart(Part):
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._states.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -49,16 +48,19 @@ class Tower:
     @torch.inference_mode()
     def states(self, tiles: list[bytes]) -> torch.Tensor:
         """States float32 [tiles, rows, hidden], on the CPU, of uint8 tiles [edge, edge, 3]."""
-        rules = self._rules
-        pixels = np.stack([np.frombuffer(tile, np.uint8).reshape(rules.tile, rules.tile, 3) for tile in tiles])
-        values = (pixels.transpose(0, 3, 1, 2) * np.float64(rules.rescale)).astype(np.float32)
-        mean, std = (np.array(each, np.float32)[:, None, None] for each in (rules.mean, rules.std))
-        given = torch.from_numpy((values - mean) / std).to(self._device, self._dtype)
-        found: Any = self._tower(pixel_values=given).last_hidden_state
-        states = self._connector(found)
-        if states.shape[1] != rules.rows:
-            raise ModelError(f"the model's tower gives {states.shape[1]} rows of a tile in place of {rules.rows}")
+        given = torch.from_numpy(values_of(tiles, self._rules)).to(self._device, self._dtype)
+        states = self._connector(self._tower(pixel_values=given).last_hidden_state)
+        if states.shape[1] != self._rules.rows:
+            raise ModelError(f"the model's tower gives {states.shape[1]} rows of a tile, not {self._rules.rows}")
         return states.float().cpu()
+
+
+def values_of(tiles: list[bytes], rules: Rules) -> np.ndarray:
+    """The values float32 [tiles, 3, edge, edge] of uint8 tiles [edge, edge, 3], to the bit as transformers has them."""
+    pixels = np.stack([np.frombuffer(tile, np.uint8).reshape(rules.tile, rules.tile, 3) for tile in tiles])
+    values = (pixels.transpose(0, 3, 1, 2) * np.float64(rules.rescale)).astype(np.float32)
+    mean, std = (np.array(each, np.float32)[:, None, None] for each in (rules.mean, rules.std))
+    return (values - mean) / std
 
 
 def _fill(module: nn.Module, prefix: str, directory: Path) -> None:

@@ -22,5 +22,4 @@ def seeing(seeing_dir):
 def sight(seeing_dir):
     sight = ImagesFeature.sight(seeing_dir, Tokenizer.load(seeing_dir))
     assert sight is not None
-    yield sight
-    sight.close()
+    return sight

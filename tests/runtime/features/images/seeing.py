@@ -1,7 +1,6 @@
 """A small random model that sees, and what transformers makes of it."""
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from transformers import (
     Idefics3ForConditionalGeneration,
     LlamaConfig,
     PreTrainedTokenizerFast,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
 )
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
@@ -33,8 +34,14 @@ TEMPLATE = (
 )
 
 
-def save_seeing(directory: Path, tokenizer_from: Path) -> Path:
-    """Write a random Idefics 3: tiles of 32 x 32 pixels and 16 rows, at most 2 x 2 of them and the whole image."""
+KINDS = {
+    "idefics3": (Idefics3Config, Idefics3ForConditionalGeneration),
+    "smolvlm": (SmolVLMConfig, SmolVLMForConditionalGeneration),
+}
+
+
+def save_seeing(directory: Path, tokenizer_from: Path, kind: str = "idefics3") -> Path:
+    """Write a random model: tiles of 32 x 32 pixels and 16 rows, at most 2 x 2 of them and the whole image."""
     torch.manual_seed(3)
     fast = FastTokenizer.from_file(str(tokenizer_from / "tokenizer.json"))
     fast.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in _TOKENS])
@@ -45,14 +52,15 @@ def save_seeing(directory: Path, tokenizer_from: Path) -> Path:
         **{"vocab_size": len(tokenizer), "pad_token_id": 0},
     }
     vision = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Idefics3Config(
+    config_of, model_of = KINDS[kind]
+    config = config_of(
         text_config=LlamaConfig(**text).to_dict(),
         vision_config={**vision, "image_size": 32, "patch_size": 4},
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         scale_factor=2,
         pad_token_id=0,
     )
-    model = Idefics3ForConditionalGeneration(config)
+    model = model_of(config)
     vary(model)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -62,10 +70,10 @@ def save_seeing(directory: Path, tokenizer_from: Path) -> Path:
 
 
 class Reference:
-    """transformers' model and processor of a directory."""
+    """transformers' model of a directory, and its processor: that of Idefics 3, whose images are SmolVLM's, too."""
 
-    def __init__(self, directory: Path):
-        self.model = Idefics3ForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
+    def __init__(self, directory: Path, kind: str = "idefics3"):
+        self.model = KINDS[kind][1].from_pretrained(directory, dtype=torch.float32).eval()
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
         images = Idefics3ImageProcessorPil.from_pretrained(directory)
         self.processor = Idefics3Processor(images, tokenizer, image_seq_len=ROWS)
@@ -91,7 +99,3 @@ def file_of(image: Image.Image, kind: str = "PNG") -> bytes:
     file = io.BytesIO()
     image.save(file, kind)
     return file.getvalue()
-
-
-def template_of(directory: Path) -> str:
-    return json.loads((directory / "tokenizer_config.json").read_text()).get("chat_template") or TEMPLATE

@@ -1,5 +1,6 @@
 """Greedy output of prompts with images is token-identical to transformers in float32, whatever the cache does."""
 
+import shutil
 from array import array
 
 import pytest
@@ -11,7 +12,7 @@ from runtime.features.images.part import ImagesPart
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest
 from tests.runtime.engine.driver import Driver, call, make_core
-from tests.runtime.features.images.seeing import file_of, picture
+from tests.runtime.features.images.seeing import Reference, file_of, picture, save_seeing
 
 NEW = 6
 A, B, SMALL = picture(1, 100, 80), picture(2, 40, 90), picture(3, 30, 30)
@@ -87,6 +88,32 @@ def test_in_chunks_that_end_within_an_image(seeing_dir, encoded, expected, optio
     driver = Driver(make_core(seeing_dir, **options))
     assert answers(driver, encoded) == expected
     assert answers(driver, encoded[:2]) == expected[:2]
+
+
+def test_smolvlm(default_model_dir, tmp_path, encoded):
+    path = save_seeing(tmp_path / "tiny-smolvlm", default_model_dir, "smolvlm")
+    plain = Reference(path, "smolvlm")
+    expected = [plain.greedy(text, images, NEW) for text, images in PROMPTS[:2]]
+    assert answers(Driver(make_core(path, chunk_tokens=30)), encoded[:2]) == expected
+
+
+def test_random_weights_need_no_tensors(seeing_dir, tmp_path, encoded):
+    path = tmp_path / "no-weights"
+    shutil.copytree(seeing_dir, path, ignore=shutil.ignore_patterns("*.safetensors"))
+    driver = Driver(make_core(path, random_weights=True))
+    assert len(answers(driver, encoded[:1])[0]) == NEW
+
+
+def test_restored_from_a_disk_after_a_restart(seeing_dir, tmp_path, encoded, expected):
+    options = {"disk_cache": str(tmp_path / "kv"), "page_size": 4}
+    driver = Driver(make_core(seeing_dir, **options))
+    assert answers(driver, encoded[:2]) == expected[:2]
+    before = tiles(driver)
+    driver.core.close()
+    again = Driver(make_core(seeing_dir, **options))
+    assert answers(again, encoded[:2]) == expected[:2]
+    assert again.cached("r0") >= 64
+    assert tiles(again) <= before - 3, "what the disk has needs no tower"
 
 
 def test_a_batch_with_text(seeing_dir, encoded, expected):
