@@ -23,9 +23,9 @@ from runtime.protocol import AddRequest, Admission, Finish, TokenEvent
 from runtime.sampler_state import SampledTokens, SamplerState, StepResult
 
 if TYPE_CHECKING:
-    from runtime.diffusion.canvas import BidirectionalCanvas, BlockCanvas
-    from runtime.diffusion.noise import NoiseCanvas
-    from runtime.sampling.drafts.drafter import Draft
+    from runtime.features.diffusion.canvas import BidirectionalCanvas, BlockCanvas
+    from runtime.features.diffusion.noise import NoiseCanvas
+    from runtime.features.drafts.drafter import Draft
 
     AnyCanvas: TypeAlias = BidirectionalCanvas | BlockCanvas | NoiseCanvas
 

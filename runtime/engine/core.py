@@ -15,7 +15,14 @@ from runtime.engine.requests import finish_of, open_request
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.strategies import Strategies
 from runtime.errors import EngineDead, RametError
-from runtime.execution.device import choose_device, choose_overlap, is_lost, is_out_of_memory
+from runtime.execution.device import (
+    choose_device,
+    choose_overlap,
+    is_lost,
+    is_out_of_memory,
+    most_running,
+    step_tokens,
+)
 from runtime.execution.executor import Executor
 from runtime.kv.cache import PagedCache
 from runtime.kv.lookup import count_miss
@@ -71,8 +78,8 @@ class EngineCore:
         self.step_rows = Histogram(_ROWS)
         self.strategies = strategies
         self.decoding = decoding
-        self.scheduler = Scheduler(config.scheduler, cache, executor.step_tokens, executor.max_running)
-        spec, device, least = executor.spec, executor.device, executor.least_saved_tokens
+        spec, device, least = executor.spec, executor.device, executor.decoder.least_saved_tokens
+        self.scheduler = Scheduler(config.scheduler, cache, step_tokens(device), most_running(device))
         self.planner = Planner(spec.num_layers, info.page_size, spec.hidden_size, device, least)
         self.overlap = info.diffusion is None and choose_overlap(config, choose_device(config.model))
         self.paused = False

@@ -16,7 +16,6 @@ from runtime import calls
 from runtime.asks import ModulesAsk, ReuseAsk
 from runtime.engine.core import EngineCore
 from runtime.engine.part import Answer, Handler, Part
-from runtime.engine.tiering import Tiering
 from runtime.errors import InvalidRequest, PinRefused
 from runtime.kv.segments import Run
 from runtime.request import Request, Status
@@ -26,15 +25,10 @@ _MATCHED = 64
 
 
 class Operators(Part):
-    """Answers operators' calls. A long answer is spread over many steps, so that it hardly delays requests.
+    """Answers operators' calls. A long answer is spread over many steps, so that it hardly delays requests."""
 
-    Args:
-        core: the engine.
-        tiering: the engine's tiers; None: it has none.
-    """
-
-    def __init__(self, core: EngineCore, tiering: Tiering | None):
-        self._core, self._cache, self._tiering = core, core.cache, tiering
+    def __init__(self, core: EngineCore):
+        self._core, self._cache = core, core.cache
         self._slices: Iterator[list[tuple[Node, int]]] = iter(())
 
     def answers(self) -> Mapping[type[calls.Call], Handler]:
@@ -142,8 +136,9 @@ class Operators(Part):
         return {"blocks": blocks, "evictions": [asdict(one) for one in last if wanted(one.namespace)]}
 
     def _mark(self, nodes: list[dict[str, Any]]) -> Iterator[None]:
-        """Add to each node the names of the tiers that hold the block of its first page, if there are tiers."""
-        return iter(()) if self._tiering is None else self._tiering.mark(nodes)
+        """Add to each node what parts know of it, such as the tiers that hold it."""
+        for part in self._core.parts:
+            yield from part.mark(nodes)
 
     def _runs(self, call: calls.GetRuns) -> Answer:
         if call.anew:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     from runtime.config import Config
     from runtime.engine.core import EngineCore
+    from runtime.engine.part import Part
     from runtime.execution.executor import Executor
     from runtime.frontend.pictures import Sight
     from runtime.kv.cache import PagedCache
     from runtime.models.tokenizer import Tokenizer
-    from runtime.part import Part
     from runtime.protocol import ModelInfo
-    from runtime.request import Strategy
+    from runtime.request import Decoding, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,17 @@ class Opening:
     cache: PagedCache
     info: ModelInfo
 
+    @property
+    def reads_anywhere(self) -> bool:
+        """Whether requests may read KV at positions that are not consecutive, which windows and states forbid."""
+        executor = self.executor
+        return executor.spec.diffusion is None and not executor.has_windows and executor.states is None
+
 
 class Feature:
     """What a feature adds to an engine. Each hook is for some features; the others leave it out.
+
+    An engine opens all features before it loads the model, so that a bad option fails at once.
 
     Attributes:
         method: the strategy that requests may ask for: its name, which is the tag of its ask; None: there is none.
@@ -42,8 +50,16 @@ class Feature:
     counters: ClassVar[Mapping[str, tuple[str, str]]] = {}
     gauges: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
-    def check(self, config: Config) -> None:
-        """Raise ModelError for options that exclude this feature."""
+    def __init__(self, config: Config, path: Path):
+        """`path`: the model's directory. Raises ModelError for options that cannot be served."""
+
+    def default(self, opening: Opening) -> Strategy | None:
+        """The strategy of requests that ask for none, if the model needs another one than prefix caching."""
+        return None
+
+    def decoding(self, opening: Opening) -> Decoding | None:
+        """The decoding, if the model does not choose next tokens."""
+        return None
 
     def serves(self, opening: Opening) -> bool:
         """Whether requests may ask for `method`."""
@@ -54,7 +70,7 @@ class Feature:
         raise NotImplementedError
 
     def parts(self, core: EngineCore) -> Iterable[Part]:
-        """The feature's parts of an engine. Raises ModelError."""
+        """The feature's parts of an engine."""
         return ()
 
     @staticmethod

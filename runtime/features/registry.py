@@ -2,13 +2,31 @@
 
 from pathlib import Path
 
+from runtime.features.diffusion.feature import DiffusionFeature
+from runtime.features.drafts.feature import DraftsFeature
 from runtime.features.feature import Feature
+from runtime.features.hybrid.feature import HybridFeature
 from runtime.features.images.feature import ImagesFeature
+from runtime.features.kv_events.feature import KVEventsFeature
+from runtime.features.next_turn.feature import NextTurnFeature
 from runtime.features.reasoning.feature import ReasoningFeature
+from runtime.features.tiers.feature import TiersFeature
+from runtime.features.windows.feature import WindowsFeature
 from runtime.frontend.pictures import Sight
 from runtime.models.tokenizer import Tokenizer
 
-FEATURES: tuple[Feature, ...] = (ReasoningFeature(), ImagesFeature())
+FEATURES: tuple[type[Feature], ...] = (
+    HybridFeature,
+    WindowsFeature,
+    DiffusionFeature,
+    ReasoningFeature,
+    TiersFeature,
+    ImagesFeature,
+    NextTurnFeature,
+    DraftsFeature,
+    # Last, as it publishes what the others have done.
+    KVEventsFeature,
+)
 
 
 def open_sight(path: Path, tokenizer: Tokenizer) -> Sight | None:

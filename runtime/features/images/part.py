@@ -13,11 +13,11 @@ import torch
 from cachetools import LRUCache
 
 from radix import Namespace
+from runtime.engine.part import Part
 from runtime.features.images.ask import ImagesAsk, TileRun
 from runtime.features.images.decoding import PROCESSES, Order
 from runtime.features.images.rules import Rules
 from runtime.features.images.tower import Tower
-from runtime.part import Part
 from runtime.protocol import Finish, TokenEvent
 from runtime.request import Request
 

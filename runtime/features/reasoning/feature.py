@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from runtime.errors import ModelError
@@ -30,14 +31,12 @@ class ReasoningFeature(Feature):
         "saved_pages": ("ramet:saved_pages", "Pages that live requests save by sharing reasoning steps")
     }
 
-    def check(self, config: Config) -> None:
+    def __init__(self, config: Config, path: Path):
         if config.cache.reuse == METHOD and config.model.tensor_parallel > 1:
             raise ModelError(f"--reuse {METHOD} is not served by several ranks")
 
     def serves(self, opening: Opening) -> bool:
-        executor = opening.executor
-        # Positions of a window or a state are consecutive; those of shared pages are not.
-        return executor.implementation == "ramet" and not executor.has_windows and executor.states is None
+        return opening.reads_anywhere and opening.executor.decoder.code == "ramet"
 
     def strategy(self, opening: Opening) -> ReasonCache:
         from runtime.features.reasoning.strategy import ReasonCache

@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM
 
 from radix import Namespace
 from runtime.calls import GetState, LoadAdapter, UnloadAdapter
-from runtime.engine.offline import Engine
 from runtime.errors import InvalidRequest, ModelError
+from runtime.offline import Engine
 from tests.lora import merged, save_lora
 from tests.runtime.engine.driver import Driver, call, greedy, make_core
 from tests.runtime.execution.transformers.architectures import save_small
-from tests.runtime.reuse.bicache.models import save_tiny as save_diffusion
+from tests.runtime.features.diffusion.bicache.models import save_tiny as save_diffusion
 
 NEW = 6
 CODE = {
@@ -113,7 +113,7 @@ def test_evicting_and_retracting(tiny_dir, adapters, prompts, expected):
 def test_unloaded_while_requests_run(tiny_dir, adapters, prompts, expected):
     """They end with it; new ones are refused by name; a second adapter is not touched."""
     driver = Driver(make_core(tiny_dir))
-    core, decoder = driver.core, driver.core.executor._decoder
+    core, decoder = driver.core, driver.core.executor.decoder.model
     first, second = (load(core, adapter) for adapter in adapters)
     driver.add("runs", prompts[0], max_new_tokens=NEW, namespace=Namespace(adapter=first))
     driver.step()

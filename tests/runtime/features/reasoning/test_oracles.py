@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.accuracy.forced import Forcing
+from loadgen.offline.forced import Forcing
 from runtime.features.reasoning.steps import Splitter, similarity, threshold
 from runtime.features.reasoning.strategy import ReasoningLease
 from runtime.features.reasoning.structure import equivalent

@@ -5,13 +5,13 @@ from collections import Counter
 
 import pytest
 
-from loadgen.accuracy.forced import Forcing
+from loadgen.offline.forced import Forcing
 from radix import Namespace
-from runtime.engine.parts import Drafts
 from runtime.errors import ModelError
+from runtime.features.drafts.part import Drafts
 from tests.runtime.engine.driver import make_core
+from tests.runtime.features.diffusion.bicache.models import save_tiny
 from tests.runtime.features.reasoning.driver import ANY, PAGE, ReasonDriver, load_tokenizer
-from tests.runtime.reuse.bicache.models import save_tiny
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 LONG = 100
