@@ -107,7 +107,7 @@ class MessageWriter(Writer):
         self.id = f"msg_{submission.rid}"
         self.keep_pieces: Callable[..., Awaitable[None]] | None = None
         self._pieces: list[Piece] = []
-        self._left_out, self._prompt = [*body.left_out, *chat.left_out], submission
+        self._left_out, self._prompt = list(dict.fromkeys([*body.left_out, *chat.left_out])), submission
         self._begun = self._explained = False
         self._late: dict[str, Any] = {}
         self._index = -1

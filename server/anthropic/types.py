@@ -130,7 +130,7 @@ class ImageBlock(Block, Unusable):
         """The image in a chat."""
         given = self.source if isinstance(self.source, dict) else {}
         url = given.get("url") or f"data:{given.get('media_type', '')};base64,{given.get('data', '')}"
-        return ImagePart(type="image_url", image_url=url)
+        return ImagePart(type="image", image_url=url)
 
     @property
     def is_left_out(self) -> bool:

@@ -86,7 +86,7 @@ class DocumentPart(Body):
 class ImagePart(Unusable):
     """An image, as a data URL. Models that do not see get a line of text in its place."""
 
-    type: Literal["image_url", "input_image"]
+    type: Literal["image_url", "input_image", "image"]
     image_url: Any = None
     prompt_cache_breakpoint: Breakpoint | None = None
     _images: Pictures | None = PrivateAttr(None)

@@ -145,7 +145,7 @@ class ChatPrompts:
             return () if body.must_call else FINALS
         return dialect.thoughts[1:] if begins_reasoning(body, self._context.engine.tokenizer) else ()
 
-    def _render(self, body: ChatRequest, tenant: Tenant, images: Pictures | None) -> Prompt:
+    def _render(self, body: ChatRequest, tenant: Tenant, images: Pictures | None = None) -> Prompt:
         """The prompt of a conversation, or of a schema's modules and messages. Raises InvalidRequest and NotFound."""
         if body.schema_name is None:
             write = partial(self._write, body, tenant, images=images)

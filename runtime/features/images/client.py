@@ -10,7 +10,7 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -58,8 +58,9 @@ class ModelSight:
         if known is not None:
             return known
         found = PROCESSES.decode(Order(self.rules, data, media_type))
-        tiles = [tokens_of(digest, self.rules.rows) for digest in found.digests]
-        layout = ImageLayout(self.rules.text(*self.rules.grid(found.width, found.height)), tiles)
+        of_tiles = zip(found.digests, found.sizes, strict=True)
+        tiles = [tokens_of(digest, self.rules.rows(*size)) for digest, size in of_tiles]
+        layout = ImageLayout(self.rules.text(found.width, found.height), tiles)
         with self._lock:
             self._layouts[account, mark] = layout
         return layout
@@ -154,15 +155,16 @@ class Images:
         for i, mark in enumerate(self._layouts):
             for j, tile in enumerate(self._layouts[mark].tiles):
                 tiles[tile[0]].append((i, j, tile))
-        runs = list[TileRun]()
-        given = array("i", tokens)
-        for at in _negative(tokens):
-            if runs and at < runs[-1].stop:
-                continue
-            fits = ((i, j, tile) for i, j, tile in tiles[given[at]] if given[at : at + len(tile)] == tile)
+        runs, at = list[TileRun](), 0
+        places = [i for i, token in enumerate(tokens) if token < 0]
+        rows = array("i", [tokens[i] for i in places])
+        while at < len(rows):
+            fits = ((i, j, len(tile)) for i, j, tile in tiles[rows[at]] if rows[at : at + len(tile)] == tile)
             if (found := next(fits, None)) is None:
                 raise RametError("a tile of an image is not whole")
-            runs.append(TileRun(at, at + len(found[2]), found[0], found[1]))
+            file, tile, count = found
+            runs.append(TileRun(places[at], places[at + count - 1] + 1, file, tile))
+            at += count
         self.asked = ImagesAsk([self._files[mark][0] for mark in self._layouts], runs) if runs else None
 
     def write(self, template: Callable[[list[dict[str, Any]]], str], turns: list[dict[str, Any]]) -> str:
@@ -223,7 +225,3 @@ def _replaced(value: Any, old: str, new: str) -> Any:
     if isinstance(value, list):
         return [_replaced(one, old, new) for one in value]
     return {name: _replaced(one, old, new) for name, one in value.items()} if isinstance(value, dict) else value
-
-
-def _negative(tokens: list[int]) -> Iterator[int]:
-    return (i for i, token in enumerate(tokens) if token < 0)

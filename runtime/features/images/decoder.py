@@ -40,13 +40,15 @@ class Decoded(msgspec.Struct):
 
     Attributes:
         width, height: in pixels, upright.
-        digests: of the pixels of each tile.
-        tiles: uint8 [tile, tile, 3], each as bytes; empty, if they are not wanted.
+        sizes: width and height of each tile.
+        digests: of the size and the pixels of each tile.
+        tiles: uint8 [height, width, 3], each as bytes; empty, if they are not wanted.
         error: why it cannot be decoded; None: it has been.
     """
 
     width: int = 0
     height: int = 0
+    sizes: list[tuple[int, int]] = []
     digests: list[bytes] = []
     tiles: list[bytes] = []
     error: str | None = None
@@ -55,9 +57,13 @@ class Decoded(msgspec.Struct):
 def decode(order: Order) -> Decoded:
     """Decode an image and cut it into tiles. Raises InvalidRequest."""
     image = _open(order.data, order.media_type)
-    tiles = [tile.tobytes() for tile in _tiles(image, order.rules)]
-    digests = [hashlib.blake2b(tile, digest_size=32).digest() for tile in tiles]
-    return Decoded(*image.size, digests, tiles if order.pixels else [])
+    cut = _tiles(image, order.rules)
+    tiles = [tile.tobytes() for tile in cut]
+    digests = [
+        hashlib.blake2b(pixels, digest_size=32, salt=str(tile.width).encode()).digest()
+        for tile, pixels in zip(cut, tiles, strict=True)
+    ]
+    return Decoded(*image.size, [tile.size for tile in cut], digests, tiles if order.pixels else [])
 
 
 def _open(data: bytes, media_type: str) -> Image.Image:
@@ -89,16 +95,11 @@ def _open(data: bytes, media_type: str) -> Image.Image:
 
 
 def _tiles(image: Image.Image, rules: Rules) -> list[Image.Image]:
-    rows, columns = rules.grid(*image.size)
+    boxes = rules.boxes(*image.size)
     for size in rules.sizes(*image.size):
         image = image.resize(size, rules.resample)
-    if not rows:
-        return [image]
-    edge = rules.tile
-    cut = [
-        image.crop((j * edge, i * edge, (j + 1) * edge, (i + 1) * edge)) for i in range(rows) for j in range(columns)
-    ]
-    return [*cut, image.resize((edge, edge), rules.resample)]
+    tiles = [image.crop(box) for box in boxes]
+    return [*tiles, image.resize(tiles[0].size, rules.resample)] if tiles else [image]
 
 
 def _answer(order: bytes) -> Any:

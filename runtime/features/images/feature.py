@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from runtime.features.feature import Feature
-from runtime.features.images.rules import Rules
+from runtime.features.images.rules import load_rules
 
 if TYPE_CHECKING:
     from runtime.engine.core import EngineCore
@@ -25,7 +25,7 @@ class ImagesFeature(Feature):
 
     def parts(self, core: EngineCore) -> Iterable[ImagesPart]:
         path = Path(core.info.path)
-        if (rules := Rules.load(path)) is None:
+        if (rules := load_rules(path)) is None:
             return
         from runtime.features.images.part import ImagesPart, States
         from runtime.features.images.tower import Tower
@@ -36,7 +36,7 @@ class ImagesFeature(Feature):
 
     @staticmethod
     def sight(path: Path, tokenizer: Tokenizer) -> ModelSight | None:
-        if (rules := Rules.load(path)) is None:
+        if (rules := load_rules(path)) is None:
             return None
         from runtime.features.images.client import ModelSight
 

@@ -53,9 +53,9 @@ class States:
         found = {key: states for key in tiles.values() if (states := self.get(key)) is not None}
         missing = {i: key for i, key in tiles.items() if key not in found}
         if missing:
-            pixels = PROCESSES.decode(Order(self._rules, file, pixels=True)).tiles
+            decoded = PROCESSES.decode(Order(self._rules, file, pixels=True))
             for i, key in missing.items():
-                (found[key],) = self._tower.states([pixels[i]])
+                found[key] = self._tower.states(decoded.tiles[i], decoded.sizes[i])
                 self.calls += 1
                 with self._lock:
                     if found[key].nbytes <= _MOST_BYTES:

@@ -20,86 +20,174 @@ _LONGEST = 4096
 _FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True}
 
 
-class Rules(msgspec.Struct, frozen=True):
-    """The rules of Idefics 3 and SmolVLM. Lengths are in pixels.
+class Pixels(msgspec.Struct, frozen=True, tag=True):
+    """What all rules say of pixels, and of the rows that show them. Lengths are in pixels.
 
     Attributes:
-        longest: longest edge of the image before it is cut.
-        tile: edge of a tile, which is square.
-        splits: whether larger images are cut; if not, the whole image is one tile.
-        rows: rows of a prompt that a tile has.
+        longest: longest edge of the image as a whole, or before it is cut.
         resample: Pillow's number of the filter.
         rescale, mean, std: a pixel's value is (byte x rescale - mean) / std, by channel.
-        image, edge, whole: texts of the tokens of a row, around tiles, and of the tile with the whole image.
+        image: text of the token of a row.
     """
 
     longest: int
-    tile: int
-    splits: bool
-    rows: int
     resample: int
     rescale: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    image: str = "<image>"
+    image: str
+
+    def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
+        """The sizes (width, height) to which an image is resized, one after the other."""
+        raise NotImplementedError
+
+    def boxes(self, width: int, height: int) -> list[tuple[int, int, int, int]]:
+        """The boxes (left, top, right, bottom) of tiles in the resized image, before the tile with all of it.
+
+        That tile has the size of a box; without boxes, it is the resized image.
+        """
+        return []
+
+    def rows(self, width: int, height: int) -> int:
+        """The number of rows that show a tile of a size."""
+        raise NotImplementedError
+
+    def text(self, width: int, height: int) -> str:
+        """The text that stands for an image in a prompt, which has `self.image` for each row of each tile."""
+        raise NotImplementedError
+
+
+class SquareRules(Pixels, frozen=True, tag=True):
+    """The rules of Idefics 3 and SmolVLM: square tiles, and one with the whole image.
+
+    Attributes:
+        tile: edge of a tile.
+        splits: whether larger images are cut; if not, the whole image is one tile.
+        row: edge of the square of a tile that a row shows.
+        edge, whole: texts of the tokens around tiles, and of the tile with the whole image.
+    """
+
+    tile: int
+    splits: bool
+    row: int
     edge: str = "<fake_token_around_image>"
     whole: str = "<global-img>"
 
-    @staticmethod
-    def load(directory: Path) -> Rules | None:
-        """The rules of a model; None: it does not see. Raises ModelError."""
-        config = read_json(directory / "config.json")
-        if architecture_of(config) not in SEEING:
-            return None
-        found = _processor(directory)
-        if wrong := [name for name, value in _FIXED.items() if found.get(name, value) is not value]:
-            raise ModelError(f"the model's image processor has {wrong[0]} {found[wrong[0]]!r}, which is not supported")
-        try:
-            vision, tile = config["vision_config"], found["max_image_size"]["longest_edge"]
-            edge = tile // (positive_size(vision, "patch_size", 32) * positive_size(config, "scale_factor", 2))
-            return Rules(
-                longest=found["size"]["longest_edge"],
-                tile=tile,
-                splits=found.get("do_image_splitting", True),
-                rows=edge * edge,
-                resample=found.get("resample", 1),
-                rescale=found.get("rescale_factor", 1 / 255),
-                mean=tuple(found.get("image_mean", (0.5, 0.5, 0.5))),
-                std=tuple(found.get("image_std", (0.5, 0.5, 0.5))),
-            )
-        except (KeyError, TypeError) as error:
-            raise ModelError(f"the image processor of the model in {directory} cannot be read: {error!r}") from None
-
     def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
-        """The sizes (width, height) to which an image is resized, one after the other, before it is cut."""
         first = _bounded(*_fitted(width, height, self.longest))
         if not self.splits:
             return [first, (self.tile, self.tile)]
         width, height = first
         ratio = width / height
         if width >= height:
-            width = self._up(width)
-            height = self._up(int(width / ratio))
+            width = _up(width, self.tile)
+            height = _up(int(width / ratio), self.tile)
         else:
-            height = self._up(height)
-            width = self._up(int(height * ratio))
+            height = _up(height, self.tile)
+            width = _up(int(height * ratio), self.tile)
         return [first, (width, height)]
 
-    def _up(self, length: int) -> int:
-        return math.ceil(length / self.tile) * self.tile
+    def boxes(self, width: int, height: int) -> list[tuple[int, int, int, int]]:
+        rows, columns, edge = *self._grid(width, height), self.tile
+        return [
+            (j * edge, i * edge, (j + 1) * edge, (i + 1) * edge)
+            for i in range(rows)
+            for j in range(columns)
+            if rows * columns > 1
+        ]
 
-    def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of tiles before the tile with the whole image; (0, 0): it is the only one."""
-        width, height = self.sizes(width, height)[-1]
-        rows, columns = height // self.tile, width // self.tile
-        return (0, 0) if rows * columns == 1 else (rows, columns)
+    def rows(self, width: int, height: int) -> int:
+        return (width // self.row) * (height // self.row)
 
-    def text(self, rows: int, columns: int) -> str:
-        """The text that stands for an image in a prompt, in which each tile has `self.rows` times `self.image`."""
-        row, cut = self.image * self.rows, ""
-        for i in range(1, rows + 1):
+    def text(self, width: int, height: int) -> str:
+        rows, columns = self._grid(width, height)
+        row, cut = self.image * self.rows(self.tile, self.tile), ""
+        for i in range(1, rows + 1 if rows * columns > 1 else 1):
             cut += "".join(f"{self.edge}<row_{i}_col_{j}>{row}" for j in range(1, columns + 1)) + "\n"
         return f"{cut}{cut and chr(10)}{self.edge}{self.whole}{row}{self.edge}"
+
+    def _grid(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of tiles."""
+        width, height = self.sizes(width, height)[-1]
+        return height // self.tile, width // self.tile
+
+
+class LineRules(Pixels, frozen=True, tag=True):
+    """The rules of Mistral 3: the whole image is one tile, with a token behind each line of rows.
+
+    Attributes:
+        row: edge of the square of the image that a row shows.
+        line, end: texts of the tokens behind a line, and behind the last one.
+    """
+
+    row: int
+    line: str = "[IMG_BREAK]"
+    end: str = "[IMG_END]"
+
+    def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
+        ratio = max(height / self.longest, width / self.longest)
+        if ratio > 1:
+            width, height = math.floor(width / ratio), math.floor(height / ratio)
+        return [(_up(max(width, 1), self.row), _up(max(height, 1), self.row))]
+
+    def rows(self, width: int, height: int) -> int:
+        return (width // self.row) * (height // self.row)
+
+    def text(self, width: int, height: int) -> str:
+        (size,) = self.sizes(width, height)
+        lines = [self.image * (size[0] // self.row)] * (size[1] // self.row)
+        return self.line.join(lines) + self.end
+
+
+Rules = SquareRules | LineRules
+
+
+def load_rules(directory: Path) -> Rules | None:
+    """The rules of a model; None: it does not see. Raises ModelError."""
+    config = read_json(directory / "config.json")
+    if (architecture := architecture_of(config)) not in SEEING:
+        return None
+    found = _processor(directory)
+    if wrong := [name for name, value in _FIXED.items() if found.get(name, value) is not value]:
+        raise ModelError(f"the model's image processor has {wrong[0]} {found[wrong[0]]!r}, which is not supported")
+    try:
+        if architecture == "Mistral3ForConditionalGeneration":
+            return _of_lines(config, found)
+        return _of_squares(config, found)
+    except (KeyError, TypeError) as error:
+        raise ModelError(f"the image processor of the model in {directory} cannot be read: {error!r}") from None
+
+
+def _of_squares(config: dict[str, Any], found: dict[str, Any]) -> SquareRules:
+    patch = positive_size(config["vision_config"], "patch_size", 32)
+    return SquareRules(
+        longest=found["size"]["longest_edge"],
+        resample=found.get("resample", 1),
+        rescale=found.get("rescale_factor", 1 / 255),
+        mean=tuple(found.get("image_mean", (0.5, 0.5, 0.5))),
+        std=tuple(found.get("image_std", (0.5, 0.5, 0.5))),
+        image="<image>",
+        tile=found["max_image_size"]["longest_edge"],
+        splits=found.get("do_image_splitting", True),
+        row=patch * positive_size(config, "scale_factor", 2),
+    )
+
+
+def _of_lines(config: dict[str, Any], found: dict[str, Any]) -> LineRules:
+    patch = positive_size(config["vision_config"], "patch_size", 16)
+    return LineRules(
+        longest=found["size"]["longest_edge"],
+        resample=found.get("resample", 3),
+        rescale=found.get("rescale_factor", 1 / 255),
+        mean=tuple(found["image_mean"]),
+        std=tuple(found["image_std"]),
+        image="[IMG]",
+        row=patch * positive_size(config, "spatial_merge_size", 2),
+    )
+
+
+def _up(length: int, unit: int) -> int:
+    return math.ceil(length / unit) * unit
 
 
 @dataclass(frozen=True, slots=True)

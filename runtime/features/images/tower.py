@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import transformers
 from safetensors import safe_open
 from torch import nn
 
@@ -15,13 +17,31 @@ from runtime.features.images.rules import Rules
 from runtime.models.config_json import architecture_of, read_json
 from runtime.models.tensor_files import find_files
 
-# By architecture: the modules of transformers, the class of the tower, and that of what follows it.
-_CLASSES = {
-    "Idefics3ForConditionalGeneration": ("idefics3", "Idefics3VisionTransformer", "Idefics3Connector"),
-    "SmolVLMForConditionalGeneration": ("smolvlm", "SmolVLMVisionTransformer", "SmolVLMConnector"),
+
+class _Code(NamedTuple):
+    """transformers' code of an architecture.
+
+    Attributes:
+        name: of its modules.
+        tower, connector: classes of the tower, and of what makes the decoder's states of its output.
+        prefixes: of their tensors in a checkpoint.
+        sized: whether both take the size of the image.
+    """
+
+    name: str
+    tower: str
+    connector: str
+    prefixes: tuple[str, str] = ("model.vision_model.", "model.connector.")
+    sized: bool = False
+
+
+_CODE = {
+    "Idefics3ForConditionalGeneration": _Code("idefics3", "Idefics3VisionTransformer", "Idefics3Connector"),
+    "SmolVLMForConditionalGeneration": _Code("smolvlm", "SmolVLMVisionTransformer", "SmolVLMConnector"),
+    "Mistral3ForConditionalGeneration": _Code(
+        *("mistral3", "", "Mistral3MultiModalProjector", ("vision_tower.", "multi_modal_projector.")), sized=True
+    ),
 }
-# Prefixes of their tensors.
-_TOWER, _CONNECTOR = "model.vision_model.", "model.connector."
 
 
 class Tower:
@@ -30,34 +50,41 @@ class Tower:
     def __init__(self, directory: Path, rules: Rules, dtype: torch.dtype, device: torch.device, is_random: bool):
         """Load the tower. `is_random`: with random weights. Raises ModelError if a tensor is missing."""
         self._rules, self._dtype, self._device = rules, dtype, device
-        name, tower, connector = _CLASSES[architecture_of(read_json(directory / "config.json"))]
-        base = f"transformers.models.{name}"
-        code = importlib.import_module(f"{base}.modeling_{name}")
-        kind = getattr(importlib.import_module(f"{base}.configuration_{name}"), tower.split("Vision")[0] + "Config")
-        config = kind.from_pretrained(directory, local_files_only=True)
+        architecture = architecture_of(read_json(directory / "config.json"))
+        self._code = code = _CODE[architecture]
+        config = getattr(transformers, architecture).config_class.from_pretrained(directory, local_files_only=True)
+        if getattr(config, "vision_feature_layer", -1) != -1:
+            raise ModelError(f"the model takes layer {config.vision_feature_layer} of its tower; supported is the last")
+        module = importlib.import_module(f"transformers.models.{code.name}.modeling_{code.name}")
+        tower = getattr(module, code.tower)._from_config if code.tower else transformers.AutoModel.from_config
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            self._tower = getattr(code, tower)._from_config(config.vision_config, attn_implementation="sdpa")
-            self._connector: nn.Module = getattr(code, connector)(config)
-        if not is_random:
-            _fill(self._tower, _TOWER, directory)
-            _fill(self._connector, _CONNECTOR, directory)
-        for module in (self._tower, self._connector):
-            module.to(device, dtype).eval().requires_grad_(False)
+            self._tower: Any = tower(config.vision_config, attn_implementation="sdpa")
+            self._connector: Any = getattr(module, code.connector)(config)
+        for part, prefix in zip((self._tower, self._connector), code.prefixes, strict=True):
+            if not is_random:
+                _fill(part, prefix, directory)
+            part.to(device).eval().requires_grad_(False)
+            for weight in part.parameters():  # and no buffers, which hold angles in float32
+                weight.data = weight.data.to(dtype)
 
     @torch.inference_mode()
-    def states(self, tiles: list[bytes]) -> torch.Tensor:
-        """States float32 [tiles, rows, hidden], on the CPU, of uint8 tiles [edge, edge, 3]."""
-        given = torch.from_numpy(values_of(tiles, self._rules)).to(self._device, self._dtype)
-        states = self._connector(self._tower(pixel_values=given).last_hidden_state)
-        if states.shape[1] != self._rules.rows:
-            raise ModelError(f"the model's tower gives {states.shape[1]} rows of a tile, not {self._rules.rows}")
+    def states(self, tile: bytes, size: tuple[int, int]) -> torch.Tensor:
+        """States float32 [rows, hidden], on the CPU, of a uint8 tile [height, width, 3]; `size`: width and height."""
+        given = torch.from_numpy(values_of(tile, size, self._rules)).to(self._device, self._dtype)
+        if self._code.sized:
+            heights = [size[::-1]]
+            states = self._connector(self._tower(given, image_sizes=heights).last_hidden_state[0], heights)
+        else:
+            (states,) = self._connector(self._tower(given).last_hidden_state)
+        if len(states) != self._rules.rows(*size):
+            raise ModelError(f"the model's tower gives {len(states)} rows of a tile, not {self._rules.rows(*size)}")
         return states.float().cpu()
 
 
-def values_of(tiles: list[bytes], rules: Rules) -> np.ndarray:
-    """The values float32 [tiles, 3, edge, edge] of uint8 tiles [edge, edge, 3], to the bit as transformers has them."""
-    pixels = np.stack([np.frombuffer(tile, np.uint8).reshape(rules.tile, rules.tile, 3) for tile in tiles])
+def values_of(tile: bytes, size: tuple[int, int], rules: Rules) -> np.ndarray:
+    """The values float32 [1, 3, height, width] of a uint8 tile [height, width, 3], as transformers has them."""
+    pixels = np.frombuffer(tile, np.uint8).reshape(1, *size[::-1], 3)
     values = (pixels.transpose(0, 3, 1, 2) * np.float64(rules.rescale)).astype(np.float32)
     mean, std = (np.array(each, np.float32)[:, None, None] for each in (rules.mean, rules.std))
     return (values - mean) / std

@@ -2,19 +2,28 @@
 
 import io
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from runtime.errors import InvalidRequest
 from runtime.features.images import decoding
-from runtime.features.images.decoder import MOST_PIXELS, Order, decode
-from runtime.features.images.rules import Rules, tokens_of
+from runtime.features.images.decoder import MOST_PIXELS, Decoded, Order, decode
+from runtime.features.images.rules import LineRules, SquareRules, tokens_of
 from runtime.features.images.tower import values_of
 from tests.runtime.features.images.seeing import ROWS, file_of, picture
 
-RULES = Rules(longest=64, tile=32, splits=True, rows=ROWS, resample=1, rescale=1 / 255, mean=(0.5,) * 3, std=(0.5,) * 3)
+_HALVES = {"rescale": 1 / 255, "mean": (0.5,) * 3, "std": (0.5,) * 3}
+RULES = SquareRules(longest=64, tile=32, splits=True, row=8, resample=1, image="<image>", **_HALVES)
+LINES = LineRules(longest=48, row=8, resample=3, image="[IMG]", **_HALVES)
+
+
+def values(found: Decoded, rules: SquareRules | LineRules) -> np.ndarray:
+    """The values of the tiles, which have one size."""
+    return np.concatenate([values_of(tile, size, rules) for tile, size in zip(found.tiles, found.sizes, strict=True)])
 
 
 def processor(**more) -> Idefics3ImageProcessorPil:
@@ -26,12 +35,23 @@ def processor(**more) -> Idefics3ImageProcessorPil:
 def test_pixels_of_tiles_are_those_of_the_processor(size, splits):
     image = picture(5, *size)
     given = processor(do_image_splitting=splits)(image, return_tensors="np", return_row_col_info=True)
-    rules = Rules(**{**{name: getattr(RULES, name) for name in RULES.__struct_fields__}, "splits": splits})
+    rules = msgspec.structs.replace(RULES, splits=splits)
     found = decode(Order(rules, file_of(image), pixels=True))
     assert (found.width, found.height) == size
-    assert np.array_equal(values_of(found.tiles, rules), given["pixel_values"][0])
-    rows, columns = (0, 0) if not splits else rules.grid(*size)
-    assert (rows, columns) == (given["rows"][0][0], given["cols"][0][0])
+    assert np.array_equal(values(found, rules), given["pixel_values"][0])
+    assert len(found.tiles) == given["rows"][0][0] * given["cols"][0][0] + 1
+    assert rules.text(*size).count("<image>") == ROWS * len(found.tiles)
+
+
+@pytest.mark.parametrize("size", [(100, 80), (40, 90), (30, 30), (33, 32), (48, 48), (20, 300), (1, 1)])
+def test_pixels_of_images_in_lines_are_those_of_the_processor(size):
+    image = picture(5, *size)
+    own = {"patch_size": {"height": 8, "width": 8}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    given = PixtralImageProcessorPil(size={"longest_edge": 48}, **own)(image, return_tensors="np")
+    found = decode(Order(LINES, file_of(image), pixels=True))
+    assert np.array_equal(values(found, LINES), given["pixel_values"])
+    height, width = (int(one) // 8 for one in given["image_sizes"][0])
+    assert LINES.text(*size) == "[IMG_BREAK]".join(["[IMG]" * width] * height) + "[IMG_END]"
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "L", "P", "CMYK", "1", "LA"])
@@ -39,7 +59,7 @@ def test_other_modes_of_pixels(mode):
     image = picture(6, 60, 50).convert(mode)
     data = file_of(image, "JPEG" if mode == "CMYK" else "PNG")
     wanted = processor()(Image.open(io.BytesIO(data)), return_tensors="np")["pixel_values"][0]
-    assert np.array_equal(values_of(decode(Order(RULES, data, pixels=True)).tiles, RULES), wanted)
+    assert np.array_equal(values(decode(Order(RULES, data, pixels=True)), RULES), wanted)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP", "GIF"])

@@ -8,11 +8,13 @@ import pytest
 from radix import Namespace
 from runtime.calls import EraseTenant
 from runtime.features.images.client import Images
+from runtime.features.images.feature import ImagesFeature
 from runtime.features.images.part import ImagesPart
+from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest
 from tests.runtime.engine.driver import Driver, call, make_core
-from tests.runtime.features.images.seeing import Reference, file_of, picture, save_seeing
+from tests.runtime.features.images.seeing import LinesReference, Reference, file_of, picture, save_seeing
 
 NEW = 6
 A, B, SMALL = picture(1, 100, 80), picture(2, 40, 90), picture(3, 30, 30)
@@ -33,20 +35,27 @@ def expected(seeing):
     return found
 
 
+def tokens_of(sight, plain, text, images):
+    """The tokens of a prompt, and what the engine gets of its images."""
+    first, *rest = text.split("<image>")
+    own = Images(sight, "", "messages")
+    marked = first + "".join(own.add(file_of(image)) + part for image, part in zip(images, rest, strict=True))
+    tokens = own.encode(marked, add_special_tokens=False)
+    own.place(tokens)
+    wanted = plain.inputs(text, images)["input_ids"][0].tolist()
+    assert [sight.token if token < 0 else token for token in tokens] == wanted
+    return tokens, own.asked
+
+
+@pytest.fixture(scope="module")
+def mistral3(default_model_dir, tmp_path_factory):
+    path = save_seeing(tmp_path_factory.mktemp("seeing") / "tiny-mistral3", default_model_dir, "mistral3")
+    return path, LinesReference(path), ImagesFeature.sight(path, Tokenizer.load(path))
+
+
 @pytest.fixture(scope="module")
 def encoded(sight, seeing):
-    """The tokens of each prompt, and what the engine gets of its images."""
-    found = []
-    for text, images in PROMPTS:
-        first, *rest = text.split("<image>")
-        own = Images(sight, "", "messages")
-        marked = first + "".join(own.add(file_of(image)) + part for image, part in zip(images, rest, strict=True))
-        tokens = own.encode(marked, add_special_tokens=False)
-        own.place(tokens)
-        wanted = seeing.inputs(text, images)["input_ids"][0].tolist()
-        assert [sight.token if token < 0 else token for token in tokens] == wanted
-        found.append((tokens, own.asked))
-    return found
+    return [tokens_of(sight, seeing, *prompt) for prompt in PROMPTS]
 
 
 def send(driver: Driver, rid: str, one: tuple, **message) -> None:
@@ -95,6 +104,25 @@ def test_smolvlm(default_model_dir, tmp_path, encoded):
     plain = Reference(path, "smolvlm")
     expected = [plain.greedy(text, images, NEW) for text, images in PROMPTS[:2]]
     assert answers(Driver(make_core(path, chunk_tokens=30)), encoded[:2]) == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_tokens": 7, "page_size": 1}])
+def test_mistral3(mistral3, options):
+    """Images of any size, with other tokens between the rows of an image."""
+    path, plain, sight = mistral3
+    prompts = [tokens_of(sight, plain, *prompt) for prompt in PROMPTS]
+    expected = [plain.greedy(text, images, NEW) for text, images in PROMPTS]
+    assert len({*map(tuple, expected)}) == len(expected)
+    driver = Driver(make_core(path, **options))
+    assert answers(driver, prompts) == expected
+    assert tiles(driver) == 3, "an image is one tile"
+    assert answers(driver, prompts) == expected
+    assert tiles(driver) == 3
+    driver.flush()
+    for i, one in enumerate(prompts):
+        send(driver, f"b{i}", one)
+    driver.run()
+    assert [driver.tokens[f"b{i}"] for i in range(len(prompts))] == expected
 
 
 def test_random_weights_need_no_tensors(seeing_dir, tmp_path, encoded):
