@@ -162,8 +162,8 @@ class Images:
             fits = ((i, j, len(tile)) for i, j, tile in tiles[rows[at]] if rows[at : at + len(tile)] == tile)
             if (found := next(fits, None)) is None:
                 raise RametError("a tile of an image is not whole")
-            file, tile, count = found
-            runs.append(TileRun(places[at], places[at + count - 1] + 1, file, tile))
+            file, number, count = found
+            runs.append(TileRun(places[at], places[at + count - 1] + 1, file, number))
             at += count
         self.asked = ImagesAsk([self._files[mark][0] for mark in self._layouts], runs) if runs else None
 
