@@ -9,7 +9,6 @@ from typing import TypeVar
 import torch
 
 from runtime.config import Config, refuse_approximations
-from runtime.engine.adapters import EngineAdapters
 from runtime.engine.core import EngineCore
 from runtime.engine.grammars import Grammars
 from runtime.engine.operators import Operators
@@ -17,17 +16,16 @@ from runtime.engine.part import Part
 from runtime.engine.pins import Pins
 from runtime.engine.strategies import Strategies
 from runtime.errors import ModelError
+from runtime.execution.building import build_executor
 from runtime.execution.device import most_running
 from runtime.execution.executor import Executor
-from runtime.execution.parallel.driver import open_executor
 from runtime.features.feature import Feature, Opening
 from runtime.features.registry import FEATURES
 from runtime.kv.cache import PagedCache
-from runtime.models.adapters.lora import read_lora
 from runtime.models.resolve import model_name
 from runtime.models.tokenizer import ends_of_turns
 from runtime.protocol import ModelInfo
-from runtime.request import Decoding, Strategy
+from runtime.request import AnyStrategy, Decoding
 from runtime.reuse.fusion.strategy import Fusion
 from runtime.reuse.modules.strategy import Modules
 from runtime.reuse.prefix import PrefixStrategy
@@ -41,15 +39,15 @@ T = TypeVar("T")
 def open_engine(config: Config, path: Path, quotas: Mapping[str, int] | None = None) -> EngineCore:
     """The engine of the model directory `path`; `quotas`: most cached pages by tenant. Raises ModelError."""
     # Options are checked before the weights are read, so that a bad option fails at once.
-    features = _open_features(config, path)
+    features = [feature(config, path) for feature in FEATURES]
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
-    executor = open_executor(config, path)
+    executor = _open_executor(config, path)
     cache = PagedCache(executor.pool, config.cache, quotas)
     info = _describe_model(config, executor, path)
     strategies, decoding = _open_model(Opening(config, path, executor, cache, info), features)
     core = EngineCore(config, executor, cache, info, strategies, decoding)
-    parts: list[Part] = [Operators(core), EngineAdapters(executor, core.requests), Grammars(core, path), Pins(core)]
+    parts: list[Part] = [Operators(core), Grammars(core, path), Pins(core)]
     parts += [part for feature in features for part in feature.parts(core)]
     core.install(parts)
     for part in parts:
@@ -57,14 +55,12 @@ def open_engine(config: Config, path: Path, quotas: Mapping[str, int] | None = N
     return core
 
 
-def _open_features(config: Config, path: Path) -> list[Feature]:
-    """The features. Raises ModelError for options that exclude each other, and for unusable files of options."""
-    for name, directory in config.model.adapters:
-        try:
-            read_lora(Path(directory))
-        except ModelError as error:
-            raise ModelError(f"--lora {name}={directory}: {error.message}") from None
-    return [feature(config, path) for feature in FEATURES]
+def _open_executor(config: Config, path: Path) -> Executor:
+    if config.model.tensor_parallel == 1:
+        return build_executor(config, path)
+    from runtime.execution.parallel.driver import open_ranks
+
+    return open_ranks(config, path)
 
 
 def _describe_model(config: Config, executor: Executor, path: Path) -> ModelInfo:
@@ -99,7 +95,7 @@ def _open_model(opening: Opening, features: Sequence[Feature]) -> tuple[Strategi
     """The strategies and the decoding for a kind of model. A feature may set `opening.info.diffusion`."""
     executor, cache, spec = opening.executor, opening.cache, opening.executor.spec
     default = _first(feature.default(opening) for feature in features) or PrefixStrategy(cache, spec.num_layers)
-    openers: dict[str, Callable[[], Strategy]] = {
+    openers: dict[str, Callable[[], AnyStrategy]] = {
         feature.method: partial(feature.strategy, opening)
         for feature in features
         if feature.method is not None and feature.serves(opening)

@@ -27,7 +27,7 @@ from runtime.execution.executor import Executor
 from runtime.kv.cache import PagedCache
 from runtime.kv.lookup import count_miss
 from runtime.protocol import Abort, AddRequest, Ask, Finish, Forget, Inbound, ModelInfo, Reply, TokenEvent
-from runtime.request import Decoding, Request, Strategy, Work
+from runtime.request import AnyStrategy, Decoding, Request, Work
 from runtime.reuse.planner import Planner
 from runtime.sampler_state import StepResult
 from runtime.sampling.sampler import BadLogits
@@ -106,7 +106,7 @@ class EngineCore:
     def totals(self) -> Counter[str]:
         """The counters of the core, its strategies and its decoding, by name. Those of the same name are added."""
         total = Counter(self.counters)
-        counting_parts: list[Strategy[Any] | Decoding] = [*self.strategies.opened.values(), self.decoding]
+        counting_parts: list[AnyStrategy | Decoding] = [*self.strategies.opened.values(), self.decoding]
         for counting in counting_parts:
             total.update(counting.counters)
         return total

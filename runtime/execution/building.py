@@ -1,18 +1,19 @@
 """Builds an executor: chooses the kernels of a device, loads the weights, and makes the pools and the CUDA graphs."""
 
+from __future__ import annotations
+
 import logging
 import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from runtime.config import Config, unusable
 from runtime.errors import ModelError
-from runtime.execution.attention.flashinfer import FlashInferAttention
 from runtime.execution.attention.fused import open_torch_attention
 from runtime.execution.attention.torch_attention import Scores
 from runtime.execution.attention.windows import LayerWindows, Window
@@ -30,15 +31,11 @@ from runtime.execution.device import (
 )
 from runtime.execution.executor import Decoder, Executor
 from runtime.execution.flashinfer_package import COST
-from runtime.execution.graphs import PROMPT_SIZES, StepGraphs
-from runtime.execution.llama import LlamaModel
 from runtime.execution.loading import LoadedModel, load_model
 from runtime.execution.native.choosing import NativeChoosing
 from runtime.execution.native.decoder import NativeDecoder
 from runtime.execution.native.library import Library, load_best
 from runtime.execution.ops import FlashInferOps, Ops
-from runtime.execution.parallel.group import RankGroup
-from runtime.execution.readiness import capture_graphs, find_fault
 from runtime.execution.sizing import (
     bytes_per_token,
     choose_context_length,
@@ -54,6 +51,11 @@ from runtime.models.config_json import read_json
 from runtime.models.implementation import is_diffusion_gemma, own_spec
 from runtime.models.shards import Shard, split_spec
 from runtime.models.spec import LlamaSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from runtime.execution.graphs import StepGraphs
+    from runtime.execution.llama import LlamaModel
+    from runtime.execution.parallel.group import RankGroup
 
 log = logging.getLogger("ramet.engine")
 
@@ -188,6 +190,9 @@ def _decode_with_torch(model: LlamaModel, pools: _Pools) -> Decoder:
 def _decode_with_flashinfer(
     place: _Place, model: LlamaModel, pool: KVPool, sizes: list[int], context_length: int
 ) -> Decoder:
+    from runtime.execution.attention.flashinfer import FlashInferAttention
+    from runtime.execution.graphs import StepGraphs
+
     attention = FlashInferAttention(pool, model.rope, model.spec.num_heads, place.dtype)
     forward = partial(model.forward, pool=pool, backend=attention)
     decoder = Decoder(model, forward, attention.name, least_saved_tokens=attention.least_saved_tokens)
@@ -266,6 +271,8 @@ def _choose_attention(place: _Place, spec: LlamaSpec) -> tuple[str, str]:
         if (why := flashinfer_unfit(device, dtype, spec.head_dim)) is not None:
             return backend, _note(device, why)
         return backend, _note(device, f"--kernels {kernels}", logging.INFO)
+    from runtime.execution.readiness import find_fault
+
     page_size, quiet = place.config.cache.page_size, place.group is not None
     fault = find_fault(place.share(spec), dtype, place.kv_dtype, page_size, device, quiet)
     if fault is None:
@@ -296,6 +303,8 @@ def _graph_sizes(place: _Place, spec: LlamaSpec, most_rows: float) -> list[int]:
 
 def _prompt_sizes(place: _Place, most_rows: float) -> list[int]:
     """Rows of the CUDA graphs of steps with prompts, up to `most_rows`, and up to what a step may have."""
+    from runtime.execution.graphs import PROMPT_SIZES
+
     most = bisect_left(PROMPT_SIZES, place.config.scheduler.step_tokens or step_tokens(place.device)) + 1
     return [size for size in PROMPT_SIZES[:most] if size <= most_rows]
 
@@ -305,6 +314,8 @@ def _capture(graphs: StepGraphs, place: _Place) -> bool:
 
     Raises ModelError if the failure has made the GPU unusable.
     """
+    from runtime.execution.readiness import capture_graphs
+
     if place.device.type == "cpu":
         return True
     try:

@@ -1,5 +1,7 @@
 """The model, the KV pools and the code that computes them, on one device, and the steps that run on them."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +14,6 @@ from runtime.errors import EngineDead, ModelError
 from runtime.execution.attention.backend import AttentionBackend
 from runtime.execution.attention.windows import LayerWindows
 from runtime.execution.device import set_current
-from runtime.execution.graphs import StepGraphs
 from runtime.execution.llama import LlamaModel
 from runtime.execution.native.decoder import NativeDecoder
 from runtime.kv.near import NearPages
@@ -22,7 +23,8 @@ from runtime.models.adapters.lora import LoraAdapter
 from runtime.models.spec import ModelSpec
 from runtime.sampler_state import Choosing
 
-if TYPE_CHECKING:  # importing transformers is slow
+if TYPE_CHECKING:
+    from runtime.execution.graphs import StepGraphs
     from runtime.execution.transformers.model import TransformersModel
 
 
@@ -40,7 +42,7 @@ class Decoder:
         graphs: CUDA graphs of steps; None: all steps are launched kernel by kernel.
     """
 
-    model: "LlamaModel | NativeDecoder | TransformersModel"
+    model: LlamaModel | NativeDecoder | TransformersModel
     forward: Callable[[ForwardBatch], torch.Tensor]
     attention: str
     quantization: str = "none"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from runtime.kv.cache import PagedCache
     from runtime.models.tokenizer import Tokenizer
     from runtime.protocol import ModelInfo
-    from runtime.request import Decoding, Strategy
+    from runtime.request import AnyStrategy, Decoding, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Feature:
     def __init__(self, config: Config, path: Path):
         """`path`: the model's directory. Raises ModelError for options that cannot be served."""
 
-    def default(self, opening: Opening) -> Strategy | None:
+    def default(self, opening: Opening) -> Strategy[None] | None:
         """The strategy of requests that ask for none, if the model needs another one than prefix caching."""
         return None
 
@@ -65,7 +65,7 @@ class Feature:
         """Whether requests may ask for `method`."""
         return False
 
-    def strategy(self, opening: Opening) -> Strategy:
+    def strategy(self, opening: Opening) -> AnyStrategy:
         """The strategy `method`, opened at the first request that asks for it."""
         raise NotImplementedError
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from runtime.features.adapters.feature import AdaptersFeature
 from runtime.features.diffusion.feature import DiffusionFeature
 from runtime.features.drafts.feature import DraftsFeature
 from runtime.features.feature import Feature
@@ -20,6 +21,7 @@ FEATURES: tuple[type[Feature], ...] = (
     WindowsFeature,
     DiffusionFeature,
     ReasoningFeature,
+    AdaptersFeature,
     TiersFeature,
     ImagesFeature,
     NextTurnFeature,

@@ -3,12 +3,12 @@
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from radix import Namespace
-from runtime.asks import AnyReuse
+from runtime.asks import AnyReuse, ReuseReport
 from runtime.denoising import DenoisingParams
 from runtime.errors import RametError
 from runtime.frontend.documents.plan import DocumentPrompt
@@ -188,7 +188,7 @@ class Output(msgspec.Struct):
     queue_s: float = 0.0
     prefill_s: float = 0.0
     e2e_s: float = 0.0
-    reuse: dict[str, Any] | None = None
+    reuse: ReuseReport | None = None
     canvas: list[int] | None = None
     lookup: Lookup | None = None
     loaded_tokens: dict[str, int] = {}

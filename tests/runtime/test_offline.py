@@ -38,7 +38,7 @@ def test_modules_of_a_schema_are_read_from_the_cache(engine):
     (plain,) = engine.generate("Cities. Paris is the capital of France. The capital of France is", GREEDY)
     assert first.text == second.text
     assert first.prompt_tokens == second.prompt_tokens == plain.prompt_tokens
-    assert second.cached_tokens == second.reuse["reused_tokens"] == sum(prompt.rows)
+    assert second.cached_tokens == second.reuse.reused_tokens == sum(prompt.rows)
     assert engine.generate([prompt, "Once"], GREEDY)[0].text == first.text
     stopped = engine.generate(prompt, {**GREEDY, "max_new_tokens": 9000, "stop": [first.text[-3:]]})[0]
     assert stopped.finish.type == "stop", "as many tokens as there is room for were allowed"
@@ -55,9 +55,9 @@ def test_documents_are_read_from_the_cache(engine):
         assert answer.token_ids == plain.token_ids
         assert answer.prompt_tokens == len(ids)
         method = "none" if reuse is None else ReuseParams.model_validate(reuse).method
-        assert (answer.reuse["method"], answer.reuse["documents"]) == (method, ["Paris"])
+        assert (answer.reuse.method, answer.reuse.documents) == (method, ["Paris"])
     several = engine.generate([prompt, Segments(["So: ", *prompt.parts])], GREEDY, {"method": "pie"})
-    assert [output.reuse["computed_documents"] for output in several] == [[], []]
+    assert [output.reuse.computed_documents for output in several] == [[], []]
     assert list(engine.stream(prompt, GREEDY, {"method": "pie"}))[-1].token_ids == plain.token_ids
     with pytest.raises(InvalidRequest, match="this one has none"):
         engine.generate("Once", GREEDY, {"method": "pie"})
@@ -69,12 +69,12 @@ def test_a_method_for_documents_can_be_the_default(tiny_dir):
     prompt = Segments([Document("Rome is old. " * 30), " Why?"])
     with Engine(str(tiny_dir), dtype="float32", pool_tokens=1024, reuse="pie") as engine:
         answers = [engine.generate(prompt, GREEDY, reuse)[0] for reuse in (None, {"method": "none"})]
-        assert [answer.reuse["method"] for answer in answers] == ["pie", "none"]
+        assert [answer.reuse.method for answer in answers] == ["pie", "none"]
         assert answers[0].token_ids == answers[1].token_ids
         assert engine.generate("Once", GREEDY)[0].reuse is None
         scored = Submission(prompt, SamplingParams(**GREEDY), prompt_logprobs_from=0)
         *_, last = engine.stream_all([scored])
-        assert last.reuse["method"] == "none"
+        assert last.reuse.method == "none"
 
 
 def test_log_probabilities(engine):

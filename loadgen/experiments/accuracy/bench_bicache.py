@@ -14,7 +14,7 @@ from loadgen.experiments.accuracy.vocabulary import Vocabulary
 from loadgen.experiments.micro.cost_model import modelled_passes
 from loadgen.experiments.micro.model_bench import ModelBench
 from loadgen.harness import BenchError, Cell, Figure
-from runtime.denoising import DiffusionParams
+from runtime.denoising import DiffusionParams, SharedPrefixReport
 from runtime.frontend.output import Submission
 from runtime.models.resolve import resolve_model
 from runtime.offline import Engine
@@ -142,7 +142,7 @@ class BiCacheBench(ModelBench):
         prompts = [prefix + self._tokens(draw, self.prompt) for _ in range(self.batch)]
         *_, last = self._engine.stream_all([Submission(prompt, GREEDY, diffusion=params) for prompt in prompts])
         seconds = time.perf_counter() - started
-        depth = (last.reuse or {}).get("shallow_depth", 0)
+        depth = last.reuse.shallow_depth if isinstance(last.reuse, SharedPrefixReport) else 0
         rows = (self._engine.state()["row_layers"] - before) / self._layers / self.batch
         found = {"seconds": seconds, "first": first, "second": second, "rows": rows, "depth": depth}
         return {**found, "model": self.modelled(case, depth)}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from loadgen.experiments.accuracy.tasks import Example, Examples
-from runtime.denoising import DiffusionParams
+from runtime.denoising import DiffusionParams, SharedPrefixReport
 from runtime.frontend.output import Submission
 from runtime.params import SamplingParams
 
@@ -65,4 +65,4 @@ class Runner:
 
     def _generate(self, example: Example, params: DiffusionParams) -> tuple[list[int], int]:
         *_, last = self._engine.stream_all([Submission(example.prefix + example.suffix, GREEDY, diffusion=params)])
-        return last.token_ids, (last.reuse or {}).get("shallow_depth", 0)
+        return last.token_ids, last.reuse.shallow_depth if isinstance(last.reuse, SharedPrefixReport) else 0

@@ -18,7 +18,7 @@ import torch
 from loadgen.experiments.accuracy.chains import Chain
 from loadgen.offline.drive import Drive
 from loadgen.offline.forced import Forcing
-from runtime.asks import ReasoningAsk
+from runtime.features.reasoning.ask import ReasoningAsk, ReasoningReport
 from runtime.features.reasoning.background import Background
 from runtime.features.reasoning.reservoir import WARM_UP
 from runtime.features.reasoning.strategy import ReasonCache
@@ -114,7 +114,7 @@ class Thinker(Drive):
             steps.append((time.perf_counter() - before, *self._pages()))
             if self.core.counters["prefill_tokens"] == prefilled:
                 decoding.append(steps[-1][0])
-            ended |= {event.rid: event.reuse["amsr"] for event in events if event.reuse}
+            ended |= {event.rid: event.reuse.amsr for event in events if isinstance(event.reuse, ReasoningReport)}
         strategy.background.wait()
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
         spent = np.array(steps)
@@ -152,8 +152,8 @@ class Thinker(Drive):
         while self.core.busy:
             for event in self.events():
                 said[places[event.rid]].extend(event.tokens)
-                if event.reuse:
-                    found[places[event.rid]]["amsr"] = event.reuse["amsr"]
+                if isinstance(event.reuse, ReasoningReport):
+                    found[places[event.rid]]["amsr"] = event.reuse.amsr
         for mine, task, tokens in zip(found, tasks, said, strict=True):
             if task.answer:
                 text = self.tokenizer.decode(tokens[len(task.forced) :].tolist())

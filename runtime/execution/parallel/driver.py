@@ -169,12 +169,8 @@ class ParallelExecutor(Executor):
         self.workers.close()
 
 
-def open_executor(config: Config, path: Path) -> Executor:
-    """Load the model directory `path` on `--tensor-parallel` ranks. Raises ModelError."""
-    return build_executor(config, path) if config.model.tensor_parallel == 1 else _open_ranks(config, path)
-
-
-def _open_ranks(config: Config, path: Path) -> ParallelExecutor:
+def open_ranks(config: Config, path: Path) -> ParallelExecutor:
+    """Load the model directory `path` on several ranks. Raises ModelError."""
     size = config.model.tensor_parallel
     if (spec := own_spec(config.model, path)) is None:
         raise ModelError(f"--tensor-parallel is {size}, which is not served with transformers' code")

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from runtime.batch import CanvasRows, Read, RowSet, Stage
+from runtime.denoising import DenoisingReport
 from runtime.errors import ModelError
 from runtime.features.diffusion.canvas import BidirectionalCanvas, BlockCanvas
 from runtime.features.diffusion.noise import NoiseCanvas
@@ -107,11 +108,11 @@ class BlockLease(PrefixLease):
     def phase(self) -> str:
         return "denoise" if self.request.sequence.num_computed >= self._whole(self.request.prompt_len) else "prefill"
 
-    def report(self) -> dict[str, Any] | None:
-        return None if self.canvas is None else {"denoise_steps": self.canvas.num_steps}
+    def report(self) -> DenoisingReport | None:
+        return None if self.canvas is None else DenoisingReport(self.canvas.num_steps)
 
 
-class BlockPrefix(PrefixStrategy):
+class BlockPrefix(PrefixStrategy[None]):
     """The strategy of block diffusion models. Whole blocks are shared: their KV does not depend on later blocks."""
 
     unchunkable = True

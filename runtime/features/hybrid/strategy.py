@@ -288,7 +288,7 @@ class HybridLease(PrefixLease):
             node = node.parent
 
 
-class HybridPrefix(PrefixStrategy):
+class HybridPrefix(PrefixStrategy[None]):
     """Exact prefix caching of models with recurrent layers.
 
     KV is shared as by `PrefixStrategy`, but rows can be computed only behind a known state.

@@ -105,7 +105,8 @@ class NextTurns(Part):
     def _cached(self, turn: _Turn, tokens: array[int]) -> int:
         """Number of leading tokens that a request would read from the cache, which is never the last one."""
         core = self._core
-        request = open_request(self._message(turn, tokens), core.info, core.strategies.default, core.decoding, 0)
+        message = self._message(turn, tokens)
+        request = open_request(message, core.info, core.strategies.serving(message.ask), core.decoding, 0)
         return request.lease.look().tokens
 
     def _message(self, turn: _Turn, tokens: array[int]) -> AddRequest:

@@ -1,4 +1,4 @@
-"""What requests ask of ReasonCache."""
+"""What requests ask of ReasonCache, and what it reports."""
 
 from typing import Final, Literal
 
@@ -7,6 +7,7 @@ from pydantic import Field
 
 from runtime.errors import InvalidRequest
 from runtime.params import Reuse
+from runtime.report import Report
 
 ReasoningMethod = Literal["reasoncache"]
 METHOD: Final = "reasoncache"
@@ -20,6 +21,26 @@ class ReasoningAsk(msgspec.Struct, tag=METHOD, tag_field="method"):
     percentile: float = PERCENTILE
     tau_max: float = TAU_MAX
     tau_min: float = TAU_MIN
+
+
+class ReasoningReport(Report, tag=METHOD, kw_only=True):
+    """How a request shares pages of reasoning steps.
+
+    Attributes:
+        approximate: whether a page was ever replaced.
+        substituted_pages: number of pages that are replaced now; `amsr`: their share of the request's pages.
+        first_substituted_token: index of the output token at which the first page ever replaced begins.
+        exact_tokens: number of output tokens that were chosen before the first substitution.
+        recomputed: number of admissions that recomputed substituted pages exactly.
+    """
+
+    method: ReasoningMethod = METHOD
+    approximate: bool
+    substituted_pages: int
+    amsr: float
+    first_substituted_token: int | None
+    exact_tokens: int | None
+    recomputed: int
 
 
 class ReasoningParams(Reuse):

@@ -6,13 +6,12 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from runtime.errors import InvalidRequest
 from runtime.execution.executor import Executor
-from runtime.features.reasoning.ask import METHOD, ReasoningAsk
+from runtime.features.reasoning.ask import METHOD, ReasoningAsk, ReasoningReport
 from runtime.features.reasoning.background import Background
 from runtime.features.reasoning.distance import Distances
 from runtime.features.reasoning.filtering import CollaborativeFilter, Match, StepHistory
@@ -161,7 +160,7 @@ class ReasoningLease(PrefixLease):
         sequence.pages = sequence.pages[:exact]
         sequence.num_computed = min(sequence.num_computed, (first + exact) * self.cache.page_size)
 
-    def report(self) -> dict[str, Any] | None:
+    def report(self) -> ReasoningReport | None:
         """Reported whenever the number of pages or of substituted pages has changed."""
         reasoning = self.reasoning
         substituted = 0 if reasoning.history is None else len(reasoning.substituted)
@@ -169,19 +168,17 @@ class ReasoningLease(PrefixLease):
         if (substituted, pages) == reasoning.reported:
             return None
         reasoning.reported = substituted, pages
-        return {
-            "strategy": self.strategy.name,
-            "method": self.strategy.name,
-            "approximate": reasoning.exact_tokens is not None,
-            "substituted_pages": substituted,
-            "amsr": round(substituted / pages, 4),
-            "first_substituted_token": reasoning.first_substituted,
-            "exact_tokens": reasoning.exact_tokens,
-            "recomputed": reasoning.num_recomputed,
-        }
+        return ReasoningReport(
+            approximate=reasoning.exact_tokens is not None,
+            substituted_pages=substituted,
+            amsr=round(substituted / pages, 4),
+            first_substituted_token=reasoning.first_substituted,
+            exact_tokens=reasoning.exact_tokens,
+            recomputed=reasoning.num_recomputed,
+        )
 
 
-class ReasonCache(PrefixStrategy):
+class ReasonCache(PrefixStrategy[ReasoningAsk]):
     """Replaces a page of a reasoning step by a similar page of an earlier step, and frees it.
 
     Each time a page is full, the new tokens go to a thread, which splits them into steps and measures the pages of

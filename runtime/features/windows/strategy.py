@@ -156,7 +156,7 @@ class WindowedLease(PrefixLease):
             self.view = None
 
 
-class WindowedPrefix(PrefixStrategy):
+class WindowedPrefix(PrefixStrategy[None]):
     """Exact prefix caching. A prefix can be read if its last rows, as many as a window has, still have their places.
 
     Attributes:

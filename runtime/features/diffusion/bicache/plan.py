@@ -15,6 +15,7 @@ import torch
 
 from radix import Namespace
 from runtime.batch import Read, RowSet, Stage
+from runtime.denoising import Unshared
 from runtime.features.diffusion.bicache.drift import Drift
 from runtime.features.diffusion.bicache.measured import ShallowMeta
 from runtime.features.diffusion.canvas import BidirectionalCanvas
@@ -39,7 +40,7 @@ class Prefix(Found):
     length: int
     depth: int
     encoding: Namespace | None
-    unshared: str | None
+    unshared: Unshared | None
     meta: ShallowMeta
     measures: bool
 
@@ -73,7 +74,7 @@ class Share:
     length: int = 0
     depth: int = 0
     encoding: Namespace | None = None
-    unshared: str | None = None
+    unshared: Unshared | None = None
     is_encoding: bool = False
     boundary: torch.Tensor | None = None
     refreshed_at: int = -1

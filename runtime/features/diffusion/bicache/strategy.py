@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import numpy as np
 import torch
+from msgspec import UNSET
 
 from radix import Match, Namespace, path
 from runtime.batch import RowSet
 from runtime.config import Config, DiffusionConfig
+from runtime.denoising import SharedPrefixReport, Unshared
 from runtime.features.diffusion.bicache.depth_table import NO_TABLE, DepthTable, choose_table
 from runtime.features.diffusion.bicache.drift import Drift, num_near_layers
 from runtime.features.diffusion.bicache.encodings import BoundaryStore, Encodings, encoding_of
@@ -80,7 +82,7 @@ class BiCacheLease(Lease):
         is_there = match is not None
         return Prefix(length if is_there else 0, match or Match(), length, depth, encoding, unshared, meta, measures)
 
-    def _shared_length(self) -> tuple[int, str | None]:
+    def _shared_length(self) -> tuple[int, Unshared | None]:
         """Tokens in whole pages of the declared prefix; without a declaration, of the longest encoded prefix.
 
         With 0 tokens comes the reason, see `Prefix.unshared`.
@@ -235,25 +237,22 @@ class BiCacheLease(Lease):
     def phase(self) -> str:
         return "encode" if self.share.is_encoding else "denoise"
 
-    def report(self) -> dict[str, Any] | None:
-        request = self.request
+    def report(self) -> SharedPrefixReport | None:
         share, canvas = self.share, self.canvas
         if canvas is None:
             return None
-        measured = {
-            "divergence_bound": share.bound,
-            "refresh_interval": share.interval,
-            "depth_divergence": share.divergence,
-        }
-        return {
-            "shallow_depth": share.depth if share.encoding else 0,
-            "encoded_tokens": share.length if share.encoding else 0,
-            **({} if share.encoding else {"unshared": share.unshared}),
-            "refreshes": share.refreshes,
-            "prefix_ratio": round(share.length / request.max_length, 4),
-            "denoise_steps": canvas.num_steps,
-            **({} if share.bound is None else measured),
-        }
+        report = SharedPrefixReport(
+            shallow_depth=share.depth if share.encoding else 0,
+            encoded_tokens=share.length if share.encoding else 0,
+            unshared=UNSET if share.encoding else share.unshared,
+            refreshes=share.refreshes,
+            prefix_ratio=round(share.length / self.request.max_length, 4),
+            denoise_steps=canvas.num_steps,
+        )
+        if share.bound is not None:
+            report.divergence_bound, report.refresh_interval = share.bound, share.interval
+            report.depth_divergence = share.divergence
+        return report
 
     # -- measuring -------------------------------------------------------------------------------------------
 
@@ -370,8 +369,10 @@ class BiCache(Strategy[None]):
         if self.encodings.match(tokens.tobytes(), namespace):
             self.encodings.add(tokens, namespace.without_entry, namespace)
 
-    def meta_of(self, namespace: Namespace, described: dict[str, Any]) -> ShallowMeta | None:
-        return ShallowMeta(described["encoded_tokens"], self.table) if namespace.entry.startswith("bicache:") else None
+    def meta_of(self, namespace: Namespace, described: Mapping[str, object]) -> ShallowMeta | None:
+        if not namespace.entry.startswith("bicache:"):
+            return None
+        return ShallowMeta(msgspec.convert(described["encoded_tokens"], int), self.table)
 
     def flush(self) -> None:
         self.boundaries.clear()

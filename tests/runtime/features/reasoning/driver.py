@@ -73,7 +73,7 @@ class ReasonDriver(Driver):
 
     def report(self, rid: str) -> dict[str, Any]:
         """The last report, as an answer has it."""
-        return [event.reuse for event in self.events[rid] if event.reuse][-1]
+        return [event.reuse for event in self.events[rid] if event.reuse][-1].fields()
 
 
 def words(tokenizer: Tokenizer) -> list[int]:

@@ -49,7 +49,7 @@ class DenoiseDriver(Driver):
     def report(self, rid: str) -> dict[str, Any]:
         """`reuse` and `cached_tokens` of a request's last event."""
         last = self.events[rid][-1]
-        return {**last.reuse, "cached_tokens": self.cached(rid)}
+        return {**last.reuse.fields(), "cached_tokens": self.cached(rid)}
 
     def last(self) -> str:
         """The request that was added last."""
