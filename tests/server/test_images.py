@@ -1,6 +1,7 @@
 """Images in the bodies of all APIs, and what the server refuses."""
 
 import base64
+import hashlib
 import io
 import struct
 import zlib
@@ -196,9 +197,11 @@ def test_what_cannot_be_served_is_one_error(sees, kind):
 
 
 def test_too_many_images_are_refused(sees):
-    found = chat(sees, [part(A)] * 65)
-    assert found.status_code == 400
-    assert "more than 64 images" in found.json()["error"]["message"]
+    mark = f"\ue0f0{hashlib.sha256(file_of(A)).hexdigest()}\ue0f1"
+    for content in ([part(A)] * 65, [part(A), text(mark * 64)]):
+        found = chat(sees, content)
+        assert found.status_code == 400
+        assert "more than 64 images" in found.json()["error"]["message"]
 
 
 def test_an_upright_image(sees):

@@ -93,7 +93,7 @@ class Images:
         """Add an image; returns the mark that stands for it in a text. Raises InvalidRequest if it is too much."""
         self._count += 1
         if self._count > MOST_IMAGES:
-            raise self._refused(f"there are more than {MOST_IMAGES} images")
+            raise self._too_many()
         if len(data) > MOST_BYTES:
             raise self._refused(f"an image has {len(data)} bytes; the limit is {MOST_BYTES}")
         mark = f"\ue0f0{hashlib.sha256(data).hexdigest()}\ue0f1"
@@ -135,6 +135,8 @@ class Images:
 
     def encode_with_ends(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[int]]:
         parts = self.parts(text)
+        if len(parts) // 2 > MOST_IMAGES:  # a text may name an image of its request again and again
+            raise self._too_many()
         layouts = [None if i % 2 == 0 else self._layout(part) for i, part in enumerate(parts)]
         pieces = [part if one is None else one.text for part, one in zip(parts, layouts, strict=True)]
         tokens, ends = self._sight.tokenizer.encode_with_ends("".join(pieces), add_special_tokens)
@@ -209,6 +211,9 @@ class Images:
             raise RametError("the tokenizer does not write a token for each row of an image")
         for i, token in zip(rows, every, strict=True):
             tokens[i] = token
+
+    def _too_many(self) -> InvalidRequest:
+        return self._refused(f"there are more than {MOST_IMAGES} images")
 
     def _refused(self, message: str) -> InvalidRequest:
         return InvalidRequest(message, param=self._param, code="invalid_image")
