@@ -11,6 +11,7 @@ from runtime.features.chunks.ask import (
     ModulesReport,
     ReuseParams,
 )
+from runtime.features.images.ask import ImagesAsk as ImagesAsk
 from runtime.features.reasoning.ask import ReasoningAsk, ReasoningMethod, ReasoningParams, ReasoningReport
 
 ReuseAsk = ChunksAsk | ReasoningAsk

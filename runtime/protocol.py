@@ -8,7 +8,7 @@ import msgspec
 from pydantic import BaseModel
 
 from radix import Namespace, WhyGone
-from runtime.asks import ReuseAsk, ReuseReport
+from runtime.asks import ImagesAsk, ReuseAsk, ReuseReport
 from runtime.calls import Call
 from runtime.config import ModelCode
 from runtime.denoising import Algorithm, BidirectionalParams, BlockParams, DenoisingParams, NoiseParams
@@ -49,6 +49,7 @@ class AddRequest(msgspec.Struct, tag="add"):
         progress: whether each step that computes a part of the prompt has an event.
         idle: whether it is a background request, which counts neither as a request nor as a use of the cache.
         bad_words: token sequences that the output does not contain; empty: those of the last `Sampling`.
+        images: the images that runs of negative tokens stand for; None: the prompt has none.
     """
 
     rid: str
@@ -69,6 +70,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     progress: bool = False
     idle: bool = False
     bad_words: list[list[int]] = []
+    images: ImagesAsk | None = None
 
 
 class Sampling(msgspec.Struct, tag="sampling"):

@@ -8,7 +8,7 @@ from array import array
 from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar, Generic, Never, TypeAlias, TypeVar
+from typing import ClassVar, Generic, Never, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,13 @@ from runtime.kv.cache import PagedCache
 from runtime.kv.segments import Run, Segment, Sequence
 from runtime.protocol import AddRequest, Admission, Finish, TokenEvent
 from runtime.sampler_state import SampledTokens, SamplerState, StepResult
+
+
+class GivenRows(Protocol):
+    """States with which rows of a request enter the first layer in place of embeddings, as those of images do."""
+
+    def load(self, first: int, stop: int) -> tuple[np.ndarray, torch.Tensor] | None:
+        """`Stage.load` of the sequence's rows `first` to `stop` (exclusive), counted from `first`."""
 
 
 class Status(Enum):
@@ -50,6 +57,7 @@ class Request:
         serial: order of arrival.
         namespace: namespace of the sequence; a strategy may change it according to what the request reads.
         segments: KV that the request reads; `read` changes it.
+        given: states with which some rows enter the first layer; None: all rows enter it with embeddings of tokens.
         entry_tokens: int32, prompt tokens that are not in `sequence`, because their KV is read from entries.
         event: the next event; all parts of the engine write their reports into it.
         cached_tokens: prompt tokens found in the cache at the first admission; -1 before.
@@ -70,6 +78,7 @@ class Request:
     num_reads: int = 0
     lease: Lease = field(init=False)
     decoding_state: object = None
+    given: GivenRows | None = None
     entry_tokens: array[int] = field(default_factory=lambda: array("i"))
     event: TokenEvent = field(init=False)
     status: Status = Status.WAITING

@@ -21,7 +21,8 @@ def open_request(
 ) -> Request:
     """The request of a message. Raises InvalidRequest if it can never be served."""
     tokens, ids = array("i"), np.frombuffer(message.tokens, np.int32)
-    if len(outside := ids[(ids < 0) | (ids >= info.vocab_size)]):
+    least = 0 if message.images is None else np.iinfo(np.int32).min
+    if len(outside := ids[(ids < least) | (ids >= info.vocab_size)]):
         refused = f"token id {outside[0]} is out of range: the model has {info.vocab_size} tokens"
         raise InvalidRequest(refused, param="prompt")
     tokens.frombytes(message.tokens)

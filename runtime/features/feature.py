@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from runtime.engine.core import EngineCore
     from runtime.engine.part import Part
     from runtime.execution.executor import Executor
+    from runtime.frontend.pictures import Sight
     from runtime.kv.cache import PagedCache
+    from runtime.models.tokenizer import Tokenizer
     from runtime.protocol import ModelInfo
     from runtime.request import AnyStrategy, Decoding, Strategy
 
@@ -70,3 +72,8 @@ class Feature:
     def parts(self, core: EngineCore) -> Iterable[Part]:
         """The feature's parts of an engine."""
         return ()
+
+    @staticmethod
+    def sight(path: Path, tokenizer: Tokenizer) -> Sight | None:
+        """For the server's process, how the model in a directory sees images, if by this feature. Raises ModelError."""
+        return None

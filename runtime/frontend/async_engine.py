@@ -21,6 +21,7 @@ from runtime.frontend.connection import Connection, EngineProcess, Host
 from runtime.frontend.deadline import NO_DEADLINE, Deadline
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Encoded, Output, PlacedPrompt, Submission, expected_tokens
+from runtime.frontend.pictures import OpenSight, Sight, blind
 from runtime.frontend.processor import Frontend
 from runtime.frontend.stream import OutputStream
 from runtime.frontend.text_work import TextWork
@@ -45,16 +46,25 @@ class AsyncEngine:
         tokenizer: the model's tokenizer; set by `start`.
         paused: whether the engine is paused.
         adapters: the loaded adapters.
+        sight: how the model sees images; None: it does not. Set by `start`.
     """
 
     config: Config
     info: ModelInfo
     tokenizer: Tokenizer
 
-    def __init__(self, config: Config, quotas: Mapping[str, int] | None = None, host: Host | None = None):
+    def __init__(
+        self,
+        config: Config,
+        quotas: Mapping[str, int] | None = None,
+        host: Host | None = None,
+        open_sight: OpenSight = blind,
+    ):
         """`quotas`: most cached pages by account, in place of `--tenant-quota`; `host`: default: an `EngineProcess`."""
         self.config = config
         self.paused = False
+        self.sight: Sight | None = None
+        self._open_sight = open_sight
         self.adapters = Adapters(self.call, config.model)
         self._host = host or EngineProcess(config, quotas or {})
         self._connection = Connection(self._host)
@@ -74,6 +84,7 @@ class AsyncEngine:
         try:
             path = await self._load()
             self.info = await self._connection.open(path)
+            self.sight = await asyncio.to_thread(self._open_sight, path, self.tokenizer)
             planner = DocumentPlanner.load(self.config.cache.document_method, path)
             # Documents have a default of their own, which the planner knows.
             kind = REUSE_BY_METHOD[self.config.cache.reuse]
@@ -216,6 +227,8 @@ class AsyncEngine:
 
     async def _prepare(self, answered: Encoded, output: Output, render: Callable[[], str | None]) -> None:
         account, said = answered.account, answered.said
+        if answered.images:  # the text alone does not have them
+            return
         with contextlib.suppress(RametError, ValueError):  # a client could not send the answer back either
             text = await self._work.run(account, render)
             shown = said and said.prompt + self.tokenizer.decode(output.token_ids, skip_special_tokens=False)
@@ -282,6 +295,8 @@ class AsyncEngine:
         self._work.erase(account)
         self._stop_preparing(account)
         self._running().inputs.replay.erase(account)
+        if self.sight is not None:
+            self.sight.erase(account)
         return await self.call(EraseTenant(account))
 
     async def pin(self, prefix: Submission, name: str | None, ttl_s: float | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from runtime.errors import InvalidRequest, TooLong
 from runtime.features.chunks.documents.plan import DocumentPlanner, DocumentPrompt, refuse_reuse
 from runtime.features.chunks.documents.prompt import Segments
 from runtime.features.chunks.schemas.compile import ModulePrompt
-from runtime.frontend.output import MAX_BREAKPOINTS, Encoded, MarkedText, PlacedPrompt, Submission
+from runtime.frontend.output import MAX_BREAKPOINTS, Encoded, MarkedText, PlacedPrompt, Prompt, Submission
 from runtime.frontend.replay import NOTHING, Replay, Said
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
@@ -65,6 +65,8 @@ class InputProcessor:
     def _with_prompt(self, submission: Submission) -> Encoded:
         """The submission with its prompt, whose documents are placed. Checks whether what it reuses can be reused."""
         prompt = submission.prompt() if callable(submission.prompt) else submission.prompt
+        if submission.images and (reason := self._no_images(submission, prompt)):
+            raise InvalidRequest(f"images are not served {reason}", param="messages")
         if submission.reuse is not None:
             submission.reuse.check()
         if isinstance(prompt, Segments):
@@ -95,7 +97,9 @@ class InputProcessor:
             tokens, breakpoints = self._truncated(tokens, breakpoints, submission)
         if not tokens:
             raise InvalidRequest("the prompt is empty", param="prompt")
-        self.check_ids(tokens, "prompt")
+        if submission.images:
+            submission.images.place(tokens)
+        self.check_ids([token for token in tokens if token >= 0] if submission.images else tokens, "prompt")
         self._check_places(breakpoints, len(tokens))
         submission = self._with_sampling(submission, before, len(tokens))
         start = submission.prompt_logprobs_from
@@ -122,13 +126,15 @@ class InputProcessor:
         """The tokens of a text, its breakpoints in tokens, and what its answer's replay needs; None: no replay."""
         text, keep = (prompt, []) if isinstance(prompt, str) else (prompt.text, prompt.breakpoints)
         self.check_text(len(text), "prompt")
-        special = submission.add_special_tokens
+        special, encoder = submission.add_special_tokens, submission.images or self.tokenizer
         replays = submission.replay and not special and self.info.diffusion is None
         if not (keep or replays):
-            return self.tokenizer.encode(text, add_special_tokens=special), submission.breakpoints, None
+            return encoder.encode(text, add_special_tokens=special), submission.breakpoints, None
         before = self.replay.find(submission.account, submission.namespace, text) if replays else NOTHING
         start = before.characters
-        rest, rest_ends = self.tokenizer.encode_with_ends(text[start:], special)
+        if submission.images:
+            submission.images.read(text[:start])
+        rest, rest_ends = encoder.encode_with_ends(text[start:], special)
         tokens, ends = before.tokens + array("i", rest), before.ends + array("i", [start + end for end in rest_ends])
         said = Said(text, tokens, ends, before.sampled, array("i")) if replays else None
         return tokens.tolist(), [(bisect_right(ends, place), ttl_s) for place, ttl_s in keep], said
@@ -203,7 +209,17 @@ class InputProcessor:
             return "by a diffusion model"
         if submission.prompt_logprobs_from is not None:
             return "where log-probabilities of the prompt are wanted"
+        if submission.images:
+            return "with images"
         return "with an adapter" if submission.namespace.adapter else None
+
+    def _no_images(self, submission: Submission, prompt: Prompt) -> str | None:
+        """Why a submission of a prompt cannot have images; None if it can."""
+        if not isinstance(prompt, str | MarkedText):
+            return "beside modules or documents, or with token ids"
+        if submission.last_tokens is not None:
+            return "in a prompt that is truncated"
+        return None if submission.prompt_logprobs_from is None else "with log-probabilities of the prompt"
 
     def _refusal(self, submission: Submission) -> str | None:
         """Why a submission can have no reuse but that of its prompt's parts; None if it can."""

@@ -15,6 +15,7 @@ from runtime.errors import RametError
 from runtime.features.chunks.documents.plan import DocumentPrompt
 from runtime.features.chunks.documents.prompt import Segments
 from runtime.features.chunks.schemas.compile import ModulePrompt
+from runtime.frontend.pictures import Pictures
 from runtime.frontend.replay import Said
 from runtime.params import SamplingParams
 from runtime.protocol import CacheUsage, Finish, Lookup, TokenLogprob
@@ -82,6 +83,7 @@ class Submission(msgspec.Struct, frozen=True):
         show_tokens: whether the stream of Outputs holds the prompt's tokens.
         progress: whether there is an Output for each step that computes a part of the prompt.
         replay: whether earlier answers in a text keep the tokens that were sampled, and this answer may be replayed.
+        images: the images whose marks the prompt's text has; None or empty: it has none.
     """
 
     prompt: Prompt | Callable[[], Prompt]
@@ -106,6 +108,7 @@ class Submission(msgspec.Struct, frozen=True):
     show_tokens: bool = False
     progress: bool = False
     replay: bool = True
+    images: Pictures | None = None
 
     @property
     def expected_tokens(self) -> int:

@@ -169,6 +169,7 @@ class Frontend:
                     hold_s=submission.hold_s,
                     breakpoints=[] if choice else submission.breakpoints,
                     progress=submission.progress and choice == 0,
+                    images=submission.images.asked if submission.images else None,
                 )
             )
 

@@ -40,7 +40,8 @@ class OutputStream:
         """Take note of a submission that `Frontend.submit` has accepted; returns the `index` of its Outputs."""
         index = len(self.submissions)
         if submission.show_tokens:
-            self.prompts[index] = array("i", submission.tokens).tolist()
+            tokens = array("i", submission.tokens).tolist()
+            self.prompts[index] = submission.images.shown(tokens) if submission.images else tokens
         self.submissions.append(submission)
         self._open += submission.sampling.n
         return index

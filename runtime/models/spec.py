@@ -37,9 +37,10 @@ from runtime.models.recurrence import (
     state_shapes,
 )
 from runtime.models.rope_spec import RopeSpec, read_gemma_ropes, read_rope
+from runtime.models.seeing import SEEING, as_decoder, stored_prefix
 
 _CAUSAL = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3", "GptOss")
-SUPPORTED = (*(f"{family}ForCausalLM" for family in _CAUSAL), *LATENT, *HYBRIDS, *FAMILIES)
+SUPPORTED = (*(f"{family}ForCausalLM" for family in _CAUSAL), *LATENT, *HYBRIDS, *FAMILIES, *SEEING)
 # Families whose configurations have `attention_bias`.
 _ATTENTION_BIAS = ("Llama", "Qwen3", "Gemma3", "GptOss", "Qwen3_5", "Qwen3Next")
 _QWEN_HYBRIDS = ("Qwen3_5", "Qwen3Next")
@@ -237,6 +238,8 @@ class LlamaSpec(ModelSpec):
             return llada2_name(name)
         if self.architecture == "Lfm2ForCausalLM":
             return lfm2_name(name)
+        if self.architecture in SEEING:
+            return stored_prefix(name, self.architecture)
         if self.architecture == "Qwen3_5ForConditionalGeneration":
             return name.replace("model.", "model.language_model.", 1)
         if self.architecture == "Qwen3NextForCausalLM":
@@ -257,6 +260,8 @@ def _linear_tensors(shapes: dict[str, tuple[int, int, bool]]) -> dict[str, tuple
 
 
 def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpec:
+    named = architecture_of(config)
+    config = as_decoder(config, named)
     architecture = architecture_of(config)
     _refuse_unsupported(config, architecture)
     config, family = _translated(config, architecture)
@@ -278,7 +283,7 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpe
     recurrence = recurrence_spec(config, family)
     others = [one for one in (experts, near_rope, windows, recurrence, latent) if one]
     spec = LlamaSpec(
-        architecture=architecture,
+        architecture=named,
         model_type=config.get("model_type") or "",
         hidden_size=hidden,
         num_layers=positive_size(config, "num_hidden_layers"),

@@ -14,6 +14,7 @@ from runtime.config import default_cache_dir
 from runtime.errors import ModelError
 from runtime.models.gguf_tensors import GGUFTensors
 from runtime.models.published import PublishedTensors
+from runtime.models.seeing import SEEING
 from runtime.models.shards import Shard
 from runtime.models.spec import LlamaSpec, ModelSpec
 from runtime.models.tensor_files import FLOATS, check_tensor, find_files, locate, open_file
@@ -152,6 +153,7 @@ def digest_weights(directory: Path, spec: ModelSpec) -> str:
         files = [linked.path]
     elif isinstance(spec, LlamaSpec) and PublishedTensors.open(directory, spec) is None:
         files = sorted(locate(directory, [spec.stored_name(name) for name in spec.expected_tensors()]))
+        files = find_files(directory) if spec.architecture in SEEING else files  # KV also depends on the tower
     else:
         files = find_files(directory)
     for path in files:

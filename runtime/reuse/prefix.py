@@ -121,12 +121,16 @@ class PrefixLease(Lease):
     def rows(self, work: Work) -> list[RowSet]:
         """The rows of a piece of work, whose pages are allocated already."""
         request, first, stop = work.request, work.start, work.start + work.count
-        sequence = request.sequence
+        sequence, stages = request.sequence, self._stages(first, stop)
+        tokens = np.array(self.tokens_of(work), dtype=np.int64)
+        if request.given is not None:
+            stages[0].load = request.given.load(first, stop)
+            tokens = np.maximum(tokens, 0)  # these rows' own tokens are not in the vocabulary
         return [
             RowSet(
-                tokens=np.array(self.tokens_of(work), dtype=np.int64),
+                tokens=tokens,
                 positions=sequence.positions(first, stop),
-                stages=self._stages(first, stop),
+                stages=stages,
                 logits=request.decoding.wanted(work),
             )
         ]

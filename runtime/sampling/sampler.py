@@ -258,6 +258,7 @@ class Sampler:
     def _seen(self, request: Request) -> Seen:
         tokens = np.array(request.entry_tokens + request.tokens, dtype=np.int64)
         prompt, output = np.split(tokens, [request.num_prompt])
+        prompt = prompt[prompt >= 0]  # those of images are not in the vocabulary
         counts = np.bincount(output, minlength=self.vocab_size)
         counts[counts > 0] += 1
         counts[prompt] = np.maximum(counts[prompt], 1)

@@ -88,8 +88,8 @@ async def count_tokens(
 
     async def work() -> dict[str, Any]:
         whole = await continued(body, threads, tenant.account, context.engine)
-        left_out = {"left_out": whole.left_out} if whole.left_out else {}
-        return {"input_tokens": await chats.count(chat_of(whole), tenant), **left_out}
+        count = await chats.count(chat_of(whole), tenant)
+        return {"input_tokens": count, **({"left_out": whole.left_out} if whole.left_out else {})}
 
     return await unless_gone(request, work())
 
@@ -110,7 +110,7 @@ class MessageWriter(Writer):
         self.id = f"msg_{submission.rid}"
         self.keep_pieces: Callable[..., Awaitable[None]] | None = None
         self._pieces: list[Piece] = []
-        self._left_out, self._prompt = [*body.left_out, *chat.left_out], submission
+        self._left_out, self._prompt = list(dict.fromkeys([*body.left_out, *chat.left_out])), submission
         self._begun = self._explained = False
         self._late: dict[str, Any] = {}
         self._index = -1

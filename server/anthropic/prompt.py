@@ -83,7 +83,14 @@ def turns_of(message: types.AnthropicMessage) -> list[Message]:
 
 
 def _texts(blocks: list[Any]) -> list[Any]:
-    return [TextPart(type="text", text=block.text, prompt_cache_breakpoint=_point(block)) for block in blocks]
+    return [_part(block) for block in blocks]
+
+
+def _part(block: Any) -> Part:
+    if isinstance(block, types.ImageBlock):
+        block.part.prompt_cache_breakpoint = _point(block)
+        return block.part
+    return TextPart(type="text", text=block.text, prompt_cache_breakpoint=_point(block))
 
 
 def _point(block: types.Block | types.AnthropicTool) -> Breakpoint | None:

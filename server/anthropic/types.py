@@ -1,6 +1,7 @@
 """Request bodies of Anthropic's routes."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -10,6 +11,7 @@ from runtime.params import StopString
 from server.generation.bodies import AnswerId, GenerationBody
 from server.http import fields
 from server.http.wire import Body, ByType, JsonObject, Named, Text, Unusable, example
+from server.openai.messages import ImagePart
 from server.openai.tools import MAX_TOOLS, Name
 
 # Most messages in a conversation, and most blocks in a message.
@@ -114,10 +116,28 @@ class SearchResultBlock(Block):
 
 
 class OtherBlock(Block, Unusable):
-    """A block that is no text: an image, or a use of a tool that Anthropic's servers run."""
+    """A block that is no text, such as the use of a tool that Anthropic's servers run."""
 
 
-ReadBlock = Annotated[TextBlock | DocumentBlock | SearchResultBlock | OtherBlock, ByType()]
+class ImageBlock(Block, Unusable):
+    """An image, in base64."""
+
+    type: Literal["image"]
+    source: Any = None
+
+    @cached_property
+    def part(self) -> ImagePart:
+        """The image in a chat."""
+        given = self.source if isinstance(self.source, dict) else {}
+        url = given.get("url") or f"data:{given.get('media_type', '')};base64,{given.get('data', '')}"
+        return ImagePart(type="image", image_url=url)
+
+    @property
+    def is_left_out(self) -> bool:
+        return self.part.is_left_out
+
+
+ReadBlock = Annotated[TextBlock | DocumentBlock | SearchResultBlock | ImageBlock | OtherBlock, ByType()]
 _ReadBlocks = Annotated[list[ReadBlock], Field(max_length=MAX_BLOCKS)]
 
 
@@ -137,6 +157,7 @@ ContentBlock = Annotated[
     | ToolResultBlock
     | DocumentBlock
     | SearchResultBlock
+    | ImageBlock
     | OtherBlock,
     ByType(),
 ]
@@ -275,7 +296,8 @@ class MessagesPrompt(Named):
         sources = [block.source for block in blocks if isinstance(block, DocumentBlock)]
         edits = self.context_management.edits if self.context_management else []
         found = super().left_out + [f"tool {tool.type}" for tool in self.tools or () if isinstance(tool, Unusable)]
-        found += [f"content {block.type}" for block in (*blocks, *sources) if isinstance(block, Unusable)]
+        lost = [block for block in (*blocks, *sources) if isinstance(block, Unusable) and block.is_left_out]
+        found += [f"content {block.type}" for block in lost]
         found += [f"edit {edit.type}" for edit in edits if not edit.type.startswith("clear_thinking")]
         return list(dict.fromkeys(found))
 

@@ -48,7 +48,7 @@ def find_parting(
 
     def text(run: bytes, start: int, stop: int) -> str:
         ids = memoryview(run[start * TOKEN_BYTES : stop * TOKEN_BYTES]).cast("i").tolist()
-        return tokenizer.decode(ids, skip_special_tokens=False)
+        return tokenizer.decode([token for token in ids if token >= 0], skip_special_tokens=False)  # without images
 
     here, there = text(tokens, token, token + _BEHIND), None if other is None else text(other, 0, _BEHIND)
     shared = 0 if there is None else common_characters(here, there)

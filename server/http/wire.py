@@ -217,6 +217,10 @@ class Unusable(Body, extra="ignore"):
     def text(self) -> str:
         return f"[{self.type[:64]}: left out, because this model reads text alone]"
 
+    @property
+    def is_left_out(self) -> bool:
+        return True
+
 
 class ByType:
     """Annotation of a union of bodies. The field `type` chooses the branch; the first branch is the default.

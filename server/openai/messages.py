@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
 from runtime.features.chunks.schemas.pml import Import
+from runtime.frontend.pictures import Pictures, joined
 from runtime.sampling.json_text import check_texts
 from server.http.fields import ANSWERED
 from server.http.wire import Body, ByType, JsonObject, OneOr, Text, Unusable
@@ -82,7 +83,35 @@ class DocumentPart(Body):
     document: GivenDocument
 
 
-Part = Annotated[TextPart | RefusalPart | ThinkingPart | ModulePart | DocumentPart | Unusable, ByType()]
+class ImagePart(Unusable):
+    """An image, as a data URL. Models that do not see get a line of text in its place."""
+
+    type: Literal["image_url", "input_image", "image"]
+    image_url: Any = None
+    prompt_cache_breakpoint: Breakpoint | None = None
+    _images: Pictures | None = PrivateAttr(None)
+    _mark: str | None = PrivateAttr(None)
+
+    @property
+    def text(self) -> str:
+        """What the prompt's text has for it. Raises InvalidRequest for an image that cannot be served."""
+        if self._images is None:
+            return super().text
+        if self._mark is None:
+            given = self.image_url.get("url") if isinstance(self.image_url, dict) else self.image_url
+            self._mark = self._images.add_url(given if isinstance(given, str) else "")
+        return self._mark
+
+    @property
+    def is_left_out(self) -> bool:
+        return self._images is None
+
+    def see(self, images: Pictures) -> None:
+        """Have the image join those of the prompt, as soon as the prompt's text is made."""
+        self._images = images
+
+
+Part = Annotated[TextPart | RefusalPart | ThinkingPart | ModulePart | DocumentPart | ImagePart | Unusable, ByType()]
 
 
 def _text_or_none(value: Any) -> str | None:
@@ -119,7 +148,12 @@ class Message(Body):
     def left_out(self) -> list[str]:
         """What the prompt lacks of the message."""
         parts = self.content if isinstance(self.content, list) else []
-        return self._left_out + [f"content {part.type}" for part in parts if isinstance(part, Unusable)]
+        lost = [part for part in parts if isinstance(part, Unusable) and part.is_left_out]
+        return self._left_out + [f"content {part.type}" for part in lost]
+
+    @property
+    def images(self) -> list[ImagePart]:
+        return [part for part in self.content if isinstance(part, ImagePart)] if isinstance(self.content, list) else []
 
     @model_validator(mode="after")
     def _without_billing(self) -> Message:
@@ -159,10 +193,10 @@ class Message(Body):
             content = [
                 part.document
                 if isinstance(part, DocumentPart)
-                else part.text + (mark(part.prompt_cache_breakpoint) if isinstance(part, TextPart) else "")
+                else part.text + (mark(part.prompt_cache_breakpoint) if isinstance(part, TextPart | ImagePart) else "")
                 for part in shown
             ]
-            content = content if self.documents else "\n".join(content)
+            content = content if self.documents else joined(content)
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if thoughts:
             turn["reasoning_content"] = turn["thinking"] = "\n".join(thoughts)  # templates read one or the other

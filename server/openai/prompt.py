@@ -13,6 +13,7 @@ from runtime.features.chunks.documents.prompt import Document, Segments, in_mess
 from runtime.features.chunks.schemas.pml import Prompt as ModuleText
 from runtime.frontend.deadline import Deadline
 from runtime.frontend.output import Prompt, Submission, new_rid
+from runtime.frontend.pictures import Pictures
 from runtime.models.marks import new_place
 from runtime.models.tokenizer import Tokenizer
 from server.auth.keys import Tenant
@@ -74,8 +75,10 @@ class ChatPrompts:
                 if begins := self._reasoning_ends(body, dialect):
                     sampling = behind_reasoning(tokenizer, sampling, begins)
                     otherwise = otherwise and behind_reasoning(tokenizer, otherwise, begins)
+        images = self._images(body, tenant)
         return body.submission(
-            *(partial(self._render, body, tenant), sampling, tenant, self._context),
+            *(partial(self._render, body, tenant, images), sampling, tenant, self._context),
+            images=images,
             num_characters=body.num_characters,
             otherwise=otherwise,
             rid=body.request_id or new_rid(),
@@ -84,9 +87,9 @@ class ChatPrompts:
             progress=body.stream and body.return_progress,
         )
 
-    async def text(self, body: ChatRequest, tenant: Tenant) -> str:
-        """The rendered text of a conversation. Raises InvalidRequest if it has documents."""
-        work = partial(self._write, body, tenant, unmarked)
+    async def text(self, body: ChatRequest, tenant: Tenant, images: Pictures | None = None) -> str:
+        """The rendered text of a conversation, in which images have marks. Raises InvalidRequest for documents."""
+        work = partial(self._write, body, tenant, unmarked, images)
         prompt = await self._context.engine.in_turn(tenant.account, body.num_characters, work)
         if not isinstance(prompt, str):
             raise InvalidRequest("this route does not support documents", param="messages")
@@ -94,9 +97,23 @@ class ChatPrompts:
 
     async def count(self, body: ChatRequest, tenant: Tenant) -> int:
         """The number of tokens in a conversation's prompt. Raises InvalidRequest if it has documents."""
-        text = await self.text(body, tenant)
-        (tokens,) = await self._context.engine.tokenize(tenant.account, [text], add_special_tokens=False)
+        images, engine = self._images(body, tenant), self._context.engine
+        text = await self.text(body, tenant, images)
+        if images is None:
+            (tokens,) = await engine.tokenize(tenant.account, [text], add_special_tokens=False)
+        else:
+            tokens = await engine.in_turn(tenant.account, len(text), partial(images.encode, text, False))
         return len(tokens)
+
+    def _images(self, body: ChatRequest, tenant: Tenant) -> Pictures | None:
+        """The images of a conversation, which rendering it collects; None: it has none, or the model does not see."""
+        sight, parts = self._context.engine.sight, [part for message in body.messages for part in message.images]
+        if sight is None or not parts:
+            return None
+        images = sight.pictures(tenant.account, body.names.get("prompt", "messages"))
+        for part in parts:
+            part.see(images)
+        return images
 
     def conversation(
         self, body: ChatRequest, tenant: Tenant, numbers: Sequence[int] | None = None
@@ -128,10 +145,10 @@ class ChatPrompts:
             return () if body.must_call else FINALS
         return dialect.thoughts[1:] if begins_reasoning(body, self._context.engine.tokenizer) else ()
 
-    def _render(self, body: ChatRequest, tenant: Tenant) -> Prompt:
+    def _render(self, body: ChatRequest, tenant: Tenant, images: Pictures | None = None) -> Prompt:
         """The prompt of a conversation, or of a schema's modules and messages. Raises InvalidRequest and NotFound."""
         if body.schema_name is None:
-            write = partial(self._write, body, tenant)
+            write = partial(self._write, body, tenant, images=images)
             return keep_places(write, body.prompt_cache_options, body.prompt_cache_retention)
         tokenizer, turns = self._context.engine.tokenizer, body.turns()
         schema = self._schemas.get(tenant.account, body.schema_name).schema
@@ -143,11 +160,11 @@ class ChatPrompts:
         modules = ModuleText(schema.name, imports, messages=with_tools(tokenizer, turns, body.offered))
         return schema.compile(modules, body.add_generation_prompt)
 
-    def _write(self, body: ChatRequest, tenant: Tenant, mark: Mark) -> str | Segments:
-        """Render a conversation. `mark` may write a mark behind each tool, text and call."""
+    def _write(self, body: ChatRequest, tenant: Tenant, mark: Mark, images: Pictures | None = None) -> str | Segments:
+        """Render a conversation. `mark` may write a mark behind each tool, text and call; `images`: see `_images`."""
         tools = [one for tool in body.offered for one in tool.marked(mark)]
         turns = find_documents(body.turns(mark), tenant.account, self._documents)
-        render = _renderer(body, self._context.engine.tokenizer)
+        render = _renderer(body, self._context.engine.tokenizer, images)
         write = continue_chat if body.continue_final_message else in_messages
         return write(turns, lambda plain: render(plain, tools))
 
@@ -193,7 +210,9 @@ def begins_reasoning(body: ChatRequest, tokenizer: Tokenizer) -> bool:
     return False
 
 
-def _renderer(body: ChatRequest, tokenizer: Tokenizer) -> Callable[[list[dict[str, Any]], list[Tool]], str]:
+def _renderer(
+    body: ChatRequest, tokenizer: Tokenizer, images: Pictures | None = None
+) -> Callable[[list[dict[str, Any]], list[Tool]], str]:
     """A function that renders turns and tools with the request's options for the chat template."""
     ask, variables = body.add_generation_prompt and not body.continue_final_message, body.template_variables()
-    return lambda turns, tools: render_chat(tokenizer, turns, tools, ask, variables)
+    return lambda turns, tools: render_chat(tokenizer, turns, tools, ask, variables, images)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from runtime.errors import InvalidRequest
+from runtime.frontend.pictures import Pictures
 from runtime.models.marks import cut, new_mark
 from runtime.models.templates import TemplateRefused
 from runtime.models.tokenizer import Tokenizer
@@ -188,17 +189,22 @@ def render_chat(
     tools: list[Tool],
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
+    images: Pictures | None = None,
 ) -> str:
-    """The prompt of a conversation with tools; `variables`: the chat template's. Raises InvalidRequest."""
+    """The prompt of a conversation with tools; `variables`: the chat template's; `images`: those that contents have.
+
+    Raises InvalidRequest.
+    """
     if tools and "tools" not in (tokenizer.chat_template or ""):
         messages, tools = _described(messages, tools), []
     turns, described = fitted(tokenizer, messages), [tool.plain() for tool in tools] or None
-    write = partial(
+    apply = partial(
         tokenizer.apply_chat_template,
         add_generation_prompt=add_generation_prompt,
         tools=described,
         variables=variables or {},
     )
+    write = apply if images is None else partial(images.write, apply)
     try:
         return write(turns)
     except TemplateRefused:

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 from server.http import fields
 from server.http.wire import Body, ByType, JsonObject, JsonText, OneOr, Text, Unusable, example, type_of
 from server.openai.caching import CacheOptions, Retention
-from server.openai.messages import MAX_MESSAGES, Message, TextPart
+from server.openai.messages import MAX_MESSAGES, ImagePart, Message, TextPart
 from server.openai.tools import MAX_TOOLS, CalledFunction, Function, Name, ToolCall
 from server.openai.types import NewTokens, SampledRequest, StreamOptions
 
@@ -54,7 +54,9 @@ class ItemResult(Body):
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Id
-    output: OneOr[Text, Annotated[list[Annotated[TextPart | Unusable, ByType()]], Field(max_length=MAX_MESSAGES)]]
+    output: OneOr[
+        Text, Annotated[list[Annotated[TextPart | ImagePart | Unusable, ByType()]], Field(max_length=MAX_MESSAGES)]
+    ]
 
 
 class ReasoningText(Body):

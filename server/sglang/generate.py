@@ -9,6 +9,7 @@ from pydantic import Field
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import Finish, Output, Prompt, Submission, new_rid, prompts_of
+from runtime.frontend.pictures import MOST_IMAGES, Pictures
 from runtime.params import SamplingParams
 from runtime.protocol import TokenLogprob
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
@@ -18,7 +19,7 @@ from server.generation.service import Generation, Service, Writer
 from server.http import fields
 from server.http.answers import JsonList
 from server.http.context import Context
-from server.http.wire import IdPrompts, OneOrMany, Rid, Text, example
+from server.http.wire import MAX_BATCH, IdPrompts, OneOr, OneOrMany, Rid, Text, example
 from server.objects.documents import Documents, DocumentStore
 from server.objects.schemas import Schemas, SchemaStore
 from server.objects.segments import SegmentPrompts, compile_segments, count_characters
@@ -30,11 +31,19 @@ MAX_TOP_LOGPROBS = 128
 MAX_REPEATED = 1 << 16
 
 
+Prompts = Sequence[Prompt | Callable[[], Prompt]]
+_SomeImages = OneOr[Text, Annotated[list[Text], Field(max_length=MOST_IMAGES)]]
+# Of one text, or of each text of a batch.
+GivenImages = OneOr[Text, Annotated[list[_SomeImages], Field(max_length=MAX_BATCH)]]
+
+
 class GenerateRequest(GenerationBody):
     """One prompt or several; exactly one of `text`, `input_ids`, `segments` and `pml`."""
 
     IGNORED = fields.OPERATION
-    NEUTRAL: ClassVar[Mapping[str, fields.Values]] = fields.MODEL
+    NEUTRAL: ClassVar[Mapping[str, fields.Values]] = {
+        name: values for name, values in fields.MODEL.items() if name != "image_data"
+    }
     ALIASES: ClassVar[Mapping[str, str]] = {"extra_key": "cache_salt", "return_prompt_token_ids": "return_token_ids"}
 
     WITHIN: ClassVar[Mapping[str, str]] = {
@@ -51,6 +60,9 @@ class GenerateRequest(GenerationBody):
         None, description="prompts in PML, which import modules of a schema: <prompt schema=...>"
     )
     segments: SegmentPrompts | None = Field(None, description="prompts of texts and documents, in order")
+    image_data: GivenImages | None = Field(
+        None, description="data URLs or base64 of the images for which the texts have the model's image token, in order"
+    )
     reuse: Reuse | None = None
     sampling_params: OneOrMany[Sampling] = Field(default_factory=Sampling)
     return_logprob: OneOrMany[bool] = Field(False, description="one value, or one for each prompt, as the next two")
@@ -95,6 +107,7 @@ def submissions_of(
     prompts, characters, is_list = _prompts(body, tenant.account, documents, schemas)
     if not prompts:
         raise InvalidRequest("a batch needs at least one prompt", param="text")
+    prompts, images = _with_images(body, prompts, is_list, tenant, context)
     sampling = _for_each(body.sampling_params, len(prompts), "sampling_params")
     if isinstance(body.rid, str) and is_list:
         raise InvalidRequest("a batch needs a list of request ids", param="rid")
@@ -109,12 +122,13 @@ def submissions_of(
             tenant,
             context,
             num_characters=count,
+            images=own,
             rid=rid or new_rid(),
             logprobs=top if is_wanted else None,
             prompt_logprobs_from=start if is_wanted and start >= 0 else None,
         )
-        for prompt, count, params, rid, (is_wanted, top, start) in zip(
-            prompts, characters, sampling, rids, reports, strict=True
+        for prompt, count, params, rid, own, (is_wanted, top, start) in zip(
+            prompts, characters, sampling, rids, images, reports, strict=True
         )
     ]
     return submissions, is_list or any(s.sampling.n > 1 for s in submissions)
@@ -122,7 +136,7 @@ def submissions_of(
 
 def _prompts(
     body: GenerateRequest, account: str, documents: DocumentStore, schemas: SchemaStore
-) -> tuple[Sequence[Prompt | Callable[[], Prompt]], list[int], bool]:
+) -> tuple[Prompts, list[int], bool]:
     """The prompts, the number of characters in each (0: tokens), whether they are a list. Raises InvalidRequest."""
     if body.segments is not None:
         is_list = isinstance(body.segments[0], list) if body.segments else True
@@ -134,6 +148,25 @@ def _prompts(
     if body.pml is None:
         return given, characters, is_list
     return [partial(schemas.compile, account, str(text)) for text in given], characters, is_list
+
+
+def _with_images(
+    body: GenerateRequest, prompts: Prompts, is_list: bool, tenant: Tenant, context: Context
+) -> tuple[Prompts, Sequence[Pictures | None]]:
+    """The prompts, as functions that mark images in texts, and the images of each. Raises InvalidRequest."""
+    if not (given := body.image_data):
+        return prompts, [None] * len(prompts)
+    if (sight := context.engine.sight) is None:
+        raise InvalidRequest("image_data is not supported", param="image_data")
+    if body.text is None:
+        raise InvalidRequest("image_data needs text", param="image_data")
+    several: list[Any] = _for_each(given, len(prompts), "image_data") if is_list else [given]
+    images = [sight.pictures(tenant.account, "image_data") for _ in prompts]
+    texts = [
+        partial(own.at_tokens, str(text), [files] if isinstance(files, str) else files)
+        for own, text, files in zip(images, prompts, several, strict=True)
+    ]
+    return texts, images
 
 
 def check_repeated(tokens: int, submission: Submission) -> None:

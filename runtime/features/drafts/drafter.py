@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from radix import RadixTree
 from runtime.features.drafts.lookup import LEAST, Places, Recent, continuation
@@ -131,6 +132,8 @@ class Drafter:
         if not best:
             best, equal = self._recent.find(request.namespace, text, limit)
             state.source = ("recent", _grade(equal))
+        if best and min(best) < 0:  # an image followed, whose tokens are not in the vocabulary
+            best = array("i", takewhile(lambda token: token >= 0, best))
         state.latest = best
         return best
 

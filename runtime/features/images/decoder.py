@@ -1,0 +1,127 @@
+"""Decodes and cuts images: the program of the processes of `decoding.py`, whose memory and time are limited."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import resource
+import signal
+import sys
+import warnings
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from PIL import Image, ImageOps
+
+from runtime.errors import InvalidRequest
+from runtime.features.images.rules import Rules
+from runtime.models.template_program import read_frame, write_frame
+
+# Timeout of one image in seconds, and bytes of memory of a process.
+DECODE_S = 10
+_MEMORY = 2 << 30
+# Most pixels of an image, and how many times longer than wide it may be.
+MOST_PIXELS, MOST_RATIO = 1 << 25, 200
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+
+
+class Order(msgspec.Struct):
+    """An image to decode; `pixels`: whether the answer has them."""
+
+    rules: Rules
+    data: bytes
+    media_type: str = ""
+    pixels: bool = False
+
+
+class Decoded(msgspec.Struct):
+    """A decoded image.
+
+    Attributes:
+        width, height: in pixels, upright.
+        sizes: width and height of each tile.
+        digests: of the size and the pixels of each tile.
+        tiles: uint8 [height, width, 3], each as bytes; empty, if they are not wanted.
+        error: why it cannot be decoded; None: it has been.
+    """
+
+    width: int = 0
+    height: int = 0
+    sizes: list[tuple[int, int]] = []
+    digests: list[bytes] = []
+    tiles: list[bytes] = []
+    error: str | None = None
+
+
+def decode(order: Order) -> Decoded:
+    """Decode an image and cut it into tiles. Raises InvalidRequest."""
+    image = _open(order.data, order.media_type)
+    cut = _tiles(image, order.rules)
+    tiles = [tile.tobytes() for tile in cut]
+    digests = [
+        hashlib.blake2b(pixels, digest_size=32, salt=str(tile.width).encode()).digest()
+        for tile, pixels in zip(cut, tiles, strict=True)
+    ]
+    return Decoded(*image.size, [tile.size for tile in cut], digests, tiles if order.pixels else [])
+
+
+def _open(data: bytes, media_type: str) -> Image.Image:
+    """The first frame of an image, upright and in RGB. Raises InvalidRequest."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except Image.DecompressionBombError:
+        raise InvalidRequest(f"the image has too many pixels; at most {MOST_PIXELS} are served") from None
+    except Exception:  # decoders raise whatever their input makes them
+        raise InvalidRequest(f"the image is none of the served formats, {', '.join(FORMATS)}") from None
+    width, height = image.size
+    if width * height > MOST_PIXELS:
+        raise InvalidRequest(f"the image has {width} x {height} pixels; at most {MOST_PIXELS} are served")
+    if max(width, height) > MOST_RATIO * min(width, height):
+        raise InvalidRequest(f"the image has {width} x {height} pixels; its edges may differ {MOST_RATIO}-fold")
+    kind = str(image.format)
+    named = media_type.partition("/")[2].upper().replace("JPG", "JPEG")
+    if named and named != kind:
+        raise InvalidRequest(f"the image is called {media_type}, but it is of the format {kind}")
+    try:
+        image.load()
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except MemoryError:
+        raise InvalidRequest("decoding the image takes more memory than is available") from None
+    except Exception as error:
+        raise InvalidRequest(f"the image cannot be decoded: {str(error)[:200] or type(error).__name__}") from None
+
+
+def _tiles(image: Image.Image, rules: Rules) -> list[Image.Image]:
+    boxes = rules.boxes(*image.size)
+    for size in rules.sizes(*image.size):
+        image = image.resize(size, rules.resample)
+    tiles = [image.crop(box) for box in boxes]
+    return [*tiles, image.resize(tiles[0].size, rules.resample)] if tiles else [image]
+
+
+def _answer(order: bytes) -> Any:
+    try:
+        return decode(msgspec.msgpack.decode(order, type=Order))
+    except InvalidRequest as error:
+        return Decoded(error=error.message)
+
+
+def main() -> None:
+    """Answer the orders on standard input, until it ends. An order that lasts too long ends the process."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(OSError, ValueError):  # macOS has no such limit; the number of pixels bounds most
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    write_frame(sys.stdout.buffer, b"r")
+    while order := read_frame(sys.stdin.buffer):
+        signal.alarm(2 * DECODE_S)  # who asked may be gone
+        answer = _answer(order)
+        signal.alarm(0)
+        write_frame(sys.stdout.buffer, msgspec.msgpack.encode(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""The door of images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from runtime.features.feature import Feature
+from runtime.features.images.rules import load_rules
+
+if TYPE_CHECKING:
+    from runtime.engine.core import EngineCore
+    from runtime.features.images.client import ModelSight
+    from runtime.features.images.part import ImagesPart
+    from runtime.models.tokenizer import Tokenizer
+
+
+class ImagesFeature(Feature):
+    """Images in prompts, of models that see."""
+
+    counters: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "image_tiles": ("ramet:image_tiles", "Tiles of images that the vision tower has computed")
+    }
+
+    def parts(self, core: EngineCore) -> Iterable[ImagesPart]:
+        path = Path(core.info.path)
+        if (rules := load_rules(path)) is None:
+            return
+        from runtime.features.images.part import ImagesPart, States
+        from runtime.features.images.tower import Tower
+
+        config, executor = core.config.model, core.executor
+        tower = Tower(path, rules, executor.dtype, executor.device, config.random_weights)
+        yield ImagesPart(core, States(rules, tower))
+
+    @staticmethod
+    def sight(path: Path, tokenizer: Tokenizer) -> ModelSight | None:
+        if (rules := load_rules(path)) is None:
+            return None
+        from runtime.features.images.client import ModelSight
+
+        return ModelSight(rules, tokenizer)

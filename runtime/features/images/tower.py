@@ -1,0 +1,104 @@
+"""The vision tower of a model, computed by transformers' code."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from safetensors import safe_open
+from torch import nn
+
+from runtime.errors import ModelError
+from runtime.features.images.rules import Rules
+from runtime.models.config_json import architecture_of, read_json
+from runtime.models.tensor_files import find_files
+
+
+class _Code(NamedTuple):
+    """transformers' code of an architecture.
+
+    Attributes:
+        name: of its modules.
+        tower, connector: classes of the tower, and of what makes the decoder's states of its output.
+        prefixes: of their tensors in a checkpoint.
+        sized: whether both take the size of the image.
+    """
+
+    name: str
+    tower: str
+    connector: str
+    prefixes: tuple[str, str] = ("model.vision_model.", "model.connector.")
+    sized: bool = False
+
+
+_CODE = {
+    "Idefics3ForConditionalGeneration": _Code("idefics3", "Idefics3VisionTransformer", "Idefics3Connector"),
+    "SmolVLMForConditionalGeneration": _Code("smolvlm", "SmolVLMVisionTransformer", "SmolVLMConnector"),
+    "Mistral3ForConditionalGeneration": _Code(
+        *("mistral3", "", "Mistral3MultiModalProjector", ("vision_tower.", "multi_modal_projector.")), sized=True
+    ),
+}
+
+
+class Tower:
+    """Computes the states with which an image's rows enter the decoder's first layer."""
+
+    def __init__(self, directory: Path, rules: Rules, dtype: torch.dtype, device: torch.device, is_random: bool):
+        """Load the tower. `is_random`: with random weights. Raises ModelError if a tensor is missing."""
+        self._rules, self._dtype, self._device = rules, dtype, device
+        architecture = architecture_of(read_json(directory / "config.json"))
+        self._code = code = _CODE[architecture]
+        config = getattr(transformers, architecture).config_class.from_pretrained(directory, local_files_only=True)
+        if getattr(config, "vision_feature_layer", -1) != -1:
+            raise ModelError(f"the model takes layer {config.vision_feature_layer} of its tower; supported is the last")
+        module = importlib.import_module(f"transformers.models.{code.name}.modeling_{code.name}")
+        tower = getattr(module, code.tower)._from_config if code.tower else transformers.AutoModel.from_config
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self._tower: Any = tower(config.vision_config, attn_implementation="sdpa")
+            self._connector: Any = getattr(module, code.connector)(config)
+        for part, prefix in zip((self._tower, self._connector), code.prefixes, strict=True):
+            if not is_random:
+                _fill(part, prefix, directory)
+            part.to(device).eval().requires_grad_(False)
+            for weight in part.parameters():  # and no buffers, which hold angles in float32
+                weight.data = weight.data.to(dtype)
+
+    @torch.inference_mode()
+    def states(self, tile: bytes, size: tuple[int, int]) -> torch.Tensor:
+        """States float32 [rows, hidden], on the CPU, of a uint8 tile [height, width, 3]; `size`: width and height."""
+        given = torch.from_numpy(values_of(tile, size, self._rules)).to(self._device, self._dtype)
+        if self._code.sized:
+            heights = [size[::-1]]
+            states = self._connector(self._tower(given, image_sizes=heights).last_hidden_state[0], heights)
+        else:
+            (states,) = self._connector(self._tower(given).last_hidden_state)
+        if len(states) != self._rules.rows(*size):
+            raise ModelError(f"the model's tower gives {len(states)} rows of a tile, not {self._rules.rows(*size)}")
+        return states.float().cpu()
+
+
+def values_of(tile: bytes, size: tuple[int, int], rules: Rules) -> np.ndarray:
+    """The values float32 [1, 3, height, width] of a uint8 tile [height, width, 3], as transformers has them."""
+    pixels = np.frombuffer(tile, np.uint8).reshape(1, *size[::-1], 3)
+    values = (pixels.transpose(0, 3, 1, 2) * np.float64(rules.rescale)).astype(np.float32)
+    mean, std = (np.array(each, np.float32)[:, None, None] for each in (rules.mean, rules.std))
+    return (values - mean) / std
+
+
+def _fill(module: nn.Module, prefix: str, directory: Path) -> None:
+    """Fill a module with the tensors of a checkpoint that have a prefix. Raises ModelError."""
+    found: dict[str, torch.Tensor] = {}
+    for path in find_files(directory):
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - no dict
+            found |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+    try:
+        module.load_state_dict(found)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise ModelError(f"the vision tower of {directory} cannot be loaded: {reason}") from None

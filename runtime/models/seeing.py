@@ -1,0 +1,40 @@
+"""Models that see: their configurations describe a vision tower beside a decoder, which `LlamaSpec` reads alone."""
+
+from typing import Any, NamedTuple
+
+from runtime.models.config_json import Unsupported
+
+
+class _Names(NamedTuple):
+    """Prefixes that the decoder's tensors have in the checkpoint, and whether its head is the embedding by default."""
+
+    model: str
+    head: str = ""
+    tied: bool = False
+
+
+SEEING = {
+    "Idefics3ForConditionalGeneration": _Names("model.text_model."),
+    "SmolVLMForConditionalGeneration": _Names("model.text_model."),
+    "Mistral3ForConditionalGeneration": _Names("language_model.model.", "language_model.", tied=True),
+}
+_FAMILIES = {"llama": "Llama", "mistral": "Mistral"}
+
+
+def as_decoder(config: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """The configuration of a model's decoder, or of a model that has no tower. Raises KeyError or Unsupported."""
+    if architecture not in SEEING:
+        return config
+    text = config["text_config"]
+    if (family := _FAMILIES.get(kind := text.get("model_type"))) is None:
+        raise Unsupported(f"the decoder of {architecture} is of type {kind!r}; supported are {', '.join(_FAMILIES)}")
+    # These fields of the whole model count for its decoder, too.
+    outer = {"tie_word_embeddings": config.get("tie_word_embeddings", SEEING[architecture].tied)}
+    outer |= {name: config[name] for name in ("quantization_config",) if name in config}
+    return {**text, **outer, "architectures": [f"{family}ForCausalLM"]}
+
+
+def stored_prefix(name: str, architecture: str) -> str:
+    """The name in the checkpoint of a tensor of the decoder."""
+    names = SEEING[architecture]
+    return names.model + name.removeprefix("model.") if name.startswith("model.") else names.head + name

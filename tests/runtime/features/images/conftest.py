@@ -1,0 +1,25 @@
+"""A small random model that sees."""
+
+import pytest
+
+from runtime.features.images.feature import ImagesFeature
+from runtime.models.tokenizer import Tokenizer
+from tests.runtime.features.images.seeing import Reference, save_seeing
+
+
+@pytest.fixture(scope="session")
+def seeing_dir(default_model_dir, tmp_path_factory):
+    return save_seeing(tmp_path_factory.mktemp("seeing") / "tiny-idefics3", default_model_dir)
+
+
+@pytest.fixture(scope="session")
+def seeing(seeing_dir):
+    """transformers' reading of it."""
+    return Reference(seeing_dir)
+
+
+@pytest.fixture(scope="session")
+def sight(seeing_dir):
+    sight = ImagesFeature.sight(seeing_dir, Tokenizer.load(seeing_dir))
+    assert sight is not None
+    return sight

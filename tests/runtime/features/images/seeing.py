@@ -1,0 +1,129 @@
+"""A small random model that sees, and what transformers makes of it."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as FastTokenizer
+from transformers import (
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    LlamaConfig,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
+)
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+from tests.tiny import vary
+
+ROWS = 16  # of a tile
+_TOKENS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
+_TOKENS += [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
+_TOKENS += ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'] is string %}{{': ' + message['content']}}{% else %}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}{% endif %}<end_of_utterance>\n"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+
+
+KINDS = {
+    "idefics3": (Idefics3Config, Idefics3ForConditionalGeneration),
+    "smolvlm": (SmolVLMConfig, SmolVLMForConditionalGeneration),
+    "mistral3": (Mistral3Config, Mistral3ForConditionalGeneration),
+}
+# Lines of an image of Mistral 3 have rows of 8 x 8 pixels.
+_LINES = {"size": {"longest_edge": 48}, "patch_size": {"height": 8, "width": 8}}
+
+
+def save_seeing(directory: Path, tokenizer_from: Path, kind: str = "idefics3") -> Path:
+    """Write a random model: tiles of 32 x 32 pixels and 16 rows, at most 2 x 2 of them and the whole image."""
+    torch.manual_seed(3)
+    fast = FastTokenizer.from_file(str(tokenizer_from / "tokenizer.json"))
+    fast.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in _TOKENS])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<|im_end|>")
+    text = {
+        **{"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6},
+        **{"num_key_value_heads": 2, "max_position_embeddings": 2048, "eos_token_id": 2, "bos_token_id": 1},
+        **{"vocab_size": len(tokenizer), "pad_token_id": 0},
+    }
+    vision = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config_of, model_of = KINDS[kind]
+    if kind == "mistral3":
+        decoder = MistralConfig(**text, head_dim=16, sliding_window=None, tie_word_embeddings=False)
+        own = {"image_token_index": tokenizer.convert_tokens_to_ids("[IMG]"), "tie_word_embeddings": False}
+        vision |= {"model_type": "pixtral", "image_size": 64, "patch_size": 4, "head_dim": 16}
+        processor: Any = PixtralImageProcessorPil(**_LINES)
+    else:
+        decoder = LlamaConfig(**text)
+        own = {"image_token_id": tokenizer.convert_tokens_to_ids("<image>"), "scale_factor": 2, "pad_token_id": 0}
+        vision |= {"image_size": 32, "patch_size": 4}
+        processor = Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
+    config = config_of(text_config=decoder.to_dict(), vision_config=vision, **own)
+    model = model_of(config)
+    vary(model)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    processor.save_pretrained(directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+class Reference:
+    """transformers' model of a directory, and its processor: that of Idefics 3, whose images are SmolVLM's, too."""
+
+    def __init__(self, directory: Path, kind: str = "idefics3"):
+        self.model = KINDS[kind][1].from_pretrained(directory, dtype=torch.float32).eval()
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+        images = Idefics3ImageProcessorPil.from_pretrained(directory)
+        self.processor = Idefics3Processor(images, tokenizer, image_seq_len=ROWS)
+
+    def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
+        return self.processor(text=[text], images=[images] if images else None, return_tensors="pt")
+
+    def greedy(self, text: str, images: list[Image.Image], new: int) -> list[int]:
+        """The tokens of `new` steps, whatever they are."""
+        inputs = self.inputs(text, images)
+        out = self.model.generate(**inputs, max_new_tokens=new, min_new_tokens=new, do_sample=False)
+        return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+class LinesReference(Reference):
+    """transformers' Mistral 3 of a directory. Its processor needs torchvision; texts are expanded as it does."""
+
+    def __init__(self, directory: Path):
+        self.model = Mistral3ForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+        self.images = PixtralImageProcessorPil.from_pretrained(directory)
+
+    def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
+        pixels = dict(self.images(images, **_LINES, return_tensors="pt")) if images else {}
+        for height, width in pixels.get("image_sizes", []):
+            rows = ["[IMG]" * (int(width) // 8)] * (int(height) // 8)
+            text = text.replace("<image>", "[IMG_BREAK]".join(rows) + "[IMG_END]", 1)
+        return {**self.tokenizer(text, add_special_tokens=False, return_tensors="pt"), **pixels}
+
+
+def picture(seed: int, width: int, height: int) -> Image.Image:
+    """Random blocks of colour, which differ from picture to picture."""
+    torch.manual_seed(seed)
+    pixels = torch.randint(256, (6, 6, 3), dtype=torch.uint8).numpy()
+    return Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def file_of(image: Image.Image, kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind)
+    return file.getvalue()

@@ -1,0 +1,108 @@
+"""Images become the same tiles and texts as with transformers' processor, or one clear error."""
+
+import io
+
+import msgspec
+import numpy as np
+import pytest
+from PIL import Image
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+from runtime.errors import InvalidRequest
+from runtime.features.images import decoding
+from runtime.features.images.decoder import MOST_PIXELS, Decoded, Order, decode
+from runtime.features.images.rules import LineRules, SquareRules, tokens_of
+from runtime.features.images.tower import values_of
+from tests.runtime.features.images.seeing import ROWS, file_of, picture
+
+_HALVES = {"rescale": 1 / 255, "mean": (0.5,) * 3, "std": (0.5,) * 3}
+RULES = SquareRules(longest=64, tile=32, splits=True, row=8, resample=1, image="<image>", **_HALVES)
+LINES = LineRules(longest=48, row=8, resample=3, image="[IMG]", **_HALVES)
+
+
+def values(found: Decoded, rules: SquareRules | LineRules) -> np.ndarray:
+    """The values of the tiles, which have one size."""
+    return np.concatenate([values_of(tile, size, rules) for tile, size in zip(found.tiles, found.sizes, strict=True)])
+
+
+def processor(**more) -> Idefics3ImageProcessorPil:
+    return Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32}, **more)
+
+
+@pytest.mark.parametrize("size", [(100, 80), (40, 90), (30, 30), (33, 32), (64, 64), (500, 3), (2, 300), (1, 1)])
+@pytest.mark.parametrize("splits", [True, False])
+def test_pixels_of_tiles_are_those_of_the_processor(size, splits):
+    image = picture(5, *size)
+    given = processor(do_image_splitting=splits)(image, return_tensors="np", return_row_col_info=True)
+    rules = msgspec.structs.replace(RULES, splits=splits)
+    found = decode(Order(rules, file_of(image), pixels=True))
+    assert (found.width, found.height) == size
+    assert np.array_equal(values(found, rules), given["pixel_values"][0])
+    assert len(found.tiles) == given["rows"][0][0] * given["cols"][0][0] + 1
+    assert rules.text(*size).count("<image>") == ROWS * len(found.tiles)
+
+
+@pytest.mark.parametrize("size", [(100, 80), (40, 90), (30, 30), (33, 32), (48, 48), (20, 300), (1, 1)])
+def test_pixels_of_images_in_lines_are_those_of_the_processor(size):
+    image = picture(5, *size)
+    own = {"patch_size": {"height": 8, "width": 8}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    given = PixtralImageProcessorPil(size={"longest_edge": 48}, **own)(image, return_tensors="np")
+    found = decode(Order(LINES, file_of(image), pixels=True))
+    assert np.array_equal(values(found, LINES), given["pixel_values"])
+    height, width = (int(one) // 8 for one in given["image_sizes"][0])
+    assert LINES.text(*size) == "[IMG_BREAK]".join(["[IMG]" * width] * height) + "[IMG_END]"
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "L", "P", "CMYK", "1", "LA"])
+def test_other_modes_of_pixels(mode):
+    image = picture(6, 60, 50).convert(mode)
+    data = file_of(image, "JPEG" if mode == "CMYK" else "PNG")
+    wanted = processor()(Image.open(io.BytesIO(data)), return_tensors="np")["pixel_values"][0]
+    assert np.array_equal(values(decode(Order(RULES, data, pixels=True)), RULES), wanted)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP", "GIF"])
+def test_formats(kind):
+    data = file_of(picture(7, 60, 50), kind)
+    assert len(decode(Order(RULES, data, f"image/{kind.lower()}")).digests) == 5
+    with pytest.raises(InvalidRequest, match="called image/png"):
+        decode(Order(RULES, data, "image/png"))
+
+
+def test_a_tile_is_named_by_its_pixels_alone():
+    image = picture(8, 64, 64)
+    first = decode(Order(RULES, file_of(image))).digests
+    image.putpixel((63, 63), (1, 2, 3))
+    second = decode(Order(RULES, file_of(image))).digests
+    assert first[:3] == second[:3], "tiles that are the same are the same in a prompt, up to the first that is not"
+    assert first[3] != second[3]
+    assert first[4] != second[4]
+    tokens = tokens_of(first[0], 1000)
+    assert -(1 << 31) <= min(tokens) <= max(tokens) < -1
+    assert len(set(tokens)) > 990
+    assert tokens != tokens_of(first[1], 1000)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "none of the served formats"),
+        (file_of(Image.new("1", (8000, 5000))), f"at most {MOST_PIXELS}"),
+        (file_of(Image.new("1", (1000, 1))), "may differ"),
+        (file_of(picture(9, 90, 90))[:300], "cannot be decoded"),
+        (file_of(picture(9, 90, 90), "JPEG")[:1200], "cannot be decoded"),
+        (b"%PDF-1.4", "none of the served formats"),
+    ],
+)
+def test_what_cannot_be_decoded(data, reason):
+    with pytest.raises(InvalidRequest, match=reason):
+        decode(Order(RULES, data))
+
+
+def test_too_little_time_is_an_error(monkeypatch):
+    processes = decoding.DecodingProcesses()
+    monkeypatch.setattr(decoding, "DECODE_S", 0.0)
+    with pytest.raises(InvalidRequest, match="longer than"):
+        processes.decode(Order(RULES, file_of(picture(1, 2000, 2000))))
+    processes.close()

@@ -1,0 +1,232 @@
+"""Greedy output of prompts with images is token-identical to transformers in float32, whatever the cache does."""
+
+import shutil
+from array import array
+
+import pytest
+
+from radix import Namespace
+from runtime.calls import EraseTenant
+from runtime.features.images.client import Images
+from runtime.features.images.feature import ImagesFeature
+from runtime.features.images.part import ImagesPart
+from runtime.models.tokenizer import Tokenizer
+from runtime.params import SamplingParams
+from runtime.protocol import AddRequest
+from tests.runtime.engine.driver import Driver, call, make_core
+from tests.runtime.features.images.seeing import LinesReference, Reference, file_of, picture, save_seeing
+
+NEW = 6
+A, B, SMALL = picture(1, 100, 80), picture(2, 40, 90), picture(3, 30, 30)
+# Texts with `<image>` and their images.
+PROMPTS = [
+    ("User:<image>What is it?<end_of_utterance>\nAssistant:", [A]),
+    ("User: Compare.<image> and <image>Which is larger?", [A, B]),
+    ("User: Compare.<image> and <image>Which is larger?", [B, A]),
+    ("<image><image> Are they the same?", [SMALL, SMALL]),
+    ("User: Name three colours, and one more.<end_of_utterance>\nAssistant:", []),
+]
+
+
+@pytest.fixture(scope="module")
+def expected(seeing):
+    found = [seeing.greedy(text, images, NEW) for text, images in PROMPTS]
+    assert len({*map(tuple, found)}) == len(found), "the model sees which image it is, and where"
+    return found
+
+
+def tokens_of(sight, plain, text, images):
+    """The tokens of a prompt, and what the engine gets of its images."""
+    first, *rest = text.split("<image>")
+    own = Images(sight, "", "messages")
+    marked = first + "".join(own.add(file_of(image)) + part for image, part in zip(images, rest, strict=True))
+    tokens = own.encode(marked, add_special_tokens=False)
+    own.place(tokens)
+    wanted = plain.inputs(text, images)["input_ids"][0].tolist()
+    assert [sight.token if token < 0 else token for token in tokens] == wanted
+    return tokens, own.asked
+
+
+@pytest.fixture(scope="module")
+def mistral3(default_model_dir, tmp_path_factory):
+    path = save_seeing(tmp_path_factory.mktemp("seeing") / "tiny-mistral3", default_model_dir, "mistral3")
+    return path, LinesReference(path), ImagesFeature.sight(path, Tokenizer.load(path))
+
+
+@pytest.fixture(scope="module")
+def encoded(sight, seeing):
+    return [tokens_of(sight, seeing, *prompt) for prompt in PROMPTS]
+
+
+def send(driver: Driver, rid: str, one: tuple, **message) -> None:
+    tokens, asked = one
+    driver.send(rid, tokens, {"max_new_tokens": NEW, "ignore_eos": True}, images=asked, **message)
+
+
+def answers(driver: Driver, prompts: list[tuple], **message) -> list[list[int]]:
+    """The tokens of prompts, one after the other."""
+    start = len(driver.tokens)
+    for i, one in enumerate(prompts):
+        send(driver, f"r{start + i}", one, **message)
+        driver.run()
+    return [driver.tokens[f"r{start + i}"] for i in range(len(prompts))]
+
+
+def tiles(driver: Driver) -> int:
+    return driver.core.state()["image_tiles"]
+
+
+def test_cold_and_warm(seeing_dir, encoded, expected):
+    driver = Driver(make_core(seeing_dir))
+    assert answers(driver, encoded) == expected
+    assert tiles(driver) == 5 + 3 + 5, "each tile is computed once, wherever it stands, and equal ones are one"
+    assert answers(driver, encoded) == expected
+    assert tiles(driver) == 13
+    assert driver.cached("r5") >= len(encoded[0][0]) // 16 * 16 - 16
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunk_tokens": 7, "page_size": 1},
+        {"chunk_tokens": 25, "page_size": 4, "prefix_cache": False},
+        {"kernels": "torch", "chunk_tokens": 33},
+    ],
+)
+def test_in_chunks_that_end_within_an_image(seeing_dir, encoded, expected, options):
+    driver = Driver(make_core(seeing_dir, **options))
+    assert answers(driver, encoded) == expected
+    assert answers(driver, encoded[:2]) == expected[:2]
+
+
+def test_smolvlm(default_model_dir, tmp_path, encoded):
+    path = save_seeing(tmp_path / "tiny-smolvlm", default_model_dir, "smolvlm")
+    plain = Reference(path, "smolvlm")
+    expected = [plain.greedy(text, images, NEW) for text, images in PROMPTS[:2]]
+    assert answers(Driver(make_core(path, chunk_tokens=30)), encoded[:2]) == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_tokens": 7, "page_size": 1}])
+def test_mistral3(mistral3, options):
+    """Images of any size, with other tokens between the rows of an image."""
+    path, plain, sight = mistral3
+    prompts = [tokens_of(sight, plain, *prompt) for prompt in PROMPTS]
+    expected = [plain.greedy(text, images, NEW) for text, images in PROMPTS]
+    assert len({*map(tuple, expected)}) == len(expected)
+    driver = Driver(make_core(path, **options))
+    assert answers(driver, prompts) == expected
+    assert tiles(driver) == 3, "an image is one tile"
+    assert answers(driver, prompts) == expected
+    assert tiles(driver) == 3
+    driver.flush()
+    for i, one in enumerate(prompts):
+        send(driver, f"b{i}", one)
+    driver.run()
+    assert [driver.tokens[f"b{i}"] for i in range(len(prompts))] == expected
+
+
+def test_random_weights_need_no_tensors(seeing_dir, tmp_path, encoded):
+    path = tmp_path / "no-weights"
+    shutil.copytree(seeing_dir, path, ignore=shutil.ignore_patterns("*.safetensors"))
+    driver = Driver(make_core(path, random_weights=True))
+    assert len(answers(driver, encoded[:1])[0]) == NEW
+
+
+def test_restored_from_a_disk_after_a_restart(seeing_dir, tmp_path, encoded, expected):
+    options = {"disk_cache": str(tmp_path / "kv"), "page_size": 4}
+    driver = Driver(make_core(seeing_dir, **options))
+    assert answers(driver, encoded[:2]) == expected[:2]
+    before = tiles(driver)
+    driver.core.close()
+    again = Driver(make_core(seeing_dir, **options))
+    assert answers(again, encoded[:2]) == expected[:2]
+    assert again.cached("r0") >= 64
+    assert tiles(again) <= before - 3, "what the disk has needs no tower"
+
+
+def test_a_batch_with_text(seeing_dir, encoded, expected):
+    driver = Driver(make_core(seeing_dir, step_tokens=64))
+    for i, one in enumerate(encoded):
+        send(driver, f"r{i}", one)
+    driver.run()
+    assert [driver.tokens[f"r{i}"] for i in range(len(encoded))] == expected
+
+
+def test_evicted_and_retracted(seeing_dir, encoded, expected):
+    """A pool for little more than the longest prompt, whose pages of two tokens decoding outgrows."""
+    longest = max(len(tokens) for tokens, _ in encoded)
+    driver = Driver(make_core(seeing_dir, pool_tokens=longest + NEW + 8, page_size=2))
+    for i in (*range(len(encoded)), *range(len(encoded))):
+        send(driver, f"r{len(driver.tokens)}", encoded[i])
+        driver.step()
+    driver.run()
+    assert [*driver.tokens.values()] == expected * 2
+
+
+def test_computed_again_without_the_tower_while_its_states_are_kept(seeing_dir, encoded, expected):
+    driver = Driver(make_core(seeing_dir))
+    assert answers(driver, encoded[:1]) == expected[:1]
+    assert answers(driver, encoded[:1], store=False) == expected[:1]
+    driver.flush()  # of the tree and of the states
+    assert answers(driver, encoded[:1]) == expected[:1]
+    assert tiles(driver) == 10
+
+
+def test_tenants_share_neither_tokens_nor_states(seeing_dir, encoded, expected):
+    driver = Driver(make_core(seeing_dir))
+    for tenant in ("a", "b", "a"):
+        assert answers(driver, encoded[:1], namespace=Namespace(tenant), account=tenant) == expected[:1]
+    assert tiles(driver) == 10
+    call(driver.core, EraseTenant("b"))
+    assert answers(driver, encoded[:1], namespace=Namespace("b"), account="b") == expected[:1]
+    assert tiles(driver) == 15, "nothing is left of an erased tenant"
+
+
+def test_what_the_tree_has_needs_no_tower(seeing_dir, encoded, expected):
+    """Not even where the states are gone: only the tiles behind the cached prefix are computed."""
+    driver = Driver(make_core(seeing_dir, page_size=1))
+    assert answers(driver, encoded[1:2]) == expected[1:2]
+    before = tiles(driver)
+    driver.core.part(ImagesPart)._states.erase()
+    assert answers(driver, encoded[1:2]) == expected[1:2]
+    assert tiles(driver) == before
+
+
+def test_a_tower_that_fails_ends_its_request_alone(seeing_dir, encoded, expected, monkeypatch):
+    driver = Driver(make_core(seeing_dir))
+    tower = driver.core.part(ImagesPart)._states._tower
+    monkeypatch.setattr(tower, "states", lambda tiles: 1 / 0)
+    send(driver, "sees", encoded[0])
+    send(driver, "reads", encoded[4])
+    driver.run()
+    assert driver.finish["sees"].type == "error"
+    assert driver.tokens["reads"] == expected[4]
+    monkeypatch.undo()
+    assert answers(driver, encoded[:1]) == expected[:1]
+
+
+def test_aborted_while_the_tower_computes(seeing_dir, encoded, expected):
+    driver = Driver(make_core(seeing_dir))
+    send(driver, "gone", encoded[0])
+    driver.abort("gone")
+    driver.run()
+    assert driver.finish["gone"].type == "abort"
+    assert answers(driver, encoded[:1]) == expected[:1]
+
+
+def test_penalties_and_drafts_know_no_token_of_an_image(seeing_dir, encoded):
+    driver = Driver(make_core(seeing_dir, drafts="auto", overlap="off", page_size=1))
+    tokens, asked = encoded[0]
+    driver.send("r", tokens, {"max_new_tokens": 40, "repetition_penalty": 1.1, "ignore_eos": True}, images=asked)
+    driver.run()
+    # The beginning of a prompt in the tree, which goes on with an image there.
+    driver.add("s", tokens[:3], max_new_tokens=40)
+    driver.run()
+    assert len(driver.tokens["s"]) == 40
+    assert all(token >= 0 for rid in "rs" for token in driver.tokens[rid])
+
+
+def test_negative_tokens_without_images_are_refused(seeing_dir, encoded):
+    driver = Driver(make_core(seeing_dir))
+    events = driver.core.handle(AddRequest("r", array("i", encoded[0][0]).tobytes(), SamplingParams()))
+    assert "out of range" in events[0].finish.message

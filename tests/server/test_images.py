@@ -1,0 +1,232 @@
+"""Images in the bodies of all APIs, and what the server refuses."""
+
+import base64
+import hashlib
+import io
+import struct
+import zlib
+
+import httpx
+import pytest
+from PIL import Image
+
+from tests.runtime.features.images.seeing import Reference, file_of, picture, save_seeing
+from tests.server.conftest import start, stop
+
+A, B = picture(1, 100, 80), picture(2, 40, 90)
+NEW = 6
+_SHARED = {"temperature": 0}
+
+
+def url_of(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def part(image: Image.Image) -> dict:
+    return {"type": "image_url", "image_url": {"url": url_of(file_of(image))}}
+
+
+def text(said: str) -> dict:
+    return {"type": "text", "text": said}
+
+
+@pytest.fixture(scope="module")
+def path(default_model_dir, tmp_path_factory):
+    return save_seeing(tmp_path_factory.mktemp("seeing") / "tiny-idefics3", default_model_dir)
+
+
+@pytest.fixture(scope="module")
+def seeing(path):
+    return Reference(path)
+
+
+@pytest.fixture(scope="module")
+def sees(path, tmp_path_factory):
+    log = tmp_path_factory.mktemp("sees") / "log"
+    server = start(log, "--model", str(path), "--pool-tokens", "8192", "--debug-invariants")
+    with httpx.Client(base_url=server.url, timeout=120) as client:
+        yield client
+    server.check_idle()
+    assert stop(server) == 0
+    assert "Traceback" not in log.read_text()
+
+
+def chat(client: httpx.Client, content: list | str, **more) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": NEW, **_SHARED, **more}
+    return client.post("/v1/chat/completions", json=body)
+
+
+def rendered(content: str) -> str:
+    return f"<|im_start|>User:{content}<end_of_utterance>\nAssistant:"
+
+
+@pytest.fixture(scope="module")
+def expected(seeing):
+    """The text that follows a picture and a question."""
+    tokens = seeing.greedy(rendered("<image>What is it?"), [A], NEW)
+    return tokens, seeing.processor.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def tiles(client: httpx.Client) -> int:
+    return client.get("/server_info").json()["state"]["image_tiles"]
+
+
+def test_a_chat(sees, seeing, expected):
+    content = [part(A), text("What is it?")]
+    first = chat(sees, content, return_token_ids=True).json()
+    assert first["choices"][0]["token_ids"] == expected[0]
+    wanted = seeing.inputs(rendered("<image>What is it?"), [A])["input_ids"][0].tolist()
+    assert first["prompt_token_ids"] == wanted, "clients see the token of an image, and not its digest"
+    assert "left_out" not in first
+    before = tiles(sees)
+    again = chat(sees, content, explain=True).json()
+    assert again["choices"][0]["message"]["content"] == expected[1]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 64
+    assert tiles(sees) == before
+    other = chat(sees, [part(B), text("What is it?")], explain=True).json()
+    assert other["usage"]["prompt_tokens_details"]["cached_tokens"] < 16
+    assert sees.get("/cache/tree").status_code == 200
+
+
+def test_a_text_that_names_the_token_is_no_image(sees, seeing):
+    content = [text("Is <image> a tag?"), part(A), text("And what is this?")]
+    found = chat(sees, content, return_token_ids=True).json()
+    token = seeing.model.config.image_token_id
+    assert found["prompt_token_ids"].count(token) == 5 * 16 + 1
+
+
+def test_two_turns_read_what_the_first_has_computed(sees):
+    # The model's own answers are no UTF-8. The template writes a space before an answer, where it has sampled one.
+    letters = {"structured_outputs": {"regex": " [a-z]{8}"}}
+    first = chat(sees, [part(A), text("Look closely.")], **letters).json()
+    turns = [
+        {"role": "user", "content": [part(A), text("Look closely.")]},
+        {"role": "assistant", "content": first["choices"][0]["message"]["content"].strip()},
+        {"role": "user", "content": [text("And this?"), part(B)]},
+    ]
+    before = tiles(sees)
+    body = {"messages": turns, "max_tokens": NEW, **_SHARED}
+    second = sees.post("/v1/chat/completions", json=body).json()
+    usage = second["usage"]["prompt_tokens_details"]
+    assert usage["cached_tokens"] >= first["usage"]["prompt_tokens"] // 16 * 16
+    assert usage.get("replayed_tokens", 0) > 0
+    assert tiles(sees) - before <= 3, "the first image is not computed again"
+
+
+def test_anthropic(sees, expected):
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(file_of(A)).decode()}
+    image = {"type": "image", "source": source, "cache_control": {"type": "ephemeral"}}
+    messages = [{"role": "user", "content": [image, text("What is it?")]}]
+    body = {"model": "tiny-idefics3", "messages": messages, "max_tokens": NEW, **_SHARED}
+    found = sees.post("/v1/messages", json=body).json()
+    assert found["content"][0]["text"] == expected[1]
+    assert "left_out" not in found
+    count = sees.post("/v1/messages/count_tokens", json={"messages": messages, "model": "tiny-idefics3"}).json()
+    usage = found["usage"]
+    assert count == {
+        "input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"]
+    }
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [image, text("read")]}
+    call = {"type": "tool_use", "id": "t", "name": "read", "input": {}}
+    turns = [
+        {"role": "user", "content": "Go."},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    found = sees.post("/v1/messages", json={**body, "messages": turns}).json()
+    assert found["usage"]["input_tokens"] + found["usage"]["cache_read_input_tokens"] > 80
+    assert "left_out" not in found
+
+
+def test_responses(sees, expected):
+    content = [{"type": "input_image", "image_url": url_of(file_of(A))}, {"type": "input_text", "text": "What is it?"}]
+    body = {"input": [{"role": "user", "content": content}], "max_output_tokens": NEW, **_SHARED}
+    first = sees.post("/v1/responses", json=body).json()
+    assert first["output"][0]["content"][0]["text"] == expected[1]
+    body = {"input": "And now?", "previous_response_id": first["id"], "max_output_tokens": NEW, **_SHARED}
+    second = sees.post("/v1/responses", json=body).json()
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] >= first["usage"]["input_tokens"] // 16 * 16
+
+
+def test_generate(sees, expected):
+    params = {"max_new_tokens": NEW, "temperature": 0}
+    data, texts = base64.b64encode(file_of(A)).decode(), rendered("<image>What is it?")
+    body = {"text": texts, "image_data": data, "sampling_params": params}
+    assert sees.post("/generate", json=body).json()["output_ids"] == expected[0]
+    batch = {"text": [texts, "Hello"], "image_data": [[url_of(file_of(A))], []], "sampling_params": params}
+    assert sees.post("/generate", json=batch).json()[0]["output_ids"] == expected[0]
+    few = sees.post("/generate", json={**body, "text": "no image"})
+    assert (few.status_code, few.json()["error"]["param"]) == (400, "image_data")
+
+
+def _png(width: int, height: int) -> bytes:
+    """A PNG of a size, whose pixels are a few bytes."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    rows = zlib.compress((b"\0" + b"\0" * (-(-width // 8))) * height, 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+BAD = {
+    "many pixels": (url_of(_png(10_000, 10_000)), "10000 x 10000 pixels"),
+    "a bomb": (url_of(_png(60_000, 60_000)[:20_000]), "too many pixels"),
+    "long and thin": (url_of(_png(20_000, 1)), "edges"),
+    "truncated": (url_of(file_of(A)[:-200]), "cannot be decoded"),
+    "no image": (url_of(b"hello"), "none of the served formats"),
+    "SVG": (url_of(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image/svg+xml"), "none of the served formats"),
+    "TIFF": (url_of(file_of(A, "TIFF"), "image/tiff"), "none of the served formats"),
+    "polyglot": (url_of(file_of(A, "GIF") + b"<script>", "image/png"), "called image/png"),
+    "a web page": ("https://example.com/cat.png", "data URL"),
+    "a file": ("file:///etc/passwd", "data URL"),
+    "no base64": ("data:image/png;base64,@@@", "base64"),
+    "nothing": ("", "data URL"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_cannot_be_served_is_one_error(sees, kind):
+    url, reason = BAD[kind]
+    found = chat(sees, [text("Look:"), {"type": "image_url", "image_url": {"url": url}}])
+    error = found.json()["error"]
+    assert (found.status_code, error["param"], error["code"]) == (400, "messages", "invalid_image")
+    assert reason in error["message"]
+    assert "/etc/passwd" not in error["message"] or kind == "a file"
+
+
+def test_too_many_images_are_refused(sees):
+    mark = f"\ue0f0{hashlib.sha256(file_of(A)).hexdigest()}\ue0f1"
+    for content in ([part(A)] * 65, [part(A), text(mark * 64)]):
+        found = chat(sees, content)
+        assert found.status_code == 400
+        assert "more than 64 images" in found.json()["error"]["message"]
+
+
+def test_an_upright_image(sees):
+    """An image that EXIF turns is the same as one whose pixels are turned."""
+    upright = A.convert("RGB")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 270 degrees
+    turned, file = upright.transpose(Image.Transpose.ROTATE_90), io.BytesIO()
+    turned.save(file, "PNG", exif=exif)
+    question = text("Which way is up?")
+    first = chat(sees, [part(upright), question]).json()
+    second = chat(sees, [{"type": "image_url", "image_url": {"url": url_of(file.getvalue())}}, question]).json()
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] // 16 * 16
+
+
+@pytest.mark.parametrize("more", [{"prompt_logprobs": 1}, {"truncate_prompt_tokens": 8}])
+def test_what_images_exclude(sees, more):
+    found = chat(sees, [part(A), text("x")], **more)
+    assert found.status_code == 400
+    assert "images are not served" in found.json()["error"]["message"]
+
+
+def test_a_model_that_reads_text_alone_leaves_images_out(client):
+    found = chat(client, [part(A), text("What is it?")]).json()
+    assert found["left_out"] == ["content image_url"]
+    refused = client.post("/generate", json={"text": "<image>", "image_data": "AAAA"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "image_data is not supported"
