@@ -9,12 +9,10 @@ from typing import Any
 from runtime.asks import DocumentsAsk
 from runtime.errors import InvalidRequest
 from runtime.frontend.documents.prompt import TokenizedPrompt
-from runtime.frontend.documents.table import MeasuredMethod, choose, read_table
+from runtime.frontend.documents.table import UNMEASURED, MeasuredMethod, choose, read_table
 from runtime.params import LEADING, RATIO, TAKEN_BY, DocumentMethod, ReuseParams
 
 _DEFAULTS: dict[str, Any] = {"ratio": RATIO, "k": LEADING}
-# Within this KL, the measured methods kept all right answers of `ramet bench documents --quality`.
-_MAX_KL = 0.1
 # Shorter documents, and shorter last chunks, are computed in full: they save few rows, and in full they are exact.
 _SHORTEST = 32
 
@@ -89,14 +87,16 @@ class DocumentPlanner:
         return DocumentPrompt(prompt.tokens.tolist(), prompt.names, ask, note)
 
     def _choose(self, asked: ReuseParams) -> tuple[ReuseParams, dict[str, Any]]:
-        """The measured method for `auto`, and a note that gives the reason."""
-        max_kl = _MAX_KL if asked.max_kl is None else asked.max_kl
-        found = choose(self.table, max_kl)
+        """The method for `auto`, and a note that gives the reason."""
+        none = ReuseParams(method="none")
+        if self.table is None:
+            if asked.max_kl is not None:
+                return none, {"auto": "no table for this model"}
+            return UNMEASURED, {"auto": "no table for this model: what lost least on others"}
+        found = choose(self.table, asked.max_kl)
         if found is None:
-            reason = "no table for this model" if self.table is None else f"no method within {max_kl:g}"
-            return ReuseParams(method="none"), {"auto": reason}
-        options = found.model_dump(include=set(ReuseParams.model_fields))
-        return ReuseParams(**options), {"auto": f"measured KL {found.kl:g}"}
+            return none, {"auto": "no measured method loses so little"}
+        return ReuseParams(**found.model_dump(include=set(ReuseParams.model_fields))), {"auto": found.reason}
 
 
 def refuse_reuse(asked: ReuseParams | None) -> None:
