@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def settings_of(arguments: argparse.Namespace) -> tuple[ProfileFiles, ProfileSettings]:
     """Files and settings from parsed options. Raises ValueError, which names the option."""
     files = make(ProfileFiles, arguments)
-    kind, word, written = DepthSettings, "for a diffusion model", {"out", "plot", "prefix", "prompts"}
+    kind: type[ProfileSettings] = DepthSettings
+    word, written = "a depth table", {"out", "plot", "prefix", "prompts"}
     if "answers" in vars(arguments):
         kind, word, written = AnswerSettings, "--answers", {"out", "plot"}
     elif arguments.fusion:

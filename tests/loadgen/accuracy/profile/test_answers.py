@@ -98,3 +98,17 @@ def test_a_bad_file_is_one_line(line, words, tiny_dir, tmp_path, capsys):
     files = ["--answers", str(path), "--out", str(tmp_path / "t.json")]
     assert main(["profile", "--model", str(tiny_dir), *files]) == 1
     assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--answers", "q.jsonl", "--length", "9"], "argument --length: not with --answers"),
+        (["--documents", "3"], "argument --documents: not with a depth table"),
+        (["--fusion", "--output", "3"], "argument --output: not with --fusion"),
+    ],
+)
+def test_an_option_of_another_table_is_one_line(options, words, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["profile", "--out", str(tmp_path / "t.json"), *options])
+    assert words in capsys.readouterr().err.splitlines()[-1]
