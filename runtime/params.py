@@ -7,7 +7,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from runtime.errors import InvalidRequest
 
-DocumentMethod = Literal["none", "a3", "cacheblend", "prophetkv", "legolink", "pie", "full"]
+DocumentMethod = Literal["none", "a3", "cacheblend", "prophetkv", "passages", "legolink", "pie", "full"]
 
 # Fields of `SamplingParams` that constrain the output; they exclude each other.
 CONSTRAINTS = ("json_schema", "regex", "grammar")
@@ -26,7 +26,7 @@ RATIO, LEADING = 0.15, 16
 PERCENTILE, TAU_MAX, TAU_MIN = 80.0, 0.9, 0.6
 # Options of `ReuseParams` that only some methods take, with these methods.
 TAKEN_BY = {
-    "ratio": ("a3", "cacheblend", "prophetkv", "legolink"),
+    "ratio": ("a3", "cacheblend", "prophetkv", "passages", "legolink"),
     **{"k": ("legolink",), "max_kl": ("auto",)},
 }
 
@@ -171,7 +171,7 @@ class ReuseParams(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=False)
 
     method: Literal[DocumentMethod, "auto"] = Field(
-        description="selects the rows; none: an ordinary prompt; auto: by the model's table, within max_kl"
+        description="selects the rows; none: an ordinary prompt; auto: by the model's table"
     )
     ratio: float | None = Field(
         None,

@@ -15,9 +15,6 @@ TABLE_FILE = "fusion.json"
 MOST_LOST = 0.02
 # Within this KL, the measured methods kept all right answers of `ramet bench documents --quality`.
 MAX_KL = 0.1
-# For a model without a table: the cheapest method that lost no right answers, within the interval, on all real models
-# that were measured (`runtime/reuse/fusion/README.md`).
-UNMEASURED = ReuseParams(method="prophetkv", ratio=0.3)
 _PUBLISHED = Path(__file__).with_name("tables")
 
 

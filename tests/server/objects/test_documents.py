@@ -17,7 +17,7 @@ OSLO = {"text": "Oslo lies in the north, by a long fjord, and its winters are da
 QUESTION = "\nWhich city stands on hills?"
 SEGMENTS = [{"text": "Read this.\n"}, {"document": ROME}, {"text": "\n"}, {"document": OSLO}, {"text": QUESTION}]
 PARTS = [{"type": "document", "document": ROME}, {"type": "document", "document": OSLO}]
-METHODS = ("a3", "cacheblend", "prophetkv", "legolink", "pie", "full")
+METHODS = ("a3", "cacheblend", "prophetkv", "passages", "legolink", "pie", "full")
 
 
 def generate(client, **fields) -> dict:
