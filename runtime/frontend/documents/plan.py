@@ -9,7 +9,7 @@ from typing import Any
 from runtime.asks import DocumentsAsk
 from runtime.errors import InvalidRequest
 from runtime.frontend.documents.prompt import TokenizedPrompt
-from runtime.frontend.documents.table import MeasuredMethod, choose, read_table
+from runtime.frontend.documents.table import UNMEASURED, MeasuredMethod, choose, read_table
 from runtime.params import LEADING, RATIO, TAKEN_BY, DocumentMethod, ReuseParams
 
 _DEFAULTS: dict[str, Any] = {"ratio": RATIO, "k": LEADING}
@@ -89,7 +89,9 @@ class DocumentPlanner:
     def _choose(self, asked: ReuseParams) -> tuple[ReuseParams, dict[str, Any]]:
         """The method for `auto`, and a note that gives the reason."""
         none = ReuseParams(method="none")
-        if self.table is None:  # each method loses right answers on some model
+        if self.table is None:
+            if asked.max_kl is None:
+                return UNMEASURED, {"auto": "no table for this model: what lost least on others"}
             return none, {"auto": "no table for this model"}
         found = choose(self.table, asked.max_kl)
         if found is None:

@@ -15,6 +15,9 @@ TABLE_FILE = "fusion.json"
 MOST_LOST = 0.02
 # Within this KL, the measured methods kept all right answers of `ramet bench documents --quality`.
 MAX_KL = 0.1
+# For a model without a table: what lost least right answers on all real models that were measured, and significantly
+# many on none (`runtime/reuse/fusion/README.md`).
+UNMEASURED = ReuseParams(method="passages", ratio=0.3)
 _PUBLISHED = Path(__file__).with_name("tables")
 
 

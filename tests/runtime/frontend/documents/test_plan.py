@@ -175,11 +175,14 @@ def test_right_answers_decide_unless_a_kl_is_asked_for(lost, asked, select, reas
     assert planned.report({}, 0)["auto"] == reason
 
 
-def test_without_a_table_none_is_chosen_and_said(directory):
-    for bound in ({"max_kl": 5}, {}):
-        planned = plan(DocumentPlanner.load("none", directory), method="auto", **bound)
-        assert planned.ask is None
-        assert planned.report(None, 0).items() >= {"method": "none", "auto": "no table for this model"}.items()
+def test_without_a_table_the_method_is_what_lost_least_on_others(directory):
+    planner = DocumentPlanner.load("none", directory)
+    planned = plan(planner, method="auto")
+    assert (planned.ask.select, planned.ask.ratio) == ("passages", 0.3)
+    assert planned.report({}, 0)["auto"] == "no table for this model: what lost least on others"
+    bounded = plan(planner, method="auto", max_kl=5)
+    assert bounded.ask is None, "no KL is known"
+    assert bounded.report(None, 0).items() >= {"method": "none", "auto": "no table for this model"}.items()
 
 
 @pytest.mark.parametrize(
