@@ -185,7 +185,7 @@ class ReuseParams(BaseModel):
     chunk_tokens: int = Field(512, ge=16, le=4096, description="documents are encoded in chunks of this many tokens")
     k: int | None = Field(None, ge=0, le=512, description=f"legolink: first rows of each chunk; default: {LEADING}")
     max_kl: float | None = Field(
-        None, ge=0, le=100, description="auto: largest mean KL to full prefill, in nats; default: 0.1"
+        None, ge=0, le=100, description="auto: choose by this largest mean KL to full prefill, in nats"
     )
 
     def check(self) -> None:

@@ -88,14 +88,12 @@ class DocumentPlanner:
 
     def _choose(self, asked: ReuseParams) -> tuple[ReuseParams, dict[str, Any]]:
         """The method for `auto`, and a note that gives the reason."""
-        none = ReuseParams(method="none")
-        if self.table is None:
-            if asked.max_kl is None:
-                return UNMEASURED, {"auto": "no table for this model: what lost least on others"}
-            return none, {"auto": "no table for this model"}
-        found = choose(self.table, asked.max_kl)
-        if found is None:
-            return none, {"auto": "no measured method loses so little"}
+        table = self.table or []
+        if asked.max_kl is None and all(one.lost is None for one in table):
+            return UNMEASURED, {"auto": "no right answers were counted for this model: what lost least on others"}
+        if (found := choose(table, asked.max_kl)) is None:
+            reason = "no table for this model" if self.table is None else "no measured method loses so little"
+            return ReuseParams(method="none"), {"auto": reason}
         return ReuseParams(**found.model_dump(include=set(ReuseParams.model_fields))), {"auto": found.reason}
 
 

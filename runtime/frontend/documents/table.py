@@ -13,10 +13,8 @@ from runtime.params import DocumentMethod, ReuseParams
 TABLE_FILE = "fusion.json"
 # Of a table of right answers, the most that the method auto may lose, as a share of all answers.
 MOST_LOST = 0.02
-# Within this KL, the measured methods kept all right answers of `ramet bench documents --quality`.
-MAX_KL = 0.1
-# For a model without a table: what lost least right answers on all real models that were measured, and significantly
-# many on none (`runtime/reuse/fusion/README.md`).
+# For a model whose right answers were not counted: the method that lost least on all real models that were measured,
+# and on none significantly (`runtime/reuse/fusion/README.md`).
 UNMEASURED = ReuseParams(method="passages", ratio=0.3)
 _PUBLISHED = Path(__file__).with_name("tables")
 
@@ -79,11 +77,10 @@ def _read(value: dict[str, object], path: Path) -> list[MeasuredMethod]:
 def choose(table: list[MeasuredMethod], max_kl: float | None = None) -> MeasuredMethod | None:
     """The cheapest measured method that loses little; None if there is none.
 
-    It loses at most `MOST_LOST` of the right answers or, if the table has none or `max_kl` is given, at most this KL.
+    It loses at most `MOST_LOST` of the right answers or, if `max_kl` is given, has at most this KL.
     """
-    if max_kl is None and any(one.lost is not None for one in table):
+    if max_kl is None:
         near = [one for one in table if one.lost is not None and one.lost <= MOST_LOST]
     else:
-        most = MAX_KL if max_kl is None else max_kl
-        near = [one for one in table if one.kl is not None and one.kl <= most]
+        near = [one for one in table if one.kl is not None and one.kl <= max_kl]
     return min(near, key=lambda one: (one.cost, one.lost or 0, one.kl or 0), default=None)
