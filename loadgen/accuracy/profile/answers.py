@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from loadgen.accuracy.forced import Ask, Asker
 from loadgen.accuracy.profile.depths import open_results
-from loadgen.accuracy.profile.questions import Question, draw, read_questions
+from loadgen.accuracy.profile.questions import AnsweredQuestion, draw, read_questions
 from loadgen.accuracy.profile.settings import AnswerSettings, ProfileFiles
 from loadgen.harness import Results
 from loadgen.harness.plots import drawing
@@ -36,7 +36,7 @@ class AnswerProfiler:
         self._asker, self._tokenizer, self._settings, self._results = asker, tokenizer, settings, results
         self.grid: dict[str, ReuseParams] = ways(METHODS, [ratio / 100 for ratio in settings.ratios], ["token"])
 
-    def run(self, questions: list[Question]) -> dict[str, list[Figures]]:
+    def run(self, questions: list[AnsweredQuestion]) -> dict[str, list[Figures]]:
         """By way, the figures of each question; those that the results lack are measured. Raises ModelError."""
         names = [FULL, *self.grid]
         with tqdm(total=len(questions) * len(names), desc="answers", unit="answer") as bar:
@@ -48,7 +48,7 @@ class AnswerProfiler:
                 bar.update(len(names))
         return {name: [self._results.of({"way": name})[i] for i in range(len(questions))] for name in names}
 
-    def _measure(self, question: Question, names: list[str]) -> dict[str, Figures]:
+    def _measure(self, question: AnsweredQuestion, names: list[str]) -> dict[str, Figures]:
         """Seconds to the first token, with all documents cached but for full prefill, and whether answers are right."""
         prompt, planner = question.tokenize(self._tokenizer), DocumentPlanner()
         tokens = prompt.tokens.tolist()

@@ -22,7 +22,7 @@ class Passage(BaseModel):
     title: str = ""
 
 
-class Question(BaseModel):
+class AnsweredQuestion(BaseModel):
     """A line of the file: `{"question", "answers", "documents"}`; Natural Questions calls the documents `ctxs`.
 
     A document is a text, or an object with `text` and `title`. An answer is right if it contains one of `answers`.
@@ -51,7 +51,7 @@ class Question(BaseModel):
         return found.tokenize(tokenizer, add_special_tokens=False)
 
 
-def read_questions(path: Path) -> list[Question]:
+def read_questions(path: Path) -> list[AnsweredQuestion]:
     """The questions of a file, which may be compressed (`.gz`). Raises ModelError."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
@@ -61,7 +61,7 @@ def read_questions(path: Path) -> list[Question]:
     found = []
     for number, line in texts:
         try:
-            found.append(Question.model_validate_json(line))
+            found.append(AnsweredQuestion.model_validate_json(line))
         except ValidationError as error:
             problem = error.errors()[0]
             where = ".".join(map(str, problem["loc"]))
@@ -71,13 +71,15 @@ def read_questions(path: Path) -> list[Question]:
     return found
 
 
-def draw(questions: list[Question], samples: int, documents: int, seed: int) -> list[Question]:
+def draw(questions: list[AnsweredQuestion], samples: int, documents: int, seed: int) -> list[AnsweredQuestion]:
     """Some questions in random order. Each has at least `documents` documents: others' first ones are mixed in."""
     drawn = random.Random(seed).sample(questions, min(samples, len(questions)))
     return [_filled(one, questions, documents, random.Random(f"{seed} {i}")) for i, one in enumerate(drawn)]
 
 
-def _filled(question: Question, questions: list[Question], documents: int, rng: random.Random) -> Question:
+def _filled(
+    question: AnsweredQuestion, questions: list[AnsweredQuestion], documents: int, rng: random.Random
+) -> AnsweredQuestion:
     missing = documents - len(question.documents)
     if missing <= 0:
         return question

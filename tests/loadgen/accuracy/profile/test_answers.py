@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from loadgen.accuracy.profile.answers import AnswerProfiler
-from loadgen.accuracy.profile.questions import Question, draw, read_questions
+from loadgen.accuracy.profile.questions import AnsweredQuestion, draw, read_questions
 from runtime.frontend.documents.plan import DocumentPlanner
 from runtime.frontend.documents.table import choose
 from server.cli import main
@@ -73,7 +73,7 @@ def test_documents_of_others_are_mixed_in(questions):
     [("It was The Beatles!", True), ("the beatle", False), ("He saw a U.S. Navy ship", True), ("", False)],
 )
 def test_an_answer_is_right_by_its_words(said, is_right):
-    question = Question(question="who", answers=["Beatles", "US navy"], documents=["text"])
+    question = AnsweredQuestion(question="who", answers=["Beatles", "US navy"], documents=["text"])
     assert question.is_right(said) is is_right
 
 
