@@ -79,7 +79,7 @@ test-all: $(VENV)/.dev $(VENV)/.ray $(VENV)/wheels
 	  { echo "==> a Redis is missing; on Debian: apt-get install redis-server"; exit 1; }
 	$(VENV)/bin/ramet fetch-model
 	RAMET_EVENT_WHEELS=$(VENV)/wheels $(VENV)/bin/python -m pytest --hypothesis-profile=repeat $(ARGS) tests/server/ray \
-	  tests/runtime/kv/test_consumers.py tests/runtime/kv/tiers/test_redis.py tests/runtime/kv/tiers/test_stores.py
+	  tests/runtime/features/kv_events/test_consumers.py tests/runtime/features/tiers/test_redis.py tests/runtime/features/tiers/test_stores.py
 
 $(VENV)/wheels: $(VENV)/.torch
 	$(VENV)/bin/python -m pip download --disable-pip-version-check --no-deps --dest $@ vllm==0.32.0 sglang==0.5.23
@@ -110,15 +110,19 @@ docs: $(VENV)/.serve
 
 # The pictures of HOW.md, from what an engine does with real prompts.
 pictures: $(VENV)/.bench
-	$(VENV)/bin/python -m loadgen.micro.pictures server/static
+	$(VENV)/bin/python -m loadgen.experiments.micro.pictures server/static
 
-# Write the images' pins with hashes. ARGS=--upgrade takes newer versions.
+# Write the images' pins, with the hashes of the files that they can install. ARGS=--upgrade takes newer versions.
+COMPILE = $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --no-emit-package torch \
+  $(if $(filter torch%,$(TORCH)),--torch-backend cpu)
 pins: $(VENV)/.torch
 	$(PIP) --quiet uv
 	{ for group in "bench otel tiers ray" build router; do $(PYTHON) docker/requirements.py $$group; done | grep -v '^torch'; \
-	  echo "$(TORCH)"; } | $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
-	  --no-emit-package torch $(if $(filter torch%,$(TORCH)),--torch-backend cpu) --custom-compile-command "make pins" \
-	  --output-file docker/constraints.txt $(ARGS) -
+	  echo "$(TORCH)"; } > $(VENV)/pins.in
+	$(COMPILE) --generate-hashes --custom-compile-command "make pins" --output-file docker/constraints.txt $(ARGS) - \
+	  < $(VENV)/pins.in
+	$(COMPILE) --constraint docker/constraints.txt --format pylock.toml --output-file $(VENV)/pylock.toml - < $(VENV)/pins.in
+	$(PYTHON) docker/requirements.py --shorten $(VENV)/pylock.toml
 
 # make bench ARGS="tree"; make bench-prefix
 bench bench-prefix: $(VENV)/.bench

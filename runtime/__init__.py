@@ -14,7 +14,7 @@ from runtime.frontend.schemas.program import prompt_program, role
 from runtime.params import ReuseParams, SamplingParams
 
 if TYPE_CHECKING:
-    from runtime.engine.offline import Engine
+    from runtime.offline import Engine
 
 __all__ = [
     "Document",
@@ -31,7 +31,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "Engine":
-        from runtime.engine.offline import Engine
+        from runtime.offline import Engine
 
         return Engine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,10 +1,14 @@
-"""What requests ask of reuse strategies, on the way from the front end to the engine."""
+"""What requests ask of reuse strategies, and what these report, on the way between the front end and the engine."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from runtime.params import LEADING, PERCENTILE, TAU_MAX, TAU_MIN
+from runtime.denoising import DenoisingReport, SharedPrefixReport
+from runtime.features.reasoning.ask import ReasoningAsk, ReasoningMethod, ReasoningParams, ReasoningReport
+from runtime.params import LEADING, DocumentMethod, ReuseParams
+from runtime.report import Report
 
 Pairs = list[tuple[int, int]]
 
@@ -33,6 +37,23 @@ class ModulesAsk(msgspec.Struct, tag="modules", tag_field="method"):
     schema: str = ""
 
 
+class ModulesReport(Report, tag="modules", kw_only=True):
+    """How a prompt's modules were reused.
+
+    Attributes:
+        exact_modules: whether the KV of each module is that of the module alone.
+        modules: names of the modules, in the order of their positions; `computed_modules`: of those not cached before.
+        reused_tokens, computed_tokens: number of the prompt's tokens that were cached, and of the others.
+    """
+
+    exact: bool = False
+    exact_modules: bool = True
+    modules: list[str]
+    computed_modules: list[str]
+    reused_tokens: int
+    computed_tokens: int
+
+
 class DocumentsAsk(msgspec.Struct, tag="fusion", tag_field="method"):
     """The documents of a prompt, and how they are reused. The front end has checked their ranges.
 
@@ -57,12 +78,58 @@ class DocumentsAsk(msgspec.Struct, tag="fusion", tag_field="method"):
     k: int = LEADING
 
 
-class ReasoningAsk(msgspec.Struct, tag="reasoncache", tag_field="method"):
-    """Sharing of reasoning steps; fields as in `runtime.params.ReasoningParams`."""
+class DocumentsReport(Report, tag="fusion", kw_only=True):
+    """How a prompt's documents were reused. The options are those of `DocumentsAsk`.
 
-    percentile: float = PERCENTILE
-    tau_max: float = TAU_MAX
-    tau_min: float = TAU_MIN
+    Attributes:
+        method: `DocumentsAsk.select`.
+        k: only if LegoLink uses it.
+        documents: names of the documents; `computed_documents`: of those with a part that was not cached before.
+        chosen_before: whether the rows were chosen for an earlier request with the same documents.
+        recomputed_rows: number of document rows that were computed again.
+        row_layers: rows x layers that were computed.
+        reused_tokens, computed_tokens: number of the prompt's tokens that were cached, and of the others.
+        auto: why the method `auto` chose this one.
+        note: what else the client should know.
+    """
+
+    exact: bool = False
+    method: str
+    ratio: float | None
+    granularity: Literal["page", "token"]
+    chunk_tokens: int
+    k: int | UnsetType = UNSET
+    documents: list[str]
+    computed_documents: list[str]
+    chosen_before: bool
+    recomputed_rows: int
+    row_layers: int
+    reused_tokens: int
+    computed_tokens: int
+    auto: str | UnsetType = UNSET
+    note: str | UnsetType = UNSET
+
+
+class ExactDocumentsReport(Report, tag="prefix", kw_only=True):
+    """A prompt with documents of which only an exact prefix was reused. Fields as in `DocumentsReport`."""
+
+    exact: bool = True
+    method: str = "none"
+    documents: list[str]
+    reused_tokens: int
+    computed_tokens: int
+    auto: str | UnsetType = UNSET
+    note: str | UnsetType = UNSET
 
 
 ReuseAsk = ModulesAsk | DocumentsAsk | ReasoningAsk
+ReuseReport = (
+    ModulesReport | DocumentsReport | ExactDocumentsReport | ReasoningReport | DenoisingReport | SharedPrefixReport
+)
+
+# What requests say in `reuse`. A prompt with documents or modules has its ask itself.
+AnyReuse = ReuseParams | ReasoningParams
+ReuseMethod = Literal[DocumentMethod, ReasoningMethod]
+REUSE_BY_METHOD: dict[str, type[AnyReuse]] = {
+    method: kind for kind in get_args(AnyReuse) for method in get_args(kind.model_fields["method"].annotation)
+}

@@ -2,11 +2,12 @@
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from radix import PolicyName
+from runtime.asks import ReuseMethod
 from runtime.errors import ModelError
 from runtime.logs import LogFormat
 from runtime.params import DocumentMethod
@@ -97,10 +98,10 @@ class CacheConfig(Section):
     """The KV pool and its prefix cache."""
 
     prefix_cache: bool = Field(True, description="reuse the KV of earlier requests' prefixes")
-    reuse: Literal["auto", DocumentMethod, "reasoncache"] = Field(
+    reuse: Literal["auto", ReuseMethod] = Field(
         "auto",
-        description="default of requests' `reuse`: a method for documents or reasoncache, which are approximate; auto: "
-        "BiCache for diffusion models, none for others",
+        description="default of requests' `reuse`; all methods but none are approximate; auto: BiCache for diffusion "
+        "models, none for others",
     )
     eviction_policy: PolicyName = Field("foresight", description="which unused pages are evicted first")
     hold_time: str = Field(
@@ -171,7 +172,7 @@ class CacheConfig(Section):
     @property
     def document_method(self) -> DocumentMethod:
         """The document method of requests without `reuse`."""
-        return "none" if self.reuse == "auto" or self.reuse == "reasoncache" else self.reuse
+        return cast(DocumentMethod, self.reuse) if self.reuse in get_args(DocumentMethod) else "none"
 
 
 class TierConfig(Section):

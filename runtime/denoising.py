@@ -3,11 +3,16 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NoReturn, Protocol
 
+from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, ConfigDict, Field
 
 from runtime.errors import InvalidRequest
 from runtime.params import CONSTRAINTS, SamplingParams
+from runtime.report import Report
 
+# Why a diffusion model's request shares no prefix: reuse is off, no prefix is known, it fills no page, the pool has no
+# room for it, or it would be reused in no layer.
+Unshared = Literal["off", "no_prefix", "too_short", "no_room", "no_layer"]
 Algorithm = Literal[
     "low_confidence", "joint_threshold", "entropy", "maskgit_plus", "topk_margin", "origin", "entropy_bound"
 ]
@@ -21,6 +26,40 @@ _BY_PROBABILITY = ("low_confidence", "joint_threshold", "maskgit_plus")
 _LLADA_BLOCK = 32
 # LLaDA2.1's joint threshold as its authors recommend it for quality.
 _JOINT = {"threshold": 0.7, "edit_threshold": 0.5, "max_post_edit_steps": 16}
+
+
+class DenoisingReport(Report, tag="denoising"):
+    """The number of denoising steps of a diffusion model so far."""
+
+    inline = True
+    denoise_steps: int
+
+
+class SharedPrefixReport(Report, tag="bicache", kw_only=True):
+    """How a diffusion model's request shares a prefix whose KV is reused in the lower layers.
+
+    Attributes:
+        shallow_depth: number of layers in which the prefix is reused.
+        encoded_tokens: length of the prefix, in whole pages.
+        unshared: why none is shared; None: the request was not admitted. Absent if one is shared.
+        refreshes: number of denoising steps that refreshed the prefix's other layers.
+        prefix_ratio: the prefix's share of the request's positions.
+        denoise_steps: number of denoising steps so far.
+        divergence_bound: largest divergence in nats of a measured depth; absent if depths are not measured.
+        refresh_interval: denoising steps between two refreshes; absent with `divergence_bound`.
+        depth_divergence: measured divergence of the depth in nats; None: not measured; absent with `divergence_bound`.
+    """
+
+    inline = True
+    shallow_depth: int
+    encoded_tokens: int
+    unshared: Unshared | UnsetType | None = UNSET
+    refreshes: int
+    prefix_ratio: float
+    denoise_steps: int
+    divergence_bound: float | UnsetType = UNSET
+    refresh_interval: int | UnsetType = UNSET
+    depth_divergence: float | UnsetType | None = UNSET
 
 
 class Denoised(Protocol):

@@ -22,8 +22,6 @@ StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 # Defaults of `ReuseParams`: the share of the rows to recompute, and LegoLink's first rows of each chunk.
 RATIO, LEADING = 0.15, 16
-# Defaults of `ReasoningParams`.
-PERCENTILE, TAU_MAX, TAU_MIN = 80.0, 0.9, 0.6
 # Options of `ReuseParams` that only some methods take, with these methods.
 TAKEN_BY = {
     "ratio": ("a3", "cacheblend", "prophetkv", "passages", "legolink"),
@@ -165,10 +163,20 @@ class SamplingParams(CommonSampling):
                 raise InvalidRequest(f"token id {bad} is out of range: the model has {vocab_size} tokens", param=name)
 
 
-class ReuseParams(BaseModel):
-    """Reuse of documents' KV at any position of a prompt, with a few of the documents' rows computed again."""
+class Reuse(BaseModel):
+    """How a request reuses KV beyond exact prefixes; each method has its own parameters."""
 
     model_config = ConfigDict(extra="forbid", strict=False)
+
+    method: str
+
+    def check(self) -> None:
+        """Raise InvalidRequest if an option does not go with the method or another option."""
+        raise NotImplementedError
+
+
+class ReuseParams(Reuse):
+    """Reuse of documents' KV at any position of a prompt, with a few of the documents' rows computed again."""
 
     method: Literal[DocumentMethod, "auto"] = Field(
         description="selects the rows; none: an ordinary prompt; auto: by the model's table"
@@ -189,7 +197,6 @@ class ReuseParams(BaseModel):
     )
 
     def check(self) -> None:
-        """Raise InvalidRequest if an option does not go with the method."""
         for name, methods in TAKEN_BY.items():
             if getattr(self, name) is not None and self.method not in methods:
                 raise InvalidRequest(f"{name} is an option of {', '.join(methods)}", param=f"reuse.{name}")
@@ -198,24 +205,3 @@ class ReuseParams(BaseModel):
                 raise InvalidRequest(f"auto takes the {name} that was measured; leave it out", param=f"reuse.{name}")
         if self.k is not None and self.ratio is not None:
             raise InvalidRequest("k and ratio exclude each other", param="reuse.k")
-
-
-class ReasoningParams(BaseModel):
-    """Sharing of the KV of reasoning steps that repeat within an output (ReasonCache)."""
-
-    model_config = ConfigDict(extra="forbid", strict=False)
-
-    method: Literal["reasoncache"] = "reasoncache"
-    percentile: float = Field(
-        PERCENTILE, gt=0, le=100, description="a page is shared up to this percentile of the latest distances"
-    )
-    tau_max: float = Field(TAU_MAX, ge=0, le=1, description="similarity threshold of a step unlike all earlier steps")
-    tau_min: float = Field(TAU_MIN, ge=0, le=1, description="similarity threshold of a step equal to all earlier steps")
-
-    def check(self) -> None:
-        """Raise InvalidRequest if the values do not fit each other."""
-        if self.tau_min > self.tau_max:
-            raise InvalidRequest(f"tau_min is {self.tau_min}, more than tau_max, {self.tau_max}", param="reuse.tau_min")
-
-
-AnyReuse = ReuseParams | ReasoningParams

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from pydantic import BaseModel
 
 from radix import Namespace, WhyGone
-from runtime.asks import ReuseAsk
+from runtime.asks import ReuseAsk, ReuseReport
 from runtime.calls import Call
 from runtime.config import ModelCode
 from runtime.denoising import Algorithm, BidirectionalParams, BlockParams, DenoisingParams, NoiseParams
@@ -237,7 +238,7 @@ class TokenEvent(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: list[TokenLogprob] | None = None
     admission: Admission | None = None
     prefill_s: float = 0.0
-    reuse: dict[str, Any] | None = None
+    reuse: ReuseReport | None = None
     canvas: list[int] | None = None
     lookup: Lookup | None = None
     usage: CacheUsage | None = None
@@ -346,19 +347,21 @@ Outbound = StepEvents | Reply | Ready | Failed
 
 # Parameters are checked by pydantic where they enter. On the wire they are maps with the name of their class.
 _CLASS = "class"
-_PARAMS = {one.__name__: one for one in (SamplingParams, Lazy, BidirectionalParams, BlockParams, NoiseParams)}
+_PARAMS: dict[str, type[BaseModel]] = {
+    one.__name__: one for one in (SamplingParams, Lazy, BidirectionalParams, BlockParams, NoiseParams)
+}
 
 
-def _encode_params(params: Any) -> dict[str, Any]:
+def _encode_params(params: object) -> dict[str, object]:
     name = next(kind.__name__ for kind in type(params).__mro__ if kind.__name__ in _PARAMS)
     return {_CLASS: name, **{field: getattr(params, field) for field in _PARAMS[name].model_fields}}
 
 
-def _decode_params(_: type, fields: Any) -> Any:
+def _decode_params(_: type, fields: object) -> object:
     if not isinstance(fields, dict) or _CLASS not in fields:
         return fields
     kind = _PARAMS[fields.pop(_CLASS)]
-    return kind.model_construct(**{name: _decode_params(kind, value) for name, value in fields.items()})
+    return kind.model_construct(None, **{name: _decode_params(kind, value) for name, value in fields.items()})
 
 
 inbound_decoder = msgspec.msgpack.Decoder(Inbound, dec_hook=_decode_params)

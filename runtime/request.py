@@ -8,13 +8,14 @@ from array import array
 from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Never, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
 from radix import Match, Namespace
 from radix.node import Meta
+from runtime.asks import ReuseReport
 from runtime.batch import RowSet, StateRows
 from runtime.denoising import DenoisingParams
 from runtime.kv.cache import PagedCache
@@ -23,9 +24,9 @@ from runtime.protocol import AddRequest, Admission, Finish, TokenEvent
 from runtime.sampler_state import SampledTokens, SamplerState, StepResult
 
 if TYPE_CHECKING:
-    from runtime.diffusion.canvas import BidirectionalCanvas, BlockCanvas
-    from runtime.diffusion.noise import NoiseCanvas
-    from runtime.sampling.drafts.drafter import Draft
+    from runtime.features.diffusion.canvas import BidirectionalCanvas, BlockCanvas
+    from runtime.features.diffusion.noise import NoiseCanvas
+    from runtime.features.drafts.drafter import Draft
 
     AnyCanvas: TypeAlias = BidirectionalCanvas | BlockCanvas | NoiseCanvas
 
@@ -68,7 +69,7 @@ class Request:
     sequence: Sequence
     prompt_len: int
     max_length: int
-    strategy: Strategy[Any]
+    strategy: AnyStrategy
     decoding: Decoding
     serial: int = 0
     namespace: Namespace = field(init=False)
@@ -241,7 +242,7 @@ class Lease(ABC):
     `rows`, `book`. At its end, or when it gives way to others: `release`; then it may be admitted again.
     """
 
-    def __init__(self, strategy: Strategy[Any], request: Request):
+    def __init__(self, strategy: AnyStrategy, request: Request):
         self.strategy, self.request, self.cache = strategy, request, strategy.cache
 
     # -- waiting ---------------------------------------------------------------------------------------------
@@ -335,7 +336,7 @@ class Lease(ABC):
         """The phase of the running request, for operators."""
         return "decode" if self.request.num_output else "prefill"
 
-    def report(self) -> dict[str, Any] | None:
+    def report(self) -> ReuseReport | None:
         """The `reuse` field of the request's next event; None if there is nothing new."""
         return None
 
@@ -382,7 +383,7 @@ class Strategy(ABC, Generic[A]):
     def restored(self, tokens: array[int], namespace: Namespace) -> None:
         """Take note that a tier has loaded a run, or part of it, into the tree."""
 
-    def meta_of(self, namespace: Namespace, described: dict[str, Any]) -> Meta | None:
+    def meta_of(self, namespace: Namespace, described: abc.Mapping[str, object]) -> Meta | None:
         """The record of an entry, from its `Meta.describe()`; None if the entry is not of this strategy."""
         return None
 
@@ -392,6 +393,10 @@ class Strategy(ABC, Generic[A]):
     def figures(self) -> dict[str, float]:
         """Gauges of the strategy for operators, by name."""
         return {}
+
+
+# A strategy of which nobody knows what it is asked: a `Strategy` of any type is one.
+AnyStrategy: TypeAlias = Strategy[Never]
 
 
 class Decoding(ABC):

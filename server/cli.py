@@ -220,7 +220,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from loadgen.accuracy.verify import verify
+    from loadgen.offline.verify import verify
 
     config, text = config_from(parser, arguments), _read(parser, arguments.file)
     return verify(text, config)
@@ -279,14 +279,14 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
-    from loadgen.accuracy.profile.command import add_arguments
+    from loadgen.offline.profile.command import add_arguments
 
     add_arguments(parser)
     add_options(parser, "model")
 
 
 def _profile(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from loadgen.accuracy.profile.command import profile, settings_of
+    from loadgen.offline.profile.command import profile, settings_of
 
     config = config_from(parser, arguments)
     try:

@@ -109,7 +109,7 @@ def test_what_cannot_be_installed_is_said_on_one_line_and_the_server_starts(tmp_
 def test_one_version_of_flashinfer_is_named_everywhere():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["cuda"] == [PIN]
-    files = ("docker/Dockerfile", "loadgen/gpu/prepare.py", "runtime/execution/README.md")
+    files = ("docker/Dockerfile", "loadgen/experiments/gpu/prepare.py", "runtime/execution/README.md")
     named = {name: re.findall(r"0\.[67]\.\d+(?:\.post\d+)?\b", (ROOT / name).read_text()) for name in files}
     assert set().union(*named.values()) == {VERSION}, named
     dockerfile = (ROOT / "docker/Dockerfile").read_text()

@@ -8,19 +8,26 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from radix.stats import Histogram
-from runtime.asks import ReuseAsk
 from runtime.config import Config
 from runtime.engine.flight import InFlight
 from runtime.engine.part import Calls, Part, Parts
 from runtime.engine.requests import finish_of, open_request
 from runtime.engine.scheduler import Scheduler
-from runtime.errors import EngineDead, InvalidRequest, RametError
-from runtime.execution.device import choose_device, choose_overlap, is_lost, is_out_of_memory
+from runtime.engine.strategies import Strategies
+from runtime.errors import EngineDead, RametError
+from runtime.execution.device import (
+    choose_device,
+    choose_overlap,
+    is_lost,
+    is_out_of_memory,
+    most_running,
+    step_tokens,
+)
 from runtime.execution.executor import Executor
 from runtime.kv.cache import PagedCache
 from runtime.kv.lookup import count_miss
 from runtime.protocol import Abort, AddRequest, Ask, Finish, Forget, Inbound, ModelInfo, Reply, TokenEvent
-from runtime.request import Decoding, Request, Strategy, Work
+from runtime.request import AnyStrategy, Decoding, Request, Work
 from runtime.reuse.planner import Planner
 from runtime.sampler_state import StepResult
 from runtime.sampling.sampler import BadLogits
@@ -50,7 +57,6 @@ class EngineCore:
     only later steps overwrite them.
 
     Attributes:
-        strategies: by name; the first one serves requests that name no strategy.
         counters: the core's own; `totals` also counts for the strategies and the decoding.
         parts: see `Part`.
         calls: operators' calls that are being answered.
@@ -64,16 +70,16 @@ class EngineCore:
         executor: Executor,
         cache: PagedCache,
         info: ModelInfo,
-        strategies: Sequence[Strategy],
+        strategies: Strategies,
         decoding: Decoding,
     ):
         self.config, self.executor, self.cache, self.info = config, executor, cache, info
         self.counters = dict.fromkeys(_COUNTED, 0)
         self.step_rows = Histogram(_ROWS)
-        self.strategies = {strategy.name: strategy for strategy in strategies}
+        self.strategies = strategies
         self.decoding = decoding
-        self.scheduler = Scheduler(config.scheduler, cache, executor.step_tokens, executor.max_running)
-        spec, device, least = executor.spec, executor.device, executor.least_saved_tokens
+        spec, device, least = executor.spec, executor.device, executor.decoder.least_saved_tokens
+        self.scheduler = Scheduler(config.scheduler, cache, step_tokens(device), most_running(device))
         self.planner = Planner(spec.num_layers, info.page_size, spec.hidden_size, device, least)
         self.overlap = info.diffusion is None and choose_overlap(config, choose_device(config.model))
         self.paused = False
@@ -97,23 +103,10 @@ class EngineCore:
         """The part of a class. Raises StopIteration if the engine has none."""
         return next(part for part in self.parts if isinstance(part, kind))
 
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy of requests that name none."""
-        return next(iter(self.strategies.values()))
-
-    def strategy_of(self, ask: ReuseAsk | None) -> Strategy:
-        """The strategy that serves an `AddRequest.ask`. Raises InvalidRequest if there is none."""
-        method = self.strategy.name if ask is None else str(ask.__struct_config__.tag)
-        if (strategy := self.strategies.get(method)) is None:
-            what = "this model" if self.executor.states is None else "a model with recurrent layers"
-            raise InvalidRequest(f"no reuse method {method!r} for {what}", param="reuse.method")
-        return strategy
-
     def totals(self) -> Counter[str]:
         """The counters of the core, its strategies and its decoding, by name. Those of the same name are added."""
         total = Counter(self.counters)
-        counting_parts: list[Strategy[Any] | Decoding] = [*self.strategies.values(), self.decoding]
+        counting_parts: list[AnyStrategy | Decoding] = [*self.strategies.opened.values(), self.decoding]
         for counting in counting_parts:
             total.update(counting.counters)
         return total
@@ -157,7 +150,7 @@ class EngineCore:
     def add(self, message: AddRequest) -> list[TokenEvent]:
         """Accept a request with a new id; returns the terminal event if the request is refused."""
         try:
-            strategy = self.strategy_of(message.ask)
+            strategy = self.strategies.serving(message.ask)
             self._serial += 1
             request = open_request(message, self.info, strategy, self.decoding, self._serial)
             for added in self.parts.added:

@@ -16,7 +16,6 @@ from runtime import calls
 from runtime.asks import ModulesAsk, ReuseAsk
 from runtime.engine.core import EngineCore
 from runtime.engine.part import Answer, Handler, Part
-from runtime.engine.tiering import Tiering
 from runtime.errors import InvalidRequest, PinRefused
 from runtime.kv.segments import Run
 from runtime.request import Request, Status
@@ -26,15 +25,10 @@ _MATCHED = 64
 
 
 class Operators(Part):
-    """Answers operators' calls. A long answer is spread over many steps, so that it hardly delays requests.
+    """Answers operators' calls. A long answer is spread over many steps, so that it hardly delays requests."""
 
-    Args:
-        core: the engine.
-        tiering: the engine's tiers; None: it has none.
-    """
-
-    def __init__(self, core: EngineCore, tiering: Tiering | None):
-        self._core, self._cache, self._tiering = core, core.cache, tiering
+    def __init__(self, core: EngineCore):
+        self._core, self._cache = core, core.cache
         self._slices: Iterator[list[tuple[Node, int]]] = iter(())
 
     def answers(self) -> Mapping[type[calls.Call], Handler]:
@@ -78,7 +72,7 @@ class Operators(Part):
 
     def _forget(self) -> None:
         """Drop what strategies and parts keep beside the tree."""
-        for strategy in self._core.strategies.values():
+        for strategy in self._core.strategies.opened.values():
             strategy.flush()
         for flush in self._core.parts.flush:
             flush()
@@ -88,7 +82,7 @@ class Operators(Part):
         found: Answer = {}
         for some in self._slices_of(call.ask):
             with suppress(InvalidRequest):
-                for run in self._core.strategy_of(some).runs(array("i", call.tokens), call.namespace, some):
+                for run in self._core.strategies.serving(some).runs(array("i", call.tokens), call.namespace, some):
                     found[run.name or ""] = found.get(run.name or "", 0) + self._num_cached(run)
             yield
         return found
@@ -142,8 +136,9 @@ class Operators(Part):
         return {"blocks": blocks, "evictions": [asdict(one) for one in last if wanted(one.namespace)]}
 
     def _mark(self, nodes: list[dict[str, Any]]) -> Iterator[None]:
-        """Add to each node the names of the tiers that hold the block of its first page, if there are tiers."""
-        return iter(()) if self._tiering is None else self._tiering.mark(nodes)
+        """Add to each node what parts know of it, such as the tiers that hold it."""
+        for part in self._core.parts:
+            yield from part.mark(nodes)
 
     def _runs(self, call: calls.GetRuns) -> Answer:
         if call.anew:
@@ -213,7 +208,7 @@ class Operators(Part):
             "lifetime_s": _plain(stats.lifetime_s),
             "reuse_gap_s": _plain(stats.reuse_gap_s),
             "step_rows": _plain(core.step_rows),
-            **{name: value for strategy in core.strategies.values() for name, value in strategy.figures().items()},
+            **{name: value for opened in core.strategies.opened.values() for name, value in opened.figures().items()},
         }
 
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
+from radix import Event
 from runtime.batch import ForwardBatch
 from runtime.calls import Call
 from runtime.errors import InvalidRequest, RametError
@@ -71,6 +72,17 @@ class Part:
 
     def settle(self) -> None:
         """Publish what a step or a message has changed."""
+
+    def kv_events(self) -> Mapping[str, Sequence[Event]]:
+        """Events of KV that the part keeps outside of the pool, since the last call, by tier."""
+        return {}
+
+    def mark(self, nodes: list[dict[str, Any]]) -> Iterator[None]:
+        """Add to descriptions of the tree's nodes what the part knows of them, if need be over several steps."""
+        return iter(())
+
+    def resume(self) -> None:
+        """Take up what the engine before this one left; all parts are installed."""
 
     def state(self) -> Mapping[str, Any]:
         """Counters and gauges for operators."""

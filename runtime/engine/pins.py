@@ -96,7 +96,7 @@ class Pins(Part):
         """Pin the prefix or all entries of a call; None, with nothing pinned, if some of the KV is missing."""
         board = self._cache.pins
         try:
-            runs = self._core.strategy_of(call.ask).runs(array("i", call.tokens), call.namespace, call.ask)
+            runs = self._core.strategies.serving(call.ask).runs(array("i", call.tokens), call.namespace, call.ask)
         except InvalidRequest as error:
             raise PinRefused(error.message) from None
         pins: list[dict[str, Any]] = []

@@ -6,6 +6,7 @@ from array import array
 
 import numpy as np
 
+from runtime.asks import ReuseAsk
 from runtime.errors import InvalidRequest, RametError
 from runtime.kv.segments import Sequence
 from runtime.protocol import AddRequest, Finish, ModelInfo
@@ -15,7 +16,9 @@ from runtime.sampler_state import SamplerState
 log = logging.getLogger("ramet.engine")
 
 
-def open_request(message: AddRequest, info: ModelInfo, strategy: Strategy, decoding: Decoding, serial: int) -> Request:
+def open_request(
+    message: AddRequest, info: ModelInfo, strategy: Strategy[ReuseAsk | None], decoding: Decoding, serial: int
+) -> Request:
     """The request of a message. Raises InvalidRequest if it can never be served."""
     tokens, ids = array("i"), np.frombuffer(message.tokens, np.int32)
     if len(outside := ids[(ids < 0) | (ids >= info.vocab_size)]):

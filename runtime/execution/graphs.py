@@ -270,7 +270,7 @@ def capture(compute: Callable[[], torch.Tensor], memory: Any, device: torch.devi
             compute()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Allocations of other threads, e.g. for comparing reasoning steps, must not fail the capture.
+        # Allocations of other threads must not fail the capture.
         with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             result = compute()
 

@@ -1,14 +1,18 @@
 """Norms, rotation, activations and linear layers: in torch, as the reference, and with FlashInfer's kernels."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from runtime.execution.coded_products import CodedTensor
 from runtime.execution.flashinfer_package import load_flashinfer
-from runtime.execution.parallel.group import RankGroup
 from runtime.models.rope import RotaryEmbedding, rotate
+
+if TYPE_CHECKING:
+    from runtime.execution.parallel.group import RankGroup
 
 
 class Ops:

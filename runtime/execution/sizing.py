@@ -121,7 +121,7 @@ def bytes_per_token(config: Config, spec: ModelSpec, kv_dtype: torch.dtype) -> i
 
 
 def pool_tokens(config: Config, spec: LlamaSpec) -> int | None:
-    """Tokens that the pool will hold; None: what the weights leave of a GPU. Raises ModelError as for `Executor`."""
+    """Tokens that the pool will hold; None: what the weights leave of a GPU. Raises ModelError as `build_executor`."""
     model, cache, device = config.model, config.cache, choose_device(config.model)
     if device.type == "cuda" and cache.pool_tokens is None and cache.pool_memory is None:
         return None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from radix import Namespace
+from runtime.asks import REUSE_BY_METHOD
 from runtime.calls import AddPin, Call, ComputeNextTurn, EraseTenant, GetCached, GetRuns, Pause, Ping
 from runtime.config import Config
 from runtime.errors import EngineDead, RametError
@@ -25,7 +26,7 @@ from runtime.frontend.text_work import TextWork
 from runtime.frontend.watchdog import Watchdog
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import SamplingParams
+from runtime.params import ReuseParams, SamplingParams
 from runtime.protocol import ModelInfo, Shutdown
 
 log = logging.getLogger("ramet.client")
@@ -73,10 +74,12 @@ class AsyncEngine:
             path = await self._load()
             self.info = await self._connection.open(path)
             planner = DocumentPlanner.load(self.config.cache.document_method, path)
-            shares_steps = self.config.cache.reuse == "reasoncache"
+            # Documents have a default of their own, which the planner knows.
+            kind = REUSE_BY_METHOD[self.config.cache.reuse]
+            default = None if issubclass(kind, ReuseParams) else kind()
             # Where the option is not given, the device decides.
             limits = self.config.scheduler.model_copy(update={"max_running": self.info.max_running})
-            inputs = InputProcessor(self.info, self.tokenizer, limits, planner, shares_steps)
+            inputs = InputProcessor(self.info, self.tokenizer, limits, planner, default)
             self._frontend = Frontend(inputs, self._host.send)
             self._connection.on_events = self._frontend.take
             self._supervisor = asyncio.create_task(self._supervise())

@@ -101,7 +101,7 @@ class EngineProcess(Host):
                 socket.set_hwm(0)
                 socket.setsockopt(zmq.LINGER, 0)
                 socket.bind(endpoint)
-            command = (sys.executable, "-P", "-m", "runtime.engine.process")
+            command = (sys.executable, "-P", "-m", "runtime.process")
             self.process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
             boot = Boot(self._config.model_dump_json(), str(path), self._quotas, inbox, outbox)
             assert self.process.stdin is not None

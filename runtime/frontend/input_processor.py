@@ -3,7 +3,7 @@
 from array import array
 from bisect import bisect_right
 
-from runtime.asks import ReasoningAsk, ReuseAsk
+from runtime.asks import AnyReuse, ReuseAsk
 from runtime.config import SchedulerConfig
 from runtime.denoising import DEFAULT_LENGTH, BidirectionalParams, DenoisingParams, DiffusionParams
 from runtime.errors import InvalidRequest, TooLong
@@ -13,7 +13,7 @@ from runtime.frontend.output import MAX_BREAKPOINTS, MarkedText, PlacedPrompt, S
 from runtime.frontend.replay import NOTHING, Replay, Said
 from runtime.frontend.schemas.compile import ModulePrompt
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import ReasoningParams, ReuseParams
+from runtime.params import ReuseParams
 from runtime.protocol import ModelInfo
 
 NO_REUSE = DocumentPlanner()
@@ -28,7 +28,7 @@ class InputProcessor:
         tokenizer: the model's tokenizer.
         config: limits on lengths and on open requests.
         planner: chooses how documents are reused.
-        reasoning: whether requests without `reuse` share reasoning steps, if possible.
+        default: the reuse of requests that ask for none, where it is possible; None: none.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class InputProcessor:
         tokenizer: Tokenizer,
         config: SchedulerConfig,
         planner: DocumentPlanner = NO_REUSE,
-        reasoning: bool = False,
+        default: AnyReuse | None = None,
     ):
         self.info, self.tokenizer = info, tokenizer
-        self.config, self._planner, self._reasoning = config, planner, reasoning
+        self.config, self._planner, self._default = config, planner, default
         self.replay = Replay(tokenizer)
 
     def encode(self, submission: Submission, before: Submission | None = None) -> list[int]:
@@ -64,8 +64,9 @@ class InputProcessor:
             prompt = submission.prompt = self._place_documents(submission, prompt)
         elif not isinstance(prompt, DocumentPrompt) and isinstance(submission.reuse, ReuseParams):
             refuse_reuse(submission.reuse)
-        if isinstance(submission.reuse, ReasoningParams) and (reason := self._no_reasoning(submission)):
-            raise InvalidRequest(f"reasoning steps are not shared {reason}", param="reuse")
+        asked = submission.reuse
+        if asked is not None and not isinstance(asked, ReuseParams) and (reason := self._refusal(submission)):
+            raise InvalidRequest(f"{asked.method} is not served {reason}", param="reuse")
         if isinstance(prompt, DocumentPrompt) and prompt.ask is not None and (reason := self._exact(submission)):
             raise InvalidRequest(f"documents are not reused {reason}", param="reuse")
         if isinstance(prompt, ModulePrompt):
@@ -171,7 +172,7 @@ class InputProcessor:
     def _place_documents(self, submission: Submission, prompt: Segments) -> DocumentPrompt:
         """The tokens of a prompt with documents, and how the documents are reused. Raises InvalidRequest."""
         self.check_text(prompt.num_characters, "prompt")
-        asked = None if isinstance(submission.reuse, ReasoningParams) else submission.reuse
+        asked = submission.reuse if isinstance(submission.reuse, ReuseParams) else None
         if asked is None and self._exact(submission):
             asked = _NONE  # the server's default method cannot serve this submission
         return self._planner.plan(prompt.tokenize(self.tokenizer, submission.add_special_tokens), asked)
@@ -184,8 +185,8 @@ class InputProcessor:
             return "where log-probabilities of the prompt are wanted"
         return "with an adapter" if submission.namespace.adapter else None
 
-    def _no_reasoning(self, submission: Submission) -> str | None:
-        """Why a submission's reasoning steps cannot be shared; None if they can."""
+    def _refusal(self, submission: Submission) -> str | None:
+        """Why a submission can have no reuse but that of its prompt's parts; None if it can."""
         prompt = submission.prompt
         if (reason := self._exact(submission)) is not None:
             return reason
@@ -196,10 +197,10 @@ class InputProcessor:
     def ask_of(self, submission: Submission) -> ReuseAsk | None:
         """The field `AddRequest.ask` of an encoded submission."""
         asked = submission.reuse
-        if asked is None and self._reasoning and self._no_reasoning(submission) is None:
-            asked = ReasoningParams()
-        if isinstance(asked, ReasoningParams):
-            return ReasoningAsk(asked.percentile, asked.tau_max, asked.tau_min)
+        if asked is None and self._default is not None and self._refusal(submission) is None:
+            asked = self._default
+        if asked is not None and not isinstance(asked, ReuseParams):
+            return asked.ask()
         return submission.prompt.ask if isinstance(submission.prompt, PlacedPrompt) else None
 
     def check_ids(self, tokens: list[int], param: str) -> None:

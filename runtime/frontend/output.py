@@ -3,18 +3,19 @@
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from radix import Namespace
+from runtime.asks import AnyReuse, ReuseReport
 from runtime.denoising import DenoisingParams
 from runtime.errors import RametError
 from runtime.frontend.documents.plan import DocumentPrompt
 from runtime.frontend.documents.prompt import Segments
 from runtime.frontend.replay import Said
 from runtime.frontend.schemas.compile import ModulePrompt
-from runtime.params import AnyReuse, SamplingParams
+from runtime.params import SamplingParams
 from runtime.protocol import CacheUsage, Finish, Lookup, TokenLogprob
 
 # Most breakpoints of a prompt.
@@ -75,7 +76,7 @@ class Submission:
         num_characters: approximate length of a prompt that is rendered later.
         explain: whether Outputs contain the prompt's look-up in the cache.
         tokens: int32 tokens that the prompt itself computes, set by `Frontend.submit`.
-        reuse: how to reuse documents or reasoning steps; None: the server's default.
+        reuse: how to reuse KV beyond exact prefixes; None: the server's default.
         store: whether the KV that the submission computes may stay cached after its end.
         hold_s: seconds for which the prefixes that it used are held afterwards; None: the configured time.
         breakpoints: pairs (tokens, seconds), at most MAX_BREAKPOINTS: the prompt's first tokens are kept until they
@@ -159,7 +160,7 @@ class Output(msgspec.Struct):
         loaded_tokens: of the cached tokens, those that tiers loaded for this request, by tier.
         finish: set on the last Output of a completion only.
         queue_s, prefill_s, e2e_s: seconds waiting, from admission to the first token, and since submission.
-        reuse: report of reuse beyond exact prefixes: a diffusion model's prefix, modules, documents or reasoning steps.
+        reuse: report of reuse beyond exact prefixes.
         canvas: all output positions of a diffusion model, decided or masked, if requested.
         lookup: the prompt's look-up in the cache, if requested, and if its KV is reused by prefix.
         usage: how the prompt used the cache, if it has breakpoints.
@@ -184,7 +185,7 @@ class Output(msgspec.Struct):
     queue_s: float = 0.0
     prefill_s: float = 0.0
     e2e_s: float = 0.0
-    reuse: dict[str, Any] | None = None
+    reuse: ReuseReport | None = None
     canvas: list[int] | None = None
     lookup: Lookup | None = None
     loaded_tokens: dict[str, int] = {}

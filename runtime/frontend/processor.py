@@ -7,8 +7,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
 
+from runtime.asks import ReuseReport
 from runtime.errors import InvalidRequest, RametError
 from runtime.frontend.documents.plan import DocumentPrompt
 from runtime.frontend.input_processor import InputProcessor
@@ -302,7 +302,7 @@ def _note_admission(output: Output, event: TokenEvent) -> None:
     output.lookup, output.usage = event.lookup, event.usage
 
 
-def _report(choice: Choice, engine: dict[str, Any] | None) -> dict[str, Any] | None:
+def _report(choice: Choice, engine: ReuseReport | None) -> ReuseReport | None:
     """The `reuse` of an answer, None if there is nothing new; `engine`: the engine's report."""
     prompt = choice.submission.prompt
     if isinstance(prompt, DocumentPrompt) and (engine or choice.output.reuse is None):

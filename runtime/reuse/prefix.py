@@ -1,7 +1,6 @@
 """The `prefix` strategy: a request reads the KV of its longest cached prefix and computes the rest."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +9,7 @@ from radix import Match, Node, path
 from runtime.batch import Read, RowSet, Stage, causal_visible
 from runtime.kv.lookup import look_up
 from runtime.kv.segments import Run, Segment
-from runtime.request import Found, Lease, Request, Strategy, Work
+from runtime.request import A, Found, Lease, Request, Strategy, Work
 
 # A read costs as much as about `_COST` rows. So `_MANY` segments of fewer than `_SHORT` rows become one masked read.
 _MANY, _SHORT, _COST = 32, 256, 32
@@ -197,14 +196,14 @@ class PrefixLease(Lease):
             self.cache.distrust(top)
 
 
-class PrefixStrategy(Strategy[Any]):
+class PrefixStrategy(Strategy[A]):
     """Exact prefix caching of causal models."""
 
     name = "prefix"
     keeps_prompts = True
     steady = True
 
-    def open(self, request: Request, ask: Any) -> PrefixLease:
+    def open(self, request: Request, ask: A) -> PrefixLease:
         return PrefixLease(self, request)
 
 

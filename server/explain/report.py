@@ -1,9 +1,10 @@
 """Explains cache misses for all routes."""
 
 from collections.abc import Callable
-from typing import Any
 
 from radix.node import TOKEN_BYTES, common_tokens
+from runtime.asks import DocumentsReport, ModulesReport, ReuseReport
+from runtime.denoising import SharedPrefixReport, Unshared
 from runtime.errors import RametError
 from runtime.frontend.output import Output, Submission
 from runtime.frontend.stream import OutputStream
@@ -15,10 +16,8 @@ from server.explain.compare import Parting, find_parting
 from server.explain.parts import Conversation
 from server.explain.reason import DIFFER, LEFT, Explanation, Reason
 
-# Fields of an answer's `reuse` that show that its KV was not found by prefix.
-_OF_ENTRIES = frozenset({"computed_modules", "computed_documents", "encoded_tokens"})
-# Reason and message by the field `unshared` of a diffusion model's answers.
-_UNSHARED: dict[str, tuple[Reason, str]] = {
+# Reason and message for a diffusion model's request that shares no prefix.
+_UNSHARED: dict[Unshared, tuple[Reason, str]] = {
     "off": ("not_stored", "prefixes are not shared: reuse, or the prefix cache, is off"),
     "no_prefix": ("never_here", "a shared prefix is neither declared nor found; a chat declares its system message"),
     "too_short": ("too_short", "the shared prefix fills no page"),
@@ -74,8 +73,8 @@ class MissReport:
             compared = self._earlier or ("nearest" if parting else None)
             return Explanation(reason, message, length, output.cached_tokens, compared, parting, output.replayed)
 
-        if output.reuse is not None and not _OF_ENTRIES.isdisjoint(output.reuse):
-            return because(*_of_entries(output.reuse, output.cached_tokens))
+        if (found := _not_by_prefix(output.reuse, output.cached_tokens)) is not None:
+            return because(*found)
         if lookup is None:
             return because("unavailable", "the prompt was not looked up in the cache; `reuse` may show why")
         if lookup.readable < 0:
@@ -151,16 +150,19 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"
 
 
-def _of_entries(reuse: dict[str, Any], cached: int) -> tuple[Reason, str]:
-    """The reason for a prompt whose KV is not found by prefix; `reuse`: that field of its answer."""
-    for kind in ("modules", "documents"):
-        if missing := reuse.get(f"computed_{kind}"):
-            return "entries_missing", f"these {kind} were not cached and had to be computed: {', '.join(missing)}"
-    if "encoded_tokens" not in reuse or cached:
+def _not_by_prefix(reuse: ReuseReport | None, cached: int) -> tuple[Reason, str] | None:
+    """The reason for a prompt whose KV is not found by prefix; None for other prompts."""
+    if isinstance(reuse, ModulesReport) and (missing := reuse.computed_modules):
+        return "entries_missing", f"these modules were not cached and had to be computed: {', '.join(missing)}"
+    if isinstance(reuse, DocumentsReport) and (missing := reuse.computed_documents):
+        return "entries_missing", f"these documents were not cached and had to be computed: {', '.join(missing)}"
+    if isinstance(reuse, SharedPrefixReport) and not cached:
+        if length := reuse.encoded_tokens:
+            return "entries_missing", f"the shared prefix of {length} tokens was not cached and had to be computed"
+        return _UNSHARED[reuse.unshared] if isinstance(reuse.unshared, str) else None
+    if isinstance(reuse, ModulesReport | DocumentsReport | SharedPrefixReport):
         return "hit", f"all reusable KV was in the cache: {cached} tokens; see `reuse`"
-    if length := reuse["encoded_tokens"]:
-        return "entries_missing", f"the shared prefix of {length} tokens was not cached and had to be computed"
-    return _UNSHARED[reuse["unshared"]]
+    return None
 
 
 def _left(lookup: Lookup) -> tuple[Reason, str]:

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import reduce
+from operator import or_
 from typing import Annotated, Any, ClassVar, Self, get_args
 
 from pydantic import (
@@ -10,29 +12,29 @@ from pydantic import (
     BeforeValidator,
     Discriminator,
     Field,
+    GetCoreSchemaHandler,
     PrivateAttr,
     Tag,
     ValidationError,
+    create_model,
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from radix import Namespace
+from runtime.asks import REUSE_BY_METHOD, AnyReuse
 from runtime.denoising import DiffusionParams
 from runtime.errors import InvalidRequest
 from runtime.frontend.deadline import Deadline
 from runtime.frontend.output import Prompt, Submission
-from runtime.params import DocumentMethod, Lazy, ReasoningParams, ReuseParams, SamplingParams
+from runtime.params import Lazy, ReuseParams, SamplingParams
 from server.auth.keys import CacheScope, Tenant
 from server.http import fields
 from server.http.context import Context
 from server.http.wire import Body, CacheSalt, Named, OneOrMany, Text
 
 MAX_BIASES = 1024
-# Tags of a union's branches. They are no identifiers, so `errors.py` leaves them out of a field's path.
-_DOCUMENTS, _REASONING = "of documents", "of reasoning"
-_METHODS = (*get_args(DocumentMethod), "auto", "reasoncache")
 
 Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31, description="waiting requests with a larger one go first")]
 Timeout = Annotated[float, Field(gt=0, le=86_400, description="seconds until the request fails with 408")]
@@ -175,34 +177,47 @@ class Diffusion(Body, DiffusionParams, strict=True):
     IS_OWN = True
 
 
-class DocumentReuse(Body, ReuseParams, strict=True):
-    """`ReuseParams` in a request."""
+class _ReuseBody(Body):
+    """Base of the bodies that say how a request reuses KV, by method."""
 
     IS_OWN = True
 
-    @field_validator("method", mode="before")
+    @field_validator("method", mode="before", check_fields=False)
     @classmethod
     def _is_known(cls, method: Any) -> Any:
-        """Refuse unknown methods with an error that lists all methods, reasoncache included."""
-        if method not in _METHODS:
-            raise PydanticCustomError("literal_error", "Input should be {one}", {"one": " or ".join(_METHODS)})
+        """Refuse unknown methods with an error that lists those of all features."""
+        if method not in [*REUSE_BY_METHOD]:
+            raise PydanticCustomError("literal_error", "Input should be {one}", {"one": " or ".join(REUSE_BY_METHOD)})
         return method
 
 
-class ReasoningReuse(Body, ReasoningParams, strict=True):
-    """`ReasoningParams` in a request."""
+def _tagged(kind: type[BaseModel]) -> Any:
+    """The branch of a union that reads the parameters of some methods from a request."""
+    name = kind.__name__.removesuffix("Params")
+    body = create_model(f"{name}Body", __base__=(_ReuseBody, kind), __cls_kwargs__={"strict": True})
+    return Annotated[body, Tag(_tag(kind))]
 
-    IS_OWN = True
+
+def _tag(kind: type[BaseModel]) -> str:
+    """The tag of a branch: no identifier, so `errors.py` leaves it out of a field's path."""
+    return f"of {kind.__name__}"
 
 
-def _method(value: Any) -> Any:
-    return value.get("method") if isinstance(value, dict) else getattr(value, "method", None)
+def _branch(value: Any) -> str:
+    method = value.get("method") if isinstance(value, dict) else getattr(value, "method", None)
+    return _tag(REUSE_BY_METHOD.get(method, ReuseParams) if isinstance(method, str) else ReuseParams)
+
+
+class _ByMethod:
+    """Reads a field of type `AnyReuse` from the body of the named method."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        branches = reduce(or_, map(_tagged, get_args(AnyReuse)))
+        return handler.generate_schema(Annotated[branches, Discriminator(_branch)])
 
 
 Reuse = Annotated[
-    Annotated[DocumentReuse, Tag(_DOCUMENTS)] | Annotated[ReasoningReuse, Tag(_REASONING)],
-    Discriminator(lambda value: _REASONING if _method(value) == "reasoncache" else _DOCUMENTS),
-    Field(description="reuse of documents or of reasoning steps; default: --reuse"),
+    AnyReuse, _ByMethod(), Field(description="reuse beyond exact prefixes, by the named method; default: --reuse")
 ]
 
 

@@ -8,7 +8,7 @@ from asyncio import to_thread
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from fastapi import Request, Response
 
@@ -22,7 +22,7 @@ from server.explain.reason import Explanation
 from server.explain.report import MakeConversation, MissReport, plain_text
 from server.generation.bodies import GenerationBody, naming
 from server.generation.receipts import receipt_of
-from server.http.answers import JsonAnswer, write_logprobs
+from server.http.answers import JsonAnswer, JsonObject, write_logprobs
 from server.http.context import Context, provided
 from server.http.sse import Events, EventStream, while_there
 from server.telemetry.journal import Journal
@@ -113,7 +113,7 @@ class Generation:
                 answer |= await self._receipts(ended)
         return JsonAnswer(answer)
 
-    async def _receipts(self, outputs: list[Output]) -> dict[str, Any]:
+    async def _receipts(self, outputs: list[Output]) -> JsonObject:
         """The field `receipt`: an object, or a list of them for several outputs."""
         info, submissions = self._receipts_of, self.outputs.submissions
         assert info is not None
@@ -162,11 +162,11 @@ class Writer(ABC):
 
     STREAM: ClassVar[type[EventStream]] = EventStream
 
-    def begin(self) -> Iterable[dict[str, Any]]:
+    def begin(self) -> Iterable[JsonObject]:
         """Events before the first Output."""
         return ()
 
-    def idle(self) -> Iterable[dict[str, Any]]:
+    def idle(self) -> Iterable[JsonObject]:
         """Events of a stream that has had no other event for a while, for clients that ignore comments."""
         return ()
 
@@ -178,22 +178,22 @@ class Writer(ABC):
         return output.finish is not None
 
     @abstractmethod
-    def write(self, output: Output, why: Explanation | None) -> Iterable[dict[str, Any]]:
+    def write(self, output: Output, why: Explanation | None) -> Iterable[JsonObject]:
         """The events of an Output; `why`: the explanation of the cache miss, if these events must have it."""
 
     async def keep(self, in_turn: InTurn) -> None:  # noqa: B027 (most APIs keep nothing)
         """Keep a written answer, before the client gets the events of its end. `in_turn`: see `OutputStream`."""
 
-    def end(self) -> Iterable[dict[str, Any]]:
+    def end(self) -> Iterable[JsonObject]:
         """Events behind the last Output."""
         return ()
 
-    def fail(self, error: RametError) -> dict[str, Any] | None:
+    def fail(self, error: RametError) -> JsonObject | None:
         """The last event of a failed stream; None: the error event that all APIs share."""
         return None
 
     @abstractmethod
-    async def answer(self, generation: Generation) -> dict[str, Any] | list[dict[str, Any]]:
+    async def answer(self, generation: Generation) -> JsonObject | list[JsonObject]:
         """The whole answer."""
 
 

@@ -17,6 +17,9 @@ _FEW = 16
 # Bytes of a body in one ASGI message.
 _PIECE = 1 << 18
 
+# What `encode` takes for an object; values may be or contain JsonLists.
+JsonObject = dict[str, object]
+
 _append = msgspec.json.Encoder().encode_into
 
 

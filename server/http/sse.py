@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from runtime.errors import RametError
 from server.errors import ClientGone, error_body
-from server.http.answers import JsonAnswer, encode
+from server.http.answers import JsonAnswer, JsonObject, encode
 
 log = logging.getLogger("ramet.server")
 
@@ -23,8 +23,8 @@ KEEP_ALIVE_S, FIRST_S = 15.0, 1.0
 
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
-Events = AsyncGenerator[dict[str, Any], None]
-MakeEvents = Callable[[], Iterable[dict[str, Any]]]
+Events = AsyncGenerator[JsonObject, None]
+MakeEvents = Callable[[], Iterable[JsonObject]]
 T = TypeVar("T")
 
 
@@ -37,9 +37,7 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
     end = b"data: [DONE]\n\n"
 
-    def __init__(
-        self, events: Events, on_close: Callable[[], None], idle: Callable[[], Iterable[dict[str, Any]]] = tuple
-    ):
+    def __init__(self, events: Events, on_close: Callable[[], None], idle: Callable[[], Iterable[JsonObject]] = tuple):
         """`idle`: makes the events that keep the connection while there is no other event; none: a comment does."""
         super().__init__((), headers=_HEADERS)
         self.events = events
@@ -86,7 +84,7 @@ class EventStream(StreamingResponse):
         if self.end:
             await self._send(self.end, send)
 
-    async def _next(self) -> dict[str, Any] | None:
+    async def _next(self) -> JsonObject | None:
         """The next event; None at the end. A failure becomes an error event."""
         try:
             return await anext(self.events, None)
@@ -99,11 +97,11 @@ class EventStream(StreamingResponse):
             self.status = RametError.status
             return self.describe(RametError("an internal error occurred"))
 
-    def write(self, data: dict[str, Any]) -> bytes:
+    def write(self, data: JsonObject) -> bytes:
         """The bytes of an event."""
         return b"data: %b\n\n" % encode(data)
 
-    def describe(self, error: RametError) -> dict[str, Any]:
+    def describe(self, error: RametError) -> JsonObject:
         """The error event."""
         return error_body(error)
 
@@ -117,10 +115,10 @@ class TypedEventStream(EventStream):
 
     end = b""
 
-    def write(self, data: dict[str, Any]) -> bytes:
-        return b"event: %b\n%b" % (data["type"].encode(), super().write(data))
+    def write(self, data: JsonObject) -> bytes:
+        return b"event: %b\n%b" % (str(data["type"]).encode(), super().write(data))
 
-    def describe(self, error: RametError) -> dict[str, Any]:
+    def describe(self, error: RametError) -> JsonObject:
         return {**error_body(error)["error"], "type": "error"}
 
 

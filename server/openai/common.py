@@ -119,7 +119,7 @@ def add_logprobs(written: JsonList, output: Output, most: int, text_of: TextOf) 
 
 def reuse_of(output: Output) -> dict[str, Any]:
     """The field `reuse`, if a reuse strategy made a report."""
-    return {"reuse": output.reuse} if output.reuse and "strategy" in output.reuse else {}
+    return {} if output.reuse is None or output.reuse.inline else {"reuse": output.reuse.fields()}
 
 
 def finish_reason(output: Output) -> str | None:

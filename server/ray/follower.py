@@ -8,7 +8,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from runtime.kv.publisher import POOL_MEDIUM, AllBlocksCleared, BlockStored, EventBatch
+from runtime.features.kv_events.publisher import POOL_MEDIUM, AllBlocksCleared, BlockStored, EventBatch
 from server.ray.prefixes import PrefixIndex, R
 
 log = logging.getLogger("ramet.ray")

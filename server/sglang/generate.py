@@ -248,10 +248,10 @@ class GenerateWriter(Writer):
             meta["prompt_token_ids"] = self._prompts[output.index]
         if output.drafted:
             meta |= {"spec_draft_token_num": output.drafted, "spec_accept_token_num": output.accepted}
-        if output.reuse is not None and "strategy" not in output.reuse:
-            meta |= output.reuse
+        if output.reuse is not None and output.reuse.inline:
+            meta |= output.reuse.fields()
         elif output.reuse is not None and output.finish is not None:  # only at the end: it lists modules or documents
-            meta["reuse"] = output.reuse
+            meta["reuse"] = output.reuse.fields()
         if why is not None:
             meta["explain"] = why.describe()
         if output.finish is not None and self._body.left_out:

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.utils import floatToGoString
 
 from radix.stats import Histogram
+from runtime.features.registry import FEATURES
 from runtime.frontend.output import Output
 from server.telemetry.rates import Recent
 
@@ -47,12 +48,6 @@ _COUNTERS = {
     "refreshes": ("ramet:prefix_refreshes", "Denoising steps that refreshed a shared prefix"),
     "divergences": ("ramet:divergences", "Measurements of the divergence caused by a reused prefix"),
     "divergences_exceeded": ("ramet:divergences_exceeded", "Measurements of divergence above the bound"),
-    "substituted_pages": ("ramet:substituted_pages", "Pages of reasoning steps replaced by pages of similar steps"),
-    "deferred_evaluations": (
-        "ramet:reasoning_deferred",
-        "Comparisons of reasoning steps deferred for lack of CPU time",
-    ),
-    "reasoning_seconds": ("ramet:reasoning_cpu_seconds", "CPU seconds spent comparing reasoning steps"),
     "drafts": ("vllm:spec_decode_num_drafts", "Drafts that were verified"),
     "drafted_tokens": ("vllm:spec_decode_num_draft_tokens", "Tokens of drafts that were verified"),
     "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Tokens of drafts that were accepted"),
@@ -77,12 +72,14 @@ _GAUGES = {
         "ramet:window_pages_used",
         "Pages that live requests use in the pool of the layers with a window",
     ),
-    "saved_pages": ("ramet:saved_pages", "Pages that live requests save by sharing reasoning steps"),
     "pins": ("ramet:pins", "Pins"),
     "keeps": ("ramet:keeps", "Prefixes that tenants keep for a time"),
     "tree_nodes": ("ramet:tree_nodes", "Nodes of the tree"),
     "connections": ("ramet:connections", "Open connections, including this one"),
 }
+for _feature in FEATURES:
+    _COUNTERS |= _feature.counters
+    _GAUGES |= _feature.gauges
 # Histograms of the engine (ages of pages in seconds, steps in tokens) and of this process.
 _HISTOGRAMS = {
     "idle_before_evict_s": (

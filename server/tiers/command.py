@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from runtime.errors import RametError
-from runtime.kv.tiers.files import NOTES, FileStore
-from runtime.kv.tiers.store import StoredBlock
+from runtime.features.tiers.files import NOTES, FileStore
+from runtime.features.tiers.store import StoredBlock
 from runtime.logs import one_line
 from server.auth.keys import read_keys
 

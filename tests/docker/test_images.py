@@ -1,10 +1,13 @@
 """The Dockerfile: it copies files that exist and that the build may see, and the pins fit the distribution."""
 
 import fnmatch
+import hashlib
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -113,6 +116,54 @@ def test_what_dependencies_need_is_pinned_with_them():
     assert found["build"] == {"setuptools"}
     assert found["router"] >= {"sglang-router", "orjson", "aiosignal"}
     assert not found["router"] & {"numpy", "transformers"}
+
+
+def test_the_pins_have_hashes_of_files_that_an_image_can_install(tmp_path):
+    """Source distributions, and wheels for Python 3.11 and 3.12 on glibc's Linux on x86_64 and ARM."""
+    taken = [
+        "a-1.tar.gz",
+        "a-1-py3-none-any.whl",
+        "a-1-py2.py3-none-any.whl",
+        "a-1-cp37-abi3-manylinux2014_x86_64.manylinux_2_17_x86_64.whl",
+        "a-1-1-cp311-cp311-manylinux_2_28_aarch64.whl",
+        "a-1-cp312-cp312-linux_x86_64.whl",
+        "a-1-cp311-none-any.whl",
+    ]
+    left = [
+        "a-1-py2-none-any.whl",
+        "a-1-py3-none-win_amd64.whl",
+        "a-1-cp310-cp310-manylinux_2_28_x86_64.whl",
+        "a-1-cp311-cp311-musllinux_1_2_x86_64.whl",
+        "a-1-cp311-cp311-manylinux_2_28_ppc64le.whl",
+        "a-1-cp312-cp312-macosx_11_0_arm64.whl",
+        "a-1-cp313-abi3-manylinux_2_28_x86_64.whl",
+        "a-1-cp313-cp313t-manylinux_2_28_x86_64.whl",
+    ]
+    # Between files that are taken lie others. A package that no image can install keeps its hashes.
+    files = [file for pair in zip_longest(left, taken) for file in pair if file]
+    hashes = {file: hashlib.sha256(file.encode()).hexdigest() for file in [*files, "b-1-cp311-cp311-win32.whl"]}
+
+    def pin(name: str, files: list[str]) -> str:
+        lines = " \\\n".join(f"    --hash=sha256:{hashes[file]}" for file in files)
+        return f"{name}==1 \\\n{lines}\n    # via ramet\n"
+
+    def package(files: list[str]) -> str:
+        wheels = ", ".join(
+            f"{{ url = 'x:/{file}', hashes = {{ sha256 = '{hashes[file]}' }} }}"
+            for file in files
+            if file != "a-1.tar.gz"
+        )
+        return f"[[packages]]\nwheels = [{wheels}]\n"
+
+    other = ["b-1-cp311-cp311-win32.whl"]
+    source = f"sdist = {{ url = 'x:/a-1.tar.gz', hashes = {{ sha256 = '{hashes['a-1.tar.gz']}' }} }}\n"
+    (tmp_path / "lock.toml").write_text(package(files) + source + package(other))
+    (tmp_path / "constraints.txt").write_text(pin("a", files) + pin("b", other))
+    shutil.copy(ROOT / "docker/requirements.py", tmp_path)
+    command = [sys.executable, tmp_path / "requirements.py", "--shorten", tmp_path / "lock.toml"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    text = (tmp_path / "constraints.txt").read_text()
+    assert text == pin("a", [file for file in files if file in taken]) + pin("b", other)
 
 
 def test_everything_but_torch_and_its_kin_is_installed_with_hashes():

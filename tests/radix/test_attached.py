@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from radix import EventLog, Match, Namespace, RadixTree, attached_key, make_policy, nearest, slices, text_of_path, view
-from runtime.sampling.drafts.lookup import continuation
+from runtime.features.drafts.lookup import continuation
 from tests.radix.trees import key
 
 SIZE = 4

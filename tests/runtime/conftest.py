@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.runtime.reuse.bicache.models import KINDS, save_tiny
-from tests.runtime.reuse.bicache.reference import PlainModel
+from tests.runtime.features.diffusion.bicache.models import KINDS, save_tiny
+from tests.runtime.features.diffusion.bicache.reference import PlainModel
 
 
 @pytest.fixture(scope="session", params=KINDS)

@@ -20,7 +20,7 @@ import httpx
 import openai
 import pytest
 
-from tests.runtime.reuse.bicache.models import save_tiny
+from tests.runtime.features.diffusion.bicache.models import save_tiny
 
 # Each test has clients of its own, and each of them would read the system's certificates, for 25 ms of the processor.
 httpx._transports.default.create_ssl_context = lru_cache(httpx._transports.default.create_ssl_context)
@@ -95,7 +95,7 @@ class LiveServer:
         children = subprocess.run(
             ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True, text=True
         )
-        return next(int(line.split()[0]) for line in children.stdout.splitlines() if "runtime.engine.process" in line)
+        return next(int(line.split()[0]) for line in children.stdout.splitlines() if "runtime.process" in line)
 
 
 def start(

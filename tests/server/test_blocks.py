@@ -4,7 +4,7 @@ import httpx
 import openai
 import pytest
 
-from tests.runtime.reuse.bicache.models import save_tiny
+from tests.runtime.features.diffusion.bicache.models import save_tiny
 from tests.server.conftest import start, stop
 from tests.server.sglang.test_generate import ask, events_until
 

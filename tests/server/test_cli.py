@@ -20,12 +20,12 @@ import runtime.frontend
 from radix import POLICIES
 from runtime import Engine
 from runtime.config import CacheConfig, Config, ServerConfig, make_config, unusable
-from runtime.engine.opening import open_engine
 from runtime.errors import ModelError
 from runtime.execution import flashinfer_package
 from runtime.execution.flashinfer_package import VERSION
 from runtime.execution.native.library import load_best
 from runtime.models.resolve import resolve_model
+from runtime.opening import open_engine
 from server import doctor
 from server.cli import main
 from server.options import options_page

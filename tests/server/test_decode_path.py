@@ -8,8 +8,8 @@ from pathlib import Path
 
 import radix
 from runtime.config import make_config
-from runtime.engine.offline import EngineThread
 from runtime.frontend.async_engine import AsyncEngine
+from runtime.offline import EngineThread
 from server.app import create_app
 
 ROOT = Path(radix.__file__).parents[1]

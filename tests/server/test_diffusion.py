@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from tests.runtime.diffusion.gemma import CANVAS, save_gemma
+from tests.runtime.features.diffusion.gemma import CANVAS, save_gemma
 from tests.server.conftest import start, stop
 from tests.server.sglang.test_generate import ask, events, events_until
 

@@ -72,9 +72,9 @@ def test_no_unexpected_error_of_a_body_writes_a_prompt_into_the_log():
 # Modules that report the time of day, or note it for another process; all others measure durations, which a clock that
 # jumps must not change.
 TELLS_THE_TIME = {
-    "runtime/engine/resume.py",
-    "runtime/kv/publisher.py",
-    "runtime/kv/tiers/files.py",
+    "runtime/features/tiers/resume.py",
+    "runtime/features/kv_events/publisher.py",
+    "runtime/features/tiers/files.py",
     "runtime/models/template_program.py",
     "server/admin/control.py",
     "server/admin/dashboard.py",

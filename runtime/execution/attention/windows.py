@@ -52,6 +52,30 @@ def within(plan: AttentionPlan, positions: np.ndarray, window: Window, page_size
     return narrow
 
 
+@dataclass(frozen=True, slots=True)
+class LayerWindows:
+    """The windows of a model's layers.
+
+    Attributes:
+        by_layer: the window of each layer; None: the layer sees all positions.
+        near: the pool of the layers with a window, if they have one of their own.
+        is_rotated_apart: whether the rotary embedding of layers with a window differs, so that they form groups of
+            their own in every step.
+    """
+
+    by_layer: Sequence[Window | None]
+    page_size: int
+    near: NearPages | None
+    is_rotated_apart: bool
+
+    def narrow(self, batch: ForwardBatch, last: int) -> ForwardBatch:
+        """The batch within the windows; `last`: its largest position."""
+        is_split = self.is_rotated_apart or self.near is not None
+        if is_split or last >= min(window.size for window in self.by_layer if window):
+            return narrowed(batch, self.by_layer, self.page_size, self.near)
+        return batch
+
+
 def narrowed(
     batch: ForwardBatch, windows: Sequence[Window | None], page_size: int, near: NearPages | None = None
 ) -> ForwardBatch:

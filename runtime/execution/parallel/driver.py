@@ -18,6 +18,7 @@ import torch.distributed as dist
 from runtime.batch import ForwardBatch
 from runtime.config import Config
 from runtime.errors import EngineDead, ModelError
+from runtime.execution.building import build_executor
 from runtime.execution.device import choose_device
 from runtime.execution.executor import Executor
 from runtime.execution.parallel.group import RankGroup, rank_device
@@ -129,26 +130,11 @@ def _hang_up(processes: list[subprocess.Popen[bytes]]) -> None:
 class ParallelExecutor(Executor):
     """An executor that is the first rank and runs every step on all ranks. A failed step ends the engine."""
 
-    def __init__(self, config: Config, path: Path):
-        """Start the other ranks and load the model directory `path` with them. Raises ModelError."""
-        size = config.model.tensor_parallel
-        if (spec := own_spec(config.model, path)) is None:
-            raise ModelError(f"--tensor-parallel is {size}, which is not served with transformers' code")
-        split_spec(spec, size)
-        device = rank_device(choose_device(config.model), 0, size)
-        store = RankGroup.open_store(size)
-        self.workers = Workers(config, path, size, store.port)
-        try:
-            self.workers.meet(store)
-            self.group = RankGroup(store, 0, size, device)
-            super().__init__(config, path, self.group)
-        except BaseException as error:
-            self.workers.close()
-            RankGroup.abandon()
-            if isinstance(error, RuntimeError):
-                raise ModelError(f"the model could not be loaded by all ranks ({error}): their log says why") from error
-            raise
-        self.pool.others, self.pool.ranks = self, size
+    def __init__(self, mine: Executor, workers: Workers, group: RankGroup):
+        """`mine`: this rank's executor."""
+        super().__init__(**vars(mine))
+        self.workers, self.group = workers, group
+        self.pool.others, self.pool.ranks = self, group.size
 
     def on_death(self, call: Callable[[EngineDead], None]) -> None:
         def end(error: EngineDead) -> None:
@@ -183,6 +169,22 @@ class ParallelExecutor(Executor):
         self.workers.close()
 
 
-def open_executor(config: Config, path: Path) -> Executor:
-    """Load the model directory `path` on `--tensor-parallel` ranks. Raises ModelError."""
-    return Executor(config, path) if config.model.tensor_parallel == 1 else ParallelExecutor(config, path)
+def open_ranks(config: Config, path: Path) -> ParallelExecutor:
+    """Load the model directory `path` on several ranks. Raises ModelError."""
+    size = config.model.tensor_parallel
+    if (spec := own_spec(config.model, path)) is None:
+        raise ModelError(f"--tensor-parallel is {size}, which is not served with transformers' code")
+    split_spec(spec, size)
+    device = rank_device(choose_device(config.model), 0, size)
+    store = RankGroup.open_store(size)
+    workers = Workers(config, path, size, store.port)
+    try:
+        workers.meet(store)
+        group = RankGroup(store, 0, size, device)
+        return ParallelExecutor(build_executor(config, path, group), workers, group)
+    except BaseException as error:
+        workers.close()
+        RankGroup.abandon()
+        if isinstance(error, RuntimeError):
+            raise ModelError(f"the model could not be loaded by all ranks ({error}): their log says why") from error
+        raise

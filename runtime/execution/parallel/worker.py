@@ -18,8 +18,8 @@ import torch
 
 from runtime.config import Config
 from runtime.errors import RametError
+from runtime.execution.building import build_executor
 from runtime.execution.device import choose_device
-from runtime.execution.executor import Executor
 from runtime.execution.parallel.group import RankGroup, rank_device
 from runtime.execution.parallel.orders import CopyRows, Order, ReadPages, WritePages, decode_order
 from runtime.logs import set_up_logs
@@ -87,7 +87,7 @@ def main() -> int:
         store = RankGroup.find_store(boot.port, size)
         store.set(f"rank{boot.rank}", "here")
         group = RankGroup(store, boot.rank, size, device)
-        executor = Executor(config, Path(boot.path), group)
+        executor = build_executor(config, Path(boot.path), group)
     except RametError as error:
         log.error("rank %d: %s", boot.rank, error.message)
         return 1

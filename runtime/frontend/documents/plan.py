@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.asks import DocumentsAsk
+from msgspec import UNSET, UnsetType
+
+from runtime.asks import DocumentsAsk, DocumentsReport, ExactDocumentsReport, ReuseReport
 from runtime.errors import InvalidRequest
 from runtime.frontend.documents.prompt import TokenizedPrompt
 from runtime.frontend.documents.table import UNMEASURED, MeasuredMethod, choose, read_table
@@ -25,13 +27,15 @@ class DocumentPrompt:
         tokens: token ids of the whole prompt.
         names: names of the documents, in order.
         ask: see `AddRequest`; None: only an exact prefix is reused.
-        note: more fields for the answer's `reuse`.
+        auto: why the method `auto` chose the prompt's method.
+        note: what else the client should know of the reuse.
     """
 
     tokens: list[int]
     names: list[str]
     ask: DocumentsAsk | None
-    note: dict[str, Any] = field(default_factory=dict)
+    auto: str | UnsetType = UNSET
+    note: str | UnsetType = UNSET
 
     @property
     def length(self) -> int:
@@ -42,15 +46,20 @@ class DocumentPrompt:
         """The position of the first generated token."""
         return len(self.tokens)
 
-    def report(self, engine: dict[str, Any] | None, cached_tokens: int) -> dict[str, Any] | None:
+    def report(self, engine: ReuseReport | None, cached_tokens: int) -> ReuseReport | None:
         """The answer's `reuse`, or None; `engine`: the engine's report, if there is one."""
         if self.ask is None and engine is None and self.names:
-            engine = {
-                **{"strategy": "prefix", "exact": True, "method": "none"},
-                "documents": list(dict.fromkeys(self.names)),
-                **{"reused_tokens": cached_tokens, "computed_tokens": self.length - cached_tokens},
-            }
-        return None if engine is None else engine | self.note
+            return ExactDocumentsReport(
+                documents=list(dict.fromkeys(self.names)),
+                reused_tokens=cached_tokens,
+                computed_tokens=self.length - cached_tokens,
+                auto=self.auto,
+                note=self.note,
+            )
+        if isinstance(engine, DocumentsReport):
+            engine.auto = self.auto
+            engine.note = engine.note if self.note is UNSET else self.note
+        return engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +85,26 @@ class DocumentPlanner:
             refuse_reuse(asked)
             asked = ReuseParams(method="none")
         asked = asked or ReuseParams(method=self.default)
-        note: dict[str, Any] = {}
+        auto: str | UnsetType = UNSET
+        note: str | UnsetType = UNSET
         if asked.method == "auto":
-            asked, note = self._choose(asked)
+            asked, auto = self._choose(asked)
         ask = None if asked.method == "none" else _ask(asked, prompt)
         if asked.method != "none" and min(map(_length, prompt.documents)) < (least := shortest(asked.chunk_tokens)):
-            note["note"] = f"documents of fewer than {least} tokens are computed in full"
+            note = f"documents of fewer than {least} tokens are computed in full"
         if ask is None and asked.method != "none":  # nothing is reused, so no measurement applies
-            note.pop("auto", None)
-        return DocumentPrompt(prompt.tokens.tolist(), prompt.names, ask, note)
+            auto = UNSET
+        return DocumentPrompt(prompt.tokens.tolist(), prompt.names, ask, auto, note)
 
-    def _choose(self, asked: ReuseParams) -> tuple[ReuseParams, dict[str, Any]]:
-        """The method for `auto`, and a note that gives the reason."""
+    def _choose(self, asked: ReuseParams) -> tuple[ReuseParams, str]:
+        """The method for `auto`, and the reason."""
         table = self.table or []
         if asked.max_kl is None and all(one.lost is None for one in table):
-            return UNMEASURED, {"auto": "no right answers were counted for this model: what lost least on others"}
+            return UNMEASURED, "no right answers were counted for this model: what lost least on others"
         if (found := choose(table, asked.max_kl)) is None:
             reason = "no table for this model" if self.table is None else "no measured method loses so little"
-            return ReuseParams(method="none"), {"auto": reason}
-        return ReuseParams(**found.model_dump(include=set(ReuseParams.model_fields))), {"auto": found.reason}
+            return ReuseParams(method="none"), reason
+        return ReuseParams(**found.model_dump(include=set(ReuseParams.model_fields))), found.reason
 
 
 def refuse_reuse(asked: ReuseParams | None) -> None:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar, Never
 
+import msgspec
 import numpy as np
 import torch
 
 from radix import Match, Namespace, Node
 from radix.node import TOKEN_BYTES
+from runtime.asks import ReuseReport
 from runtime.batch import Read, RowSet, Stage
 from runtime.errors import InvalidRequest
 from runtime.kv.cache import PagedCache
 from runtime.kv.segments import Run, Segment, slots_of
 from runtime.protocol import ModelInfo
-from runtime.request import Found, Lease, Request, Work
+from runtime.request import A, Found, Lease, Request, Work
 from runtime.reuse.entries.entry import Entry, EntryMeta
 from runtime.reuse.prefix import PrefixLease, PrefixStrategy
 
@@ -86,9 +88,9 @@ class EntriesFound(Found):
 class EntryLease(PrefixLease):
     """Reads entries, encodes those that are missing, then computes the request's own tokens."""
 
-    strategy: EntryStrategy
+    strategy: EntryStrategy[Never]
 
-    def __init__(self, strategy: EntryStrategy, request: Request, imports: Imports):
+    def __init__(self, strategy: EntryStrategy[Never], request: Request, imports: Imports):
         super().__init__(strategy, request)
         self.imports = imports
 
@@ -279,20 +281,19 @@ class EntryLease(PrefixLease):
         self.imports.encodings = []
 
     @abstractmethod
-    def _describe(self) -> dict[str, Any]:
-        """The fields that the strategy adds to `report`."""
+    def _report(self, reused: int, computed: int) -> ReuseReport:
+        """The report of a request; `reused`, `computed`: number of its prompt's tokens."""
 
-    def report(self) -> dict[str, Any] | None:
+    def report(self) -> ReuseReport | None:
         """Reported once, with the first token, because no field changes later."""
         request = self.request
         if request.num_output > 1:
             return None
         reused = max(request.cached_tokens, 0)
-        counts = {"reused_tokens": reused, "computed_tokens": request.num_prompt - reused}
-        return {"strategy": self.strategy.name, **self._describe(), **counts}
+        return self._report(reused, request.num_prompt - reused)
 
 
-class EntryStrategy(PrefixStrategy):
+class EntryStrategy(PrefixStrategy[A]):
     """Looks entries up by their content. The first request that needs a missing entry encodes it.
 
     An entry is encoded alone, with causal attention among its own rows and at its own positions. The KV of placeholder
@@ -339,11 +340,12 @@ class EntryStrategy(PrefixStrategy):
                 code="context_length_exceeded",
             )
 
-    def meta_of(self, namespace: Namespace, described: dict[str, Any]) -> EntryMeta | None:
+    def meta_of(self, namespace: Namespace, described: Mapping[str, object]) -> EntryMeta | None:
         if not namespace.entry.startswith(f"{self.kind}:"):
             return None
         more = dict(described)
-        return EntryMeta(self.kind, more.pop(self.kind), more.pop(f"{self.kind}_tokens"), more)
+        name, tokens = more.pop(self.kind), more.pop(f"{self.kind}_tokens")
+        return EntryMeta(self.kind, msgspec.convert(name, str), msgspec.convert(tokens, int), more)
 
 
 def _see(pages: array[int], seen: np.ndarray, page_size: int) -> Read:

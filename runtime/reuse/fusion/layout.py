@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +15,6 @@ from runtime.reuse.entries.entry import Entry
 
 # Only the last rows of a longer question choose document rows, so that the choice does not delay other requests.
 LONGEST_QUESTION = 512
-
-
-def options_of(ask: DocumentsAsk) -> dict[str, Any]:
-    """The options that the answer repeats; `k` only if LegoLink uses it."""
-    found = {"ratio": ask.ratio, "granularity": ask.granularity, "chunk_tokens": ask.chunk_tokens}
-    return {**found, "k": ask.k} if ask.select == "legolink" and ask.ratio is None else found
 
 
 def titles_of(ask: DocumentsAsk) -> list[str]:

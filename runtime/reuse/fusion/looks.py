@@ -64,7 +64,7 @@ class Look(ABC):
         """Queries, keys and values of a layer for states [n, hidden], float32 [n, heads, head_dim] each."""
         spec = self.executor.spec
         heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        return self.executor.project(layer, states, torch.from_numpy(positions)).split(heads, dim=1)
+        return self.executor.own.project(layer, states, torch.from_numpy(positions)).split(heads, dim=1)
 
 
 class DenseLook(Look):
@@ -190,7 +190,7 @@ class QuestionLook(Look):
         read = [np.flatnonzero(place.kept) for place in places]
         keys = [gather(pool, self.sequence.pages, np.arange(len(own)), page_size)]
         keys += [gather(pool, place.pages, mine, page_size) for place, mine in zip(places, read, strict=True)]
-        turns = [self.executor.rope.shift(torch.tensor([-place.start], device=q.device)) for place in places]
+        turns = [self.executor.own.rope.shift(torch.tensor([-place.start], device=q.device)) for place in places]
         later = torch.from_numpy(own[None] > own[-len(q) :, None]).to(q.device)
         weights, peaks = torch.zeros(sum(map(len, keys)), device=q.device), torch.zeros(len(places), device=q.device)
         size = max(_MOST_WEIGHTS // (q.shape[1] * len(weights)), 1)

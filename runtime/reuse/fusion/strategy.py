@@ -6,14 +6,14 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from msgspec import UNSET
 
 from radix import Namespace
-from runtime.asks import DocumentsAsk, Pairs
+from runtime.asks import DocumentsAsk, DocumentsReport, Pairs
 from runtime.batch import Read, RowSet, Stage, causal_visible
 from runtime.errors import InvalidRequest
 from runtime.execution.executor import Executor
@@ -25,7 +25,7 @@ from runtime.request import Found, Request, Work
 from runtime.reuse.entries.entry import Entry, digest, read_tokens
 from runtime.reuse.entries.strategy import EntriesFound, EntryLease, EntryStrategy, Imports
 from runtime.reuse.fusion.choices import Choices
-from runtime.reuse.fusion.layout import EntryPlace, Layout, chunks_of, options_of, titles_of
+from runtime.reuse.fusion.layout import EntryPlace, Layout, chunks_of, titles_of
 from runtime.reuse.fusion.looks import DenseLook, Look
 from runtime.reuse.fusion.methods import METHODS, Method, Scored
 
@@ -291,27 +291,31 @@ class FusionLease(EntryLease):
         self.strategy.choices.forget(self.fused.layout, self.fused.namespace)
         super().distrust()
 
-    def _describe(self) -> dict[str, Any]:
+    def _report(self, reused: int, computed: int) -> DocumentsReport:
         fused, ask = self.fused, self.fused.layout.ask
         missing = {entry.namespace for entry in fused.computed}
         entries = [place.entry for place in fused.layout.places if place.is_document]
         cached = {entry.name for entry in entries} - {entry.name for entry in entries if entry.namespace in missing}
         titles = list(dict.fromkeys(titles_of(ask)))
         nothing = isinstance(fused.method, Scored) and not len(fused.chosen)
-        return {
-            "exact": False,
-            "method": ask.select,
-            **options_of(ask),
-            "documents": titles,
-            "computed_documents": [title for title in titles if title not in cached],
-            "chosen_before": 0 < fused.selected_for < len(fused.layout.prompt),
-            "recomputed_rows": len(fused.chosen),
-            "row_layers": self.request.row_layers,
-            **({"note": f"{ask.select} computed no row again: this is the answer of pie"} if nothing else {}),
-        }
+        return DocumentsReport(
+            method=ask.select,
+            ratio=ask.ratio,
+            granularity=ask.granularity,
+            chunk_tokens=ask.chunk_tokens,
+            k=ask.k if ask.select == "legolink" and ask.ratio is None else UNSET,
+            documents=titles,
+            computed_documents=[title for title in titles if title not in cached],
+            chosen_before=0 < fused.selected_for < len(fused.layout.prompt),
+            recomputed_rows=len(fused.chosen),
+            row_layers=self.request.row_layers,
+            reused_tokens=reused,
+            computed_tokens=computed,
+            note=f"{ask.select} computed no row again: this is the answer of pie" if nothing else UNSET,
+        )
 
 
-class Fusion(EntryStrategy):
+class Fusion(EntryStrategy[DocumentsAsk]):
     """Chunks of documents are entries that are encoded alone at position 0 and read with a shift.
 
     The sequence has the request's own rows and the chosen document rows, by position. Each row reads the earlier entry

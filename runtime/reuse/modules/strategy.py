@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from radix import Namespace
-from runtime.asks import EntryAsk, ModulesAsk, Pairs
+from runtime.asks import EntryAsk, ModulesAsk, ModulesReport, Pairs
 from runtime.errors import InvalidRequest
 from runtime.kv.segments import Run, Sequence
 from runtime.protocol import ModelInfo
@@ -29,17 +28,17 @@ class ModulesLease(EntryLease):
     def _meta(self, entry: Entry) -> EntryMeta:
         return EntryMeta(self.strategy.kind, entry.name, entry.length, {"schema": self.schema})
 
-    def _describe(self) -> dict[str, Any]:
+    def _report(self, reused: int, computed: int) -> ModulesReport:
         imports = self.imports
-        return {
-            "exact": False,
-            "exact_modules": True,
-            "modules": _names_of(imports.entries),
-            "computed_modules": _names_of(imports.computed),
-        }
+        return ModulesReport(
+            modules=_names_of(imports.entries),
+            computed_modules=_names_of(imports.computed),
+            reused_tokens=reused,
+            computed_tokens=computed,
+        )
 
 
-class Modules(EntryStrategy):
+class Modules(EntryStrategy[ModulesAsk]):
     """Modules are entries at positions that their schema fixes. Own rows see all of a request's modules."""
 
     name = "modules"

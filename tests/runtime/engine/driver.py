@@ -14,8 +14,8 @@ from runtime.asks import ReuseAsk
 from runtime.calls import AddPin, Call, FlushCache
 from runtime.config import make_config
 from runtime.engine.core import EngineCore
-from runtime.engine.opening import open_engine
-from runtime.engine.parts import Grammars
+from runtime.engine.grammars import Grammars
+from runtime.opening import open_engine
 from runtime.params import SamplingParams
 from runtime.protocol import Abort, AddRequest, Ask, Finish, Reply, TokenEvent
 from runtime.request import Request

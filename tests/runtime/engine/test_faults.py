@@ -41,9 +41,9 @@ def test_a_request_whose_pages_cannot_be_kept_ends_as_it_would(core, end, before
     for rid, prompt in prompts.items():
         plain.add(rid, prompt, max_new_tokens=8)
     plain.run()
-    break_hook(core.strategy, "release", 0, before, monkeypatch)
+    break_hook(core.strategies.default, "release", 0, before, monkeypatch)
     if end == "error":
-        break_hook(core.strategy, "report", 2, True, monkeypatch)
+        break_hook(core.strategies.default, "report", 2, True, monkeypatch)
     driver = Driver(core)
     driver.flush()
     for rid, prompt in prompts.items():
@@ -62,7 +62,7 @@ def test_a_request_whose_pages_cannot_be_kept_ends_as_it_would(core, end, before
 def test_a_request_that_cannot_be_retracted_fails_alone(ids_dir, before, monkeypatch):
     core = make_core(ids_dir, page_size=4, pool_tokens=128)
     driver = Driver(core)
-    break_hook(core.strategy, "release", 0, before, monkeypatch)
+    break_hook(core.strategies.default, "release", 0, before, monkeypatch)
     for rid in ("good", "bad"):  # together they need more than the pool has, and the later one is retracted
         driver.add(rid, prompt_of(len(rid), 40), max_new_tokens=60)
     driver.run()
@@ -73,7 +73,7 @@ def test_a_request_that_cannot_be_retracted_fails_alone(ids_dir, before, monkeyp
 def test_a_request_whose_runs_cannot_be_told_fails_alone(ids_dir, monkeypatch):
     core = make_core(ids_dir, page_size=4, host_memory=0.01)
     driver = Driver(core)
-    break_hook(core.strategy, "reads", 0, True, monkeypatch)
+    break_hook(core.strategies.default, "reads", 0, True, monkeypatch)
     for rid in ("good", "bad", "late"):
         driver.add(rid, prompt_of(len(rid), 40), max_new_tokens=2)
     driver.run()
@@ -91,7 +91,7 @@ def test_a_fault_of_a_strategy_is_that_of_one_request(core, hook, after, before,
     prompts = {rid: prompt_of(seed, 40) for seed, rid in enumerate(("good", "bad", "late"))}
     driver.add("good", prompts["good"], max_new_tokens=8)
     driver.run()
-    break_hook(core.strategy, hook, after, before, monkeypatch)
+    break_hook(core.strategies.default, hook, after, before, monkeypatch)
     again = Driver(core)
     again.flush()
     for rid, prompt in prompts.items():

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
 from runtime.config import make_config
-from runtime.execution.executor import Executor
+from runtime.execution.building import build_executor
 from tests.runtime.execution.attention.stand_in import stand_in
 
 CONTEXT = 512
@@ -18,11 +18,11 @@ CONTEXT = 512
 @pytest.fixture(params=["native", "torch", "flashinfer"])
 def executor(request, any_tiny_dir, monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", stand_in())
-    monkeypatch.setattr("runtime.execution.executor.choose_attention", lambda *_: request.param)
+    monkeypatch.setattr("runtime.execution.building.choose_attention", lambda *_: request.param)
     kernels = "auto" if request.param == "native" else "torch"
     options = {"dtype": "float32", "device": "cpu", "pool_tokens": 64, "kernels": kernels}
-    executor = Executor(make_config(model=str(any_tiny_dir), context_length=CONTEXT, **options), any_tiny_dir)
-    if not executor.backend_name.startswith(request.param):
+    executor = build_executor(make_config(model=str(any_tiny_dir), context_length=CONTEXT, **options), any_tiny_dir)
+    if not executor.decoder.attention.startswith(request.param):
         pytest.skip("no native kernels")
     return executor
 

@@ -156,6 +156,6 @@ def test_decode_steps_with_experts_are_captured_unless_they_would_wait(
     path = save_small("Qwen3Moe", tmp_path, vocab_size=WITH_TOKENIZER)
     shutil.copy(default_model_dir / "tokenizer.json", path)
     executor = check_whole_engines(path, monkeypatch, step_tokens=64, cuda_graph_batches="1,2,8")
-    assert executor._graphs.sizes == sizes
-    assert executor._graphs.prompt_sizes == ([64] if most == 64 else [])
-    assert any(graph._replay for graph in executor._graphs._graphs.values())
+    assert executor.decoder.graphs.sizes == sizes
+    assert executor.decoder.graphs.prompt_sizes == ([64] if most == 64 else [])
+    assert any(graph._replay for graph in executor.decoder.graphs._graphs.values())

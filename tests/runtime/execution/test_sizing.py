@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from runtime.config import CacheConfig, ModelConfig, make_config
-from runtime.engine.offline import Engine
-from runtime.engine.opening import open_engine
 from runtime.errors import ModelError
 from runtime.execution import flashinfer_package
 from runtime.execution.device import choose_attention
@@ -13,6 +11,8 @@ from runtime.execution.flashinfer_package import VERSION
 from runtime.execution.sizing import check_weights, pool_pages
 from runtime.models.spec import LlamaSpec
 from runtime.models.weights import random_weights
+from runtime.offline import Engine
+from runtime.opening import open_engine
 
 CUDA = torch.device("cuda")
 

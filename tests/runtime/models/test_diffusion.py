@@ -10,13 +10,13 @@ from transformers import DiffusionGemmaGenerationConfig
 from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span
 from runtime.config import make_config
 from runtime.errors import ModelError
-from runtime.execution.executor import Executor
+from runtime.execution.building import build_executor
 from runtime.models.diffusion import DiffusionSpec, canvas_spec, diffusion_spec
 from runtime.models.shards import split_spec
 from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
-from tests.runtime.reuse.bicache.models import EOS, KINDS, MASK, save_tiny
-from tests.runtime.reuse.bicache.reference import PlainModel
+from tests.runtime.features.diffusion.bicache.models import EOS, KINDS, MASK, save_tiny
+from tests.runtime.features.diffusion.bicache.reference import PlainModel
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
@@ -24,7 +24,7 @@ from tests.runtime.reuse.bicache.reference import PlainModel
 def test_logits_and_kv_are_the_references(kind, kernels, tmp_path):
     path = save_tiny(kind, tmp_path / kind)
     plain = PlainModel(path)
-    executor = Executor(
+    executor = build_executor(
         make_config(model=str(path), dtype="float32", device="cpu", pool_tokens=64, kernels=kernels), path
     )
     tokens = torch.randint(0, MASK, (29,), generator=torch.Generator().manual_seed(3)).tolist() + [MASK] * 8

@@ -87,11 +87,11 @@ def test_experts_stay_packed(packed):
     if load_best() is None:
         pytest.skip("there are no native kernels for this processor")
     core = make_core(path, dtype="auto", quantization="auto")
-    assert core.executor.quantization == "mxfp4"
+    assert core.executor.decoder.quantization == "mxfp4"
     draw = torch.Generator().manual_seed(3)
     x = torch.randn(40, 32, generator=draw)
     tensors = load_file(path / "model.safetensors")
-    decoder = core.executor._decoder
+    decoder = core.executor.decoder.model
     assert len(decoder.experts) == core.executor.spec.num_layers
     for index, experts in enumerate(decoder.experts):
         weights = {name: weight for name, weight in tensors.items() if f"layers.{index}.mlp" in name}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from runtime.batch import ForwardBatch
-from runtime.engine.parts import Drafts
+from runtime.features.drafts.part import Drafts
 from runtime.reuse import planner
 from runtime.reuse.planner import Planner
 from tests.runtime.engine.driver import Driver, make_core
@@ -59,9 +59,9 @@ def test_a_plan_that_grows_is_the_plan_made_anew(ids_dir, monkeypatch, drafts, o
             starts.update((item.request, item.start) for item in work)
         after = [item.request.row_layers for item in work]
         layers = core.executor.spec.num_layers
-        anew = Planner(layers, core.info.page_size, 0, core.executor.device, core.executor.least_saved_tokens).plan(
-            work
-        )
+        anew = Planner(
+            layers, core.info.page_size, 0, core.executor.device, core.executor.decoder.least_saved_tokens
+        ).plan(work)
         for item, was, now in zip(work, booked, after, strict=True):
             assert item.request.row_layers - now == now - was
             item.request.row_layers = now

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from runtime import Engine
-from runtime.engine.parts import Grammars
+from runtime.engine.grammars import Grammars
 from runtime.errors import InvalidRequest, RametError
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams

@@ -181,7 +181,7 @@ def test_methods_of_reuse_are_refused_by_name_and_not_the_default(alice):
         "documents are not reused with an adapter",
     )
     refused = complete(alice, "poems", reuse={"method": "reasoncache"})
-    assert "not shared with an adapter" in refused.json()["error"]["message"]
+    assert "not served with an adapter" in refused.json()["error"]["message"]
 
 
 def test_the_metrics_count_its_requests(alice, boss):

@@ -19,10 +19,12 @@ import pytest
 import torch
 
 from runtime.config import make_config
-from runtime.engine.offline import EngineThread
-from runtime.engine.parts import Drafts, Grammars, KVEvents
-from runtime.engine.tiering import Tiering
+from runtime.engine.grammars import Grammars
+from runtime.features.drafts.part import Drafts
+from runtime.features.kv_events.part import KVEvents
+from runtime.features.tiers.tiering import Tiering
 from runtime.frontend.async_engine import AsyncEngine
+from runtime.offline import EngineThread
 from server.admin.dashboard import Feed
 from server.app import create_app
 from server.auth.keys import read_keys

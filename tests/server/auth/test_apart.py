@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from radix import Namespace
+from runtime.features.drafts.lookup import Recent
 from runtime.frontend.replay import Replay, Said
-from runtime.sampling.drafts.lookup import Recent
 
 KEYS = {"alice": "alice-secret-key", "boss": "boss-secret-key"}
 SPACES = [("alice", "a"), ("alice", "b"), ("alice", None), ("boss", "a")]

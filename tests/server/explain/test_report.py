@@ -5,7 +5,8 @@ import json
 import httpx
 import pytest
 
-from server.explain.report import _of_entries
+from runtime.denoising import SharedPrefixReport
+from server.explain.report import _not_by_prefix
 from tests.server.openai.test_openai import MODEL
 
 HELP = "You are the helpful assistant of a travel agency. " * 6
@@ -278,4 +279,14 @@ def test_what_is_reused_otherwise_than_by_prefix(clean):
 
 @pytest.mark.parametrize(("cached", "reason"), [(0, "entries_missing"), (64, "hit")])
 def test_the_prefix_of_a_diffusion_model(cached, reason):
-    assert _of_entries({"shallow_depth": 1, "encoded_tokens": 64}, cached)[0] == reason
+    assert _not_by_prefix(shared(encoded_tokens=64), cached)[0] == reason
+
+
+def test_a_diffusion_model_s_request_that_shares_no_prefix():
+    assert _not_by_prefix(shared(unshared="too_short"), 0) == ("too_short", "the shared prefix fills no page")
+    assert _not_by_prefix(shared(unshared=None), 0) is None, "it ended before its admission"
+
+
+def shared(encoded_tokens=0, **fields):
+    counts = {"refreshes": 0, "prefix_ratio": 0.5, "denoise_steps": 1}
+    return SharedPrefixReport(shallow_depth=1, encoded_tokens=encoded_tokens, **counts, **fields)

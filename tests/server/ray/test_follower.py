@@ -5,8 +5,8 @@ from array import array
 
 from radix import Namespace, Removed, Stored
 from runtime.config import CacheConfig
-from runtime.kv import replays
-from runtime.kv.publisher import EventPublisher
+from runtime.features.kv_events import replays
+from runtime.features.kv_events.publisher import EventPublisher
 from server.ray.follower import Follower
 from server.ray.prefixes import PrefixIndex
 

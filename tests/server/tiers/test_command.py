@@ -5,8 +5,8 @@ import time
 import pytest
 
 from radix import Namespace
-from runtime.kv.tiers.block import Fingerprint, Format
-from runtime.kv.tiers.files import FileStore
+from runtime.features.tiers.block import Fingerprint, Format
+from runtime.features.tiers.files import FileStore
 from server.auth.keys import read_keys
 from server.cli import main
 

@@ -271,6 +271,6 @@ def options_of(backend: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     if backend == "flashinfer":
         monkeypatch.setitem(sys.modules, "flashinfer", stand_in())
         monkeypatch.setattr("runtime.execution.attention.flashinfer._MERGE_BYTES", 1)
-        monkeypatch.setattr("runtime.execution.executor.choose_attention", lambda *_: "flashinfer")
+        monkeypatch.setattr("runtime.execution.building.choose_attention", lambda *_: "flashinfer")
         return {"kernels": "torch", "cuda_graph_batches": ""}
     return {"kernels": "auto" if backend == "native" else "torch"}

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.engine.offline import Engine
 from runtime.execution.executor import Executor
+from runtime.offline import Engine
 
 _SHARED = list(range(100, 150))
 _PROMPTS = [_SHARED + [200 + i] * (3 * i + 1) for i in range(5)] + [[7, 8, 9]]
@@ -22,7 +22,7 @@ def check_whole_engines(path: Path, monkeypatch: pytest.MonkeyPatch, **options: 
     sampling[3] |= {"temperature": 0.8, "seed": 4, "top_k": 50}
     found = []
     for backend in ("torch", "flashinfer"):
-        monkeypatch.setattr("runtime.execution.executor.choose_attention", lambda *_, backend=backend: backend)
+        monkeypatch.setattr("runtime.execution.building.choose_attention", lambda *_, backend=backend: backend)
         with Engine(str(path), **options) as engine:
             found += [[output.token_ids for output in engine.generate(_PROMPTS, sampling)] for _ in range(2)]
             assert engine.info.attention_backend == backend

@@ -8,14 +8,14 @@ from transformers import AutoModelForCausalLM
 
 from radix import Namespace
 from runtime.calls import LoadAdapter
-from runtime.engine.tiering import Tiering
 from runtime.errors import InvalidRequest, ModelError
+from runtime.features.tiers.tiering import Tiering
 from runtime.models.shards import split_spec
 from runtime.models.spec import LlamaSpec
 from tests.lora import merged, save_lora
 from tests.runtime.engine.driver import Driver, call, greedy, make_core
 from tests.runtime.execution.transformers.architectures import VOCAB, save_small
-from tests.runtime.kv.tiers.engines import NEW, evict, loaded, open_core, options_of
+from tests.runtime.features.tiers.engines import NEW, evict, loaded, open_core, options_of
 from tests.runtime.reuse.contract.subject import World
 from tests.runtime.reuse.contract.subjects import Fusion, best
 from tests.runtime.reuse.fusion.asks import build

@@ -120,9 +120,9 @@ def test_of_two_engines_that_pack_at_once_one_provides_the_file(library, tmp_pat
 def test_an_engine_keeps_codes_unless_a_dtype_is_given(tmp_path):
     path = link(make_file(tmp_path / "m.gguf", Kind.Q4_1, True), tmp_path / "out")
     kept, plain = (make_core(path, **options) for options in ({"dtype": "auto"}, {"dtype": "float32"}))
-    assert kept.executor.quantization == "gguf"
-    assert plain.executor.quantization == "none"
-    assert "gguf" not in plain.executor.backend_name
+    assert kept.executor.decoder.quantization == "gguf"
+    assert plain.executor.decoder.quantization == "none"
+    assert "gguf" not in plain.executor.decoder.attention
 
 
 def test_a_file_that_has_gone_is_named(tmp_path):

@@ -11,6 +11,7 @@ from runtime.errors import ModelError
 from runtime.models.gguf import convert_gguf
 from tests.runtime.engine.driver import Driver, gives, greedy, make_core
 from tests.runtime.execution.mixers.models import Runner, oracle, save_hybrid
+from tests.runtime.features.hybrid.test_exact import STOP, Asking, conversation
 from tests.runtime.models.hybrid_files import (
     DELTA_SIZES,
     EXPERT_SIZES,
@@ -21,7 +22,6 @@ from tests.runtime.models.hybrid_files import (
     round_weights,
     write_hybrid,
 )
-from tests.runtime.reuse.hybrid.test_exact import STOP, Asking, conversation
 
 # Several types in what a layer reads: queries and their gates are one tensor, of another type than keys and values.
 MIXED = {
@@ -107,7 +107,7 @@ def test_an_engine_computes_what_is_stored(made, family):
     prompt, found = conversation(draw, 3), []
     for chunk in (5, 64):
         driver = Driver(make_core(target, dtype="auto", page_size=4, chunk_tokens=chunk))
-        assert driver.core.executor.quantization == "gguf"
+        assert driver.core.executor.decoder.quantization == "gguf"
         for _ in range(2):
             found += driver.together([prompt], max_new_tokens=8)
         assert driver.cached("r1") > 0

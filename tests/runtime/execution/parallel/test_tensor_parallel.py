@@ -18,16 +18,16 @@ from torch import nn
 
 from runtime.batch import AttentionPlan, ForwardBatch, HiddenRows, LayerGroup, Span
 from runtime.config import make_config
-from runtime.engine.offline import Engine
 from runtime.errors import EngineDead, InvalidRequest, ModelError
 from runtime.execution.parallel.orders import CopyRows, decode_order, encode_order
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.models.shards import Shard, split_spec
 from runtime.models.spec import LlamaSpec
+from runtime.offline import Engine
 from tests.lora import save_lora
 from tests.processes import wait_for_end
-from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
-from tests.runtime.reuse.bicache.models import save_tiny as save_tiny_diffusion
+from tests.runtime.features.diffusion.bicache.driver import DenoiseDriver, make_core
+from tests.runtime.features.diffusion.bicache.models import save_tiny as save_tiny_diffusion
 from tests.tiny import save_tiny
 
 OPTIONS = {"dtype": "float32", "kernels": "torch", "pool_tokens": 1024, "device": "cpu", "threads": 1}

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-import tests.runtime.reuse.bicache.models as diffusion
+import tests.runtime.features.diffusion.bicache.models as diffusion
 from runtime.denoising import DiffusionParams
 from runtime.params import SamplingParams
 from tests.runtime.engine.driver import Driver, make_core

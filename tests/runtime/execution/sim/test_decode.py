@@ -25,8 +25,8 @@ def test_the_device_gives_the_tokens_of_the_host(device, llama, monkeypatch):
     """In float32, where no rounding decides; FlashInfer's own kernels have none."""
     prompts = [draw(i, 20 + i) for i in range(4)]
     with monkeypatch.context() as patched:
-        patched.setattr("runtime.execution.executor.choose_attention", lambda *_: "flashinfer")
+        patched.setattr("runtime.execution.building.choose_attention", lambda *_: "flashinfer")
         engine = Engine(device, llama, dtype="float32")
     found = engine.together(prompts, max_new_tokens=8)
-    assert engine.core.executor._graphs._graphs
+    assert engine.core.executor.decoder.graphs._graphs
     assert found == Driver(make_core(llama, kernels="torch")).together(prompts, max_new_tokens=8)

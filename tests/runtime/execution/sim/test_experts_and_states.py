@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from runtime.sampling.drafts.drafter import Drafter
+from runtime.features.drafts.drafter import Drafter
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.execution.sim.engines import Engine, draw, save
 
@@ -13,7 +13,7 @@ def test_steps_with_experts_run_in_graphs(device, tmp_path, monkeypatch, capabil
     """With a kernel for groups of rows, and without, where only a few rows can do without the host."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     engine = Engine(device, save("Qwen3Moe", tmp_path), cuda_graph_batches="4,128")
-    assert engine.core.executor._graphs.sizes == [4, 128][: capability[0] - 7]
+    assert engine.core.executor.decoder.graphs.sizes == [4, 128][: capability[0] - 7]
     engine.begin_decode([draw(i, 20 + i) for i in range(4)])
     events = engine.watch_steps(5)
     assert events.stalls == []

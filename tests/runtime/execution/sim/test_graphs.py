@@ -50,7 +50,7 @@ def decoding(device, path, prompts):
 )
 def test_a_step_is_one_launch(device, models, kind, prompts, levels, windows):
     engine = decoding(device, models[kind], prompts)
-    graphs = engine.core.executor._graphs
+    graphs = engine.core.executor.decoder.graphs
     found, ran = graphs._graph, []
     graphs._graph = lambda shape: ran.append(shape.calls) or found(shape)
     events = engine.watch_steps(6)
@@ -67,7 +67,7 @@ def test_graphs_and_windows_give_the_tokens_of_the_host(device, models, monkeypa
     """In float32, where no rounding decides; FlashInfer's own kernels have none."""
     prompts = SHARED[:3] + TREE[:3] + ALONE[:2]
     with monkeypatch.context() as patched:
-        patched.setattr("runtime.execution.executor.choose_attention", lambda *_: "flashinfer")
+        patched.setattr("runtime.execution.building.choose_attention", lambda *_: "flashinfer")
         engine = Engine(device, models[kind], dtype="float32", cuda_graph_batches=batches)
     host = Driver(make_core(models[kind], kernels="torch", step_tokens=128))
     for prompt in prompts:  # so that later ones find what they share

@@ -21,7 +21,7 @@ def exact(device, models, monkeypatch):
 
     def make(kind="Llama", **options):
         with monkeypatch.context() as patched:
-            patched.setattr("runtime.execution.executor.choose_attention", lambda *_: "flashinfer")
+            patched.setattr("runtime.execution.building.choose_attention", lambda *_: "flashinfer")
             engine = Engine(device, models[kind], dtype="float32", **options)
         return engine, Driver(make_core(models[kind], kernels="torch", **{"step_tokens": 128, **options}))
 
@@ -30,7 +30,7 @@ def exact(device, models, monkeypatch):
 
 def watch_graphs(engine):
     """For each step from now on: rows, requests' rows that need logits, and rows of its graph (0: it has none)."""
-    graphs, found = engine.core.executor._graphs, []
+    graphs, found = engine.core.executor.decoder.graphs, []
     run, graph = graphs.run, graphs._graph
 
     def counted(batch):
@@ -128,4 +128,4 @@ def test_log_probabilities_of_prompts(exact, step_tokens, sizes):
 
 
 def test_no_graphs_if_none_are_wanted(device, models):
-    assert Engine(device, models["Llama"], cuda_graph_batches="0").core.executor._graphs is None
+    assert Engine(device, models["Llama"], cuda_graph_batches="0").core.executor.decoder.graphs is None

@@ -104,7 +104,7 @@ def test_kernels_are_loaded_and_graphs_captured_before_the_engine_is_ready(llama
     assert (engine.core.info.attention_backend, engine.core.info.attention_note) == ("flashinfer", "")
     assert len(package.built) == len(set(package.built)) == 8
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    graphs = engine.core.executor._graphs._graphs
+    graphs = engine.core.executor.decoder.graphs._graphs
     sizes = {kind: {shape.rows.size for shape in graphs if shape.rows.decodes == kind} for kind in (True, False)}
     assert sizes == {True: {1, 4}, False: {64, 128}}, "no more rows than requests run, or than a step has"
     assert "captured 7 CUDA graphs, 3 of decode steps and 4 of steps with prompts, in" in caplog.text
@@ -181,7 +181,7 @@ def test_steps_run_without_graphs_that_cannot_be_captured(llama, device, monkeyp
 
 def test_a_graph_that_cannot_be_captured_fails_no_request(llama, device, monkeypatch, caplog):
     engine = Engine(device, llama, **OPTIONS)
-    graphs = engine.core.executor._graphs
+    graphs = engine.core.executor.decoder.graphs
     graphs._graphs.clear()  # as for a shape that was not captured before the engine was ready
     tried = []
 
@@ -200,7 +200,7 @@ def test_a_graph_that_cannot_be_captured_fails_no_request(llama, device, monkeyp
 
 def test_a_graph_that_fails_with_the_device_ends_the_step(llama, device, monkeypatch):
     engine = Engine(device, llama, **OPTIONS)
-    engine.core.executor._graphs._graphs.clear()
+    engine.core.executor.decoder.graphs._graphs.clear()
     lost = RuntimeError("an illegal memory access was encountered")
 
     def fails(*_):

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.runtime.execution.sim.engines import Engine, draw
-from tests.runtime.kv.tiers.engines import always, evict
+from tests.runtime.features.tiers.engines import always, evict
 
 
 @pytest.fixture

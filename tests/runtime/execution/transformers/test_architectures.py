@@ -49,7 +49,7 @@ def test_experts_in_the_own_code(architecture, fields, kernels, prompts, tmp_pat
     path = save_small(architecture, tmp_path, **fields)
     core = check_greedy(path, prompts, model_impl="auto", kernels=kernels)
     assert core.info.model_impl == "ramet"
-    assert (core.executor.backend_name == "torch") == (kernels == "torch" or load_best() is None)
+    assert (core.executor.decoder.attention == "torch") == (kernels == "torch" or load_best() is None)
 
 
 def check_greedy(path, prompts, **options) -> EngineCore:

@@ -8,9 +8,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from runtime.config import make_config
-from runtime.engine.opening import open_engine
 from runtime.errors import ModelError
 from runtime.execution.transformers.model import TransformersModel
+from runtime.opening import open_engine
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.execution.transformers.architectures import save_small
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from tests.runtime.engine.driver import Driver, gives, make_core
-from tests.runtime.sampling.drafts.test_exact import run
+from tests.runtime.features.drafts.test_exact import run
 from tests.tiny import vary
 
 VOCAB, NEW = 320, 8

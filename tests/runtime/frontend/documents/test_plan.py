@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from runtime.asks import DocumentsAsk
+from runtime.asks import DocumentsAsk, DocumentsReport
 from runtime.errors import InvalidRequest, ModelError
 from runtime.frontend.documents import table
 from runtime.frontend.documents.plan import DocumentPlanner, plan_encoding
@@ -33,6 +33,14 @@ def plan(planner: DocumentPlanner | None = None, **asked):
     return (planner or DocumentPlanner()).plan(PROMPT, params)
 
 
+def report(**said) -> DocumentsReport:
+    """The engine's report, with what it says of `said`."""
+    options = {"method": "a3", "ratio": 0.15, "granularity": "token", "chunk_tokens": 512}
+    names = {"documents": ["a", "b"], "computed_documents": [], "chosen_before": False}
+    counts = dict.fromkeys(("recomputed_rows", "row_layers", "reused_tokens", "computed_tokens"), 0)
+    return DocumentsReport(**options, **names, **counts, **said)
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -53,13 +61,13 @@ def test_the_message_has_the_options_of_the_method(asked, message):
     assert planned.ask == DocumentsAsk(**{**given, "granularity": "token", "chunk_tokens": 512, **message})
     assert (planned.tokens, planned.length, planned.stop) == (list(range(200)), 200, 200)
     assert planned.report(None, 3) is None
-    assert planned.report({"strategy": "fusion"}, 3) == {"strategy": "fusion"}
+    assert planned.report(report(), 3) == report()
 
 
 def test_nothing_is_reused_unless_the_request_or_the_server_asks():
     assert plan().ask is plan(method="none").ask is None
     said = {"strategy": "prefix", "exact": True, "method": "none", "documents": ["a", "b"]}
-    assert plan().report(None, 3) == {**said, "reused_tokens": 3, "computed_tokens": 197}
+    assert plan().report(None, 3).fields() == {**said, "reused_tokens": 3, "computed_tokens": 197}
     assert plan(DocumentPlanner("pie")).ask.select == "pie"
     assert plan(DocumentPlanner("pie"), method="none").ask is None
     assert plan(DocumentPlanner("pie"), method="a3").ask.select == "a3"
@@ -70,11 +78,11 @@ def test_short_documents_are_computed_in_full_and_the_answer_says_so():
     planned = DocumentPlanner().plan(replace(PROMPT, documents=short), ReuseParams(method="a3"))
     assert planned.ask is None
     said = planned.report(None, 0)
-    assert (said["method"], said["exact"]) == ("none", True)
-    assert said["note"] == "documents of fewer than 32 tokens are computed in full"
+    assert (said.method, said.exact) == ("none", True)
+    assert said.note == "documents of fewer than 32 tokens are computed in full"
     planned = DocumentPlanner().plan(replace(PROMPT, documents=mixed), ReuseParams(method="a3"))
     assert planned.ask.shortest == 32
-    assert planned.report({"strategy": "fusion"}, 0) == {"strategy": "fusion", "note": said["note"]}
+    assert planned.report(report(note="of the engine"), 0) == report(note=said.note)
     assert DocumentPlanner().plan(replace(PROMPT, documents=short), ReuseParams(method="a3", chunk_tokens=28)).ask
 
 
@@ -148,13 +156,14 @@ def test_the_choice_is_served_as_it_was_measured_and_explained(directory):
     planner = DocumentPlanner.load("none", directory)
     planned = plan(planner, method="auto", max_kl=0.05)
     assert (planned.ask.select, planned.ask.k, planned.ask.chunk_tokens) == ("legolink", 32, 256)
-    assert planned.report({"strategy": "fusion"}, 0) == {"strategy": "fusion", "auto": "measured KL 0.05"}
+    assert planned.report(report(), 0) == report(auto="measured KL 0.05")
+    assert planned.report(report(note="of the engine"), 0).note == "of the engine"
     assert plan(planner, method="auto", max_kl=0.1).ask.select == "a3"
     short = planner.plan(replace(PROMPT, documents=[(2, 30), (67, 98)]), ReuseParams(method="auto", max_kl=0.1))
-    assert "auto" not in short.report(None, 0), "a measurement of what was not reused"
+    assert "auto" not in short.report(None, 0).fields(), "a measurement of what was not reused"
     none = plan(planner, method="auto", max_kl=0.01)
     assert none.ask is None
-    assert none.report(None, 0)["auto"] == "no measured method loses so little"
+    assert none.report(None, 0).auto == "no measured method loses so little"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +180,7 @@ def test_right_answers_decide_unless_a_kl_is_asked_for(lost, asked, select, reas
     write(directory, LlamaSpec.load(directory).identity, rows)
     planned = plan(DocumentPlanner.load("none", directory), method="auto", **asked)
     assert (planned.ask.select if planned.ask else None) == select
-    assert planned.report({}, 0)["auto"] == reason
+    assert planned.auto == reason
 
 
 def test_without_right_answers_the_method_is_what_lost_least_on_others(directory):
@@ -180,10 +189,10 @@ def test_without_right_answers_the_method_is_what_lost_least_on_others(directory
     for one in (planner, DocumentPlanner.load("none", directory)):
         planned = plan(one, method="auto")
         assert (planned.ask.select, planned.ask.ratio) == ("passages", 0.3)
-        assert planned.report({}, 0)["auto"].endswith("what lost least on others")
+        assert planned.auto.endswith("what lost least on others")
     bounded = plan(planner, method="auto", max_kl=5)
     assert bounded.ask is None, "no KL is known"
-    assert bounded.report(None, 0).items() >= {"method": "none", "auto": "no table for this model"}.items()
+    assert bounded.report(None, 0).fields().items() >= {"method": "none", "auto": "no table for this model"}.items()
 
 
 @pytest.mark.parametrize(

@@ -108,13 +108,13 @@ class World(Driver):
 
     def report(self, rid: str) -> dict[str, Any]:
         """What a request was told of its reuse."""
-        return next(event.reuse for event in self.events[rid] if event.reuse)
+        return next(event.reuse.fields() for event in self.events[rid] if event.reuse)
 
     def check(self, count: int | None = NEW) -> None:
         """Every request has its `count` tokens, and the right ones; None: any number, as aborted ones have."""
         for rid, (subject, _) in self.asked.items():
             assert count is None or len(self.tokens[rid]) == count, (rid, self.finish[rid])
-            report = next((event.reuse for event in self.events[rid] if event.reuse), {})
+            report = next((event.reuse.fields() for event in self.events[rid] if event.reuse), {})
             assert report.get("reused_tokens", self.cached(rid)) == self.cached(rid), rid
             if self.tokens[rid]:
                 subject.check(self, rid)

@@ -16,14 +16,14 @@ from runtime.engine.core import EngineCore
 from runtime.params import SamplingParams
 from tests.runtime.engine.driver import call, greedy
 from tests.runtime.execution.mixers.models import save_hybrid
-from tests.runtime.reuse.bicache.models import save_tiny
-from tests.runtime.reuse.bicache.reference import PlainModel, check_steps, llada
+from tests.runtime.features.diffusion.bicache.models import save_tiny
+from tests.runtime.features.diffusion.bicache.reference import PlainModel, check_steps, llada
+from tests.runtime.features.diffusion.plain_blocks import SURE, PlainBlocks
 from tests.runtime.reuse.contract.subject import NEW, Subject, World
 from tests.runtime.reuse.fusion import reference as fusion
 from tests.runtime.reuse.fusion.asks import Library, asked, build
 from tests.runtime.reuse.modules import plain as modules
 from tests.runtime.reuse.modules.plain import Module, Prompt, draw_tokens
-from tests.runtime.reuse.plain_blocks import SURE, PlainBlocks
 
 CLOSE = 2e-3  # of logits and their logarithms: float32, in another order
 # Tokens, and fields of `DiffusionParams`.

@@ -62,8 +62,8 @@ def test_cold_warm_and_batched_answers_are_right(subject, options):
         before = world.row_layers
         world.one(f"{i}", prompts[0])
         assert (world.cached(f"{i}") > 0) == (i > 0)
-        report = next((event.reuse for event in world.events[f"{i}"] if event.reuse), None)
-        if report and "computed_tokens" in report:
+        report = next((event.reuse.fields() for event in world.events[f"{i}"] if event.reuse), {})
+        if "computed_tokens" in report:
             assert report["reused_tokens"] == world.cached(f"{i}")
             assert report["reused_tokens"] + report["computed_tokens"] == subject.size(prompts[0])
         costs.append(world.row_layers - before)

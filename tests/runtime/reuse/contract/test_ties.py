@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.diffusion.canvas import Canvas
+from runtime.features.diffusion.canvas import Canvas
 from tests.runtime.reuse.contract.subject import World
 from tests.runtime.reuse.contract.subjects import SUBJECTS, BiCache
 

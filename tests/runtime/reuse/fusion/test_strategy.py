@@ -57,7 +57,7 @@ def test_short_documents_and_last_chunks_are_rows_of_the_prompt(ids_dir):
     world = World(Fusion(ids_dir), page_size=16)
     fields = {**asked(one), "shortest": 32}
     ask = convert(fields, DocumentsAsk)
-    runs = world.core.strategy_of(ask).runs(array("i", one.prompt), Namespace(), ask)
+    runs = world.core.strategies.serving(ask).runs(array("i", one.prompt), Namespace(), ask)
     assert [len(run.tokens) for run in runs] == [32, 32]
 
 

@@ -1,1 +1,0 @@
-"""Accuracy of approximate reuse: tasks, benches, and profiles of models."""

@@ -1,0 +1,1 @@
+"""Accuracy of approximate reuse: tasks and benches."""

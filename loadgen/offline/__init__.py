@@ -1,0 +1,1 @@
+"""What operators measure without a server: `ramet bench policies`, `ramet profile`, `ramet verify`."""

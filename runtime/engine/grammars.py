@@ -1,0 +1,61 @@
+"""Grammars in the engine: requests wait until theirs is compiled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from radix import Namespace
+from runtime.calls import Call, EraseTenant
+from runtime.engine.core import EngineCore
+from runtime.engine.part import Answer, Handler, Part
+from runtime.errors import RametError
+from runtime.models.tokenizer import Tokenizer
+from runtime.protocol import Finish, TokenEvent
+from runtime.request import Request
+from runtime.sampling.grammar import AnyText, GrammarCompiler
+
+log = logging.getLogger("ramet.engine")
+
+
+class Grammars(Part):
+    """Compiles requests' grammars in threads; the requests wait for them."""
+
+    def __init__(self, core: EngineCore, path: Path):
+        """`path`: directory of the model, whose tokenizer is loaded for the first grammar."""
+        self._core = core
+        info = core.info
+        self.compiler = GrammarCompiler(
+            lambda: Tokenizer.load(path).to_json(), info.vocab_size, list(info.eos_token_ids)
+        )
+
+    def blocked_on(self, request: Request) -> str | None:
+        state = request.sampler
+        if not state.params.constrained or state.grammar is not None:
+            return None
+        self.compiler.start(request.rid, state.params, request.owner)
+        return request.rid
+
+    def poll(self, step_s: float) -> Sequence[TokenEvent]:
+        failed = []
+        for rid, grammar in self.compiler.take():
+            request = self._core.requests[rid]
+            if isinstance(grammar, RametError) and request.sampler.params.lazy is None:
+                failed.append(self._core.fail(request, grammar))
+                continue
+            # Where a lazy grammar fails to compile, the model generates without it: its calls may still be right.
+            request.sampler.grammar = AnyText() if isinstance(grammar, RametError) else grammar
+            self._core.scheduler.wake(rid)
+        return failed
+
+    def answers(self) -> Mapping[type[Call], Handler]:
+        return {EraseTenant: self._erase}
+
+    def _erase(self, call: EraseTenant) -> Answer:
+        self.compiler.erase(Namespace(call.tenant))
+        return {}
+
+    def ended(self, request: Request, finish: Finish) -> None:
+        if request.sampler.params.constrained:
+            self.compiler.cancel(request.rid)

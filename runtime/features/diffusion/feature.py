@@ -1,0 +1,53 @@
+"""The door of diffusion models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runtime.features.feature import Feature, Opening
+
+if TYPE_CHECKING:
+    from runtime.config import Config
+    from runtime.features.diffusion.bicache.strategy import BiCache
+    from runtime.features.diffusion.blocks import BlockPrefix
+    from runtime.features.diffusion.decoding import CanvasDecoding
+
+
+class DiffusionFeature(Feature):
+    """Models that decide the masks of a canvas in place of next tokens, and share prefixes by BiCache or by blocks."""
+
+    def __init__(self, config: Config, path: Path):
+        if config.diffusion.depth_table is None:
+            return
+        from runtime.features.diffusion.bicache.depth_table import read_table
+        from runtime.models.implementation import own_spec
+
+        spec = own_spec(config.model, path)
+        if spec is not None and spec.diffusion is not None:
+            read_table(config.diffusion.depth_table, spec)
+
+    def default(self, opening: Opening) -> BiCache | BlockPrefix | None:
+        """Sets `opening.info.diffusion`."""
+        executor, cache, spec = opening.executor, opening.cache, opening.executor.spec
+        if spec.diffusion is None:
+            return None
+        from runtime.features.diffusion.bicache.strategy import BiCache
+        from runtime.features.diffusion.blocks import BlockPrefix, CanvasPrefix
+
+        strategy: BlockPrefix | BiCache
+        if spec.diffusion.attended is not None:
+            kind = CanvasPrefix if executor.decoder.soften else BlockPrefix
+            strategy = kind(cache, spec.num_layers, spec.diffusion)
+        else:
+            strategy = BiCache.load(opening.config, opening.path, spec, cache)
+        opening.info.diffusion = strategy.info
+        return strategy
+
+    def decoding(self, opening: Opening) -> CanvasDecoding | None:
+        executor, spec = opening.executor, opening.executor.spec
+        if spec.diffusion is None:
+            return None
+        from runtime.features.diffusion.decoding import CanvasDecoding
+
+        return CanvasDecoding(spec.diffusion, executor.device, spec.vocab_size, executor.decoder.soften)

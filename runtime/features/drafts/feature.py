@@ -1,0 +1,30 @@
+"""The door of drafts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from runtime.features.feature import Feature
+
+if TYPE_CHECKING:
+    from runtime.engine.core import EngineCore
+    from runtime.features.drafts.part import Drafts
+
+log = logging.getLogger("ramet.engine")
+
+
+class DraftsFeature(Feature):
+    """Likely next tokens from earlier text, verified in the same step as the known token."""
+
+    def parts(self, core: EngineCore) -> Iterable[Drafts]:
+        """None if drafts are off, if steps overlap (tokens are not known in time), or for a diffusion model."""
+        wanted = core.config.engine.drafts == "auto" and core.info.diffusion is None and not core.overlap
+        log.info("drafts from the tree are %s", "on, while they are measured to be faster" if wanted else "off")
+        if not wanted:
+            return
+        from runtime.features.drafts.drafter import Drafter
+        from runtime.features.drafts.part import Drafts
+
+        yield Drafts(Drafter(core.cache.tree), core.scheduler.step_tokens)

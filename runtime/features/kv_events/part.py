@@ -1,0 +1,33 @@
+"""KV events in the engine's step."""
+
+from collections.abc import Mapping
+
+from radix.events import EventLog
+from runtime.calls import Call, EraseTenant
+from runtime.engine.core import EngineCore
+from runtime.engine.part import Answer, Handler, Part
+from runtime.features.kv_events.publisher import EventPublisher
+
+
+class KVEvents(Part):
+    """Publishes events of KV that enters or leaves the cache and its tiers."""
+
+    def __init__(self, core: EngineCore, events: EventLog):
+        self.publisher = EventPublisher(core.config.cache)
+        self._core, self._events = core, events
+
+    def settle(self) -> None:
+        self.publisher.publish(self._events.take())
+        for part in self._core.parts:
+            for tier, events in part.kv_events().items():
+                self.publisher.publish(events, tier)
+
+    def answers(self) -> Mapping[type[Call], Handler]:
+        return {EraseTenant: self._erase}
+
+    def _erase(self, call: EraseTenant) -> Answer:
+        self.publisher.erase(call.tenant)
+        return {}
+
+    def close(self) -> None:
+        self.publisher.close()

@@ -1,0 +1,1 @@
+"""The next turns of conversations, computed while the engine is idle."""

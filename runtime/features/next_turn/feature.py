@@ -1,0 +1,25 @@
+"""The door of next turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from runtime.features.feature import Feature
+
+if TYPE_CHECKING:
+    from runtime.engine.core import EngineCore
+    from runtime.features.next_turn.next_turns import NextTurns
+
+
+class NextTurnFeature(Feature):
+    """The next turns of conversations, computed while the engine is idle."""
+
+    def parts(self, core: EngineCore) -> Iterable[NextTurns]:
+        """None without a prefix cache, if no tokens may be computed, or for a diffusion model."""
+        most = core.config.scheduler.next_turn_tokens
+        if not (most and core.cache.enabled and core.info.diffusion is None):
+            return
+        from runtime.features.next_turn.next_turns import NextTurns
+
+        yield NextTurns(core, most)

@@ -1,0 +1,24 @@
+"""The door of sliding windows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from runtime.features.feature import Feature, Opening
+
+if TYPE_CHECKING:
+    from runtime.features.windows.strategy import WindowedPrefix
+
+
+class WindowsFeature(Feature):
+    """Prefixes of models of which some layers have a window: rows that no row can see are freed."""
+
+    def default(self, opening: Opening) -> WindowedPrefix | None:
+        near, spec = opening.executor.near, opening.executor.spec
+        if near is None:
+            return None
+        from runtime.features.windows.strategy import WindowedPrefix
+        from runtime.models.spec import LlamaSpec
+
+        assert isinstance(spec, LlamaSpec)
+        return WindowedPrefix(opening.cache, spec.num_layers, near, spec.largest_window)
