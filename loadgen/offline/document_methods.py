@@ -10,7 +10,7 @@ from runtime.features.chunks.documents.prompt import TokenizedPrompt
 METHODS = tuple(method for method in get_args(DocumentMethod) if method != "none")
 # Methods that compute layer 0 of all rows behind the prefix before they choose.
 _DENSE = ("a3", "cacheblend")
-_RANKED = (*_DENSE, "prophetkv")
+_RANKED = (*_DENSE, "prophetkv", "passages")
 
 
 def ways(methods: Sequence[str], ratios: Sequence[float], granularities: Sequence[str]) -> dict[str, ReuseParams]:

@@ -63,3 +63,16 @@ class FusionSettings(ProfileSettings):
     ratios: list[int] = [5, 15, 30, 50]
     samples: int = Field(24, ge=1, le=100_000)
     length: int = Field(1024, ge=DOCUMENTS * (QUOTED + ANSWER))
+
+
+class AnswerSettings(ProfileSettings):
+    """Settings of a table of right answers; `ratios` are shares of the documents' rows that are computed again."""
+
+    answers: Path = Field(
+        description="for a causal model: ask the questions of this file, a JSON object in each line with question, "
+        "answers, and documents (or ctxs, as in Natural Questions), by full prefill and by all document methods"
+    )
+    ratios: list[int] = [15, 30]
+    samples: int = Field(100, ge=1, le=100_000)
+    documents: int = Field(10, ge=1, le=512, description="with --answers: mix in other questions' documents up to this")
+    output: int = Field(40, ge=1, le=4096, description="with --answers: tokens in an answer")

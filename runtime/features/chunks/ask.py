@@ -11,13 +11,13 @@ from runtime.params import Reuse
 from runtime.report import Report
 
 Pairs = list[tuple[int, int]]
-DocumentMethod = Literal["none", "a3", "cacheblend", "prophetkv", "legolink", "pie", "full"]
+DocumentMethod = Literal["none", "a3", "cacheblend", "prophetkv", "passages", "legolink", "pie", "full"]
 
 # Defaults of `ReuseParams`: the share of the rows to recompute, and LegoLink's first rows of each chunk.
 RATIO, LEADING = 0.15, 16
 # Options of `ReuseParams` that only some methods take, with these methods.
 TAKEN_BY = {
-    "ratio": ("a3", "cacheblend", "prophetkv", "legolink"),
+    "ratio": ("a3", "cacheblend", "prophetkv", "passages", "legolink"),
     "k": ("legolink",),
     "max_kl": ("auto",),
 }
@@ -160,7 +160,7 @@ class ReuseParams(Reuse):
     chunk_tokens: int = Field(512, ge=16, le=4096, description="documents are encoded in chunks of this many tokens")
     k: int | None = Field(None, ge=0, le=512, description=f"legolink: first rows of each chunk; default: {LEADING}")
     max_kl: float | None = Field(
-        None, ge=0, le=100, description="auto: largest mean KL to full prefill, in nats; default: 0.1"
+        None, ge=0, le=100, description="auto: choose by this largest mean KL to full prefill, in nats"
     )
 
     def check(self) -> None:

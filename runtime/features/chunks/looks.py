@@ -25,6 +25,8 @@ _NO_ROWS = np.zeros(0, dtype=np.int64)
 _PROBED = 8
 # Width of the mean by which A3 smooths its scores.
 _POOLING = 5
+# First and last rows of a chunk that do not count for its peak: they get attention whatever they say.
+_EDGES = (4, 2)
 # Most attention weights, over all heads, in memory at once: all weights of a long question would take gigabytes.
 _MOST_WEIGHTS = 1 << 24
 
@@ -169,16 +171,20 @@ class QuestionLook(Look):
         states = zip(self._probed, saved.split(len(asking)), strict=True)
         self._queries.append([self._project(layer, one, asking)[0] for layer, one in states])
 
-    def scores(self) -> torch.Tensor:
-        """Mean attention of the question to each candidate over probed layers, heads and rows, float32 [candidates]."""
+    def scores(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The attention of the question over probed layers, heads and rows, float32 [candidates] and [places].
+
+        The mean to each candidate; and for each place the mean square of the largest weight in it, without its edges.
+        """
         layers = [torch.cat(runs) for runs in zip(*self._queries, strict=True)]
-        mean = torch.stack([self._attention(*one) for one in zip(self._probed, layers, strict=True)]).mean(0)
-        return mean[torch.from_numpy(self.layout.candidates).to(mean.device)]
+        found = [self._attention(*one) for one in zip(self._probed, layers, strict=True)]
+        mean, peaks = (torch.stack(several).mean(0) for several in zip(*found, strict=True))
+        return mean[torch.from_numpy(self.layout.candidates).to(mean.device)], peaks
 
-    def _attention(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Mean attention in one layer to each prompt row, float32 [prompt]; 0 for rows that no entry holds.
+    def _attention(self, layer: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of one layer: mean attention to each prompt row, float32 [prompt], and peaks, float32 [places].
 
-        `q`: float32 [n, heads, head_dim], rotated queries of the last n own rows.
+        It is 0 for rows that no entry holds. `q`: float32 [n, heads, head_dim], rotated queries of the last n own rows.
         """
         layout, page_size, places = self.layout, self.layout.page_size, self.layout.places
         pool, own = self.executor.pool.k[layer], self.sequence.positions(0, self.num_rows)
@@ -187,16 +193,20 @@ class QuestionLook(Look):
         keys += [gather(pool, place.pages, mine, page_size) for place, mine in zip(places, read, strict=True)]
         turns = [self.executor.own.rope.shift(torch.tensor([-place.shift], device=q.device)) for place in places]
         later = torch.from_numpy(own[None] > own[-len(q) :, None]).to(q.device)
-        weights = torch.zeros(sum(map(len, keys)), device=q.device)
+        weights, peaks = torch.zeros(sum(map(len, keys)), device=q.device), torch.zeros(len(places), device=q.device)
         size = max(_MOST_WEIGHTS // (q.shape[1] * len(weights)), 1)
         for some, hidden in zip(q.split(size), later.split(size), strict=True):
             logits = [_logits(some, keys[0]).masked_fill_(hidden[:, None], -torch.inf)]
             logits += [_logits(rotate(some, *turn), those) for turn, those in zip(turns, keys[1:], strict=True)]
-            weights += torch.cat(logits, dim=-1).softmax(dim=-1).sum((0, 1))
+            attention = torch.cat(logits, dim=-1).softmax(dim=-1)
+            weights += attention.sum((0, 1))
+            for i, part in enumerate(attention.split([*map(len, keys)], dim=-1)[1:]):
+                if (inner := part[..., _EDGES[0] : -_EDGES[1]]).shape[-1]:
+                    peaks[i] += inner.amax(-1).square().sum()
         rows = np.concatenate([place.rows[mine] for place, mine in zip(places, read, strict=True)])
         by_row = torch.zeros(len(layout.prompt), device=q.device)
         by_row[torch.from_numpy(rows).to(q.device)] = weights[len(own) :] / (len(q) * q.shape[1])
-        return by_row
+        return by_row, peaks / (len(q) * q.shape[1])
 
 
 def smooth(scores: torch.Tensor) -> torch.Tensor:

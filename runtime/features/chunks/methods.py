@@ -11,6 +11,9 @@ from runtime.features.chunks.ask import RATIO
 from runtime.features.chunks.layout import Layout
 from runtime.features.chunks.looks import DenseLook, Look, QuestionLook, smooth
 
+# First rows of each chunk that Passages takes before all others: encoded alone, a chunk has an attention sink there.
+_SINKS = 4
+
 
 class Method(ABC):
     """Chooses all rows at once, after a look if the method needs one.
@@ -48,12 +51,15 @@ class Scored(Method):
         runs = np.arange(len(layout.candidates)) if layout.ask.granularity == "token" else layout.pages
         sizes = np.bincount(runs)
         taken = np.zeros(len(sizes), dtype=bool)
-        scores = np.bincount(runs, weights=self.scores(look).double().cpu().numpy())
-        for run in np.argsort(-scores, kind="stable"):
+        for run in self.order(look, runs):
             if sizes[run] <= count:
                 taken[run] = True
                 count -= sizes[run]
         return layout.candidates[taken[runs]]
+
+    def order(self, look: Look | None, runs: np.ndarray) -> np.ndarray:
+        """The runs, int64, best first. `runs`: int64 [candidates], the run of each candidate."""
+        return np.argsort(-_sums(runs, self.scores(look)), kind="stable")
 
     @abstractmethod
     def scores(self, look: Look | None) -> torch.Tensor:
@@ -103,7 +109,30 @@ class ProphetKV(Scored):
 
     def scores(self, look: Look | None) -> torch.Tensor:
         assert isinstance(look, QuestionLook)
-        return look.scores()
+        return look.scores()[0]
+
+
+class Passages(ProphetKV):
+    """Ramet's own: the first rows of each chunk, then whole chunks, those first that a head attends to most sharply.
+
+    An answer copies from one passage, and rows recomputed here and there no longer fit the stored ones around them.
+    Of a chunk that does not fit as a whole, rows are chosen as by ProphetKV.
+    """
+
+    name = "passages"
+
+    def order(self, look: Look | None, runs: np.ndarray) -> np.ndarray:
+        assert isinstance(look, QuestionLook)
+        scores, peaks = look.scores()
+        ranks = np.argsort(np.argsort(-peaks.cpu().numpy(), kind="stable"))
+        rank_of = np.empty(len(self.layout.prompt), dtype=np.int64)
+        for place, rank in zip(self.layout.places, ranks, strict=True):
+            rank_of[place.rows] = rank
+            if not place.begins:
+                rank_of[place.rows[:_SINKS]] = -1
+        rank = rank_of[self.layout.candidates]
+        ends = np.flatnonzero(np.diff(runs, append=-1))
+        return np.lexsort((-_sums(runs, scores), rank[ends]))
 
 
 class LegoLink(Method):
@@ -150,5 +179,10 @@ class Full(Pie):
     reuses_question = True
 
 
-_ALL: tuple[type[Method], ...] = (A3, CacheBlend, ProphetKV, LegoLink, Pie, Full, Unrepaired)
+_ALL: tuple[type[Method], ...] = (A3, CacheBlend, ProphetKV, Passages, LegoLink, Pie, Full, Unrepaired)
 METHODS = {method.name: method for method in _ALL}
+
+
+def _sums(runs: np.ndarray, scores: torch.Tensor) -> np.ndarray:
+    """The sum of scores, float32 [n], in each run, float64; `runs`: int64 [n]."""
+    return np.bincount(runs, weights=scores.double().cpu().numpy())

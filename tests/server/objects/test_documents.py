@@ -17,7 +17,7 @@ OSLO = {"text": "Oslo lies in the north, by a long fjord, and its winters are da
 QUESTION = "\nWhich city stands on hills?"
 SEGMENTS = [{"text": "Read this.\n"}, {"document": ROME}, {"text": "\n"}, {"document": OSLO}, {"text": QUESTION}]
 PARTS = [{"type": "document", "document": ROME}, {"type": "document", "document": OSLO}]
-METHODS = ("a3", "cacheblend", "prophetkv", "legolink", "pie", "full")
+METHODS = ("a3", "cacheblend", "prophetkv", "passages", "legolink", "pie", "full")
 
 
 def generate(client, **fields) -> dict:
@@ -161,7 +161,7 @@ def test_without_reuse_segments_are_an_ordinary_prompt(client, tokenizer):
         meta = answer["meta_info"]
         assert meta["prompt_tokens"] == len(ids)
         reuse = meta["reuse"]
-        assert reuse.pop("auto", None) == ("no method within 0" if "auto" in str(fields) else None)
+        assert reuse.pop("auto", None) == ("no measured method loses so little" if "auto" in str(fields) else None)
         cached = meta["cached_tokens"]
         told = {"strategy": "prefix", "exact": True, "method": "none", "documents": ["Rome", reuse["documents"][1]]}
         assert reuse == {**told, "reused_tokens": cached, "computed_tokens": len(ids) - cached}
@@ -171,10 +171,11 @@ def test_without_reuse_segments_are_an_ordinary_prompt(client, tokenizer):
 
 def test_auto_takes_what_was_measured_for_the_default_model(client, default_model_dir):
     """Within the bounds of the table that comes with Ramet, the cheapest."""
-    for bound in ({"max_kl": 0.05}, {"max_kl": 100}, {}):
-        best = choose(read_table(default_model_dir), bound.get("max_kl", 0.1))
-        reuse = generate(client, reuse={"method": "auto", **bound})["meta_info"]["reuse"]
+    for bound in (0.05, 100):
+        best = choose(read_table(default_model_dir), bound)
+        reuse = generate(client, reuse={"method": "auto", "max_kl": bound})["meta_info"]["reuse"]
         assert (reuse["method"], reuse["auto"]) == (best.method, f"measured KL {best.kl:g}")
+    assert generate(client, reuse={"method": "auto"})["meta_info"]["reuse"]["method"] == "passages"
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -21,12 +21,10 @@ from runtime.features.chunks.ask import (
     ReuseParams,
 )
 from runtime.features.chunks.documents.prompt import TokenizedPrompt
-from runtime.features.chunks.documents.table import MeasuredMethod, choose, read_table
+from runtime.features.chunks.documents.table import UNMEASURED, MeasuredMethod, choose, read_table
 from runtime.features.chunks.schemas.compile import ModulePrompt
 
 _DEFAULTS: dict[str, Any] = {"ratio": RATIO, "k": LEADING}
-# Within this KL, the measured methods kept all right answers of `ramet bench documents --quality`.
-_MAX_KL = 0.1
 # Shorter documents, and shorter last chunks, are computed in full: they save few rows, and in full they are exact.
 _SHORTEST = 32
 
@@ -122,14 +120,14 @@ class DocumentPlanner:
         return replace(prompt, ask=ask, auto=auto)
 
     def _choose(self, asked: ReuseParams) -> tuple[ReuseParams, str]:
-        """The measured method for `auto`, and the reason."""
-        max_kl = _MAX_KL if asked.max_kl is None else asked.max_kl
-        found = choose(self.table, max_kl)
-        if found is None:
-            reason = "no table for this model" if self.table is None else f"no method within {max_kl:g}"
+        """The method for `auto`, and the reason."""
+        table = self.table or []
+        if asked.max_kl is None and all(one.lost is None for one in table):
+            return UNMEASURED, "no right answers were counted for this model: what lost least on others"
+        if (found := choose(table, asked.max_kl)) is None:
+            reason = "no table for this model" if self.table is None else "no measured method loses so little"
             return ReuseParams(method="none"), reason
-        options = found.model_dump(include=set(ReuseParams.model_fields))
-        return ReuseParams(**options), f"measured KL {found.kl:g}"
+        return ReuseParams(**found.model_dump(include=set(ReuseParams.model_fields))), found.reason
 
 
 def refuse_reuse(asked: ReuseParams | None) -> None:

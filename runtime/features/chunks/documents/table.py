@@ -1,8 +1,9 @@
-"""Tables of measured methods: the cost of reusing documents, and the distance of answers from full prefill."""
+"""Tables of measured methods: what they cost, and what answers lose against full prefill."""
 
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from runtime.errors import ModelError
 from runtime.features.chunks.ask import DocumentMethod, ReuseParams
@@ -10,6 +11,11 @@ from runtime.models.config_json import Unsupported, read_json
 from runtime.models.spec import LlamaSpec
 
 TABLE_FILE = "fusion.json"
+# Of a table of right answers, the most that the method auto may lose, as a share of all answers.
+MOST_LOST = 0.02
+# For a model whose right answers were not counted: the method that lost least on all real models that were measured,
+# and on none significantly (`runtime/features/chunks/README.md`).
+UNMEASURED = ReuseParams(method="passages", ratio=0.3)
 _PUBLISHED = Path(__file__).with_name("tables")
 
 
@@ -17,8 +23,21 @@ class MeasuredMethod(ReuseParams):
     """A method with its options, and the results of its measurement."""
 
     method: DocumentMethod
-    kl: float = Field(ge=0, description="mean KL to full prefill over answer tokens, in nats")
-    cost: float = Field(ge=0, description="row_layers divided by those of full prefill")
+    kl: float | None = Field(None, ge=0, description="mean KL to full prefill over answer tokens, in nats")
+    lost: float | None = Field(None, ge=-1, le=1, description="full prefill's share of right answers minus its own")
+    lost_interval: tuple[float, float] | None = Field(None, description="95 % interval of `lost`")
+    cost: float = Field(ge=0, description="row_layers, or time to the first token, divided by full prefill's")
+
+    @model_validator(mode="after")
+    def _measured(self) -> Self:
+        if self.kl is None and self.lost is None:
+            raise ValueError("kl or lost is missing")
+        return self
+
+    @property
+    def reason(self) -> str:
+        """What was measured, for answers."""
+        return f"measured KL {self.kl:g}" if self.lost is None else f"lost {100 * self.lost:g} % of answers"
 
 
 def read_table(directory: Path) -> list[MeasuredMethod] | None:
@@ -55,7 +74,13 @@ def _read(value: dict[str, object], path: Path) -> list[MeasuredMethod]:
     raise ModelError(f"the table {path} cannot be read: it has no rows")
 
 
-def choose(table: list[MeasuredMethod] | None, max_kl: float) -> MeasuredMethod | None:
-    """The cheapest measured method whose KL is at most `max_kl`; None if there is none."""
-    near = [one for one in table or () if one.kl <= max_kl]
-    return min(near, key=lambda one: (one.cost, one.kl), default=None)
+def choose(table: list[MeasuredMethod], max_kl: float | None = None) -> MeasuredMethod | None:
+    """The cheapest measured method that loses little; None if there is none.
+
+    It loses at most `MOST_LOST` of the right answers or, if `max_kl` is given, has at most this KL.
+    """
+    if max_kl is None:
+        near = [one for one in table if one.lost is not None and one.lost <= MOST_LOST]
+    else:
+        near = [one for one in table if one.kl is not None and one.kl <= max_kl]
+    return min(near, key=lambda one: (one.cost, one.lost or 0, one.kl or 0), default=None)

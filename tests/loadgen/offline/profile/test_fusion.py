@@ -18,8 +18,8 @@ def test_auto_reads_what_was_measured(tiny_dir, tmp_path, capsys):
     assert read_table(model) is None
     assert main(["profile", "--fusion", "--model", str(model), "--out", str(model / "fusion.json"), *small]) == 0
     rows = {(row.method, row.ratio): row for row in read_table(model)}
-    assert len(rows) == 3 * 2 + 3
-    for method in ("a3", "cacheblend", "prophetkv"):
+    assert len(rows) == 4 * 2 + 3
+    for method in ("a3", "cacheblend", "prophetkv", "passages"):
         assert rows[method, 0.3].kl > 0
         assert rows["pie", None].cost < rows[method, 0.3].cost < rows[method, 0.99].cost
     assert choose(read_table(model), 100).cost == min(row.cost for row in rows.values())

@@ -13,7 +13,10 @@ STEPS = 4
 _FLASHINFER = "runtime/execution/attention/flashinfer.py"
 # Recomputed rows between others are a mask for later rows, which FlashInfer packs.
 _MASKED = {_FLASHINFER: 2 * STEPS}
-FUSIONS = {"a3": _MASKED, "cacheblend": _MASKED, "prophetkv": _MASKED, "legolink": _MASKED, "pie": {}, "full": {}}
+FUSIONS = {
+    **dict.fromkeys(("a3", "cacheblend", "prophetkv", "passages", "legolink"), _MASKED),
+    **{"pie": {}, "full": {}},
+}
 
 
 @pytest.fixture

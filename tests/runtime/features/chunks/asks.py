@@ -42,7 +42,7 @@ def row_layers(ask: Ask, rows: list[int], encoded: int, page_size: int, count: i
     prefix = ask.documents[0][0] // page_size * page_size
     own = len(ask.own) - prefix
     dense = len(ask.prompt) - prefix if ask.is_dense else 0
-    question = LAYERS * own if ask.method == "prophetkv" and ask.count else 0
+    question = LAYERS * own if ask.method in ("prophetkv", "passages") and ask.count else 0
     return LAYERS * (encoded + own + len(rows) + count - 1) + dense + question
 
 

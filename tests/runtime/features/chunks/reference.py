@@ -20,9 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
-METHODS = ("a3", "cacheblend", "prophetkv", "legolink", "pie", "full")
+METHODS = ("a3", "cacheblend", "prophetkv", "passages", "legolink", "pie", "full")
 DENSE = ("a3", "cacheblend")  # layer 0 of all rows is computed
-SCORED = ("a3", "cacheblend", "prophetkv")
+SCORED = ("a3", "cacheblend", "prophetkv", "passages")
 LOOKING = {*DENSE, *SCORED}  # the choice depends on the question
 STORED, TRUE, FUSED, OUTPUT = range(4)
 
@@ -130,7 +130,7 @@ class Reference:
         """The document rows that are recomputed, ascending."""
         units = ask.units(page_size)
         if ask.method in SCORED and ask.count:
-            return best_units(units, self.scores(ask), ask.count)
+            return best_units(units, self.scores(ask), ask.count, self.ranks(ask))
         if ask.method == "legolink":
             chunks = [chunk for number, chunk in enumerate(ask.chunks) if not ask.begins(number)]
             heads = [chunk[: head_of(ask, chunk, page_size)] for chunk in chunks]
@@ -146,11 +146,11 @@ class Reference:
         scores = self.scores(ask)
         slack = 1e-4 * max(scores.values()) + 1e-7  # what need not deviate deviates by float32
         nudged = {row: score + (slack if row in rows else -slack) for row, score in scores.items()}
-        return rows == best_units(ask.units(page_size), nudged, ask.count)
+        return rows == best_units(ask.units(page_size), nudged, ask.count, self.ranks(ask))
 
     def scores(self, ask: Ask) -> dict[int, float]:
         """The worth of recomputing each document row."""
-        found = {"cacheblend": self._deviations, "a3": self._attended, "prophetkv": self._looked_up}[ask.method](ask)
+        found = {"cacheblend": self._deviations, "a3": self._attended}.get(ask.method, self._looked_up)(ask)
         return dict(zip(ask.document_rows, found.double().tolist(), strict=True))
 
     def _deviations(self, ask: Ask) -> torch.Tensor:
@@ -180,6 +180,28 @@ class Reference:
         weights = torch.stack([layer[0].mean(0) for layer in seen]).mean(0)
         asking = [i for i in range(len(copies.kinds)) if copies.kinds[i] == FUSED and copies.places[i] in ask.asking]
         return weights[asking, : len(ask.document_rows)].sum(0)
+
+    def ranks(self, ask: Ask) -> dict[int, int]:
+        """For each document row, how many chunks have rows that the question attends to more sharply; else 0.
+
+        The first four rows of a moved chunk come before all.
+        """
+        if ask.method != "passages":
+            return dict.fromkeys(ask.document_rows, 0)
+        copies = Copies(ask)
+        seen = torch.stack([layer[0] for layer in self._run(copies, output_attentions=True).attentions[1:]])
+        asking = [i for i in range(len(copies.kinds)) if copies.kinds[i] == FUSED and copies.places[i] in ask.asking]
+        places, peaks = copies.places[: copies.kinds.count(STORED)], []
+        for chunk in ask.chunks:
+            inner = [places.index(row) for row in chunk if row != ask.last][4:-2]
+            peaks.append(float(seen[:, :, asking][..., inner].amax(-1).square().mean()) if inner else 0.0)
+        order = sorted(range(len(peaks)), key=lambda i: -peaks[i])
+        return {
+            row: -1 if row < chunk.start + 4 and chunk.start else order.index(i)
+            for i, chunk in enumerate(ask.chunks)
+            for row in chunk
+            if row != ask.last
+        }
 
     def _project(self, ask: Ask, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """A projection of layer 1, float32: of the stored rows, and of all true rows."""
@@ -267,10 +289,11 @@ def head_of(ask: Ask, chunk: Sequence[int], page_size: int) -> int:
     return math.ceil(count / page_size) * page_size if ask.granularity == "page" else count
 
 
-def best_units(units: list[Sequence[int]], scores: dict[int, float], count: int) -> list[int]:
-    """The units with the largest sums of scores; of equal ones the earlier."""
+def best_units(units: list[Sequence[int]], scores: dict[int, float], count: int, ranks: dict[int, int]) -> list[int]:
+    """The units of the lowest ranks with the largest sums of scores; of equal ones the earlier."""
     sums = [sum(scores[row] for row in unit) for unit in units]
-    return fill(units, sorted(range(len(units)), key=lambda i: -sums[i]), count)
+    order = sorted((i for i in range(len(units)) if units[i]), key=lambda i: (ranks[units[i][-1]], -sums[i]))
+    return fill(units, order, count)
 
 
 def fill(units: list[Sequence[int]], order: Iterable[int], count: int) -> list[int]:

@@ -20,6 +20,7 @@ METHODS = [
     {"method": "a3"},
     {"method": "cacheblend"},
     {"method": "prophetkv"},
+    {"method": "passages"},
     {"method": "legolink"},
     {"method": "legolink", "ratio": None, "k": 5},
     {"method": "pie", "ratio": None},
@@ -56,7 +57,7 @@ def test_every_method_answers_as_its_paper_has_it(rope_dirs, fields, granularity
         world.check()
 
 
-@pytest.mark.parametrize("method", ["a3", "cacheblend", "prophetkv", "legolink"])
+@pytest.mark.parametrize("method", ["a3", "cacheblend", "prophetkv", "passages", "legolink"])
 def test_nothing_recomputed_is_pie(ids_dir, method):
     one = around(random.Random(3), method=method, ratio=0.0)
     found = []

@@ -214,7 +214,7 @@ def test_a_later_turn_finds_the_documents(ids_dir, method):
     world.one("2", second, 20)
     world.one("3", replace(first, prompt=(*more, *world.tokens["2"], 77)), 20)
     world.check(20)
-    looks = method in ("a3", "cacheblend", "prophetkv")
+    looks = method in ("a3", "cacheblend", "prophetkv", "passages")
     assert [world.report(rid)["chosen_before"] for rid in "123"] == [False, looks, looks]
     world.one("stranger", second, 1, namespace=Namespace("another tenant"))
     assert not world.report("stranger")["chosen_before"]
@@ -258,7 +258,7 @@ def test_turns_that_come_in_another_order(ids_dir, method):
         world.one(f"{len(world.asked)}", replace(whole, prompt=whole.prompt[:length]), logprobs=0)
     world.check()
     chosen_for = [request.lease.selected_for for request in world.requests.values()]
-    looks = method in ("a3", "cacheblend", "prophetkv")
+    looks = method in ("a3", "cacheblend", "prophetkv", "passages")
     assert chosen_for == ([125, 101, 101, 125, 125] if looks else [125, 101, 113, 145, 125])
 
 

@@ -205,25 +205,48 @@ def test_the_choice_is_served_as_it_was_measured_and_explained(directory):
     assert (planned.ask.method, planned.ask.k, planned.ask.chunk_tokens) == ("legolink", 32, 256)
     assert planned.report(report(), 0) == report(auto="measured KL 0.05")
     assert planned.report(report(note="of the engine"), 0).note == "of the engine"
-    for bound in ({"max_kl": 0.1}, {}):
-        assert plan(planner, method="auto", **bound).ask.method == "a3"
-    short = planner.plan(replace(PROMPT, documents=[(2, 30), (67, 98)]), ReuseParams(method="auto"))
+    assert plan(planner, method="auto", max_kl=0.1).ask.method == "a3"
+    short = planner.plan(replace(PROMPT, documents=[(2, 30), (67, 98)]), ReuseParams(method="auto", max_kl=0.1))
     assert "auto" not in short.report(None, 0).fields(), "a measurement of what was not reused"
     none = plan(planner, method="auto", max_kl=0.01)
     assert none.ask is None
-    assert none.report(None, 0).auto == "no method within 0.01"
+    assert none.report(None, 0).auto == "no measured method loses so little"
 
 
-def test_without_a_table_none_is_chosen_and_said(directory):
-    planned = plan(DocumentPlanner.load("none", directory), method="auto", max_kl=5)
-    assert planned.ask is None
-    assert planned.report(None, 0).fields().items() >= {"method": "none", "auto": "no table for this model"}.items()
+@pytest.mark.parametrize(
+    ("lost", "asked", "select", "reason"),
+    [
+        ([0.3, 0.02], {}, "a3", "lost 2 % of answers"),
+        ([0.02, -0.01], {}, "pie", "lost 2 % of answers"),
+        ([0.3, 0.021], {}, None, "no measured method loses so little"),
+        ([0.3, 0.0], {"max_kl": 0.5}, "legolink", "measured KL 0.05"),  # the others' KL is not known
+    ],
+)
+def test_right_answers_decide_unless_a_kl_is_asked_for(lost, asked, select, reason, directory):
+    rows = [{**row, "lost": lost[i], "kl": None} if i < len(lost) else row for i, row in enumerate(ROWS)]
+    write(directory, LlamaSpec.load(directory).identity, rows)
+    planned = plan(DocumentPlanner.load("none", directory), method="auto", **asked)
+    assert (planned.ask.method if planned.ask else None) == select
+    assert planned.auto == reason
+
+
+def test_without_right_answers_the_method_is_what_lost_least_on_others(directory):
+    planner = DocumentPlanner.load("none", directory)
+    write(directory, LlamaSpec.load(directory).identity)
+    for one in (planner, DocumentPlanner.load("none", directory)):
+        planned = plan(one, method="auto")
+        assert (planned.ask.method, planned.ask.ratio) == ("passages", 0.3)
+        assert planned.auto.endswith("what lost least on others")
+    bounded = plan(planner, method="auto", max_kl=5)
+    assert bounded.ask is None, "no KL is known"
+    assert bounded.report(None, 0).fields().items() >= {"method": "none", "auto": "no table for this model"}.items()
 
 
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
         ([{"method": "pie", "kl": 1}], "cost: Field required"),
+        ([{"method": "pie", "cost": 1}], "kl or lost is missing"),
         ([{"method": "best", "kl": 1, "cost": 1}], "method: "),
         ([{"method": "auto", "kl": 1, "cost": 1}], "method: "),
         ([{"method": "pie", "kl": -1, "cost": 1}], "kl: "),

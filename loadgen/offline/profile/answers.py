@@ -1,0 +1,152 @@
+"""`ramet profile --answers`: right answers and times of document methods on a user's questions."""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from loadgen.harness import Results
+from loadgen.harness.plots import drawing
+from loadgen.harness.statistics import Estimate, estimate, shown
+from loadgen.offline.document_methods import METHODS, ways
+from loadgen.offline.forced import Ask, Asker
+from loadgen.offline.profile.depths import open_results
+from loadgen.offline.profile.questions import AnsweredQuestion, draw, read_questions
+from loadgen.offline.profile.settings import AnswerSettings, ProfileFiles
+from runtime.asks import ReuseParams
+from runtime.config import Config
+from runtime.errors import ModelError
+from runtime.features.chunks.documents.plan import DocumentPlanner
+from runtime.features.chunks.documents.table import MOST_LOST
+from runtime.models.resolve import resolve_model
+from runtime.models.spec import LlamaSpec
+from runtime.models.tokenizer import Tokenizer
+
+_FULL = "full prefill"
+Figures = dict[str, float]
+
+
+class AnswerProfiler:
+    """Asks questions by full prefill and by all methods, and records each answer."""
+
+    def __init__(self, asker: Asker, tokenizer: Tokenizer, settings: AnswerSettings, results: Results):
+        self._asker, self._tokenizer, self._settings, self._results = asker, tokenizer, settings, results
+        self.grid: dict[str, ReuseParams] = ways(METHODS, [ratio / 100 for ratio in settings.ratios], ["token"])
+
+    def run(self, questions: list[AnsweredQuestion]) -> dict[str, list[Figures]]:
+        """By way, the figures of each question; those that the results lack are measured. Raises ModelError."""
+        names = [_FULL, *self.grid]
+        with tqdm(total=len(questions) * len(names), desc="answers", unit="answer") as bar:
+            for number, question in enumerate(questions):
+                missing = [name for name in names if not self._results.has({"way": name}, number)]
+                if missing:
+                    for name, figures in self._measure(question, missing).items():
+                        self._results.add({"way": name}, number, figures)
+                bar.update(len(names))
+        return {name: [self._results.of({"way": name})[i] for i in range(len(questions))] for name in names}
+
+    def _measure(self, question: AnsweredQuestion, names: list[str]) -> dict[str, Figures]:
+        """Seconds to the first token, with all documents cached but for full prefill, and whether answers are right."""
+        prompt, planner = question.tokenize(self._tokenizer), DocumentPlanner()
+        tokens = prompt.tokens.tolist()
+        if len(tokens) + self._settings.output > (most := self._asker.core.info.context_length):
+            raise ModelError(f"a prompt has {len(tokens)} tokens; the model's context is {most}")
+        asks = {name: Ask(tokens, planner.plan(prompt, way).ask) for name, way in self.grid.items()} | {
+            _FULL: Ask(tokens)
+        }
+        seconds = {_FULL: self._first(asks[_FULL])} if _FULL in names else {}
+        self._first(asks["pie"])  # encodes the documents
+        seconds |= {name: self._first(asks[name]) for name in names if name != _FULL}
+        # Their prompts are cached now, so that all of them are decoded together at little cost.
+        said = self._asker.greedy([asks[name] for name in names], self._settings.output)
+        self._asker.end()
+        return {
+            name: {"ttft": seconds[name], "right": question.is_right(self._tokenizer.decode(tokens))}
+            for name, tokens in zip(names, said, strict=True)
+        }
+
+    def _first(self, ask: Ask) -> float:
+        started = time.perf_counter()
+        self._asker.greedy([ask], 1)
+        return time.perf_counter() - started
+
+
+def profile_answers(config: Config, settings: AnswerSettings, files: ProfileFiles) -> None:
+    """Measure a model on a file of questions; write its table, print it, and draw it. Raises ModelError."""
+    path = resolve_model(config.model)
+    spec = LlamaSpec.load(path)
+    if spec.diffusion is not None:
+        raise ModelError(f"{spec.architecture} is a diffusion model, which serves no documents")
+    questions = draw(read_questions(settings.answers), settings.samples, settings.documents, settings.seed)
+    options = {"model": spec.identity, "settings": settings.model_dump(mode="json")}
+    partial = files.out.with_name(files.out.name + ".partial")
+    asker = Asker(path, **config.model.model_dump(exclude={"model"}))
+    profiler = AnswerProfiler(asker, Tokenizer.load(path), settings, open_results(partial, options, settings.seed))
+    try:
+        found = profiler.run(questions)
+    finally:
+        asker.close()
+    rows = [_row(asked, name, found) for name, asked in profiler.grid.items()]
+    files.out.write_text(json.dumps({**options, "measured": rows}, indent=1) + "\n", encoding="utf-8")
+    _print(found, profiler.grid)
+    if files.plot:
+        _draw(found, files.plot)
+    partial.unlink()
+
+
+def _values(found: Mapping[str, list[Figures]], name: str, figure: str) -> np.ndarray:
+    return np.array([one[figure] for one in found[name]], dtype=float)
+
+
+def _lost(found: Mapping[str, list[Figures]], name: str) -> Estimate:
+    """The share of right answers that a method loses, question by question."""
+    return estimate(_values(found, _FULL, "right") - _values(found, name, "right"), "mean")
+
+
+def _share(found: Mapping[str, list[Figures]], name: str) -> Estimate:
+    """The time to the first token as a share of full prefill's."""
+    return estimate(_values(found, name, "ttft") / _values(found, _FULL, "ttft"))
+
+
+def _row(asked: ReuseParams, name: str, found: Mapping[str, list[Figures]]) -> dict[str, Any]:
+    """A row of the table, in the form of `runtime.features.chunks.documents.table.MeasuredMethod`."""
+    lost = [round(one, 4) for one in _lost(found, name)]
+    return {
+        **asked.model_dump(exclude_none=True),
+        **{"lost": lost[0], "lost_interval": lost[1:], "cost": round(_share(found, name)[0], 4)},
+    }
+
+
+def _print(found: Mapping[str, list[Figures]], grid: Mapping[str, ReuseParams]) -> None:
+    print(f"{'method':24}  {'right, %':8}  {'lost, points [95 %]':22}  time to the first token, of full prefill")
+    for name in found:
+        versus = (
+            ("", "1") if name == _FULL else (shown(_lost(found, name), factor=100), shown(_share(found, name), ".3f"))
+        )
+        print(f"{name:24}  {100 * _values(found, name, 'right').mean():<18.1f}  {versus[0]:22}  {versus[1]}")
+    kept = [name for name in grid if _lost(found, name)[0] <= MOST_LOST]
+    if not kept:
+        print(f"No method keeps right answers within {100 * MOST_LOST:g} points: use full prefill.")
+        return
+    best = min(kept, key=lambda name: _share(found, name)[0])
+    lost, share = shown(_lost(found, best), factor=100), shown(_share(found, best), ".2f")
+    print(f"Use {best}: it loses {lost} points of right answers at {share} of full prefill's time.")
+
+
+def _draw(found: Mapping[str, list[Figures]], path: Path) -> None:
+    """Draw right answers, with intervals of what is lost, over the time to the first token."""
+    full = 100 * _values(found, _FULL, "right").mean()
+    with drawing(path, (7, 5)) as axes:
+        axes.axhline(full, color="grey", linestyle="--", label=_FULL)
+        for name in found:
+            if name != _FULL:
+                lost, low, high = (100 * one for one in _lost(found, name))
+                x = _share(found, name)[0]
+                axes.errorbar(x, full - lost, yerr=[[high - lost], [lost - low]], fmt="o", capsize=3)
+                axes.annotate(name, (x, full - lost), xytext=(5, 5), textcoords="offset points", fontsize=8)
+        axes.set(xlabel="time to the first token, share of full prefill's", ylabel="right answers, %")
+        axes.legend(loc="lower right")
