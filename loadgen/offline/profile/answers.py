@@ -117,7 +117,9 @@ def _row(asked: ReuseParams, name: str, found: Mapping[str, list[Figures]]) -> d
     lost = [round(one, 4) for one in _lost(found, name)]
     return {
         **asked.model_dump(exclude_none=True),
-        **{"lost": lost[0], "lost_interval": lost[1:], "cost": round(_share(found, name)[0], 4)},
+        "lost": lost[0],
+        "lost_interval": lost[1:],
+        "cost": round(_share(found, name)[0], 4),
     }
 
 

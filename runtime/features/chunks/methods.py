@@ -131,8 +131,9 @@ class Passages(ProphetKV):
             if not place.begins:
                 rank_of[place.rows[:_SINKS]] = -1
         rank = rank_of[self.layout.candidates]
-        ends = np.flatnonzero(np.diff(runs, append=-1))
-        return np.lexsort((-_sums(runs, scores), rank[ends]))
+        last = np.zeros(runs.max(initial=-1) + 1, dtype=np.int64)
+        np.maximum.at(last, runs, np.arange(len(runs)))  # a module may lie within another, so runs may interleave
+        return np.lexsort((-_sums(runs, scores), rank[last]))
 
 
 class LegoLink(Method):

@@ -39,7 +39,7 @@ _CODE = {
     "Idefics3ForConditionalGeneration": _Code("idefics3", "Idefics3VisionTransformer", "Idefics3Connector"),
     "SmolVLMForConditionalGeneration": _Code("smolvlm", "SmolVLMVisionTransformer", "SmolVLMConnector"),
     "Mistral3ForConditionalGeneration": _Code(
-        *("mistral3", "", "Mistral3MultiModalProjector", ("vision_tower.", "multi_modal_projector.")), sized=True
+        "mistral3", "", "Mistral3MultiModalProjector", ("vision_tower.", "multi_modal_projector."), sized=True
     ),
 }
 

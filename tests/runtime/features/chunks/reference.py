@@ -197,9 +197,9 @@ class Reference:
             peaks.append(float(seen[:, :, asking][..., inner].amax(-1).square().mean()) if inner else 0.0)
         order = sorted(range(len(peaks)), key=lambda i: -peaks[i])
         return {
-            row: -1 if row < chunk.start + 4 and chunk.start else order.index(i)
+            row: -1 if number < 4 and not ask.begins(i) else order.index(i)
             for i, chunk in enumerate(ask.chunks)
-            for row in chunk
+            for number, row in enumerate(chunk)
             if row != ask.last
         }
 

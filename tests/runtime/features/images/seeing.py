@@ -55,9 +55,16 @@ def save_seeing(directory: Path, tokenizer_from: Path, kind: str = "idefics3") -
     fast.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in _TOKENS])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<|im_end|>")
     text = {
-        **{"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6},
-        **{"num_key_value_heads": 2, "max_position_embeddings": 2048, "eos_token_id": 2, "bos_token_id": 1},
-        **{"vocab_size": len(tokenizer), "pad_token_id": 0},
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+        "vocab_size": len(tokenizer),
+        "pad_token_id": 0,
     }
     vision = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
     config_of, model_of = KINDS[kind]

@@ -137,6 +137,8 @@ def test_auto_repairs_modules_by_the_table_and_else_all_rows():
     engine = ModulesReport(modules=[], computed_modules=[], reused_tokens=0, computed_tokens=1)
     assert planned.report(engine, 0).fields()["auto"] == "measured KL 0.05"
     planned = DocumentPlanner().repair(MODULES, ReuseParams(method="auto"))
+    assert (planned.ask.method, planned.ask.ratio) == ("passages", 0.3)
+    planned = DocumentPlanner().repair(MODULES, ReuseParams(method="auto", max_kl=0.05))
     assert (planned.ask.method, planned.ask.ratio) == ("legolink", 1)
     assert planned.auto == "no table for this model"
     assert planned.report(None, 0) is None
