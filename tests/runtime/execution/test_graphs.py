@@ -291,6 +291,6 @@ def test_other_steps_with_prompts_run_without_a_graph(ids_dir, device):
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_a_whole_engine_gives_torchs_tokens(tiny_dir, device, monkeypatch, overlap):
-    graphs = check_whole_engines(tiny_dir, monkeypatch, step_tokens=64, overlap=overlap)._graphs
+    graphs = check_whole_engines(tiny_dir, monkeypatch, step_tokens=64, overlap=overlap).decoder.graphs
     captured = [shape for shape, graph in graphs._graphs.items() if graph._replay]
     assert {shape.calls[0].levels for shape in captured} >= {0, 1}
