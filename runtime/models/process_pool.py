@@ -50,9 +50,9 @@ class ProcessPool:
                 assert process.stdout is not None
                 with suppress(BrokenPipeError):  # its end is read below
                     write(process.stdin)
-                until_s = time.monotonic() + timeout_s
-                while not (was_stopped or wait([process.stdout.fileno()], _LOOK_S)) and time.monotonic() < until_s:
-                    was_stopped = _is_stopped(process)
+                until_s, left_s = time.monotonic() + timeout_s, timeout_s
+                while not (was_stopped or wait([process.stdout.fileno()], min(left_s, _LOOK_S))) and left_s > 0:
+                    was_stopped, left_s = _is_stopped(process), max(until_s - time.monotonic(), 0.0)
                 if not was_stopped and wait([process.stdout.fileno()], 0):
                     answer = self._read(process.stdout)
             finally:

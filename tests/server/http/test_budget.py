@@ -112,6 +112,7 @@ TABLE = {
     "list of list of object|list of object": (*OBJECTS, "batch", "lists"),
     "list of object|string": (*OBJECTS, "quoted", "quoted braces", "surrogates"),
     "list of list of string": (*TEXTS, "objects", "batch"),
+    "list of list of string|string|string": (*TEXTS, "objects", "batch"),
     "object|string": OBJECTS,
     "map|string": (*OBJECTS, "fractions", "quoted", "quoted braces"),
 }
