@@ -19,17 +19,6 @@ MOST_BYTES = 8 << 20
 MOST_LINES, MOST_LINES_OF_TESTS, MOST_LINES_OF_FUNCTION, MOST_LINES_OF_README = 600, 600, 60, 200
 # Folders of tests that stand for no room.
 NOT_ROOMS = {Path(name) for name in ("", "arm", "clients", "soak", "runtime/reuse/contract", "runtime/execution/sim")}
-# They still have splats of literals; the set only shrinks.
-WITH_SPLATS = {
-    "runtime/features/chunks/documents/plan.py",
-    "runtime/params.py",
-    "server/generation/bodies.py",
-    "server/openai/chat.py",
-    "server/openai/prompt.py",
-    "server/openai/types.py",
-    "server/responses/routes.py",
-    "tests/runtime/execution/sim/test_strategies.py",
-}
 TREES = {path: ast.parse(path.read_text("utf-8")) for room in (*ROOMS, "tests") for path in (ROOT / room).rglob("*.py")}
 
 
@@ -76,7 +65,7 @@ def test_literals_are_not_splatted():
     )
     assert [case for case in fine if [*splats(ast.parse(case))]] == []
     found = {path.relative_to(ROOT).as_posix() for path, tree in TREES.items() if [*splats(tree)]}
-    assert found <= WITH_SPLATS
+    assert found == set()
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -158,7 +158,8 @@ class Sampling(Body, SamplingParams, strict=True):
     IGNORED = fields.OPERATION
     ALIASES: ClassVar[Mapping[str, str]] = {
         **fields.SAMPLING_ALIASES,
-        **{"sampling_seed": "seed", "ebnf": "grammar"},
+        "sampling_seed": "seed",
+        "ebnf": "grammar",
     }
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = fields.SAMPLING
     NULL_COUNTS = frozenset({"max_new_tokens"})

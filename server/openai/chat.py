@@ -39,7 +39,10 @@ async def chat_completions(
     body.refuse_unsupported()
     submission = await chats.in_turn(request, body, tenant, body.deadline(context))
     generation = await service.submit(
-        *(request, body, [submission], partial(chats.conversation, body, tenant)),
+        request,
+        body,
+        [submission],
+        partial(chats.conversation, body, tenant),
         following=lambda encoded, output: chats.following(
             body, tenant, [message_of(body, context.engine.tokenizer, encoded, output)]
         ),

@@ -77,7 +77,10 @@ class ChatPrompts:
                     otherwise = otherwise and behind_reasoning(tokenizer, otherwise, begins)
         images = self._images(body, tenant)
         return body.submission(
-            *(partial(self._render, body, tenant, images), sampling, tenant, self._context),
+            partial(self._render, body, tenant, images),
+            sampling,
+            tenant,
+            self._context,
             images=images,
             num_characters=body.num_characters,
             otherwise=otherwise,

@@ -66,8 +66,11 @@ class CommonRequest(SampledRequest, Constrained):
         **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens"), "max_tokens"),
     }
     NAMES: ClassVar[Mapping[str, str]] = {
-        **{"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "last_tokens": "truncate_prompt_tokens"},
-        **{"rid": "request_id", "prompt_logprobs_from": "prompt_logprobs"},
+        "min_new_tokens": "min_tokens",
+        "max_new_tokens": "max_tokens",
+        "last_tokens": "truncate_prompt_tokens",
+        "rid": "request_id",
+        "prompt_logprobs_from": "prompt_logprobs",
     }
 
     n: int = Field(1, ge=1, le=64)
@@ -153,13 +156,18 @@ class ChatRequest(CommonRequest):
     """`POST /v1/chat/completions`."""
 
     IGNORED = CommonRequest.IGNORED - {
-        *("prompt_cache_retention", "return_progress"),
-        *("separate_reasoning", "include_reasoning", "reasoning_format"),
+        "prompt_cache_retention",
+        "return_progress",
+        "separate_reasoning",
+        "include_reasoning",
+        "reasoning_format",
     }
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = fields.SAMPLING | fields.MODEL | fields.CHAT
     NAMES: ClassVar[Mapping[str, str]] = {
         **CommonRequest.NAMES,
-        **{"prompt": "messages", "pml": "messages", "json_schema": "response_format"},
+        "prompt": "messages",
+        "pml": "messages",
+        "json_schema": "response_format",
     }
 
     model_config = example(

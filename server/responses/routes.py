@@ -52,7 +52,11 @@ async def create(
     rid, chat = f"resp_{new_rid()}", asked.chat
     conversation = partial(chats.conversation, chat, tenant)
     generation = await service.submit(
-        *(request, body, [submission], conversation, rid),
+        request,
+        body,
+        [submission],
+        conversation,
+        rid,
         lambda encoded, output: chats.following(
             chat, tenant, [message_of(chat, service.context.engine.tokenizer, encoded, output)]
         ),

@@ -15,7 +15,8 @@ _FLASHINFER = "runtime/execution/attention/flashinfer.py"
 _MASKED = {_FLASHINFER: 2 * STEPS}
 FUSIONS = {
     **dict.fromkeys(("a3", "cacheblend", "prophetkv", "passages", "legolink"), _MASKED),
-    **{"pie": {}, "full": {}},
+    "pie": {},
+    "full": {},
 }
 
 
@@ -40,8 +41,12 @@ def steady(engine: Engine, prompts: Sequence[list[int]], reuse: dict[str, Any]) 
 def test_documents(llama, device, method):
     engine = Engine(device, llama)
     reuse = {
-        **{"strategy": "chunks", "method": method, "documents": [[8, 48], [48, 81]], "names": ["a", "b"]},
-        **{"granularity": "token", "chunk_tokens": 32},
+        "strategy": "chunks",
+        "method": method,
+        "documents": [[8, 48], [48, 81]],
+        "names": ["a", "b"],
+        "granularity": "token",
+        "chunk_tokens": 32,
         **({} if method in ("pie", "full") else {"ratio": 0.3}),
         **({"k": 3} if method == "legolink" else {}),
     }
