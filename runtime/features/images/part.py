@@ -136,7 +136,7 @@ class ImagesPart(Part):
             request.given = ImageRows(request, asked, self._states)
             self._requests += 1
 
-    def blocked_on(self, request: Request) -> Any:
+    def blocked_on(self, request: Request) -> tuple[str, str] | None:
         """Wait for the tiles that are not in the tree, and start to compute those whose states are not there."""
         rows = request.given
         if not isinstance(rows, ImageRows):
@@ -148,20 +148,17 @@ class ImagesPart(Part):
             self._open[request.rid] = self._threads.submit(rows.compute, missing)
         return "images of", request.rid
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._open)
-
     def poll(self, step_s: float) -> Sequence[TokenEvent]:
         failed = []
         for rid in [rid for rid, future in self._open.items() if future.done()]:
             future, request = self._open.pop(rid), self._core.requests[rid]
             assert isinstance(request.given, ImageRows)
-            if (error := future.exception()) is not None:
-                failed.append(self._core.fail(request, error))  # type: ignore[arg-type]
-                continue
-            request.given.held |= future.result()
-            self._core.scheduler.wake(("images of", rid))
+            try:
+                request.given.held |= future.result()
+            except Exception as error:
+                failed.append(self._core.fail(request, error))
+            else:
+                self._core.scheduler.wake(("images of", rid))
         return failed
 
     def prefilled(self, request: Request) -> None:
