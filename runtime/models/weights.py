@@ -151,9 +151,12 @@ def digest_weights(directory: Path, spec: ModelSpec) -> str:
     state = xxhash.xxh3_128()
     if (linked := GGUFTensors.open(directory)) is not None:
         files = [linked.path]
-    elif isinstance(spec, LlamaSpec) and PublishedTensors.open(directory, spec) is None:
+    elif (
+        isinstance(spec, LlamaSpec)
+        and spec.architecture not in SEEING  # KV also depends on the tower
+        and PublishedTensors.open(directory, spec) is None
+    ):
         files = sorted(locate(directory, [spec.stored_name(name) for name in spec.expected_tensors()]))
-        files = find_files(directory) if spec.architecture in SEEING else files  # KV also depends on the tower
     else:
         files = find_files(directory)
     for path in files:

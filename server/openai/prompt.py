@@ -110,8 +110,9 @@ class ChatPrompts:
 
     def _images(self, body: ChatRequest, tenant: Tenant) -> Pictures | None:
         """The images of a conversation, which rendering it collects; None: it has none, or the model does not see."""
-        sight, parts = self._context.engine.sight, [part for message in body.messages for part in message.images]
-        if sight is None or not parts:
+        if (sight := self._context.engine.sight) is None:
+            return None
+        if not (parts := [part for message in body.messages for part in message.images]):
             return None
         images = sight.pictures(tenant.account, body.names.get("prompt", "messages"))
         for part in parts:

@@ -10,8 +10,11 @@ import httpx
 import pytest
 from PIL import Image
 
-from tests.runtime.features.images.seeing import Reference, file_of, picture, save_seeing
+from tests.runtime.features.images.conftest import seeing, seeing_dir
+from tests.runtime.features.images.seeing import file_of, picture
 from tests.server.conftest import start, stop
+
+__all__ = ["seeing", "seeing_dir"]
 
 A, B = picture(1, 100, 80), picture(2, 40, 90)
 NEW = 6
@@ -31,19 +34,9 @@ def text(said: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def path(default_model_dir, tmp_path_factory):
-    return save_seeing(tmp_path_factory.mktemp("seeing") / "tiny-idefics3", default_model_dir)
-
-
-@pytest.fixture(scope="module")
-def seeing(path):
-    return Reference(path)
-
-
-@pytest.fixture(scope="module")
-def sees(path, tmp_path_factory):
+def sees(seeing_dir, tmp_path_factory):
     log = tmp_path_factory.mktemp("sees") / "log"
-    server = start(log, "--model", str(path), "--pool-tokens", "8192", "--debug-invariants")
+    server = start(log, "--model", str(seeing_dir), "--pool-tokens", "8192", "--debug-invariants")
     with httpx.Client(base_url=server.url, timeout=120) as client:
         yield client
     server.check_idle()

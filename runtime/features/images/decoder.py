@@ -9,7 +9,6 @@ import signal
 import sys
 import warnings
 from contextlib import suppress
-from typing import Any
 
 import msgspec
 from PIL import Image, ImageOps
@@ -27,7 +26,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 
 class Order(msgspec.Struct):
-    """An image to decode; `pixels`: whether the answer has them."""
+    """An image to decode; `pixels`: whether the answer has them, and no digests."""
 
     rules: Rules
     data: bytes
@@ -41,7 +40,7 @@ class Decoded(msgspec.Struct):
     Attributes:
         width, height: in pixels, upright.
         sizes: width and height of each tile.
-        digests: of the size and the pixels of each tile.
+        digests: of the size and the pixels of each tile; empty, if the pixels are wanted.
         tiles: uint8 [height, width, 3], each as bytes; empty, if they are not wanted.
         error: why it cannot be decoded; None: it has been.
     """
@@ -58,12 +57,14 @@ def decode(order: Order) -> Decoded:
     """Decode an image and cut it into tiles. Raises InvalidRequest."""
     image = _open(order.data, order.media_type)
     cut = _tiles(image, order.rules)
-    tiles = [tile.tobytes() for tile in cut]
+    sizes, tiles = [tile.size for tile in cut], [tile.tobytes() for tile in cut]
+    if order.pixels:
+        return Decoded(*image.size, sizes, tiles=tiles)
     digests = [
-        hashlib.blake2b(pixels, digest_size=32, salt=str(tile.width).encode()).digest()
-        for tile, pixels in zip(cut, tiles, strict=True)
+        hashlib.blake2b(pixels, digest_size=32, salt=str(width).encode()).digest()
+        for (width, _), pixels in zip(sizes, tiles, strict=True)
     ]
-    return Decoded(*image.size, [tile.size for tile in cut], digests, tiles if order.pixels else [])
+    return Decoded(*image.size, sizes, digests)
 
 
 def _open(data: bytes, media_type: str) -> Image.Image:
@@ -102,7 +103,7 @@ def _tiles(image: Image.Image, rules: Rules) -> list[Image.Image]:
     return [*tiles, image.resize(tiles[0].size, rules.resample)] if tiles else [image]
 
 
-def _answer(order: bytes) -> Any:
+def _answer(order: bytes) -> Decoded:
     try:
         return decode(msgspec.msgpack.decode(order, type=Order))
     except InvalidRequest as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -80,7 +79,6 @@ class ImageRows:
         ]
         self._rows = np.frombuffer(tokens, np.int32) < 0
         self.held: dict[Key, torch.Tensor] = {}
-        self.first = 0  # rows before it are computed
 
     @property
     def stop(self) -> int:
@@ -107,6 +105,8 @@ class ImageRows:
         return found
 
     def load(self, first: int, stop: int) -> tuple[np.ndarray, torch.Tensor] | None:
+        if first >= self.stop:  # as in all steps behind the prompt
+            return None
         within = [(run, key) for run, key in self._runs if run.start < stop and run.stop > first]
         if not within:
             return None
@@ -128,15 +128,15 @@ class ImagesPart(Part):
         self._core, self._states = core, states
         self._threads = ThreadPoolExecutor(1, "ramet-images")
         self._open: dict[str, Future[dict[Key, torch.Tensor]]] = {}
-        self.counters = Counter(image_requests=0)
+        self._requests = 0
 
     def added(self, request: Request) -> None:
         asked = request.message.images
         if asked is not None and asked.runs:
             request.given = ImageRows(request, asked, self._states)
-            self.counters["image_requests"] += 1
+            self._requests += 1
 
-    def blocked_on(self, request: Request) -> Any:
+    def blocked_on(self, request: Request) -> tuple[str, str] | None:
         """Wait for the tiles that are not in the tree, and start to compute those whose states are not there."""
         rows = request.given
         if not isinstance(rows, ImageRows):
@@ -148,20 +148,17 @@ class ImagesPart(Part):
             self._open[request.rid] = self._threads.submit(rows.compute, missing)
         return "images of", request.rid
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._open)
-
     def poll(self, step_s: float) -> Sequence[TokenEvent]:
         failed = []
         for rid in [rid for rid, future in self._open.items() if future.done()]:
             future, request = self._open.pop(rid), self._core.requests[rid]
             assert isinstance(request.given, ImageRows)
-            if (error := future.exception()) is not None:
-                failed.append(self._core.fail(request, error))  # type: ignore[arg-type]
-                continue
-            request.given.held |= future.result()
-            self._core.scheduler.wake(("images of", rid))
+            try:
+                request.given.held |= future.result()
+            except Exception as error:
+                failed.append(self._core.fail(request, error))
+            else:
+                self._core.scheduler.wake(("images of", rid))
         return failed
 
     def prefilled(self, request: Request) -> None:
@@ -176,7 +173,7 @@ class ImagesPart(Part):
         self._states.erase()
 
     def state(self) -> Mapping[str, Any]:
-        return {"image_requests": self.counters["image_requests"], "image_tiles": self._states.calls}
+        return {"image_requests": self._requests, "image_tiles": self._states.calls}
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

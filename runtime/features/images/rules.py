@@ -28,6 +28,7 @@ class Pixels(msgspec.Struct, frozen=True, tag=True):
         resample: Pillow's number of the filter.
         rescale, mean, std: a pixel's value is (byte x rescale - mean) / std, by channel.
         image: text of the token of a row.
+        row: edge of the square of a tile that a row shows.
     """
 
     longest: int
@@ -36,6 +37,7 @@ class Pixels(msgspec.Struct, frozen=True, tag=True):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     image: str
+    row: int
 
     def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
         """The sizes (width, height) to which an image is resized, one after the other."""
@@ -50,7 +52,7 @@ class Pixels(msgspec.Struct, frozen=True, tag=True):
 
     def rows(self, width: int, height: int) -> int:
         """The number of rows that show a tile of a size."""
-        raise NotImplementedError
+        return (width // self.row) * (height // self.row)
 
     def text(self, width: int, height: int) -> str:
         """The text that stands for an image in a prompt, which has `self.image` for each row of each tile."""
@@ -63,13 +65,11 @@ class SquareRules(Pixels, frozen=True, tag=True):
     Attributes:
         tile: edge of a tile.
         splits: whether larger images are cut; if not, the whole image is one tile.
-        row: edge of the square of a tile that a row shows.
         edge, whole: texts of the tokens around tiles, and of the tile with the whole image.
     """
 
     tile: int
     splits: bool
-    row: int
     edge: str = "<fake_token_around_image>"
     whole: str = "<global-img>"
 
@@ -96,9 +96,6 @@ class SquareRules(Pixels, frozen=True, tag=True):
             if rows * columns > 1
         ]
 
-    def rows(self, width: int, height: int) -> int:
-        return (width // self.row) * (height // self.row)
-
     def text(self, width: int, height: int) -> str:
         rows, columns = self._grid(width, height)
         row, cut = self.image * self.rows(self.tile, self.tile), ""
@@ -116,11 +113,9 @@ class LineRules(Pixels, frozen=True, tag=True):
     """The rules of Mistral 3: the whole image is one tile, with a token behind each line of rows.
 
     Attributes:
-        row: edge of the square of the image that a row shows.
         line, end: texts of the tokens behind a line, and behind the last one.
     """
 
-    row: int
     line: str = "[IMG_BREAK]"
     end: str = "[IMG_END]"
 
@@ -129,9 +124,6 @@ class LineRules(Pixels, frozen=True, tag=True):
         if ratio > 1:
             width, height = math.floor(width / ratio), math.floor(height / ratio)
         return [(_up(max(width, 1), self.row), _up(max(height, 1), self.row))]
-
-    def rows(self, width: int, height: int) -> int:
-        return (width // self.row) * (height // self.row)
 
     def text(self, width: int, height: int) -> str:
         (size,) = self.sizes(width, height)
@@ -201,11 +193,6 @@ class ImageLayout:
 
     text: str
     tiles: list[array[int]]
-
-    @property
-    def num_tokens(self) -> int:
-        """The least number of tokens that it has."""
-        return sum(map(len, self.tiles))
 
 
 def tokens_of(digest: bytes, rows: int) -> array[int]:

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import transformers
-from safetensors import safe_open
 from torch import nn
 
 from runtime.errors import ModelError
 from runtime.features.images.rules import Rules
 from runtime.models.config_json import architecture_of, read_json
-from runtime.models.tensor_files import find_files
+from runtime.models.tensor_files import find_files, open_file
 
 
 class _Code(NamedTuple):
@@ -94,7 +93,7 @@ def _fill(module: nn.Module, prefix: str, directory: Path) -> None:
     """Fill a module with the tensors of a checkpoint that have a prefix. Raises ModelError."""
     found: dict[str, torch.Tensor] = {}
     for path in find_files(directory):
-        with safe_open(path, framework="pt") as file:
+        with open_file(path) as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - no dict
             found |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
     try:
