@@ -12,7 +12,7 @@ from tqdm import tqdm
 from loadgen.harness import Results
 from loadgen.harness.plots import drawing
 from loadgen.harness.statistics import Estimate, estimate, shown
-from loadgen.offline.document_methods import METHODS, ways
+from loadgen.offline.document_methods import METHODS, name_of, ways
 from loadgen.offline.forced import Ask, Asker
 from loadgen.offline.profile.depths import open_results
 from loadgen.offline.profile.questions import AnsweredQuestion, draw, read_questions
@@ -21,7 +21,7 @@ from runtime.asks import ReuseParams
 from runtime.config import Config
 from runtime.errors import ModelError
 from runtime.features.chunks.documents.plan import DocumentPlanner
-from runtime.features.chunks.documents.table import MOST_LOST
+from runtime.features.chunks.documents.table import MOST_LOST, MeasuredMethod, choose
 from runtime.models.resolve import resolve_model
 from runtime.models.spec import LlamaSpec
 from runtime.models.tokenizer import Tokenizer
@@ -92,7 +92,7 @@ def profile_answers(config: Config, settings: AnswerSettings, files: ProfileFile
         asker.close()
     rows = [_row(asked, name, found) for name, asked in profiler.grid.items()]
     files.out.write_text(json.dumps({**options, "measured": rows}, indent=1) + "\n", encoding="utf-8")
-    _print(found, profiler.grid)
+    _print(found, choose([MeasuredMethod.model_validate(row) for row in rows]))
     if files.plot:
         _draw(found, files.plot)
     partial.unlink()
@@ -123,20 +123,20 @@ def _row(asked: ReuseParams, name: str, found: Mapping[str, list[Figures]]) -> d
     }
 
 
-def _print(found: Mapping[str, list[Figures]], grid: Mapping[str, ReuseParams]) -> None:
+def _print(found: Mapping[str, list[Figures]], best: MeasuredMethod | None) -> None:
+    """Print all figures, and the method that auto chooses by the table."""
     print(f"{'method':24}  {'right, %':8}  {'lost, points [95 %]':22}  time to the first token, of full prefill")
     for name in found:
         versus = (
             ("", "1") if name == _FULL else (shown(_lost(found, name), factor=100), shown(_share(found, name), ".3f"))
         )
         print(f"{name:24}  {100 * _values(found, name, 'right').mean():<18.1f}  {versus[0]:22}  {versus[1]}")
-    kept = [name for name in grid if _lost(found, name)[0] <= MOST_LOST]
-    if not kept:
+    if best is None:
         print(f"No method keeps right answers within {100 * MOST_LOST:g} points: use full prefill.")
         return
-    best = min(kept, key=lambda name: _share(found, name)[0])
-    lost, share = shown(_lost(found, best), factor=100), shown(_share(found, best), ".2f")
-    print(f"Use {best}: it loses {lost} points of right answers at {share} of full prefill's time.")
+    name = name_of(best)
+    lost, share = shown(_lost(found, name), factor=100), shown(_share(found, name), ".2f")
+    print(f"Use {name}: it loses {lost} points of right answers at {share} of full prefill's time.")
 
 
 def _draw(found: Mapping[str, list[Figures]], path: Path) -> None:

@@ -1,6 +1,7 @@
 """The command `ramet profile`."""
 
 import argparse
+from importlib.util import find_spec
 
 from loadgen.harness.options import add_options, flag, make
 from loadgen.offline.profile.settings import (
@@ -11,6 +12,7 @@ from loadgen.offline.profile.settings import (
     ProfileSettings,
 )
 from runtime.config import Config
+from runtime.errors import ModelError
 
 _FIELDS = ProfileFiles.model_fields | DepthSettings.model_fields
 _OF_ANSWERS = {name: AnswerSettings.model_fields[name] for name in ("answers", "documents", "output")}
@@ -43,6 +45,8 @@ def settings_of(arguments: argparse.Namespace) -> tuple[ProfileFiles, ProfileSet
 
 def profile(config: Config, files: ProfileFiles, settings: ProfileSettings) -> int:
     """Measure a model, and write and print its table. Raises ModelError."""
+    if files.plot and find_spec("matplotlib") is None:
+        raise ModelError("--plot needs matplotlib: `make extra-bench`, or `pip install matplotlib`")
     # Imported here, because reading the options must not import torch.
     from loadgen.offline.profile.answers import profile_answers
     from loadgen.offline.profile.depths import profile_depths

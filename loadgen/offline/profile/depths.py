@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +135,6 @@ def paper_depth(similarities: list[list[float]], threshold: float) -> int:
 
 def profile_depths(config: Config, settings: DepthSettings, files: ProfileFiles) -> None:
     """Measure a diffusion model, write table and heat map, and print the table. Raises ModelError."""
-    if files.plot and find_spec("matplotlib") is None:
-        raise ModelError("--plot needs matplotlib: `make extra-bench`, or `pip install matplotlib`")
     path = resolve_model(config.model)
     spec = LlamaSpec.load(path)
     if spec.diffusion is None:

@@ -4,6 +4,7 @@ import gzip
 import random
 import re
 import string
+import zlib
 from pathlib import Path
 
 from pydantic import AliasChoices, BaseModel, Field, ValidationError, field_validator
@@ -56,7 +57,7 @@ def read_questions(path: Path) -> list[AnsweredQuestion]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
             texts = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ModelError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     found = []
     for number, line in texts:

@@ -218,7 +218,6 @@ class ChunkLease(PrefixLease):
         misses = self._is_dense and found.own_tokens < self.num_chosen_for
         look = self.method.look if self.selected is None or misses else None
         looked, chosen = self.look_pages if look else (0, 0)
-        layout.keep(layout.computed(self.chosen))
         nodes = [cache.tree.lock_match(match) for match in found.matches]
         is_first = request.cached_tokens < 0
         if not super().admit(found, headroom + kept + scratch + looked + chosen):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from array import array
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import ClassVar
 
@@ -176,37 +177,23 @@ class QuestionLook(Look):
 
         The mean to each candidate; and for each place the mean square of the largest weight in it, without its edges.
         """
-        layers = [torch.cat(runs) for runs in zip(*self._queries, strict=True)]
-        found = [self._attention(*one) for one in zip(self._probed, layers, strict=True)]
-        mean, peaks = (torch.stack(several).mean(0) for several in zip(*found, strict=True))
-        return mean[torch.from_numpy(self.layout.candidates).to(mean.device)], peaks
-
-    def _attention(self, layer: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of one layer: mean attention to each prompt row, float32 [prompt], and peaks, float32 [places].
-
-        It is 0 for rows that no entry holds. `q`: float32 [n, heads, head_dim], rotated queries of the last n own rows.
-        """
         layout, page_size, places = self.layout, self.layout.page_size, self.layout.places
-        pool, own = self.executor.pool.k[layer], self.sequence.positions(0, self.num_rows)
+        layers = [torch.cat(runs) for runs in zip(*self._queries, strict=True)]
+        pool, device, own = self.executor.pool.k, layers[0].device, self.sequence.positions(0, self.num_rows)
         read = [np.flatnonzero(place.kept) for place in places]
-        keys = [gather(pool, self.sequence.pages, np.arange(len(own)), page_size)]
-        keys += [gather(pool, place.pages, mine, page_size) for place, mine in zip(places, read, strict=True)]
-        turns = [self.executor.own.rope.shift(torch.tensor([-place.shift], device=q.device)) for place in places]
-        later = torch.from_numpy(own[None] > own[-len(q) :, None]).to(q.device)
-        weights, peaks = torch.zeros(sum(map(len, keys)), device=q.device), torch.zeros(len(places), device=q.device)
-        size = max(_MOST_WEIGHTS // (q.shape[1] * len(weights)), 1)
-        for some, hidden in zip(q.split(size), later.split(size), strict=True):
-            logits = [_logits(some, keys[0]).masked_fill_(hidden[:, None], -torch.inf)]
-            logits += [_logits(rotate(some, *turn), those) for turn, those in zip(turns, keys[1:], strict=True)]
-            attention = torch.cat(logits, dim=-1).softmax(dim=-1)
-            weights += attention.sum((0, 1))
-            for i, part in enumerate(attention.split([*map(len, keys)], dim=-1)[1:]):
-                if (inner := part[..., _EDGES[0] : -_EDGES[1]]).shape[-1]:
-                    peaks[i] += inner.amax(-1).square().sum()
+        slots = [self.sequence.slots(0, self.num_rows, page_size)]
+        slots += [slots_of(place.pages, mine, page_size) for place, mine in zip(places, read, strict=True)]
+        sizes, at = [*map(len, slots)], torch.from_numpy(np.concatenate(slots)).to(device)
+        shifts = torch.tensor([-place.shift for place in places], device=device)
+        turns = [*zip(*(part.split(1) for part in self.executor.own.rope.shift(shifts)), strict=True)]
+        later = torch.from_numpy(own[None] > own[-len(layers[0]) :, None]).to(device)
+        keys = (pool[layer][at].float().split(sizes) for layer in self._probed)
+        found = [_attention(q, those, turns, later) for q, those in zip(layers, keys, strict=True)]
+        weights, peaks = (torch.stack(several).mean(0) for several in zip(*found, strict=True))
         rows = np.concatenate([place.rows[mine] for place, mine in zip(places, read, strict=True)])
-        by_row = torch.zeros(len(layout.prompt), device=q.device)
-        by_row[torch.from_numpy(rows).to(q.device)] = weights[len(own) :] / (len(q) * q.shape[1])
-        return by_row, peaks / (len(q) * q.shape[1])
+        by_row = torch.zeros(len(layout.prompt), device=device)  # it stays 0 for rows that no entry holds
+        by_row[torch.from_numpy(rows).to(device)] = weights[len(own) :]
+        return by_row[torch.from_numpy(layout.candidates).to(device)], peaks
 
 
 def smooth(scores: torch.Tensor) -> torch.Tensor:
@@ -217,6 +204,32 @@ def smooth(scores: torch.Tensor) -> torch.Tensor:
 def gather(tensor: torch.Tensor, pages: array[int], rows: np.ndarray, page_size: int) -> torch.Tensor:
     """Rows of one layer of the pool, float32 [n, kv_heads, head_dim]. `rows`: indices into the rows of `pages`."""
     return tensor[torch.from_numpy(slots_of(pages, rows, page_size)).to(tensor.device)].float()
+
+
+def _attention(
+    q: torch.Tensor, keys: Sequence[torch.Tensor], turns: Sequence[tuple[torch.Tensor, ...]], later: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of one layer: mean attention to each row that is read, float32 [rows], and peaks, float32 [places].
+
+    Args:
+        q: rotated queries of the last n own rows, float32 [n, heads, head_dim].
+        keys: of the own rows, then of each place, float32 [m, kv_heads, head_dim] each.
+        turns: for each place, cos and sin that move queries to the positions at which it is encoded.
+        later: bool [n, own rows], whether an own row comes after a query's.
+    """
+    sizes = [*map(len, keys)]
+    weights, peaks = torch.zeros(sum(sizes), device=q.device), torch.zeros(len(turns), device=q.device)
+    size = max(_MOST_WEIGHTS // (q.shape[1] * len(weights)), 1)
+    for some, hidden in zip(q.split(size), later.split(size), strict=True):
+        logits = [_logits(some, keys[0]).masked_fill_(hidden[:, None], -torch.inf)]
+        logits += [_logits(rotate(some, *turn), those) for turn, those in zip(turns, keys[1:], strict=True)]
+        attention = torch.cat(logits, dim=-1).softmax(dim=-1)
+        weights += attention.sum((0, 1))
+        for i, part in enumerate(attention.split(sizes, dim=-1)[1:]):
+            if (inner := part[..., _EDGES[0] : -_EDGES[1]]).shape[-1]:
+                peaks[i] += inner.amax(-1).square().sum()
+    count = len(q) * q.shape[1]
+    return weights / count, peaks / count
 
 
 def _logits(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

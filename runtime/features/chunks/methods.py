@@ -124,16 +124,15 @@ class Passages(ProphetKV):
     def order(self, look: Look | None, runs: np.ndarray) -> np.ndarray:
         assert isinstance(look, QuestionLook)
         scores, peaks = look.scores()
-        ranks = np.argsort(np.argsort(-peaks.cpu().numpy(), kind="stable"))
-        rank_of = np.empty(len(self.layout.prompt), dtype=np.int64)
-        for place, rank in zip(self.layout.places, ranks, strict=True):
-            rank_of[place.rows] = rank
-            if not place.begins:
-                rank_of[place.rows[:_SINKS]] = -1
-        rank = rank_of[self.layout.candidates]
-        last = np.zeros(runs.max(initial=-1) + 1, dtype=np.int64)
-        np.maximum.at(last, runs, np.arange(len(runs)))  # a module may lie within another, so runs may interleave
-        return np.lexsort((-_sums(runs, scores), rank[last]))
+        places, rank_of = self.layout.places, np.empty(len(self.layout.prompt), dtype=np.int64)
+        for rank, number in enumerate(np.argsort(-peaks.cpu().numpy(), kind="stable")):
+            rank_of[places[number].rows] = rank
+            if not places[number].begins:
+                rank_of[places[number].rows[:_SINKS]] = -1
+        sums = _sums(runs, scores)
+        last = np.empty(len(sums), dtype=np.int64)
+        last[runs] = rank_of[self.layout.candidates]  # of a run's rows, the last one's rank stays
+        return np.lexsort((-sums, last))
 
 
 class LegoLink(Method):

@@ -8,6 +8,7 @@ import pytest
 
 from loadgen.offline.profile.answers import AnswerProfiler
 from loadgen.offline.profile.questions import AnsweredQuestion, draw, read_questions
+from runtime.errors import ModelError
 from runtime.features.chunks.documents.plan import DocumentPlanner
 from runtime.features.chunks.documents.table import choose
 from server.cli import main
@@ -112,3 +113,11 @@ def test_an_option_of_another_table_is_one_line(options, words, tmp_path, capsys
     with pytest.raises(SystemExit):
         main(["profile", "--out", str(tmp_path / "t.json"), *options])
     assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_compressed_file_that_was_cut_off_or_damaged(tmp_path):
+    path, whole = tmp_path / "q.jsonl.gz", gzip.compress(json.dumps(LINES).encode())
+    for damaged in (whole[:-9], whole[:12] + b"\xff" * 8 + whole[20:]):
+        path.write_bytes(damaged)
+        with pytest.raises(ModelError, match="cannot be read"):
+            read_questions(path)

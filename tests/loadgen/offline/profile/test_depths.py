@@ -168,6 +168,7 @@ def test_what_cannot_be_profiled(default_model_dir, tmp_path, capsys, monkeypatc
     with pytest.raises(SystemExit):
         main(["profile", "--model", str(path), *out, "--ratios", "5,200"])
     assert "argument --ratios" in capsys.readouterr().err
-    monkeypatch.setattr("loadgen.offline.profile.depths.find_spec", lambda name: None)
-    assert main(["profile", "--model", str(path), *out, "--plot", str(tmp_path / "p.png")]) == 1
-    assert "make extra-bench" in capsys.readouterr().err
+    monkeypatch.setattr("loadgen.offline.profile.command.find_spec", lambda name: None)
+    for kind in ([], ["--answers", str(tmp_path / "none")]):
+        assert main(["profile", "--model", str(path), *out, *kind, "--plot", str(tmp_path / "p.png")]) == 1
+        assert "make extra-bench" in capsys.readouterr().err
