@@ -144,11 +144,10 @@ def _draw(found: Mapping[str, list[Figures]], path: Path) -> None:
     full = 100 * _values(found, _FULL, "right").mean()
     with drawing(path, (7, 5)) as axes:
         axes.axhline(full, color="grey", linestyle="--", label=_FULL)
-        for name in found:
-            if name != _FULL:
-                lost, low, high = (100 * one for one in _lost(found, name))
-                x = _share(found, name)[0]
-                axes.errorbar(x, full - lost, yerr=[[high - lost], [lost - low]], fmt="o", capsize=3)
-                axes.annotate(name, (x, full - lost), xytext=(5, 5), textcoords="offset points", fontsize=8)
-        axes.set(xlabel="time to the first token, share of full prefill's", ylabel="right answers, %")
-        axes.legend(loc="lower right")
+        for number, name in enumerate(name for name in found if name != _FULL):
+            lost, low, high = (100 * one for one in _lost(found, name))
+            x, errors = _share(found, name)[0], [[high - lost], [lost - low]]
+            # Colours repeat after ten.
+            axes.errorbar(x, full - lost, yerr=errors, fmt="os^"[number // 10 % 3], capsize=3, label=name)
+        axes.set(xlabel="time to the first token, share of full prefill's", ylabel="right answers, %", ylim=(0, 100))
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
