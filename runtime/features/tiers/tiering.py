@@ -130,7 +130,7 @@ class Tiering(Part):
         patience_s = min(_LOAD_WAIT_S, _LOAD_SHARE * step_s) if core.scheduler.running else _LOAD_WAIT_S
         for load in self.tiers.poll(patience_s):
             for part in load.parts:
-                for strategy in core.strategies.values():
+                for strategy in core.strategies.opened.values():
                     strategy.restored(part.run.tokens, part.run.namespace)
             for request in core.scheduler.wake(load):
                 _note_loaded(request, load)
