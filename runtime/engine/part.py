@@ -87,7 +87,10 @@ class Part:
 
 
 # Hooks that the engine calls while it serves requests.
-_HOOKS = ("added", "blocked_on", "poll", "scheduled", "launching", "booked", "prefilled", "ended", "flush", "settle")
+_HOOKS = (
+    "added", "blocked_on", "poll", "scheduled", "launching", "booked", "prefilled", "ended", "flush", "settle",
+    "kv_events",
+)  # fmt: skip
 
 
 class Parts:
@@ -111,6 +114,7 @@ class Parts:
         self.ended: list[Callable[[Request, Finish], None]] = []
         self.flush: list[Callable[[], None]] = []
         self.settle: list[Callable[[], None]] = []
+        self.kv_events: list[Callable[[], Mapping[str, Sequence[Event]]]] = []
         self.waiting: list[Part] = []
 
     def add(self, part: Part) -> None:

@@ -14,12 +14,12 @@ class KVEvents(Part):
 
     def __init__(self, core: EngineCore, events: EventLog):
         self.publisher = EventPublisher(core.config.cache)
-        self._core, self._events = core, events
+        self._parts, self._events = core.parts, events
 
     def settle(self) -> None:
         self.publisher.publish(self._events.take())
-        for part in self._core.parts:
-            for tier, events in part.kv_events().items():
+        for kv_events in self._parts.kv_events:
+            for tier, events in kv_events().items():
                 self.publisher.publish(events, tier)
 
     def answers(self) -> Mapping[type[Call], Handler]:

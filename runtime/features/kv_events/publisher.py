@@ -116,8 +116,8 @@ class EventPublisher:
         stored = (list(event.hashes), event.parent)
         if self._config.kv_events_of == "hashes":
             return BlockStored(*stored, [], self._config.page_size, None, medium, None)
-        # The last page of a module is filled up with -1.
-        # -1 pads pages. The tokens of images are negative; consumers read tokens as unsigned.
+        # The last page of an entry is filled up with -1. Tokens of images are other negative numbers; consumers read
+        # tokens as unsigned.
         tokens = [token & 0xFFFFFFFF for token in array("i", event.tokens) if token != -1]
         salt = _salt(event.namespace)
         extra = [[salt], *[None] * (len(event.hashes) - 1)] if salt and event.parent is None else None

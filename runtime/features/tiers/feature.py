@@ -21,7 +21,6 @@ class TiersFeature(Feature):
     """KV that outlives the pool, in host memory, on a disk or in a store that replicas share."""
 
     def __init__(self, config: Config, path: Path):
-        self._path = path
         self._cipher: KeyFile | None = None
         self._stores: list[BlockStore] = []
         if not config.tiers.any and config.tiers.kv_encryption_key_file is None:
@@ -37,4 +36,4 @@ class TiersFeature(Feature):
             return
         from runtime.features.tiers.tiering import Tiering
 
-        yield Tiering(core, self._path, self._cipher, self._stores)
+        yield Tiering(core, self._cipher, self._stores)

@@ -61,11 +61,10 @@ class Tiering(Part):
         tiers: stores blocks of the tree, and loads blocks for requests.
     """
 
-    def __init__(self, core: EngineCore, model: Path, cipher: KeyFile | None, stores: list[BlockStore]):
-        """`model`: the model's directory."""
+    def __init__(self, core: EngineCore, cipher: KeyFile | None, stores: list[BlockStore]):
         self._core = core
         self.idle_s = None if core.cache.events is None else _IDLE_WITH_EVENTS_S
-        form = Format(_fingerprint(core.config, core.executor, model), cipher)
+        form = Format(_fingerprint(core.config, core.executor, Path(core.info.path)), cipher)
         self.tiers = Tiers(core.cache, TierWorker(form, stores))
         disk = next((store for store in stores if isinstance(store, FileStore) and store.name == "disk"), None)
         self._resume = None if disk is None else Resume(disk.directory, form)
@@ -130,7 +129,7 @@ class Tiering(Part):
         patience_s = min(_LOAD_WAIT_S, _LOAD_SHARE * step_s) if core.scheduler.running else _LOAD_WAIT_S
         for load in self.tiers.poll(patience_s):
             for part in load.parts:
-                for strategy in core.strategies.values():
+                for strategy in core.strategies.opened.values():
                     strategy.restored(part.run.tokens, part.run.namespace)
             for request in core.scheduler.wake(load):
                 _note_loaded(request, load)

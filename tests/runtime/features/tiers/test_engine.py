@@ -37,6 +37,7 @@ def test_evicted_blocks_come_back_from_each_tier(ids_dir, tmp_path, expected, ti
         last = list(driver.events)[-1]
         assert loaded(driver, last) == {tier: WHOLE[i]}
         assert driver.cached(last) == WHOLE[i]
+    assert list(core.strategies.opened) == [core.strategies.default.name], "no request asked for another one"
     core.close()
 
 
