@@ -29,6 +29,9 @@ class Strategies(Mapping[str, AnyStrategy]):
             self.opened[name] = self._openers[name]()
         return self.opened[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.opened or name in self._openers
+
     def __iter__(self) -> Iterator[str]:
         return iter((self.default.name, *self._openers))
 

@@ -1,1 +1,1 @@
-"""Blocks of KV that outlive the pool: in host memory, on a disk, in a store that replicas share. No torch."""
+"""Blocks of KV that outlive the pool: in host memory, on a disk, in a store that replicas share."""
