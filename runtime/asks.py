@@ -2,7 +2,6 @@
 
 from typing import Literal, get_args
 
-from runtime.denoising import DenoisingReport, SharedPrefixReport
 from runtime.features.chunks.ask import (
     ChunksAsk,
     DocumentMethod,
@@ -11,6 +10,18 @@ from runtime.features.chunks.ask import (
     ModulesReport,
     ReuseParams,
 )
+from runtime.features.diffusion.ask import Algorithm as Algorithm
+from runtime.features.diffusion.ask import (
+    BidirectionalParams,
+    BlockParams,
+    DenoisingParams,
+    DenoisingReport,
+    DiffusionInfo,
+    NoiseParams,
+    SharedPrefixReport,
+)
+from runtime.features.diffusion.ask import DiffusionParams as DiffusionParams
+from runtime.features.diffusion.ask import Unshared as Unshared
 from runtime.features.images.ask import ImagesAsk as ImagesAsk
 from runtime.features.reasoning.ask import ReasoningAsk, ReasoningMethod, ReasoningParams, ReasoningReport
 
@@ -19,9 +30,16 @@ ReuseReport = (
     ModulesReport | DocumentsReport | ExactDocumentsReport | ReasoningReport | DenoisingReport | SharedPrefixReport
 )
 
-# What requests say in `reuse`. A prompt with documents or modules has its ask itself.
+# What prompts with parts ask.
+PartsAsk = ChunksAsk
+# What requests say in `reuse`. A prompt with parts has its ask itself.
 AnyReuse = ReuseParams | ReasoningParams
 ReuseMethod = Literal[DocumentMethod, ReasoningMethod]
 REUSE_BY_METHOD: dict[str, type[AnyReuse]] = {
     method: kind for kind in get_args(AnyReuse) for method in get_args(kind.model_fields["method"].annotation)
 }
+
+# What requests ask of decodings that do not choose next tokens, and the settings of such models.
+DecodingParams = DenoisingParams
+DecodingInfo = DiffusionInfo
+DECODING_PARAMS: tuple[type[DecodingParams], ...] = (BidirectionalParams, BlockParams, NoiseParams)

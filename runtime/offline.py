@@ -19,7 +19,7 @@ from runtime.engine.core import EngineCore
 from runtime.engine.loop import in_thread
 from runtime.errors import EngineDead, InvalidRequest
 from runtime.features.chunks.schemas.schema import Mode, Schema
-from runtime.features.registry import open_sight
+from runtime.features.registry import open_preparers
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.connection import Host
 from runtime.frontend.output import Logprobs, Output, Prompt, Submission, prompts_of
@@ -114,7 +114,7 @@ class Engine:
         scheduler = self.config.scheduler.model_copy(update={"max_waiting": _UNLIMITED})
         engine = self.config.engine.model_copy(update={"step_timeout": 0.0})
         config = self.config.model_copy(update={"scheduler": scheduler, "engine": engine})
-        client = AsyncEngine(config, host=self._host, open_sight=open_sight)
+        client = AsyncEngine(config, host=self._host, open_preparers=open_preparers)
         try:
             await client.start()
         except BaseException:

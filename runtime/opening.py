@@ -91,7 +91,7 @@ def _ends_of_turns(path: Path, vocab_size: int) -> list[int]:
 
 
 def _open_model(opening: Opening, features: Sequence[Feature]) -> tuple[Strategies, Decoding]:
-    """The strategies and the decoding for a kind of model. A feature may set `opening.info.diffusion`."""
+    """The strategies and the decoding for a kind of model. A feature may set `opening.info.decoding`."""
     executor, cache, spec = opening.executor, opening.cache, opening.executor.spec
     default = _first(feature.default(opening) for feature in features) or PrefixStrategy(cache, spec.num_layers)
     openers: dict[str, Callable[[], AnyStrategy]] = {

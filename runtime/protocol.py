@@ -8,10 +8,9 @@ import msgspec
 from pydantic import BaseModel
 
 from radix import Namespace, WhyGone
-from runtime.asks import ImagesAsk, ReuseAsk, ReuseReport
+from runtime.asks import DECODING_PARAMS, DecodingInfo, DecodingParams, ImagesAsk, ReuseAsk, ReuseReport
 from runtime.calls import Call
 from runtime.config import ModelCode
-from runtime.denoising import Algorithm, BidirectionalParams, BlockParams, DenoisingParams, NoiseParams
 from runtime.errors import RametError
 from runtime.params import Lazy, SamplingParams
 
@@ -39,7 +38,7 @@ class AddRequest(msgspec.Struct, tag="add"):
         logprobs: number of alternatives to report for each output token; None: no log-probabilities.
         prompt_logprobs_from: position from which prompt tokens get log-probabilities; None: none.
         priority: waiting requests with a larger one are served first.
-        diffusion: filled, for a diffusion model.
+        decoding: what is asked of a decoding that does not choose next tokens, with all defaults filled in.
         ask: what is asked of a reuse strategy; None: the model's default strategy serves the request.
         explain: whether the first event has a `Lookup`.
         store: whether the KV that the request computes may stay cached after its end.
@@ -61,7 +60,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     logprobs: int | None = None
     prompt_logprobs_from: int | None = None
     priority: int = 0
-    diffusion: DenoisingParams | None = None
+    decoding: DecodingParams | None = None
     ask: ReuseAsk | None = None
     explain: bool = False
     store: bool = True
@@ -226,7 +225,7 @@ class TokenEvent(msgspec.Struct, array_like=True, gc=False):
         admission: in the request's first event.
         prefill_s: in the event with the first token: seconds since the admission.
         reuse: the strategy's report, if there is something new.
-        canvas: all output positions of a diffusion model, if the request wants them.
+        canvas: all output positions, decided or not, of a decoding that fills them in any order, if the request wants.
         lookup: in the first event, if the request wants it and KV is reused by prefix.
         usage: in the first event of a request with breakpoints.
         drafted, accepted: number of draft tokens that this step verified, and number of these that were right.
@@ -280,36 +279,11 @@ class Reply(msgspec.Struct, tag="reply"):
     failure: Failure | None = None
 
 
-class DiffusionInfo(msgspec.Struct):
-    """Properties of a diffusion model.
-
-    Attributes:
-        mask_token_id: the token at undecided positions; -1: there is none.
-        algorithm: its default sampler.
-        num_layers: largest number of layers that can be reused.
-        depth_table: name of the table of reuse depths.
-        refresh_interval: steps between refreshes of a prefix's other layers, unless a request says otherwise.
-        attended, block, threshold, edits, defaults: see `runtime.models.diffusion.DiffusionSpec`.
-        depth_bound: default bound in nats on the divergence of measured depths; None: no depth is measured.
-    """
-
-    mask_token_id: int
-    algorithm: Algorithm
-    num_layers: int
-    depth_table: str
-    refresh_interval: int
-    attended: int | None = None
-    block: int = 32
-    threshold: float | None = None
-    edits: bool = False
-    depth_bound: float | None = None
-    defaults: dict[str, int | float] = {}
-
-
 class ModelInfo(msgspec.Struct):
     """Properties of the loaded model and the pool.
 
     Attributes:
+        decoding: settings of a decoding that does not choose next tokens; None: the model's does.
         attention_note: why torch computes on a GPU in place of FlashInfer, and what this costs; empty otherwise.
         quantization: how weights are computed: `none`, `int4`, `int8`, or the type of the checkpoint, such as `gguf` or
             `awq`; with `, unpacked` behind it if they are computed in `dtype`.
@@ -326,7 +300,7 @@ class ModelInfo(msgspec.Struct):
     attention_backend: str
     page_size: int
     pool_tokens: int
-    diffusion: DiffusionInfo | None = None
+    decoding: DecodingInfo | None = msgspec.field(default=None, name="diffusion")
     model_impl: ModelCode = "ramet"
     max_running: int = 64
     attention_note: str = ""
@@ -349,9 +323,8 @@ Outbound = StepEvents | Reply | Ready | Failed
 
 # Parameters are checked by pydantic where they enter. On the wire they are maps with the name of their class.
 _CLASS = "class"
-_PARAMS: dict[str, type[BaseModel]] = {
-    one.__name__: one for one in (SamplingParams, Lazy, BidirectionalParams, BlockParams, NoiseParams)
-}
+_KINDS: tuple[type[BaseModel], ...] = (SamplingParams, Lazy, *DECODING_PARAMS)
+_PARAMS = {one.__name__: one for one in _KINDS}
 
 
 def _encode_params(params: object) -> dict[str, object]:

@@ -15,9 +15,8 @@ import torch
 
 from radix import Match, Namespace
 from radix.node import Meta
-from runtime.asks import ReuseReport
+from runtime.asks import DecodingParams, ReuseReport
 from runtime.batch import RowSet, StateRows
-from runtime.denoising import DenoisingParams
 from runtime.kv.cache import PagedCache
 from runtime.kv.segments import Run, Segment, Sequence
 from runtime.protocol import AddRequest, Admission, Finish, TokenEvent
@@ -386,6 +385,10 @@ class Strategy(ABC, Generic[A]):
         """
         return [Run(tokens, namespace)]
 
+    def slices(self, ask: A, most: int) -> abc.Sequence[A]:
+        """The ask in pieces with at most `most` runs each, for calls that take many steps."""
+        return [ask]
+
     def restored(self, tokens: array[int], namespace: Namespace) -> None:
         """Take note that a tier has loaded a run, or part of it, into the tree."""
 
@@ -417,8 +420,8 @@ class Decoding(ABC):
     def __init__(self) -> None:
         self.counters = dict.fromkeys(self.counted, 0)
 
-    def open(self, request: Request, params: DenoisingParams | None) -> None:  # noqa: B027 - next tokens need no state
-        """Prepare a new request of a diffusion model."""
+    def open(self, request: Request, params: DecodingParams | None) -> None:  # noqa: B027 - next tokens need no state
+        """Prepare a new request. `params`: see `AddRequest.decoding`."""
 
     @abstractmethod
     def wanted(self, work: Work) -> np.ndarray:

@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.config import Config
-from runtime.features.registry import open_sight
+from runtime.features.registry import open_preparers
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.logs import set_up_logs
 from server import admin, anthropic, errors, objects, openai, responses, sglang
@@ -54,7 +54,7 @@ def prepare(config: Config) -> tuple[AsyncEngine, list[Tenant]]:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tenants = read_keys(config.server.api_keys)
     quotas = {tenant.account: tenant.quota for tenant in tenants if tenant.quota is not None}
-    return AsyncEngine(config, quotas, open_sight=open_sight), tenants
+    return AsyncEngine(config, quotas, open_preparers=open_preparers), tenants
 
 
 def create_app(

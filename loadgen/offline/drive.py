@@ -18,8 +18,8 @@ from radix import Namespace
 from runtime.asks import ReuseAsk
 from runtime.calls import Call, FlushCache
 from runtime.config import make_config
-from runtime.denoising import DiffusionParams
 from runtime.engine.core import EngineCore
+from runtime.features.diffusion.ask import DiffusionParams
 from runtime.models.spec import LlamaSpec, ModelSpec
 from runtime.opening import open_engine
 from runtime.params import SamplingParams
@@ -84,13 +84,13 @@ class Drive:
         logprobs = given.pop("logprobs", None)
         params = SamplingParams(**given)
         denoising = None
-        if (model := self.core.info.diffusion) is not None:
+        if (model := self.core.info.decoding) is not None:
             denoising = DiffusionParams(gen_length=output, **diffusion).filled(model, params)
         message = AddRequest(
             f"{self._count}",
             prompt.tobytes(),
             params,
-            diffusion=denoising,
+            decoding=denoising,
             ask=ask,
             namespace=namespace,
             logprobs=logprobs,

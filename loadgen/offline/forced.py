@@ -10,7 +10,7 @@ import torch
 
 from loadgen.offline.drive import Drive
 from runtime.asks import ReuseAsk
-from runtime.denoising import DenoisingParams
+from runtime.features.diffusion.ask import DenoisingParams
 from runtime.protocol import TokenEvent
 from runtime.request import Decoding, Request, Work
 from runtime.sampler_state import SampledTokens, StepResult

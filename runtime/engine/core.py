@@ -82,7 +82,7 @@ class EngineCore:
         spec, device, least = executor.spec, executor.device, executor.decoder.least_saved_tokens
         self.scheduler = Scheduler(config.scheduler, cache, step_tokens(device), most_running(device))
         self.planner = Planner(spec.num_layers, info.page_size, spec.hidden_size, device, least)
-        self.overlap = info.diffusion is None and choose_overlap(config, choose_device(config.model))
+        self.overlap = info.decoding is None and choose_overlap(config, choose_device(config.model))
         self.paused = False
         self.requests: dict[str, Request] = {}
         self.parts, self.calls = Parts(), OpenCalls()

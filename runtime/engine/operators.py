@@ -2,18 +2,15 @@
 
 import time
 from array import array
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-import msgspec
-
 from radix import Namespace, Node, outline, path, slices, text_of_path, view
 from radix.stats import Histogram
 from runtime import calls
-from runtime.asks import ChunksAsk, ReuseAsk
 from runtime.engine.core import EngineCore
 from runtime.engine.part import Answer, Handler, Part
 from runtime.errors import InvalidRequest, PinRefused
@@ -80,20 +77,16 @@ class Operators(Part):
     def _cached(self, call: calls.GetCached) -> Generator[None, None, Answer]:
         """Number of cached tokens by entry name, a few entries per step. Entries that cannot be served are left out."""
         found: Answer = {}
-        for some in self._slices_of(call.ask):
+        try:
+            strategy = self._core.strategies.serving(call.ask)
+        except InvalidRequest:
+            return found
+        for some in strategy.slices(call.ask, min(_MATCHED, self._cache.pool.num_pages)):
             with suppress(InvalidRequest):
-                for run in self._core.strategies.serving(some).runs(array("i", call.tokens), call.namespace, some):
+                for run in strategy.runs(array("i", call.tokens), call.namespace, some):
                     found[run.name or ""] = found.get(run.name or "", 0) + self._num_cached(run)
             yield
         return found
-
-    def _slices_of(self, ask: ReuseAsk | None) -> Sequence[ReuseAsk | None]:
-        """The modules of an ask, a few at a time; another ask as a whole."""
-        if not isinstance(ask, ChunksAsk) or not ask.modules:
-            return [ask]
-        most = min(_MATCHED, self._cache.pool.num_pages)
-        starts = range(0, len(ask.modules), most)
-        return [msgspec.structs.replace(ask, modules=ask.modules[i : i + most]) for i in starts]
 
     def _num_cached(self, run: Run) -> int:
         tree, page_size = self._cache.tree, self._cache.page_size

@@ -35,7 +35,7 @@ def open_request(
     length = len(tokens)
     request = Request(message, sampler, Sequence(tokens), length, length + limit, strategy, decoding, serial)
     request.arrival_s = time.monotonic()
-    decoding.open(request, message.diffusion)
+    decoding.open(request, message.decoding)
     request.lease = strategy.open(request, message.ask)
     # Segments are looked up later. A strategy whose requests choose positions for segments checks these in `open`.
     last = request.sequence.position(request.max_length - 1)

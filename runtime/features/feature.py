@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from runtime.engine.core import EngineCore
     from runtime.engine.part import Part
     from runtime.execution.executor import Executor
-    from runtime.frontend.pictures import Sight
+    from runtime.frontend.preparer import Preparer, ServedModel
     from runtime.kv.cache import PagedCache
-    from runtime.models.tokenizer import Tokenizer
     from runtime.protocol import ModelInfo
     from runtime.request import AnyStrategy, Decoding, Strategy
 
@@ -74,6 +73,6 @@ class Feature:
         return ()
 
     @staticmethod
-    def sight(path: Path, tokenizer: Tokenizer) -> Sight | None:
-        """For the server's process, how the model in a directory sees images, if by this feature. Raises ModelError."""
+    def preparer(served: ServedModel) -> Preparer | None:
+        """What the feature does to submissions, in the server's process. Raises ModelError."""
         return None

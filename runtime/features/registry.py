@@ -1,7 +1,5 @@
 """The features, a line for each. `runtime.asks` lists what requests ask of them."""
 
-from pathlib import Path
-
 from runtime.features.adapters.feature import AdaptersFeature
 from runtime.features.chunks.feature import ChunksFeature
 from runtime.features.diffusion.feature import DiffusionFeature
@@ -14,8 +12,7 @@ from runtime.features.next_turn.feature import NextTurnFeature
 from runtime.features.reasoning.feature import ReasoningFeature
 from runtime.features.tiers.feature import TiersFeature
 from runtime.features.windows.feature import WindowsFeature
-from runtime.frontend.pictures import Sight
-from runtime.models.tokenizer import Tokenizer
+from runtime.frontend.preparer import Preparer, ServedModel
 
 FEATURES: tuple[type[Feature], ...] = (
     HybridFeature,
@@ -33,7 +30,7 @@ FEATURES: tuple[type[Feature], ...] = (
 )
 
 
-def open_sight(path: Path, tokenizer: Tokenizer) -> Sight | None:
-    """How the model in a directory sees images; None: it does not. Raises ModelError."""
-    found = (feature.sight(path, tokenizer) for feature in FEATURES)
-    return next((sight for sight in found if sight is not None), None)
+def open_preparers(served: ServedModel) -> list[Preparer]:
+    """What features do to submissions in the server's process. Raises ModelError."""
+    found = (feature.preparer(served) for feature in FEATURES)
+    return [preparer for preparer in found if preparer is not None]

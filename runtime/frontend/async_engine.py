@@ -11,17 +11,17 @@ from typing import Any, TypeVar
 
 from radix import Namespace
 from radix.node import TOKEN_BYTES
-from runtime.asks import REUSE_BY_METHOD, ReuseParams
+from runtime.asks import REUSE_BY_METHOD
 from runtime.calls import AddPin, Call, ComputeNextTurn, EraseTenant, GetCached, GetRuns, Pause, Ping
 from runtime.config import Config
 from runtime.errors import EngineDead, RametError
-from runtime.features.chunks.documents.plan import DocumentPlanner
 from runtime.frontend.adapters import Adapters
 from runtime.frontend.connection import Connection, EngineProcess, Host
 from runtime.frontend.deadline import NO_DEADLINE, Deadline
 from runtime.frontend.input_processor import InputProcessor
-from runtime.frontend.output import Encoded, Output, PlacedPrompt, Submission, expected_tokens
-from runtime.frontend.pictures import OpenSight, Sight, blind
+from runtime.frontend.output import Encoded, Output, PartedPrompt, Submission, expected_tokens
+from runtime.frontend.pictures import Sight
+from runtime.frontend.preparer import OpenPreparers, ServedModel, no_preparers
 from runtime.frontend.processor import Frontend
 from runtime.frontend.stream import OutputStream
 from runtime.frontend.text_work import TextWork
@@ -58,13 +58,20 @@ class AsyncEngine:
         config: Config,
         quotas: Mapping[str, int] | None = None,
         host: Host | None = None,
-        open_sight: OpenSight = blind,
+        open_preparers: OpenPreparers = no_preparers,
     ):
-        """`quotas`: most cached pages by account, in place of `--tenant-quota`; `host`: default: an `EngineProcess`."""
+        """Make an engine that is not started.
+
+        Args:
+            config: the whole configuration.
+            quotas: most cached pages by account, in place of `--tenant-quota`.
+            host: None: an `EngineProcess`.
+            open_preparers: opens what features do to submissions.
+        """
         self.config = config
         self.paused = False
         self.sight: Sight | None = None
-        self._open_sight = open_sight
+        self._open_preparers = open_preparers
         self.adapters = Adapters(self.call, config.model)
         self._host = host or EngineProcess(config, quotas or {})
         self._connection = Connection(self._host)
@@ -84,14 +91,14 @@ class AsyncEngine:
         try:
             path = await self._load()
             self.info = await self._connection.open(path)
-            self.sight = await asyncio.to_thread(self._open_sight, path, self.tokenizer)
-            planner = DocumentPlanner.load(self.config.cache.document_method, path)
-            # Documents have a default of their own, which the planner knows.
-            kind = REUSE_BY_METHOD[self.config.cache.reuse]
-            default = None if issubclass(kind, ReuseParams) else kind()
+            served = ServedModel(self.config, path, self.tokenizer, self.info)
+            preparers = await asyncio.to_thread(self._open_preparers, served)
+            self.sight = next((one.sight for one in preparers if one.sight is not None), None)
+            reuse = self.config.cache.reuse
+            default = REUSE_BY_METHOD[reuse].model_validate({"method": reuse}).ask()
             # Where the option is not given, the device decides.
             limits = self.config.scheduler.model_copy(update={"max_running": self.info.max_running})
-            inputs = InputProcessor(self.info, self.tokenizer, limits, planner, default)
+            inputs = InputProcessor(self.info, self.tokenizer, limits, preparers, default)
             self._frontend = Frontend(inputs, self._host.send)
             self._connection.on_events = self._frontend.take
             self._supervisor = asyncio.create_task(self._supervise())
@@ -320,12 +327,12 @@ class AsyncEngine:
             Overloaded, RateLimited: if the prompt exceeds the limits on open requests.
         """
         prompt, space, account = encoded.prompt, encoded.namespace, encoded.account
-        assert isinstance(prompt, PlacedPrompt)
+        assert isinstance(prompt, PartedPrompt)
         with self._running().admit(account, 1, prompt.length):
             answer = await self.call(AddPin(encoded.tokens, space, account, name, ttl_s, prompt.ask))
         return [pin["id"] for pin in answer["pins"]]
 
-    async def cached(self, prompt: PlacedPrompt, namespace: Namespace) -> dict[str, int]:
+    async def cached(self, prompt: PartedPrompt, namespace: Namespace) -> dict[str, int]:
         """Number of cached tokens of each module or document that a prompt reads, by name."""
         return await self.call(GetCached(prompt.ask, namespace, array("i", prompt.tokens).tobytes()))
 

@@ -1,6 +1,7 @@
 """The input of a front end, `Submission`, what it becomes, `Encoded`, and the result, `Output`."""
 
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,12 +10,8 @@ import msgspec
 
 from radix import Namespace
 from radix.node import TOKEN_BYTES
-from runtime.asks import AnyReuse, ReuseAsk, ReuseReport
-from runtime.denoising import DenoisingParams
+from runtime.asks import AnyReuse, DecodingParams, PartsAsk, ReuseAsk, ReuseReport
 from runtime.errors import RametError
-from runtime.features.chunks.documents.plan import DocumentPrompt
-from runtime.features.chunks.documents.prompt import Segments
-from runtime.features.chunks.schemas.compile import ModulePrompt
 from runtime.frontend.pictures import Pictures
 from runtime.frontend.replay import Said
 from runtime.params import SamplingParams
@@ -23,7 +20,52 @@ from runtime.protocol import CacheUsage, Finish, Lookup, TokenLogprob
 # Most breakpoints of a prompt.
 MAX_BREAKPOINTS = 4
 
-PlacedPrompt = ModulePrompt | DocumentPrompt
+
+class UnplacedPrompt(ABC):
+    """A prompt of texts and other parts, of which a feature's `Preparer` makes tokens."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def num_characters(self) -> int: ...
+
+
+class PartedPrompt(ABC):
+    """A prompt with parts that a feature reuses by themselves.
+
+    Attributes:
+        tokens: the prompt's own tokens; parts may have others.
+        ask: see `AddRequest`; None: only an exact prefix is reused.
+    """
+
+    __slots__ = ()
+
+    tokens: list[int]
+    ask: PartsAsk | None
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Number of tokens, with those of the parts."""
+
+    @property
+    @abstractmethod
+    def has_parts(self) -> bool: ...
+
+    @property
+    def positions(self) -> int:
+        """Number of positions, which is the position of the first generated token."""
+        return self.length
+
+    @property
+    def partial_pages(self) -> int:
+        """Number of pages that parts may fill in part."""
+        return 0
+
+    @abstractmethod
+    def report(self, engine: ReuseReport | None, cached_tokens: int) -> ReuseReport | None:
+        """The answer's `reuse`, or None; `engine`: the engine's report, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +76,7 @@ class MarkedText:
     breakpoints: list[tuple[int, float]]
 
 
-Prompt = str | MarkedText | list[int] | Segments | PlacedPrompt
+Prompt = str | MarkedText | list[int] | UnplacedPrompt | PartedPrompt
 Logprobs = list[TokenLogprob] | None
 
 
@@ -49,7 +91,7 @@ def new_rid() -> str:
 
 def prompts_of(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     """The prompts as a list, and whether a list was given. A list of integers is one prompt, of token ids."""
-    if isinstance(given, str | MarkedText | Segments | PlacedPrompt) or (given and isinstance(given[0], int)):
+    if isinstance(given, str | MarkedText | UnplacedPrompt | PartedPrompt) or (given and isinstance(given[0], int)):
         return [given], False  # type: ignore[list-item]
     return list(given), True  # type: ignore[arg-type]
 
@@ -69,9 +111,9 @@ class Submission(msgspec.Struct, frozen=True):
         prompt_logprobs_from: first prompt position with log-probabilities; None: none.
         priority: larger goes first among waiting requests.
         add_special_tokens: whether to add the model's BOS to a text prompt (a chat template has it already).
-        diffusion: denoising parameters; None: the model's defaults, or a causal model.
-        shared_text: returns the beginning of the prompt that other requests share, or None. It is used if `diffusion`
-            has no `prefix_tokens`.
+        decoding: what is asked of a decoding that does not choose next tokens; None: the model's defaults.
+        shared_text: returns the beginning of the prompt that other requests share, or None. It is for decodings whose
+            reuse depends on where a prefix ends.
         num_characters: approximate length of a prompt that is rendered later.
         explain: whether Outputs contain the prompt's look-up in the cache.
         reuse: how to reuse KV beyond exact prefixes; None: the server's default.
@@ -96,7 +138,7 @@ class Submission(msgspec.Struct, frozen=True):
     prompt_logprobs_from: int | None = None
     priority: int = 0
     add_special_tokens: bool = True
-    diffusion: DenoisingParams | None = None
+    decoding: DecodingParams | None = None
     shared_text: Callable[[], str | None] | None = None
     num_characters: int = 0
     explain: bool = False
@@ -127,7 +169,7 @@ class Encoded(Submission, frozen=True, kw_only=True):
     """A submission as `InputProcessor.encode` has checked and tokenized it.
 
     Its `prompt` is called and has its documents in place, `sampling` is clipped to the tokens that the prompt leaves,
-    `diffusion` has no defaults left, and `breakpoints` has those of a `MarkedText`.
+    `decoding` has no defaults left, and `breakpoints` has those of a `MarkedText`.
 
     Attributes:
         tokens: int32 tokens that the prompt itself computes, as one bytes object.
@@ -150,14 +192,14 @@ class Encoded(Submission, frozen=True, kw_only=True):
         return Encoded(prompt, *given, common=submission.sampling)
 
     @property
-    def placed(self) -> PlacedPrompt | None:
-        """The prompt, if it has modules or documents."""
-        return self.prompt if isinstance(self.prompt, PlacedPrompt) else None
+    def parted(self) -> PartedPrompt | None:
+        """The prompt, if it may have parts that are reused by themselves."""
+        return self.prompt if isinstance(self.prompt, PartedPrompt) else None
 
     @property
     def length(self) -> int:
-        """Number of the prompt's tokens, including those of modules."""
-        return len(self.tokens) // TOKEN_BYTES if self.placed is None else self.placed.length
+        """Number of the prompt's tokens, with those of its parts."""
+        return len(self.tokens) // TOKEN_BYTES if self.parted is None else self.parted.length
 
 
 class Listener(Protocol):
@@ -187,7 +229,7 @@ class Output(msgspec.Struct):
         finish: set on the last Output of a completion only.
         queue_s, prefill_s, e2e_s: seconds waiting, from admission to the first token, and since submission.
         reuse: report of reuse beyond exact prefixes.
-        canvas: all output positions of a diffusion model, decided or masked, if requested.
+        canvas: all output positions, decided or not, if requested of a decoding that fills them in any order.
         lookup: the prompt's look-up in the cache, if requested, and if its KV is reused by prefix.
         usage: how the prompt used the cache, if it has breakpoints.
         drafted, accepted: number of draft tokens that were verified, and number of these that were right.

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from runtime.asks import ImagesAsk
-from runtime.models.tokenizer import Tokenizer
 
 # Marks are of private use, so that no other text has them by chance. They name a content, so that a text with one has
 # the same images as an equal text: `Replay` compares texts.
@@ -76,13 +74,6 @@ class Sight(Protocol):
 
     def erase(self, account: str) -> None:
         """Forget what is known of an account's images."""
-
-
-OpenSight = Callable[[Path, Tokenizer], Sight | None]
-
-
-def blind(path: Path, tokenizer: Tokenizer) -> None:
-    """The `OpenSight` of a front end for texts alone."""
 
 
 def joined(texts: list[str]) -> str:

@@ -12,7 +12,7 @@ from runtime.asks import ReuseReport
 from runtime.errors import InvalidRequest, RametError
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.limits import RequestLimits
-from runtime.frontend.output import Encoded, Listener, Output, PlacedPrompt
+from runtime.frontend.output import Encoded, Listener, Output, PartedPrompt
 from runtime.models.tokenizer import Detokenizer, Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import Abort, AddRequest, Finish, Inbound, Limits, Sampling, TokenEvent
@@ -128,7 +128,7 @@ class Frontend:
             InvalidRequest: if the request id is in use.
             Overloaded, RateLimited: if the submission exceeds the limits on open requests.
         """
-        placed, length = submission.placed, submission.length
+        parted, length = submission.parted, submission.length
         self._admission.check(submission.account, submission.sampling.n, length)
         if submission.key in self._by_submission:
             raise InvalidRequest(f"request id {submission.rid!r} is in use", param="rid")
@@ -137,7 +137,7 @@ class Frontend:
         self._send_sampling(submission)
         most = sampling.max_new_tokens
         if most is None:
-            most = self.inputs.most_output(length, length if placed is None else placed.stop)
+            most = self.inputs.lengths.most_output(length, length if parted is None else parted.positions)
         index = listener.add(submission)
         self._by_submission[submission.key] = rids = set()
         self._serial += 1
@@ -162,7 +162,7 @@ class Frontend:
                     logprobs=submission.logprobs,
                     prompt_logprobs_from=submission.prompt_logprobs_from if choice == 0 else None,
                     priority=submission.priority,
-                    diffusion=submission.diffusion,
+                    decoding=submission.decoding,
                     explain=submission.explain and choice == 0,
                     ask=submission.ask,
                     store=submission.store,
@@ -297,7 +297,7 @@ def _note_admission(output: Output, event: TokenEvent) -> None:
 def _report(choice: Choice, engine: ReuseReport | None) -> ReuseReport | None:
     """The `reuse` of an answer, None if there is nothing new; `engine`: the engine's report."""
     prompt = choice.submission.prompt
-    if isinstance(prompt, PlacedPrompt) and (engine or choice.output.reuse is None):
+    if isinstance(prompt, PartedPrompt) and (engine or choice.output.reuse is None):
         return prompt.report(engine, choice.output.cached_tokens)
     return engine
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from runtime.denoising import Algorithm, NoiseParams
+from runtime.asks import Algorithm, NoiseParams
 from runtime.errors import ModelError
 from runtime.models.config_json import positive_size
 

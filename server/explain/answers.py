@@ -45,7 +45,7 @@ class Answers:
 
     def add(self, submission: Encoded, answer: str | None = None) -> None:
         """Remember a submission's prompt under the answer's id, unless the request forbids to store it."""
-        reads_more = submission.placed is not None and submission.placed.ask is not None
+        reads_more = submission.parted is not None and submission.parted.ask is not None
         if reads_more or not submission.store:
             return
         asked = Asked(submission.namespace, submission.tokens)

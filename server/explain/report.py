@@ -3,8 +3,7 @@
 from collections.abc import Callable
 
 from radix.node import TOKEN_BYTES, common_tokens
-from runtime.asks import DocumentsReport, ModulesReport, ReuseReport
-from runtime.denoising import SharedPrefixReport, Unshared
+from runtime.asks import DocumentsReport, ModulesReport, ReuseReport, SharedPrefixReport, Unshared
 from runtime.errors import RametError
 from runtime.frontend.output import Encoded, Output
 from runtime.frontend.stream import OutputStream

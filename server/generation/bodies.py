@@ -23,8 +23,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from radix import Namespace
-from runtime.asks import REUSE_BY_METHOD, AnyReuse, ReuseParams
-from runtime.denoising import DiffusionParams
+from runtime.asks import REUSE_BY_METHOD, AnyReuse, DiffusionParams, ReuseParams
 from runtime.errors import InvalidRequest
 from runtime.frontend.deadline import Deadline
 from runtime.frontend.output import Prompt, Submission

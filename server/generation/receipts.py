@@ -29,7 +29,7 @@ def receipt_of(submission: Encoded, output: Output, info: ModelInfo) -> dict[str
         "prompt": digest_of(submission.tokens),
         "parameters": submission.sampling.model_dump(mode="json", exclude_defaults=True),
         "output": digest_of(array("i", output.token_ids).tobytes()),
-        "exact": submission.placed is None and submission.diffusion is None,
+        "exact": submission.parted is None and submission.decoding is None,
     }
 
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from runtime.errors import InvalidRequest
 from runtime.features.chunks.documents.plan import DocumentPrompt, plan_encoding, shortest
 from runtime.features.chunks.documents.prompt import Document, Segments, TokenizedPrompt
-from runtime.frontend.output import PlacedPrompt
+from runtime.frontend.output import PartedPrompt
 from runtime.models.tokenizer import Tokenizer
 from server.generation.bodies import Scoped
 from server.http.context import provided
@@ -52,7 +52,7 @@ class StoredDocument(Stored):
         own = {"id": self.id, "object": "document", "title": self.document.title or None, "tokens": self.num_tokens}
         return own | super().describe(now_s, live)
 
-    def details(self, prompt: PlacedPrompt, cached: dict[str, int]) -> dict[str, Any]:
+    def details(self, prompt: PartedPrompt, cached: dict[str, int]) -> dict[str, Any]:
         if prompt.ask is None:
             return {"chunks": 0, "cached": 0}
         starts = range(0, self.num_tokens - prompt.ask.shortest + 1, prompt.ask.chunk_tokens)

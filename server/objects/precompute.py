@@ -46,7 +46,7 @@ async def add_object(
         Forbidden: if the key may not pin, or may not use the scope.
     """
     engine = service.context.engine
-    if engine.info.diffusion is not None:
+    if engine.info.decoding is not None:
         raise InvalidRequest(f"a diffusion model reuses no {store.noun}s", param=store.source)
     if body.pin and not tenant.admin:
         raise Forbidden("this key may not pin", param="pin")

@@ -12,7 +12,7 @@ from runtime.features.chunks.schemas.compile import ModulePrompt
 from runtime.features.chunks.schemas.markup import MAX_CHARACTERS
 from runtime.features.chunks.schemas.pml import read_prompt
 from runtime.features.chunks.schemas.schema import Mode, Schema
-from runtime.frontend.output import PlacedPrompt
+from runtime.frontend.output import PartedPrompt
 from runtime.models.tokenizer import Tokenizer
 from server.generation.bodies import Scoped
 from server.http.answers import JsonList
@@ -43,7 +43,7 @@ class StoredSchema(Stored):
         own = {"id": self.id, "object": "schema", "mode": self.mode, "length": self.schema.length}
         return own | {"tokens": self.num_tokens} | super().describe(now_s, live)
 
-    def details(self, prompt: PlacedPrompt, cached: dict[str, int]) -> dict[str, Any]:
+    def details(self, prompt: PartedPrompt, cached: dict[str, int]) -> dict[str, Any]:
         assert prompt.ask is not None
         names = [entry.name for entry in prompt.ask.modules]
         by_path = {path: cached[entry] for entry in names for path in entry.split(", ")}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
-from runtime.frontend.output import PlacedPrompt
+from runtime.frontend.output import PartedPrompt
 from server.errors import Conflict, NotFound
 
 
@@ -40,11 +40,11 @@ class Stored(ABC):
         return True
 
     @abstractmethod
-    def encoding(self, kv: Any) -> PlacedPrompt:
+    def encoding(self, kv: Any) -> PartedPrompt:
         """A prompt that only encodes the object, for requests with the salt and options of `kv`."""
 
     @abstractmethod
-    def details(self, prompt: PlacedPrompt, cached: dict[str, int]) -> dict[str, Any]:
+    def details(self, prompt: PartedPrompt, cached: dict[str, int]) -> dict[str, Any]:
         """Further fields of an answer about one object; `cached`: cached tokens by entry of its encoding."""
 
 

@@ -62,7 +62,7 @@ class ChatPrompts:
         if writes_special(tokenizer):
             sampling = sampling.model_copy(update={"skip_special_tokens": False})
         with naming(body.names):
-            if body.offered and not sampling.constrained and engine.info.diffusion is None and dialect.is_json:
+            if body.offered and not sampling.constrained and engine.info.decoding is None and dialect.is_json:
                 sampling, otherwise = lazy_calls(tokenizer, sampling, body.callable_tools(), dialect is not WHOLE)
             elif body.offered and not body.must_call and sampling.json_schema is not None:
                 tools, schema = body.callable_tools(), sampling.json_schema
@@ -178,7 +178,7 @@ class ChatPrompts:
         Only diffusion models need it: a causal model's KV does not depend on where the shared prefix ends.
         """
         first, engine = body.messages[0], self._context.engine
-        if engine.info.diffusion is None or first.role != "system" or first.documents:
+        if engine.info.decoding is None or first.role != "system" or first.documents:
             return None
         try:
             return engine.tokenizer.apply_chat_template([first.plain()], add_generation_prompt=False)

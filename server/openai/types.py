@@ -122,7 +122,7 @@ class CommonRequest(SampledRequest, Constrained):
     def parameters(self, tenant: Tenant) -> dict[str, Any]:
         return super().parameters(tenant) | {
             "add_special_tokens": self.add_special_tokens,
-            "diffusion": self.diffusion,
+            "decoding": self.diffusion,
             "reuse": self.reuse,
             "last_tokens": self.truncate_prompt_tokens,
             "show_tokens": self.return_token_ids,

@@ -92,7 +92,7 @@ class GenerateRequest(GenerationBody):
 
     def parameters(self, tenant: Tenant) -> dict[str, Any]:
         return super().parameters(tenant) | {
-            "diffusion": self.diffusion,
+            "decoding": self.diffusion,
             "reuse": self.reuse,
             "show_tokens": self.return_token_ids,
         }

@@ -70,7 +70,7 @@ async def model_info(context: Ctx, asker: CurrentTenant) -> dict[str, Any]:
         "vocab_size": info.vocab_size,
         "eos_token_ids": info.eos_token_ids,
         "dtype": info.dtype,
-        "diffusion": msgspec.to_builtins(info.diffusion),
+        "diffusion": msgspec.to_builtins(info.decoding),
     }
 
 

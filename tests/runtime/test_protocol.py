@@ -4,8 +4,14 @@ import pytest
 
 from radix import Namespace
 from runtime.asks import ReasoningAsk, ReasoningReport
-from runtime.denoising import BidirectionalParams, BlockParams, DenoisingReport, NoiseParams, SharedPrefixReport
 from runtime.features.chunks.ask import ChunksAsk, DocumentsReport, ExactDocumentsReport, ModuleAsk, ModulesReport
+from runtime.features.diffusion.ask import (
+    BidirectionalParams,
+    BlockParams,
+    DenoisingReport,
+    NoiseParams,
+    SharedPrefixReport,
+)
 from runtime.params import Lazy, SamplingParams
 from runtime.protocol import (
     AddRequest,
@@ -35,9 +41,9 @@ class Given(SamplingParams):
         {"ask": ChunksAsk(modules=[ModuleAsk(b"\1\0\0\0", [(0, 4)], [(0, 1)], "/m")], anchors=[(0, 9)], schema="s")},
         {"ask": ChunksAsk("legolink", [(1, 40)], ["a"], granularity="page", chunk_tokens=32, shortest=16, k=4)},
         {"ask": ReasoningAsk(75.5)},
-        {"diffusion": BidirectionalParams(gen_length=8, prefix_tokens=3)},
-        {"diffusion": BlockParams(threshold=0.5)},
-        {"diffusion": NoiseParams(t_min=0.25)},
+        {"decoding": BidirectionalParams(gen_length=8, prefix_tokens=3)},
+        {"decoding": BlockParams(threshold=0.5)},
+        {"decoding": NoiseParams(t_min=0.25)},
     ],
 )
 def test_requests_arrive_as_they_were_sent(fields):

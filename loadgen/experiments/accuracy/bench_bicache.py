@@ -14,7 +14,7 @@ from loadgen.experiments.accuracy.vocabulary import Vocabulary
 from loadgen.experiments.micro.cost_model import modelled_passes
 from loadgen.experiments.micro.model_bench import ModelBench
 from loadgen.harness import BenchError, Cell, Figure
-from runtime.denoising import DiffusionParams, SharedPrefixReport
+from runtime.features.diffusion.ask import DiffusionParams, SharedPrefixReport
 from runtime.frontend.output import Submission
 from runtime.models.resolve import resolve_model
 from runtime.offline import Engine
@@ -76,7 +76,7 @@ class BiCacheBench(ModelBench):
         if unknown := set(self.tasks) - set(TASKS):
             raise BenchError(f"--tasks: {min(unknown)} is none of {', '.join(TASKS)}")
         with Engine(self.model, **self.options(page_size=1)) as engine:
-            if (info := engine.info.diffusion) is None:
+            if (info := engine.info.decoding) is None:
                 raise BenchError(f"{self.model} is no diffusion model")
             vocabulary = Vocabulary(resolve_model(engine.config.model))
             self._engine, self._layers = engine, info.num_layers
@@ -140,7 +140,7 @@ class BiCacheBench(ModelBench):
         first, second = (self._first_step(prefix + self._tokens(draw, self.prompt), shown) for _ in "12")
         before, started = self._engine.state()["row_layers"], time.perf_counter()
         prompts = [prefix + self._tokens(draw, self.prompt) for _ in range(self.batch)]
-        *_, last = self._engine.stream_all([Submission(prompt, GREEDY, diffusion=params) for prompt in prompts])
+        *_, last = self._engine.stream_all([Submission(prompt, GREEDY, decoding=params) for prompt in prompts])
         seconds = time.perf_counter() - started
         depth = last.reuse.shallow_depth if isinstance(last.reuse, SharedPrefixReport) else 0
         rows = (self._engine.state()["row_layers"] - before) / self._layers / self.batch
@@ -162,7 +162,7 @@ class BiCacheBench(ModelBench):
 
     def _first_step(self, tokens: list[int], params: DiffusionParams) -> float:
         started = time.perf_counter()
-        outputs = self._engine.stream_all([Submission(tokens, GREEDY, diffusion=params)])
+        outputs = self._engine.stream_all([Submission(tokens, GREEDY, decoding=params)])
         next(outputs)
         seconds = time.perf_counter() - started
         for _ in outputs:  # run the request to its end before the next one starts

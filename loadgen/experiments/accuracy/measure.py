@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from loadgen.experiments.accuracy.tasks import Example, Examples
-from runtime.denoising import DiffusionParams, SharedPrefixReport
+from runtime.features.diffusion.ask import DiffusionParams, SharedPrefixReport
 from runtime.frontend.output import Submission
 from runtime.params import SamplingParams
 
@@ -29,8 +29,8 @@ class Runner:
 
     def __init__(self, engine: Engine, end: int):
         self._engine, self._end = engine, end
-        assert engine.info.diffusion is not None
-        self._layers = engine.info.diffusion.num_layers
+        assert engine.info.decoding is not None
+        self._layers = engine.info.decoding.num_layers
 
     def run(self, fields: dict[str, Any], examples: Sequence[Example], cold: bool = False) -> dict[str, Any]:
         """Figures of a group with these fields of `DiffusionParams`.
@@ -64,5 +64,5 @@ class Runner:
         return float(self._engine.state()["row_layers"] / self._layers)
 
     def _generate(self, example: Example, params: DiffusionParams) -> tuple[list[int], int]:
-        *_, last = self._engine.stream_all([Submission(example.prefix + example.suffix, GREEDY, diffusion=params)])
+        *_, last = self._engine.stream_all([Submission(example.prefix + example.suffix, GREEDY, decoding=params)])
         return last.token_ids, last.reuse.shallow_depth if isinstance(last.reuse, SharedPrefixReport) else 0

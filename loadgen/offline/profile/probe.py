@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from loadgen.offline.profile.samples import Sample
 from runtime.config import CacheConfig, DiffusionConfig
-from runtime.denoising import DiffusionParams
 from runtime.execution.executor import Executor
+from runtime.features.diffusion.ask import DiffusionParams
 from runtime.features.diffusion.bicache.depth_table import NO_TABLE
 from runtime.features.diffusion.bicache.plan import Share, bidirectional
 from runtime.features.diffusion.bicache.strategy import BiCache, BiCacheLease

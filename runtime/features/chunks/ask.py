@@ -163,6 +163,9 @@ class ReuseParams(Reuse):
         None, ge=0, le=100, description="auto: choose by this largest mean KL to full prefill, in nats"
     )
 
+    def ask(self) -> None:
+        """Nothing: a prompt has what is asked for its parts."""
+
     def check(self) -> None:
         for name, methods in TAKEN_BY.items():
             if getattr(self, name) is not None and self.method not in methods:

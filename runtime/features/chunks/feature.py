@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from runtime.features.feature import Feature, Opening
 
 if TYPE_CHECKING:
+    from runtime.features.chunks.preparer import ChunksPreparer
     from runtime.features.chunks.strategy import ChunkReuse
+    from runtime.frontend.preparer import ServedModel
 
 
 class ChunksFeature(Feature):
@@ -22,3 +24,9 @@ class ChunksFeature(Feature):
         from runtime.features.chunks.strategy import ChunkReuse
 
         return ChunkReuse(opening.cache, opening.executor, opening.info)
+
+    @staticmethod
+    def preparer(served: ServedModel) -> ChunksPreparer:
+        from runtime.features.chunks.preparer import ChunksPreparer
+
+        return ChunksPreparer(served)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -94,6 +94,13 @@ class ChunkReuse(PrefixStrategy[ChunksAsk]):
         assert ask is not None
         entries = [place.entry for place in self._layout(tokens, ask, namespace).places if place.is_chunk]
         return [entry.run() for entry in {entry.namespace: entry for entry in entries}.values()]
+
+    def slices(self, ask: ChunksAsk, most: int) -> Sequence[ChunksAsk]:
+        """Modules a few at a time, but documents together, as their positions are those of the prompt."""
+        if not ask.modules:
+            return [ask]
+        starts = range(0, len(ask.modules), most)
+        return [msgspec.structs.replace(ask, modules=ask.modules[i : i + most]) for i in starts]
 
     def meta_of(self, namespace: Namespace, described: Mapping[str, object]) -> EntryMeta | None:
         kind, more = namespace.entry.partition(":")[0], dict(described)

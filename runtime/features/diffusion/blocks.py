@@ -10,14 +10,13 @@ import numpy as np
 import torch
 
 from runtime.batch import CanvasRows, Read, RowSet, Stage
-from runtime.denoising import DenoisingReport
 from runtime.errors import ModelError
+from runtime.features.diffusion.ask import DenoisingReport, DiffusionInfo
 from runtime.features.diffusion.canvas import BidirectionalCanvas, BlockCanvas
 from runtime.features.diffusion.decoding import canvas_of
 from runtime.features.diffusion.noise import NoiseCanvas
 from runtime.kv.cache import PagedCache
 from runtime.models.diffusion import DiffusionSpec
-from runtime.protocol import DiffusionInfo
 from runtime.request import Found, Request, Work
 from runtime.reuse.prefix import PrefixLease, PrefixStrategy
 

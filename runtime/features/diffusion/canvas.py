@@ -6,8 +6,8 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
-from runtime.denoising import BidirectionalParams, BlockParams, MaskParams
 from runtime.execution.transfers import index_on, upload
+from runtime.features.diffusion.ask import BidirectionalParams, BlockParams, MaskParams
 from runtime.features.diffusion.fast_dllm import active_rows, by_factor, by_threshold
 from runtime.models.diffusion import DiffusionSpec
 from runtime.params import SamplingParams

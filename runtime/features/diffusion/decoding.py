@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from runtime.denoising import BidirectionalParams, BlockParams, DenoisingParams, NoiseParams
 from runtime.errors import RametError
 from runtime.execution.transfers import Download, index_on
+from runtime.features.diffusion.ask import BidirectionalParams, BlockParams, DenoisingParams, NoiseParams
 from runtime.features.diffusion.canvas import BidirectionalCanvas, BlockCanvas
 from runtime.features.diffusion.noise import NoiseCanvas
 from runtime.models.diffusion import DiffusionSpec

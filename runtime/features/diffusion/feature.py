@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from runtime.features.diffusion.bicache.strategy import BiCache
     from runtime.features.diffusion.blocks import BlockPrefix
     from runtime.features.diffusion.decoding import CanvasDecoding
+    from runtime.features.diffusion.preparer import CanvasPreparer, CausalPreparer
+    from runtime.frontend.preparer import ServedModel
 
 
 class DiffusionFeature(Feature):
@@ -28,7 +30,7 @@ class DiffusionFeature(Feature):
             read_table(config.diffusion.depth_table, spec)
 
     def default(self, opening: Opening) -> BiCache | BlockPrefix | None:
-        """Sets `opening.info.diffusion`."""
+        """Sets `opening.info.decoding`."""
         executor, cache, spec = opening.executor, opening.cache, opening.executor.spec
         if spec.diffusion is None:
             return None
@@ -41,7 +43,7 @@ class DiffusionFeature(Feature):
             strategy = kind(cache, spec.num_layers, spec.diffusion)
         else:
             strategy = BiCache.load(opening.config, opening.path, spec, cache)
-        opening.info.diffusion = strategy.info
+        opening.info.decoding = strategy.info
         return strategy
 
     def decoding(self, opening: Opening) -> CanvasDecoding | None:
@@ -51,3 +53,9 @@ class DiffusionFeature(Feature):
         from runtime.features.diffusion.decoding import CanvasDecoding
 
         return CanvasDecoding(spec.diffusion, executor.device, spec.vocab_size, executor.decoder.soften)
+
+    @staticmethod
+    def preparer(served: ServedModel) -> CanvasPreparer | CausalPreparer:
+        from runtime.features.diffusion.preparer import CanvasPreparer, CausalPreparer
+
+        return CausalPreparer() if served.info.decoding is None else CanvasPreparer(served, served.info.decoding)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.distributions import Categorical
 
-from runtime.denoising import NoiseParams
+from runtime.features.diffusion.ask import NoiseParams
 from runtime.features.diffusion.canvas import bias_of, restrict
 from runtime.params import SamplingParams
 from runtime.sampling.sampler import BadLogits

@@ -20,7 +20,7 @@ class DraftsFeature(Feature):
 
     def parts(self, core: EngineCore) -> Iterable[Drafts]:
         """None if drafts are off, if steps overlap (tokens are not known in time), or for a diffusion model."""
-        wanted = core.config.engine.drafts == "auto" and core.info.diffusion is None and not core.overlap
+        wanted = core.config.engine.drafts == "auto" and core.info.decoding is None and not core.overlap
         log.info("drafts from the tree are %s", "on, while they are measured to be faster" if wanted else "off")
         if not wanted:
             return

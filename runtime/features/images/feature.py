@@ -11,9 +11,8 @@ from runtime.features.images.rules import load_rules
 
 if TYPE_CHECKING:
     from runtime.engine.core import EngineCore
-    from runtime.features.images.client import ModelSight
     from runtime.features.images.part import ImagesPart
-    from runtime.models.tokenizer import Tokenizer
+    from runtime.frontend.preparer import Preparer, ServedModel
 
 
 class ImagesFeature(Feature):
@@ -35,9 +34,12 @@ class ImagesFeature(Feature):
         yield ImagesPart(core, States(rules, tower))
 
     @staticmethod
-    def sight(path: Path, tokenizer: Tokenizer) -> ModelSight | None:
-        if (rules := load_rules(path)) is None:
+    def preparer(served: ServedModel) -> Preparer | None:
+        if (rules := load_rules(served.path)) is None:
             return None
         from runtime.features.images.client import ModelSight
+        from runtime.frontend.preparer import Preparer
 
-        return ModelSight(rules, tokenizer)
+        preparer = Preparer()
+        preparer.sight = ModelSight(rules, served.tokenizer)
+        return preparer

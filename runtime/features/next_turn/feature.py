@@ -18,7 +18,7 @@ class NextTurnFeature(Feature):
     def parts(self, core: EngineCore) -> Iterable[NextTurns]:
         """None without a prefix cache, if no tokens may be computed, or for a diffusion model."""
         most = core.config.scheduler.next_turn_tokens
-        if not (most and core.cache.enabled and core.info.diffusion is None):
+        if not (most and core.cache.enabled and core.info.decoding is None):
             return
         from runtime.features.next_turn.next_turns import NextTurns
 

@@ -5,7 +5,7 @@ import json
 import httpx
 import pytest
 
-from runtime.denoising import SharedPrefixReport
+from runtime.features.diffusion.ask import SharedPrefixReport
 from server.explain.report import _not_by_prefix
 from tests.server.openai.test_openai import MODEL
 

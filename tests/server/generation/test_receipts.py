@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from radix import Namespace
-from runtime.denoising import DiffusionParams
 from runtime.features.chunks.documents.plan import DocumentPrompt
+from runtime.features.diffusion.ask import DiffusionParams
 from runtime.frontend.output import Encoded, Output
 from runtime.params import SamplingParams
 from runtime.protocol import ModelInfo

@@ -23,6 +23,7 @@ from runtime.features.chunks.ask import (
 from runtime.features.chunks.documents.prompt import TokenizedPrompt
 from runtime.features.chunks.documents.table import UNMEASURED, MeasuredMethod, choose, read_table
 from runtime.features.chunks.schemas.compile import ModulePrompt
+from runtime.frontend.output import PartedPrompt
 
 _DEFAULTS: dict[str, Any] = {"ratio": RATIO, "k": LEADING}
 # Shorter documents, and shorter last chunks, are computed in full: they save few rows, and in full they are exact.
@@ -30,7 +31,7 @@ _SHORTEST = 32
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentPrompt:
+class DocumentPrompt(PartedPrompt):
     """A prompt with documents.
 
     Attributes:
@@ -52,12 +53,10 @@ class DocumentPrompt:
         return len(self.tokens)
 
     @property
-    def stop(self) -> int:
-        """The position of the first generated token."""
-        return len(self.tokens)
+    def has_parts(self) -> bool:
+        return bool(self.names)
 
     def report(self, engine: ReuseReport | None, cached_tokens: int) -> ReuseReport | None:
-        """The answer's `reuse`, or None; `engine`: the engine's report, if there is one."""
         if self.ask is None and engine is None and self.names:
             return ExactDocumentsReport(
                 documents=list(dict.fromkeys(self.names)),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.errors import InvalidRequest
+from runtime.frontend.output import UnplacedPrompt
 from runtime.models.marks import cut, new_mark
 from runtime.models.tokenizer import Tokenizer
 
@@ -60,7 +61,7 @@ class TokenizedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
+class Segments(UnplacedPrompt):
     """A prompt of texts and documents.
 
     >>> Segments(["Read this.\\n", Document("Rome is old."), "\\nHow old is Rome?"])

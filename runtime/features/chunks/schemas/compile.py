@@ -14,11 +14,12 @@ from runtime.features.chunks.ask import ChunksAsk, ChunksReport, ReuseParams
 from runtime.features.chunks.schemas.layout import Scope, TokenRun, check_characters, in_order, make_entry
 from runtime.features.chunks.schemas.markup import PmlError
 from runtime.features.chunks.schemas.pml import Import, Insert, Prompt
+from runtime.frontend.output import PartedPrompt
 from runtime.models.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class ModulePrompt:
+class ModulePrompt(PartedPrompt):
     """A prompt that imports modules.
 
     Attributes:
@@ -39,11 +40,21 @@ class ModulePrompt:
 
     @property
     def length(self) -> int:
-        """Number of tokens of the prompt: of all entries, and its own."""
         return sum(self.rows) + len(self.tokens)
 
+    @property
+    def positions(self) -> int:
+        return self.stop
+
+    @property
+    def partial_pages(self) -> int:
+        return len(self.rows) + 1
+
+    @property
+    def has_parts(self) -> bool:
+        return True
+
     def report(self, engine: ReuseReport | None, cached_tokens: int) -> ReuseReport | None:
-        """The answer's `reuse`, or None; `engine`: the engine's report, if there is one."""
         if isinstance(engine, ChunksReport):
             engine.told(self.auto, UNSET)
         return engine

@@ -15,7 +15,7 @@ import torch
 
 from radix import Namespace
 from runtime.batch import Read, RowSet, Stage
-from runtime.denoising import Unshared
+from runtime.features.diffusion.ask import Unshared
 from runtime.features.diffusion.bicache.drift import Drift
 from runtime.features.diffusion.bicache.measured import ShallowMeta
 from runtime.features.diffusion.canvas import BidirectionalCanvas

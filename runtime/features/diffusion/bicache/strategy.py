@@ -14,7 +14,7 @@ from msgspec import UNSET
 from radix import Match, Namespace, path
 from runtime.batch import RowSet
 from runtime.config import Config, DiffusionConfig
-from runtime.denoising import SharedPrefixReport, Unshared
+from runtime.features.diffusion.ask import DiffusionInfo, SharedPrefixReport, Unshared
 from runtime.features.diffusion.bicache.depth_table import NO_TABLE, DepthTable, choose_table
 from runtime.features.diffusion.bicache.drift import Drift, num_near_layers
 from runtime.features.diffusion.bicache.encodings import BoundaryStore, Encodings, encoding_of
@@ -32,7 +32,6 @@ from runtime.features.diffusion.canvas import BidirectionalCanvas
 from runtime.kv.cache import PagedCache
 from runtime.kv.segments import Run, Segment, slots_of
 from runtime.models.spec import ModelSpec
-from runtime.protocol import DiffusionInfo
 from runtime.request import Found, Lease, Request, Strategy, Work
 
 # The paper's R.

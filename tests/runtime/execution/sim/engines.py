@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import tests.runtime.features.diffusion.bicache.models as diffusion
-from runtime.denoising import DiffusionParams
+from runtime.features.diffusion.ask import DiffusionParams
 from runtime.params import SamplingParams
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.execution.sim.events import Events
@@ -92,13 +92,13 @@ class Engine(Driver):
     def ask(self, prompt: Sequence[int], count: int = 60, **options: Any) -> None:
         """Add a request of `count` tokens to a model of any kind."""
         rid = f"{len(self.tokens)}"
-        if (info := self.core.info.diffusion) is None:
+        if (info := self.core.info.decoding) is None:
             self.add(rid, prompt, **{"max_new_tokens": count, **options})
             return
         fields = {name: options.pop(name) for name in DiffusionParams.model_fields.keys() & options.keys()}
         params = DiffusionParams(gen_length=count, **fields)
         filled = params.filled(info, SamplingParams(**{"temperature": 0, **options}))
-        self.send(rid, prompt, {"max_new_tokens": count, **options}, diffusion=filled)
+        self.send(rid, prompt, {"max_new_tokens": count, **options}, decoding=filled)
 
     def begin_decode(self, prompts: Sequence[Sequence[int]], **options: Any) -> None:
         """Add requests, and run until the graphs are captured and the memory that steps need is reserved."""

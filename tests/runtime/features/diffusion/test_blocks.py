@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from runtime.denoising import DiffusionParams
 from runtime.engine.core import EngineCore
 from runtime.errors import InvalidRequest, ModelError
+from runtime.features.diffusion.ask import DiffusionParams
 from runtime.params import SamplingParams
 from tests.runtime.features.diffusion.bicache.driver import DenoiseDriver, make_core
 from tests.runtime.features.diffusion.bicache.models import CONTEXT, MASK, save_tiny
@@ -81,7 +81,7 @@ def test_schedules_equal_the_plain_loop(driver, plain, options):
 
 
 def test_defaults_are_those_of_the_authors(driver, plain, kind):
-    filled = DiffusionParams().filled(driver.core.info.diffusion, SamplingParams())
+    filled = DiffusionParams().filled(driver.core.info.decoding, SamplingParams())
     _, block, _, threshold = KINDS[kind]
     assert (filled.block_length, filled.threshold) == (block, threshold)
     prompt = text(9, seed=4)
@@ -120,7 +120,7 @@ def test_an_editable_token_is_not_streamed(editor):
 
 
 def test_models_that_do_not_edit_refuse_to(driver, kind, plain):
-    info, sampling = driver.core.info.diffusion, SamplingParams()
+    info, sampling = driver.core.info.decoding, SamplingParams()
 
     def refused(**fields):
         with pytest.raises(InvalidRequest) as error:
@@ -151,7 +151,7 @@ def test_a_pin_computes_a_prompt_alone(driver, plain):
     ("field", "value"), [("cfg_scale", 1.0), ("cache", "dual"), ("depth", 2), ("prefix_tokens", 4), ("block_length", 3)]
 )
 def test_what_has_no_meaning_is_refused_by_name(driver, field, value):
-    info, sampling = driver.core.info.diffusion, SamplingParams()
+    info, sampling = driver.core.info.decoding, SamplingParams()
     with pytest.raises(InvalidRequest) as error:
         DiffusionParams(**{field: value}).filled(info, sampling).check(info, sampling, 4, 10)
     assert error.value.param == f"diffusion.{field}"

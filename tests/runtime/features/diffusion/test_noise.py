@@ -11,12 +11,14 @@ from safetensors.torch import load_file, save_file
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 
 from runtime.config import make_config
-from runtime.denoising import DiffusionParams
 from runtime.engine.core import EngineCore
 from runtime.errors import InvalidRequest, ModelError
+from runtime.features.diffusion.ask import DiffusionParams
 from runtime.features.diffusion.noise import NoiseCanvas
+from runtime.features.registry import open_preparers
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Submission
+from runtime.frontend.preparer import ServedModel
 from runtime.models.implementation import context_of
 from runtime.params import SamplingParams
 from runtime.sampling.sampler import BadLogits
@@ -157,7 +159,7 @@ def test_seeds(driver):
 
 
 def test_defaults_are_those_of_the_checkpoint(driver, published):
-    info = driver.core.info.diffusion
+    info = driver.core.info.decoding
     assert (info.algorithm, info.block, info.mask_token_id) == ("entropy_bound", CANVAS, -1)
     filled = DiffusionParams().filled(info, SamplingParams())
     named = {name: getattr(filled, name) for name in ("entropy_bound", "steps", "t_min", "t_max")}
@@ -209,7 +211,7 @@ def test_a_pin_computes_a_prompt_alone(driver, published):
     ],
 )
 def test_what_has_no_meaning_is_refused_by_name(driver, field, value):
-    info, sampling = driver.core.info.diffusion, SamplingParams()
+    info, sampling = driver.core.info.decoding, SamplingParams()
     with pytest.raises(InvalidRequest) as error:
         DiffusionParams(**{field: value}).filled(info, sampling).check(info, sampling, 4, 10)
     assert error.value.param == f"diffusion.{field}"
@@ -220,7 +222,8 @@ def test_a_canvas_that_cannot_be_a_whole_one_is_refused(path):
     core = make_core(path, page_size=16, pool_tokens=64)
     driver = DenoiseDriver(core)
     assert len(driver.one(text(64 - CANVAS), gen_length=3)) == 3
-    inputs, sampling = InputProcessor(core.info, None, core.config.scheduler), SamplingParams()
+    preparers = open_preparers(ServedModel(core.config, path, None, core.info))
+    inputs, sampling = InputProcessor(core.info, None, core.config.scheduler, preparers), SamplingParams()
     sampling.max_new_tokens = 3
     assert ids_of(inputs.encode(Submission(text(64 - CANVAS), sampling))) == text(64 - CANVAS)
     with pytest.raises(InvalidRequest, match=f"{CANVAS} new ones may follow"):
@@ -236,7 +239,7 @@ def test_a_canvas_that_cannot_be_a_whole_one_is_refused(path):
 
 
 def test_logits_that_are_no_numbers_end_the_request(driver, path):
-    info = driver.core.info.diffusion
+    info = driver.core.info.decoding
     params = DiffusionParams(gen_length=3).filled(info, SamplingParams())
     for sampling in (SamplingParams(), SamplingParams(temperature=0)):
         generator = torch.Generator().manual_seed(0)

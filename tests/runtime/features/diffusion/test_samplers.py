@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.denoising import DiffusionParams
 from runtime.errors import InvalidRequest
+from runtime.features.diffusion.ask import DiffusionParams
 from runtime.features.diffusion.canvas import BidirectionalCanvas, restrict
 from runtime.features.diffusion.fast_dllm import by_factor, by_threshold
 from runtime.models.diffusion import DiffusionSpec

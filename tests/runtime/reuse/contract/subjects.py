@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from runtime.calls import GetPins, RemovePin
-from runtime.denoising import DiffusionParams
 from runtime.engine.core import EngineCore
+from runtime.features.diffusion.ask import DiffusionParams
 from runtime.params import SamplingParams
 from tests.runtime.engine.driver import call, greedy
 from tests.runtime.execution.mixers.models import save_hybrid
@@ -259,7 +259,7 @@ class Diffusion(Subject):
 
     def core(self, **options: Any) -> EngineCore:
         core = super().core(**{**options, "page_size": max(options.get("page_size", 16), self.least_page)})
-        self._info = core.info.diffusion
+        self._info = core.info.decoding
         return core
 
     def draw(self, draw: random.Random) -> Drawn:

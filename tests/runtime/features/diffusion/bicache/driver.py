@@ -6,8 +6,8 @@ from typing import Any
 
 from radix import Namespace
 from runtime.config import make_config
-from runtime.denoising import DiffusionParams
 from runtime.engine.core import EngineCore
+from runtime.features.diffusion.ask import DiffusionParams
 from runtime.opening import open_engine
 from runtime.params import SamplingParams
 from tests.runtime.engine.driver import Driver
@@ -35,9 +35,9 @@ class DenoiseDriver(Driver):
     ) -> None:
         """Add a request; `diffusion` are fields of `DiffusionParams`."""
         params = SamplingParams(**{"temperature": 0, "ignore_eos": True, **(sampling or {})})
-        filled = DiffusionParams(**diffusion).filled(self.core.info.diffusion, params)
-        filled.check(self.core.info.diffusion, params, self.core.executor.spec.num_layers, len(prompt))
-        self.send(rid, prompt, sampling or {}, namespace=namespace, store=store, diffusion=filled)
+        filled = DiffusionParams(**diffusion).filled(self.core.info.decoding, params)
+        filled.check(self.core.info.decoding, params, self.core.executor.spec.num_layers, len(prompt))
+        self.send(rid, prompt, sampling or {}, namespace=namespace, store=store, decoding=filled)
 
     def one(self, prompt: Sequence[int], **options: Any) -> list[int]:
         """Run one request alone; its tokens."""

@@ -70,5 +70,5 @@ def test_a_table_may_have_an_interval_of_its_own(deep_dir, tmp_path):
     for own, interval in ((None, 16), (4, 4)):
         path.write_text(json.dumps({"model": model, "depths": {"0": 1}, "refresh_interval": own}))
         core = make_core(deep_dir, depth_table=path)
-        assert core.info.diffusion.refresh_interval == interval
-    assert make_core(deep_dir).info.diffusion.refresh_interval == 1
+        assert core.info.decoding.refresh_interval == interval
+    assert make_core(deep_dir).info.decoding.refresh_interval == 1

@@ -1,8 +1,9 @@
-"""Denoising parameters of a request, by the kind of its diffusion model."""
+"""What requests ask of diffusion models, by the kind of the model, and what these report."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NoReturn, Protocol
 
+import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -60,6 +61,32 @@ class SharedPrefixReport(Report, tag="bicache", kw_only=True):
     divergence_bound: float | UnsetType = UNSET
     refresh_interval: int | UnsetType = UNSET
     depth_divergence: float | UnsetType | None = UNSET
+
+
+class DiffusionInfo(msgspec.Struct):
+    """Settings of a diffusion model.
+
+    Attributes:
+        mask_token_id: the token at undecided positions; -1: there is none.
+        algorithm: its default sampler.
+        num_layers: largest number of layers that can be reused.
+        depth_table: name of the table of reuse depths.
+        refresh_interval: steps between refreshes of a prefix's other layers, unless a request says otherwise.
+        attended, block, threshold, edits, defaults: see `runtime.models.diffusion.DiffusionSpec`.
+        depth_bound: default bound in nats on the divergence of measured depths; None: no depth is measured.
+    """
+
+    mask_token_id: int
+    algorithm: Algorithm
+    num_layers: int
+    depth_table: str
+    refresh_interval: int
+    attended: int | None = None
+    block: int = 32
+    threshold: float | None = None
+    edits: bool = False
+    depth_bound: float | None = None
+    defaults: dict[str, int | float] = {}
 
 
 class Denoised(Protocol):
