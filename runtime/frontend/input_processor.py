@@ -63,11 +63,10 @@ class InputProcessor:
         Raises:
             InvalidRequest: if the submission can never be served.
         """
-        exact = self._why_exact(submission)
-        encoded = self._with_tokens(self._with_prompt(submission, exact), before)
-        return replace(encoded, ask=self._ask_of(encoded, exact))
+        encoded = self._with_tokens(self._with_prompt(submission), before)
+        return replace(encoded, ask=self._ask_of(encoded))
 
-    def _with_prompt(self, submission: Submission, exact: str | None) -> Encoded:
+    def _with_prompt(self, submission: Submission) -> Encoded:
         """The submission with its prompt, whose parts are placed. Checks whether what it reuses can be reused."""
         prompt = submission.prompt() if callable(submission.prompt) else submission.prompt
         if submission.images and (reason := self._no_images(submission, prompt)):
@@ -76,10 +75,11 @@ class InputProcessor:
             submission.reuse.check()
         if isinstance(prompt, UnplacedPrompt):
             self.check_text(prompt.num_characters, "prompt")
+        exact = self._why_exact(submission)
         for preparer in self._preparers:
             prompt = preparer.place(submission, prompt, exact)
         encoded, asked = Encoded.of(submission, prompt), submission.reuse
-        if asked is not None and asked.ask() is not None and (reason := _no_default(encoded, exact)):
+        if asked is not None and asked.ask() is not None and (reason := self._why_none(encoded)):
             raise InvalidRequest(f"{asked.method} is not served {reason}", param="reuse")
         return encoded
 
@@ -203,9 +203,15 @@ class InputProcessor:
             return "in a prompt that is truncated"
         return None if submission.prompt_logprobs_from is None else "with log-probabilities of the prompt"
 
-    def _ask_of(self, submission: Encoded, exact: str | None) -> ReuseAsk | None:
+    def _why_none(self, submission: Encoded) -> str | None:
+        """Why a submission can have no reuse but that of its prompt's parts; None if it can."""
+        if reason := self._why_exact(submission):
+            return reason
+        return "behind modules or documents" if submission.parted and submission.parted.has_parts else None
+
+    def _ask_of(self, submission: Encoded) -> ReuseAsk | None:
         asked: ReuseAsk | None = None if submission.reuse is None else submission.reuse.ask()
-        if submission.reuse is None and self._default is not None and _no_default(submission, exact) is None:
+        if submission.reuse is None and self._default is not None and self._why_none(submission) is None:
             asked = self._default
         return asked if asked is not None or submission.parted is None else submission.parted.ask
 
@@ -243,10 +249,3 @@ class InputProcessor:
             sampling = sampling.model_copy(update=clipped)
             otherwise = otherwise and otherwise.model_copy(update=clipped)
         return replace(submission, sampling=sampling, otherwise=otherwise, bad_words=bad_words)
-
-
-def _no_default(submission: Encoded, exact: str | None) -> str | None:
-    """Why a submission can have no reuse but that of its prompt's parts; None if it can. `exact`: why it is exact."""
-    if exact is None and submission.parted is not None and submission.parted.has_parts:
-        return "behind modules or documents"
-    return exact
