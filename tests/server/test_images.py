@@ -217,6 +217,13 @@ def test_what_images_exclude(sees, more):
     assert "images are not served" in found.json()["error"]["message"]
 
 
+def test_an_approximate_way_of_reuse_is_refused(sees):
+    """Whether a chat has images is known once it is rendered."""
+    found = chat(sees, [part(A), text("x")], reuse={"method": "reasoncache"})
+    assert found.status_code == 400
+    assert found.json()["error"]["message"] == "reasoncache is not served with images"
+
+
 def test_a_model_that_reads_text_alone_leaves_images_out(client):
     found = chat(client, [part(A), text("What is it?")]).json()
     assert found["left_out"] == ["content image_url"]
