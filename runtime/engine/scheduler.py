@@ -24,8 +24,8 @@ class Scheduler:
     While prompts are there to compute, decode rows leave them PROMPT_SHARE of a step. Requests for whose next token
     no row is left take turns.
 
-    Accounts share the places among the running requests, and the memory: where none is left, the account with most of
-    them gives a place up to one that waits and has at least two fewer. Its latest request is retracted.
+    Accounts share the places among the running requests, and the memory. If none is left, the account with most running
+    requests loses its latest one to a waiting account with at least two fewer.
 
     The policy orders waiting requests (see `WaitingQueue`). When memory runs out, the scheduler retracts the request
     that is cheapest to compute again: the request releases its pages (the tree keeps the full ones), keeps its tokens

@@ -54,7 +54,7 @@ class Layer:
 
 
 class LlamaModel:
-    """The decoder stack and head over a paged pool.
+    """The decoder stack and head over a paged pool, by torch. On a CPU, `NativeDecoder` packs the weights and computes.
 
     Attributes:
         adapters: loaded adapters by digest.

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -116,12 +116,21 @@ def start(
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
             process_group=0 if own_group else None,
         )
+    server = LiveServer(process, "", log)
+    try:
+        return _wait_until_it_serves(server, verify)
+    except BaseException:
+        process.kill()  # the engine ends with it
+        raise
+
+
+def _wait_until_it_serves(server: LiveServer, verify: ssl.SSLContext | bool) -> LiveServer:
     deadline = time.monotonic() + PATIENCE_S
-    while not (found := re.search(r"serving on (https?://[^\s\"]+)", log.read_text())):
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
+    while not (found := re.search(r"serving on (https?://[^\s\"]+)", server.log.read_text())):
+        assert server.process.poll() is None, server.log.read_text()
+        assert time.monotonic() < deadline, server.log.read_text()
         time.sleep(0.1)
-    server = LiveServer(process, found[1], log)
+    server = replace(server, url=found[1])
     while True:
         try:
             if httpx.get(f"{server.url}/health", verify=verify).status_code == 200:

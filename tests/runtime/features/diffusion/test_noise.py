@@ -233,7 +233,7 @@ def test_a_canvas_that_cannot_be_a_whole_one_is_refused(path):
     for most, prompt, length in ((None, 4, 5 * CANVAS), (None, 30, 2 * CANVAS), (7, 4, 7), (None, 52, CANVAS)):
         core.config.scheduler.max_output_tokens = most
         submission = inputs.encode(Submission(text(prompt), sampling))
-        assert submission.diffusion.gen_length == length, "no limit is set: what there is room for"
+        assert submission.decoding.gen_length == length, "no limit is set: what there is room for"
     with pytest.raises(InvalidRequest, match=f"{CANVAS} new ones may follow"):
         inputs.encode(Submission(text(53), sampling))
 
