@@ -334,13 +334,6 @@ class Config(Section):
     server: ServerConfig = Field(default_factory=ServerConfig)
 
 
-def unusable(config: Config, is_diffusion: bool) -> str | None:
-    """The name of an option that is set but has no effect on such a model; None if there is none."""
-    if is_diffusion:
-        return None if config.cache.reuse in ("auto", "none") else f"reuse {config.cache.reuse}"
-    return next((name.replace("_", "-") for name, value in config.diffusion if value is not None), None)
-
-
 def refuse_approximations(cache: CacheConfig) -> None:
     """Raise ModelError if `--reuse` sets a method. For models that support none."""
     if cache.reuse not in ("auto", "none"):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from runtime.config import Config, unusable
+from runtime.config import Config
 from runtime.errors import ModelError
 from runtime.execution.attention.fused import open_torch_attention
 from runtime.execution.attention.torch_attention import Scores
@@ -47,8 +47,7 @@ from runtime.execution.sizing import (
 from runtime.kv.near import NearPages, most_places
 from runtime.kv.pool import KVPool
 from runtime.kv.states import StatePool
-from runtime.models.config_json import read_json
-from runtime.models.implementation import is_diffusion_gemma, own_spec
+from runtime.models.implementation import own_spec
 from runtime.models.shards import Shard, split_spec
 from runtime.models.spec import LlamaSpec, ModelSpec
 
@@ -108,9 +107,6 @@ def build_executor(config: Config, path: Path, group: RankGroup | None = None) -
     device = choose_device(config.model) if group is None else group.device
     set_current(device)
     spec = own_spec(config.model, path)
-    is_diffusion = is_diffusion_gemma(read_json(path / "config.json")) if spec is None else spec.diffusion is not None
-    if given := unusable(config, is_diffusion):
-        raise ModelError(f"--{given}: {path.name} is {'a diffusion' if is_diffusion else 'a causal'} model")
     if spec is not None and spec.needs_torch and config.model.kernels == "flashinfer":
         raise ModelError(f"--kernels flashinfer is not served with {spec.architecture}")
     library = None if spec is None else _choose_kernels(config, device)

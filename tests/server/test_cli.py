@@ -19,11 +19,12 @@ import pytest
 import runtime.frontend
 from radix import POLICIES
 from runtime import Engine
-from runtime.config import CacheConfig, Config, ServerConfig, make_config, unusable
+from runtime.config import CacheConfig, Config, ServerConfig, make_config
 from runtime.errors import ModelError
 from runtime.execution import flashinfer_package
 from runtime.execution.flashinfer_package import VERSION
 from runtime.execution.native.library import load_best
+from runtime.features.diffusion.feature import unusable
 from runtime.models.resolve import resolve_model
 from runtime.opening import open_engine
 from server import doctor

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runtime.errors import ModelError
 from runtime.features.feature import Feature, Opening
 
 if TYPE_CHECKING:
@@ -16,17 +17,26 @@ if TYPE_CHECKING:
     from runtime.frontend.preparer import ServedModel
 
 
+def unusable(config: Config, is_diffusion: bool) -> str | None:
+    """The name of an option that is set but has no effect on such a model; None if there is none."""
+    if is_diffusion:
+        return None if config.cache.reuse in ("auto", "none") else f"reuse {config.cache.reuse}"
+    return next((name.replace("_", "-") for name, value in config.diffusion if value is not None), None)
+
+
 class DiffusionFeature(Feature):
     """Models that decide the masks of a canvas in place of next tokens, and share prefixes by BiCache or by blocks."""
 
     def __init__(self, config: Config, path: Path):
-        if config.diffusion.depth_table is None:
-            return
         from runtime.features.diffusion.bicache.depth_table import read_table
-        from runtime.models.implementation import own_spec
+        from runtime.models.config_json import read_json
+        from runtime.models.implementation import is_diffusion_gemma, own_spec
 
         spec = own_spec(config.model, path)
-        if spec is not None and spec.diffusion is not None:
+        is_diffusion = is_diffusion_gemma(read_json(path / "config.json")) if spec is None else bool(spec.diffusion)
+        if given := unusable(config, is_diffusion):
+            raise ModelError(f"--{given}: {path.name} is {'a diffusion' if is_diffusion else 'a causal'} model")
+        if config.diffusion.depth_table is not None and spec is not None:
             read_table(config.diffusion.depth_table, spec)
 
     def default(self, opening: Opening) -> BiCache | BlockPrefix | None:
