@@ -14,7 +14,7 @@ from runtime.models.spec import LlamaSpec
 TABLE_FILE = "fusion.json"
 # Of a table of right answers, the most that the method auto may lose, as a share of all answers.
 MOST_LOST = 0.02
-# What shows it: so many questions (a method that loses none of 30 answers loses, at 95 %, at most 3 / 30 of all), and an
+# What shows it: so many questions (a method that loses none of 30 answers loses, at 95 %, at most 3 of 30), and an
 # interval that ends here. Every table of a few questions has some method that lost nothing by chance.
 ENOUGH_QUESTIONS, UNSURE = 30, 0.10
 # For a model whose right answers were not counted: the method that lost least on all real models that were measured,
