@@ -105,7 +105,7 @@ def profile_answers(config: Config, settings: AnswerSettings, files: ProfileFile
         _draw(found, files.plot)
 
 
-def identity_of(model: str, settings: AnswerSettings) -> dict[str, Any]:
+def identity_of(model: dict[str, Any], settings: AnswerSettings) -> dict[str, Any]:
     """What an answer depends on, but for its way and its question's number: a run with more of either goes on."""
     digest = hashlib.sha256(settings.answers.read_bytes()).hexdigest()
     kept = settings.model_dump(exclude={"answers", "methods", "ratios", "samples"})
