@@ -17,8 +17,8 @@ MOST_LOST = 0.02
 # What shows it: so many questions (a method that loses none of 30 answers loses, at 95 %, at most 3 of 30), and an
 # interval that ends here. Every table of a few questions has some method that lost nothing by chance.
 ENOUGH_QUESTIONS, UNSURE = 30, 0.10
-# For a model whose right answers were not counted: the method that lost least on all real models that were measured,
-# and on none significantly (`runtime/features/chunks/README.md`).
+# For a model with too few counted answers: the method that lost least on all real models that were measured
+# (`runtime/features/chunks/README.md`).
 UNMEASURED = ReuseParams(method="passages", ratio=0.3)
 _PUBLISHED = Path(__file__).with_name("tables")
 
