@@ -17,8 +17,8 @@ _ROOT = Path(__file__).parent
 BENCHES = {path.stem.removeprefix("bench_"): path for path in sorted(_ROOT.rglob("bench_*.py"))}
 # The benches of `loadgen/experiments`, which is in the repository, and in no wheel.
 EXPERIMENTS = (
-    "bicache", "documents", "drafts", "fleet", "gpu", "holds", "modules", "points", "reasoning", "step", "tiers",
-    "tree", "user",
+    "bicache", "documents", "drafts", "fleet", "gpu", "gsm8k", "holds", "humaneval", "modules", "points", "reasoning",
+    "step", "tiers", "tree", "user",
 )  # fmt: skip
 MISSING = tuple(name for name in EXPERIMENTS if name not in BENCHES)
 

@@ -102,7 +102,29 @@ class Thinker(Drive):
     def serve(self, tasks: Sequence[Task], ask: ReasoningAsk | None) -> dict[str, Any]:
         """Figures of serving chains that all come at once. `ask`: None: exact."""
         self._clear()
-        ended = {self._ask(task, ask): 0.0 for task in tasks}
+        return self._measure([self._ask(task, ask) for task in tasks])[0]
+
+    def sample(
+        self, prompts: Sequence[array[int]], ask: ReasoningAsk | None, output: int, **sampling: Any
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Figures of answers that the model writes itself, all asked for at once, and their texts.
+
+        Args:
+            prompts: one for each answer; the answer's number is its seed.
+            output: most tokens in an answer.
+            sampling: further sampling parameters.
+        """
+        self._clear()
+        rids = []
+        for seed, prompt in enumerate(prompts):
+            self.add(prompt, output, ask, {"ignore_eos": False, "seed": seed, **sampling})
+            rids.append(f"{self._count}")
+        figures, said = self._measure(rids)
+        return figures, [self.tokenizer.decode(said[rid].tolist()) for rid in rids]
+
+    def _measure(self, rids: Sequence[str]) -> tuple[dict[str, Any], dict[str, array[int]]]:
+        """Run requests that were added to their end: figures, and tokens by request."""
+        ended, said = dict.fromkeys(rids, 0.0), {rid: array("i") for rid in rids}
         strategy, scheduler = self.strategy, self.core.scheduler
         retracted, evaluated = scheduler.num_retracted, strategy.background.seconds
         steps: list[tuple[float, int, float]] = []
@@ -114,13 +136,15 @@ class Thinker(Drive):
             steps.append((time.perf_counter() - before, *self._pages()))
             if self.core.counters["prefill_tokens"] == prefilled:
                 decoding.append(steps[-1][0])
+            for event in events:
+                said[event.rid].extend(event.tokens)
             ended |= {event.rid: event.reuse.amsr for event in events if isinstance(event.reuse, ReasoningReport)}
         strategy.background.wait()
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
         spent = np.array(steps)
         running, saved = (np.average(spent[:, column], weights=spent[:, 0]) for column in (1, 2))
-        return {
-            "rate": sum(len(task.forced) for task in tasks) / seconds,
+        figures = {
+            "rate": sum(map(len, said.values())) / seconds,
             "running": float(running),
             "retracted": scheduler.num_retracted - retracted,
             "amsr": float(saved),
@@ -129,6 +153,7 @@ class Thinker(Drive):
             "evaluation": (strategy.background.seconds - evaluated) / cpu,
             "step": decoding,
         }
+        return figures, said
 
     def _pages(self) -> tuple[int, float]:
         """The number of running requests, and the share of saved pages in their page tables (AMSR)."""

@@ -1,5 +1,6 @@
 """`ramet profile --answers`: right answers and times of document methods on a user's questions."""
 
+import hashlib
 import json
 import time
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from tqdm import tqdm
 from loadgen.harness import Results
 from loadgen.harness.plots import drawing
 from loadgen.harness.statistics import Estimate, estimate, shown
-from loadgen.offline.document_methods import METHODS, name_of, ways
+from loadgen.offline.document_methods import name_of, ways
 from loadgen.offline.forced import Ask, Asker
 from loadgen.offline.profile.depths import open_results
 from loadgen.offline.profile.questions import AnsweredQuestion, draw, read_questions
@@ -21,7 +22,7 @@ from runtime.asks import ReuseParams
 from runtime.config import Config
 from runtime.errors import ModelError
 from runtime.features.chunks.documents.plan import DocumentPlanner
-from runtime.features.chunks.documents.table import MOST_LOST, MeasuredMethod, choose
+from runtime.features.chunks.documents.table import MOST_LOST, UNMEASURED, MeasuredMethod, choose, is_open
 from runtime.models.resolve import resolve_model
 from runtime.models.spec import LlamaSpec
 from runtime.models.tokenizer import Tokenizer
@@ -35,7 +36,9 @@ class AnswerProfiler:
 
     def __init__(self, asker: Asker, tokenizer: Tokenizer, settings: AnswerSettings, results: Results):
         self._asker, self._tokenizer, self._settings, self._results = asker, tokenizer, settings, results
-        self.grid: dict[str, ReuseParams] = ways(METHODS, [ratio / 100 for ratio in settings.ratios], ["token"])
+        self.grid: dict[str, ReuseParams] = ways(
+            settings.methods, [ratio / 100 for ratio in settings.ratios], ["token"]
+        )
 
     def run(self, questions: list[AnsweredQuestion]) -> dict[str, list[Figures]]:
         """By way, the figures of each question; those that the results lack are measured. Raises ModelError."""
@@ -59,7 +62,8 @@ class AnswerProfiler:
             _FULL: Ask(tokens)
         }
         seconds = {_FULL: self._first(asks[_FULL])} if _FULL in names else {}
-        self._first(asks["pie"])  # encodes the documents
+        encoding = planner.plan(prompt, ReuseParams(method="pie"))
+        self._first(Ask(tokens, encoding.ask))
         seconds |= {name: self._first(asks[name]) for name in names if name != _FULL}
         # Their prompts are cached now, so that all of them are decoded together at little cost.
         said = self._asker.greedy([asks[name] for name in names], self._settings.output)
@@ -81,21 +85,31 @@ def profile_answers(config: Config, settings: AnswerSettings, files: ProfileFile
     spec = LlamaSpec.load(path)
     if spec.diffusion is not None:
         raise ModelError(f"{spec.architecture} is a diffusion model, which serves no documents")
-    questions = draw(read_questions(settings.answers), settings.samples, settings.documents, settings.seed)
-    options = {"model": spec.identity, "settings": settings.model_dump(mode="json")}
-    partial = files.out.with_name(files.out.name + ".partial")
+    every = read_questions(settings.answers)
+    options = identity_of(spec.identity, settings)
+    questions = draw(every, settings.samples, settings.documents, settings.seed)
+    measured = files.out.with_name(files.out.name + ".answers")
     asker = Asker(path, **config.model.model_dump(exclude={"model"}))
-    profiler = AnswerProfiler(asker, Tokenizer.load(path), settings, open_results(partial, options, settings.seed))
+    profiler = AnswerProfiler(asker, Tokenizer.load(path), settings, open_results(measured, options, settings.seed))
     try:
         found = profiler.run(questions)
     finally:
         asker.close()
     rows = [_row(asked, name, found) for name, asked in profiler.grid.items()]
-    files.out.write_text(json.dumps({**options, "measured": rows}, indent=1) + "\n", encoding="utf-8")
-    _print(found, choose([MeasuredMethod.model_validate(row) for row in rows]))
+    methods = [MeasuredMethod.model_validate(row) for row in rows]
+    table = {"model": spec.identity, "settings": settings.model_dump(mode="json"), "measured": rows}
+    files.out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    _print(found)
+    print(_advice(methods, found))
     if files.plot:
         _draw(found, files.plot)
-    partial.unlink()
+
+
+def identity_of(model: dict[str, Any], settings: AnswerSettings) -> dict[str, Any]:
+    """What an answer depends on, but for its way and its question's number: a run with more of either goes on."""
+    digest = hashlib.sha256(settings.answers.read_bytes()).hexdigest()
+    kept = settings.model_dump(exclude={"answers", "methods", "ratios", "samples"})
+    return {"model": model, "questions": digest, "settings": kept}
 
 
 def _values(found: Mapping[str, list[Figures]], name: str, figure: str) -> np.ndarray:
@@ -119,24 +133,39 @@ def _row(asked: ReuseParams, name: str, found: Mapping[str, list[Figures]]) -> d
         **asked.model_dump(exclude_none=True),
         "lost": lost[0],
         "lost_interval": lost[1:],
+        "questions": len(found[name]),
         "cost": round(_share(found, name)[0], 4),
     }
 
 
-def _print(found: Mapping[str, list[Figures]], best: MeasuredMethod | None) -> None:
-    """Print all figures, and the method that auto chooses by the table."""
+def _print(found: Mapping[str, list[Figures]]) -> None:
+    """Print all figures."""
     print(f"{'method':24}  {'right, %':8}  {'lost, points [95 %]':22}  time to the first token, of full prefill")
     for name in found:
         versus = (
             ("", "1") if name == _FULL else (shown(_lost(found, name), factor=100), shown(_share(found, name), ".3f"))
         )
         print(f"{name:24}  {100 * _values(found, name, 'right').mean():<18.1f}  {versus[0]:22}  {versus[1]}")
-    if best is None:
-        print(f"No method keeps right answers within {100 * MOST_LOST:g} points: use full prefill.")
-        return
-    name = name_of(best)
-    lost, share = shown(_lost(found, name), factor=100), shown(_share(found, name), ".2f")
-    print(f"Use {name}: it loses {lost} points of right answers at {share} of full prefill's time.")
+
+
+def _advice(methods: list[MeasuredMethod], found: Mapping[str, list[Figures]]) -> str:
+    """The method that auto chooses by the table, or how many questions the choice still needs."""
+    best = choose(methods)
+    cheaper = [one for one in methods if one.lacking and (best is None or one.cost < best.cost)]
+    undecided = min(cheaper, key=lambda one: ((one.lost or 0) > MOST_LOST, one.cost), default=None)
+    more = (
+        ""
+        if undecided is None
+        else f"about {undecided.lacking} more questions (--samples {undecided.questions + undecided.lacking})"
+    )
+    if best is not None:
+        name = name_of(best)
+        lost, share = shown(_lost(found, name), factor=100), shown(_share(found, name), ".2f")
+        tried = f" To know whether {name_of(undecided)} keeps as many takes {more}." if undecided else ""
+        return f"Use {name}: it loses {lost} points of right answers at {share} of full prefill's time.{tried}"
+    if undecided is not None and is_open(methods):
+        return f"Too few questions: auto stays with {name_of(UNMEASURED)}. To know more takes {more}."
+    return f"No method keeps right answers within {100 * MOST_LOST:g} points: use full prefill."
 
 
 def _draw(found: Mapping[str, list[Figures]], path: Path) -> None:

@@ -15,7 +15,7 @@ from runtime.config import Config
 from runtime.errors import ModelError
 
 _FIELDS = ProfileFiles.model_fields | DepthSettings.model_fields
-_OF_ANSWERS = {name: AnswerSettings.model_fields[name] for name in ("answers", "documents", "output")}
+_OF_ANSWERS = {name: AnswerSettings.model_fields[name] for name in ("answers", "methods", "documents", "output")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -73,8 +73,11 @@ def read_questions(path: Path) -> list[AnsweredQuestion]:
 
 
 def draw(questions: list[AnsweredQuestion], samples: int, documents: int, seed: int) -> list[AnsweredQuestion]:
-    """Some questions in random order. Each has at least `documents` documents: others' first ones are mixed in."""
-    drawn = random.Random(seed).sample(questions, min(samples, len(questions)))
+    """Some questions in random order, of which more samples draw more.
+
+    Each has at least `documents` documents: others' first ones are mixed in.
+    """
+    drawn = random.Random(seed).sample(questions, len(questions))[:samples]
     return [_filled(one, questions, documents, random.Random(f"{seed} {i}")) for i, one in enumerate(drawn)]
 
 

@@ -6,6 +6,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from loadgen.harness.options import NewFile
+from loadgen.offline.document_methods import METHODS
+from runtime.features.chunks.ask import DocumentMethod
 
 _RATIOS = [5, 10, 20, 30, 40, 50, 60, 70, 80, 85, 90, 95, 99]
 # For a fusion table: documents in a prompt, quoted tokens, and tokens in an answer.
@@ -74,5 +76,6 @@ class AnswerSettings(ProfileSettings):
     )
     ratios: list[int] = [15, 30]
     samples: int = Field(100, ge=1, le=100_000)
+    methods: list[DocumentMethod] = Field(list(METHODS), min_length=1, description="with --answers: methods to measure")
     documents: int = Field(10, ge=1, le=512, description="with --answers: mix in other questions' documents up to this")
     output: int = Field(40, ge=1, le=4096, description="with --answers: tokens in an answer")

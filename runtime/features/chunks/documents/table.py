@@ -1,5 +1,6 @@
 """Tables of measured methods: what they cost, and what answers lose against full prefill."""
 
+import math
 from pathlib import Path
 from typing import Self
 
@@ -13,8 +14,11 @@ from runtime.models.spec import LlamaSpec
 TABLE_FILE = "fusion.json"
 # Of a table of right answers, the most that the method auto may lose, as a share of all answers.
 MOST_LOST = 0.02
-# For a model whose right answers were not counted: the method that lost least on all real models that were measured,
-# and on none significantly (`runtime/features/chunks/README.md`).
+# What shows it: so many questions (a method that loses none of 30 answers loses, at 95 %, at most 3 of 30), and an
+# interval that ends here. Every table of a few questions has some method that lost nothing by chance.
+ENOUGH_QUESTIONS, UNSURE = 30, 0.10
+# For a model with too few counted answers: the method that lost least on all real models that were measured
+# (`runtime/features/chunks/README.md`).
 UNMEASURED = ReuseParams(method="passages", ratio=0.3)
 _PUBLISHED = Path(__file__).with_name("tables")
 
@@ -26,6 +30,7 @@ class MeasuredMethod(ReuseParams):
     kl: float | None = Field(None, ge=0, description="mean KL to full prefill over answer tokens, in nats")
     lost: float | None = Field(None, ge=-1, le=1, description="full prefill's share of right answers minus its own")
     lost_interval: tuple[float, float] | None = Field(None, description="95 % interval of `lost`")
+    questions: int = Field(0, ge=0, description="by how many questions `lost` was measured")
     cost: float = Field(ge=0, description="row_layers, or time to the first token, divided by full prefill's")
 
     @model_validator(mode="after")
@@ -37,7 +42,28 @@ class MeasuredMethod(ReuseParams):
     @property
     def reason(self) -> str:
         """What was measured, for answers."""
-        return f"measured KL {self.kl:g}" if self.lost is None else f"lost {100 * self.lost:g} % of answers"
+        if self.lost is None:
+            return f"measured KL {self.kl:g}"
+        return f"lost {100 * self.lost:g} points of right answers in {self.questions} questions"
+
+    @property
+    def lacking(self) -> int:
+        """Questions that are still to be asked, about, before it is known whether answers are lost; 0: it is known.
+
+        The interval narrows with the root of the number of questions.
+        """
+        if self.lost is None or (self.lost > MOST_LOST and self.questions >= ENOUGH_QUESTIONS):
+            return 0
+        least = ENOUGH_QUESTIONS
+        if self.lost <= MOST_LOST:
+            high = self.lost_interval[1] if self.lost_interval else 1.0
+            least = max(least, math.ceil(self.questions * ((high - self.lost) / (UNSURE - self.lost)) ** 2))
+        return max(least - self.questions, 0)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it was shown to lose at most `MOST_LOST` of the right answers."""
+        return self.lost is not None and self.lost <= MOST_LOST and not self.lacking
 
 
 def read_table(directory: Path) -> list[MeasuredMethod] | None:
@@ -77,10 +103,16 @@ def _read(value: dict[str, object], path: Path) -> list[MeasuredMethod]:
 def choose(table: list[MeasuredMethod], max_kl: float | None = None) -> MeasuredMethod | None:
     """The cheapest measured method that loses little; None if there is none.
 
-    It loses at most `MOST_LOST` of the right answers or, if `max_kl` is given, has at most this KL.
+    It was shown to lose at most `MOST_LOST` of the right answers or, if `max_kl` is given, has at most this KL.
     """
     if max_kl is None:
-        near = [one for one in table if one.lost is not None and one.lost <= MOST_LOST]
+        near = [one for one in table if one.keeps]
     else:
         near = [one for one in table if one.kl is not None and one.kl <= max_kl]
     return min(near, key=lambda one: (one.cost, one.lost or 0, one.kl or 0), default=None)
+
+
+def is_open(table: list[MeasuredMethod]) -> bool:
+    """Whether too few right answers were counted to refuse `UNMEASURED`: some method may keep them, and it as well."""
+    mine = [one for one in table if (one.method, one.ratio) == (UNMEASURED.method, UNMEASURED.ratio)]
+    return any(one.lacking for one in mine or table) or all(one.lost is None for one in table)

@@ -6,11 +6,13 @@ import shutil
 
 import pytest
 
+from loadgen.offline.document_methods import ways
+from loadgen.offline.profile import answers
 from loadgen.offline.profile.answers import AnswerProfiler
 from loadgen.offline.profile.questions import AnsweredQuestion, draw, read_questions
 from runtime.errors import ModelError
 from runtime.features.chunks.documents.plan import DocumentPlanner
-from runtime.features.chunks.documents.table import choose
+from runtime.features.chunks.documents.table import MeasuredMethod, choose
 from server.cli import main
 
 LINES = [
@@ -48,15 +50,75 @@ def test_a_broken_run_goes_on_and_auto_reads_its_table(tiny_dir, questions, tmp_
     assert len(measured) == 3, "a question was asked again"
     assert measured[1] == measured[2]
     assert plot.stat().st_size > 1000
-    assert not out.with_name("fusion.json.partial").exists()
     planner = DocumentPlanner.load("none", model)
     rows = {(row.method, row.ratio): row for row in planner.table}
     assert len(rows) == 4 + 3
     assert all(low <= row.lost <= high for row in rows.values() for low, high in [row.lost_interval])
     printed = capsys.readouterr().out.splitlines()
-    best = choose(planner.table)
-    assert printed[-1].startswith("No method" if best is None else f"Use {best.method}")
+    assert choose(planner.table) is None
+    assert {row.questions for row in rows.values()} == {2}
+    assert printed[-1].startswith(
+        "Too few questions: auto stays with passages 0.3, tokens. To know more takes about 28 "
+    )
+    assert printed[-1].endswith("more questions (--samples 30).")
     assert sum(line.startswith("prophetkv 0.3") for line in printed) == 1
+
+
+def test_more_questions_and_methods_are_added_to_those_that_were_measured(tiny_dir, questions, tmp_path, monkeypatch):
+    out = tmp_path / "table.json"
+    options = ["--documents", "3", "--output", "4", "--ratios", "30", "--dtype", "float32"]
+    command = ["profile", "--model", str(tiny_dir), "--answers", str(questions), "--out", str(out), *options]
+    measure, measured = AnswerProfiler._measure, []
+
+    def counting(self, question, names):
+        measured.append((question.question, len(names)))
+        return measure(self, question, names)
+
+    monkeypatch.setattr(AnswerProfiler, "_measure", counting)
+    assert main([*command, "--samples", "1", "--methods", "pie"]) == 0
+    assert main([*command, "--samples", "2", "--methods", "pie", "legolink"]) == 0
+    (first, both), (again, one), (second, three) = measured
+    assert first == again != second
+    assert (both, one, three) == (2, 1, 3), "full prefill and pie were measured again"
+    assert [row["method"] for row in json.loads(out.read_text())["measured"]] == ["pie", "legolink"]
+    questions.write_text(questions.read_text() + json.dumps(LINES[0]) + "\n")
+    assert main([*command, "--samples", "1"]) == 1, "answers to other questions"
+
+
+ROWS = {"pie": 0.1, "legolink": 0.2, "passages": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("count", "right", "advice"),
+    [
+        (8, {}, "Too few questions: auto stays with passages 0.3, tokens. To know more takes about 22 more questions "
+                "(--samples 30)."),
+        (30, {}, "Use pie: it loses 0.0 points of right answers at 0.10 of full prefill's time."),
+        (30, {"pie": 20, "legolink": 25, "passages": 25}, "No method keeps right answers within 2 points: "),
+        (60, {"pie": 0, "legolink": 59}, "Use legolink 16: it loses 1.7 [0.0, 5.0] points of right answers at 0.20 of"),
+        (30, {"pie": 28, "legolink": 28, "passages": 29}, "No method keeps"),
+    ],
+)  # fmt: skip
+def test_the_advice_says_how_many_questions_are_missing(count, right, advice):
+    """Of `count` questions, the first `right` ones are answered right; full prefill answers all."""
+    asked = ways(["pie", "legolink", "passages"], [0.3], ["token"])
+    found = {"full prefill": [{"right": True, "ttft": 1.0}] * count}
+    for name, way in asked.items():
+        number = right.get(way.method, count)
+        found[name] = [{"right": i < number, "ttft": ROWS[way.method]} for i in range(count)]
+    methods = [MeasuredMethod.model_validate(answers._row(way, name, found)) for name, way in asked.items()]
+    assert answers._advice(methods, found).startswith(advice)
+
+
+def test_a_cheaper_method_that_is_not_decided_is_named():
+    asked = ways(["legolink", "passages"], [0.3], ["token"])
+    full = [{"right": i >= 25, "ttft": 1.0} for i in range(100)]
+    others = [{"right": not 25 <= i < 50, "ttft": 0.2} for i in range(100)]
+    found = {"full prefill": full, "passages 0.3, tokens": full, "legolink 16": others}
+    methods = [MeasuredMethod.model_validate(answers._row(way, name, found)) for name, way in asked.items()]
+    said = answers._advice(methods, found)
+    assert said.startswith("Use passages 0.3, tokens: ")
+    assert " To know whether legolink 16 keeps as many takes about 70 more questions (--samples 170)." in said
 
 
 def test_documents_of_others_are_mixed_in(questions):

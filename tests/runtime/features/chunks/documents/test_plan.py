@@ -215,21 +215,51 @@ def test_the_choice_is_served_as_it_was_measured_and_explained(directory):
     assert none.report(None, 0).auto == "no measured method loses so little"
 
 
+def counted(lost: float, questions: int = 200, margin: float = 0.06) -> dict:
+    return {"lost": lost, "lost_interval": (lost - margin, lost + margin), "questions": questions}
+
+
 @pytest.mark.parametrize(
     ("lost", "asked", "select", "reason"),
     [
-        ([0.3, 0.02], {}, "a3", "lost 2 % of answers"),
-        ([0.02, -0.01], {}, "pie", "lost 2 % of answers"),
+        ([0.3, 0.02], {}, "a3", "lost 2 points of right answers in 200 questions"),
+        ([0.02, -0.01], {}, "pie", "lost 2 points of right answers in 200 questions"),
         ([0.3, 0.021], {}, None, "no measured method loses so little"),
         ([0.3, 0.0], {"max_kl": 0.5}, "legolink", "measured KL 0.05"),  # the others' KL is not known
     ],
 )
 def test_right_answers_decide_unless_a_kl_is_asked_for(lost, asked, select, reason, directory):
-    rows = [{**row, "lost": lost[i], "kl": None} if i < len(lost) else row for i, row in enumerate(ROWS)]
+    rows = [{**row, **counted(lost[i]), "kl": None} if i < len(lost) else row for i, row in enumerate(ROWS)]
     write(directory, LlamaSpec.load(directory).identity, rows)
     planned = plan(DocumentPlanner.load("none", directory), method="auto", **asked)
     assert (planned.ask.method if planned.ask else None) == select
     assert planned.auto == reason
+
+
+@pytest.mark.parametrize(
+    ("rows", "chosen", "lacking"),
+    [
+        ({"legolink": counted(0.0, 8, 0.5)}, "passages", 192),
+        ({"legolink": counted(0.0, 8, 0.0)}, "passages", 22),  # eight equal answers have an empty interval
+        ({"legolink": counted(0.0, 100, 0.12)}, "passages", 44),
+        ({"legolink": counted(0.0, 144, 0.1)}, "legolink", 0),
+        ({"legolink": {"lost": 0.0}}, "passages", 30),  # a table of an earlier version
+        ({"legolink": counted(0.0, 8, 0.5), "passages": counted(0.0, 8, 0.5)}, "passages", 192),
+        ({"legolink": counted(0.2, 8, 0.5)}, "passages", 22),
+        ({"legolink": counted(0.2, 100)}, None, 0),
+        ({"legolink": counted(0.0, 100, 0.12), "passages": counted(0.2, 100)}, None, 44),
+        ({"legolink": counted(0.0, 100, 0.12), "a3": counted(0.02)}, "a3", 44),
+    ],
+)
+def test_auto_believes_a_table_by_the_number_of_its_questions(rows, chosen, lacking, directory):
+    """A few questions always have some cheap method that lost nothing by chance."""
+    ratios = {"passages": 0.3, "a3": 0.15}
+    table = [{"method": name, "ratio": ratios.get(name), "cost": 0.2, **row} for name, row in rows.items()]
+    write(directory, LlamaSpec.load(directory).identity, table)
+    planner = DocumentPlanner.load("none", directory)
+    planned = plan(planner, method="auto")
+    assert (planned.ask.method if planned.ask else None) == chosen
+    assert planner.table[0].lacking == lacking
 
 
 def test_without_right_answers_the_method_is_what_lost_least_on_others(directory):
