@@ -138,24 +138,35 @@ wheel: $(VENV)/.torch
 	$(VENV)/bin/python -m build
 
 # The same for Linux on ARM, by Debian's g++-aarch64-linux-gnu. It fits this version of Python.
-wheel-arm: $(VENV)/.torch
+wheel-arm: has-g++-aarch64-linux-gnu $(VENV)/.torch
 	$(PIP) --quiet build
+	rm -f dist/ramet-*_aarch64.whl
 	_PYTHON_HOST_PLATFORM=linux-aarch64 CC=aarch64-linux-gnu-gcc CXX=aarch64-linux-gnu-g++ SETUPTOOLS_EXT_SUFFIX=$$( \
 	  $(VENV)/bin/python -c 'import sys; print(f".{sys.implementation.cache_tag}-aarch64-linux-gnu.so")') \
-	  $(VENV)/bin/python -m build --wheel
-	@unzip -l dist/ramet-*_aarch64.whl | grep _neon
+	  $(VENV)/bin/python -m build --quiet --wheel
+	@$(VENV)/bin/python -m zipfile --list dist/ramet-*_aarch64.whl | grep _neon || \
+	  { echo "ERROR: no kernels were compiled for ARM; the compiler's words are above" >&2; exit 1; }
 
-# That wheel in emulation: a request to two servers, and the tests of the kernels. Not in CI: an hour, root's rights.
-test-arm: wheel-arm
-	tests/arm/run.sh $(VENV)/bin/python dist/ramet-*_aarch64.whl \
+# That wheel in emulation: a request to each of two servers (GGUF=FILE: and to one of this file), and the tests of the
+# kernels. Not in CI: an hour, root's rights.
+test-arm: has-qemu-user-static has-mmdebstrap wheel-arm $(VENV)/.serve
+	GGUF=$(GGUF) tests/arm/run.sh $(VENV)/bin/python dist/ramet-*_aarch64.whl \
 	  $(or $(ARGS),tests/runtime/execution/native tests/runtime/engine/test_exact.py)
 
+# A package of Debian, by one of its programs.
+has-g++-aarch64-linux-gnu: PROGRAM = aarch64-linux-gnu-g++
+has-qemu-user-static: PROGRAM = qemu-aarch64-static
+has-qemu-user: PROGRAM = qemu-aarch64
+has-clang: PROGRAM = clang++
+has-%:
+	@command -v $(or $(PROGRAM),$*) || { echo "ERROR: $(or $(PROGRAM),$*) is missing; on Debian: apt-get install $*" >&2; exit 1; }
+
 # The same sources as clang reads them for macOS.
-check-macos:
+check-macos: has-clang has-g++-aarch64-linux-gnu
 	tests/arm/macos.sh
 
 # The instructions of a prompt and of a token of decode, with the kernels for AVX2 and for ARM.
-count-arm: $(VENV)/.torch
+count-arm: has-qemu-user has-g++-aarch64-linux-gnu $(VENV)/.torch
 	tests/arm/count.sh $(VENV)/bin/python
 
 # ARGS=all also deletes the models that were fetched or converted, and the secret of tenants' ids.
