@@ -22,6 +22,8 @@ WHY = grep -m 1 ERROR $(VENV)/$(1).log || tail -n 1 $(VENV)/$(1).log
 
 # A stamp for each part of the set-up: torch, what serving needs, and extras of pyproject.toml (bench, dev).
 $(VENV)/.torch:
+	@test -x $(VENV)/bin/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "ERROR: Ramet needs Python 3.11 or later, and $(PYTHON) is %d.%d: PYTHON=python3.12 names another" % sys.version_info[:2])'
 	@echo "==> a virtual environment in $(VENV), once: a few minutes, 0.4 GB to fetch, 1.2 GB on the disk; with CUDA 3 GB and 8 GB"
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 ifneq ($(and $(TORCH_INDEX),$(filter torch%,$(TORCH))),)
@@ -162,8 +164,8 @@ has-%:
 	@command -v $(or $(PROGRAM),$*) || { echo "ERROR: $(or $(PROGRAM),$*) is missing; on Debian: apt-get install $*" >&2; exit 1; }
 
 # The same sources as clang reads them for macOS.
-check-macos: has-clang has-g++-aarch64-linux-gnu
-	tests/arm/macos.sh
+check-macos: has-clang has-g++-aarch64-linux-gnu $(VENV)/.torch
+	tests/arm/macos.sh $(VENV)/bin/python
 
 # The instructions of a prompt and of a token of decode, with the kernels for AVX2 and for ARM.
 count-arm: has-qemu-user has-g++-aarch64-linux-gnu $(VENV)/.torch

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 
 from runtime.config import SchedulerConfig
+from runtime.execution.parallel.group import loopback
 from runtime.models import template_program
 from runtime.models.publishing import reserve
 from server import doctor
@@ -81,6 +83,24 @@ def test_the_limit_on_descriptors_that_is_not_named(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, resource.RLIM_INFINITY))
     assert most_connections(SchedulerConfig(max_running=1000, max_waiting=9000)) == 10_240 - 128
     assert taken == [(10_240, resource.RLIM_INFINITY)]
+
+
+def test_the_interface_that_joins_ranks(monkeypatch):
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo0"), (2, "gif0"), (11, "en0")])
+    assert loopback() == "lo0"
+
+
+def test_the_python_of_its_developer_tools(tmp_path):
+    """Is 3.9: the set-up says so before it fetches anything."""
+    old = tmp_path / "old"
+    as_old = "import sys; sys.version_info = (3, 9, 6); exec(sys.argv[2])"
+    old.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{as_old}" "$@"\n')
+    old.chmod(0o755)
+    made = ["make", f"VENV={tmp_path}/venv", f"PYTHON={old}", f"{tmp_path}/venv/.torch"]
+    told = subprocess.run(made, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    assert told.returncode == 2
+    assert f"ERROR: Ramet needs Python 3.11 or later, and {old} is 3.9: PYTHON=python3.12 names another" in told.stderr
+    assert not told.stdout
 
 
 GROWING = (
