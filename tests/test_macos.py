@@ -14,8 +14,9 @@ from runtime.config import SchedulerConfig
 from runtime.execution.parallel.group import loopback
 from runtime.models import template_program
 from runtime.models.publishing import reserve
+from runtime.models.tensor_files import find_files
 from server import doctor
-from server.commands.models import free_memory
+from server.commands.models import found_models, free_memory
 from server.http.listener import most_connections
 
 VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
@@ -88,6 +89,20 @@ def test_the_limit_on_descriptors_that_is_not_named(monkeypatch):
 def test_the_interface_that_joins_ranks(monkeypatch):
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo0"), (2, "gif0"), (11, "en0")])
     assert loopback() == "lo0"
+
+
+def test_notes_about_files_on_the_volumes_of_others(tmp_path, monkeypatch):
+    (tmp_path / "m" / "config.json").parent.mkdir()
+    for name in "config.json", "a-1.safetensors", "a-2.safetensors", "b.gguf":
+        for each in name, f"._{name}":
+            (tmp_path / "m" / each).write_bytes(bytes(8))
+    (tmp_path / "._m").write_bytes(bytes(8))
+    assert find_files(tmp_path / "m") == [tmp_path / "m" / "a-1.safetensors", tmp_path / "m" / "a-2.safetensors"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
+    assert list(found_models()) == [("./m", 16)]
+    monkeypatch.chdir("m")
+    assert list(found_models()) == [("./b.gguf", 8)]
 
 
 def test_the_python_of_its_developer_tools(tmp_path):
