@@ -151,7 +151,9 @@ wheel-arm: has-g++-aarch64-linux-gnu $(VENV)/.torch
 
 # That wheel in emulation: a request to each of two servers (GGUF=FILE: and to one of this file), and the tests of the
 # kernels. Not in CI: an hour, root's rights.
-test-arm: has-qemu-user-static has-mmdebstrap wheel-arm $(VENV)/.serve
+test-arm: has-qemu-user-static has-mmdebstrap wheel-arm
+	$(VENV)/bin/python docker/requirements.py > $(VENV)/serve.txt
+	$(PIP) --quiet --requirement $(VENV)/serve.txt
 	GGUF=$(GGUF) tests/arm/run.sh $(VENV)/bin/python dist/ramet-*_aarch64.whl \
 	  $(or $(ARGS),tests/runtime/execution/native tests/runtime/engine/test_exact.py)
 

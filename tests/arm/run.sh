@@ -1,6 +1,6 @@
 #!/bin/bash
-# Tries a wheel for ARM in emulation: run.sh PYTHON WHEEL [argument of pytest ...]. PYTHON is 3.11, as Debian's is. $GGUF
-# may name a GGUF file, which a server is then asked of as well.
+# Tries a wheel for ARM in emulation: run.sh PYTHON WHEEL [argument of pytest ...]. PYTHON is 3.11, as Debian's is, and has
+# Ramet's dependencies. $GGUF may name a GGUF file, which a server is then asked of as well.
 #
 # build/arm gets Debian's files for arm64, the wheels for ARM from PyPI, the wheel, the tests and the default model. None
 # of them runs where they are put there. Programs run in namespaces of their own, in which the kernel gives QEMU all
