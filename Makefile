@@ -163,7 +163,7 @@ has-qemu-user-static: PROGRAM = qemu-aarch64-static
 has-qemu-user: PROGRAM = qemu-aarch64
 has-clang: PROGRAM = clang++
 has-%:
-	@command -v $(or $(PROGRAM),$*) || { echo "ERROR: $(or $(PROGRAM),$*) is missing; on Debian: apt-get install $*" >&2; exit 1; }
+	@command -v $(or $(PROGRAM),$*) > /dev/null || { echo "ERROR: $(or $(PROGRAM),$*) is missing; on Debian: apt-get install $*" >&2; exit 1; }
 
 # The same sources as clang reads them for macOS.
 check-macos: has-clang has-g++-aarch64-linux-gnu $(VENV)/.torch
