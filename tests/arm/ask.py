@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 
 from loadgen.http import local_server
-from tests.runtime.execution.native.test_stored import MIXED, make_file
+from tests.runtime.models.test_gguf_files import Kind, write
 
 local_server.START_SECONDS = 3600  # a file in 4 bits is packed at its first start
 PARIS = [7042, 30, 198, 198]  # as on x86
@@ -30,7 +30,7 @@ def ask(options: list[str], **prompt: object) -> list[int]:
 
 
 with tempfile.TemporaryDirectory() as directory:
-    ask(["--model", str(make_file(Path(directory) / "m.gguf", MIXED, tied=False))], input_ids=[5, 6, 7])
+    ask(["--model", str(write(Path(directory) / "m.gguf", kind=Kind.Q4_0))], input_ids=[5, 6, 7])
 assert ask([], text="The capital of France is") == PARIS
 for file in sys.argv[1:]:
     ask(["--model", file], text="The capital of France is")
