@@ -22,6 +22,8 @@ WHY = grep -m 1 ERROR $(VENV)/$(1).log || tail -n 1 $(VENV)/$(1).log
 
 # A stamp for each part of the set-up: torch, what serving needs, and extras of pyproject.toml (bench, dev).
 $(VENV)/.torch:
+	@test -x $(VENV)/bin/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "ERROR: Ramet needs Python 3.11 or later, and $(PYTHON) is %d.%d: PYTHON=python3.12 names another" % sys.version_info[:2])'
 	@echo "==> a virtual environment in $(VENV), once: a few minutes, 0.4 GB to fetch, 1.2 GB on the disk; with CUDA 3 GB and 8 GB"
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 ifneq ($(and $(TORCH_INDEX),$(filter torch%,$(TORCH))),)
@@ -138,24 +140,37 @@ wheel: $(VENV)/.torch
 	$(VENV)/bin/python -m build
 
 # The same for Linux on ARM, by Debian's g++-aarch64-linux-gnu. It fits this version of Python.
-wheel-arm: $(VENV)/.torch
+wheel-arm: has-g++-aarch64-linux-gnu $(VENV)/.torch
 	$(PIP) --quiet build
+	rm -f dist/ramet-*_aarch64.whl
 	_PYTHON_HOST_PLATFORM=linux-aarch64 CC=aarch64-linux-gnu-gcc CXX=aarch64-linux-gnu-g++ SETUPTOOLS_EXT_SUFFIX=$$( \
 	  $(VENV)/bin/python -c 'import sys; print(f".{sys.implementation.cache_tag}-aarch64-linux-gnu.so")') \
-	  $(VENV)/bin/python -m build --wheel
-	@unzip -l dist/ramet-*_aarch64.whl | grep _neon
+	  $(VENV)/bin/python -m build --quiet --wheel
+	@$(VENV)/bin/python -m zipfile --list dist/ramet-*_aarch64.whl | grep _neon || \
+	  { echo "ERROR: no kernels were compiled for ARM; the compiler's words are above" >&2; exit 1; }
 
-# That wheel in emulation: a request to two servers, and the tests of the kernels. Not in CI: an hour, root's rights.
-test-arm: wheel-arm
-	tests/arm/run.sh $(VENV)/bin/python dist/ramet-*_aarch64.whl \
+# That wheel in emulation: a request to each of two servers (GGUF=FILE: and to one of this file), and the tests of the
+# kernels. Not in CI: an hour, root's rights.
+test-arm: has-qemu-user-static has-mmdebstrap wheel-arm
+	$(VENV)/bin/python docker/requirements.py > $(VENV)/serve.txt
+	$(PIP) --quiet --requirement $(VENV)/serve.txt
+	GGUF=$(GGUF) tests/arm/run.sh $(VENV)/bin/python dist/ramet-*_aarch64.whl \
 	  $(or $(ARGS),tests/runtime/execution/native tests/runtime/engine/test_exact.py)
 
+# A package of Debian, by one of its programs.
+has-g++-aarch64-linux-gnu: PROGRAM = aarch64-linux-gnu-g++
+has-qemu-user-static: PROGRAM = qemu-aarch64-static
+has-qemu-user: PROGRAM = qemu-aarch64
+has-clang: PROGRAM = clang++
+has-%:
+	@command -v $(or $(PROGRAM),$*) > /dev/null || { echo "ERROR: $(or $(PROGRAM),$*) is missing; on Debian: apt-get install $*" >&2; exit 1; }
+
 # The same sources as clang reads them for macOS.
-check-macos:
-	tests/arm/macos.sh
+check-macos: has-clang has-g++-aarch64-linux-gnu $(VENV)/.torch
+	tests/arm/macos.sh $(VENV)/bin/python
 
 # The instructions of a prompt and of a token of decode, with the kernels for AVX2 and for ARM.
-count-arm: $(VENV)/.torch
+count-arm: has-qemu-user has-g++-aarch64-linux-gnu $(VENV)/.torch
 	tests/arm/count.sh $(VENV)/bin/python
 
 # ARGS=all also deletes the models that were fetched or converted, and the secret of tenants' ids.

@@ -39,8 +39,9 @@ FLAGS = [
 # Such as linux-x86_64 or macosx-11.0-arm64; `_PYTHON_HOST_PLATFORM` sets it for another processor (CONTRIBUTING.md).
 platform = sysconfig.get_platform()
 is_macos, is_arm = platform.startswith("macosx"), platform.endswith(("-aarch64", "-arm64"))
-# Python's own installer for macOS is built for both processors, and would compile for both.
-architecture = ["-arch", "arm64"] if is_macos else []
+# Python's own installer for macOS is built for both processors and for macOS 10.9 or 10.13; it would compile for these.
+# The first macOS on ARM is 11; threads that wait for a number (std::atomic::wait) are not in the libraries before it.
+architecture = ["-arch", "arm64", "-mmacosx-version-min=11.0"] if is_macos else []
 
 setup(
     ext_modules=[

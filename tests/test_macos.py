@@ -2,6 +2,7 @@
 
 import os
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,12 @@ import msgspec
 import pytest
 
 from runtime.config import SchedulerConfig
+from runtime.execution.parallel.group import loopback
 from runtime.models import template_program
 from runtime.models.publishing import reserve
+from runtime.models.tensor_files import find_files
 from server import doctor
-from server.commands.models import free_memory
+from server.commands.models import found_models, free_memory
 from server.http.listener import most_connections
 
 VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
@@ -81,6 +84,38 @@ def test_the_limit_on_descriptors_that_is_not_named(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, resource.RLIM_INFINITY))
     assert most_connections(SchedulerConfig(max_running=1000, max_waiting=9000)) == 10_240 - 128
     assert taken == [(10_240, resource.RLIM_INFINITY)]
+
+
+def test_the_interface_that_joins_ranks(monkeypatch):
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo0"), (2, "gif0"), (11, "en0")])
+    assert loopback() == "lo0"
+
+
+def test_notes_about_files_on_the_volumes_of_others(tmp_path, monkeypatch):
+    (tmp_path / "m" / "config.json").parent.mkdir()
+    for name in "config.json", "a-1.safetensors", "a-2.safetensors", "b.gguf":
+        for each in name, f"._{name}":
+            (tmp_path / "m" / each).write_bytes(bytes(8))
+    (tmp_path / "._m").write_bytes(bytes(8))
+    assert find_files(tmp_path / "m") == [tmp_path / "m" / "a-1.safetensors", tmp_path / "m" / "a-2.safetensors"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
+    assert list(found_models()) == [("./m", 16)]
+    monkeypatch.chdir("m")
+    assert list(found_models()) == [("./b.gguf", 8)]
+
+
+def test_the_python_of_its_developer_tools(tmp_path):
+    """Is 3.9: the set-up says so before it fetches anything."""
+    old = tmp_path / "old"
+    as_old = "import sys; sys.version_info = (3, 9, 6); exec(sys.argv[2])"
+    old.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{as_old}" "$@"\n')
+    old.chmod(0o755)
+    made = ["make", f"VENV={tmp_path}/venv", f"PYTHON={old}", f"{tmp_path}/venv/.torch"]
+    told = subprocess.run(made, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    assert told.returncode == 2
+    assert f"ERROR: Ramet needs Python 3.11 or later, and {old} is 3.9: PYTHON=python3.12 names another" in told.stderr
+    assert not told.stdout
 
 
 GROWING = (

@@ -74,7 +74,8 @@ def find_files(directory: Path) -> list[Path]:
     if single.exists():
         # Other safetensors files in this directory are variants or adapters.
         return [single]
-    files = sorted(directory.glob("*.safetensors"))
+    # Not macOS's notes about files on others' volumes (`._model.safetensors`).
+    files = sorted(directory.glob("[!.]*.safetensors"))
     if not files:
         pickles = sorted(path.name for path in directory.iterdir() if path.suffix in _PICKLES)
         hint = f"; {pickles[0]} is a pickle, which Ramet never loads: convert it to safetensors" if pickles else ""

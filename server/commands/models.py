@@ -28,9 +28,9 @@ def found_models() -> Iterator[tuple[str, int]]:
 
 
 def _within(directory: Path) -> list[Path]:
-    """What a directory has, sorted; nothing for another user's, and for what is no directory."""
+    """What a directory has, sorted, hidden files left out; nothing for another user's, and for what is no directory."""
     with suppress(OSError):
-        return sorted(directory.iterdir())
+        return sorted(directory.glob("[!.]*"))
     return []
 
 

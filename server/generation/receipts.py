@@ -13,7 +13,7 @@ from runtime.frontend.output import Encoded, Output
 from runtime.protocol import ModelInfo
 
 # Files of a model's directory that decide its answers.
-_WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "config.json", "tokenizer.json", "tokenizer.model")
+_WEIGHTS = ("[!.]*.safetensors", "[!.]*.gguf", "[!.]*.bin", "config.json", "tokenizer.json", "tokenizer.model")
 _PACKAGES = ("radix", "runtime")
 
 

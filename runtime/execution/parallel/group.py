@@ -24,6 +24,11 @@ def rank_device(device: torch.device, rank: int, size: int) -> torch.device:
     return torch.device("cuda", first + rank)
 
 
+def loopback() -> str | None:
+    """The name of the interface that reaches only this machine: `lo`, on macOS `lo0`."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+
+
 class RankGroup:
     """Collectives among the ranks: gloo between CPUs, NCCL between GPUs.
 
@@ -38,8 +43,8 @@ class RankGroup:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         # All ranks are on this machine, whatever its host name resolves to.
-        if any(name == "lo" for _, name in socket.if_nameindex()):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if (name := loopback()) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
         self.rank, self.size, self.device = rank, size, device

@@ -31,6 +31,8 @@ _MOST_USES = 1 << 16
 _FOLDERS = [f"{number:02x}" for number in range(256)]
 _SUFFIX = ".kv"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+# What Linux and macOS put into the uppermost directory of a volume, or into any.
+_OF_SYSTEMS = {"lost+found", ".DS_Store", ".Spotlight-V100", ".Trashes", ".fseventsd"}
 
 # Prefix of the names of files in which engines note their pins for the next start.
 NOTES = "pins-"
@@ -102,7 +104,7 @@ class FileStore:
         if directory.stat().st_uid != os.geteuid():
             raise ModelError(f"{option}: {directory} belongs to another user, who could read prompts in it")
         names = set(os.listdir(directory))
-        if self._unfinished.name not in names and names - {"lost+found"}:
+        if self._unfinished.name not in names and names - _OF_SYSTEMS:
             raise ModelError(f"{option}: {directory} holds other things than blocks")
         try:
             self._unfinished.mkdir(mode=0o700, exist_ok=True)

@@ -77,7 +77,9 @@ def test_a_file_is_not_a_directory(directory):
 
 def test_a_directory_of_other_things_stays_as_it_is(directory):
     directory.mkdir(mode=0o755)
-    (directory / "lost+found").mkdir()
+    for name in "lost+found", ".Trashes":
+        (directory / name).mkdir()
+    (directory / ".DS_Store").write_bytes(b"")
     shared(directory)
     shutil.rmtree(directory / "unfinished")
     directory.chmod(0o755)
@@ -85,7 +87,7 @@ def test_a_directory_of_other_things_stays_as_it_is(directory):
     with pytest.raises(ModelError, match=r"--disk-cache: .* holds other things"):
         disk(directory)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o755
-    assert sorted(os.listdir(directory)) == ["letter.txt", "lost+found"]
+    assert sorted(os.listdir(directory)) == [".DS_Store", ".Trashes", "letter.txt", "lost+found"]
 
 
 # -- what the files say --------------------------------------------------------------------------------------
