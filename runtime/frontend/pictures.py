@@ -35,6 +35,9 @@ class Pictures(Protocol):
         Raises InvalidRequest for other URLs, as nothing is ever fetched, and for an image that is too large.
         """
 
+    def add_base64(self, text: str, media_type: str = "") -> str:
+        """As `add_url`, of an image in base64. Raises InvalidRequest, also if the image is of another type."""
+
     def at_tokens(self, text: str, given: Sequence[str]) -> str:
         """Add data URLs or base64; returns a text with their marks in place of the image's token.
 

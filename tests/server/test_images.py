@@ -106,6 +106,19 @@ def test_two_turns_read_what_the_first_has_computed(sees):
     assert tiles(sees) - before <= 3, "the first image is not computed again"
 
 
+def test_several_answers_to_one_prompt(sees, expected):
+    found = chat(sees, [part(A), text("What is it?")], n=3).json()
+    assert [choice["message"]["content"] for choice in found["choices"]] == [expected[1]] * 3
+
+
+def test_a_jpeg_of_several_pictures_is_a_jpeg(sees):
+    """Cameras write them; their first picture is served."""
+    file = io.BytesIO()
+    A.save(file, "MPO", save_all=True, append_images=[B])
+    image = {"type": "image_url", "image_url": {"url": url_of(file.getvalue(), "image/jpeg")}}
+    assert chat(sees, [image, text("What is it?")]).status_code == 200
+
+
 def test_anthropic(sees, expected):
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(file_of(A)).decode()}
     image = {"type": "image", "source": source, "cache_control": {"type": "ephemeral"}}
@@ -174,6 +187,7 @@ BAD = {
     "polyglot": (url_of(file_of(A, "GIF") + b"<script>", "image/png"), "called image/png"),
     "a web page": ("https://example.com/cat.png", "data URL"),
     "a file": ("file:///etc/passwd", "data URL"),
+    "another type of a known image": (url_of(file_of(A), "image/webp"), "called image/webp"),
     "no base64": ("data:image/png;base64,@@@", "base64"),
     "nothing": ("", "data URL"),
 }

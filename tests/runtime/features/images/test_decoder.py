@@ -64,10 +64,7 @@ def test_other_modes_of_pixels(mode):
 
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP", "GIF"])
 def test_formats(kind):
-    data = file_of(picture(7, 60, 50), kind)
-    assert len(decode(Order(RULES, data, f"image/{kind.lower()}")).digests) == 5
-    with pytest.raises(InvalidRequest, match="called image/png"):
-        decode(Order(RULES, data, "image/png"))
+    assert len(decode(Order(RULES, file_of(picture(7, 60, 50), kind))).digests) == 5
 
 
 def test_a_tile_is_named_by_its_pixels_alone():
