@@ -29,6 +29,9 @@ class Pictures(Protocol):
 
     def __bool__(self) -> bool: ...
 
+    def add(self, data: bytes, media_type: str = "") -> str:
+        """Add the bytes of an image; returns the mark that stands for it in a text. Raises InvalidRequest."""
+
     def add_url(self, url: str) -> str:
         """Add the image of a data URL; returns the mark that stands for it in a text.
 
