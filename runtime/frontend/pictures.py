@@ -41,8 +41,8 @@ class Pictures(Protocol):
     def add_base64(self, text: str, media_type: str = "") -> str:
         """As `add_url`, of an image in base64. Raises InvalidRequest, also if the image is of another type."""
 
-    def at_tokens(self, text: str, given: Sequence[str]) -> str:
-        """Add data URLs or base64; returns a text with their marks in place of the image's token.
+    def at_tokens(self, text: str, given: Sequence[str | bytes]) -> str:
+        """Add data URLs, base64 or bytes; returns a text with their marks in place of the image's token.
 
         Raises InvalidRequest if the text does not have it once for each image.
         """

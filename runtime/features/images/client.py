@@ -120,12 +120,16 @@ class Images:
         except (binascii.Error, ValueError):
             raise self._refused("an image is not valid base64") from None
 
-    def at_tokens(self, text: str, given: Sequence[str]) -> str:
+    def at_tokens(self, text: str, given: Sequence[str | bytes]) -> str:
         pieces, token = text.split(self._sight.rules.image), self._sight.rules.image
         if len(pieces) != len(given) + 1:
             raise self._refused(f"the text has {token} {len(pieces) - 1} times for {len(given)} images")
-        marks = [self.add_url(one) if _SCHEME.match(one) else self.add_base64(one) for one in given]
-        return _interleaved(pieces, marks)
+        return _interleaved(pieces, [self._add_any(one) for one in given])
+
+    def _add_any(self, one: str | bytes) -> str:
+        if isinstance(one, bytes):
+            return self.add(one)
+        return self.add_url(one) if _SCHEME.match(one) else self.add_base64(one)
 
     def parts(self, text: str) -> list[str]:
         """The text cut before and behind each mark of these images: text, mark, text and so on."""
