@@ -109,6 +109,7 @@ def _answer(opening: _Opening, towers: list[Tower], order: bytes) -> _States:
             assert rules is not None
             dtype = getattr(torch, opening.dtype)
             towers.append(Tower(directory, rules, dtype, torch.device("cpu"), opening.is_random))
+            os.nice(YIELD)  # not before: the server's start waits for this
         if tile.size == (0, 0):
             return _States()
         states = towers[0].states(tile.pixels, tile.size)
@@ -120,7 +121,6 @@ def _answer(opening: _Opening, towers: list[Tower], order: bytes) -> _States:
 def main(argument: str) -> None:
     """Answer the tiles on standard input, until it ends."""
     ignore_signals()
-    os.nice(YIELD)
     opening, towers = msgspec.json.decode(argument, type=_Opening), list[Tower]()
     if opening.threads:
         torch.set_num_threads(opening.threads)
