@@ -35,7 +35,7 @@ class Pictures(Protocol):
     def add_url(self, url: str) -> str:
         """Add the image of a data URL; returns the mark that stands for it in a text.
 
-        Raises InvalidRequest for other URLs, as nothing is ever fetched, and for an image that is too large.
+        Raises InvalidRequest for other URLs, as nothing is fetched here, and for an image that is too large.
         """
 
     def add_base64(self, text: str, media_type: str = "") -> str:

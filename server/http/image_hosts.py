@@ -45,12 +45,14 @@ class ImageHosts:
     async def fetch(self, account: str, urls: Iterable[str], param: str) -> dict[str, bytes]:
         """The images at those URLs that are of the web. Raises InvalidRequest if one cannot be fetched."""
         found, left = dict[str, bytes](), MOST_BYTES
-        for url in dict.fromkeys(urls) if self._turns is not None else ():
+        if (turns := self._turns) is None:
+            return found
+        for url in dict.fromkeys(urls):
             if not _WEB.match(url):
                 continue
             try:
                 async with asyncio.timeout(FETCH_S):  # also where the name of a host takes long
-                    found[url] = await self._turns.run(account, partial(self._get, url, left))
+                    found[url] = await turns.run(account, partial(self._get, url, left))
             except (TimeoutError, OSError, HTTPException, ValueError) as error:
                 late = isinstance(error, TimeoutError)
                 why = f"takes longer than {FETCH_S:g} s" if late else f"fails ({type(error).__name__})"
@@ -98,7 +100,7 @@ class ImageHosts:
         kind = HTTPSConnection if scheme == "https" else HTTPConnection
         connection = kind(host, port, timeout=wait_s)
         # The address that was checked is used: a second look-up of the name might find another.
-        plain = socket.create_connection((address[0], port), wait_s)
+        plain = socket.create_connection((str(address[0]), port), wait_s)
         if scheme == "https":
             plain = ssl.create_default_context().wrap_socket(plain, server_hostname=host)
         connection.sock = plain  # the connection may forget it before the body is read

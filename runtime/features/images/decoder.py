@@ -18,11 +18,11 @@ from runtime.errors import InvalidRequest
 from runtime.features.images.rules import Rules
 from runtime.models.template_program import read_frame, write_frame
 
-# Timeout of one image in seconds, and bytes of memory of a process.
+# CPU seconds of one image, and bytes of memory of a process.
 DECODE_S = 10
 _MEMORY = 2 << 30
-# By how much the processes of images are nicer than the server: others' requests go first.
-YIELD = 10
+# By how much this process is nicer than the server: others' requests go first.
+_YIELD = 5
 # Most pixels of an image, and how many times longer than wide it may be.
 MOST_PIXELS, MOST_RATIO = 1 << 25, 200
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -117,13 +117,15 @@ def ignore_signals() -> None:
 def main() -> None:
     """Answer the orders on standard input, until it ends. An order that lasts too long ends the process."""
     ignore_signals()
-    os.nice(YIELD)
+    os.nice(_YIELD)
     with suppress(OSError, ValueError):  # macOS has no such limit; the number of pixels bounds most
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     write_frame(sys.stdout.buffer, b"r")
     while order := read_frame(sys.stdin.buffer):
-        signal.alarm(2 * DECODE_S)  # who asked may be gone
+        signal.setitimer(signal.ITIMER_PROF, DECODE_S)
+        signal.alarm(6 * DECODE_S)  # who asked may be gone
         answer = _answer(order)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.alarm(0)
         write_frame(sys.stdout.buffer, msgspec.msgpack.encode(answer))
 

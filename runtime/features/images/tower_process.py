@@ -13,12 +13,14 @@ import msgspec
 import torch
 
 from runtime.errors import ModelError, RametError
-from runtime.features.images.decoder import YIELD, ignore_signals
+from runtime.features.images.decoder import ignore_signals
 from runtime.features.images.rules import Rules, load_rules
 from runtime.features.images.tower import Tower
 from runtime.models.process_pool import ProcessPool
 from runtime.models.template_program import read_frame, write_frame
 
+# By how much the process is nicer than the server: others' steps go first.
+_YIELD = 10
 # Timeout of one tile in seconds, most of which it may wait for cores.
 _TILE_S = 600
 
@@ -109,7 +111,7 @@ def _answer(opening: _Opening, towers: list[Tower], order: bytes) -> _States:
             assert rules is not None
             dtype = getattr(torch, opening.dtype)
             towers.append(Tower(directory, rules, dtype, torch.device("cpu"), opening.is_random))
-            os.nice(YIELD)  # not before: the server's start waits for this
+            os.nice(_YIELD)  # not before: the server's start waits for this
         if tile.size == (0, 0):
             return _States()
         states = towers[0].states(tile.pixels, tile.size)

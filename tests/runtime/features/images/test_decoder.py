@@ -103,3 +103,13 @@ def test_too_little_time_is_an_error(monkeypatch):
     with pytest.raises(InvalidRequest, match="longer than"):
         processes.decode(Order(RULES, file_of(picture(1, 2000, 2000))))
     processes.close()
+
+
+def test_a_process_that_computes_too_long_is_ended():
+    """By its CPU seconds, however long it waits for them."""
+    program = "from runtime.features.images import decoder; decoder.DECODE_S = 0.05; decoder.main()"
+    processes = decoding.DecodingProcesses()
+    processes._command[2:] = ["-c", program]
+    with pytest.raises(InvalidRequest, match="longer than"):
+        processes.decode(Order(RULES, file_of(picture(1, 5000, 5000))))
+    processes.close()
