@@ -21,6 +21,8 @@ _NAMES = r"^[^\s,]+(\s*,\s*[^\s,]+)*$"
 # Host names. A scheme or a port is refused, because no host would match it.
 _HOST = r"(\[[0-9A-Fa-f:.]+\]|[^\s,/:\[\]]+)"
 _HOSTS = rf"^{_HOST}(\s*,\s*{_HOST})*$"
+# Hosts with or without a port, addresses, and networks.
+_IMAGE_HOST = r"([0-9A-Fa-f:.]+(/\d{1,3})?|[^\s,/:\[\]]+(:\d{1,5})?)"
 
 ModelCode = Literal["ramet", "transformers"]
 
@@ -306,6 +308,12 @@ class ServerConfig(Section):
         pattern=rf"^{_ORIGIN}(\s*,\s*{_ORIGIN})*$",
         description="origins of web pages that may use the server: SCHEME://HOST or SCHEME://HOST:PORT, separated by "
         "commas; * allows all",
+    )
+    image_hosts: str | None = Field(
+        None,
+        pattern=rf"^{_IMAGE_HOST}(\s*,\s*{_IMAGE_HOST})*$",
+        description="hosts from which images are fetched, separated by commas: HOST (ports 80 and 443), HOST:PORT, or "
+        "an address or network, which may be private; default: images come with requests alone",
     )
     ssl_certfile: str | None = Field(
         None, description="serve HTTPS with this certificate and its private key (PEM): FILE or CERTIFICATE,KEY"

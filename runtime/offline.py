@@ -107,7 +107,7 @@ class Engine:
         self._thread.start()
         self._host = EngineThread(self.config)
         self._client = self._wait(self._start())
-        self.info, self.tokenizer = self._client.info, self._client.tokenizer
+        self.info, self.tokenizer, self.sight = self._client.info, self._client.tokenizer, self._client.sight
 
     async def _start(self) -> AsyncEngine:
         """A client without the limits that protect a server."""

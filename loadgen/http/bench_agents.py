@@ -17,6 +17,7 @@ from loadgen.harness.plots import drawing
 from loadgen.http.coding_session import CodingSession, as_chat
 from loadgen.http.local_server import local_server, small_model
 from loadgen.http.prose import Prose
+from loadgen.http.screenshots import ScreenSession, teach_to_see
 
 Body = dict[str, Any]
 # Requests of a session between two messages of its user.
@@ -129,6 +130,10 @@ class AgentsBench(Bench):
     step_tokens: int = Field(200, gt=0, description="tokens of a thought and a result")
     turns: int = Field(40, gt=0, description="requests of Claude Code's session")
     small: bool = Field(False, description="serve a small random model: it counts the same tokens in less time")
+    screenshots: int = Field(
+        0, ge=0, description="instead: sessions in which each of so many requests has one more screenshot"
+    )
+    agents: int = Field(10, gt=0, description="sessions with screenshots, which take turns")
     server_options: str = Field("", description="options of the server that is started, as one text")
 
     _client: httpx.Client
@@ -138,7 +143,10 @@ class AgentsBench(Bench):
         with ExitStack() as closing:
             options = shlex.split(self.server_options)
             if self.small:
-                options += ["--model", str(closing.enter_context(small_model())), "--random-weights"]
+                model = closing.enter_context(small_model())
+                if self.screenshots:
+                    teach_to_see(model)
+                options += ["--model", str(model), "--random-weights"]
             url = self.url or closing.enter_context(local_server(options))
             self._client = closing.enter_context(httpx.Client(base_url=url, timeout=600))
             yield
@@ -147,12 +155,19 @@ class AgentsBench(Bench):
         return "habit", HABITS[0]
 
     def cells(self) -> list[Cell]:
+        if self.screenshots:
+            return [{"session": "screenshots", "habit": HABITS[0]}]
         short = [{"session": "short", "habit": habit} for habit in HABITS if self.model is None]
         return short + [{"session": "Claude Code", "habit": way} for way in self.ways]
 
     def measure(self, cell: Cell, draw: random.Random) -> dict[str, Any]:
         """Token counts of a session, which shares its cache with no other one; `steps` has those of each request."""
-        steps = self._claude_code(cell["habit"], draw) if cell["habit"] in WAYS else self._short(cell["habit"], draw)
+        if self.screenshots:
+            steps = self._screens(draw)
+        elif cell["habit"] in WAYS:
+            steps = self._claude_code(cell["habit"], draw)
+        else:
+            steps = self._short(cell["habit"], draw)
         total = {name: sum(step[name] for step in steps) for name in ("prompt", "shared", "read")}
         prefilled = total["prompt"] - total["read"]
         found = {"hits": total["read"] / total["prompt"], "prefilled": prefilled, "steps": steps}
@@ -188,6 +203,24 @@ class AgentsBench(Bench):
         read = usage.get("cache_read_input_tokens") or 0
         computed = usage["input_tokens"] + (usage.get("cache_creation_input_tokens") or 0)
         return {"prompt": computed + read, "read": read, "seconds": seconds}
+
+    def _screens(self, draw: random.Random) -> list[dict[str, float]]:
+        """Steps of all agents; each prompt extends the one before of its agent."""
+        salt, steps = secrets.token_hex(8), list[dict[str, float]]()
+        seeds = [draw.randrange(1 << 32) for _ in range(self.agents)]
+        sessions = [(ScreenSession(seed, self.system_tokens, self.step_tokens), list[int]()) for seed in seeds]
+        for _ in range(self.screenshots):
+            for session, before in sessions:
+                options = {"cache_salt": salt, "return_token_ids": True, "max_tokens": 1, "temperature": 0}
+                began = time.monotonic()
+                answer = self._client.post(_CHAT, json=session.request() | options).raise_for_status().json()
+                if left_out := answer.get("left_out"):
+                    raise BenchError(f"the model does not see: {', '.join(left_out)}")
+                prompt, details = answer["prompt_token_ids"], answer["usage"]["prompt_tokens_details"]
+                counts = {"prompt": len(prompt), "shared": _common(prompt, before), "read": details["cached_tokens"]}
+                steps.append({**counts, "seconds": time.monotonic() - began})
+                before[:] = prompt
+        return steps
 
     def draw_plot(self, results: Results, path: Path) -> bool:
         """Draw the computed tokens and the seconds of each request of Claude Code's session."""

@@ -27,14 +27,20 @@ class Pictures(Protocol):
 
     def __bool__(self) -> bool: ...
 
+    def add(self, data: bytes, media_type: str = "") -> str:
+        """Add the bytes of an image; returns the mark that stands for it in a text. Raises InvalidRequest."""
+
     def add_url(self, url: str) -> str:
         """Add the image of a data URL; returns the mark that stands for it in a text.
 
-        Raises InvalidRequest for other URLs, as nothing is ever fetched, and for an image that is too large.
+        Raises InvalidRequest for other URLs, as nothing is fetched here, and for an image that is too large.
         """
 
-    def at_tokens(self, text: str, given: Sequence[str]) -> str:
-        """Add data URLs or base64; returns a text with their marks in place of the image's token.
+    def add_base64(self, text: str, media_type: str = "") -> str:
+        """As `add_url`, of an image in base64. Raises InvalidRequest, also if the image is of another type."""
+
+    def at_tokens(self, text: str, given: Sequence[str | bytes]) -> str:
+        """Add data URLs, base64 or bytes; returns a text with their marks in place of the image's token.
 
         Raises InvalidRequest if the text does not have it once for each image.
         """

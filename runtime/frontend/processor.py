@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass, replace
 
-from runtime.asks import ReuseReport
+from runtime.asks import ImagesAsk, ReuseReport
 from runtime.errors import InvalidRequest, RametError
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.limits import RequestLimits
@@ -140,6 +140,7 @@ class Frontend:
             most = self.inputs.lengths.most_output(length, length if parted is None else parted.positions)
         index = listener.add(submission)
         self._by_submission[submission.key] = rids = set()
+        images = submission.images.asked if submission.images else None
         self._serial += 1
         for choice in range(sampling.n):
             # The serial number separates late events of an ended request from a new request with the same id.
@@ -169,7 +170,7 @@ class Frontend:
                     hold_s=submission.hold_s,
                     breakpoints=[] if choice else submission.breakpoints,
                     progress=submission.progress and choice == 0,
-                    images=submission.images.asked if submission.images else None,
+                    images=ImagesAsk() if images and choice else images,
                 )
             )
 

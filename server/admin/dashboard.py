@@ -34,7 +34,7 @@ _MOST_REQUESTS = 100
 _MOST_VIEWERS, _MOST_OF_TENANT = 32, 4
 # Shortest pause between two walks of the tree, in multiples of the last walk's duration.
 _REST = 10
-_SCRIPTS = ("base", "charts", "tree", "node", "tables", "chat", "canvas", "play", "live")
+_SCRIPTS = ("base", "charts", "tree", "node", "tables", "pictures", "chat", "canvas", "play", "live")
 
 
 @router.get("/")

@@ -129,8 +129,10 @@ class ImageBlock(Block, Unusable):
     def part(self) -> ImagePart:
         """The image in a chat."""
         given = self.source if isinstance(self.source, dict) else {}
-        url = given.get("url") or f"data:{given.get('media_type', '')};base64,{given.get('data', '')}"
-        return ImagePart(type="image", image_url=url)
+        data, media_type = given.get("data"), given.get("media_type")
+        if isinstance(data, str) and not given.get("url"):
+            return ImagePart.of_base64(data, media_type if isinstance(media_type, str) else "")
+        return ImagePart(type="image", image_url=given.get("url"))
 
     @property
     def is_left_out(self) -> bool:

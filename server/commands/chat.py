@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,10 +13,12 @@ from rich.console import Console
 from runtime import Engine, Submission
 from runtime.errors import RametError
 from runtime.frontend.output import Output
+from runtime.frontend.pictures import Pictures
 from runtime.params import SamplingParams
 
 _HELP = """\
 Enter sends, Alt + Enter begins a new line, the up key recalls what you said before.
+/image FILE shows the model a picture with what you say next.
 /new begins a new conversation, /back takes the last turn back, /system TEXT sets the system prompt.
 Ctrl + C stops an answer, Ctrl + D ends. Below each answer stands how much of its prompt came from the tree."""
 
@@ -34,12 +37,16 @@ class TerminalChat:
     def __init__(self, engine: Engine, sampling: SamplingParams, system: str, show: Callable[[str], None]):
         self._engine, self._sampling, self._show = engine, sampling, show
         self.system, self.turns = system, list[dict[str, str]]()
+        self._files, self._marks = dict[str, bytes](), ""  # by their marks; those of what is said next
 
     def command(self, line: str) -> str | None:
         """Obey a line that begins with a slash; returns what to print, or None for any other line."""
         name, _, rest = line.partition(" ")
+        if name == "/image":
+            return self._show_picture(rest)
         if name == "/new":
             self.turns.clear()
+            self._files, self._marks = {}, ""
             return "a new conversation"
         if name == "/back":
             del self.turns[-2:]
@@ -52,9 +59,13 @@ class TerminalChat:
     def say(self, text: str) -> str:
         """Answer a text; returns a line of figures. Ctrl + C keeps what has been said. Raises RametError."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        asked = {"role": "user", "content": text}
-        prompt = self._engine.tokenizer.apply_chat_template([*system, *self.turns, asked])
-        outputs = self._engine.stream_all([Submission(prompt, self._sampling, add_special_tokens=False)])
+        asked = {"role": "user", "content": self._marks + text}
+        turns, images, template = [*system, *self.turns, asked], None, self._engine.tokenizer.apply_chat_template
+        if said_with := [mark for mark in self._files if any(mark in turn["content"] for turn in turns)]:
+            images = self._pictures(*map(self._files.__getitem__, said_with))
+        prompt = template(turns) if images is None else images.write(template, turns)
+        asks = Submission(prompt, self._sampling, add_special_tokens=False, images=images)
+        outputs, self._marks = self._engine.stream_all([asks]), ""
         last, said = None, ""
         try:
             for last in outputs:
@@ -64,6 +75,30 @@ class TerminalChat:
             outputs.close()  # type: ignore[attr-defined]
         self.turns += [asked, {"role": "assistant", "content": said}]
         return "" if last is None else _figures(last)
+
+    def _show_picture(self, named: str) -> str:
+        if self._engine.sight is None:
+            return f"{self._engine.info.name} reads text alone: it does not see pictures"
+        try:
+            name = " ".join(shlex.split(named))  # terminals quote the name of a file that is dropped on them
+            data = Path(name).expanduser().read_bytes()
+            images = self._pictures()
+            mark = images.add(data)
+            images.read(mark)
+        except (OSError, ValueError) as error:
+            return f"{named.strip() or 'no file'}: {error.strerror if isinstance(error, OSError) else error}"
+        except RametError as error:
+            return error.message
+        self._files[mark] = data
+        self._marks += mark
+        return "the model sees it with what you say next"
+
+    def _pictures(self, *files: bytes) -> Pictures:
+        assert self._engine.sight is not None
+        images = self._engine.sight.pictures("", "image")
+        for data in files:
+            images.add(data)
+        return images
 
 
 def _figures(output: Output) -> str:

@@ -91,16 +91,36 @@ class ImagePart(Unusable):
     prompt_cache_breakpoint: Breakpoint | None = None
     _images: Pictures | None = PrivateAttr(None)
     _mark: str | None = PrivateAttr(None)
+    _base64: tuple[str, str] | None = PrivateAttr(None)
+    _fetched: bytes | None = PrivateAttr(None)
+
+    @classmethod
+    def of_base64(cls, data: str, media_type: str) -> ImagePart:
+        part = cls(type="image")
+        part._base64 = data, media_type
+        return part
 
     @property
     def text(self) -> str:
         """What the prompt's text has for it. Raises InvalidRequest for an image that cannot be served."""
         if self._images is None:
             return super().text
-        if self._mark is None:
-            given = self.image_url.get("url") if isinstance(self.image_url, dict) else self.image_url
-            self._mark = self._images.add_url(given if isinstance(given, str) else "")
+        if self._mark is None and self._fetched is not None:
+            self._mark = self._images.add(self._fetched)
+        elif self._mark is None and self._base64 is not None:
+            self._mark = self._images.add_base64(*self._base64)
+        elif self._mark is None:
+            self._mark = self._images.add_url(self.url)
         return self._mark
+
+    @property
+    def url(self) -> str:
+        given = self.image_url.get("url") if isinstance(self.image_url, dict) else self.image_url
+        return given if isinstance(given, str) else ""
+
+    def take(self, fetched: Mapping[str, bytes]) -> None:
+        """Take the image from those that were fetched, by their URLs."""
+        self._fetched = fetched.get(self.url)
 
     @property
     def is_left_out(self) -> bool:

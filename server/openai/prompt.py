@@ -20,6 +20,7 @@ from server.auth.keys import Tenant
 from server.explain.conversation import Conversation
 from server.generation.bodies import naming
 from server.http.context import Context, provided
+from server.http.image_hosts import hosts_of
 from server.http.sse import while_there
 from server.objects.documents import DocumentStore
 from server.objects.schemas import SchemaStore
@@ -48,6 +49,8 @@ class ChatPrompts:
 
         Also raises ClientGone, and DeadlineExceeded.
         """
+        if any(message.images for message in body.messages):
+            await while_there(request, deadline.keep(self._fetch(body, tenant)))
         work = partial(self.submission, body, tenant)
         if body.offered or body.response_format or body.structured_outputs:  # they may have long schemas
             in_turn = self._context.engine.in_turn(tenant.account, body.num_characters, work)
@@ -100,6 +103,7 @@ class ChatPrompts:
 
     async def count(self, body: ChatRequest, tenant: Tenant) -> int:
         """The number of tokens in a conversation's prompt. Raises InvalidRequest if it has documents."""
+        await self._fetch(body, tenant)
         images, engine = self._images(body, tenant), self._context.engine
         text = await self.text(body, tenant, images)
         if images is None:
@@ -107,6 +111,15 @@ class ChatPrompts:
         else:
             tokens = await engine.in_turn(tenant.account, len(text), partial(images.encode, text, False))
         return len(tokens)
+
+    async def _fetch(self, body: ChatRequest, tenant: Tenant) -> None:
+        """Fetch the images that are URLs of hosts that the operator lists. Raises InvalidRequest."""
+        if self._context.engine.sight is None or not (parts := [one for turn in body.messages for one in turn.images]):
+            return
+        hosts, param = hosts_of(self._context.config.server.image_hosts), body.names.get("prompt", "messages")
+        fetched = await hosts.fetch(tenant.account, [part.url for part in parts], param)
+        for part in parts:
+            part.take(fetched)
 
     def _images(self, body: ChatRequest, tenant: Tenant) -> Pictures | None:
         """The images of a conversation, which rendering it collects; None: it has none, or the model does not see."""

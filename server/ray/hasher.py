@@ -1,5 +1,6 @@
 """Computes the block hashes of a request's prompt: the server's tokens, without its engine."""
 
+import asyncio
 import json
 from array import array
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from radix.hashes import block_hashes
 from radix.node import TOKEN_BYTES
 from runtime.config import Config
 from runtime.errors import RametError
+from runtime.features.registry import open_sight
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Encoded, MarkedText, Submission
@@ -46,11 +48,12 @@ class _Texts(AsyncEngine):
     """The part of an engine that makes tokens: it has a model's tokenizer and limits, and computes nothing."""
 
     def __init__(self, config: Config, info: ModelInfo):
-        super().__init__(config)
+        super().__init__(config, open_sight=open_sight)
         self.info = info
 
     async def start(self) -> None:
-        await self._load()
+        path = await self._load()
+        self.sight = await asyncio.to_thread(self._open_sight, path, self.tokenizer)
         self._inputs = InputProcessor(self.info, self.tokenizer, self.config.scheduler)
 
     async def encode(self, account: str, make: Callable[[], Submission]) -> Encoded | None:

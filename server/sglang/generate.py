@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 from fastapi import Request, Response
@@ -19,6 +20,8 @@ from server.generation.service import Generation, Service, Writer
 from server.http import fields
 from server.http.answers import JsonList
 from server.http.context import Context
+from server.http.image_hosts import hosts_of
+from server.http.sse import while_there
 from server.http.wire import MAX_BATCH, IdPrompts, OneOr, OneOrMany, Rid, Text, example
 from server.objects.documents import Documents, DocumentStore
 from server.objects.schemas import Schemas, SchemaStore
@@ -99,15 +102,23 @@ class GenerateRequest(GenerationBody):
 
 
 def submissions_of(
-    body: GenerateRequest, tenant: Tenant, context: Context, documents: DocumentStore, schemas: SchemaStore
+    body: GenerateRequest,
+    tenant: Tenant,
+    context: Context,
+    documents: DocumentStore,
+    schemas: SchemaStore,
+    fetched: Mapping[str, bytes] = MappingProxyType({}),
 ) -> tuple[list[Submission], bool]:
-    """The submissions of a request, and whether its answer is a list. Raises InvalidRequest."""
+    """The submissions of a request, and whether its answer is a list. Raises InvalidRequest.
+
+    `fetched`: images by their URLs.
+    """
     if len(body.given) != 1:
         raise InvalidRequest("exactly one of text, input_ids, segments and pml must be given", param="text")
     prompts, characters, is_list = _prompts(body, tenant.account, documents, schemas)
     if not prompts:
         raise InvalidRequest("a batch needs at least one prompt", param="text")
-    prompts, images = _with_images(body, prompts, is_list, tenant, context)
+    prompts, images = _with_images(body, prompts, is_list, tenant, context, fetched)
     sampling = _for_each(body.sampling_params, len(prompts), "sampling_params")
     if isinstance(body.rid, str) and is_list:
         raise InvalidRequest("a batch needs a list of request ids", param="rid")
@@ -151,7 +162,12 @@ def _prompts(
 
 
 def _with_images(
-    body: GenerateRequest, prompts: Prompts, is_list: bool, tenant: Tenant, context: Context
+    body: GenerateRequest,
+    prompts: Prompts,
+    is_list: bool,
+    tenant: Tenant,
+    context: Context,
+    fetched: Mapping[str, bytes],
 ) -> tuple[Prompts, Sequence[Pictures | None]]:
     """The prompts, as functions that mark images in texts, and the images of each. Raises InvalidRequest."""
     if not (given := body.image_data):
@@ -163,10 +179,22 @@ def _with_images(
     several: list[Any] = _for_each(given, len(prompts), "image_data") if is_list else [given]
     images = [sight.pictures(tenant.account, "image_data") for _ in prompts]
     texts = [
-        partial(own.at_tokens, str(text), [files] if isinstance(files, str) else files)
+        partial(own.at_tokens, str(text), [fetched.get(file, file) for file in _listed(files)])
         for own, text, files in zip(images, prompts, several, strict=True)
     ]
     return texts, images
+
+
+def _listed(files: str | list[Any]) -> list[Any]:
+    return [files] if isinstance(files, str) else files
+
+
+async def _fetch(body: GenerateRequest, tenant: Tenant, context: Context) -> dict[str, bytes]:
+    """The images that are URLs of hosts that the operator lists. Raises InvalidRequest."""
+    if context.engine.sight is None:
+        return {}
+    given = [file for one in _listed(body.image_data or []) for file in _listed(one)]
+    return await hosts_of(context.config.server.image_hosts).fetch(tenant.account, given, "image_data")
 
 
 def check_repeated(tokens: int, submission: Submission) -> None:
@@ -199,7 +227,10 @@ async def generate(
     """Complete one or several prompts. With `stream`, the answer is server-sent events that end with `[DONE]`."""
     context = service.context
     context.check_model(body.model)
-    submissions, is_list = submissions_of(body, tenant, context, documents, schemas)
+    fetched = {}
+    if body.image_data:
+        fetched = await while_there(request, body.deadline(context).keep(_fetch(body, tenant, context)))
+    submissions, is_list = submissions_of(body, tenant, context, documents, schemas, fetched)
     if body.stream:
         for submission in submissions:
             check_repeated(submission.sampling.max_new_tokens or 0, submission)

@@ -66,6 +66,7 @@ async def model_info(context: Ctx, asker: CurrentTenant) -> dict[str, Any]:
         "served_model_name": info.name,
         "architecture": info.architecture,
         "is_generation": True,
+        "has_image_understanding": context.engine.sight is not None,
         "context_length": info.context_length,
         "vocab_size": info.vocab_size,
         "eos_token_ids": info.eos_token_ids,
@@ -84,7 +85,7 @@ async def props(context: Ctx, asker: CurrentTenant) -> dict[str, Any]:
         "model_alias": engine.info.name,
         "model_path": engine.info.path if asker.admin else engine.info.name,
         "chat_template": engine.tokenizer.chat_template or "",
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": context.engine.sight is not None, "audio": False},
         "build_info": f"ramet {version('ramet')}",
     }
 

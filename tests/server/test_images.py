@@ -13,6 +13,7 @@ from PIL import Image
 from tests.runtime.features.images.conftest import seeing, seeing_dir
 from tests.runtime.features.images.seeing import file_of, picture
 from tests.server.conftest import start, stop
+from tests.server.http.test_image_hosts import serving
 
 __all__ = ["seeing", "seeing_dir"]
 
@@ -34,9 +35,16 @@ def text(said: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def sees(seeing_dir, tmp_path_factory):
-    log = tmp_path_factory.mktemp("sees") / "log"
-    server = start(log, "--model", str(seeing_dir), "--pool-tokens", "8192", "--debug-invariants")
+def web():
+    """The URL of a server that has image A, at /a.png."""
+    with serving({"/a.png": (200, {}, file_of(A))}) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def sees(seeing_dir, tmp_path_factory, web):
+    log, hosts = tmp_path_factory.mktemp("sees") / "log", ("--image-hosts", "127.0.0.1")
+    server = start(log, "--model", str(seeing_dir), "--pool-tokens", "8192", "--debug-invariants", *hosts)
     with httpx.Client(base_url=server.url, timeout=120) as client:
         yield client
     server.check_idle()
@@ -106,6 +114,43 @@ def test_two_turns_read_what_the_first_has_computed(sees):
     assert tiles(sees) - before <= 3, "the first image is not computed again"
 
 
+def test_images_of_a_listed_host(sees, web, expected):
+    """Through all APIs."""
+    url = f"{web}/a.png"
+    image = {"type": "image_url", "image_url": {"url": url}}
+    assert chat(sees, [image, text("What is it?")]).json()["choices"][0]["message"]["content"] == expected[1]
+    body = {"model": "tiny-idefics3", "max_tokens": NEW, **_SHARED}
+    image = {"type": "image", "source": {"type": "url", "url": url}}
+    messages = [{"role": "user", "content": [image, text("What is it?")]}]
+    found = sees.post("/v1/messages", json={**body, "messages": messages}).json()
+    assert found["content"][0]["text"] == expected[1]
+    count = sees.post("/v1/messages/count_tokens", json={"messages": messages, "model": "tiny-idefics3"}).json()
+    assert count["input_tokens"] > 80
+    content = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "What is it?"}]
+    body = {"input": [{"role": "user", "content": content}], "max_output_tokens": NEW, **_SHARED}
+    found = sees.post("/v1/responses", json=body).json()
+    assert found["output"][0]["content"][0]["text"] == expected[1]
+    params = {"max_new_tokens": NEW, "temperature": 0}
+    body = {"text": rendered("<image>What is it?"), "image_data": [url], "sampling_params": params}
+    assert sees.post("/generate", json=body).json()["output_ids"] == expected[0]
+    gone = chat(sees, [{"type": "image_url", "image_url": f"{web}/b.png"}])
+    assert (gone.status_code, gone.json()["error"]["code"]) == (400, "invalid_image")
+    assert "status 404" in gone.json()["error"]["message"]
+
+
+def test_several_answers_to_one_prompt(sees, expected):
+    found = chat(sees, [part(A), text("What is it?")], n=3).json()
+    assert [choice["message"]["content"] for choice in found["choices"]] == [expected[1]] * 3
+
+
+def test_a_jpeg_of_several_pictures_is_a_jpeg(sees):
+    """Cameras write them; their first picture is served."""
+    file = io.BytesIO()
+    A.save(file, "MPO", save_all=True, append_images=[B])
+    image = {"type": "image_url", "image_url": {"url": url_of(file.getvalue(), "image/jpeg")}}
+    assert chat(sees, [image, text("What is it?")]).status_code == 200
+
+
 def test_anthropic(sees, expected):
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(file_of(A)).decode()}
     image = {"type": "image", "source": source, "cache_control": {"type": "ephemeral"}}
@@ -172,8 +217,9 @@ BAD = {
     "SVG": (url_of(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image/svg+xml"), "none of the served formats"),
     "TIFF": (url_of(file_of(A, "TIFF"), "image/tiff"), "none of the served formats"),
     "polyglot": (url_of(file_of(A, "GIF") + b"<script>", "image/png"), "called image/png"),
-    "a web page": ("https://example.com/cat.png", "data URL"),
+    "a web page": ("https://example.com/cat.png", "the operator lists"),
     "a file": ("file:///etc/passwd", "data URL"),
+    "another type of a known image": (url_of(file_of(A), "image/webp"), "called image/webp"),
     "no base64": ("data:image/png;base64,@@@", "base64"),
     "nothing": ("", "data URL"),
 }

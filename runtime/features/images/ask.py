@@ -23,7 +23,7 @@ class ImagesAsk(msgspec.Struct):
 
     Attributes:
         files: the images as they were sent: PNG, JPEG and so on.
-        runs: in the order of their places.
+        runs: in the order of their places; none, in a message: the images are those of the request before it.
     """
 
     files: list[bytes] = []

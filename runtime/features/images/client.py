@@ -30,6 +30,8 @@ from runtime.models.tokenizer import Tokenizer
 MOST_BYTES = 20 << 20
 # Number of images whose layouts are remembered.
 _KNOWN = 4096
+# The first bytes of the formats that are served; WebP's are those of its container.
+_BEGINS = {"PNG": b"\x89PNG", "JPEG": b"\xff\xd8\xff", "GIF": b"GIF8", "WEBP": b"RIFF"}
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
 _DATA_URL = re.compile(r"data:([\w.+-]*/?[\w.+-]*)((?:;[\w.+-]+=[\w.+-]*)*);base64,", re.ASCII)
 
@@ -51,13 +53,13 @@ class ModelSight:
             raise RametError(f"the tokenizer has no token {rules.image}")
         self.token = token
 
-    def layout(self, account: str, mark: str, data: bytes, media_type: str) -> ImageLayout:
+    def layout(self, account: str, mark: str, data: bytes) -> ImageLayout:
         """How a prompt has an image. Raises InvalidRequest if it cannot be decoded."""
         with self._lock:
             known = self._layouts.get((account, mark))
         if known is not None:
             return known
-        found = PROCESSES.decode(Order(self.rules, data, media_type))
+        found = PROCESSES.decode(Order(self.rules, data))
         of_tiles = zip(found.digests, found.sizes, strict=True)
         tiles = [tokens_of(digest, self.rules.rows(*size)) for digest, size in of_tiles]
         layout = ImageLayout(self.rules.text(found.width, found.height), tiles)
@@ -81,7 +83,7 @@ class Images:
     def __init__(self, sight: ModelSight, account: str, param: str):
         """See `Sight.pictures`."""
         self._sight, self._account, self._param = sight, account, param
-        self._files: dict[str, tuple[bytes, str]] = {}
+        self._files: dict[str, bytes] = {}
         self._layouts: dict[str, ImageLayout] = {}
         self._count = 0
         self.asked: ImagesAsk | None = None
@@ -96,8 +98,12 @@ class Images:
             raise self._too_many()
         if len(data) > MOST_BYTES:
             raise self._refused(f"an image has {len(data)} bytes; the limit is {MOST_BYTES}")
+        named = media_type.rpartition("/")[2].upper().replace("JPG", "JPEG")
+        kind = next((kind for kind, begin in _BEGINS.items() if data.startswith(begin)), named)
+        if named not in ("", kind):
+            raise self._refused(f"the image is called {media_type}, but it is of the format {kind}")
         mark = f"\ue0f0{hashlib.sha256(data).hexdigest()}\ue0f1"
-        self._files[mark] = data, media_type
+        self._files[mark] = data
         return mark
 
     def add_url(self, url: str) -> str:
@@ -114,12 +120,16 @@ class Images:
         except (binascii.Error, ValueError):
             raise self._refused("an image is not valid base64") from None
 
-    def at_tokens(self, text: str, given: Sequence[str]) -> str:
+    def at_tokens(self, text: str, given: Sequence[str | bytes]) -> str:
         pieces, token = text.split(self._sight.rules.image), self._sight.rules.image
         if len(pieces) != len(given) + 1:
             raise self._refused(f"the text has {token} {len(pieces) - 1} times for {len(given)} images")
-        marks = [self.add_url(one) if _SCHEME.match(one) else self.add_base64(one) for one in given]
-        return _interleaved(pieces, marks)
+        return _interleaved(pieces, [self._add_any(one) for one in given])
+
+    def _add_any(self, one: str | bytes) -> str:
+        if isinstance(one, bytes):
+            return self.add(one)
+        return self.add_url(one) if _SCHEME.match(one) else self.add_base64(one)
 
     def parts(self, text: str) -> list[str]:
         """The text cut before and behind each mark of these images: text, mark, text and so on."""
@@ -167,7 +177,7 @@ class Images:
             file, number, count = found
             runs.append(TileRun(places[at], places[at + count - 1] + 1, file, number))
             at += count
-        self.asked = ImagesAsk([self._files[mark][0] for mark in self._layouts], runs) if runs else None
+        self.asked = ImagesAsk([self._files[mark] for mark in self._layouts], runs) if runs else None
 
     def write(self, template: Callable[[list[dict[str, Any]]], str], turns: list[dict[str, Any]]) -> str:
         """If the template does not write all images as parts, as some do not for some roles, it gets marks in texts."""
@@ -198,7 +208,7 @@ class Images:
     def _layout(self, mark: str) -> ImageLayout:
         if mark not in self._layouts:
             try:
-                self._layouts[mark] = self._sight.layout(self._account, mark, *self._files[mark])
+                self._layouts[mark] = self._sight.layout(self._account, mark, self._files[mark])
             except InvalidRequest as error:
                 raise self._refused(error.message) from None
         return self._layouts[mark]

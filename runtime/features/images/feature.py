@@ -27,10 +27,11 @@ class ImagesFeature(Feature):
         if (rules := load_rules(path)) is None:
             return
         from runtime.features.images.part import ImagesPart, States
-        from runtime.features.images.tower import Tower
+        from runtime.features.images.tower_process import open_tower
 
         config, executor = core.config.model, core.executor
-        tower = Tower(path, rules, executor.dtype, executor.device, config.random_weights)
+        threads = core.config.engine.threads
+        tower = open_tower(path, rules, executor.dtype, executor.device, config.random_weights, threads)
         yield ImagesPart(core, States(rules, tower))
 
     @staticmethod

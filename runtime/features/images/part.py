@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from runtime.features.images.ask import ImagesAsk, TileRun
 from runtime.features.images.decoding import PROCESSES, Order
 from runtime.features.images.rules import Rules
 from runtime.features.images.tower import Tower
+from runtime.features.images.tower_process import TowerProcess
 from runtime.protocol import Finish, TokenEvent
 from runtime.request import Request
 
@@ -37,7 +38,7 @@ class States:
         calls: number of tiles that the tower has computed.
     """
 
-    def __init__(self, rules: Rules, tower: Tower):
+    def __init__(self, rules: Rules, tower: Tower | TowerProcess):
         self._rules, self._tower = rules, tower
         self._kept: LRUCache[Key, torch.Tensor] = LRUCache(_MOST_BYTES, getsizeof=lambda states: states.nbytes)
         self._lock = threading.Lock()
@@ -47,13 +48,20 @@ class States:
         with self._lock:
             return self._kept.get(key)
 
-    def compute(self, file: bytes, tiles: Mapping[int, Key]) -> dict[Key, torch.Tensor]:
-        """The states float32 [rows, hidden] of some tiles of an image, by their indices. Raises InvalidRequest."""
+    def compute(
+        self, file: bytes, tiles: Mapping[int, Key], is_over: Callable[[], bool] = lambda: False
+    ) -> dict[Key, torch.Tensor]:
+        """The states float32 [rows, hidden] of some tiles of an image, by their indices.
+
+        Raises InvalidRequest, and CancelledError as soon as `is_over`, between two tiles.
+        """
         found = {key: states for key in tiles.values() if (states := self.get(key)) is not None}
         missing = {i: key for i, key in tiles.items() if key not in found}
         if missing:
             decoded = PROCESSES.decode(Order(self._rules, file, pixels=True))
             for i, key in missing.items():
+                if is_over():
+                    raise CancelledError
                 found[key] = self._tower.states(decoded.tiles[i], decoded.sizes[i])
                 self.calls += 1
                 with self._lock:
@@ -69,7 +77,12 @@ class States:
 
 
 class ImageRows:
-    """The rows of a request that are images; see `GivenRows`."""
+    """The rows of a request that are images; see `GivenRows`.
+
+    Attributes:
+        held: states by their tiles.
+        is_over: whether the request has ended.
+    """
 
     def __init__(self, request: Request, asked: ImagesAsk, states: States):
         self._asked, self._states = asked, states
@@ -79,6 +92,7 @@ class ImageRows:
         ]
         self._rows = np.frombuffer(tokens, np.int32) < 0
         self.held: dict[Key, torch.Tensor] = {}
+        self.is_over = False
 
     @property
     def stop(self) -> int:
@@ -101,7 +115,7 @@ class ImageRows:
         """The states of missing tiles."""
         found: dict[Key, torch.Tensor] = {}
         for file, tiles in missing.items():
-            found |= self._states.compute(self._asked.files[file], tiles)
+            found |= self._states.compute(self._asked.files[file], tiles, lambda: self.is_over)
         return found
 
     def load(self, first: int, stop: int) -> tuple[np.ndarray, torch.Tensor] | None:
@@ -168,6 +182,8 @@ class ImagesPart(Part):
     def ended(self, request: Request, finish: Finish) -> None:
         if (future := self._open.pop(request.rid, None)) is not None:
             future.cancel()
+        if isinstance(request.given, ImageRows):
+            request.given.is_over = True
 
     def flush(self) -> None:  # also called when a tenant is erased
         self._states.erase()

@@ -16,7 +16,9 @@ function takeExample(text, about) {
   $("prompt").focus();
 }
 const system = () => $("system").value.trim() ? [{ role: "system", content: $("system").value }] : [];
-const conversation = (text) => [...system(), ...messages.map(({ role, content, reasoning_content }) => ({ role, content, ...(reasoning_content && { reasoning_content }) })), ...(text ? [{ role: "user", content: text }] : [])];
+// A message with pictures has them before its text, as data URLs.
+const contentOf = (text, images) => images?.length ? [...images.map((url) => ({ type: "image_url", image_url: { url } })), ...(text ? [{ type: "text", text }] : [])] : text;
+const conversation = (text) => [...system(), ...messages.map(({ role, content, images, reasoning_content }) => ({ role, content: contentOf(content, images), ...(reasoning_content && { reasoning_content }) })), ...(text || pictures.length ? [{ role: "user", content: contentOf(text, pictures) }] : [])];
 function chatBody(text) {
   const body = { model: served?.served_model_name, messages: conversation(text), max_tokens: +$("tokens").value, temperature: +$("temperature").value };
   if (+$("topp").value !== 1) body.top_p = +$("topp").value;
@@ -32,6 +34,7 @@ function showChat() {
 }
 function showTurn(message) {
   const turn = make("div", null, { class: `turn ${message.role}` });
+  if (message.images?.length) { const row = make("div", null, { class: "row" }); row.append(...message.images.map(thumbnail)); turn.append(row); }
   turn.append(make("span", message.reasoning_content, { class: "thought" }), make("span", message.content, { class: "said" }));
   if (message.role === "assistant") turn.append(under(message));
   return turn;
@@ -55,15 +58,15 @@ function under(message) {
   if (playing && message === messages.at(-1)) return box;  // it is being written
   const row = make("div", null, { class: "row" });
   if (message.content) row.append(button("Copy", (event) => copy(message.content, event.currentTarget)));
-  if (message === messages.at(-1)) row.append(button("Take back", () => { const asked = messages.splice(-2)[0]; $("prompt").value = asked.content; keepDraft(); showChat(); }));
+  if (message === messages.at(-1)) row.append(button("Take back", () => { const asked = messages.splice(-2)[0]; $("prompt").value = asked.content; setPictures(asked.images || []); keepDraft(); showChat(); }));
   box.append(row);
   return box;
 }
 async function playChat(text, signal) {
   const body = served?.diffusion ? null : { ...chatBody(text), explain: true, return_token_ids: true, ...($("stream").checked && { stream_options: { include_usage: true } }) };
-  messages.push({ role: "user", content: text }, { role: "assistant", content: "" });
+  messages.push({ role: "user", content: text, ...(pictures.length && { images: pictures }) }, { role: "assistant", content: "" });
   const answer = messages.at(-1), began = performance.now();
-  $("prompt").value = ""; keepDraft(); showChat();
+  $("prompt").value = ""; setPictures([]); keepDraft(); showChat();
   const [thought, said] = $("turns").lastChild.children, meta = { prompt: 0, cached: 0, output: 0, seconds: 0 };
   const grow = ({ reasoning_content, content }) => {
     if (reasoning_content) thought.textContent = answer.reasoning_content = (answer.reasoning_content || "") + reasoning_content;
@@ -100,14 +103,14 @@ async function denoise(answer, said, signal, meta) {
   };
   if ($("stream").checked) { for await (const event of eventsOf(response)) await take(event); } else await take(await response.json());
 }
-$("newchat").addEventListener("click", () => { playing?.abort(); messages = []; $("canvas").hidden = true; showChat(); $("prompt").focus(); });
+$("newchat").addEventListener("click", () => { playing?.abort(); messages = []; setPictures([]); $("canvas").hidden = true; showChat(); $("prompt").focus(); });
 
 // -- the same request elsewhere
 function requestOf() {
   const text = $("prompt").value;
   if (form() === "chat") {  // without a draft, the request that was sent last
-    const body = chatBody(text || (messages.length ? "" : EXAMPLES[0]));
-    if (!text) body.messages = body.messages.slice(0, body.messages.findLastIndex((message) => message.role === "user") + 1);
+    const body = chatBody(text || (messages.length || pictures.length ? "" : EXAMPLES[0]));
+    if (!text && !pictures.length) body.messages = body.messages.slice(0, body.messages.findLastIndex((message) => message.role === "user") + 1);
     return ["/v1/chat/completions", body];
   }
   const { explain, ...body } = wanted(text);

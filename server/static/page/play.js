@@ -121,7 +121,7 @@ $("stop").addEventListener("click", () => playing?.abort());
 $("play").addEventListener("submit", async (event) => {
   event.preventDefault();
   const text = $("prompt").value, chat = form() === "chat";
-  if (playing || (chat && !text.trim())) return;
+  if (playing || (chat && !text.trim() && !pictures.length)) return;
   const mine = playing = new AbortController();
   $("send").disabled = true; $("stop").disabled = false; $("told").textContent = ""; $("why").textContent = ""; $("answer").replaceChildren(); $("canvas").hidden = true;
   try {

@@ -145,6 +145,24 @@ def test_agents_reads_the_longest_prefix_whatever_their_habit(bench, ramet, tmp_
     assert min(spent["tools reordered"], spent["keys reordered"], spent["thoughts stripped"]) > spent["none"]
 
 
+def test_agents_with_screenshots_compute_what_is_new(bench, tmp_path):
+    path = tmp_path / "a.jsonl"
+    sizes = ("--screenshots", 2, "--agents", 2, "--system-tokens", 12, "--step-tokens", 12)
+    assert bench("agents", "--small", *sizes, "--json", path)[0] == 0
+    (measured,) = lines_of(path)
+    figures = measured["figures"]
+    assert measured["cell"] == {"session": "screenshots", "habit": "none"}
+    assert [step["read"] > 200 for step in figures["steps"]] == [False, False, True, True]
+    assert figures["prompt"] > 6 * 13 * 16
+    assert figures["over_new"] <= 1.05
+
+
+def test_agents_with_screenshots_need_a_model_that_sees(bench, ramet):
+    code, out, err = bench("agents", "--url", ramet.url, "--screenshots", 1, "--agents", 1, "--system-tokens", 12)
+    assert code != 0
+    assert "does not see" in out + err
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

@@ -11,7 +11,7 @@ from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Submission
 from runtime.frontend.processor import Frontend
 from runtime.params import SamplingParams
-from runtime.protocol import AddRequest, Sampling, encode
+from runtime.protocol import AddRequest, ModelInfo, Sampling, encode
 from tests.runtime.frontend.test_limits import FewTokens
 from tests.runtime.frontend.test_request_ids import INFO
 
@@ -30,11 +30,13 @@ class Counting:
         return self._tokenizer.encode_each(texts)
 
 
-def opened(tokenizer, submissions: list[Submission], config: SchedulerConfig | None = None) -> list:
+def opened(
+    tokenizer, submissions: list[Submission], config: SchedulerConfig | None = None, info: ModelInfo = INFO
+) -> list:
     """The messages to the engine."""
     engine, sent = AsyncEngine(Config()), []
     engine.tokenizer = tokenizer
-    engine._frontend = Frontend(InputProcessor(INFO, tokenizer, config or SchedulerConfig()), sent.append)
+    engine._frontend = Frontend(InputProcessor(info, tokenizer, config or SchedulerConfig()), sent.append)
 
     async def main() -> None:
         await engine.open(submissions)

@@ -1,4 +1,4 @@
-"""The subjects: prefix caching, ReasonCache, prompt modules, fusion by each way of choosing rows, and diffusion."""
+"""The subjects: prefix caching, ReasonCache, prompt modules, fusion by each way of choosing rows, diffusion, images."""
 
 import random
 from collections.abc import Callable
@@ -26,6 +26,7 @@ from tests.runtime.features.chunks.repaired import repaired, without_gaps
 from tests.runtime.features.diffusion.bicache.models import save_tiny
 from tests.runtime.features.diffusion.bicache.reference import PlainModel, check_steps, llada
 from tests.runtime.features.diffusion.plain_blocks import SURE, PlainBlocks
+from tests.runtime.features.images.subject import Images
 from tests.runtime.reuse.contract.subject import NEW, Subject, World
 
 CLOSE = 2e-3  # of logits and their logarithms: float32, in another order
@@ -371,4 +372,5 @@ SUBJECTS: dict[str, type[Subject]] = {
     **{f"fusion-{method}": _fused(method) for method in ("a3", "prophetkv", "legolink", "full")},
     "bicache": BiCache,
     "blocks": Blocks,
+    "images": Images,
 }

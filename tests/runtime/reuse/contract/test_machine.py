@@ -128,7 +128,7 @@ def live(subjects: list[Subject], examples: int, **options) -> None:
 
 @pytest.mark.parametrize("name", [name for name, subject in SUBJECTS.items() if not subject.is_causal])
 def test_diffusion_lives(request, name):
-    live([SUBJECTS[name].make(request.getfixturevalue)], 5)
+    live([SUBJECTS[name].make(request.getfixturevalue)], 2 if name == "images" else 5)  # erasing ends a process
 
 
 @pytest.mark.parametrize(("backend", "examples"), [("torch", 6), ("native", 12), ("flashinfer", 2)])
