@@ -16,9 +16,18 @@ class _Names(NamedTuple):
 SEEING = {
     "Idefics3ForConditionalGeneration": _Names("model.text_model."),
     "SmolVLMForConditionalGeneration": _Names("model.text_model."),
+    "Gemma3ForConditionalGeneration": _Names("language_model.model.", "language_model.", tied=True),
     "Mistral3ForConditionalGeneration": _Names("language_model.model.", "language_model.", tied=True),
 }
-_FAMILIES = {"llama": "Llama", "mistral": "Mistral"}
+_FAMILIES = {"llama": "Llama", "mistral": "Mistral", "gemma3_text": "Gemma3"}
+# Published values of fields that the files of Gemma 3 leave out.
+_GEMMA3 = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+}
 
 
 def as_decoder(config: dict[str, Any], architecture: str) -> dict[str, Any]:
@@ -30,8 +39,9 @@ def as_decoder(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         raise Unsupported(f"the decoder of {architecture} is of type {kind!r}; supported are {', '.join(_FAMILIES)}")
     # These fields of the whole model count for its decoder, too.
     outer = {"tie_word_embeddings": config.get("tie_word_embeddings", SEEING[architecture].tied)}
-    outer |= {name: config[name] for name in ("quantization_config",) if name in config}
-    return {**text, **outer, "architectures": [f"{family}ForCausalLM"]}
+    outer |= {name: config[name] for name in ("quantization_config", "eos_token_id") if config.get(name) is not None}
+    defaults = _GEMMA3 if family == "Gemma3" else {}
+    return {**defaults, **text, **outer, "architectures": [f"{family}ForCausalLM"]}
 
 
 def stored_prefix(name: str, architecture: str) -> str:

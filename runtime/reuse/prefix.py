@@ -25,8 +25,23 @@ class PrefixLease(Lease):
         """The longest cached prefix, without the last token, whose logits the request needs."""
         if not self.cache.enabled:
             return Found(0, Match())
-        match = self.cache.tree.match(self.request.key(self._most()), self.request.namespace)
-        return Found(len(match.pages) * self.cache.page_size + match.partial_rows, match)
+        most = self._most()
+        while True:
+            match = self.cache.tree.match(self.request.key(most), self.request.namespace)
+            found = len(match.pages) * self.cache.page_size + match.partial_rows
+            most, _ = self.cut(found)
+            if most == found:
+                return Found(found, match)
+
+    def cut(self, place: int) -> tuple[int, int]:
+        """See `GivenRows.cut`."""
+        given = self.request.given
+        return (place, place) if given is None else given.cut(place)
+
+    def _whole(self, start: int, most: int) -> int:
+        """The number of rows behind `start` to compute if at most `most` fit: at least one, or all that see it."""
+        before, end = self.cut(start + most)
+        return (before if before > start else end) - start
 
     def reads(self) -> list[Run]:
         return [Run(self.request.tokens[: self._most()], self.request.namespace)]
@@ -47,6 +62,9 @@ class PrefixLease(Lease):
         page_size = self.cache.page_size
         start = len(found.match.pages) * page_size
         stop = start + page_size
+        before, end = self.cut(stop)
+        if before <= found.tokens:  # this page alone would not bring the match further
+            stop = -(-end // page_size) * page_size
         for other in (lease.request for lease in computing):
             if request.namespace != other.namespace or stop > min(len(request.tokens) - 1, len(other.tokens)):
                 continue
@@ -104,18 +122,20 @@ class PrefixLease(Lease):
         """The request's share of the next step. `limit`: most rows; unchunkable strategies may exceed it."""
         request = self.request
         start = request.sequence.num_computed
-        count = min(request.num_remaining, limit)
+        count = self._whole(start, min(request.num_remaining, limit))
         return Work(request, start, count, count)
 
     def shrink(self, work: Work) -> bool:
-        """Halve the rows of this step and leave the others to later steps; False if there is only one row."""
+        """Halve the rows of this step and leave the others to later steps; False if they must be computed together."""
         if work.count == 1:
             return False
         if work.draft:
             work.keep(1)
-        else:
-            work.count //= 2
-        work.num_rows = work.count
+            return True
+        count = self._whole(work.start, work.count // 2)
+        if count >= work.count:
+            return False
+        work.count = work.num_rows = count
         return True
 
     def rows(self, work: Work) -> list[RowSet]:
@@ -227,7 +247,8 @@ def _reads(request: Request, first: int, stop: int, page_size: int) -> list[Read
         else:
             reads = [_read(segment) for segment in segments if not _is_short(segment, page_size)]
             reads.append(_read_together(short, page_size))
-    visible = causal_visible(length, stop - first)
+    seen = None if request.given is None else request.given.seen(first, stop)
+    visible = causal_visible(length, stop - first) if seen is None else seen - np.int32(stop - length)
     reads.append(Read(np.frombuffer(pages, dtype=np.int32), length, visible=visible))
     return reads
 

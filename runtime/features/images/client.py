@@ -115,7 +115,8 @@ class Images:
             raise self._refused("an image is not valid base64") from None
 
     def at_tokens(self, text: str, given: Sequence[str]) -> str:
-        pieces, token = text.split(self._sight.rules.image), self._sight.rules.image
+        token = self._sight.rules.written
+        pieces = text.split(token)
         if len(pieces) != len(given) + 1:
             raise self._refused(f"the text has {token} {len(pieces) - 1} times for {len(given)} images")
         marks = [self.add_url(one) if _SCHEME.match(one) else self.add_base64(one) for one in given]
@@ -171,7 +172,7 @@ class Images:
 
     def write(self, template: Callable[[list[dict[str, Any]]], str], turns: list[dict[str, Any]]) -> str:
         """If the template does not write all images as parts, as some do not for some roles, it gets marks in texts."""
-        token, place = self._sight.rules.image, new_place()
+        token, place = self._sight.rules.written, new_place()
         marks = [mark for turn in turns for mark in self.parts(turn["content"])[1::2]]
         if not marks:
             return template(turns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -34,11 +35,12 @@ class States:
     """The states of tiles by their tokens, which are a digest of their pixels; those of a tenant are its own.
 
     Attributes:
+        rules: how the model sees.
         calls: number of tiles that the tower has computed.
     """
 
     def __init__(self, rules: Rules, tower: Tower):
-        self._rules, self._tower = rules, tower
+        self.rules, self._tower = rules, tower
         self._kept: LRUCache[Key, torch.Tensor] = LRUCache(_MOST_BYTES, getsizeof=lambda states: states.nbytes)
         self._lock = threading.Lock()
         self.calls = 0
@@ -52,7 +54,7 @@ class States:
         found = {key: states for key in tiles.values() if (states := self.get(key)) is not None}
         missing = {i: key for i, key in tiles.items() if key not in found}
         if missing:
-            decoded = PROCESSES.decode(Order(self._rules, file, pixels=True))
+            decoded = PROCESSES.decode(Order(self.rules, file, pixels=True))
             for i, key in missing.items():
                 found[key] = self._tower.states(decoded.tiles[i], decoded.sizes[i])
                 self.calls += 1
@@ -78,6 +80,7 @@ class ImageRows:
             (run, (owner, tokens[run.start : run.stop].tobytes())) for run in asked.runs
         ]
         self._rows = np.frombuffer(tokens, np.int32) < 0
+        self._mutual = [(run.start, run.stop) for run in asked.runs] if states.rules.mutual else []
         self.held: dict[Key, torch.Tensor] = {}
 
     @property
@@ -119,6 +122,19 @@ class ImageRows:
             rows.append(places[wanted] - first)
             states.append(self.held[key][torch.from_numpy(wanted)])
         return np.concatenate(rows), torch.cat(states)
+
+    def cut(self, place: int) -> tuple[int, int]:
+        i = bisect_left(self._mutual, (place,)) - 1
+        return self._mutual[i] if i >= 0 and place < self._mutual[i][1] else (place, place)
+
+    def seen(self, first: int, stop: int) -> np.ndarray | None:
+        within = [run for run in self._mutual if run[0] < stop and run[1] > first]
+        if not within:
+            return None
+        seen = np.arange(first + 1, stop + 1, dtype=np.int32)
+        for start, end in within:
+            seen[start - first : end - first] = end
+        return seen
 
 
 class ImagesPart(Part):

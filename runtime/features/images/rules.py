@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -17,6 +18,8 @@ from runtime.models.seeing import SEEING
 
 # Longest edge of an image after its first resizing, whatever the model's files say.
 _LONGEST = 4096
+# Most rows that see each other: a step computes them together, also in layers with a window (`runtime.kv.near`).
+MOST_MUTUAL = 256
 _FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True}
 
 
@@ -29,7 +32,10 @@ class Pixels(msgspec.Struct, frozen=True, tag=True):
         rescale, mean, std: a pixel's value is (byte x rescale - mean) / std, by channel.
         image: text of the token of a row.
         row: edge of the square of a tile that a row shows.
+        mutual: whether the rows of a tile see each other.
     """
+
+    mutual: ClassVar[bool] = False
 
     longest: int
     resample: int
@@ -38,6 +44,11 @@ class Pixels(msgspec.Struct, frozen=True, tag=True):
     std: tuple[float, ...]
     image: str
     row: int
+
+    @property
+    def written(self) -> str:
+        """The text that chat templates write for an image."""
+        return self.image
 
     def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
         """The sizes (width, height) to which an image is resized, one after the other."""
@@ -131,7 +142,25 @@ class LineRules(Pixels, frozen=True, tag=True):
         return self.line.join(lines) + self.end
 
 
-Rules = SquareRules | LineRules
+class WholeRules(Pixels, frozen=True, tag=True):
+    """The rules of Gemma 3: the image as a whole is a square tile, whose rows see each other."""
+
+    mutual: ClassVar[bool] = True
+    start: str = "<start_of_image>"
+    end: str = "<end_of_image>"
+
+    @property
+    def written(self) -> str:
+        return self.start
+
+    def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
+        return [(self.longest, self.longest)]
+
+    def text(self, width: int, height: int) -> str:
+        return f"\n\n{self.start}{self.image * self.rows(self.longest, self.longest)}{self.end}\n\n"
+
+
+Rules = SquareRules | LineRules | WholeRules
 
 
 def load_rules(directory: Path) -> Rules | None:
@@ -143,9 +172,7 @@ def load_rules(directory: Path) -> Rules | None:
     if wrong := [name for name, value in _FIXED.items() if found.get(name, value) is not value]:
         raise ModelError(f"the model's image processor has {wrong[0]} {found[wrong[0]]!r}, which is not supported")
     try:
-        if architecture == "Mistral3ForConditionalGeneration":
-            return _of_lines(config, found)
-        return _of_squares(config, found)
+        return _READERS.get(architecture, _of_squares)(config, found)
     except (KeyError, TypeError) as error:
         raise ModelError(f"the image processor of the model in {directory} cannot be read: {error!r}") from None
 
@@ -176,6 +203,31 @@ def _of_lines(config: dict[str, Any], found: dict[str, Any]) -> LineRules:
         image="[IMG]",
         row=patch * positive_size(config, "spatial_merge_size", 2),
     )
+
+
+def _of_wholes(config: dict[str, Any], found: dict[str, Any]) -> WholeRules:
+    edge, rows = found["size"]["height"], positive_size(config, "mm_tokens_per_image", 256)
+    if found.get("do_pan_and_scan"):
+        raise ModelError("the model's image processor has do_pan_and_scan, which is not supported")
+    if rows > MOST_MUTUAL or edge != found["size"]["width"] or edge % math.isqrt(rows):
+        raise ModelError(
+            f"the model has {rows} rows for an image of {found['size']}; supported are squares of at most {MOST_MUTUAL}"
+        )
+    return WholeRules(
+        longest=edge,
+        resample=found.get("resample", 2),
+        rescale=found.get("rescale_factor", 1 / 255),
+        mean=tuple(found.get("image_mean", (0.5, 0.5, 0.5))),
+        std=tuple(found.get("image_std", (0.5, 0.5, 0.5))),
+        image="<image_soft_token>",
+        row=edge // math.isqrt(rows),
+    )
+
+
+_READERS: dict[str, Callable[[dict[str, Any], dict[str, Any]], Rules]] = {
+    "Mistral3ForConditionalGeneration": _of_lines,
+    "Gemma3ForConditionalGeneration": _of_wholes,
+}
 
 
 def _up(length: int, unit: int) -> int:

@@ -37,6 +37,9 @@ class _Code(NamedTuple):
 _CODE = {
     "Idefics3ForConditionalGeneration": _Code("idefics3", "Idefics3VisionTransformer", "Idefics3Connector"),
     "SmolVLMForConditionalGeneration": _Code("smolvlm", "SmolVLMVisionTransformer", "SmolVLMConnector"),
+    "Gemma3ForConditionalGeneration": _Code(
+        "gemma3", "", "Gemma3MultiModalProjector", ("vision_tower.", "multi_modal_projector.")
+    ),
     "Mistral3ForConditionalGeneration": _Code(
         "mistral3", "", "Mistral3MultiModalProjector", ("vision_tower.", "multi_modal_projector."), sized=True
     ),
@@ -95,7 +98,8 @@ def _fill(module: nn.Module, prefix: str, directory: Path) -> None:
     for path in find_files(directory):
         with open_file(path) as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - no dict
-            found |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+            # Older files of Gemma 3 have one more name in between.
+            found |= {name.removeprefix(prefix).removeprefix("vision_model."): file.get_tensor(name) for name in names}
     try:
         module.load_state_dict(found)
     except RuntimeError as error:

@@ -9,6 +9,9 @@ from PIL import Image
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     LlamaConfig,
@@ -19,6 +22,7 @@ from transformers import (
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
@@ -29,6 +33,7 @@ ROWS = 16  # of a tile
 _TOKENS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
 _TOKENS += [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
 _TOKENS += ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+_TOKENS += ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
 TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
     "{% if message['content'] is string %}{{': ' + message['content']}}{% else %}"
@@ -43,6 +48,7 @@ KINDS = {
     "idefics3": (Idefics3Config, Idefics3ForConditionalGeneration),
     "smolvlm": (SmolVLMConfig, SmolVLMForConditionalGeneration),
     "mistral3": (Mistral3Config, Mistral3ForConditionalGeneration),
+    "gemma3": (Gemma3Config, Gemma3ForConditionalGeneration),
 }
 # Lines of an image of Mistral 3 have rows of 8 x 8 pixels.
 _LINES = {"size": {"longest_edge": 48}, "patch_size": {"height": 8, "width": 8}}
@@ -73,6 +79,12 @@ def save_seeing(directory: Path, tokenizer_from: Path, kind: str = "idefics3") -
         own = {"image_token_index": tokenizer.convert_tokens_to_ids("[IMG]"), "tie_word_embeddings": False}
         vision |= {"model_type": "pixtral", "image_size": 64, "patch_size": 4, "head_dim": 16}
         processor: Any = PixtralImageProcessorPil(**_LINES)
+    elif kind == "gemma3":
+        layers = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 12}
+        decoder = Gemma3TextConfig(**text, **layers, head_dim=16, query_pre_attn_scalar=24)
+        own = {"image_token_index": tokenizer.convert_tokens_to_ids("<image_soft_token>"), "mm_tokens_per_image": ROWS}
+        vision |= {"image_size": 32, "patch_size": 4, "vision_use_head": False}
+        processor = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
     else:
         decoder = LlamaConfig(**text)
         own = {"image_token_id": tokenizer.convert_tokens_to_ids("<image>"), "scale_factor": 2, "pad_token_id": 0}
@@ -81,6 +93,8 @@ def save_seeing(directory: Path, tokenizer_from: Path, kind: str = "idefics3") -
     config = config_of(text_config=decoder.to_dict(), vision_config=vision, **own)
     model = model_of(config)
     vary(model)
+    if kind == "gemma3":  # zeros at first
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.2)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     processor.save_pretrained(directory)
@@ -121,6 +135,23 @@ class LinesReference(Reference):
             rows = ["[IMG]" * (int(width) // 8)] * (int(height) // 8)
             text = text.replace("<image>", "[IMG_BREAK]".join(rows) + "[IMG_END]", 1)
         return {**self.tokenizer(text, add_special_tokens=False, return_tensors="pt"), **pixels}
+
+
+class WholeReference(LinesReference):
+    """transformers' Gemma 3 of a directory; see `LinesReference`."""
+
+    def __init__(self, directory: Path):
+        self.model = Gemma3ForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+        self.images = Gemma3ImageProcessorPil.from_pretrained(directory)
+
+    def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
+        one = f"\n\n<start_of_image>{'<image_soft_token>' * ROWS}<end_of_image>\n\n"
+        found = dict(self.tokenizer(text.replace("<image>", one), add_special_tokens=False, return_tensors="pt"))
+        found["token_type_ids"] = (found["input_ids"] == self.model.config.image_token_id).long()
+        if images:
+            found["pixel_values"] = self.images(images, return_tensors="pt")["pixel_values"]
+        return found
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:
