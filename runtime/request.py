@@ -39,6 +39,9 @@ class GivenRows(Protocol):
         If `place` cuts no such rows, it is both.
         """
 
+    def axes(self, first: int, stop: int) -> np.ndarray | None:
+        """`RowSet.axes` of the sequence's rows `first` to `stop` (exclusive)."""
+
     def seen(self, first: int, stop: int) -> np.ndarray | None:
         """The end of what each of the rows sees, int32 [stop - first]; None: its own row is the last that it sees."""
 

@@ -141,10 +141,10 @@ class PrefixLease(Lease):
     def rows(self, work: Work) -> list[RowSet]:
         """The rows of a piece of work, whose pages are allocated already."""
         request, first, stop = work.request, work.start, work.start + work.count
-        sequence, stages = request.sequence, self._stages(first, stop)
+        sequence, stages, axes = request.sequence, self._stages(first, stop), None
         tokens = np.array(self.tokens_of(work), dtype=np.int64)
         if request.given is not None:
-            stages[0].load = request.given.load(first, stop)
+            stages[0].load, axes = request.given.load(first, stop), request.given.axes(first, stop)
             tokens = np.maximum(tokens, 0)  # these rows' own tokens are not in the vocabulary
         return [
             RowSet(
@@ -152,6 +152,7 @@ class PrefixLease(Lease):
                 positions=sequence.positions(first, stop),
                 stages=stages,
                 logits=request.decoding.wanted(work),
+                axes=axes,
             )
         ]
 

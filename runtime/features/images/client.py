@@ -60,7 +60,8 @@ class ModelSight:
         found = PROCESSES.decode(Order(self.rules, data, media_type))
         of_tiles = zip(found.digests, found.sizes, strict=True)
         tiles = [tokens_of(digest, self.rules.rows(*size)) for digest, size in of_tiles]
-        layout = ImageLayout(self.rules.text(found.width, found.height), tiles)
+        widths = [width // self.rules.row for width, _ in found.sizes]
+        layout = ImageLayout(self.rules.text(found.width, found.height), tiles, widths)
         with self._lock:
             self._layouts[account, mark] = layout
         return layout
@@ -155,8 +156,9 @@ class Images:
 
     def place(self, tokens: list[int]) -> None:
         tiles: dict[int, list[tuple[int, int, array[int]]]] = defaultdict(list)
-        for i, mark in enumerate(self._layouts):
-            for j, tile in enumerate(self._layouts[mark].tiles):
+        layouts = [*self._layouts.values()]
+        for i, layout in enumerate(layouts):
+            for j, tile in enumerate(layout.tiles):
                 tiles[tile[0]].append((i, j, tile))
         runs, at = list[TileRun](), 0
         places = [i for i, token in enumerate(tokens) if token < 0]
@@ -166,7 +168,8 @@ class Images:
             if (found := next(fits, None)) is None:
                 raise RametError("a tile of an image is not whole")
             file, number, count = found
-            runs.append(TileRun(places[at], places[at + count - 1] + 1, file, number))
+            width = layouts[file].widths[number]
+            runs.append(TileRun(places[at], places[at + count - 1] + 1, file, number, width))
             at += count
         self.asked = ImagesAsk([self._files[mark][0] for mark in self._layouts], runs) if runs else None
 

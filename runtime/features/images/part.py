@@ -74,7 +74,7 @@ class ImageRows:
     """The rows of a request that are images; see `GivenRows`."""
 
     def __init__(self, request: Request, asked: ImagesAsk, states: States):
-        self._asked, self._states = asked, states
+        self._asked, self._states, self._sequence = asked, states, request.sequence
         owner, tokens = request.owner, request.tokens
         self._runs: list[tuple[TileRun, Key]] = [
             (run, (owner, tokens[run.start : run.stop].tobytes())) for run in asked.runs
@@ -82,6 +82,15 @@ class ImageRows:
         self._rows = np.frombuffer(tokens, np.int32) < 0
         self._mutual = [(run.start, run.stop) for run in asked.runs] if states.rules.mutual else []
         self.held: dict[Key, torch.Tensor] = {}
+        if states.rules.has_axes:
+            self._anchor()
+
+    def _anchor(self) -> None:
+        """Let the positions behind an image go on behind the longer edge of its grid."""
+        for run in self._asked.runs:
+            height = (run.stop - run.start) // run.width
+            behind = self._sequence.position(run.start) + max(height, run.width)
+            self._sequence.anchors.append((run.stop, behind))
 
     @property
     def stop(self) -> int:
@@ -122,6 +131,17 @@ class ImageRows:
             rows.append(places[wanted] - first)
             states.append(self.held[key][torch.from_numpy(wanted)])
         return np.concatenate(rows), torch.cat(states)
+
+    def axes(self, first: int, stop: int) -> np.ndarray | None:
+        within = [run for run in self._asked.runs if run.start < stop and run.stop > first]
+        if not within or not self._states.rules.has_axes:
+            return None
+        axes = self._sequence.positions(first, stop)[:, None].repeat(3, 1)
+        for run in within:
+            rows = np.arange(max(first, run.start), min(stop, run.stop))
+            grid = np.stack(np.divmod(rows - run.start, run.width), 1)
+            axes[rows - first] = self._sequence.position(run.start) + np.pad(grid, ((0, 0), (1, 0)))
+        return axes
 
     def cut(self, place: int) -> tuple[int, int]:
         i = bisect_left(self._mutual, (place,)) - 1
