@@ -1,7 +1,7 @@
 """Specifications of rotary embeddings, read from config.json."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from runtime.errors import ModelError
@@ -33,7 +33,7 @@ class RopeSpec:
     truncate: bool = True
     amplitude: float = 1.0
     rotated: int = 0
-    axes: tuple[int, ...] = ()
+    axes: tuple[int, ...] = field(default=(), repr=False)
 
 
 def read_rope(config: dict[str, Any], divided: int | None) -> RopeSpec:

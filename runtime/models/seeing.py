@@ -46,7 +46,9 @@ def as_decoder(config: dict[str, Any], architecture: str) -> dict[str, Any]:
     """The configuration of a model's decoder, or of a model that has no tower. Raises KeyError or Unsupported."""
     if architecture not in SEEING:
         return config
-    text = config if config.get("model_type") == "qwen2_5_vl" and "text_config" not in config else config["text_config"]
+    text: Any = (
+        config if config.get("model_type") == "qwen2_5_vl" and "text_config" not in config else config["text_config"]
+    )
     if (family := _FAMILIES.get(kind := text.get("model_type"))) is None:
         raise Unsupported(f"the decoder of {architecture} is of type {kind!r}; supported are {', '.join(_FAMILIES)}")
     # These fields of the whole model count for its decoder, too.

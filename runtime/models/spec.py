@@ -280,7 +280,7 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpe
         rope = replace(rope, axes=rope_axes(config, named, (rope.rotated or head_dim) // 2))
     experts, windows = expert_spec(config, architecture), _windows(config, family)
     recurrence = recurrence_spec(config, family)
-    others = [one for one in (experts, near_rope, windows, recurrence, latent) if one]
+    others = [one for one in (experts, near_rope, windows, recurrence, latent, rope.axes) if one]
     spec = LlamaSpec(
         architecture=named,
         model_type=config.get("model_type") or "",

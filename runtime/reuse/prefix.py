@@ -38,7 +38,7 @@ class PrefixLease(Lease):
         given = self.request.given
         return (place, place) if given is None else given.cut(place)
 
-    def _whole(self, start: int, most: int) -> int:
+    def _together(self, start: int, most: int) -> int:
         """The number of rows behind `start` to compute if at most `most` fit: at least one, or all that see it."""
         before, end = self.cut(start + most)
         return (before if before > start else end) - start
@@ -122,7 +122,7 @@ class PrefixLease(Lease):
         """The request's share of the next step. `limit`: most rows; unchunkable strategies may exceed it."""
         request = self.request
         start = request.sequence.num_computed
-        count = self._whole(start, min(request.num_remaining, limit))
+        count = self._together(start, min(request.num_remaining, limit))
         return Work(request, start, count, count)
 
     def shrink(self, work: Work) -> bool:
@@ -132,7 +132,7 @@ class PrefixLease(Lease):
         if work.draft:
             work.keep(1)
             return True
-        count = self._whole(work.start, work.count // 2)
+        count = self._together(work.start, work.count // 2)
         if count >= work.count:
             return False
         work.count = work.num_rows = count

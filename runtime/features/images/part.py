@@ -133,8 +133,10 @@ class ImageRows:
         return np.concatenate(rows), torch.cat(states)
 
     def axes(self, first: int, stop: int) -> np.ndarray | None:
+        if first >= self.stop or not self._states.rules.has_axes:
+            return None
         within = [run for run in self._asked.runs if run.start < stop and run.stop > first]
-        if not within or not self._states.rules.has_axes:
+        if not within:
             return None
         axes = self._sequence.positions(first, stop)[:, None].repeat(3, 1)
         for run in within:
@@ -148,9 +150,9 @@ class ImageRows:
         return self._mutual[i] if i >= 0 and place < self._mutual[i][1] else (place, place)
 
     def seen(self, first: int, stop: int) -> np.ndarray | None:
-        within = [run for run in self._mutual if run[0] < stop and run[1] > first]
-        if not within:
+        if first >= self.stop or not self._mutual:
             return None
+        within = [run for run in self._mutual if run[0] < stop and run[1] > first]
         seen = np.arange(first + 1, stop + 1, dtype=np.int32)
         for start, end in within:
             seen[start - first : end - first] = end
