@@ -269,7 +269,7 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpe
     diffusion = diffusion_spec(config, architecture)
     attended = diffusion.attended or 1 if diffusion else 1
     heads, hidden = positive_size(config, "num_attention_heads"), positive_size(config, "hidden_size")
-    latent = latent_spec(config, architecture)
+    latent, recurrence = latent_spec(config, architecture), recurrence_spec(config, family)
     head_dim = positive_size(config, "head_dim", hidden // heads) if latent is None else latent.row
     if is_gemma:
         rope, near_rope = read_gemma_ropes(config)
@@ -279,7 +279,6 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpe
         rope = rope if latent is None else replace(rope, rotated=latent.rotated)
         rope = replace(rope, axes=rope_axes(config, named, (rope.rotated or head_dim) // 2))
     experts, windows = expert_spec(config, architecture), _windows(config, family)
-    recurrence = recurrence_spec(config, family)
     others = [one for one in (experts, near_rope, windows, recurrence, latent, rope.axes) if one]
     spec = LlamaSpec(
         architecture=named,
