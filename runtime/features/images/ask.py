@@ -17,7 +17,7 @@ class TileRun(msgspec.Struct, array_like=True):
     stop: int
     file: int
     tile: int
-    width: int
+    width: int = 1
 
 
 class ImagesAsk(msgspec.Struct):
