@@ -38,8 +38,8 @@ ROWS = 16  # of a tile
 _TOKENS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
 _TOKENS += [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
 _TOKENS += ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
-_TOKENS += ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
-_TOKENS += ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
+_OF_GEMMA = ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
+_OF_QWEN = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", *_OF_GEMMA]
 TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
     "{% if message['content'] is string %}{{': ' + message['content']}}{% else %}"
@@ -82,7 +82,8 @@ def save_seeing(directory: Path, tokenizer_from: Path, kind: str = "idefics3") -
     """Write a random model: tiles of 32 x 32 pixels and 16 rows, at most 2 x 2 of them and the whole image."""
     torch.manual_seed(3)
     fast = FastTokenizer.from_file(str(tokenizer_from / "tokenizer.json"))
-    fast.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in _TOKENS])
+    own_tokens = {"gemma3": _OF_GEMMA, "qwen2_5_vl": _OF_QWEN, "qwen3_5": _OF_QWEN}.get(kind, [])
+    fast.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in _TOKENS + own_tokens])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<|im_end|>")
     text = {
         "hidden_size": 48,
@@ -155,7 +156,8 @@ class Reference:
     def greedy(self, text: str, images: list[Image.Image], new: int) -> list[int]:
         """The tokens of `new` steps, whatever they are."""
         inputs = self.inputs(text, images)
-        out = self.model.generate(**inputs, max_new_tokens=new, min_new_tokens=new, do_sample=False)
+        self.model.generation_config.eos_token_id = None
+        out = self.model.generate(**inputs, max_new_tokens=new, do_sample=False)
         return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
