@@ -161,6 +161,7 @@ class ForwardBatch:
         tokens: int64 [T], the flat rows of all requests; on the device if an earlier step chose them and the host has
             not read them.
         positions: int64 [T], position ids; they need not be contiguous.
+        axes: int64 [T, 3], positions in time, height and width, which rotate the rows; None: all three are `positions`.
         groups: in the order of their layers; layers in which no row is computed have no group.
         logits_rows: int64 [S], the flat rows whose logits are computed.
         adapters: rows with an adapter, in order; the rows of one adapter are adjacent.
@@ -175,6 +176,12 @@ class ForwardBatch:
     adapters: list[AdapterRows] = field(default_factory=list)
     canvases: list[CanvasRows] = field(default_factory=list)
     states: list[StateRows] = field(default_factory=list)
+    axes: torch.Tensor | None = None
+
+    @property
+    def turns(self) -> torch.Tensor:
+        """What rotates the rows: `axes`, or else `positions`."""
+        return self.positions if self.axes is None else self.axes
 
 
 @dataclass(slots=True)
@@ -223,6 +230,7 @@ class RowSet:
 
     Attributes:
         tokens, positions: int64 [n].
+        axes: int64 [n, 3], see `ForwardBatch`.
         stages: what the rows do in each range of layers; together the stages cover all layers, in order.
         logits: int64, the rows whose logits are wanted, ascending.
         adapter: digest of the adapter that computes the rows; empty: none.
@@ -237,6 +245,7 @@ class RowSet:
     adapter: str = ""
     canvas: CanvasRows | None = None
     state: StateRows | None = None
+    axes: np.ndarray | None = None
 
     @property
     def row_layers(self) -> int:

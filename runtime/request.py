@@ -24,10 +24,25 @@ from runtime.sampler_state import SampledTokens, SamplerState, StepResult
 
 
 class GivenRows(Protocol):
-    """States with which rows of a request enter the first layer in place of embeddings, as those of images do."""
+    """States with which rows of a request enter the first layer in place of embeddings, as those of images do.
+
+    Some of these rows may see each other. Their KV is right only where one step has computed all of them.
+    """
 
     def load(self, first: int, stop: int) -> tuple[np.ndarray, torch.Tensor] | None:
         """`Stage.load` of the sequence's rows `first` to `stop` (exclusive), counted from `first`."""
+
+    def cut(self, place: int) -> tuple[int, int]:
+        """First row and end of the rows that see each other, and of which some are before `place` and some are not.
+
+        If `place` cuts no such rows, it is both.
+        """
+
+    def axes(self, first: int, stop: int) -> np.ndarray | None:
+        """`RowSet.axes` of the sequence's rows `first` to `stop` (exclusive)."""
+
+    def seen(self, first: int, stop: int) -> np.ndarray | None:
+        """The end of what each of the rows sees, int32 [stop - first]; None: its own row is the last that it sees."""
 
 
 class Status(Enum):

@@ -132,7 +132,7 @@ class LlamaModel:
         hidden = F.embedding(self._upload(batch.tokens), self.embedding)
         if self.spec.gemma:
             hidden *= self.embedding_scale
-        positions, logits_rows = self._upload(batch.positions), self._upload(batch.logits_rows)
+        positions, logits_rows = self._upload(batch.turns), self._upload(batch.logits_rows)
         for group, plan in zip(batch.groups, prepared, strict=True):
             for given in group.load:
                 hidden[self._upload(given.rows)] = given.states.to(hidden.device, hidden.dtype)
@@ -183,7 +183,7 @@ class LlamaModel:
         Args:
             layers: consecutive layers with the same rotary embedding.
             x: [T', hidden], the states before these layers; may be overwritten.
-            positions: int64 [T'].
+            positions: int64 [T'], or [T', 3] as `ForwardBatch.axes`.
             attend: attention of the layer group.
             adapted: the rows with an adapter.
             states: the rows of each sequence, for recurrent layers.

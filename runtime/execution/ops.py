@@ -65,7 +65,7 @@ class Ops:
         return F.gelu(gate, approximate="tanh").mul_(up)
 
     def angles(self, rope: RotaryEmbedding, positions: torch.Tensor) -> Any:
-        """The argument `angles` of `rotate_qk` for int64 positions [rows]."""
+        """The argument `angles` of `rotate_qk` for int64 positions [rows] or [rows, 3]."""
         return rope.cos_sin(positions)
 
     def rotate_qk(self, qk: torch.Tensor, num_heads: int, angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,7 +113,12 @@ class FlashInferOps(Ops):
         return self._flashinfer.silu_and_mul(gate_up) if gate_up.numel() else gate_up
 
     def angles(self, rope: RotaryEmbedding, positions: torch.Tensor) -> Any:
-        """The positions, and a table of cos and sin for every position, float32 [context, head_dim]."""
+        """The positions, and a table of cos and sin for every position, float32 [context, head_dim].
+
+        For positions in three axes, cos and sin of each row, as in torch.
+        """
+        if positions.ndim == 2:
+            return super().angles(rope, positions)
         if self._cos_sin is None:
             every = torch.arange(self.context_length, device=positions.device)
             self._cos_sin = torch.cat(rope.cos_sin(every), dim=-1)
@@ -122,6 +127,8 @@ class FlashInferOps(Ops):
     def rotate_qk(self, qk: torch.Tensor, num_heads: int, angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Ops.rotate_qk`; in place."""
         positions, cos_sin = angles
+        if positions.is_floating_point():
+            return super().rotate_qk(qk, num_heads, angles)
         q, k = qk[:, :num_heads], qk[:, num_heads:]
         self._flashinfer.apply_rope_with_cos_sin_cache_inplace(positions, q, k, qk.shape[-1], cos_sin)
         return q, k

@@ -53,6 +53,11 @@ def convert_gguf(path: Path, work: Path, linked: bool = False, rounded: bool = F
 def write_config(path: Path, metadata: dict[str, Any], tensors: list[Any], work: Path) -> dict[str, Any]:
     """Write the `config.json` of a GGUF file, and return it. Raises ModelError."""
     architecture = metadata.get("general.architecture")
+    if architecture == "clip":
+        raise ModelError(
+            f"{path.name} is a projector (mmproj) and no model; images are served with safetensors alone, and the "
+            "model's own GGUF file without images"
+        )
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise ModelError(f"{path.name}: architecture {architecture!r}; supported in GGUF are {supported}")

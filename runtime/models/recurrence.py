@@ -11,7 +11,6 @@ from runtime.models.config_json import positive_size
 HYBRIDS = {
     "Lfm2ForCausalLM": "Lfm2",
     "Qwen3_5ForCausalLM": "Qwen3_5",
-    "Qwen3_5ForConditionalGeneration": "Qwen3_5",
     "Qwen3NextForCausalLM": "Qwen3Next",
 }
 _LFM2_PARTS = {

@@ -13,6 +13,7 @@ class RotaryEmbedding:
 
     Attributes:
         inv_freq: float32 [head_dim / 2], radians per position; 0 for pairs of dimensions that are not rotated.
+        axes: int64 [head_dim / 2], which of a row's positions each pair of dimensions takes.
         amplitude: factor on cos and sin of rotated pairs (yarn's attention scaling; else 1).
     """
 
@@ -29,10 +30,12 @@ class RotaryEmbedding:
         rest = (0, (head_dim - turned) // 2)
         self._amplitudes = F.pad(torch.full_like(inv_freq, self.amplitude), rest, value=1.0).to(device)
         self.inv_freq = F.pad(inv_freq, rest).to(device)
+        self.axes = F.pad(torch.tensor(rope.axes or (0,) * len(inv_freq)), rest).to(device)
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, float32 [T, head_dim / 2], of int64 positions [T]."""
-        angles = positions.float()[:, None] * self.inv_freq
+        """cos and sin, float32 [T, head_dim / 2], of int64 positions [T], or [T, 3] with one for each axis."""
+        each = positions[:, None] if positions.ndim == 1 else positions[:, self.axes]
+        angles = each.float() * self.inv_freq
         return angles.cos() * self._amplitudes, angles.sin() * self._amplitudes
 
     def shift(self, shifts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Specifications of rotary embeddings, read from config.json."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from runtime.errors import ModelError
@@ -17,6 +17,8 @@ class RopeSpec:
     Attributes:
         original_context: context length before scaling (llama3, yarn).
         amplitude: factor on cos and sin (yarn).
+        axes: for each rotated pair of dimensions, which of a row's positions rotates it: that in time (0), height (1)
+            or width (2); empty: a row has one position.
         rotated: number of leading dimensions of a head that are rotated; 0: all.
     """
 
@@ -31,6 +33,7 @@ class RopeSpec:
     truncate: bool = True
     amplitude: float = 1.0
     rotated: int = 0
+    axes: tuple[int, ...] = field(default=(), repr=False)
 
 
 def read_rope(config: dict[str, Any], divided: int | None) -> RopeSpec:
@@ -45,6 +48,8 @@ def read_rope(config: dict[str, Any], divided: int | None) -> RopeSpec:
         )
     theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "mrope":  # says no more than `mrope_section`
+        kind = "default"
     if kind not in ROPE_KINDS:
         raise Unsupported(f"the model's rope scaling is {kind!r}; supported are {', '.join(ROPE_KINDS)}")
     partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from runtime.errors import ModelError
 from runtime.models.config_json import Unsupported
 
 
@@ -16,22 +17,59 @@ class _Names(NamedTuple):
 SEEING = {
     "Idefics3ForConditionalGeneration": _Names("model.text_model."),
     "SmolVLMForConditionalGeneration": _Names("model.text_model."),
+    "Gemma3ForConditionalGeneration": _Names("language_model.model.", "language_model.", tied=True),
     "Mistral3ForConditionalGeneration": _Names("language_model.model.", "language_model.", tied=True),
+    "Qwen2_5_VLForConditionalGeneration": _Names("model."),
+    "Qwen3_5ForConditionalGeneration": _Names("model.language_model."),
 }
-_FAMILIES = {"llama": "Llama", "mistral": "Mistral"}
+_FAMILIES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "gemma3_text": "Gemma3",
+    "qwen2_5_vl": "Qwen2",  # older files, which have the fields of the decoder beside those of the tower
+    "qwen2_5_vl_text": "Qwen2",
+    "qwen3_5_text": "Qwen3_5",
+}
+# Published numbers of pairs of dimensions that positions in time, height and width rotate.
+_SECTIONS = {"Qwen2_5_VLForConditionalGeneration": (16, 24, 24), "Qwen3_5ForConditionalGeneration": (11, 11, 10)}
+# Published values of fields that the files of Gemma 3 leave out.
+_GEMMA3 = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+}
 
 
 def as_decoder(config: dict[str, Any], architecture: str) -> dict[str, Any]:
     """The configuration of a model's decoder, or of a model that has no tower. Raises KeyError or Unsupported."""
     if architecture not in SEEING:
         return config
-    text = config["text_config"]
+    text: Any = (
+        config if config.get("model_type") == "qwen2_5_vl" and "text_config" not in config else config["text_config"]
+    )
     if (family := _FAMILIES.get(kind := text.get("model_type"))) is None:
         raise Unsupported(f"the decoder of {architecture} is of type {kind!r}; supported are {', '.join(_FAMILIES)}")
     # These fields of the whole model count for its decoder, too.
     outer = {"tie_word_embeddings": config.get("tie_word_embeddings", SEEING[architecture].tied)}
-    outer |= {name: config[name] for name in ("quantization_config",) if name in config}
-    return {**text, **outer, "architectures": [f"{family}ForCausalLM"]}
+    outer |= {name: config[name] for name in ("quantization_config", "eos_token_id") if config.get(name) is not None}
+    defaults = _GEMMA3 if family == "Gemma3" else {}
+    return {**defaults, **text, **outer, "architectures": [f"{family}ForCausalLM"]}
+
+
+def rope_axes(config: dict[str, Any], architecture: str, pairs: int) -> tuple[int, ...]:
+    """`RopeSpec.axes` of a decoder's configuration; `pairs`: of dimensions that are rotated. Raises ModelError."""
+    if (published := _SECTIONS.get(architecture)) is None:
+        return ()
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    sections = scaling.get("mrope_section", published)
+    if len(sections) != 3 or sum(sections) != pairs:
+        raise ModelError(f"config.json has mrope_section {sections}; it must be three numbers with the sum {pairs}")
+    if architecture == "Qwen2_5_VLForConditionalGeneration":
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    # Pairs take turns, as long as their axis has any left; what is left at the end is of time.
+    return tuple(i % 3 if i // 3 < sections[i % 3] else 0 for i in range(pairs))
 
 
 def stored_prefix(name: str, architecture: str) -> str:

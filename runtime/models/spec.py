@@ -37,7 +37,7 @@ from runtime.models.recurrence import (
     state_shapes,
 )
 from runtime.models.rope_spec import RopeSpec, read_gemma_ropes, read_rope
-from runtime.models.seeing import SEEING, as_decoder, stored_prefix
+from runtime.models.seeing import SEEING, as_decoder, rope_axes, stored_prefix
 
 _CAUSAL = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3", "GptOss")
 SUPPORTED = (*(f"{family}ForCausalLM" for family in _CAUSAL), *LATENT, *HYBRIDS, *FAMILIES, *SEEING)
@@ -240,8 +240,6 @@ class LlamaSpec(ModelSpec):
             return lfm2_name(name)
         if self.architecture in SEEING:
             return stored_prefix(name, self.architecture)
-        if self.architecture == "Qwen3_5ForConditionalGeneration":
-            return name.replace("model.", "model.language_model.", 1)
         if self.architecture == "Qwen3NextForCausalLM":
             return name.replace("shared_experts.", "shared_expert.")
         if self.architecture == "DeepseekV3ForCausalLM":
@@ -271,7 +269,7 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpe
     diffusion = diffusion_spec(config, architecture)
     attended = diffusion.attended or 1 if diffusion else 1
     heads, hidden = positive_size(config, "num_attention_heads"), positive_size(config, "hidden_size")
-    latent = latent_spec(config, architecture)
+    latent, recurrence = latent_spec(config, architecture), recurrence_spec(config, family)
     head_dim = positive_size(config, "head_dim", hidden // heads) if latent is None else latent.row
     if is_gemma:
         rope, near_rope = read_gemma_ropes(config)
@@ -279,9 +277,9 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpe
     else:
         rope, near_rope = read_rope(config, head_dim if is_llada2 or family in _QWEN_HYBRIDS else None), None
         rope = rope if latent is None else replace(rope, rotated=latent.rotated)
+        rope = replace(rope, axes=rope_axes(config, named, (rope.rotated or head_dim) // 2))
     experts, windows = expert_spec(config, architecture), _windows(config, family)
-    recurrence = recurrence_spec(config, family)
-    others = [one for one in (experts, near_rope, windows, recurrence, latent) if one]
+    others = [one for one in (experts, near_rope, windows, recurrence, latent, rope.axes) if one]
     spec = LlamaSpec(
         architecture=named,
         model_type=config.get("model_type") or "",
@@ -336,6 +334,10 @@ def _translated(config: dict[str, Any], architecture: str) -> tuple[dict[str, An
 
 
 def _check_shape(spec: LlamaSpec) -> None:
+    if spec.windows and spec.rope.axes:
+        raise ModelError(
+            "the model has a sliding window; supported are models with positions in three axes without one"
+        )
     if spec.windows and spec.diffusion is not None:
         raise ModelError("the model has a sliding window; supported are diffusion models without one")
     if spec.gated and spec.qkv_bias:

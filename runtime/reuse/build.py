@@ -102,9 +102,15 @@ def build(
             for one, start in ordered
             if one.canvas is not None
         ],
+        axes=_axes(ordered) if any(one.axes is not None for one in sets) else None,
         states=[_state_rows(one.state, start) for one, start in ordered if one.state is not None],
     )
     return Plan(batch, logits, saved)
+
+
+def _axes(ordered: Sequence[tuple[RowSet, int]]) -> torch.Tensor:
+    every = (one.positions[:, None].repeat(3, 1) if one.axes is None else one.axes for one, _ in ordered)
+    return torch.from_numpy(np.concatenate([*every]))
 
 
 def _adapters(ordered: Sequence[tuple[RowSet, int]]) -> list[AdapterRows]:

@@ -25,8 +25,23 @@ class PrefixLease(Lease):
         """The longest cached prefix, without the last token, whose logits the request needs."""
         if not self.cache.enabled:
             return Found(0, Match())
-        match = self.cache.tree.match(self.request.key(self._most()), self.request.namespace)
-        return Found(len(match.pages) * self.cache.page_size + match.partial_rows, match)
+        most = self._most()
+        while True:
+            match = self.cache.tree.match(self.request.key(most), self.request.namespace)
+            found = len(match.pages) * self.cache.page_size + match.partial_rows
+            most, _ = self.cut(found)
+            if most == found:
+                return Found(found, match)
+
+    def cut(self, place: int) -> tuple[int, int]:
+        """See `GivenRows.cut`."""
+        given = self.request.given
+        return (place, place) if given is None else given.cut(place)
+
+    def _together(self, start: int, most: int) -> int:
+        """The number of rows behind `start` to compute if at most `most` fit: at least one, or all that see it."""
+        before, end = self.cut(start + most)
+        return (before if before > start else end) - start
 
     def reads(self) -> list[Run]:
         return [Run(self.request.tokens[: self._most()], self.request.namespace)]
@@ -47,6 +62,9 @@ class PrefixLease(Lease):
         page_size = self.cache.page_size
         start = len(found.match.pages) * page_size
         stop = start + page_size
+        before, end = self.cut(stop)
+        if before <= found.tokens:  # this page alone would not bring the match further
+            stop = -(-end // page_size) * page_size
         for other in (lease.request for lease in computing):
             if request.namespace != other.namespace or stop > min(len(request.tokens) - 1, len(other.tokens)):
                 continue
@@ -104,27 +122,29 @@ class PrefixLease(Lease):
         """The request's share of the next step. `limit`: most rows; unchunkable strategies may exceed it."""
         request = self.request
         start = request.sequence.num_computed
-        count = min(request.num_remaining, limit)
+        count = self._together(start, min(request.num_remaining, limit))
         return Work(request, start, count, count)
 
     def shrink(self, work: Work) -> bool:
-        """Halve the rows of this step and leave the others to later steps; False if there is only one row."""
+        """Halve the rows of this step and leave the others to later steps; False if they must be computed together."""
         if work.count == 1:
             return False
         if work.draft:
             work.keep(1)
-        else:
-            work.count //= 2
-        work.num_rows = work.count
+            return True
+        count = self._together(work.start, work.count // 2)
+        if count >= work.count:
+            return False
+        work.count = work.num_rows = count
         return True
 
     def rows(self, work: Work) -> list[RowSet]:
         """The rows of a piece of work, whose pages are allocated already."""
         request, first, stop = work.request, work.start, work.start + work.count
-        sequence, stages = request.sequence, self._stages(first, stop)
+        sequence, stages, axes = request.sequence, self._stages(first, stop), None
         tokens = np.array(self.tokens_of(work), dtype=np.int64)
         if request.given is not None:
-            stages[0].load = request.given.load(first, stop)
+            stages[0].load, axes = request.given.load(first, stop), request.given.axes(first, stop)
             tokens = np.maximum(tokens, 0)  # these rows' own tokens are not in the vocabulary
         return [
             RowSet(
@@ -132,6 +152,7 @@ class PrefixLease(Lease):
                 positions=sequence.positions(first, stop),
                 stages=stages,
                 logits=request.decoding.wanted(work),
+                axes=axes,
             )
         ]
 
@@ -227,7 +248,8 @@ def _reads(request: Request, first: int, stop: int, page_size: int) -> list[Read
         else:
             reads = [_read(segment) for segment in segments if not _is_short(segment, page_size)]
             reads.append(_read_together(short, page_size))
-    visible = causal_visible(length, stop - first)
+    seen = None if request.given is None else request.given.seen(first, stop)
+    visible = causal_visible(length, stop - first) if seen is None else seen - np.int32(stop - length)
     reads.append(Read(np.frombuffer(pages, dtype=np.int32), length, visible=visible))
     return reads
 

@@ -210,7 +210,7 @@ class NativeDecoder:
 
         groups = (c.GroupStruct * len(batch.groups))()
         for to, group in zip(groups, batch.groups, strict=True):
-            positions = batch.positions if group.rows is None else batch.positions[group.rows]
+            positions = batch.turns if group.rows is None else batch.turns[group.rows]
             cosine, sine = self._turns(positions, group.layers.start)
             plan = self._native_plan(group.attention)
             kept.append(plan)
@@ -259,6 +259,9 @@ class NativeDecoder:
             every = rope.cos_sin(torch.arange(1 << int(index.max()).bit_length()))
             self._angles[rope] = every[0].numpy(), every[1].numpy()
         cosines, sines = self._angles[rope]
+        if index.ndim == 2:
+            at = np.ascontiguousarray(index[:, rope.axes.numpy()]), np.arange(len(rope.axes))
+            return np.ascontiguousarray(cosines[at]), np.ascontiguousarray(sines[at])
         return cosines[index], sines[index]
 
     def _native_plan(self, plan: AttentionPlan) -> NativePlan:

@@ -10,12 +10,14 @@ class TileRun(msgspec.Struct, array_like=True):
         start, stop: range of tokens.
         file: index of the image in `ImagesAsk.files`.
         tile: index of the tile in its image.
+        width: number of rows that show a line of the tile.
     """
 
     start: int
     stop: int
     file: int
     tile: int
+    width: int = 1
 
 
 class ImagesAsk(msgspec.Struct):

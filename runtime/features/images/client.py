@@ -62,7 +62,8 @@ class ModelSight:
         found = PROCESSES.decode(Order(self.rules, data))
         of_tiles = zip(found.digests, found.sizes, strict=True)
         tiles = [tokens_of(digest, self.rules.rows(*size)) for digest, size in of_tiles]
-        layout = ImageLayout(self.rules.text(found.width, found.height), tiles)
+        widths = [width // self.rules.row for width, _ in found.sizes]
+        layout = ImageLayout(self.rules.text(found.width, found.height), tiles, widths)
         with self._lock:
             self._layouts[account, mark] = layout
         return layout
@@ -121,7 +122,8 @@ class Images:
             raise self._refused("an image is not valid base64") from None
 
     def at_tokens(self, text: str, given: Sequence[str | bytes]) -> str:
-        pieces, token = text.split(self._sight.rules.image), self._sight.rules.image
+        token = self._sight.rules.written
+        pieces = text.split(token)
         if len(pieces) != len(given) + 1:
             raise self._refused(f"the text has {token} {len(pieces) - 1} times for {len(given)} images")
         return _interleaved(pieces, [self._add_any(one) for one in given])
@@ -164,8 +166,9 @@ class Images:
 
     def place(self, tokens: list[int]) -> None:
         tiles: dict[int, list[tuple[int, int, array[int]]]] = defaultdict(list)
-        for i, mark in enumerate(self._layouts):
-            for j, tile in enumerate(self._layouts[mark].tiles):
+        layouts = [*self._layouts.values()]
+        for i, layout in enumerate(layouts):
+            for j, tile in enumerate(layout.tiles):
                 tiles[tile[0]].append((i, j, tile))
         runs, at = list[TileRun](), 0
         places = [i for i, token in enumerate(tokens) if token < 0]
@@ -175,13 +178,14 @@ class Images:
             if (found := next(fits, None)) is None:
                 raise RametError("a tile of an image is not whole")
             file, number, count = found
-            runs.append(TileRun(places[at], places[at + count - 1] + 1, file, number))
+            width = layouts[file].widths[number]
+            runs.append(TileRun(places[at], places[at + count - 1] + 1, file, number, width))
             at += count
         self.asked = ImagesAsk([self._files[mark] for mark in self._layouts], runs) if runs else None
 
     def write(self, template: Callable[[list[dict[str, Any]]], str], turns: list[dict[str, Any]]) -> str:
         """If the template does not write all images as parts, as some do not for some roles, it gets marks in texts."""
-        token, place = self._sight.rules.image, new_place()
+        token, place = self._sight.rules.written, new_place()
         marks = [mark for turn in turns for mark in self.parts(turn["content"])[1::2]]
         if not marks:
             return template(turns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -35,11 +36,12 @@ class States:
     """The states of tiles by their tokens, which are a digest of their pixels; those of a tenant are its own.
 
     Attributes:
+        rules: how the model sees.
         calls: number of tiles that the tower has computed.
     """
 
     def __init__(self, rules: Rules, tower: Tower | TowerProcess):
-        self._rules, self._tower = rules, tower
+        self.rules, self._tower = rules, tower
         self._kept: LRUCache[Key, torch.Tensor] = LRUCache(_MOST_BYTES, getsizeof=lambda states: states.nbytes)
         self._lock = threading.Lock()
         self.calls = 0
@@ -58,7 +60,7 @@ class States:
         found = {key: states for key in tiles.values() if (states := self.get(key)) is not None}
         missing = {i: key for i, key in tiles.items() if key not in found}
         if missing:
-            decoded = PROCESSES.decode(Order(self._rules, file, pixels=True))
+            decoded = PROCESSES.decode(Order(self.rules, file, pixels=True))
             for i, key in missing.items():
                 if is_over():
                     raise CancelledError
@@ -85,14 +87,24 @@ class ImageRows:
     """
 
     def __init__(self, request: Request, asked: ImagesAsk, states: States):
-        self._asked, self._states = asked, states
+        self._asked, self._states, self._sequence = asked, states, request.sequence
         owner, tokens = request.owner, request.tokens
         self._runs: list[tuple[TileRun, Key]] = [
             (run, (owner, tokens[run.start : run.stop].tobytes())) for run in asked.runs
         ]
         self._rows = np.frombuffer(tokens, np.int32) < 0
+        self._mutual = [(run.start, run.stop) for run in asked.runs] if states.rules.mutual else []
         self.held: dict[Key, torch.Tensor] = {}
         self.is_over = False
+        if states.rules.has_axes:
+            self._anchor()
+
+    def _anchor(self) -> None:
+        """Let the positions behind an image go on behind the longer edge of its grid."""
+        for run in self._asked.runs:
+            height = (run.stop - run.start) // run.width
+            behind = self._sequence.position(run.start) + max(height, run.width)
+            self._sequence.anchors.append((run.stop, behind))
 
     @property
     def stop(self) -> int:
@@ -133,6 +145,32 @@ class ImageRows:
             rows.append(places[wanted] - first)
             states.append(self.held[key][torch.from_numpy(wanted)])
         return np.concatenate(rows), torch.cat(states)
+
+    def axes(self, first: int, stop: int) -> np.ndarray | None:
+        if first >= self.stop or not self._states.rules.has_axes:
+            return None
+        within = [run for run in self._asked.runs if run.start < stop and run.stop > first]
+        if not within:
+            return None
+        axes = self._sequence.positions(first, stop)[:, None].repeat(3, 1)
+        for run in within:
+            rows = np.arange(max(first, run.start), min(stop, run.stop))
+            grid = np.stack(np.divmod(rows - run.start, run.width), 1)
+            axes[rows - first] = self._sequence.position(run.start) + np.pad(grid, ((0, 0), (1, 0)))
+        return axes
+
+    def cut(self, place: int) -> tuple[int, int]:
+        i = bisect_left(self._mutual, (place,)) - 1
+        return self._mutual[i] if i >= 0 and place < self._mutual[i][1] else (place, place)
+
+    def seen(self, first: int, stop: int) -> np.ndarray | None:
+        if first >= self.stop or not self._mutual:
+            return None
+        within = [run for run in self._mutual if run[0] < stop and run[1] > first]
+        seen = np.arange(first + 1, stop + 1, dtype=np.int32)
+        for start, end in within:
+            seen[start - first : end - first] = end
+        return seen
 
 
 class ImagesPart(Part):

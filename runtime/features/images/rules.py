@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -17,6 +18,9 @@ from runtime.models.seeing import SEEING
 
 # Longest edge of an image after its first resizing, whatever the model's files say.
 _LONGEST = 4096
+# Most rows that see each other: a step computes them together, also in layers with a window (`runtime.kv.near`).
+MOST_MUTUAL = 256
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True}
 
 
@@ -29,7 +33,12 @@ class Pixels(msgspec.Struct, frozen=True, tag=True):
         rescale, mean, std: a pixel's value is (byte x rescale - mean) / std, by channel.
         image: text of the token of a row.
         row: edge of the square of a tile that a row shows.
+        mutual: whether the rows of a tile see each other.
+        has_axes: whether the positions of rows have three axes.
     """
+
+    mutual: ClassVar[bool] = False
+    has_axes: ClassVar[bool] = False
 
     longest: int
     resample: int
@@ -38,6 +47,11 @@ class Pixels(msgspec.Struct, frozen=True, tag=True):
     std: tuple[float, ...]
     image: str
     row: int
+
+    @property
+    def written(self) -> str:
+        """The text that chat templates write for an image."""
+        return self.image
 
     def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
         """The sizes (width, height) to which an image is resized, one after the other."""
@@ -131,7 +145,52 @@ class LineRules(Pixels, frozen=True, tag=True):
         return self.line.join(lines) + self.end
 
 
-Rules = SquareRules | LineRules
+class WholeRules(Pixels, frozen=True, tag=True):
+    """The rules of Gemma 3: the image as a whole is a square tile, whose rows see each other."""
+
+    mutual: ClassVar[bool] = True
+    start: str = "<start_of_image>"
+    end: str = "<end_of_image>"
+
+    @property
+    def written(self) -> str:
+        return self.start
+
+    def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
+        return [(self.longest, self.longest)]
+
+    def text(self, width: int, height: int) -> str:
+        return f"\n\n{self.start}{self.image * self.rows(self.longest, self.longest)}{self.end}\n\n"
+
+
+class GridRules(Pixels, frozen=True, tag=True):
+    """The rules of Qwen2.5-VL and Qwen3.5: the whole image is one tile, and its rows have the positions of a grid.
+
+    Attributes:
+        least, most: numbers of pixels.
+    """
+
+    has_axes: ClassVar[bool] = True
+    least: int
+    most: int
+
+    def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
+        unit = self.row
+        fitted = round(width / unit) * unit, round(height / unit) * unit
+        if fitted[0] * fitted[1] > self.most:
+            ratio = math.sqrt((height * width) / self.most)
+            return [(_down(width / ratio, unit), _down(height / ratio, unit))]
+        if fitted[0] * fitted[1] < self.least:
+            ratio = math.sqrt(self.least / (height * width))
+            return [(_up(width * ratio, unit), _up(height * ratio, unit))]
+        return [fitted]
+
+    def text(self, width: int, height: int) -> str:
+        (size,) = self.sizes(width, height)
+        return self.image * self.rows(*size)
+
+
+Rules = SquareRules | LineRules | WholeRules | GridRules
 
 
 def load_rules(directory: Path) -> Rules | None:
@@ -139,13 +198,13 @@ def load_rules(directory: Path) -> Rules | None:
     config = read_json(directory / "config.json")
     if (architecture := architecture_of(config)) not in SEEING:
         return None
+    if architecture == "Qwen3_5ForConditionalGeneration" and not _has_processor(directory):
+        return None  # its decoder alone
     found = _processor(directory)
     if wrong := [name for name, value in _FIXED.items() if found.get(name, value) is not value]:
         raise ModelError(f"the model's image processor has {wrong[0]} {found[wrong[0]]!r}, which is not supported")
     try:
-        if architecture == "Mistral3ForConditionalGeneration":
-            return _of_lines(config, found)
-        return _of_squares(config, found)
+        return _READERS.get(architecture, _of_squares)(config, found)
     except (KeyError, TypeError) as error:
         raise ModelError(f"the image processor of the model in {directory} cannot be read: {error!r}") from None
 
@@ -178,8 +237,55 @@ def _of_lines(config: dict[str, Any], found: dict[str, Any]) -> LineRules:
     )
 
 
-def _up(length: int, unit: int) -> int:
+def _of_wholes(config: dict[str, Any], found: dict[str, Any]) -> WholeRules:
+    edge, rows = found["size"]["height"], positive_size(config, "mm_tokens_per_image", 256)
+    if found.get("do_pan_and_scan"):
+        raise ModelError("the model's image processor has do_pan_and_scan, which is not supported")
+    if rows > MOST_MUTUAL or edge != found["size"]["width"] or edge % math.isqrt(rows):
+        raise ModelError(
+            f"the model has {rows} rows for an image of {found['size']}; supported are squares of at most {MOST_MUTUAL}"
+        )
+    return WholeRules(
+        longest=edge,
+        resample=found.get("resample", 2),
+        rescale=found.get("rescale_factor", 1 / 255),
+        mean=tuple(found.get("image_mean", (0.5, 0.5, 0.5))),
+        std=tuple(found.get("image_std", (0.5, 0.5, 0.5))),
+        image="<image_soft_token>",
+        row=edge // math.isqrt(rows),
+    )
+
+
+def _of_grids(config: dict[str, Any], found: dict[str, Any]) -> GridRules:
+    size = found.get("size") or {}
+    merge = positive_size(config["vision_config"], "spatial_merge_size", 2)
+    return GridRules(
+        longest=0,
+        resample=found.get("resample", 3),
+        rescale=found.get("rescale_factor", 1 / 255),
+        mean=tuple(found.get("image_mean", _CLIP_MEAN)),
+        std=tuple(found.get("image_std", _CLIP_STD)),
+        image="<|image_pad|>",
+        row=merge * positive_size(config["vision_config"], "patch_size", 14),
+        least=found.get("min_pixels") or size.get("shortest_edge", 56 * 56),
+        most=found.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280),
+    )
+
+
+_READERS: dict[str, Callable[[dict[str, Any], dict[str, Any]], Rules]] = {
+    "Mistral3ForConditionalGeneration": _of_lines,
+    "Gemma3ForConditionalGeneration": _of_wholes,
+    "Qwen2_5_VLForConditionalGeneration": _of_grids,
+    "Qwen3_5ForConditionalGeneration": _of_grids,
+}
+
+
+def _up(length: float, unit: int) -> int:
     return math.ceil(length / unit) * unit
+
+
+def _down(length: float, unit: int) -> int:
+    return max(unit, math.floor(length / unit) * unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +295,12 @@ class ImageLayout:
     Attributes:
         text: what stands for it, before it is tokenized.
         tiles: for each tile, the negative int32 tokens of its rows, which its pixels alone decide.
+        widths: for each tile, the number of rows that show a line of it.
     """
 
     text: str
     tiles: list[array[int]]
+    widths: list[int]
 
 
 def tokens_of(digest: bytes, rows: int) -> array[int]:
@@ -202,6 +310,10 @@ def tokens_of(digest: bytes, rows: int) -> array[int]:
     """
     bits = array("i", hashlib.shake_128(digest).digest(4 * rows))
     return array("i", [min(one | -(1 << 31), -2) for one in bits])  # -1 pads pages of modules
+
+
+def _has_processor(directory: Path) -> bool:
+    return any((directory / name).exists() for name in ("preprocessor_config.json", "processor_config.json"))
 
 
 def _processor(directory: Path) -> dict[str, Any]:

@@ -22,7 +22,8 @@ class _Code(NamedTuple):
 
     Attributes:
         name: of its modules.
-        tower, connector: classes of the tower, and of what makes the decoder's states of its output.
+        tower, connector: classes of the tower, and of what makes the decoder's states of its output. If there is no
+            connector, the tower makes them, and takes the image in patches.
         prefixes: of their tensors in a checkpoint.
         sized: whether both take the size of the image.
     """
@@ -37,9 +38,16 @@ class _Code(NamedTuple):
 _CODE = {
     "Idefics3ForConditionalGeneration": _Code("idefics3", "Idefics3VisionTransformer", "Idefics3Connector"),
     "SmolVLMForConditionalGeneration": _Code("smolvlm", "SmolVLMVisionTransformer", "SmolVLMConnector"),
+    "Gemma3ForConditionalGeneration": _Code(
+        "gemma3", "", "Gemma3MultiModalProjector", ("vision_tower.", "multi_modal_projector.")
+    ),
     "Mistral3ForConditionalGeneration": _Code(
         "mistral3", "", "Mistral3MultiModalProjector", ("vision_tower.", "multi_modal_projector."), sized=True
     ),
+    "Qwen2_5_VLForConditionalGeneration": _Code(
+        "qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", "", ("visual.", "")
+    ),
+    "Qwen3_5ForConditionalGeneration": _Code("qwen3_5", "Qwen3_5VisionModel", "", ("model.visual.", "")),
 }
 
 
@@ -59,9 +67,9 @@ class Tower:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self._tower: Any = tower(config.vision_config, attn_implementation="sdpa")
-            self._connector: Any = getattr(module, code.connector)(config)
+            self._connector: Any = getattr(module, code.connector)(config) if code.connector else nn.Module()
         for part, prefix in zip((self._tower, self._connector), code.prefixes, strict=True):
-            if not is_random:
+            if prefix and not is_random:
                 _fill(part, prefix, directory)
             part.to(device).eval().requires_grad_(False)
             for weight in part.parameters():  # and no buffers, which hold angles in float32
@@ -71,7 +79,12 @@ class Tower:
     def states(self, tile: bytes, size: tuple[int, int]) -> torch.Tensor:
         """States float32 [rows, hidden], on the CPU, of a uint8 tile [height, width, 3]; `size`: width and height."""
         given = torch.from_numpy(values_of(tile, size, self._rules)).to(self._device, self._dtype)
-        if self._code.sized:
+        if not self._code.connector:
+            sizes = self._tower.config
+            patches = patches_of(given[0], sizes.patch_size, sizes.spatial_merge_size, sizes.temporal_patch_size)
+            grid = torch.tensor([[1, size[1] // sizes.patch_size, size[0] // sizes.patch_size]], device=self._device)
+            states = self._tower(patches, grid_thw=grid).pooler_output
+        elif self._code.sized:
             heights = [size[::-1]]
             states = self._connector(self._tower(given, image_sizes=heights).last_hidden_state[0], heights)
         else:
@@ -89,13 +102,24 @@ def values_of(tile: bytes, size: tuple[int, int], rules: Rules) -> np.ndarray:
     return (values - mean) / std
 
 
+def patches_of(image: torch.Tensor, size: int, merge: int, times: int) -> torch.Tensor:
+    """The patches [n, 3 x times x size x size] of an image [3, height, width], those of a row beside each other.
+
+    `merge`: edge of a row in patches; `times`: number of equal images that a patch covers.
+    """
+    cut = image.unflatten(2, (-1, merge, size)).unflatten(1, (-1, merge, size))  # [3, H, merge, size, W, merge, size]
+    patches = cut.permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5).expand(-1, -1, -1, -1, -1, times, -1, -1)
+    return patches.flatten(4).flatten(0, 3)
+
+
 def _fill(module: nn.Module, prefix: str, directory: Path) -> None:
     """Fill a module with the tensors of a checkpoint that have a prefix. Raises ModelError."""
     found: dict[str, torch.Tensor] = {}
     for path in find_files(directory):
         with open_file(path) as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - no dict
-            found |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+            # Older files of Gemma 3 have one more name in between.
+            found |= {name.removeprefix(prefix).removeprefix("vision_model."): file.get_tensor(name) for name in names}
     try:
         module.load_state_dict(found)
     except RuntimeError as error:

@@ -53,7 +53,8 @@ class WindowedLease(PrefixLease):
         if has_partial and missing[-1] < self._first(found.tokens):
             return WindowedFound(found.tokens, match, found.tokens)
         readable = missing < np.maximum(ends * page_size - self.strategy.window + 1, 0) // page_size
-        length = int(np.flatnonzero(readable)[-1]) * page_size
+        lengths = reversed((np.flatnonzero(readable) * page_size).tolist())
+        length = next(length for length in lengths if self.cut(length)[0] == length)
         if length < found.tokens:
             match = self.cache.tree.match(self.request.key(length), self.request.namespace)
         return WindowedFound(length, match, found.tokens)

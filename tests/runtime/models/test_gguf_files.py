@@ -113,6 +113,7 @@ def without(name):
         ({"tokenizer.ggml.scores": 1, "tokenizer.ggml.token_type": 1}, "m.gguf has metadata of the wrong kind"),
         ({"split.count": "three"}, "one of three parts"),
         ({"general.architecture": 3}, "architecture 3; supported"),
+        ({"general.architecture": "clip"}, "m.gguf is a projector (mmproj) and no model"),
     ],
 )
 def test_a_file_that_does_not_fit_is_named(tmp_path, options, words):

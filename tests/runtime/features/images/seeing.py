@@ -9,6 +9,9 @@ from PIL import Image
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     LlamaConfig,
@@ -16,12 +19,18 @@ from transformers import (
     Mistral3ForConditionalGeneration,
     MistralConfig,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.tiny import vary
 
@@ -29,6 +38,8 @@ ROWS = 16  # of a tile
 _TOKENS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
 _TOKENS += [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
 _TOKENS += ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+_OF_GEMMA = ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
+_OF_QWEN = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", *_OF_GEMMA]
 TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
     "{% if message['content'] is string %}{{': ' + message['content']}}{% else %}"
@@ -43,6 +54,25 @@ KINDS = {
     "idefics3": (Idefics3Config, Idefics3ForConditionalGeneration),
     "smolvlm": (SmolVLMConfig, SmolVLMForConditionalGeneration),
     "mistral3": (Mistral3Config, Mistral3ForConditionalGeneration),
+    "gemma3": (Gemma3Config, Gemma3ForConditionalGeneration),
+    "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+    "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+}
+# A hybrid of Qwen3.5; 4 pairs of dimensions are rotated.
+_DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
 }
 # Lines of an image of Mistral 3 have rows of 8 x 8 pixels.
 _LINES = {"size": {"longest_edge": 48}, "patch_size": {"height": 8, "width": 8}}
@@ -52,7 +82,8 @@ def save_seeing(directory: Path, tokenizer_from: Path, kind: str = "idefics3") -
     """Write a random model: tiles of 32 x 32 pixels and 16 rows, at most 2 x 2 of them and the whole image."""
     torch.manual_seed(3)
     fast = FastTokenizer.from_file(str(tokenizer_from / "tokenizer.json"))
-    fast.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in _TOKENS])
+    own_tokens = {"gemma3": _OF_GEMMA, "qwen2_5_vl": _OF_QWEN, "qwen3_5": _OF_QWEN}.get(kind, [])
+    fast.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in _TOKENS + own_tokens])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<|im_end|>")
     text = {
         "hidden_size": 48,
@@ -73,14 +104,36 @@ def save_seeing(directory: Path, tokenizer_from: Path, kind: str = "idefics3") -
         own = {"image_token_index": tokenizer.convert_tokens_to_ids("[IMG]"), "tie_word_embeddings": False}
         vision |= {"model_type": "pixtral", "image_size": 64, "patch_size": 4, "head_dim": 16}
         processor: Any = PixtralImageProcessorPil(**_LINES)
+    elif kind == "gemma3":
+        layers = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 12}
+        decoder = Gemma3TextConfig(**text, **layers, head_dim=16, query_pre_attn_scalar=24)
+        own = {"image_token_index": tokenizer.convert_tokens_to_ids("<image_soft_token>"), "mm_tokens_per_image": ROWS}
+        vision |= {"image_size": 32, "patch_size": 4, "vision_use_head": False}
+        processor = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+    elif kind.startswith("qwen"):
+        own = {"image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>"), "tie_word_embeddings": False}
+        vision = {"hidden_size": 32, "intermediate_size": 40, "depth": 2, "num_heads": 2, "patch_size": 4}
+        vision |= {"out_hidden_size": 48, "spatial_merge_size": 2}
+        if kind == "qwen3_5":
+            decoder = {**text, **_DELTA}
+            vision |= {"num_position_embeddings": 36}
+        else:
+            rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+            decoder = {**text, "num_attention_heads": 3, "num_key_value_heads": 1, "rope_parameters": rope}
+            vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
+        processor = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=16 * 16, max_pixels=56 * 48)
     else:
         decoder = LlamaConfig(**text)
         own = {"image_token_id": tokenizer.convert_tokens_to_ids("<image>"), "scale_factor": 2, "pad_token_id": 0}
         vision |= {"image_size": 32, "patch_size": 4}
         processor = Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
-    config = config_of(text_config=decoder.to_dict(), vision_config=vision, **own)
+    config = config_of(
+        text_config=decoder if isinstance(decoder, dict) else decoder.to_dict(), vision_config=vision, **own
+    )
     model = model_of(config)
     vary(model)
+    if kind == "gemma3":  # zeros at first
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.2)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     processor.save_pretrained(directory)
@@ -103,7 +156,8 @@ class Reference:
     def greedy(self, text: str, images: list[Image.Image], new: int) -> list[int]:
         """The tokens of `new` steps, whatever they are."""
         inputs = self.inputs(text, images)
-        out = self.model.generate(**inputs, max_new_tokens=new, min_new_tokens=new, do_sample=False)
+        self.model.generation_config.eos_token_id = None
+        out = self.model.generate(**inputs, max_new_tokens=new, do_sample=False)
         return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
@@ -121,6 +175,40 @@ class LinesReference(Reference):
             rows = ["[IMG]" * (int(width) // 8)] * (int(height) // 8)
             text = text.replace("<image>", "[IMG_BREAK]".join(rows) + "[IMG_END]", 1)
         return {**self.tokenizer(text, add_special_tokens=False, return_tensors="pt"), **pixels}
+
+
+class WholeReference(LinesReference):
+    """transformers' Gemma 3 of a directory; see `LinesReference`."""
+
+    def __init__(self, directory: Path):
+        self.model = Gemma3ForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+        self.images = Gemma3ImageProcessorPil.from_pretrained(directory)
+
+    def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
+        one = f"\n\n<start_of_image>{'<image_soft_token>' * ROWS}<end_of_image>\n\n"
+        found = dict(self.tokenizer(text.replace("<image>", one), add_special_tokens=False, return_tensors="pt"))
+        found["token_type_ids"] = (found["input_ids"] == self.model.config.image_token_id).long()
+        if images:
+            found["pixel_values"] = self.images(images, return_tensors="pt")["pixel_values"]
+        return found
+
+
+class GridReference(LinesReference):
+    """transformers' Qwen2.5-VL or Qwen3.5 of a directory; see `LinesReference`."""
+
+    def __init__(self, directory: Path, kind: str):
+        self.model = KINDS[kind][1].from_pretrained(directory, dtype=torch.float32).eval()
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+        self.images = Qwen2VLImageProcessorPil.from_pretrained(directory)
+
+    def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
+        pixels = dict(self.images(images, return_tensors="pt")) if images else {}
+        for grid in pixels.get("image_grid_thw", []):
+            text = text.replace("<image>", "<|image_pad|>" * (int(grid.prod()) // 4), 1)
+        found = {**self.tokenizer(text, add_special_tokens=False, return_tensors="pt"), **pixels}
+        found["mm_token_type_ids"] = (found["input_ids"] == self.model.config.image_token_id).int()
+        return found
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:

@@ -5,15 +5,18 @@ import io
 import msgspec
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from runtime.errors import InvalidRequest
 from runtime.features.images import decoding
 from runtime.features.images.decoder import MOST_PIXELS, Decoded, Order, decode
-from runtime.features.images.rules import LineRules, SquareRules, tokens_of
-from runtime.features.images.tower import values_of
+from runtime.features.images.rules import GridRules, LineRules, Rules, SquareRules, WholeRules, tokens_of
+from runtime.features.images.tower import patches_of, values_of
 from tests.runtime.features.images.seeing import ROWS, file_of, picture
 
 _HALVES = {"rescale": 1 / 255, "mean": (0.5,) * 3, "std": (0.5,) * 3}
@@ -21,7 +24,11 @@ RULES = SquareRules(longest=64, tile=32, splits=True, row=8, resample=1, image="
 LINES = LineRules(longest=48, row=8, resample=3, image="[IMG]", **_HALVES)
 
 
-def values(found: Decoded, rules: SquareRules | LineRules) -> np.ndarray:
+WHOLE = WholeRules(longest=32, row=8, resample=2, image="<image_soft_token>", **_HALVES)
+GRID = GridRules(longest=0, row=8, resample=3, image="<|image_pad|>", least=256, most=56 * 48, **_HALVES)
+
+
+def values(found: Decoded, rules: Rules) -> np.ndarray:
     """The values of the tiles, which have one size."""
     return np.concatenate([values_of(tile, size, rules) for tile, size in zip(found.tiles, found.sizes, strict=True)])
 
@@ -52,6 +59,30 @@ def test_pixels_of_images_in_lines_are_those_of_the_processor(size):
     assert np.array_equal(values(found, LINES), given["pixel_values"])
     height, width = (int(one) // 8 for one in given["image_sizes"][0])
     assert LINES.text(*size) == "[IMG_BREAK]".join(["[IMG]" * width] * height) + "[IMG_END]"
+
+
+@pytest.mark.parametrize("size", [(100, 80), (40, 90), (32, 32), (1, 1)])
+def test_pixels_of_whole_images_are_those_of_the_processor(size):
+    image = picture(5, *size)
+    given = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})(image, return_tensors="np")
+    found = decode(Order(WHOLE, file_of(image), pixels=True))
+    assert np.array_equal(values(found, WHOLE), given["pixel_values"])
+    assert WHOLE.text(*size) == f"\n\n<start_of_image>{'<image_soft_token>' * 16}<end_of_image>\n\n"
+
+
+@pytest.mark.parametrize(
+    "size", [(100, 80), (40, 90), (30, 30), (33, 32), (12, 12), (20, 300), (1, 1), (56, 48), (3, 90)]
+)
+def test_patches_of_images_in_a_grid_are_those_of_the_processor(size):
+    image = picture(5, *size)
+    own = {"patch_size": 4, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    given = Qwen2VLImageProcessorPil(min_pixels=256, max_pixels=56 * 48, **own)(image, return_tensors="np")
+    found = decode(Order(GRID, file_of(image), pixels=True))
+    patches = patches_of(torch.from_numpy(values(found, GRID))[0], 4, 2, 2)
+    assert np.array_equal(patches.numpy(), given["pixel_values"])
+    _, height, width = (int(one) for one in given["image_grid_thw"][0])
+    assert found.sizes == [(width * 4, height * 4)]
+    assert GRID.text(*size) == "<|image_pad|>" * (height * width // 4)
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "L", "P", "CMYK", "1", "LA"])
