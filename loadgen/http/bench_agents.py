@@ -4,7 +4,7 @@ import random
 import secrets
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -162,6 +162,7 @@ class AgentsBench(Bench):
 
     def measure(self, cell: Cell, draw: random.Random) -> dict[str, Any]:
         """Token counts of a session, which shares its cache with no other one; `steps` has those of each request."""
+        steps: Sequence[Mapping[str, float]]
         if self.screenshots:
             steps = self._screens(draw)
         elif cell["habit"] in WAYS:

@@ -21,7 +21,7 @@ from runtime.frontend.deadline import NO_DEADLINE, Deadline
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Encoded, Output, PartedPrompt, Submission, expected_tokens
 from runtime.frontend.pictures import Sight
-from runtime.frontend.preparer import OpenPreparers, ServedModel, no_preparers
+from runtime.frontend.preparer import OpenPreparers, Preparer, ServedModel, no_preparers
 from runtime.frontend.processor import Frontend
 from runtime.frontend.stream import OutputStream
 from runtime.frontend.text_work import TextWork
@@ -91,9 +91,7 @@ class AsyncEngine:
         try:
             path = await self._load()
             self.info = await self._connection.open(path)
-            served = ServedModel(self.config, path, self.tokenizer, self.info)
-            preparers = await asyncio.to_thread(self._open_preparers, served)
-            self.sight = next((one.sight for one in preparers if one.sight is not None), None)
+            preparers = await self._open_features(path)
             reuse = self.config.cache.reuse
             default = REUSE_BY_METHOD[reuse].model_validate({"method": reuse}).ask()
             # Where the option is not given, the device decides.
@@ -112,6 +110,13 @@ class AsyncEngine:
         path = await asyncio.to_thread(resolve_model, self.config.model)
         self.tokenizer = await asyncio.to_thread(Tokenizer.load, path, self.config.model.chat_template)
         return path
+
+    async def _open_features(self, path: Path) -> list[Preparer]:
+        """What features do to submissions; sets `sight`. Raises ModelError."""
+        served = ServedModel(self.config, path, self.tokenizer, self.info)
+        preparers = await asyncio.to_thread(self._open_preparers, served)
+        self.sight = next((one.sight for one in preparers if one.sight is not None), None)
+        return preparers
 
     async def _supervise(self) -> None:
         """Wait for the engine's end; if the engine was not stopped, fail all open requests."""

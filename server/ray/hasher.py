@@ -1,6 +1,5 @@
 """Computes the block hashes of a request's prompt: the server's tokens, without its engine."""
 
-import asyncio
 import json
 from array import array
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from radix.hashes import block_hashes
 from radix.node import TOKEN_BYTES
 from runtime.config import Config
 from runtime.errors import RametError
-from runtime.features.registry import open_sight
+from runtime.features.registry import open_preparers
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Encoded, MarkedText, Submission
@@ -48,13 +47,13 @@ class _Texts(AsyncEngine):
     """The part of an engine that makes tokens: it has a model's tokenizer and limits, and computes nothing."""
 
     def __init__(self, config: Config, info: ModelInfo):
-        super().__init__(config, open_sight=open_sight)
+        super().__init__(config, open_preparers=open_preparers)
         self.info = info
 
     async def start(self) -> None:
         path = await self._load()
-        self.sight = await asyncio.to_thread(self._open_sight, path, self.tokenizer)
-        self._inputs = InputProcessor(self.info, self.tokenizer, self.config.scheduler)
+        preparers = await self._open_features(path)
+        self._inputs = InputProcessor(self.info, self.tokenizer, self.config.scheduler, preparers)
 
     async def encode(self, account: str, make: Callable[[], Submission]) -> Encoded | None:
         """A submission, made and tokenized in a turn of the account.
