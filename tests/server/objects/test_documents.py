@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from loadgen.offline.document_methods import METHODS
 from runtime.features.chunks.documents.table import choose, read_table
 
 GREEDY = {"max_new_tokens": 8, "temperature": 0}
@@ -17,7 +18,6 @@ OSLO = {"text": "Oslo lies in the north, by a long fjord, and its winters are da
 QUESTION = "\nWhich city stands on hills?"
 SEGMENTS = [{"text": "Read this.\n"}, {"document": ROME}, {"text": "\n"}, {"document": OSLO}, {"text": QUESTION}]
 PARTS = [{"type": "document", "document": ROME}, {"type": "document", "document": OSLO}]
-METHODS = ("a3", "cacheblend", "prophetkv", "passages", "legolink", "pie", "full")
 
 
 def generate(client, **fields) -> dict:

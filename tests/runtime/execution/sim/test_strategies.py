@@ -8,16 +8,12 @@ import pytest
 
 from tests.runtime.execution.sim.engines import Engine, draw, save
 from tests.runtime.execution.sim.events import Events
+from tests.runtime.features.chunks.reference import METHODS, UNSCALED
 
 STEPS = 4
 _FLASHINFER = "runtime/execution/attention/flashinfer.py"
 # Recomputed rows between others are a mask for later rows, which FlashInfer packs.
 _MASKED = {_FLASHINFER: 2 * STEPS}
-FUSIONS = {
-    **dict.fromkeys(("a3", "cacheblend", "prophetkv", "passages", "legolink"), _MASKED),
-    "pie": {},
-    "full": {},
-}
 
 
 @pytest.fixture
@@ -37,7 +33,7 @@ def steady(engine: Engine, prompts: Sequence[list[int]], reuse: dict[str, Any]) 
     return engine.watch_steps(STEPS)
 
 
-@pytest.mark.parametrize("method", FUSIONS)
+@pytest.mark.parametrize("method", METHODS)
 def test_documents(llama, device, method):
     engine = Engine(device, llama)
     reuse = {
@@ -47,11 +43,11 @@ def test_documents(llama, device, method):
         "names": ["a", "b"],
         "granularity": "token",
         "chunk_tokens": 32,
-        **({} if method in ("pie", "full") else {"ratio": 0.3}),
+        **({} if method in UNSCALED else {"ratio": 0.3}),
         **({"k": 3} if method == "legolink" else {}),
     }
     events = steady(engine, [[*draw(1, 8), *draw(2, 40), *draw(3, 33), *draw(i, 7)] for i in range(2)], reuse)
-    assert events.stalls_by_file() == FUSIONS[method], events.stalls
+    assert events.stalls_by_file() == ({} if method in UNSCALED else _MASKED), events.stalls
 
 
 def test_modules(llama, device):

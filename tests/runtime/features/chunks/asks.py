@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 from tests.runtime.features.chunks.plain import draw_tokens
-from tests.runtime.features.chunks.reference import METHODS, Ask
+from tests.runtime.features.chunks.reference import METHODS, UNSCALED, Ask
 from tests.runtime.reuse.contract.subject import NEW, World
 
 LAYERS = 3
@@ -56,7 +56,7 @@ def build(draw: random.Random, texts: list[list[int]], system: int = 0, question
         documents.append((len(prompt), len(prompt) + len(text)))
         prompt += text
     method = fields.get("method", "a3")
-    fields = {"method": method, "ratio": None if method in ("pie", "full") else 0.3, "chunk_tokens": 32} | fields
+    fields = {"method": method, "ratio": None if method in UNSCALED else 0.3, "chunk_tokens": 32} | fields
     return Ask((*prompt, *draw_tokens(draw, question)), tuple(documents), **fields)
 
 

@@ -20,7 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
+# The methods of all tests.
 METHODS = ("a3", "cacheblend", "prophetkv", "passages", "legolink", "pie", "full")
+UNSCALED = ("pie", "full")  # they take no ratio
 DENSE = ("a3", "cacheblend")  # layer 0 of all rows is computed
 SCORED = ("a3", "cacheblend", "prophetkv", "passages")
 LOOKING = {*DENSE, *SCORED}  # the choice depends on the question

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from tests.runtime.features.chunks.plain import Module, Prompt, draw_tokens
-from tests.runtime.features.chunks.reference import Ask
+from tests.runtime.features.chunks.reference import UNSCALED, Ask
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def repaired(prompt: Prompt, **fields: Any) -> Repaired:
     own = {p: t for p, t in zip(prompt.positions, prompt.tokens, strict=True) if p not in tokens}
     prompt, tokens = Prompt(prompt.modules, [*own.values()], [*own]), tokens | own
     text = tuple(tokens[position] for position in sorted(tokens))
-    if fields["method"] in ("pie", "full"):
+    if fields["method"] in UNSCALED:
         fields["ratio"] = None
     return Repaired(text, (), given=prompt, **fields)
 

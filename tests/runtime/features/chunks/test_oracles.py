@@ -11,20 +11,14 @@ from hypothesis import strategies as st
 
 from tests.runtime.features.chunks.asks import Library, selected
 from tests.runtime.features.chunks.plain import draw_tokens
-from tests.runtime.features.chunks.reference import Ask
+from tests.runtime.features.chunks.reference import METHODS, UNSCALED, Ask
 from tests.runtime.reuse.contract.subject import World
 from tests.runtime.reuse.contract.subjects import CLOSE, Fusion
 
 KINDS = ("llama", "llama_llama3", "llama_yarn")
-METHODS = [
-    {"method": "a3"},
-    {"method": "cacheblend"},
-    {"method": "prophetkv"},
-    {"method": "passages"},
-    {"method": "legolink"},
+WAYS: list[dict[str, Any]] = [
+    *({"method": method} | ({"ratio": None} if method in UNSCALED else {}) for method in METHODS),
     {"method": "legolink", "ratio": None, "k": 5},
-    {"method": "pie", "ratio": None},
-    {"method": "full", "ratio": None},
 ]
 
 
@@ -41,7 +35,7 @@ def around(draw: random.Random, **fields: Any) -> Ask:
 
 
 @pytest.mark.parametrize("granularity", ["token", "page"])
-@pytest.mark.parametrize("fields", METHODS, ids=name_of)
+@pytest.mark.parametrize("fields", WAYS, ids=name_of)
 def test_every_method_answers_as_its_paper_has_it(rope_dirs, fields, granularity):
     """Several rotary embeddings, pages, chunks of prefill and backends, cold and warm, alone and in one batch."""
     draw = random.Random(f"{fields} {granularity}")
@@ -69,7 +63,7 @@ def test_nothing_recomputed_is_pie(ids_dir, method):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("fields", METHODS, ids=name_of)
+@pytest.mark.parametrize("fields", WAYS, ids=name_of)
 def test_the_order_of_hits_and_misses_changes_nothing(ids_dir, fields):
     """Each document cached or not, in any combination: the same rows, and the same answer."""
     one = around(random.Random(4), granularity="page", **fields)

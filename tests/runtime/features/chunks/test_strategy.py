@@ -14,7 +14,7 @@ from runtime.features.chunks.ask import ChunksAsk
 from tests.runtime.engine.driver import call
 from tests.runtime.features.chunks.asks import LAYERS, asked, build, row_layers, selected
 from tests.runtime.features.chunks.plain import draw_tokens
-from tests.runtime.features.chunks.reference import DENSE, LOOKING, METHODS, Ask
+from tests.runtime.features.chunks.reference import DENSE, LOOKING, METHODS, UNSCALED, Ask
 from tests.runtime.reuse.contract.subject import NEW, World
 from tests.runtime.reuse.contract.subjects import Fusion, Prefix, check_pins
 from tests.tiny import VOCAB
@@ -92,7 +92,7 @@ def test_the_report_says_what_was_reused(ids_dir, method):
     assert report["reused_tokens"] == 64 + (8 if method == "full" else 0)
     assert report["reused_tokens"] + report["computed_tokens"] == len(one.prompt)
     assert report["row_layers"] == world.requests["a"].row_layers - LAYERS * (NEW - 1)
-    assert (method in ("pie", "full")) == (report.get("ratio") is None)
+    assert (method in UNSCALED) == (report.get("ratio") is None)
     world.one("heads", replace(one, ratio=None))
     assert world.report("heads").get("k") == (one.k if method == "legolink" else None)
 

@@ -20,7 +20,7 @@ from tests.runtime.features.chunks import plain as modules
 from tests.runtime.features.chunks import reference as fusion
 from tests.runtime.features.chunks.asks import Library, asked, build
 from tests.runtime.features.chunks.plain import Module, Prompt, draw_tokens
-from tests.runtime.features.chunks.reference import METHODS, Ask
+from tests.runtime.features.chunks.reference import METHODS, UNSCALED, Ask
 from tests.runtime.features.chunks.repaired import Repaired as RepairedAsk
 from tests.runtime.features.chunks.repaired import repaired, without_gaps
 from tests.runtime.features.diffusion.bicache.models import save_tiny
@@ -186,7 +186,7 @@ class Fusion(Subject):
 
     def limit(self, draw: random.Random) -> tuple[fusion.Ask, list[int]]:
         """All rows computed again; or, for methods that compute none, a document that begins the prompt."""
-        if self.method in ("pie", "full"):
+        if self.method in UNSCALED:
             tokens = draw_tokens(draw, 61)
             prompt = fusion.Ask(tuple(tokens), ((0, 60),), self.method, None, chunk_tokens=64)
         else:
