@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from loadgen.offline.document_methods import ways
+from loadgen.offline.document_methods import METHODS, ways
 from loadgen.offline.profile import answers
 from loadgen.offline.profile.answers import AnswerProfiler
 from loadgen.offline.profile.questions import AnsweredQuestion, draw, read_questions
