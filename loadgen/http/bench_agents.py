@@ -241,9 +241,9 @@ class AgentsBench(Bench):
             tokens.legend(fontsize=6)
         return True
 
-    def _short(self, habit: str, draw: random.Random) -> list[dict[str, int]]:
+    def _short(self, habit: str, draw: random.Random) -> list[dict[str, float]]:
         session = AgentSession(draw.randrange(1 << 32), self.system_tokens, self.step_tokens)
-        salt, steps, earlier = secrets.token_hex(8), list[dict[str, int]](), list[list[int]]()
+        salt, steps, earlier = secrets.token_hex(8), list[dict[str, float]](), list[list[int]]()
         for step in range(self.requests):
             options = {"cache_salt": salt, "prompt_cache_options": {"mode": "explicit"}, "return_token_ids": True}
             body = {**session.request(step, habit), **options, "max_tokens": 1, "temperature": 0}

@@ -22,9 +22,8 @@ class DecodingProcesses(ProcessPool):
     def decode(self, order: Order) -> Decoded:
         """Decode an image; blocks. Raises InvalidRequest if it cannot be decoded, Overloaded as `ask`."""
         data = msgspec.msgpack.encode(order)
-        answer = self.ask(
-            lambda orders: write_frame(orders, data), 3 * DECODE_S
-        )  # on busy cores, CPU seconds take longer
+        wait_s = 3 * DECODE_S  # on busy cores, CPU seconds take longer
+        answer = self.ask(lambda orders: write_frame(orders, data), wait_s)
         if not answer:
             raise InvalidRequest(f"decoding the image takes longer than {DECODE_S} s, or more memory than is available")
         found = msgspec.msgpack.decode(answer, type=Decoded)
