@@ -22,7 +22,7 @@ from runtime.asks import ReuseParams
 from runtime.config import Config
 from runtime.errors import ModelError
 from runtime.features.chunks.documents.plan import DocumentPlanner
-from runtime.features.chunks.documents.table import MOST_LOST, UNMEASURED, MeasuredMethod, choose, is_open
+from runtime.features.chunks.documents.table import MOST_LOST, MeasuredMethod, choose
 from runtime.models.resolve import resolve_model
 from runtime.models.spec import LlamaSpec
 from runtime.models.tokenizer import Tokenizer
@@ -163,8 +163,8 @@ def _advice(methods: list[MeasuredMethod], found: Mapping[str, list[Figures]]) -
         lost, share = shown(_lost(found, name), factor=100), shown(_share(found, name), ".2f")
         tried = f" To know whether {name_of(undecided)} keeps as many takes {more}." if undecided else ""
         return f"Use {name}: it loses {lost} points of right answers at {share} of full prefill's time.{tried}"
-    if undecided is not None and is_open(methods):
-        return f"Too few questions: auto stays with {name_of(UNMEASURED)}. To know more takes {more}."
+    if undecided is not None:
+        return f"Too few questions: auto stays with full prefill. To know more takes {more}."
     return f"No method keeps right answers within {100 * MOST_LOST:g} points: use full prefill."
 
 

@@ -21,7 +21,7 @@ from runtime.features.chunks.ask import (
     ReuseParams,
 )
 from runtime.features.chunks.documents.prompt import TokenizedPrompt
-from runtime.features.chunks.documents.table import UNMEASURED, MeasuredMethod, choose, is_open, read_table
+from runtime.features.chunks.documents.table import MeasuredMethod, choose, read_table
 from runtime.features.chunks.schemas.compile import ModulePrompt
 from runtime.frontend.output import PartedPrompt
 
@@ -121,10 +121,8 @@ class DocumentPlanner:
     def _choose(self, asked: ReuseParams) -> tuple[ReuseParams, str]:
         """The method for `auto`, and the reason."""
         table = self.table or []
-        if (found := choose(table, asked.max_kl)) is None and asked.max_kl is None and is_open(table):
-            return UNMEASURED, "too few right answers were counted for this model: what lost least on others"
-        if found is None:
-            reason = "no table for this model" if self.table is None else "no measured method loses so little"
+        if (found := choose(table, asked.max_kl)) is None:
+            reason = "no table for this model" if self.table is None else "no method was shown to lose so little"
             return ReuseParams(method="none"), reason
         return ReuseParams(**found.model_dump(include=set(ReuseParams.model_fields))), found.reason
 

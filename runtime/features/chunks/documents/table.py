@@ -17,9 +17,6 @@ MOST_LOST = 0.02
 # What shows it: so many questions (a method that loses none of 30 answers loses, at 95 %, at most 3 of 30), and an
 # interval that ends here. Every table of a few questions has some method that lost nothing by chance.
 ENOUGH_QUESTIONS, UNSURE = 30, 0.10
-# For a model with too few counted answers: the method that lost least on all real models that were measured
-# (`runtime/features/chunks/README.md`).
-UNMEASURED = ReuseParams(method="passages", ratio=0.3)
 _PUBLISHED = Path(__file__).with_name("tables")
 
 
@@ -110,9 +107,3 @@ def choose(table: list[MeasuredMethod], max_kl: float | None = None) -> Measured
     else:
         near = [one for one in table if one.kl is not None and one.kl <= max_kl]
     return min(near, key=lambda one: (one.cost, one.lost or 0, one.kl or 0), default=None)
-
-
-def is_open(table: list[MeasuredMethod]) -> bool:
-    """Whether too few right answers were counted to refuse `UNMEASURED`: some method may keep them, and it as well."""
-    mine = [one for one in table if (one.method, one.ratio) == (UNMEASURED.method, UNMEASURED.ratio)]
-    return any(one.lacking for one in mine or table) or all(one.lost is None for one in table)

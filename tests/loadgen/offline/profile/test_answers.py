@@ -57,9 +57,7 @@ def test_a_broken_run_goes_on_and_auto_reads_its_table(tiny_dir, questions, tmp_
     printed = capsys.readouterr().out.splitlines()
     assert choose(planner.table) is None
     assert {row.questions for row in rows.values()} == {2}
-    assert printed[-1].startswith(
-        "Too few questions: auto stays with passages 0.3, tokens. To know more takes about 28 "
-    )
+    assert printed[-1].startswith("Too few questions: auto stays with full prefill. To know more takes about 28 ")
     assert printed[-1].endswith("more questions (--samples 30).")
     assert sum(line.startswith("prophetkv 0.3") for line in printed) == 1
 
@@ -91,7 +89,7 @@ ROWS = {"pie": 0.1, "legolink": 0.2, "passages": 0.4}
 @pytest.mark.parametrize(
     ("count", "right", "advice"),
     [
-        (8, {}, "Too few questions: auto stays with passages 0.3, tokens. To know more takes about 22 more questions "
+        (8, {}, "Too few questions: auto stays with full prefill. To know more takes about 22 more questions "
                 "(--samples 30)."),
         (30, {}, "Use pie: it loses 0.0 points of right answers at 0.10 of full prefill's time."),
         (30, {"pie": 20, "legolink": 25, "passages": 25}, "No method keeps right answers within 2 points: "),
