@@ -22,7 +22,7 @@ from runtime.execution.flashinfer_package import COST, VERSION, flashinfer_fault
 from runtime.models.gguf_tensors import read_gguf
 from runtime.models.implementation import own_spec
 from runtime.models.resolve import check_name
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 from server.commands.models import found_models, free_memory
 
 _GIB = 1 << 30
@@ -116,7 +116,7 @@ def _pool_tokens(config: Config) -> int | None:
     return None if spec is None else pool_tokens(config, spec)
 
 
-def _spec(config: ModelConfig) -> LlamaSpec | None:
+def _spec(config: ModelConfig) -> DecoderSpec | None:
     """The spec of a model that needs no fetching and no code of transformers. Raises ModelError."""
     from runtime.models.gguf import write_config
 

@@ -20,7 +20,7 @@ from runtime.calls import Call, FlushCache
 from runtime.config import make_config
 from runtime.engine.core import EngineCore
 from runtime.features.diffusion.ask import DiffusionParams
-from runtime.models.spec import LlamaSpec, ModelSpec
+from runtime.models.spec import DecoderSpec, ModelSpec
 from runtime.opening import open_engine
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest, Ask, TokenEvent
@@ -210,7 +210,7 @@ class ClockedDrive(Drive):
 
 def matrix_weights(spec: ModelSpec) -> tuple[int, int]:
     """Weights in the matrices of all layers, and in the output head, of a model in Ramet's own code."""
-    assert isinstance(spec, LlamaSpec)
+    assert isinstance(spec, DecoderSpec)
     layer = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
     layer += 3 * spec.hidden_size * spec.intermediate_size
     return layer * spec.num_layers, spec.vocab_size * spec.hidden_size

@@ -8,7 +8,7 @@ import torch
 from runtime.batch import AdapterRows
 from runtime.errors import ModelError
 from runtime.models.adapters.lora import LoraAdapter, LowRank
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 
 # Linear layers that are computed as one product, because they read the same input.
 _FUSED = {
@@ -30,7 +30,7 @@ class Adapted(NamedTuple):
     stop: int
 
 
-def fuse(adapter: LoraAdapter, spec: LlamaSpec) -> FusedAdapter:
+def fuse(adapter: LoraAdapter, spec: DecoderSpec) -> FusedAdapter:
     """The fused updates of an adapter, float32. Raises ModelError if the adapter does not fit the model."""
     left, shapes = dict(adapter.factors), spec.expected_tensors()
     fused: FusedAdapter = [{} for _ in range(spec.num_layers)]

@@ -49,12 +49,12 @@ from runtime.kv.pool import KVPool
 from runtime.kv.states import StatePool
 from runtime.models.implementation import own_spec
 from runtime.models.shards import Shard, split_spec
-from runtime.models.spec import LlamaSpec, ModelSpec
+from runtime.models.spec import DecoderSpec, ModelSpec
 
 if TYPE_CHECKING:
     from runtime.execution.graphs import StepGraphs
-    from runtime.execution.llama import LlamaModel
     from runtime.execution.parallel.group import RankGroup
+    from runtime.execution.torch_decoder import TorchDecoder
 
 log = logging.getLogger("ramet.engine")
 
@@ -83,7 +83,7 @@ class _Place:
     def most_running(self) -> int:
         return self.config.scheduler.max_running or most_running(self.device)
 
-    def share(self, spec: LlamaSpec) -> LlamaSpec:
+    def share(self, spec: DecoderSpec) -> DecoderSpec:
         """This rank's share of a model."""
         return spec if self.group is None else split_spec(spec, self.group.size)
 
@@ -137,7 +137,7 @@ def _with_transformers(place: _Place, path: Path) -> Executor:
     return Executor(model.spec, context_length, device, dtype, decoder, *pools, has_windows, None)
 
 
-def _with_own_code(place: _Place, path: Path, spec: LlamaSpec, library: Library | None) -> Executor:
+def _with_own_code(place: _Place, path: Path, spec: DecoderSpec, library: Library | None) -> Executor:
     config, device, group = place.config, place.device, place.group
     context_length = choose_context_length(config.model, spec)
     backend, note = _choose_attention(place, spec)
@@ -174,7 +174,7 @@ def _decode_natively(place: _Place, library: Library, loaded: LoadedModel, pools
     return Decoder(native, native.forward, native.name, choosing=NativeChoosing(native.team, native.argmax))
 
 
-def _decode_with_torch(model: LlamaModel, pools: _Pools) -> Decoder:
+def _decode_with_torch(model: TorchDecoder, pools: _Pools) -> Decoder:
     attention = open_torch_attention(pools.pool, model.rope, [Scores(sinks=one) for one in model.sinks()])
     near = None
     if pools.near is not None:
@@ -184,7 +184,7 @@ def _decode_with_torch(model: LlamaModel, pools: _Pools) -> Decoder:
 
 
 def _decode_with_flashinfer(
-    place: _Place, model: LlamaModel, pool: KVPool, sizes: list[int], context_length: int
+    place: _Place, model: TorchDecoder, pool: KVPool, sizes: list[int], context_length: int
 ) -> Decoder:
     from runtime.execution.attention.flashinfer import FlashInferAttention
     from runtime.execution.graphs import StepGraphs
@@ -199,7 +199,7 @@ def _decode_with_flashinfer(
     return decoder
 
 
-def _windows_of(spec: LlamaSpec, context_length: int, pools: _Pools) -> LayerWindows | None:
+def _windows_of(spec: DecoderSpec, context_length: int, pools: _Pools) -> LayerWindows | None:
     """The windows by which steps are narrowed; None: all layers see the whole context."""
     if not spec.near_rope and all(size is None or size >= context_length for size in spec.windows):
         return None
@@ -213,7 +213,7 @@ def _pool_pages(place: _Place, spec: ModelSpec) -> tuple[int, int]:
     return pool_pages(place.config.cache, per_token, place.device), per_token
 
 
-def _make_near(place: _Place, spec: LlamaSpec, num_pages: int) -> NearPages:
+def _make_near(place: _Place, spec: DecoderSpec, num_pages: int) -> NearPages:
     page_size = place.config.cache.page_size
     prompt = most_places(spec.largest_window, page_size)  # beside the ends of conversations, one that is prefilled
     count = min(math.ceil(num_pages * near_share(place.config, spec)) + prompt, num_pages)
@@ -232,7 +232,7 @@ def _make_pools(place: _Place, spec: ModelSpec, spare_pages: int = 0) -> _Pools:
         states = near = None
         if spec.states:
             states = StatePool(spec.states, 2 * place.most_running + _SLOTS, device, spec.records)
-        if isinstance(spec, LlamaSpec) and spec.near:
+        if isinstance(spec, DecoderSpec) and spec.near:
             near = _make_near(place, spec, num_pages)
         return _Pools(KVPool(*shape, place.kv_dtype, device, spare_pages, spec.halves), near, states)
     except (RuntimeError, MemoryError, OSError) as error:
@@ -254,7 +254,7 @@ def _choose_kernels(config: Config, device: torch.device) -> Library | None:
     return library
 
 
-def _choose_attention(place: _Place, spec: LlamaSpec) -> tuple[str, str]:
+def _choose_attention(place: _Place, spec: DecoderSpec) -> tuple[str, str]:
     """The backend for a model of Ramet's own code, and its note. FlashInfer must first compute one step of each kind.
 
     Raises ModelError if `--kernels flashinfer` cannot be had, or if a failed kernel has made the GPU unusable.
@@ -289,7 +289,7 @@ def _note(device: torch.device, why: str, level: int = logging.WARNING) -> str:
     return note
 
 
-def _graph_sizes(place: _Place, spec: LlamaSpec, most_rows: float) -> list[int]:
+def _graph_sizes(place: _Place, spec: DecoderSpec, most_rows: float) -> list[int]:
     """Rows of the CUDA graphs of decode steps, up to `most_rows`; empty with several ranks, and for diffusion."""
     if place.group is not None or spec.diffusion is not None:
         return []

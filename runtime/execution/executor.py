@@ -14,8 +14,8 @@ from runtime.errors import EngineDead, ModelError
 from runtime.execution.attention.backend import AttentionBackend
 from runtime.execution.attention.windows import LayerWindows
 from runtime.execution.device import set_current
-from runtime.execution.llama import LlamaModel
 from runtime.execution.native.decoder import NativeDecoder
+from runtime.execution.torch_decoder import TorchDecoder
 from runtime.kv.near import NearPages
 from runtime.kv.pool import KVPool
 from runtime.kv.states import StatePool
@@ -42,7 +42,7 @@ class Decoder:
         graphs: CUDA graphs of steps; None: all steps are launched kernel by kernel.
     """
 
-    model: LlamaModel | NativeDecoder | TransformersModel
+    model: TorchDecoder | NativeDecoder | TransformersModel
     forward: Callable[[ForwardBatch], torch.Tensor]
     attention: str
     quantization: str = "none"
@@ -54,12 +54,12 @@ class Decoder:
     @property
     def code(self) -> ModelCode:
         """Whose code computes the model."""
-        return "ramet" if isinstance(self.model, LlamaModel | NativeDecoder) else "transformers"
+        return "ramet" if isinstance(self.model, TorchDecoder | NativeDecoder) else "transformers"
 
     @property
     def soften(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Returns mean embeddings [n, hidden] of the distributions of logits [n, vocab]; only for DiffusionGemma."""
-        return None if isinstance(self.model, LlamaModel | NativeDecoder) else self.model.soften
+        return None if isinstance(self.model, TorchDecoder | NativeDecoder) else self.model.soften
 
 
 @dataclass(eq=False)
@@ -86,9 +86,9 @@ class Executor:
     windows: LayerWindows | None
 
     @property
-    def own(self) -> LlamaModel | NativeDecoder:
+    def own(self) -> TorchDecoder | NativeDecoder:
         """The model in Ramet's own code; not with transformers' code."""
-        assert isinstance(self.decoder.model, LlamaModel | NativeDecoder)
+        assert isinstance(self.decoder.model, TorchDecoder | NativeDecoder)
         return self.decoder.model
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:

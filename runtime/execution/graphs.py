@@ -22,8 +22,8 @@ from runtime.execution.attention.graph_calls import (
 from runtime.execution.attention.graph_step import GraphStep, graph_step
 from runtime.execution.attention.windows import windowed
 from runtime.execution.device import is_lost
-from runtime.execution.llama import LlamaModel
 from runtime.execution.mixers.mixer import Attend
+from runtime.execution.torch_decoder import TorchDecoder
 from runtime.execution.transfers import upload
 from runtime.kv.pool import KVPool
 
@@ -71,7 +71,7 @@ class StepGraph:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: TorchDecoder,
         pool: KVPool,
         backend: FlashInferAttention,
         shape: GraphShape,
@@ -153,7 +153,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: TorchDecoder,
         pool: KVPool,
         backend: FlashInferAttention,
         sizes: Sequence[int],

@@ -9,14 +9,14 @@ from tqdm import tqdm
 
 from runtime.config import ModelConfig
 from runtime.execution.coded_products import CodedTensor, coded_tensor
-from runtime.execution.llama import LlamaModel
 from runtime.execution.mixers.attention import Attention
 from runtime.execution.ops import Ops
 from runtime.execution.sizing import check_weights
+from runtime.execution.torch_decoder import TorchDecoder
 from runtime.models.coded import CodedWeight
 from runtime.models.published import PublishedTensors
 from runtime.models.shards import Shard, split_spec
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 from runtime.models.tensor_files import find_files
 from runtime.models.weights import (
     StoredTensors,
@@ -42,7 +42,7 @@ class LoadedModel:
         stored: tensors for `NativeDecoder`, and the directory of their codes.
     """
 
-    model: LlamaModel
+    model: TorchDecoder
     quantization: str = "none"
     stored: tuple[StoredTensors, Path] | None = None
 
@@ -50,7 +50,7 @@ class LoadedModel:
 def load_model(
     config: ModelConfig,
     path: Path,
-    spec: LlamaSpec,
+    spec: DecoderSpec,
     dtype: torch.dtype,
     device: torch.device,
     ops: Ops,
@@ -65,7 +65,7 @@ def load_model(
     share = split_spec(spec, size) if shard else spec
     if config.random_weights:
         check_weights(spec, dtype, device, size)
-        return LoadedModel(LlamaModel(share, random_weights(spec, dtype, device, shard), device, ops))
+        return LoadedModel(TorchDecoder(share, random_weights(spec, dtype, device, shard), device, ops))
     keeps_codes = config.quantization == config.dtype == "auto"
     tensors = open_stored(path, spec)
     if isinstance(tensors, PublishedTensors) and keeps_codes and shard is None and _has_products(spec, dtype, device):
@@ -83,12 +83,12 @@ def load_model(
     elif tensors is not None and keeps_codes:
         quantization = tensors.name
     if tensors is not None and keeps_codes:
-        model = LlamaModel(share, load_vectors(tensors, spec, dtype), device, ops, keeps_codes)
+        model = TorchDecoder(share, load_vectors(tensors, spec, dtype), device, ops, keeps_codes)
         return LoadedModel(model, quantization, (tensors, codes_directory(tensors, path)))
     if keeps_codes and spec.experts is not None and spec.experts.packed:
         quantization = "mxfp4"
     return LoadedModel(
-        LlamaModel(share, load_weights(path, spec, dtype, shard), device, ops, keeps_codes), quantization
+        TorchDecoder(share, load_weights(path, spec, dtype, shard), device, ops, keeps_codes), quantization
     )
 
 
@@ -96,12 +96,12 @@ def _report(tensors: PublishedTensors, exact: int, every: int) -> None:
     log.info("%s: %d of %d quantised matrices are computed as stored, the others unpacked", tensors.name, exact, every)
 
 
-def _has_products(spec: LlamaSpec, dtype: torch.dtype, device: torch.device) -> bool:
+def _has_products(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> bool:
     others = spec.experts or spec.latent or spec.recurrent
     return device.type == "cuda" and dtype == torch.bfloat16 and not others
 
 
-def load_products(tensors: PublishedTensors, spec: LlamaSpec, device: torch.device, ops: Ops) -> LoadedModel:
+def load_products(tensors: PublishedTensors, spec: DecoderSpec, device: torch.device, ops: Ops) -> LoadedModel:
     """A model in bfloat16 whose matrices stay quantised where `coded_tensor` has a product. Raises ModelError."""
     names, every = list(spec.expected_tensors()), places(spec)
     counts, told = [0, 0], set[type[CodedTensor]]()
@@ -118,7 +118,7 @@ def load_products(tensors: PublishedTensors, spec: LlamaSpec, device: torch.devi
         floats = [tensors.read(name, torch.bfloat16)[torch.from_numpy(numbers)] for name, numbers in runs]
         return torch.cat(floats).to(device)
 
-    model = LlamaModel(spec, load_vectors(tensors, spec, torch.bfloat16), device, ops)
+    model = TorchDecoder(spec, load_vectors(tensors, spec, torch.bfloat16), device, ops)
     for layer in tqdm(model.layers, desc="loading", unit="layer", disable=None):
         assert isinstance(layer.mixer, Attention)
         layer.mixer.inputs, layer.o = matrix(layer.mixer.inputs), matrix(layer.o)

@@ -19,7 +19,7 @@ from runtime.execution.graphs import StepGraphs
 from runtime.execution.ops import FlashInferOps, Ops
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 
 log = logging.getLogger("ramet.engine")
 
@@ -40,7 +40,7 @@ _COMPILE = (
 
 
 def find_fault(
-    spec: LlamaSpec, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int, device: torch.device, quiet: bool
+    spec: DecoderSpec, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int, device: torch.device, quiet: bool
 ) -> str | None:
     """What keeps FlashInfer from computing a model, and what to do, on one line; None: nothing does.
 
@@ -87,7 +87,7 @@ class FlashInferTrial:
         steps: by name; each raises ArithmeticError if the results differ.
     """
 
-    spec: LlamaSpec
+    spec: DecoderSpec
     dtype: torch.dtype
     kv_dtype: torch.dtype
     page_size: int

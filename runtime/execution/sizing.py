@@ -13,7 +13,7 @@ from runtime.execution.device import choose_attention, choose_device, choose_dty
 from runtime.execution.native.library import load_best
 from runtime.kv.pool import KVPool
 from runtime.models.shards import share_of, split_spec
-from runtime.models.spec import LlamaSpec, ModelSpec
+from runtime.models.spec import DecoderSpec, ModelSpec
 
 _GIB = 2**30
 # The pool of the layers with a window has room for the ends of conversations of this length.
@@ -23,7 +23,7 @@ _SPARE = 0.15
 
 
 def check_weights(
-    spec: LlamaSpec, dtype: torch.dtype, device: torch.device, num_ranks: int = 1, needed: int | None = None
+    spec: DecoderSpec, dtype: torch.dtype, device: torch.device, num_ranks: int = 1, needed: int | None = None
 ) -> None:
     """Raise ModelError if a rank's weights do not fit into what is free of its GPU. `needed`: their bytes, if known."""
     if device.type != "cuda":
@@ -92,7 +92,7 @@ def choose_kv_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
 
 
-def with_near(config: Config, spec: LlamaSpec, backend: str) -> LlamaSpec:
+def with_near(config: Config, spec: DecoderSpec, backend: str) -> DecoderSpec:
     """The spec with the layers whose windows are so small that a pool of their own saves memory."""
     # A tier keeps the rows of all layers.
     if backend != "torch" or config.model.tensor_parallel > 1 or config.tiers.any:
@@ -104,7 +104,7 @@ def with_near(config: Config, spec: LlamaSpec, backend: str) -> LlamaSpec:
     return replace(spec, near=near if is_worth else ())
 
 
-def near_share(config: Config, spec: LlamaSpec) -> float:
+def near_share(config: Config, spec: DecoderSpec) -> float:
     """Places in the pool of the layers with a window, as a share of the main pool's pages."""
     most = min(_TYPICAL, choose_context_length(config.model, spec))
     return min((spec.largest_window + 2 * config.cache.page_size) / most, 1)
@@ -114,13 +114,13 @@ def bytes_per_token(config: Config, spec: ModelSpec, kv_dtype: torch.dtype) -> i
     """Bytes that a token takes of the memory for pools."""
     shape = spec.num_kv_heads, spec.head_dim
     per_token = KVPool.bytes_per_token(spec.kv_layers, *shape, kv_dtype, spec.halves)
-    if isinstance(spec, LlamaSpec) and spec.near:
+    if isinstance(spec, DecoderSpec) and spec.near:
         per_near = KVPool.bytes_per_token(len(spec.near), *shape, kv_dtype)
         per_token += math.ceil(per_near * near_share(config, spec))
     return per_token
 
 
-def pool_tokens(config: Config, spec: LlamaSpec) -> int | None:
+def pool_tokens(config: Config, spec: DecoderSpec) -> int | None:
     """Tokens that the pool will hold; None: what the weights leave of a GPU. Raises ModelError as `build_executor`."""
     model, cache, device = config.model, config.cache, choose_device(config.model)
     if device.type == "cuda" and cache.pool_tokens is None and cache.pool_memory is None:

@@ -20,9 +20,9 @@ from runtime.frontend.connection import Connection, EngineProcess, Host
 from runtime.frontend.deadline import NO_DEADLINE, Deadline
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Encoded, Output, PartedPrompt, Submission, expected_tokens
+from runtime.frontend.output_processor import OutputProcessor
 from runtime.frontend.pictures import Sight
 from runtime.frontend.preparer import OpenPreparers, Preparer, ServedModel, no_preparers
-from runtime.frontend.processor import Frontend
 from runtime.frontend.stream import OutputStream
 from runtime.frontend.text_work import TextWork
 from runtime.frontend.watchdog import Watchdog
@@ -75,7 +75,7 @@ class AsyncEngine:
         self.adapters = Adapters(self.call, config.model)
         self._host = host or EngineProcess(config, quotas or {})
         self._connection = Connection(self._host)
-        self._frontend: Frontend | None = None
+        self._frontend: OutputProcessor | None = None
         self._dead = asyncio.Event()
         self._walking = asyncio.Lock()
         self._stopping = False
@@ -97,7 +97,7 @@ class AsyncEngine:
             # Where the option is not given, the device decides.
             limits = self.config.scheduler.model_copy(update={"max_running": self.info.max_running})
             inputs = InputProcessor(self.info, self.tokenizer, limits, preparers, default)
-            self._frontend = Frontend(inputs, self._host.send)
+            self._frontend = OutputProcessor(inputs, self._host.send)
             self._connection.on_events = self._frontend.take
             self._supervisor = asyncio.create_task(self._supervise())
             await self.adapters.open()
@@ -213,7 +213,7 @@ class AsyncEngine:
             raise
         return stream
 
-    async def _encode(self, frontend: Frontend, submissions: list[Submission]) -> list[Encoded]:
+    async def _encode(self, frontend: OutputProcessor, submissions: list[Submission]) -> list[Encoded]:
         encoded: list[Encoded] = []
         tokens = 0
         for submission in submissions:
@@ -349,7 +349,7 @@ class AsyncEngine:
                 yield found["runs"]
                 found = await self.call(GetRuns(tenant, salt, anew=False))
 
-    def _running(self) -> Frontend:
+    def _running(self) -> OutputProcessor:
         if self._frontend is None:
             raise self._connection.dead or EngineDead("the engine is not running")
         return self._frontend

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from runtime.errors import RametError
 from runtime.frontend.output import Encoded, Output, merge_outputs
-from runtime.frontend.processor import Frontend
+from runtime.frontend.output_processor import OutputProcessor
 
 InTurn = Callable[[Callable[[], None]], Awaitable[None]]
 
@@ -25,7 +25,7 @@ class OutputStream:
         prompts: prompt tokens by `Output.index`, of submissions with `show_tokens`.
     """
 
-    def __init__(self, frontend: Frontend, in_turn: InTurn = asyncio.to_thread):
+    def __init__(self, frontend: OutputProcessor, in_turn: InTurn = asyncio.to_thread):
         """`in_turn`: runs a function in a thread, for users of the stream."""
         self._frontend = frontend
         self.in_turn = in_turn
@@ -37,7 +37,7 @@ class OutputStream:
         self.timer: asyncio.TimerHandle | None = None
 
     def add(self, submission: Encoded) -> int:
-        """Take note of a submission that `Frontend.submit` has accepted; returns the `index` of its Outputs."""
+        """Take note of a submission that `OutputProcessor.submit` has accepted; returns the `index` of its Outputs."""
         index = len(self.submissions)
         if submission.show_tokens:
             tokens = array("i", submission.tokens).tolist()

@@ -12,7 +12,7 @@ import numpy as np
 from runtime.errors import ModelError
 from runtime.models.gguf_hybrid import GRANITE, HYBRIDS, expert_keys, gpt_oss_keys, granite_tensors, hybrid_keys
 from runtime.models.gguf_tensors import ROPE_FACTORS, GGUFTensors, parts_of, read_gguf
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -94,7 +94,7 @@ def _write(
     if architecture == GRANITE:
         granite_tensors(path, tensors, config).write(work / "model.safetensors", rounded)
         return
-    spec = LlamaSpec.load(work)
+    spec = DecoderSpec.load(work)
     predicting = [f"blk.{i}." for i in range(spec.num_layers, metadata.get(f"{architecture}.block_count", 0))]
     tensors = [one for one in tensors if not one.name.startswith(tuple(predicting))]
     stored = GGUFTensors.named(path, tensors, architecture, spec)

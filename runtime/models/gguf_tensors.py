@@ -13,7 +13,7 @@ import numpy as np
 from runtime.errors import ModelError
 from runtime.models.ggml import Codes, can_decode, decode
 from runtime.models.gguf_header import check_counts, check_header
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 
 # Tensor with the divisors of Llama 3's rotary frequencies, which config.json describes by `rope_scaling`.
 ROPE_FACTORS = "rope_freqs.weight"
@@ -91,7 +91,7 @@ def _read_one(path: Path) -> tuple[dict[str, Any], list[Any]]:
 
 
 class GGUFTensors:
-    """The tensors of a model in a GGUF file, in the order of `LlamaSpec.expected_tensors`.
+    """The tensors of a model in a GGUF file, in the order of `DecoderSpec.expected_tensors`.
 
     `tensors`: by Hugging Face name: GGUF's name of the type, the shape, and the offset (see `read_gguf`).
     """
@@ -103,7 +103,7 @@ class GGUFTensors:
         self._files = [np.memmap(part, np.uint8, "r") for part in parts_of(path)]
 
     @classmethod
-    def named(cls, path: Path, tensors: list[Any], architecture: str, spec: LlamaSpec) -> "GGUFTensors":
+    def named(cls, path: Path, tensors: list[Any], architecture: str, spec: DecoderSpec) -> "GGUFTensors":
         """The tensors of a reader. Raises ModelError if names or shapes do not fit the model."""
         import gguf
 

@@ -8,13 +8,13 @@ from runtime.errors import ModelError
 from runtime.models.config_json import Unsupported, architecture_of, read_json
 from runtime.models.diffusion import DIFFUSION_GEMMA
 from runtime.models.quantization import read_quantization
-from runtime.models.spec import LlamaSpec, is_packed
+from runtime.models.spec import DecoderSpec, is_packed
 
 # Sections of config.json that describe inputs other than text.
 _SENSES = {"vision_config": "images", "audio_config": "sound", "speech_config": "sound"}
 
 
-def own_spec(config: ModelConfig, directory: Path) -> LlamaSpec | None:
+def own_spec(config: ModelConfig, directory: Path) -> DecoderSpec | None:
     """The spec of a model that Ramet's own code computes; None: transformers' code computes it (not imported here).
 
     Raises ModelError if neither code can compute the model, or if the code that `--model-impl` names cannot.
@@ -22,7 +22,7 @@ def own_spec(config: ModelConfig, directory: Path) -> LlamaSpec | None:
     given = read_json(directory / "config.json")
     if config.model_impl != "transformers":
         try:
-            return LlamaSpec.load(directory)
+            return DecoderSpec.load(directory)
         except Unsupported:
             if config.model_impl == "ramet" or is_packed(given):
                 raise

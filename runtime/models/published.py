@@ -12,7 +12,7 @@ from runtime.models.coded import KERNEL_GROUP, CodedWeight, from_awq, from_gptq,
 from runtime.models.config_json import read_json
 from runtime.models.ggml import Codes
 from runtime.models.quantization import Quantization, Scheme, read_quantization
-from runtime.models.spec import LlamaSpec, is_packed
+from runtime.models.spec import DecoderSpec, is_packed
 from runtime.models.tensor_files import FLOATS, TensorFiles
 
 _SCALES = ("F16", "BF16", "F32", "F8_E8M0")
@@ -21,7 +21,7 @@ _CODES = {"awq": "qweight", "gptq": "qweight", "gptq_v2": "qweight", "packed": "
 
 
 class PublishedTensors:
-    """The tensors of a quantised checkpoint, by the names of `LlamaSpec.expected_tensors`.
+    """The tensors of a quantised checkpoint, by the names of `DecoderSpec.expected_tensors`.
 
     Which layers are quantised is read from the tensors, how they are from config.json.
 
@@ -30,7 +30,7 @@ class PublishedTensors:
         path: the model's directory.
     """
 
-    def __init__(self, directory: Path, spec: LlamaSpec, quantization: Quantization):
+    def __init__(self, directory: Path, spec: DecoderSpec, quantization: Quantization):
         """Raises ModelError if a file is missing or broken."""
         self.path, self.name, self.quantization = directory, quantization.name, quantization
         self._shapes, self._stored_name = spec.expected_tensors(), spec.stored_name
@@ -38,7 +38,7 @@ class PublishedTensors:
         self._bits: dict[str, int | None] = {}
 
     @classmethod
-    def open(cls, directory: Path, spec: LlamaSpec) -> "PublishedTensors | None":
+    def open(cls, directory: Path, spec: DecoderSpec) -> "PublishedTensors | None":
         """The tensors of a model's directory; None: they are not quantised, or the experts of gpt-oss are.
 
         Raises ModelError.

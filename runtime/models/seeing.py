@@ -1,4 +1,4 @@
-"""Models that see: their configurations describe a vision tower beside a decoder, which `LlamaSpec` reads alone."""
+"""Models that see: their configurations describe a vision tower beside a decoder, which `DecoderSpec` reads alone."""
 
 from typing import Any, NamedTuple
 

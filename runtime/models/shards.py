@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 
 from runtime.errors import ModelError
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 
 # The sharded dimension of a stored weight [out, in].
 _CUT = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
 
 
-def split_spec(spec: LlamaSpec, size: int) -> LlamaSpec:
+def split_spec(spec: DecoderSpec, size: int) -> DecoderSpec:
     """The spec of one of `size` equal ranks.
 
     Raises ModelError for experts, Gemma, recurrent layers, latent attention, and shapes that do not divide.

@@ -101,7 +101,7 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LlamaSpec(ModelSpec):
+class DecoderSpec(ModelSpec):
     """A decoder of the Llama family, which Ramet's own code computes.
 
     Attributes:
@@ -175,12 +175,12 @@ class LlamaSpec(ModelSpec):
         return self.centered or self.sinks or bool(self.recurrent) or self.latent is not None
 
     @property
-    def unpacked(self) -> LlamaSpec:
+    def unpacked(self) -> DecoderSpec:
         """The spec of this model after its packed experts have been unpacked to floats."""
         return self if self.experts is None else replace(self, experts=replace(self.experts, packed=False))
 
     @classmethod
-    def load(cls, directory: Path) -> LlamaSpec:
+    def load(cls, directory: Path) -> DecoderSpec:
         """Read `config.json` (and the end-of-sequence ids of `generation_config.json`).
 
         Raises:
@@ -257,7 +257,7 @@ def _linear_tensors(shapes: dict[str, tuple[int, int, bool]]) -> dict[str, tuple
     return found
 
 
-def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpec:
+def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> DecoderSpec:
     named = architecture_of(config)
     config = as_decoder(config, named)
     architecture = architecture_of(config)
@@ -280,7 +280,7 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpe
         rope = replace(rope, axes=rope_axes(config, named, (rope.rotated or head_dim) // 2))
     experts, windows = expert_spec(config, architecture), _windows(config, family)
     others = [one for one in (experts, near_rope, windows, recurrence, latent, rope.axes) if one]
-    spec = LlamaSpec(
+    spec = DecoderSpec(
         architecture=named,
         model_type=config.get("model_type") or "",
         hidden_size=hidden,
@@ -333,7 +333,7 @@ def _translated(config: dict[str, Any], architecture: str) -> tuple[dict[str, An
     return config, family or architecture.removesuffix("ForCausalLM").removesuffix("Moe")
 
 
-def _check_shape(spec: LlamaSpec) -> None:
+def _check_shape(spec: DecoderSpec) -> None:
     if spec.windows and spec.rope.axes:
         raise ModelError(
             "the model has a sliding window; supported are models with positions in three axes without one"

@@ -16,7 +16,7 @@ from runtime.models.gguf_tensors import GGUFTensors
 from runtime.models.published import PublishedTensors
 from runtime.models.seeing import SEEING
 from runtime.models.shards import Shard
-from runtime.models.spec import LlamaSpec, ModelSpec
+from runtime.models.spec import DecoderSpec, ModelSpec
 from runtime.models.tensor_files import FLOATS, check_tensor, find_files, locate, open_file
 
 _BAR_FROM_BYTES = 1 << 30
@@ -30,7 +30,7 @@ StoredTensors = GGUFTensors | PublishedTensors
 
 
 def load_weights(
-    directory: Path, spec: LlamaSpec, dtype: torch.dtype, shard: Shard | None = None
+    directory: Path, spec: DecoderSpec, dtype: torch.dtype, shard: Shard | None = None
 ) -> dict[str, torch.Tensor]:
     """The tensors of `spec.expected_tensors()` by name, in `dtype`, on the CPU. Experts in MXFP4 stay packed.
 
@@ -52,12 +52,12 @@ def load_weights(
     return weights
 
 
-def open_stored(directory: Path, spec: LlamaSpec) -> StoredTensors | None:
+def open_stored(directory: Path, spec: DecoderSpec) -> StoredTensors | None:
     """The tensors of a GGUF file or of a quantised checkpoint; None: another checkpoint. Raises ModelError."""
     return GGUFTensors.open(directory) or PublishedTensors.open(directory, spec)
 
 
-def load_vectors(stored: StoredTensors, spec: LlamaSpec, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def load_vectors(stored: StoredTensors, spec: DecoderSpec, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """`load_weights` without matrices.
 
     Those of the layers are the places of their rows, as `places` gives them; the embeddings and the head are [rows, 0].
@@ -89,7 +89,7 @@ def codes_directory(tensors: StoredTensors, path: Path) -> Path:
     return default_cache_dir() / "codes" / f"{path.name}-{xxhash.xxh3_64_hexdigest(identity.encode())}"
 
 
-def places(spec: LlamaSpec) -> dict[str, torch.Tensor]:
+def places(spec: DecoderSpec) -> dict[str, torch.Tensor]:
     """For each matrix but routers, the places of its rows, int64 [rows, 1].
 
     A place is the number of the tensor in `expected_tensors` times `MOST_ROWS`, plus the row. Code that fuses and
@@ -113,7 +113,7 @@ def read_stored(stored: StoredTensors, name: str, dtype: torch.dtype) -> torch.T
     return values.to(dtype)
 
 
-def _read_tensors(directory: Path, spec: LlamaSpec, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_tensors(directory: Path, spec: DecoderSpec, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     expected = spec.expected_tensors()
     names = {spec.stored_name(name): name for name in expected}
     files = locate(directory, list(names))
@@ -129,7 +129,7 @@ def _read_tensors(directory: Path, spec: LlamaSpec, dtype: torch.dtype) -> Itera
                     bar.update()
 
 
-def _dtype_of(name: str, spec: LlamaSpec, dtype: torch.dtype) -> torch.dtype:
+def _dtype_of(name: str, spec: DecoderSpec, dtype: torch.dtype) -> torch.dtype:
     # float32 for small differences between experts' scores, for the decay of states, and for factors 1 + weight.
     wide = name.endswith((".expert_bias", ".A_log", ".dt_bias")) or (spec.centered and name.endswith("norm.weight"))
     return torch.float32 if wide else dtype
@@ -152,7 +152,7 @@ def digest_weights(directory: Path, spec: ModelSpec) -> str:
     if (linked := GGUFTensors.open(directory)) is not None:
         files = [linked.path]
     elif (
-        isinstance(spec, LlamaSpec)
+        isinstance(spec, DecoderSpec)
         and spec.architecture not in SEEING  # KV also depends on the tower
         and PublishedTensors.open(directory, spec) is None
     ):
@@ -167,7 +167,7 @@ def digest_weights(directory: Path, spec: ModelSpec) -> str:
 
 
 def random_weights(
-    spec: LlamaSpec, dtype: torch.dtype, device: torch.device, shard: Shard | None = None
+    spec: DecoderSpec, dtype: torch.dtype, device: torch.device, shard: Shard | None = None
 ) -> dict[str, torch.Tensor]:
     """Random weights on `device`, like a result of `load_weights`; equal in every call. Norms are 1, biases 0."""
     weights = {}

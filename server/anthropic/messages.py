@@ -59,7 +59,7 @@ async def messages(
     body = await while_there(request, deadline.keep(continued(body, threads, tenant.account, engine)))
     with naming(body.NAMES):
         chat = chat_of(body)
-        submission = await chats.in_turn(request, chat, tenant, deadline)
+        submission = await chats.make_submission(request, chat, tenant, deadline)
 
     def following(encoded: Encoded, output: Output) -> str | None:
         said = reader_of(chat, engine.tokenizer, encoded).push(output.text, True, output.is_cut)

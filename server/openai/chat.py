@@ -37,7 +37,7 @@ async def chat_completions(
     context = service.context
     context.check_model(body.model)
     body.refuse_unsupported()
-    submission = await chats.in_turn(request, body, tenant, body.deadline(context))
+    submission = await chats.make_submission(request, body, tenant, body.deadline(context))
     generation = await service.submit(
         request,
         body,

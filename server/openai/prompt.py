@@ -44,7 +44,9 @@ class ChatPrompts:
         self._documents = documents
         self._schemas = schemas
 
-    async def in_turn(self, request: Request, body: ChatRequest, tenant: Tenant, deadline: Deadline) -> Submission:
+    async def make_submission(
+        self, request: Request, body: ChatRequest, tenant: Tenant, deadline: Deadline
+    ) -> Submission:
         """As `submission`, but JSON schemas are read in a thread, where keys take turns.
 
         Also raises ClientGone, and DeadlineExceeded.

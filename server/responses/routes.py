@@ -41,7 +41,7 @@ async def create(
     deadline = body.deadline(service.context)
     with naming(body.NAMES):
         asked = await while_there(request, deadline.keep(_read(body, service.context, responses, tenant)))
-        submission = await chats.in_turn(request, asked.chat, tenant, deadline)
+        submission = await chats.make_submission(request, asked.chat, tenant, deadline)
     submission = msgspec.structs.replace(submission, progress=body.stream)
 
     def keep(response: dict[str, Any]) -> None:

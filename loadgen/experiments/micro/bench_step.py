@@ -24,7 +24,7 @@ from runtime.calls import LoadAdapter
 from runtime.execution import building
 from runtime.execution.native.library import Library, load_best, open_library
 from runtime.features.drafts.part import Drafts
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 from runtime.protocol import StepEvents, encode
 
 _OWN, _QUESTION, _WARM = 64, 64, 4
@@ -218,7 +218,7 @@ def _save_adapter(directory: Path, model: Path, rank: int, seed: int) -> Path:
     """Write a random adapter of every linear layer but experts, as PEFT does."""
     directory.mkdir()
     draw, tensors = torch.Generator().manual_seed(seed), {}
-    for name, shape in LlamaSpec.load(model).expected_tensors().items():
+    for name, shape in DecoderSpec.load(model).expected_tensors().items():
         if name.endswith("_proj.weight") and ".experts." not in name:
             module = f"base_model.model.{name.removesuffix('.weight')}"
             tensors[f"{module}.lora_A.weight"] = torch.randn(rank, shape[1], generator=draw) / shape[1]

@@ -24,7 +24,7 @@ from runtime.errors import ModelError
 from runtime.features.chunks.documents.plan import DocumentPlanner
 from runtime.features.chunks.documents.table import MOST_LOST, MeasuredMethod, choose
 from runtime.models.resolve import resolve_model
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 from runtime.models.tokenizer import Tokenizer
 
 _FULL = "full prefill"
@@ -82,7 +82,7 @@ class AnswerProfiler:
 def profile_answers(config: Config, settings: AnswerSettings, files: ProfileFiles) -> None:
     """Measure a model on a file of questions; write its table, print it, and draw it. Raises ModelError."""
     path = resolve_model(config.model)
-    spec = LlamaSpec.load(path)
+    spec = DecoderSpec.load(path)
     if spec.diffusion is not None:
         raise ModelError(f"{spec.architecture} is a diffusion model, which serves no documents")
     every = read_questions(settings.answers)

@@ -19,7 +19,7 @@ from runtime.config import Config
 from runtime.errors import ModelError
 from runtime.execution.building import build_executor
 from runtime.models.resolve import resolve_model
-from runtime.models.spec import LlamaSpec, ModelSpec
+from runtime.models.spec import DecoderSpec, ModelSpec
 from runtime.models.tokenizer import Tokenizer
 
 _LINES = {"depths_cosine": ("w--", "depth by the paper's rule"), "depths": ("r-", "depth in the table")}
@@ -136,7 +136,7 @@ def paper_depth(similarities: list[list[float]], threshold: float) -> int:
 def profile_depths(config: Config, settings: DepthSettings, files: ProfileFiles) -> None:
     """Measure a diffusion model, write table and heat map, and print the table. Raises ModelError."""
     path = resolve_model(config.model)
-    spec = LlamaSpec.load(path)
+    spec = DecoderSpec.load(path)
     if spec.diffusion is None:
         raise ModelError(f"{spec.architecture} is no diffusion model: its prefixes are reused in all layers")
     if settings.length > spec.context_length:

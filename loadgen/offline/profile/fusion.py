@@ -20,7 +20,7 @@ from runtime.features.chunks.ask import ReuseParams
 from runtime.features.chunks.documents.plan import DocumentPlanner
 from runtime.features.chunks.documents.prompt import TokenizedPrompt
 from runtime.models.resolve import resolve_model
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 from runtime.models.tokenizer import Tokenizer
 
 # Number of prompts that run together.
@@ -62,7 +62,7 @@ class Quotations:
 def profile_fusion(config: Config, settings: FusionSettings, out: Path) -> None:
     """Measure a model, and write and print its table. Raises ModelError."""
     path = resolve_model(config.model)
-    spec = LlamaSpec.load(path)
+    spec = DecoderSpec.load(path)
     context_length = config.model.context_length or spec.context_length
     if spec.diffusion is not None:
         raise ModelError(f"{spec.architecture} is a diffusion model, which serves no documents")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from runtime.execution.adapters import add
 from runtime.execution.mixers.mixer import LayerWeights, MixedRows, Mixer, reorder
 from runtime.execution.ops import Ops
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class Attention(Mixer):
         place: the layer of the pool.
     """
 
-    spec: LlamaSpec
+    spec: DecoderSpec
     ops: Ops
     index: int
     place: int
@@ -31,7 +31,7 @@ class Attention(Mixer):
     sinks: torch.Tensor | None
 
     @classmethod
-    def take(cls, weights: LayerWeights, spec: LlamaSpec, ops: Ops, index: int, place: int) -> "Attention":
+    def take(cls, weights: LayerWeights, spec: DecoderSpec, ops: Ops, index: int, place: int) -> "Attention":
         parts = ("qkv",) if spec.fused_qkv else tuple("qkv")
         if spec.gated:
             q, gate = reorder(weights.must("self_attn.q_proj.weight"), spec.num_heads, spec.head_dim, spec.head_dim)

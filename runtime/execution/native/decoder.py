@@ -29,7 +29,7 @@ from runtime.execution.native.stored import StoredMatrices
 from runtime.kv.pool import KVPool
 from runtime.models.adapters.lora import LoraAdapter
 from runtime.models.rope import RotaryEmbedding
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 from runtime.models.weights import StoredTensors
 
 Stored = tuple[StoredTensors, Path]
@@ -52,7 +52,7 @@ class NativeDecoder:
     def __init__(
         self,
         library: Library,
-        model: llama.LlamaModel,
+        model: llama.TorchDecoder,
         pool: KVPool,
         threads: int,
         bits: int = 0,
@@ -154,7 +154,7 @@ class NativeDecoder:
     def _float(self, weight: torch.Tensor | None) -> int | None:
         return None if weight is None else self._weights.keep(weight.float())
 
-    def _describe_model(self, model: llama.LlamaModel) -> c.Model:
+    def _describe_model(self, model: llama.TorchDecoder) -> c.Model:
         spec, pool, stored = self.spec, self.pool, self._stored
         head = self._weights.add(model.head, bits=_head_bits(self._bits)) if stored is None else stored.head
         is_table = stored is not None or spec.tie_embeddings
@@ -274,7 +274,7 @@ class NativeDecoder:
         return self._plans[-1]
 
     def project(self, layer: int, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """See `LlamaModel.project`."""
+        """See `TorchDecoder.project`."""
         spec = self.spec
         cosine, sine = (part.contiguous() for part in self.rope.cos_sin(positions))
         states = states.contiguous()
@@ -304,7 +304,7 @@ class NativeDecoder:
         return torch.from_numpy(out)
 
 
-def _model_bytes(library: Library, model: llama.LlamaModel, bits: int) -> int:
+def _model_bytes(library: Library, model: llama.TorchDecoder, bits: int) -> int:
     weights = []
     for layer in model.layers:
         if isinstance(layer.mixer, Attention | Recurrent):
@@ -329,7 +329,7 @@ class PackedAdapter:
         most_rank: the largest rank of its fused products.
     """
 
-    def __init__(self, team: Team, adapter: LoraAdapter, spec: LlamaSpec, dtype: torch.dtype):
+    def __init__(self, team: Team, adapter: LoraAdapter, spec: DecoderSpec, dtype: torch.dtype):
         """Raises ModelError."""
         fused = fuse(adapter, spec)
         found = [

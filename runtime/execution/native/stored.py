@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from runtime.execution.llama import LlamaModel
 from runtime.execution.mixers.attention import Attention
 from runtime.execution.mixers.mixer import Mixer
 from runtime.execution.mixers.recurrent import Recurrent
 from runtime.execution.native import library as c
 from runtime.execution.native.codes import describe_codes, pack_into
 from runtime.execution.native.packed import Team, pack, packed_bytes
+from runtime.execution.torch_decoder import TorchDecoder
 from runtime.models.publishing import reserve, scratch
 from runtime.models.seals import holds, seal
 from runtime.models.weights import MOST_ROWS, StoredTensors, places, read_stored, runs_of
@@ -57,7 +57,7 @@ class StoredMatrices:
     Tensors without codes, and gates that are stored otherwise than what they gate, are unpacked.
     """
 
-    def __init__(self, team: Team, model: LlamaModel, tensors: StoredTensors, directory: Path):
+    def __init__(self, team: Team, model: TorchDecoder, tensors: StoredTensors, directory: Path):
         """Map the packed file in this directory; write it first if there is none.
 
         `model`: of the weights that `load_vectors` gives.

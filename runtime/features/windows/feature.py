@@ -18,7 +18,7 @@ class WindowsFeature(Feature):
         if near is None:
             return None
         from runtime.features.windows.strategy import WindowedPrefix
-        from runtime.models.spec import LlamaSpec
+        from runtime.models.spec import DecoderSpec
 
-        assert isinstance(spec, LlamaSpec)
+        assert isinstance(spec, DecoderSpec)
         return WindowedPrefix(opening.cache, spec.num_layers, near, spec.largest_window)

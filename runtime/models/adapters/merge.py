@@ -16,7 +16,7 @@ from runtime.errors import ModelError
 from runtime.models.config_json import read_json
 from runtime.models.default_model import fetch_default
 from runtime.models.publishing import FORMAT, provide
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +69,7 @@ def merge_adapter(base: Path, adapter: Path, models: Path, name: str) -> Path:
         from runtime.models.weights import load_weights
 
         print(f"merging {adapter.name} with {base.name} into {target} (once)", file=sys.stderr, flush=True)
-        weights = load_weights(base, LlamaSpec.load(base), torch.float32)
+        weights = load_weights(base, DecoderSpec.load(base), torch.float32)
         _add_adapter(weights, adapter)
         try:
             save_file(weights, work / "model.safetensors", {"format": "pt"})

@@ -10,12 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from runtime.execution import coded_products
 from runtime.execution.attention.torch_attention import TorchAttention
 from runtime.execution.coded_products import CodedTensor, Float8Tensor, Int4Tensor, coded_tensor
-from runtime.execution.llama import LlamaModel
 from runtime.execution.loading import load_products
 from runtime.execution.ops import Ops
+from runtime.execution.torch_decoder import TorchDecoder
 from runtime.models.coded import CodedWeight
 from runtime.models.published import PublishedTensors
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 from runtime.models.weights import load_weights
 from tests.runtime.execution.native.test_decoder import CPU, make_pool, mixed_batch
 from tests.runtime.models.published_files import FORMATS, write_published
@@ -127,8 +127,8 @@ def test_shapes_and_types_are_those_that_cuda_asks_for(kind):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_logits_are_near_those_of_unpacked_weights(tmp_path, kind, caplog):
     published, plain = write_published(FORMATS[kind], tmp_path)
-    spec = LlamaSpec.load(plain)
-    reference = LlamaModel(spec, load_weights(plain, spec, torch.float32), CPU)
+    spec = DecoderSpec.load(plain)
+    reference = TorchDecoder(spec, load_weights(plain, spec, torch.float32), CPU)
     caplog.set_level(logging.INFO)
     loaded = load_products(PublishedTensors.open(published, spec), spec, CPU, Ops())
     kept = [isinstance(one, CodedTensor) for layer in loaded.model.layers for one in (layer.mixer.inputs, layer.down)]

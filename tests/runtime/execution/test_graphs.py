@@ -10,10 +10,10 @@ import torch
 from runtime.batch import AttentionPlan, ForwardBatch, HiddenRows, LayerGroup, Span, causal_visible
 from runtime.execution.attention.flashinfer import FlashInferAttention
 from runtime.execution.graphs import StepGraphs
-from runtime.execution.llama import LlamaModel
 from runtime.execution.ops import FlashInferOps
+from runtime.execution.torch_decoder import TorchDecoder
 from runtime.kv.pool import KVPool
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 from runtime.models.weights import load_weights
 from tests.runtime.execution.attention.stand_in import stand_in
 from tests.runtime.execution.attention.whole_engines import check_whole_engines
@@ -42,9 +42,9 @@ def recorded(compute, memory, device):
 
 class World:
     def __init__(self, path, device, sizes, prompt_sizes=(), page_size=PAGE):
-        self.spec = LlamaSpec.load(path)
+        self.spec = DecoderSpec.load(path)
         weights = load_weights(path, self.spec, torch.float32)
-        self.model = LlamaModel(self.spec, weights, device, FlashInferOps(512))
+        self.model = TorchDecoder(self.spec, weights, device, FlashInferOps(512))
         spec = self.spec
         self.page_size = page_size
         shape = (spec.num_layers, SPARE, page_size, spec.num_kv_heads, spec.head_dim)

@@ -9,7 +9,7 @@ from runtime.execution import flashinfer_package
 from runtime.execution.device import choose_attention
 from runtime.execution.flashinfer_package import VERSION
 from runtime.execution.sizing import check_weights, pool_pages
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 from runtime.models.weights import random_weights
 from runtime.offline import Engine
 from runtime.opening import open_engine
@@ -26,7 +26,7 @@ def memory(monkeypatch):
 
 
 def test_weights_that_do_not_fit_are_refused(tiny_dir, memory):
-    spec = LlamaSpec.load(tiny_dir)
+    spec = DecoderSpec.load(tiny_dir)
     count = sum(torch.Size(shape).numel() for shape in spec.expected_tensors().values())
     gib = 2 * count / 2**30
     memory(1.01 * gib, 1.0)

@@ -9,7 +9,7 @@ from runtime.errors import Overloaded
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Submission
-from runtime.frontend.processor import Frontend
+from runtime.frontend.output_processor import OutputProcessor
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest, ModelInfo, Sampling, encode
 from tests.runtime.frontend.test_limits import FewTokens
@@ -36,7 +36,7 @@ def opened(
     """The messages to the engine."""
     engine, sent = AsyncEngine(Config()), []
     engine.tokenizer = tokenizer
-    engine._frontend = Frontend(InputProcessor(info, tokenizer, config or SchedulerConfig()), sent.append)
+    engine._frontend = OutputProcessor(InputProcessor(info, tokenizer, config or SchedulerConfig()), sent.append)
 
     async def main() -> None:
         await engine.open(submissions)

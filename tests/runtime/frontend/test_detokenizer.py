@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.frontend.processor import TextStream
+from runtime.frontend.output_processor import TextStream
 from runtime.models.tokenizer import Detokenizer
 from runtime.params import SamplingParams
 

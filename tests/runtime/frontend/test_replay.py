@@ -11,7 +11,7 @@ from radix import Namespace
 from runtime.config import SchedulerConfig
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Encoded, MarkedText, Submission
-from runtime.frontend.processor import Frontend
+from runtime.frontend.output_processor import OutputProcessor
 from runtime.frontend.replay import _TRIED, MOST_OF_ACCOUNT, NOTHING, Replay, Said
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
@@ -91,7 +91,7 @@ def test_a_prompt_differs_within_replayed_answers_alone(tokenizers, kind, answer
 def test_the_next_turn_reads_the_sampled_tokens(tokenizers):
     """Over the front end: what the engine sampled comes back in the next prompt, with breakpoints where they were."""
     tokenizer, sent = tokenizers["chatml"], []
-    frontend = Frontend(InputProcessor(INFO, tokenizer, SchedulerConfig()), sent.append)
+    frontend = OutputProcessor(InputProcessor(INFO, tokenizer, SchedulerConfig()), sent.append)
     turns = [{"role": "user", "content": "Name a tree."}]
     odd = [*(tokenizer.encode(letter, False)[0] for letter in "Oak trees"), *tokenizer.encode("\n<|im_end|>", False)]
 

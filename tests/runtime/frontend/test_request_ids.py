@@ -11,7 +11,7 @@ from runtime.config import SchedulerConfig
 from runtime.errors import InvalidRequest, RametError, RateLimited
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Submission
-from runtime.frontend.processor import Frontend
+from runtime.frontend.output_processor import OutputProcessor
 from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
@@ -41,7 +41,7 @@ def sent():
 
 @pytest.fixture
 def frontend(tokenizer, sent):
-    return Frontend(InputProcessor(INFO, tokenizer, SchedulerConfig()), sent.append)
+    return OutputProcessor(InputProcessor(INFO, tokenizer, SchedulerConfig()), sent.append)
 
 
 def submit(stream: OutputStream, *rids: str) -> None:
@@ -87,7 +87,7 @@ class Lives(RuleBasedStateMachine):
         super().__init__()
         self.sent = []
         limits = FewTokens(max_running=4, max_waiting=30, key_share=0.12)
-        self.frontend = Frontend(InputProcessor(INFO, self.tokenizer, limits), self.sent.append)
+        self.frontend = OutputProcessor(InputProcessor(INFO, self.tokenizer, limits), self.sent.append)
         self.live: dict[tuple[str, str], tuple[OutputStream, list[str]]] = {}
         self.waiting: dict[str, tuple[str, int]] = {}  # by the engine's id: account and tokens
 

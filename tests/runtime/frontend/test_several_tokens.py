@@ -7,7 +7,7 @@ import pytest
 from runtime.config import SchedulerConfig
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Output, Submission
-from runtime.frontend.processor import Frontend
+from runtime.frontend.output_processor import OutputProcessor
 from runtime.frontend.stream import OutputStream
 from runtime.params import SamplingParams
 from runtime.protocol import Abort, AddRequest, Finish, TokenEvent, TokenLogprob
@@ -28,7 +28,7 @@ def test_a_stop_string_counts_from_the_least_number_of_tokens_on(tokenizer):
 def outputs_of(tokenizer, pieces, **params):
     """The Outputs of tokens that come in pieces, and whether the engine was told to stop."""
     found, sent = [], []
-    frontend = Frontend(InputProcessor(INFO, tokenizer, SchedulerConfig()), sent.append)
+    frontend = OutputProcessor(InputProcessor(INFO, tokenizer, SchedulerConfig()), sent.append)
     frontend.submit(frontend.inputs.encode(Submission([1], SamplingParams(**params))), Listener(found.append))
     rid = next(message.rid for message in sent if isinstance(message, AddRequest))
     for i, piece in enumerate(pieces):
@@ -58,7 +58,7 @@ def test_a_stop_string_ends_the_output_at_its_last_token(tokenizer, params, size
 def test_a_slow_reader_gets_what_has_arrived_of_a_completion_as_one(tokenizer):
     sent = []
     tokens = tokenizer.encode(TEXT)
-    frontend = Frontend(InputProcessor(INFO, tokenizer, SchedulerConfig()), sent.append)
+    frontend = OutputProcessor(InputProcessor(INFO, tokenizer, SchedulerConfig()), sent.append)
     stream = OutputStream(frontend)
     frontend.submit(frontend.inputs.encode(Submission([1], SamplingParams(n=2))), stream)
     first, second = (message.rid for message in sent[1:])

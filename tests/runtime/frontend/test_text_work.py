@@ -12,7 +12,7 @@ from runtime.errors import InvalidRequest, RateLimited
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Submission
-from runtime.frontend.processor import Frontend
+from runtime.frontend.output_processor import OutputProcessor
 from runtime.frontend.text_work import TextWork
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
@@ -55,7 +55,7 @@ def engine(slow):
     engine.sent = []
     limits = FewTokens(max_running=4, max_waiting=12, tokens=2000)
     engine.tokenizer = slow
-    engine._frontend = Frontend(InputProcessor(INFO, slow, limits), engine.sent.append)
+    engine._frontend = OutputProcessor(InputProcessor(INFO, slow, limits), engine.sent.append)
     yield engine
     engine._work.close()
 

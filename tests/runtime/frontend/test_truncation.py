@@ -8,7 +8,7 @@ from runtime.features.chunks.ask import ChunksAsk
 from runtime.features.chunks.schemas.compile import ModulePrompt
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Submission
-from runtime.frontend.processor import Frontend
+from runtime.frontend.output_processor import OutputProcessor
 from runtime.params import SamplingParams
 from runtime.protocol import ModelInfo
 from tests.runtime.frontend.listening import Listener, ids_of
@@ -48,7 +48,7 @@ def test_the_last_tokens_that_fit(tokenizer, last, new, kept):
 def test_the_limit_of_the_server_is_the_length_of_an_output_without_one(tokenizer, most, rows, stop, limit):
     """Within the context, which counts positions, and the pool of 80 tokens; none lets the engine count."""
     info, sent = ModelInfo("tiny", "", "", 10_000, 64, [2], "", "", "", 16, 80), []
-    frontend = Frontend(InputProcessor(info, tokenizer, SchedulerConfig(max_output_tokens=most)), sent.append)
+    frontend = OutputProcessor(InputProcessor(info, tokenizer, SchedulerConfig(max_output_tokens=most)), sent.append)
     given = [5] * rows if rows == stop else ModulePrompt([5], ChunksAsk(), [rows - 1], stop)
     submission = Submission(given, SamplingParams(max_new_tokens=None))
     frontend.submit(frontend.inputs.encode(submission), Listener(sent.append))

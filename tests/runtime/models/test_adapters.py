@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save
 
 from runtime.errors import ModelError
 from runtime.models.adapters.merge import MASK_TOKEN_ID, merge_adapter
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 from tests.full_disk import little_room
 
 
@@ -59,10 +59,10 @@ def test_the_merged_weights_are_the_base_plus_the_scaled_products(base, tensors,
 def test_it_is_a_diffusion_model_with_the_base_models_tokenizer(adapter, tiny_dir, tmp_path):
     (tmp_path / "models").mkdir()
     path = merge_adapter(tiny_dir, adapter, tmp_path / "models", "merged")
-    spec = LlamaSpec.load(path)
+    spec = DecoderSpec.load(path)
     assert spec.diffusion is not None
     assert (spec.diffusion.mask_token_id, spec.diffusion.logits_shift) == (MASK_TOKEN_ID, 1)
-    assert spec.eos_token_ids == LlamaSpec.load(tiny_dir).eos_token_ids
+    assert spec.eos_token_ids == DecoderSpec.load(tiny_dir).eos_token_ids
     assert (path / "tokenizer.json").read_bytes() == (tiny_dir / "tokenizer.json").read_bytes()
 
 

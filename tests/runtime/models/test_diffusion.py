@@ -13,7 +13,7 @@ from runtime.errors import ModelError
 from runtime.execution.building import build_executor
 from runtime.models.diffusion import DiffusionSpec, canvas_spec, diffusion_spec
 from runtime.models.shards import split_spec
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 from runtime.models.weights import load_weights
 from tests.runtime.features.diffusion.bicache.models import EOS, KINDS, MASK, save_tiny
 from tests.runtime.features.diffusion.bicache.reference import PlainModel
@@ -46,7 +46,7 @@ def test_logits_and_kv_are_the_references(kind, kernels, tmp_path):
 
 @pytest.mark.parametrize(("kind", "shift"), [("llada", 0), ("dream", 1), ("llama_diffusion", 1)])
 def test_what_the_configuration_says(kind, shift, tmp_path):
-    spec = LlamaSpec.load(save_tiny(kind, tmp_path / kind))
+    spec = DecoderSpec.load(save_tiny(kind, tmp_path / kind))
     algorithm = "entropy" if kind == "dream" else "low_confidence"
     assert spec.diffusion == DiffusionSpec(MASK, shift, algorithm)
     assert spec.eos_token_ids == (EOS,)
@@ -84,7 +84,7 @@ def edited(tmp_path, kind, **changes):
 )
 def test_what_is_not_supported_is_refused(tmp_path, kind, changes):
     with pytest.raises(ModelError, match=next(iter(changes))):
-        LlamaSpec.load(edited(tmp_path, kind, **changes))
+        DecoderSpec.load(edited(tmp_path, kind, **changes))
 
 
 @pytest.mark.parametrize(
@@ -93,18 +93,18 @@ def test_what_is_not_supported_is_refused(tmp_path, kind, changes):
 )
 def test_numbers_of_experts_that_do_not_fit_are_refused(tmp_path, changes):
     with pytest.raises(ModelError, match="experts"):
-        LlamaSpec.load(edited(tmp_path, "llada2", **changes))
+        DecoderSpec.load(edited(tmp_path, "llada2", **changes))
 
 
 def test_experts_are_not_divided_among_ranks(tmp_path):
-    spec = LlamaSpec.load(save_tiny("llada2", tmp_path / "llada2"))
+    spec = DecoderSpec.load(save_tiny("llada2", tmp_path / "llada2"))
     with pytest.raises(ModelError, match="layers of LLaDA2MoeModelLM are served by one rank"):
         split_spec(spec, 2)
 
 
 def test_the_bias_of_experts_keeps_its_bits(tmp_path):
     path = save_tiny("llada2", tmp_path / "llada2")
-    weights = load_weights(path, LlamaSpec.load(path), torch.bfloat16)
+    weights = load_weights(path, DecoderSpec.load(path), torch.bfloat16)
     kinds = {name: tensor.dtype for name, tensor in weights.items()}
     assert {name for name, kind in kinds.items() if kind == torch.float32} == {
         f"model.layers.{i}.mlp.gate.expert_bias" for i in (1, 2, 3)
@@ -126,7 +126,7 @@ def test_llada2_minis_shapes(tmp_path):
                   num_key_value_heads=4, intermediate_size=5120, moe_intermediate_size=512, num_experts=256,
                   num_experts_per_tok=8, n_group=8, topk_group=4, vocab_size=157184, pad_token_id=156892,
                   mask_token_id=156895, max_position_embeddings=32768, block_length=None)  # fmt: skip
-    spec = LlamaSpec.load(path)
+    spec = DecoderSpec.load(path)
     assert sum(np.prod(shape) for shape in spec.expected_tensors().values()) == pytest.approx(16.26e9, rel=0.001)
     assert spec.eos_token_ids == (156892,)
     expected = DiffusionSpec(156895, 0, "low_confidence", attended=32, block=32, threshold=0.95, edits=True)
@@ -141,12 +141,12 @@ def test_the_published_models_shapes(tmp_path):
     """The sizes of LLaDA-8B and Dream-7B, and that LLaDA's checkpoint has 291 tensors."""
     llada = edited(tmp_path, "llada", d_model=4096, n_layers=32, n_heads=32, n_kv_heads=32, mlp_hidden_size=12288,
                    vocab_size=126464, embedding_size=126464, mask_token_id=126336, eos_token_id=126081)  # fmt: skip
-    spec = LlamaSpec.load(llada)
+    spec = DecoderSpec.load(llada)
     assert len(spec.expected_tensors()) == 291
     assert spec.eos_token_ids == (126081, 126348)
     assert len({spec.stored_name(name) for name in spec.expected_tensors()}) == 291
     assert sum(np.prod(shape) for shape in spec.expected_tensors().values()) == pytest.approx(8.0e9, rel=0.01)
     dream = edited(tmp_path, "dream", hidden_size=3584, num_hidden_layers=28, num_attention_heads=28,
                    num_key_value_heads=4, intermediate_size=18944, vocab_size=152064, mask_token_id=151666)  # fmt: skip
-    spec = LlamaSpec.load(dream)
+    spec = DecoderSpec.load(dream)
     assert sum(np.prod(shape) for shape in spec.expected_tensors().values()) == pytest.approx(7.6e9, rel=0.01)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from runtime.errors import ModelError
 from runtime.models.gguf import _ends, convert_gguf
 from runtime.models.publishing import provide
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 from runtime.models.weights import load_weights
 from tests.runtime.execution.transformers.architectures import save_small
 from tests.runtime.models.test_gguf_files import convert
@@ -110,7 +110,7 @@ def test_gemma_is_its_original(tmp_path, default_model_dir):
         torch.testing.assert_close(*(one(torch.arange(30)[None]).logits for one in (model, other)))
     assert other.config.sliding_window == 9
     linked = provide(tmp_path / "linked", partial(convert_gguf, tmp_path / "m.gguf", linked=True))
-    first, second = (load_weights(path, LlamaSpec.load(path), torch.float32) for path in (source, linked))
+    first, second = (load_weights(path, DecoderSpec.load(path), torch.float32) for path in (source, linked))
     assert first.keys() == second.keys()
     assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)
     path = write_gguf(source, tmp_path / "n.gguf", "gemma3", gemma3__rope__scaling__type="linear")

@@ -14,7 +14,7 @@ from runtime.errors import ModelError
 from runtime.models.gguf import _ends, convert_gguf
 from runtime.models.gguf_tokenizer import build_tokenizer
 from runtime.models.publishing import provide
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 from runtime.models.tokenizer import Tokenizer
 from runtime.models.weights import load_weights
 from tests.full_disk import little_room
@@ -89,7 +89,7 @@ def test_number_formats_keep_every_bit(tmp_path, kind, stored):
     wanted = value if kind is None else gguf.quants.dequantize(gguf.quants.quantize(value, kind), kind)
     dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[stored]
     assert load_file(out / "model.safetensors")[name].dtype == dtype
-    loaded = load_weights(out, LlamaSpec.load(out), torch.float32)
+    loaded = load_weights(out, DecoderSpec.load(out), torch.float32)
     np.testing.assert_array_equal(loaded[name].numpy(), wanted.reshape(value.shape))
     np.testing.assert_array_equal(loaded["model.norm.weight"].numpy(), tensors()["output_norm.weight"])
 
@@ -162,7 +162,7 @@ def test_a_model_in_parts_is_the_whole_one(tmp_path, given):
     assert parts.keys() == whole.keys()
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
     linked = provide(tmp_path / "linked", partial(convert_gguf, part, linked=True))
-    loaded = load_weights(linked, LlamaSpec.load(linked), torch.float32)
+    loaded = load_weights(linked, DecoderSpec.load(linked), torch.float32)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in loaded.items())
 
 
@@ -172,7 +172,7 @@ def test_parts_behind_symbolic_links_are_found(tmp_path):
     for i, link in enumerate(links):
         link.symlink_to(link.rename(tmp_path / f"blob{i}"))
     linked = provide(tmp_path / "linked", partial(convert_gguf, links[0], linked=True))
-    assert len(load_weights(linked, LlamaSpec.load(linked), torch.float32)) == len(tensors())
+    assert len(load_weights(linked, DecoderSpec.load(linked), torch.float32)) == len(tensors())
 
 
 def test_parts_that_are_missing_or_renamed(tmp_path):
@@ -214,7 +214,7 @@ def test_scores_and_types_are_one_for_each_token(tmp_path, wrong):
 def test_ends_and_windows_come_from_the_file(tmp_path):
     fields = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 7}
     out = convert(write(tmp_path / "m.gguf", **fields, **{"llama.attention.sliding_window": 50}), tmp_path / "out")
-    spec = LlamaSpec.load(out)
+    spec = DecoderSpec.load(out)
     assert (spec.eos_token_ids, spec.context_length, set(spec.windows)) == ((2, 7), 99, {50})
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 7]
     texts = ["<|return|>", "<|call|>", "<|end|>", "<|endoftext|>"]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from runtime.config import ModelConfig
 from runtime.errors import ModelError
 from runtime.models.resolve import model_name, resolve_model
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 from runtime.models.weights import load_weights
 from tests.tiny import save_tiny
 
@@ -36,7 +36,7 @@ def edit(directory, drop=(), **fields):
 
 
 def load(directory):
-    return load_weights(directory, LlamaSpec.load(directory), torch.float32)
+    return load_weights(directory, DecoderSpec.load(directory), torch.float32)
 
 
 def test_every_expected_tensor_comes_from_one_file_or_from_shards(tmp_path, default_model_dir):
@@ -44,7 +44,7 @@ def test_every_expected_tensor_comes_from_one_file_or_from_shards(tmp_path, defa
     shards = save_tiny("qwen2", tmp_path / "shards", default_model_dir, max_shard_size="1MB")
     assert len(list(shards.glob("*.safetensors"))) > 2
     one, many = load(whole), load(shards)
-    assert set(one) == set(many) == set(LlamaSpec.load(whole).expected_tensors())
+    assert set(one) == set(many) == set(DecoderSpec.load(whole).expected_tensors())
     assert all(torch.equal(one[name], many[name]) for name in one)
 
 
@@ -53,13 +53,13 @@ def test_missing_fields_and_files(copy):
     del config["num_hidden_layers"]
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="num_hidden_layers"):
-        LlamaSpec.load(copy)
+        DecoderSpec.load(copy)
     (copy / "config.json").write_text("{ broken")
     with pytest.raises(ModelError, match=r"config\.json"):
-        LlamaSpec.load(copy)
+        DecoderSpec.load(copy)
     (copy / "config.json").unlink()
     with pytest.raises(ModelError, match="missing"):
-        LlamaSpec.load(copy)
+        DecoderSpec.load(copy)
 
 
 def test_a_missing_tensor_is_named(copy):
@@ -86,7 +86,7 @@ def test_a_pickle_is_never_loaded(copy):
 def test_end_of_sequence_ids_are_joined(copy):
     edit(copy, eos_token_id=[2, 0])
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
-    assert LlamaSpec.load(copy).eos_token_ids == (2, 0, 7)
+    assert DecoderSpec.load(copy).eos_token_ids == (2, 0, 7)
 
 
 @pytest.mark.parametrize("name", ["/no/such/dir", "./nothing", "missing.gguf", "neither-this", "a/b/c"])
@@ -153,9 +153,9 @@ def test_what_cannot_be_computed_is_named(copy, fields, words):
 def test_both_spellings_of_rope(copy):
     scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     new = edit(copy, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
-    spec = LlamaSpec.load(new)
+    spec = DecoderSpec.load(new)
     old = edit(copy, drop=["rope_parameters"], rope_theta=5e5, rope_scaling={"type": "llama3", **scaling})
-    assert LlamaSpec.load(old) == spec
+    assert DecoderSpec.load(old) == spec
     assert (spec.rope.kind, spec.rope.theta, spec.rope.original_context) == ("llama3", 5e5, 64)
 
 
@@ -178,11 +178,11 @@ def test_both_spellings_of_rope(copy):
 )
 def test_sliding_windows(copy, architecture, fields, windows):
     edit(copy, architectures=[architecture], max_position_embeddings=9000, **fields)
-    spec = LlamaSpec.load(copy)
+    spec = DecoderSpec.load(copy)
     assert (spec.windows, spec.context_length) == (windows, 9000)
     # Keys behind a window are others: stored ones are not exchanged between two configurations of the same weights.
     edit(copy, drop=["sliding_window", "use_sliding_window", "layer_types"], architectures=["Qwen3ForCausalLM"])
-    assert (LlamaSpec.load(copy).fingerprint == spec.fingerprint) == (not windows)
+    assert (DecoderSpec.load(copy).fingerprint == spec.fingerprint) == (not windows)
 
 
 def test_quantised_tensors_without_their_scales_are_refused(copy):
@@ -190,9 +190,9 @@ def test_quantised_tensors_without_their_scales_are_refused(copy):
     tensors = load_file(path)
     save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, path)
     with pytest.raises(ModelError, match=r"up_proj\.weight is stored as F8_E4M3"):
-        load_weights(copy, LlamaSpec.load(copy), torch.float32)
+        load_weights(copy, DecoderSpec.load(copy), torch.float32)
 
 
 def test_the_head_of_a_tied_model_stays_in_the_file(copy):
     edit(copy, tie_word_embeddings=True)
-    assert "lm_head.weight" not in load_weights(copy, LlamaSpec.load(copy), torch.bfloat16)
+    assert "lm_head.weight" not in load_weights(copy, DecoderSpec.load(copy), torch.bfloat16)

@@ -10,7 +10,7 @@ from runtime.models.gguf import _config
 from runtime.models.gguf_tokenizer import build_tokenizer
 from runtime.models.pre_tokenizers import _NAMED
 from runtime.models.quantization import Quantization, Scheme, read_quantization
-from runtime.models.spec import LlamaSpec, _from_config
+from runtime.models.spec import DecoderSpec, _from_config
 
 KINDS = {
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2",
@@ -34,7 +34,7 @@ NEEDED = {
 }  # fmt: skip
 
 
-def read(config: dict) -> LlamaSpec | None:
+def read(config: dict) -> DecoderSpec | None:
     """None: it is refused."""
     try:
         return _from_config(config, {})
@@ -42,7 +42,7 @@ def read(config: dict) -> LlamaSpec | None:
         return None
 
 
-def fits(spec: LlamaSpec, published: LlamaSpec) -> bool:
+def fits(spec: DecoderSpec, published: DecoderSpec) -> bool:
     """Whether a checkpoint has all tensors that a spec expects: else loading refuses it."""
     return spec.expected_tensors().items() <= published.expected_tensors().items()
 

@@ -15,7 +15,7 @@ from runtime.execution.experts import take_fused
 from runtime.execution.native.library import load_best
 from runtime.execution.ops import Ops
 from runtime.models.mxfp4 import PackedExperts, unpack
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 from runtime.models.weights import load_weights
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.execution.native.mixtures import mix
@@ -127,7 +127,7 @@ def test_what_is_not_served_is_named(packed):
     name = "model.layers.1.mlp.experts.down_proj_scales"
     save_file({**tensors, name: tensors[name].float()}, path / "model.safetensors")
     with pytest.raises(ModelError, match=rf"{name} is stored as F32; supported are U8"):
-        load_weights(path, LlamaSpec.load(path), torch.float32)
+        load_weights(path, DecoderSpec.load(path), torch.float32)
     del tensors[name]
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(ModelError, match=f"no tensor {name}"):

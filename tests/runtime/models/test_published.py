@@ -14,7 +14,7 @@ from runtime.models.implementation import own_spec
 from runtime.models.published import PublishedTensors
 from runtime.models.quantization import read_quantization
 from runtime.models.shards import Shard
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 from runtime.models.weights import digest_weights, load_weights
 from tests.runtime.engine.driver import Driver, greedy, make_core
 from tests.runtime.execution.mixers.models import oracle
@@ -39,7 +39,7 @@ def made(tmp_path_factory):
 
 
 def load(directory, shard=None, dtype=torch.float32):
-    return load_weights(directory, LlamaSpec.load(directory), dtype, shard)
+    return load_weights(directory, DecoderSpec.load(directory), dtype, shard)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -75,7 +75,7 @@ def test_ranks_get_their_shards(made, kind):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_the_kernels_codes_are_exact(made, kind):
     published, plain = made(kind)
-    spec, wanted = LlamaSpec.load(published), load(plain)
+    spec, wanted = DecoderSpec.load(published), load(plain)
     tensors = PublishedTensors.open(published, spec)
     quantised = [name for name in wanted if is_quantised(name)]
     assert tensors.count() == (len(quantised), len(quantised) if FORMATS[kind].exact else 0)
@@ -102,7 +102,7 @@ def test_a_scale_beyond_float16_is_unpacked(made, tmp_path):
     tensors = load_file(published / "model.safetensors")
     tensors[f"{ATTENTION}.weight_scale"][3, 1] = 1e-7
     save_file(tensors, published / "model.safetensors", {"format": "pt"})
-    spec = LlamaSpec.load(published)
+    spec = DecoderSpec.load(published)
     opened = PublishedTensors.open(published, spec)
     every, exact = opened.count()
     assert (exact, opened.kind(f"{ATTENTION}.weight")) == (every - 1, "float")
@@ -125,7 +125,7 @@ def test_groups_have_their_own_bits_and_formats(made, tmp_path):
 
 def test_digests_differ_by_content(made):
     published, plain = made("awq")
-    spec = LlamaSpec.load(published)
+    spec = DecoderSpec.load(published)
     assert digest_weights(published, spec) != digest_weights(made("gptq")[0], spec) != digest_weights(plain, spec)
 
 

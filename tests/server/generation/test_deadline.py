@@ -29,7 +29,7 @@ def test_a_deadline_counts_from_the_arrival_of_the_request(engine, slow):  # noq
         flood = [asyncio.create_task(engine.tokenize("", [f"slow {i}"])) for i in range(2)]  # all that a key may occupy
         await until(lambda: len(slow.begun) == 2)
         with pytest.raises(DeadlineExceeded, match=r"its 0\.01 seconds"):
-            await chats.in_turn(request, body, Tenant("", b""), body.deadline(context))
+            await chats.make_submission(request, body, Tenant("", b""), body.deadline(context))
         slow.go_on.set()
         await asyncio.gather(*flood)
         with pytest.raises(DeadlineExceeded):  # nothing is left of it

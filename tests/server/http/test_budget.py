@@ -20,7 +20,7 @@ from runtime.config import Config
 from runtime.errors import Overloaded
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.input_processor import InputProcessor
-from runtime.frontend.processor import Frontend
+from runtime.frontend.output_processor import OutputProcessor
 from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import ModelInfo
 from runtime.sampling.json_text import MAX_NODES
@@ -213,7 +213,7 @@ class Unreached(AsyncEngine):
         super().__init__(Config())
         self.info = ModelInfo("smollm2-135m-instruct", "", "", 49152, 512, [2], "", "", "", 16, 4096)
         self.tokenizer = tokenizer
-        self._frontend = Frontend(InputProcessor(self.info, tokenizer, self.config.scheduler), self._send)
+        self._frontend = OutputProcessor(InputProcessor(self.info, tokenizer, self.config.scheduler), self._send)
 
     def _send(self, message) -> None:
         raise Overloaded("the engine was reached")

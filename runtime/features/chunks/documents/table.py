@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 from runtime.errors import ModelError
 from runtime.features.chunks.ask import DocumentMethod, ReuseParams
 from runtime.models.config_json import Unsupported, read_json
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 
 TABLE_FILE = "fusion.json"
 # Of a table of right answers, the most that the method auto may lose, as a share of all answers.
@@ -72,7 +72,7 @@ def read_table(directory: Path) -> list[MeasuredMethod] | None:
         ModelError: if the table in the model's directory is broken, or is for another model.
     """
     try:
-        identity = LlamaSpec.load(directory).identity
+        identity = DecoderSpec.load(directory).identity
     except Unsupported:  # documents are not reused for such a model
         return None
     own = directory / TABLE_FILE

@@ -15,7 +15,7 @@ from loadgen.experiments.gpu.speed import share_of
 from loadgen.experiments.gpu.steps import STEPS
 from loadgen.experiments.gpu.watched import WatchedDrive
 from loadgen.harness import BenchError
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -112,9 +112,9 @@ def test_another_path_than_the_one_asked_for_is_an_error(tiny_dir):
 
 def test_shapes_are_models_we_know(tmp_path):
     for name in SHAPES:
-        spec = LlamaSpec.load(write_shape(name, tmp_path))
+        spec = DecoderSpec.load(write_shape(name, tmp_path))
         assert (spec.diffusion is None) == name.startswith("llama")
-    spec = LlamaSpec.load(tmp_path / "llama-8b")
+    spec = DecoderSpec.load(tmp_path / "llama-8b")
     billions = sum(torch.Size(shape).numel() for shape in spec.expected_tensors().values()) / 1e9
     assert 8.02 < billions < 8.04
 

@@ -8,7 +8,7 @@ from loadgen.experiments.micro.bench_step import PARTS, Step
 from loadgen.harness import BenchError
 from loadgen.offline.drive import ClockedDrive, Drive, matrix_weights
 from runtime.execution.native.library import load_best
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 
 SMALL = ["--shared", "64", "--steps", "2", "--prompts", "40", "--rank", "2"]
 ENGINE = ["--engine", "dtype=float32", "threads=1"]
@@ -85,7 +85,7 @@ def test_a_failed_request_is_no_measurement(tiny_dir, monkeypatch, measure):
 
 
 def test_matrix_weights_are_those_of_the_checkpoint(tiny_dir):
-    spec = LlamaSpec.load(tiny_dir)
+    spec = DecoderSpec.load(tiny_dir)
     shapes = spec.expected_tensors().values()
     body = sum(rows * columns for rows, *rest in shapes for columns in rest if rows != spec.vocab_size)
     assert matrix_weights(spec) == (body, spec.vocab_size * spec.hidden_size)

@@ -11,13 +11,13 @@ import transformers
 
 from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span, StateRows, causal_visible
 from runtime.execution.attention.torch_attention import Scores, TorchAttention
-from runtime.execution.llama import LlamaModel
 from runtime.execution.native.decoder import NativeDecoder
 from runtime.execution.native.library import Library
+from runtime.execution.torch_decoder import TorchDecoder
 from runtime.kv.pool import KVPool
 from runtime.kv.states import StatePool
 from runtime.models.gguf_tensors import GGUFTensors
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 from runtime.models.weights import load_vectors, load_weights
 from tests.tiny import vary
 
@@ -67,7 +67,7 @@ def oracle(path: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def make_pools(spec: LlamaSpec, dtype: torch.dtype = torch.float32) -> tuple[KVPool, StatePool]:
+def make_pools(spec: DecoderSpec, dtype: torch.dtype = torch.float32) -> tuple[KVPool, StatePool]:
     """The states begin with noise, because slots are not cleared before they are used."""
     states = StatePool(spec.states, SLOTS, CPU, spec.records)
     for tensor in states.tensors:
@@ -93,9 +93,9 @@ class Runner:
     ):
         """`library`: kernels, which compute a GGUF file's matrices as stored; None: torch."""
         linked = None if library is None else GGUFTensors.open(path)
-        spec = LlamaSpec.load(path)
+        spec = DecoderSpec.load(path)
         weights = load_weights(path, spec, dtype) if linked is None else load_vectors(linked, spec, dtype)
-        self.model = model = LlamaModel(spec, weights, CPU)
+        self.model = model = TorchDecoder(spec, weights, CPU)
         self.spec = model.spec
         self.pool, self.states = make_pools(self.spec, dtype)
         model.states = self.states

@@ -11,7 +11,7 @@ from runtime.calls import LoadAdapter
 from runtime.errors import InvalidRequest, ModelError
 from runtime.features.tiers.tiering import Tiering
 from runtime.models.shards import split_spec
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 from tests.lora import merged, save_lora
 from tests.runtime.engine.driver import Driver, call, greedy, make_core
 from tests.runtime.execution.transformers.architectures import VOCAB, save_small
@@ -92,4 +92,4 @@ def test_adapters_of_outputs_and_mlps_are_served_and_others_refused(path, tmp_pa
 
 def test_several_ranks_are_refused(path):
     with pytest.raises(ModelError, match="served by one rank"):
-        split_spec(LlamaSpec.load(path), 2)
+        split_spec(DecoderSpec.load(path), 2)

@@ -4,26 +4,26 @@ import torch
 
 from runtime.batch import AdapterRows
 from runtime.execution.attention.torch_attention import TorchAttention
-from runtime.execution.llama import LlamaModel
 from runtime.execution.native.decoder import NativeDecoder
-from runtime.models.spec import LlamaSpec
+from runtime.execution.torch_decoder import TorchDecoder
+from runtime.models.spec import DecoderSpec
 from runtime.models.weights import load_vectors, load_weights, open_stored
 from tests.runtime.execution.native.test_decoder import CPU, make_adapter, make_pool, mixed_batch
 
 
 def make_native(library, directory, dtype=torch.float32):
-    spec = LlamaSpec.load(directory)
+    spec = DecoderSpec.load(directory)
     tensors = open_stored(directory, spec)
-    model, pool = LlamaModel(spec, load_vectors(tensors, spec, dtype), CPU), make_pool(spec, dtype)
+    model, pool = TorchDecoder(spec, load_vectors(tensors, spec, dtype), CPU), make_pool(spec, dtype)
     return NativeDecoder(library, model, pool, 2, stored=(tensors, directory)), pool
 
 
 def make_reference(unpacked, num_tokens):
     """The model in torch, a step over tokens below `num_tokens`, and its pool."""
-    spec = LlamaSpec.load(unpacked)
+    spec = DecoderSpec.load(unpacked)
     batch, pool = mixed_batch(spec.num_layers), make_pool(spec, torch.float32)
     batch.tokens %= num_tokens
-    return LlamaModel(spec, load_weights(unpacked, spec, torch.float32), CPU), batch, pool
+    return TorchDecoder(spec, load_weights(unpacked, spec, torch.float32), CPU), batch, pool
 
 
 def check_near_unpacked(library, stored, unpacked, num_tokens, most, most_values):

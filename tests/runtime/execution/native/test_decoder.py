@@ -1,4 +1,4 @@
-"""A whole native step against `LlamaModel.forward`, in every architecture."""
+"""A whole native step against `TorchDecoder.forward`, in every architecture."""
 
 from functools import cache, partial
 from itertools import pairwise
@@ -9,11 +9,11 @@ import torch
 
 from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, HiddenRows, LayerGroup, Span, causal_visible
 from runtime.execution.attention.torch_attention import Scores, TorchAttention
-from runtime.execution.llama import LlamaModel
 from runtime.execution.native.decoder import NativeDecoder
+from runtime.execution.torch_decoder import TorchDecoder
 from runtime.kv.pool import KVPool
 from runtime.models.adapters.lora import LoraAdapter, LowRank
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 from runtime.models.weights import load_weights
 from tests.runtime.execution.transformers.architectures import save_small
 from tests.tiny import VOCAB
@@ -24,9 +24,9 @@ PAGE, PAGES = 4, 64
 
 def make_model(path, storage, dtype=None):
     """A model whose weights are rounded to `storage` and computed with in `dtype`."""
-    spec = LlamaSpec.load(path)
+    spec = DecoderSpec.load(path)
     weights = load_weights(path, spec, storage)
-    return LlamaModel(spec, {name: w.to(dtype or storage) for name, w in weights.items()}, CPU)
+    return TorchDecoder(spec, {name: w.to(dtype or storage) for name, w in weights.items()}, CPU)
 
 
 def make_pool(spec, dtype):

@@ -22,7 +22,7 @@ from runtime.errors import EngineDead, InvalidRequest, ModelError
 from runtime.execution.parallel.orders import CopyRows, decode_order, encode_order
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.models.shards import Shard, split_spec
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 from runtime.offline import Engine
 from tests.lora import save_lora
 from tests.processes import wait_for_end
@@ -165,7 +165,7 @@ def test_shards_add_up(tiny_dir, size):
     assert len({part.shape for part in parts}) == 1
     torch.testing.assert_close(torch.cat(parts, dim=-1)[:, :17], x @ head.t())
     if size == 2:
-        assert split_spec(LlamaSpec.load(tiny_dir), size).num_heads == 3
+        assert split_spec(DecoderSpec.load(tiny_dir), size).num_heads == 3
 
 
 def plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ import pytest
 from runtime.errors import ModelError
 from runtime.features.images.client import ModelSight
 from runtime.features.images.rules import WholeRules, load_rules
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 
 GEMMA3_4B = {
     "architectures": ["Gemma3ForConditionalGeneration"],
@@ -56,7 +56,7 @@ def write(directory, config, images=None, **more):
 
 
 def test_gemma3(tmp_path):
-    spec = LlamaSpec.load(write(tmp_path, GEMMA3_4B, GEMMA3_IMAGES))
+    spec = DecoderSpec.load(write(tmp_path, GEMMA3_4B, GEMMA3_IMAGES))
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (8, 4, 256, 262208)
     assert (spec.context_length, spec.eos_token_ids, spec.tie_embeddings) == (131072, (1, 106), True)
     assert spec.windows[:6] == (1024,) * 5 + (None,)
@@ -82,7 +82,7 @@ def test_gemma3_as_it_is_not_served(tmp_path, more, images, reason):
 
 def test_qwen2_5_vl(tmp_path):
     """The fields of its decoder are beside those of its tower."""
-    spec = LlamaSpec.load(write(tmp_path, QWEN2_5_VL_3B, {"min_pixels": 3136, "max_pixels": 12845056}))
+    spec = DecoderSpec.load(write(tmp_path, QWEN2_5_VL_3B, {"min_pixels": 3136, "max_pixels": 12845056}))
     assert (spec.qkv_bias, spec.tie_embeddings, spec.windows, spec.head_dim) == (True, True, (), 128)
     assert (spec.rope.kind, spec.rope.axes) == ("default", (0,) * 16 + (1,) * 24 + (2,) * 24)
     assert spec.stored_name("model.norm.weight") == "model.norm.weight"
@@ -99,7 +99,7 @@ def test_qwen2_5_vl(tmp_path):
 )
 def test_qwen2_5_vl_as_it_is_not_served(tmp_path, more, reason):
     with pytest.raises(ModelError, match=reason):
-        LlamaSpec.load(write(tmp_path, QWEN2_5_VL_3B, **more))
+        DecoderSpec.load(write(tmp_path, QWEN2_5_VL_3B, **more))
 
 
 def test_axes_of_qwen3_5_take_turns(tmp_path):
@@ -109,7 +109,7 @@ def test_axes_of_qwen3_5_take_turns(tmp_path):
         "rope_parameters": {"mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25, "rope_theta": 1e7},
     }  # fmt: skip
     config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text, "vision_config": {}}
-    spec = LlamaSpec.load(write(tmp_path, config))
+    spec = DecoderSpec.load(write(tmp_path, config))
     assert spec.rope.axes == (0, 1, 2) * 10 + (0, 1)
     assert spec.stored_name("model.norm.weight") == "model.language_model.norm.weight"
     assert load_rules(tmp_path) is None, "without an image processor, it is served for text alone"

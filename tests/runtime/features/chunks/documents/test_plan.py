@@ -15,7 +15,7 @@ from runtime.features.chunks.documents.plan import DocumentPlanner, plan_encodin
 from runtime.features.chunks.documents.prompt import TokenizedPrompt
 from runtime.features.chunks.documents.table import MeasuredMethod, choose, read_table
 from runtime.features.chunks.schemas.compile import ModulePrompt
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 
 PROMPT = TokenizedPrompt(array("i", range(200)), [(2, 66), (67, 180)], ["a", "b"])
 ROWS = [
@@ -200,7 +200,7 @@ def test_the_cheapest_method_within_the_bound_is_chosen(max_kl, method):
 
 
 def test_the_choice_is_served_as_it_was_measured_and_explained(directory):
-    write(directory, LlamaSpec.load(directory).identity)
+    write(directory, DecoderSpec.load(directory).identity)
     planner = DocumentPlanner.load("none", directory)
     planned = plan(planner, method="auto", max_kl=0.05)
     assert (planned.ask.method, planned.ask.k, planned.ask.chunk_tokens) == ("legolink", 32, 256)
@@ -229,7 +229,7 @@ def counted(lost: float, questions: int = 200, margin: float = 0.06) -> dict:
 )
 def test_right_answers_decide_unless_a_kl_is_asked_for(lost, asked, select, reason, directory):
     rows = [{**row, **counted(lost[i]), "kl": None} if i < len(lost) else row for i, row in enumerate(ROWS)]
-    write(directory, LlamaSpec.load(directory).identity, rows)
+    write(directory, DecoderSpec.load(directory).identity, rows)
     planned = plan(DocumentPlanner.load("none", directory), method="auto", **asked)
     assert (planned.ask.method if planned.ask else None) == select
     assert planned.auto == reason
@@ -254,7 +254,7 @@ def test_auto_believes_a_table_by_the_number_of_its_questions(rows, chosen, lack
     """A few questions always have some cheap method that lost nothing by chance."""
     ratios = {"passages": 0.3, "a3": 0.15}
     table = [{"method": name, "ratio": ratios.get(name), "cost": 0.2, **row} for name, row in rows.items()]
-    write(directory, LlamaSpec.load(directory).identity, table)
+    write(directory, DecoderSpec.load(directory).identity, table)
     planner = DocumentPlanner.load("none", directory)
     planned = plan(planner, method="auto")
     assert (planned.ask.method if planned.ask else None) == chosen
@@ -264,7 +264,7 @@ def test_auto_believes_a_table_by_the_number_of_its_questions(rows, chosen, lack
 def test_without_right_answers_auto_is_exact(directory):
     """No method kept them on every real model that was measured."""
     planner = DocumentPlanner.load("none", directory)
-    write(directory, LlamaSpec.load(directory).identity)
+    write(directory, DecoderSpec.load(directory).identity)
     measured = plan(DocumentPlanner.load("none", directory), method="auto")
     assert (measured.ask, measured.auto) == (None, "no method was shown to lose so little")
     bounded = plan(planner, method="auto", max_kl=5)
@@ -285,7 +285,7 @@ def test_without_right_answers_auto_is_exact(directory):
     ],
 )
 def test_a_broken_table_is_an_error_at_the_start(rows, words, directory):
-    write(directory, LlamaSpec.load(directory).identity, rows)
+    write(directory, DecoderSpec.load(directory).identity, rows)
     with pytest.raises(ModelError, match=words):
         DocumentPlanner.load("none", directory)
 
@@ -293,7 +293,7 @@ def test_a_broken_table_is_an_error_at_the_start(rows, words, directory):
 def test_a_published_table_serves_the_models_that_it_is_for(directory, tmp_path_factory, monkeypatch):
     published = tmp_path_factory.mktemp("tables")
     monkeypatch.setattr(table, "_PUBLISHED", published)
-    identity = LlamaSpec.load(directory).identity
+    identity = DecoderSpec.load(directory).identity
     write(published, {**identity, "num_layers": 99})
     assert read_table(directory) is None
     (published / "another.json").write_text(json.dumps({"model": identity, "measured": ROWS[:1]}))
@@ -303,6 +303,6 @@ def test_a_published_table_serves_the_models_that_it_is_for(directory, tmp_path_
 
 
 def test_a_table_of_another_model_is_an_error(directory):
-    write(directory, {**LlamaSpec.load(directory).identity, "num_layers": 99})
+    write(directory, {**DecoderSpec.load(directory).identity, "num_layers": 99})
     with pytest.raises(ModelError, match=r"is for .*99"):
         read_table(directory)

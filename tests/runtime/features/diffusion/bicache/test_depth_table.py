@@ -7,7 +7,7 @@ import pytest
 
 from runtime.errors import ModelError
 from runtime.features.diffusion.bicache.depth_table import NO_TABLE, DepthTable, choose_table, read_table
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 from tests.runtime.features.diffusion.bicache.driver import make_core
 from tests.runtime.features.diffusion.bicache.models import save_tiny
 
@@ -31,14 +31,14 @@ def test_published_tables_are_used_when_the_model_matches(tmp_path, kind, sizes,
     path = save_tiny(kind, tmp_path / kind)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | sizes))
-    table = choose_table(None, path, LlamaSpec.load(path))
+    table = choose_table(None, path, DecoderSpec.load(path))
     assert "published" in table.name
     assert table.depth(ratio) == depth
     assert max(table.depths.values()) in (28, 32)
 
 
 def test_tables_of_other_models_and_broken_ones(deep_dir, tmp_path, caplog):
-    spec = LlamaSpec.load(deep_dir)
+    spec = DecoderSpec.load(deep_dir)
     assert choose_table(None, deep_dir, spec) is NO_TABLE
     assert "no depth table" in caplog.text
     path = tmp_path / "table.json"

@@ -88,7 +88,7 @@ class Choice:
     output: Output
 
 
-class Frontend:
+class OutputProcessor:
     """Tracks every open completion by its engine request id. Not thread-safe: one thread calls it.
 
     Args:

@@ -26,7 +26,7 @@ from runtime.models.adapters.lora import LoraAdapter
 from runtime.models.experts import ExpertSpec
 from runtime.models.recurrence import ConvSpec
 from runtime.models.rope import RotaryEmbedding, pairs_in_halves
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import DecoderSpec
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Layer:
     shared_gate: torch.Tensor | None
 
 
-class LlamaModel:
+class TorchDecoder:
     """The decoder stack and head over a paged pool, by torch. On a CPU, `NativeDecoder` packs the weights and computes.
 
     Attributes:
@@ -66,7 +66,7 @@ class LlamaModel:
 
     def __init__(
         self,
-        spec: LlamaSpec,
+        spec: DecoderSpec,
         weights: dict[str, torch.Tensor],
         device: torch.device,
         ops: Ops | None = None,
@@ -240,7 +240,7 @@ class LlamaModel:
         return weights.mixer.project(normed, self.ops.angles(self.rope, self._upload(positions)))
 
 
-def _finish_norms(weights: dict[str, torch.Tensor], spec: LlamaSpec) -> None:
+def _finish_norms(weights: dict[str, torch.Tensor], spec: DecoderSpec) -> None:
     """Replace Gemma's norm weights w by the factors 1 + w; include the scale of queries in `q_norm`."""
     for name, weight in weights.items():
         if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
@@ -248,7 +248,7 @@ def _finish_norms(weights: dict[str, torch.Tensor], spec: LlamaSpec) -> None:
             weights[name] = (1 + weight.float()) * scale
 
 
-def _order_pairs(weights: dict[str, torch.Tensor], spec: LlamaSpec) -> None:
+def _order_pairs(weights: dict[str, torch.Tensor], spec: DecoderSpec) -> None:
     """Reorder the head dimensions of partially rotated queries and keys; see `pairs_in_halves`."""
     order, turned = pairs_in_halves(spec.rope, spec.head_dim), spec.num_heads + spec.num_kv_heads
     for name, weight in weights.items():
@@ -261,7 +261,7 @@ def _order_pairs(weights: dict[str, torch.Tensor], spec: LlamaSpec) -> None:
             qk.copy_(qk[:, order])
 
 
-def _take_layer(weights: dict[str, torch.Tensor], index: int, model: LlamaModel) -> Layer:
+def _take_layer(weights: dict[str, torch.Tensor], index: int, model: TorchDecoder) -> Layer:
     spec, prefix = model.spec, f"model.layers.{index}."
     taken = LayerWeights(weights, prefix, model.embedding.device)
     mlp, experts = "mlp.", None
@@ -288,7 +288,7 @@ def _take_layer(weights: dict[str, torch.Tensor], index: int, model: LlamaModel)
     )
 
 
-def _take_mixer(taken: LayerWeights, spec: LlamaSpec, ops: Ops, index: int) -> tuple[Mixer, str]:
+def _take_mixer(taken: LayerWeights, spec: DecoderSpec, ops: Ops, index: int) -> tuple[Mixer, str]:
     """A layer's mixer, and the module of the product of what it returns."""
     recurrence = spec.recurrence
     if spec.latent is not None:
@@ -301,7 +301,7 @@ def _take_mixer(taken: LayerWeights, spec: LlamaSpec, ops: Ops, index: int) -> t
     return DeltaNet(recurrence, taken, order, spec.rms_norm_eps), recurrence.output
 
 
-def _take_experts(weights: dict[str, torch.Tensor], prefix: str, spec: ExpertSpec, model: LlamaModel) -> Experts:
+def _take_experts(weights: dict[str, torch.Tensor], prefix: str, spec: ExpertSpec, model: TorchDecoder) -> Experts:
     """Take a layer's experts out of `weights`. Without a shared expert, add empty weights for it."""
     device, mlp = model.embedding.device, f"{prefix}mlp."
 
