@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, HiddenRows
-from runtime.execution import llama
+from runtime.execution import torch_decoder
 from runtime.execution.adapters import fuse, rows_within
 from runtime.execution.mixers.attention import Attention
 from runtime.execution.mixers.latent import LatentAttention
@@ -52,7 +52,7 @@ class NativeDecoder:
     def __init__(
         self,
         library: Library,
-        model: llama.TorchDecoder,
+        model: torch_decoder.TorchDecoder,
         pool: KVPool,
         threads: int,
         bits: int = 0,
@@ -94,7 +94,7 @@ class NativeDecoder:
         # Tables of cos and sin by position, for each rotary embedding.
         self._angles: dict[RotaryEmbedding, tuple[np.ndarray, np.ndarray]] = {}
 
-    def _pack_layer(self, layer: llama.Layer, index: int) -> c.LayerStruct:
+    def _pack_layer(self, layer: torch_decoder.Layer, index: int) -> c.LayerStruct:
         pack, mixer = self._weights, layer.mixer
         parts = c.LayerStruct(
             input_norm=self._float(layer.input_norm),
@@ -134,7 +134,7 @@ class NativeDecoder:
                 parts.down = add(layer.down, layer.down_bias)
         return parts
 
-    def _link_layer(self, layer: llama.Layer, index: int, parts: c.LayerStruct) -> None:
+    def _link_layer(self, layer: torch_decoder.Layer, index: int, parts: c.LayerStruct) -> None:
         """Use the stored matrices."""
         mixer = layer.mixer
         assert self._stored is not None
@@ -154,7 +154,7 @@ class NativeDecoder:
     def _float(self, weight: torch.Tensor | None) -> int | None:
         return None if weight is None else self._weights.keep(weight.float())
 
-    def _describe_model(self, model: llama.TorchDecoder) -> c.Model:
+    def _describe_model(self, model: torch_decoder.TorchDecoder) -> c.Model:
         spec, pool, stored = self.spec, self.pool, self._stored
         head = self._weights.add(model.head, bits=_head_bits(self._bits)) if stored is None else stored.head
         is_table = stored is not None or spec.tie_embeddings
@@ -304,7 +304,7 @@ class NativeDecoder:
         return torch.from_numpy(out)
 
 
-def _model_bytes(library: Library, model: llama.TorchDecoder, bits: int) -> int:
+def _model_bytes(library: Library, model: torch_decoder.TorchDecoder, bits: int) -> int:
     weights = []
     for layer in model.layers:
         if isinstance(layer.mixer, Attention | Recurrent):
