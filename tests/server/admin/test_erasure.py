@@ -22,6 +22,7 @@ from runtime.config import make_config
 from runtime.engine.grammars import Grammars
 from runtime.features.drafts.part import Drafts
 from runtime.features.kv_events.part import KVEvents
+from runtime.features.registry import open_preparers
 from runtime.features.tiers.tiering import Tiering
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.offline import EngineThread
@@ -146,7 +147,7 @@ class Served:
     async def __aenter__(self) -> "Served":
         tenants = read_keys(self.config.server.api_keys)
         self.host = EngineThread(self.config)
-        self.engine = AsyncEngine(self.config, host=self.host)
+        self.engine = AsyncEngine(self.config, host=self.host, open_preparers=open_preparers)
         await self.engine.start()
         trace = open_trace(self.config.server.record_trace, tenants)
         self.app = create_app(self.engine, self.config, tenants, trace=trace)

@@ -2,9 +2,7 @@
 
 import pytest
 
-from runtime.features.images.feature import ImagesFeature
-from runtime.models.tokenizer import Tokenizer
-from tests.runtime.features.images.seeing import Reference, save_seeing
+from tests.runtime.features.images.seeing import Reference, save_seeing, sight_of
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +18,6 @@ def seeing(seeing_dir):
 
 @pytest.fixture(scope="session")
 def sight(seeing_dir):
-    sight = ImagesFeature.sight(seeing_dir, Tokenizer.load(seeing_dir))
+    sight = sight_of(seeing_dir)
     assert sight is not None
     return sight

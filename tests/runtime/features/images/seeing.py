@@ -32,6 +32,11 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from runtime.config import make_config
+from runtime.features.images.feature import ImagesFeature
+from runtime.frontend.pictures import Sight
+from runtime.frontend.preparer import ServedModel
+from runtime.models.tokenizer import Tokenizer
 from tests.tiny import vary
 
 ROWS = 16  # of a tile
@@ -76,6 +81,14 @@ _DELTA = {
 }
 # Lines of an image of Mistral 3 have rows of 8 x 8 pixels.
 _LINES = {"size": {"longest_edge": 48}, "patch_size": {"height": 8, "width": 8}}
+
+
+def sight_of(path: Path) -> Sight:
+    """How the server's process sees with the model in a directory."""
+    preparer = ImagesFeature.preparer(ServedModel(make_config(), path, Tokenizer.load(path), None))
+    assert preparer is not None
+    assert preparer.sight is not None
+    return preparer.sight
 
 
 def save_seeing(directory: Path, tokenizer_from: Path, kind: str = "idefics3") -> Path:

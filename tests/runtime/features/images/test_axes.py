@@ -2,10 +2,8 @@
 
 import pytest
 
-from runtime.features.images.feature import ImagesFeature
-from runtime.models.tokenizer import Tokenizer
 from tests.runtime.engine.driver import Driver, make_core
-from tests.runtime.features.images.seeing import GridReference, save_seeing
+from tests.runtime.features.images.seeing import GridReference, save_seeing, sight_of
 from tests.runtime.features.images.test_exact_images import NEW, PROMPTS, answers, send, tiles, tokens_of
 
 IN_QWEN = [(text.replace("<image>", "<|vision_start|><image><|vision_end|>"), images) for text, images in PROMPTS]
@@ -15,7 +13,7 @@ IN_QWEN = [(text.replace("<image>", "<|vision_start|><image><|vision_end|>"), im
 def model(request, default_model_dir, tmp_path_factory):
     """A directory, its prompts, and what transformers makes of them."""
     path = save_seeing(tmp_path_factory.mktemp("seeing") / request.param, default_model_dir, request.param)
-    plain, sight = GridReference(path, request.param), ImagesFeature.sight(path, Tokenizer.load(path))
+    plain, sight = GridReference(path, request.param), sight_of(path)
     expected = [plain.greedy(text, images, NEW) for text, images in IN_QWEN]
     assert len({*map(tuple, expected)}) == len(expected)
     return path, [tokens_of(sight, plain, *prompt) for prompt in IN_QWEN], expected

@@ -9,13 +9,11 @@ import pytest
 from radix import Namespace
 from runtime.calls import EraseTenant
 from runtime.features.images.client import Images
-from runtime.features.images.feature import ImagesFeature
 from runtime.features.images.part import ImagesPart
-from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest
 from tests.runtime.engine.driver import Driver, call, make_core
-from tests.runtime.features.images.seeing import LinesReference, Reference, file_of, picture, save_seeing
+from tests.runtime.features.images.seeing import LinesReference, Reference, file_of, picture, save_seeing, sight_of
 
 NEW = 6
 A, B, SMALL = picture(1, 100, 80), picture(2, 40, 90), picture(3, 30, 30)
@@ -51,7 +49,7 @@ def tokens_of(sight, plain, text, images):
 @pytest.fixture(scope="module")
 def mistral3(default_model_dir, tmp_path_factory):
     path = save_seeing(tmp_path_factory.mktemp("seeing") / "tiny-mistral3", default_model_dir, "mistral3")
-    return path, LinesReference(path), ImagesFeature.sight(path, Tokenizer.load(path))
+    return path, LinesReference(path), sight_of(path)
 
 
 @pytest.fixture(scope="module")

@@ -2,17 +2,15 @@
 
 import pytest
 
-from runtime.features.images.feature import ImagesFeature
-from runtime.models.tokenizer import Tokenizer
 from tests.runtime.engine.driver import Driver, make_core
-from tests.runtime.features.images.seeing import WholeReference, save_seeing
+from tests.runtime.features.images.seeing import WholeReference, save_seeing, sight_of
 from tests.runtime.features.images.test_exact_images import NEW, PROMPTS, answers, send, tokens_of
 
 
 @pytest.fixture(scope="module")
 def gemma3(default_model_dir, tmp_path_factory):
     path = save_seeing(tmp_path_factory.mktemp("seeing") / "tiny-gemma3", default_model_dir, "gemma3")
-    plain, sight = WholeReference(path), ImagesFeature.sight(path, Tokenizer.load(path))
+    plain, sight = WholeReference(path), sight_of(path)
     expected = [plain.greedy(text, images, NEW) for text, images in PROMPTS]
     assert len({*map(tuple, expected)}) == len(expected)
     return path, [tokens_of(sight, plain, *prompt) for prompt in PROMPTS], expected

@@ -286,12 +286,12 @@ def test_prompt_logprobs_are_refused(tiny_dir):
     driver.check_idle()
 
 
-def test_an_engine_of_a_diffusion_model_has_none(tmp_path, default_model_dir):
+def test_an_engine_of_a_diffusion_model_has_none(tiny_dir, tmp_path, default_model_dir):
     path = save_tiny("llada", tmp_path / "llada", layers=1)
     with pytest.raises(ModelError, match=r"--reuse reasoncache: .* is a diffusion model"):
         make_core(path, reuse="reasoncache")
     with pytest.raises(ModelError, match="several ranks"):
-        make_core(path, reuse="reasoncache", tensor_parallel=2)
+        make_core(tiny_dir, reuse="reasoncache", tensor_parallel=2)
 
 
 def test_several_ranks_are_refused(tiny_dir):

@@ -273,7 +273,7 @@ class Diffusion(Subject):
     def message(self, prompt: Drawn, count: int) -> dict[str, Any]:
         params = DiffusionParams(gen_length=count, **self.fields(prompt, count))
         filled = params.filled(self._info, SamplingParams(temperature=0))
-        return {"tokens": prompt[0], "diffusion": filled}
+        return {"tokens": prompt[0], "decoding": filled}
 
     def answer(self, prompt: Drawn, count: int) -> list[int]:
         """All tokens, computed without any cache."""
