@@ -12,15 +12,18 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
 
 from runtime.config import Config
 from runtime.errors import Overloaded
+from runtime.features.registry import open_preparers
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output_processor import OutputProcessor
+from runtime.frontend.preparer import ServedModel
 from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import ModelInfo
 from runtime.sampling.json_text import MAX_NODES
@@ -209,19 +212,21 @@ SEGMENTS = {
 class Unreached(AsyncEngine):
     """An engine that takes no requests. Its context is short, so that long texts are refused by their length."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, path: Path):
         super().__init__(Config())
         self.info = ModelInfo("smollm2-135m-instruct", "", "", 49152, 512, [2], "", "", "", 16, 4096)
         self.tokenizer = tokenizer
-        self._frontend = OutputProcessor(InputProcessor(self.info, tokenizer, self.config.scheduler), self._send)
+        preparers = open_preparers(ServedModel(self.config, path, tokenizer, self.info))
+        inputs = InputProcessor(self.info, tokenizer, self.config.scheduler, preparers)
+        self._frontend = OutputProcessor(inputs, self._send)
 
     def _send(self, message) -> None:
         raise Overloaded("the engine was reached")
 
 
 @pytest.fixture(scope="module")
-def app(tokenizer) -> Iterator[FastAPI]:
-    app = create_app(Unreached(tokenizer), Config(), [])
+def app(tokenizer, default_model_dir) -> Iterator[FastAPI]:
+    app = create_app(Unreached(tokenizer, default_model_dir), Config(), [])
     asyncio.run(ask(app, "/tokenize", conversation()))  # the first one compiles the chat template
     gc.collect()
     gc.freeze()  # other tests' objects

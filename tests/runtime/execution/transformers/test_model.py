@@ -44,8 +44,8 @@ def open_small(directory, **options):
 SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 REFUSED = {
     "T5": (transformers.T5Config(architectures=["T5ForConditionalGeneration"]), ["encoder-decoder"]),
-    "Gemma3 with eyes": (
-        transformers.Gemma3Config(architectures=["Gemma3ForConditionalGeneration"]),
+    "Llava": (
+        transformers.LlavaConfig(architectures=["LlavaForConditionalGeneration"]),
         ["images", "text"],
     ),
     "Bloom": (transformers.BloomConfig(hidden_size=32, n_head=4, vocab_size=99, n_layer=2), ["attention interface"]),
