@@ -178,11 +178,6 @@ class ForwardBatch:
     states: list[StateRows] = field(default_factory=list)
     axes: torch.Tensor | None = None
 
-    @property
-    def turns(self) -> torch.Tensor:
-        """What rotates the rows: `axes`, or else `positions`."""
-        return self.positions if self.axes is None else self.axes
-
 
 @dataclass(slots=True)
 class Read:

@@ -111,7 +111,7 @@ def test_the_python_of_its_developer_tools(tmp_path):
     as_old = "import sys; sys.version_info = (3, 9, 6); exec(sys.argv[2])"
     old.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{as_old}" "$@"\n')
     old.chmod(0o755)
-    made = ["make", f"VENV={tmp_path}/venv", f"PYTHON={old}", f"{tmp_path}/venv/.torch"]
+    made = ["make", "--no-print-directory", f"VENV={tmp_path}/venv", f"PYTHON={old}", f"{tmp_path}/venv/.torch"]
     told = subprocess.run(made, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
     assert told.returncode == 2
     assert f"ERROR: Ramet needs Python 3.11 or later, and {old} is 3.9: PYTHON=python3.12 names another" in told.stderr

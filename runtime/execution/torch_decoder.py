@@ -132,7 +132,8 @@ class TorchDecoder:
         hidden = F.embedding(self._upload(batch.tokens), self.embedding)
         if self.spec.gemma:
             hidden *= self.embedding_scale
-        positions, logits_rows = self._upload(batch.turns), self._upload(batch.logits_rows)
+        positions = self._upload(batch.positions if batch.axes is None else batch.axes)
+        logits_rows = self._upload(batch.logits_rows)
         for group, plan in zip(batch.groups, prepared, strict=True):
             for given in group.load:
                 hidden[self._upload(given.rows)] = given.states.to(hidden.device, hidden.dtype)

@@ -209,8 +209,9 @@ class NativeDecoder:
             return several
 
         groups = (c.GroupStruct * len(batch.groups))()
+        every = batch.positions if batch.axes is None else batch.axes
         for to, group in zip(groups, batch.groups, strict=True):
-            positions = batch.turns if group.rows is None else batch.turns[group.rows]
+            positions = every if group.rows is None else every[group.rows]
             cosine, sine = self._turns(positions, group.layers.start)
             plan = self._native_plan(group.attention)
             kept.append(plan)

@@ -36,7 +36,7 @@ DOCUMENTS = DocumentPrompt.__new__(DocumentPrompt)
         ({"namespace": Namespace("a", "salt")}, {}),
         ({"sampling": SamplingParams(temperature=0.5, seed=3)}, {"parameters": {"temperature": 0.5, "seed": 3}}),
         ({"prompt": DOCUMENTS}, {"exact": False}),
-        ({"diffusion": DiffusionParams()}, {"exact": False}),
+        ({"decoding": DiffusionParams()}, {"exact": False}),
     ],
 )
 def test_a_receipt(monkeypatch, given, changed):
