@@ -122,7 +122,9 @@ class PrefixLease(Lease):
         """The request's share of the next step. `limit`: most rows; unchunkable strategies may exceed it."""
         request = self.request
         start = request.sequence.num_computed
-        count = self._together(start, min(request.num_remaining, limit))
+        count = min(request.num_remaining, limit)
+        if request.given is not None:
+            count = self._together(start, count)
         return Work(request, start, count, count)
 
     def shrink(self, work: Work) -> bool:

@@ -22,6 +22,12 @@ _GIVE = """(element, [kind, name, type, data]) => {
 A, B = file_of(picture(1, 100, 80)), file_of(picture(2, 40, 90))
 
 
+def wait_until_it_knows_the_server(page):
+    """Evaluated from outside: the page's policy refuses the function that `wait_for_function` would leave in it."""
+    while not page.evaluate("served !== null"):
+        page.wait_for_timeout(20)
+
+
 def give(page, kind: str, data: bytes, name: str = "shot.png", media_type: str = "image/png") -> None:
     where = page.locator("#prompt")
     where.evaluate(_GIVE, [kind, name, media_type, base64.b64encode(data).decode()])
@@ -37,7 +43,7 @@ def sees(seeing_dir, tmp_path_factory):
 def test_pictures_are_pasted_dropped_chosen_removed_and_sent(page, sees):
     page.goto(sees.url)
     page.locator("#model", has_text="tiny-idefics3").wait_for()
-    page.wait_for_function("served !== null")
+    wait_until_it_knows_the_server(page)
     give(page, "paste", A)
     give(page, "drop", B)
     thumbs = page.locator("#pictures img")
@@ -71,7 +77,7 @@ def test_pictures_are_pasted_dropped_chosen_removed_and_sent(page, sees):
 
 def test_a_model_that_does_not_see_says_so(page, server):
     page.goto(server.url)
-    page.wait_for_function("served !== null")
+    wait_until_it_knows_the_server(page)
     give(page, "paste", A)
     page.locator("#told", has_text="reads text alone: it does not see pictures").wait_for()
     assert page.locator("#pictures img").count() == 0
