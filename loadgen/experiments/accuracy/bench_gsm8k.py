@@ -16,6 +16,7 @@ from loadgen.experiments.accuracy.reasoning import Thinker
 from loadgen.experiments.micro.model_bench import ModelBench
 from loadgen.harness import BenchError, Cell, Figure
 from loadgen.harness.bench import repeats_of, warmup_of
+from loadgen.harness.lines import UNREADABLE, numbered_lines
 from runtime.asks import ReasoningAsk
 
 _EXACT = "exact"
@@ -120,6 +121,6 @@ class Gsm8k(ModelBench):
 
 def _read(path: Path) -> list[Exercise]:
     try:
-        return [Exercise.model_validate_json(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        return [Exercise.model_validate_json(line) for _, line in numbered_lines(path)]
+    except (*UNREADABLE, ValidationError) as error:
         raise BenchError(f"{path} is no file of GSM8K: {error}") from None

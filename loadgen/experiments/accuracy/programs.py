@@ -1,6 +1,5 @@
 """Problems of HumanEval: prompts of a chat, programs in answers, and their tests in a process of their own."""
 
-import gzip
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from loadgen.harness import BenchError
+from loadgen.harness.lines import UNREADABLE, numbered_lines
 
 _ASKED = "Complete this Python function. Answer with the whole function in one block of code.\n\n```python\n{}```"
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
@@ -55,7 +55,6 @@ class Problem(BaseModel):
 def read_problems(path: Path) -> list[Problem]:
     """The problems of a file, which may be compressed (`.gz`). Raises BenchError."""
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-            return [Problem.model_validate_json(line) for line in lines if line.strip()]
-    except (OSError, EOFError, UnicodeDecodeError, ValidationError) as error:
+        return [Problem.model_validate_json(line) for _, line in numbered_lines(path)]
+    except (*UNREADABLE, ValidationError) as error:
         raise BenchError(f"{path} is no file of HumanEval: {error}") from None

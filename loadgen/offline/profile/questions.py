@@ -1,14 +1,13 @@
 """Questions with documents and right answers from a file of JSON lines, also in the form of Natural Questions."""
 
-import gzip
 import random
 import re
 import string
-import zlib
 from pathlib import Path
 
 from pydantic import AliasChoices, BaseModel, Field, ValidationError, field_validator
 
+from loadgen.harness.lines import UNREADABLE, numbered_lines
 from runtime.errors import ModelError
 from runtime.features.chunks.documents.prompt import Document, Segments, TokenizedPrompt, in_messages
 from runtime.models.tokenizer import Tokenizer
@@ -55,9 +54,8 @@ class AnsweredQuestion(BaseModel):
 def read_questions(path: Path) -> list[AnsweredQuestion]:
     """The questions of a file, which may be compressed (`.gz`). Raises ModelError."""
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-            texts = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        texts = numbered_lines(path)
+    except UNREADABLE as error:
         raise ModelError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     found = []
     for number, line in texts:
