@@ -78,10 +78,12 @@ class Sampling(msgspec.Struct, tag="sampling"):
     Attributes:
         params: for `AddRequest.sampling`.
         bad_words: as in an `AddRequest`.
+        images: those of the last request, which the prompt's other completions share; they name no runs.
     """
 
     params: SamplingParams = msgspec.field(default_factory=lambda: SamplingParams())
     bad_words: list[list[int]] = []
+    images: ImagesAsk | None = None
 
     def complete(self, request: AddRequest) -> AddRequest:
         """The request with what it lacks, which all requests share."""
@@ -89,6 +91,9 @@ class Sampling(msgspec.Struct, tag="sampling"):
             own = {} if request.limits is None else msgspec.structs.asdict(request.limits)
             request.sampling = self.params.model_copy(update=own)
         request.bad_words = request.bad_words or self.bad_words
+        if request.images is None or request.images.runs:
+            self.images = request.images
+        request.images = self.images
         return request
 
 

@@ -10,7 +10,6 @@ from contextlib import suppress
 import zmq
 
 from runtime import protocol as wire
-from runtime.asks import ImagesAsk
 from runtime.engine.core import EngineCore
 from runtime.errors import EngineDead, RametError
 from runtime.execution.device import is_out_of_memory
@@ -35,7 +34,6 @@ class EngineLoop:
     def __init__(self, receive: Callable[[int | None], wire.Inbound | None], send: Callable[[wire.Outbound], None]):
         self._receive, self._send = receive, send
         self._common = wire.Sampling()
-        self._images: ImagesAsk | None = None
         self.core: EngineCore | None = None
         self.error: EngineDead | None = None
 
@@ -90,9 +88,6 @@ class EngineLoop:
             else:
                 if isinstance(message, wire.AddRequest):
                     message = self._common.complete(message)
-                    if message.images is None or message.images.runs:
-                        self._images = message.images
-                    message.images = self._images  # they may be large, so one completion of a prompt has them
                 self._send_events(core.handle(message))
                 self._settle(core)
             message = self._receive(0) if time.monotonic() <= due_s else None

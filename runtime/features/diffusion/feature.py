@@ -28,7 +28,6 @@ class DiffusionFeature(Feature):
     """Models that decide the masks of a canvas in place of next tokens, and share prefixes by BiCache or by blocks."""
 
     def __init__(self, config: Config, path: Path):
-        from runtime.features.diffusion.bicache.depth_table import read_table
         from runtime.models.config_json import read_json
         from runtime.models.implementation import is_diffusion_gemma, own_spec
 
@@ -37,6 +36,8 @@ class DiffusionFeature(Feature):
         if given := unusable(config, is_diffusion):
             raise ModelError(f"--{given}: {path.name} is {'a diffusion' if is_diffusion else 'a causal'} model")
         if config.diffusion.depth_table is not None and spec is not None:
+            from runtime.features.diffusion.bicache.depth_table import read_table
+
             read_table(config.diffusion.depth_table, spec)
 
     def default(self, opening: Opening) -> BiCache | BlockPrefix | None:
