@@ -140,6 +140,9 @@ def test_restored_from_a_disk_after_a_restart(seeing_dir, tmp_path, encoded, exp
     again = Driver(make_core(seeing_dir, **options))
     assert answers(again, encoded[:2]) == expected[:2]
     assert again.cached("r0") >= 64
+    read = [(tokens, asked, again.cached(f"r{i}")) for i, (tokens, asked) in enumerate(encoded[:2])]
+    behind = {(*tokens[run.start : run.stop],) for tokens, asked, end in read for run in asked.runs if run.stop > end}
+    assert tiles(again) <= len(behind), "what the disk has needs no tower"
 
 
 def test_a_batch_with_text(seeing_dir, encoded, expected):
