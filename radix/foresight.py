@@ -17,7 +17,7 @@ _FEW = 3
 # The policy learns whenever the number of uses has grown by a 64th, but after at least 32 and at most 1,024 uses.
 _LEARN_GROWTH, _LEARN_LEAST, _LEARN_MOST = 64, 32, 1024
 _HALVE_EVERY = 4096
-# Evicted nodes to remember beyond the number of pages: a loop over documents is longer than a small pool.
+# Evicted nodes to remember beyond the number of pages: a loop over long prompts is longer than a small pool.
 _MORE_GHOSTS = 4096
 # If at least this share of returns reuses a prompt's last page, that page is not evicted before the others.
 _OFTEN = 0.9

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+# The kind of entries whose rows are approximate. No tier stores them.
+APPROXIMATE = "fused"
+
 
 class Namespace(NamedTuple):
     """A space of token sequences; `Namespace()` is the public one.

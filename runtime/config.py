@@ -2,12 +2,12 @@
 
 import os
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from radix import PolicyName
-from runtime.asks import DocumentMethod, ReuseMethod
+from runtime.asks import ReuseMethod
 from runtime.errors import ModelError
 from runtime.logs import LogFormat
 
@@ -169,11 +169,6 @@ class CacheConfig(Section):
     def replay_endpoint(self) -> str:
         """Where KV events are replayed; empty: nowhere."""
         return (self.kv_events or "").partition(",")[2]
-
-    @property
-    def document_method(self) -> DocumentMethod:
-        """The document method of requests without `reuse`."""
-        return cast(DocumentMethod, self.reuse) if self.reuse in get_args(DocumentMethod) else "none"
 
 
 class TierConfig(Section):

@@ -220,7 +220,7 @@ class AsyncEngine:
             before = encoded[-1] if encoded else None
             encoded.append(await self._work.encode(frontend.inputs, submission, before))
             tokens += len(encoded[-1].tokens) // TOKEN_BYTES
-            if before is not None:  # stored documents may be in many prompts of a short body
+            if before is not None:  # what is stored may be in many prompts of a short body
                 frontend.check_batch(submission.account, tokens)
         return encoded
 
@@ -325,7 +325,7 @@ class AsyncEngine:
             return (await self.call(AddPin(tokens, space, account, name, ttl_s)))["pin"]
 
     async def pin_entries(self, encoded: Encoded, name: str, ttl_s: float | None) -> list[str]:
-        """Pin the KV of all modules or documents that a served submission has read; returns the ids of the pins.
+        """Pin the KV of all parts that a served submission has read; returns the ids of the pins.
 
         Raises:
             PinRefused: if the pins exceed the budget, or the cache is too busy to keep the KV.
@@ -338,7 +338,7 @@ class AsyncEngine:
         return [pin["id"] for pin in answer["pins"]]
 
     async def cached(self, prompt: PartedPrompt, namespace: Namespace) -> dict[str, int]:
-        """Number of cached tokens of each module or document that a prompt reads, by name."""
+        """Number of cached tokens of each part that a prompt reads, by name."""
         return await self.call(GetCached(prompt.ask, namespace, array("i", prompt.tokens).tobytes()))
 
     async def runs(self, tenant: str | None, salt: str | None) -> AsyncGenerator[list[dict[str, Any]], None]:

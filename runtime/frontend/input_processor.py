@@ -102,7 +102,7 @@ class InputProcessor:
             submission.images.place(tokens)
         self.check_ids([token for token in tokens if token >= 0] if submission.images else tokens, "prompt")
         self._check_places(breakpoints, length)
-        self._check_logprobs(submission.prompt_logprobs_from, len(tokens), length)
+        self._check_logprobs(submission.prompt_logprobs_from, len(tokens), parted)
         submission = self._with_sampling(submission, before, length + pages * self.info.page_size, positions)
         data = array("i", tokens).tobytes()
         submission = replace(submission, tokens=data, breakpoints=breakpoints, said=said)
@@ -150,7 +150,7 @@ class InputProcessor:
         last = submission.last_tokens
         assert last is not None
         if isinstance(submission.prompt, PartedPrompt):
-            raise InvalidRequest("a prompt with documents or modules cannot be truncated", param="last_tokens")
+            raise InvalidRequest(f"a prompt with {submission.prompt.noun} cannot be truncated", param="last_tokens")
         if last == -1:
             last = self.lengths.most_prompt(submission.sampling.max_new_tokens)
         left_out = max(len(tokens) - last, 0)
@@ -174,12 +174,12 @@ class InputProcessor:
         pairs = zip(bare, spaced, strict=True)
         return bare + [after for one, after in pairs if after[0] != one[0] and len(after) == len(one)]
 
-    def _check_logprobs(self, start: int | None, tokens: int, length: int) -> None:
+    def _check_logprobs(self, start: int | None, tokens: int, parted: PartedPrompt | None) -> None:
         """Raise InvalidRequest if a prompt with so many tokens of its own has no log-probabilities from `start` on."""
         if start is None:
             return
-        if tokens != length:
-            raise InvalidRequest("prompts with modules have no log-probabilities", param="prompt_logprobs_from")
+        if parted is not None and parted.length != tokens:
+            raise InvalidRequest(f"prompts with {parted.noun} have no log-probabilities", param="prompt_logprobs_from")
         if not 0 <= start < tokens:
             message = f"log-probabilities are wanted from position {start} of a prompt of {tokens} tokens"
             raise InvalidRequest(message, param="prompt_logprobs_from")
@@ -197,8 +197,10 @@ class InputProcessor:
 
     def _no_images(self, submission: Submission, prompt: Prompt) -> str | None:
         """Why a submission of a prompt cannot have images; None if it can."""
-        if not isinstance(prompt, str | MarkedText):
-            return "beside modules or documents, or with token ids"
+        if isinstance(prompt, UnplacedPrompt | PartedPrompt):
+            return f"beside {prompt.noun}"
+        if isinstance(prompt, list):
+            return "with token ids"
         if submission.last_tokens is not None:
             return "in a prompt that is truncated"
         return None if submission.prompt_logprobs_from is None else "with log-probabilities of the prompt"
@@ -207,7 +209,8 @@ class InputProcessor:
         """Why a submission can have no reuse but that of its prompt's parts; None if it can."""
         if reason := self._why_exact(submission):
             return reason
-        return "behind modules or documents" if submission.parted and submission.parted.has_parts else None
+        parted = submission.parted
+        return f"behind {parted.noun}" if parted and parted.has_parts else None
 
     def _ask_of(self, submission: Encoded) -> ReuseAsk | None:
         asked: ReuseAsk | None = None if submission.reuse is None else submission.reuse.ask()

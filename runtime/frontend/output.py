@@ -4,7 +4,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 
@@ -22,9 +22,15 @@ MAX_BREAKPOINTS = 4
 
 
 class UnplacedPrompt(ABC):
-    """A prompt of texts and other parts, of which a feature's `Preparer` makes tokens."""
+    """A prompt of texts and other parts, of which a feature's `Preparer` makes tokens.
+
+    Attributes:
+        noun: what the parts are, for errors.
+    """
 
     __slots__ = ()
+
+    noun: ClassVar[str]
 
     @property
     @abstractmethod
@@ -35,12 +41,14 @@ class PartedPrompt(ABC):
     """A prompt with parts that a feature reuses by themselves.
 
     Attributes:
+        noun: what the parts are, for errors.
         tokens: the prompt's own tokens; parts may have others.
         ask: see `AddRequest`; None: only an exact prefix is reused.
     """
 
     __slots__ = ()
 
+    noun: ClassVar[str]
     tokens: list[int]
     ask: PartsAsk | None
 
@@ -100,8 +108,8 @@ class Submission(msgspec.Struct, frozen=True):
     """One prompt and its parameters; it has `sampling.n` completions.
 
     Attributes:
-        prompt: text, token ids, or a prompt with modules or documents; or a function that returns one of these, which
-            is called in a thread.
+        prompt: text, token ids, or a prompt with parts; or a function that returns one of these, which is called in a
+            thread.
         sampling: sampling parameters; `max_new_tokens` may be None, for as many as fit in the context.
         otherwise: replaces `sampling` if the grammar cannot be followed; None: the submission is refused then.
         rid: request id; unique among an account's live requests.
@@ -168,7 +176,7 @@ class Submission(msgspec.Struct, frozen=True):
 class Encoded(Submission, frozen=True, kw_only=True):
     """A submission as `InputProcessor.encode` has checked and tokenized it.
 
-    Its `prompt` is called and has its documents in place, `sampling` is clipped to the tokens that the prompt leaves,
+    Its `prompt` is called and has its parts in place, `sampling` is clipped to the tokens that the prompt leaves,
     `decoding` has no defaults left, and `breakpoints` has those of a `MarkedText`.
 
     Attributes:

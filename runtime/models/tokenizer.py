@@ -139,7 +139,7 @@ class Tokenizer:
 
     @cached_property
     def placeholder(self) -> int:
-        """The token for a module's parameter: the unknown token, as in the Prompt Cache paper, otherwise a space.
+        """The token that stands for text which is not known yet: the unknown token, otherwise a space.
 
         Byte-level tokenizers have no unknown token. The `unk_token` in their configuration usually is the end-of-text
         token, which the model would read as the start of a new document.

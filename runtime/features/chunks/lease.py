@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from radix import Match, Node
+from radix.namespace import APPROXIMATE
 from radix.node import TOKEN_BYTES
 from runtime.batch import Read, RowSet, Stage, causal_visible
 from runtime.features.chunks.ask import DocumentsReport, ModulesReport
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 # The namespaces of own and repaired rows.
-_ROWS = {"document": "fused", "module": "rows"}
+_ROWS = {"document": APPROXIMATE, "module": "rows"}
 
 
 @dataclass(slots=True)

@@ -1,7 +1,9 @@
 """Places documents and modules in prompts, in the server's process."""
 
+from typing import cast, get_args
+
 from runtime.errors import InvalidRequest
-from runtime.features.chunks.ask import ChunksAsk, ReuseParams
+from runtime.features.chunks.ask import ChunksAsk, DocumentMethod, ReuseParams
 from runtime.features.chunks.documents.plan import DocumentPlanner, DocumentPrompt, refuse_reuse
 from runtime.features.chunks.documents.prompt import Segments
 from runtime.features.chunks.schemas.compile import ModulePrompt
@@ -15,7 +17,9 @@ class ChunksPreparer(Preparer):
     """Plans by the model's table and the server's default. Raises ModelError for a broken table."""
 
     def __init__(self, served: ServedModel):
-        self._planner = DocumentPlanner.load(served.config.cache.document_method, served.path)
+        reuse = served.config.cache.reuse
+        default = cast(DocumentMethod, reuse) if reuse in get_args(DocumentMethod) else "none"
+        self._planner = DocumentPlanner.load(default, served.path)
         self._tokenizer = served.tokenizer
 
     def place(self, submission: Submission, prompt: Prompt, exact: str | None) -> Prompt:

@@ -309,7 +309,7 @@ def tokens_of(digest: bytes, rows: int) -> array[int]:
     Each has 31 bits of its own, so that n rows are taken for those of another tile with a probability of 2 ** (-31 n).
     """
     bits = array("i", hashlib.shake_128(digest).digest(4 * rows))
-    return array("i", [min(one | -(1 << 31), -2) for one in bits])  # -1 pads pages of modules
+    return array("i", [min(one | -(1 << 31), -2) for one in bits])  # -1 pads pages
 
 
 def _has_processor(directory: Path) -> bool:

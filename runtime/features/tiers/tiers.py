@@ -17,6 +17,7 @@ from cachetools import LRUCache, TTLCache
 
 from radix import Namespace, Node, Stored, Watcher, path, text
 from radix.hashes import block_hashes
+from radix.namespace import APPROXIMATE
 from radix.node import TOKEN_BYTES
 from radix.stats import Cause
 from runtime.features.tiers.block import HEAD_BYTES, ROOT, Block, BlockKey
@@ -31,8 +32,8 @@ log = logging.getLogger("ramet.engine")
 
 # A block has at least this many bytes, or this many tokens if a model is small.
 BLOCK_BYTES, MOST_TOKENS = 1 << 20, 64
-# Kind of entries whose rows attend to selected rows of documents. Their KV is approximate, and never stored.
-_APPROXIMATE = "fused:"
+# Approximate entries are never stored.
+_APPROXIMATE = f"{APPROXIMATE}:"
 # Time during which a missing block is not looked for again, and most such blocks to remember.
 _ABSENT_S, _MOST_ABSENT = 2.0, 1 << 16
 # Most blocks to remember that were written at their second use.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec import UNSET, UnsetType
 
@@ -41,6 +41,8 @@ class DocumentPrompt(PartedPrompt):
         auto: why the method `auto` chose the prompt's method.
         note: what else the client should know of the reuse.
     """
+
+    noun: ClassVar[str] = "documents"
 
     tokens: list[int]
     names: list[str]

@@ -7,7 +7,7 @@ import json
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import UnplacedPrompt
@@ -66,6 +66,8 @@ class Segments(UnplacedPrompt):
 
     >>> Segments(["Read this.\\n", Document("Rome is old."), "\\nHow old is Rome?"])
     """
+
+    noun: ClassVar[str] = "documents"
 
     parts: Sequence[str | Document]
 

@@ -6,6 +6,7 @@ from array import array
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from msgspec import UNSET, UnsetType
 
@@ -30,6 +31,8 @@ class ModulePrompt(PartedPrompt):
         repair: how the schema wants its modules' rows repaired, for requests that do not say; None: not at all.
         auto: why the method `auto` chose the prompt's method.
     """
+
+    noun: ClassVar[str] = "modules"
 
     tokens: list[int]
     ask: ChunksAsk

@@ -165,7 +165,12 @@ def _texts(content: Content) -> Iterator[str]:
 
 @dataclass(slots=True)
 class _Placer:
-    """Assigns positions to the nodes of a schema; `texts`: tokens of all texts, in the order of the nodes."""
+    """Assigns positions to the nodes of a schema.
+
+    Attributes:
+        texts: tokens of all texts, in the order of the nodes.
+        placeholder: the token of parameters; the unknown token, as in the paper, if the tokenizer has one.
+    """
 
     texts: Iterator[list[int]]
     placeholder: int
