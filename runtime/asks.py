@@ -38,6 +38,8 @@ ReuseMethod = Literal[DocumentMethod, ReasoningMethod]
 REUSE_BY_METHOD: dict[str, type[AnyReuse]] = {
     method: kind for kind in get_args(AnyReuse) for method in get_args(kind.model_fields["method"].annotation)
 }
+# Reads a `reuse` without a known method, and refuses it.
+UNKNOWN_REUSE: type[AnyReuse] = ReuseParams
 
 # What requests ask of decodings that do not choose next tokens, and the settings of such models.
 DecodingParams = DenoisingParams

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from radix import Namespace
-from runtime.asks import REUSE_BY_METHOD, AnyReuse, ReuseParams
+from runtime.asks import REUSE_BY_METHOD, UNKNOWN_REUSE, AnyReuse
 from runtime.calls import Call, FlushCache, GetState
 from runtime.config import DEFAULT_MODEL, Config, make_config
 from runtime.engine.core import EngineCore
@@ -145,10 +145,10 @@ class Engine:
         Log-probabilities of these Outputs are of all tokens.
 
         Args:
-            prompts: text, token ids, `Segments` with documents or prompts of a `schema`, one or several.
+            prompts: text, token ids or prompts with parts, one or several.
             sampling: parameters for all prompts, or a list with one for each; `SamplingParams` or a dict of its fields.
-            reuse: how to reuse KV beyond exact prefixes; `ReuseParams`, another of `AnyReuse`, or a dict of
-                fields; default: the option `reuse`.
+            reuse: how to reuse KV beyond exact prefixes; one of `AnyReuse`, or a dict of its fields; default: the
+                option `reuse`.
             adapter: name of an adapter, as `ADAPTER` or `MODEL:ADAPTER`; None: the model itself.
             logprobs: number of most likely tokens to report beside each output token; 0: none; None: no
                 log-probabilities.
@@ -331,7 +331,7 @@ def make_submissions(
     if len(sampling) != len(several):
         raise ValueError(f"{len(several)} prompts, but {len(sampling)} sampling parameters")
     if isinstance(reuse, dict):
-        reuse = REUSE_BY_METHOD.get(str(reuse.get("method")), ReuseParams)(**reuse)
+        reuse = REUSE_BY_METHOD.get(str(reuse.get("method")), UNKNOWN_REUSE)(**reuse)
     return [Submission(p, _sampling(s), reuse=reuse, **more) for p, s in zip(several, sampling, strict=True)]
 
 

@@ -15,6 +15,11 @@ class Report(msgspec.Struct, tag_field="strategy"):
 
     inline: ClassVar[bool] = False
 
+    @property
+    def computed_parts(self) -> tuple[str, list[str]] | None:
+        """What the prompt's parts are, and the names of those that were not cached; None: it is found by prefix."""
+        return None
+
     def fields(self) -> dict[str, object]:
         """The fields as answers have them."""
         fields: dict[str, object] = msgspec.to_builtins(self)

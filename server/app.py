@@ -15,11 +15,12 @@ from runtime.config import Config
 from runtime.features.registry import open_preparers
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.logs import set_up_logs
-from server import admin, anthropic, errors, objects, openai, responses, sglang
+from server import admin, anthropic, errors, openai, responses, sglang
 from server.admin.dashboard import Feed
 from server.auth.keys import ANYONE, EVERYONE, Guard, Tenant, read_keys, routes_of
 from server.errors import ErrorBody
 from server.explain.answers import Answers
+from server.features.registry import ROOMS, open_stores
 from server.generation.service import GenerationService
 from server.generation.store import ResponseStore
 from server.http.access import AccessLog
@@ -30,8 +31,6 @@ from server.http.openapi import describe
 from server.http.pages import APPS, Hosts, Origins
 from server.http.shutdown import ShutdownFlag
 from server.http.traces import add_traces
-from server.objects.documents import DocumentStore
-from server.objects.schemas import SchemaStore
 from server.openai.prompt import ChatPrompts
 from server.telemetry.journal import Journal, Trace
 from server.telemetry.metrics import Metrics
@@ -76,10 +75,10 @@ def create_app(
     )
     metrics, journal, answers = Metrics(engine.info.name), Journal(trace), Answers()
     context = Context(engine, config, tenants, shutdown or ShutdownFlag())
-    stores = DocumentStore(), SchemaStore()
+    stores = open_stores()
     service = GenerationService(context, metrics, journal, answers)
-    feed, chats = Feed(context, metrics, journal), ChatPrompts(context, *stores)
-    provide(app, context, metrics, service, *stores, ResponseStore(), chats, feed)
+    feed, chats = Feed(context, metrics, journal), ChatPrompts(context, stores)
+    provide(app, context, metrics, service, stores, *stores, ResponseStore(), chats, feed)
     for router in _routers():
         app.include_router(router)
         _add_heads(app, router)
@@ -118,7 +117,7 @@ def admit(app: ASGIApp, config: Config, tenants: list[Tenant]) -> ASGIApp:
 
 
 def _routers() -> list[APIRouter]:
-    rooms = (sglang, openai, responses, anthropic, objects, admin)
+    rooms = (sglang, openai, responses, anthropic, *ROOMS, admin)
     return [router for room in rooms for router in find_routers(room)]
 
 

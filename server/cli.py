@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, get_args
+from typing import TYPE_CHECKING, NoReturn
 
 from pydantic import ValidationError
 
 from runtime.errors import RametError
 from runtime.frontend.output import Prompt
-from server.options import add_options, config_from, options_page
+from server.features import command_line
+from server.options import add_options, config_from, options_page, read_file
 
 if TYPE_CHECKING:
     from runtime.params import SamplingParams
@@ -88,14 +88,8 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    from runtime.features.chunks.schemas.schema import Mode
-
     parser.add_argument("prompt", help="text to continue; - reads standard input")
-    parser.add_argument("--schema", metavar="FILE", help="a schema in PML; the prompt is PML too: <prompt schema=...>")
-    parser.add_argument("--mode", choices=get_args(Mode), help="mode of the schema; default: independent")
-    parser.add_argument(
-        "--document", metavar="FILE", action="append", help="a document before the prompt; repeatable; see --reuse"
-    )
+    command_line.add_prompt_options(parser)
     parser.add_argument("--adapter", metavar="NAME", help="an adapter loaded by --lora")
     parser.add_argument("--chat", action="store_true", help="apply the chat template to the prompt as a user's message")
     _add_sampling(parser, 128, 0.0)
@@ -137,60 +131,24 @@ def _chat(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
 
 
 def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from runtime import Document, Engine, Submission
-    from runtime.features.chunks.documents.prompt import in_messages
+    from runtime import Engine, Submission
     from server.commands.chat import harmless
 
     config = config_from(parser, arguments)
-    if arguments.schema and (arguments.chat or arguments.document):
-        parser.error("argument --schema: not with --chat or --document")
-    if arguments.mode and not arguments.schema:
-        parser.error("argument --mode: needs --schema")
+    make = command_line.read_prompt_options(parser, arguments)
     given = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     sampling = _sampling(parser, arguments)
     prompt: Prompt = given
-    schema = _read(parser, arguments.schema) if arguments.schema else None
-    documents = [Document(_read(parser, name)) for name in arguments.document or ()]
     with Engine(config=config) as engine:
-        if schema is not None:
-            prompt = engine.schema(schema, arguments.mode or "independent").compile(given)
-        elif documents or arguments.chat:
-            messages = [{"role": "user", "content": [*documents, given]}]
-            template = engine.tokenizer.apply_chat_template if arguments.chat else lambda turns: turns[0]["content"]
-            prompt = in_messages(messages, template)
+        if make is not None:
+            prompt = make(engine, given)
+        elif arguments.chat:
+            prompt = engine.tokenizer.apply_chat_template([{"role": "user", "content": given}])
         adapted = engine.namespace(arguments.adapter)
         submission = Submission(prompt, sampling, namespace=adapted, add_special_tokens=not arguments.chat)
         for output in engine.stream_all([submission]):
             print(harmless(output.delta) if sys.stdout.isatty() else output.delta, end="", flush=True)
     print()
-    return 0
-
-
-def _read(parser: argparse.ArgumentParser, name: str) -> str:
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        parser.error(f"{name} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}")
-
-
-def _add_schema(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=["check"], help="check: print the layout, or the first error")
-    parser.add_argument("file", help="a schema in PML")
-    add_options(parser, "model")
-
-
-def _schema(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from runtime.features.chunks.schemas.schema import Schema
-    from runtime.models.implementation import context_of
-    from runtime.models.resolve import resolve_model
-    from runtime.models.tokenizer import Tokenizer
-    from server.commands.layout import print_layout
-
-    config, text = config_from(parser, arguments), _read(parser, arguments.file)
-    path = resolve_model(config.model)
-    tokenizer = Tokenizer.load(path, config.model.chat_template)
-    length = config.model.context_length or context_of(config.model, path)
-    print_layout(Schema.read(text, tokenizer, length), config.model.model)
     return 0
 
 
@@ -206,7 +164,7 @@ def _explain(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
 
     config = config_from(parser, arguments)
     first, second = arguments.file
-    texts = _read(parser, first), _read(parser, second)
+    texts = read_file(parser, first), read_file(parser, second)
     tokenizer = Tokenizer.load(resolve_model(config.model), config.model.chat_template)
     explain_files(texts, (first, second), tokenizer)
     return 0
@@ -222,7 +180,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 def _verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from loadgen.offline.verify import verify
 
-    config, text = config_from(parser, arguments), _read(parser, arguments.file)
+    config, text = config_from(parser, arguments), read_file(parser, arguments.file)
     return verify(text, config)
 
 
@@ -303,7 +261,7 @@ _COMMANDS: dict[str, Command] = {
     "serve": ("serve a model over HTTP", add_options, _serve),
     "generate": ("generate from a prompt on the terminal, without a server", _add_generate, _generate),
     "chat": ("talk to a model on the terminal, without a server", _add_chat, _chat),
-    "schema": ("check a schema of prompt modules, and print its layout", _add_schema, _schema),
+    **command_line.COMMANDS,
     "explain": ("show where the prompts of two requests begin to differ", _add_explain, _explain),
     "verify": ("compute recorded answers again, and show which conditions change them", _add_verify, _verify),
     "fetch-model": ("fetch and convert a model, and print its directory", lambda p: add_options(p, "model"), _fetch),

@@ -17,6 +17,14 @@ _HEADING = """\
 A switch that is on by default has a `--no-` form. `make docs` writes these tables."""
 
 
+def read_file(parser: argparse.ArgumentParser, name: str) -> str:
+    """The text of a file that the command line names. Exits if it cannot be read."""
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"{name} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}")
+
+
 def add_options(parser: argparse.ArgumentParser, *sections: str, unlisted: Sequence[str] = ()) -> None:
     """Add the fields of some sections (default: all) as options. Field names are unique over all sections.
 

@@ -14,18 +14,17 @@ from pydantic import Field, model_validator
 
 from radix import Namespace
 from runtime.calls import GetPins, GetQuota, GetState, GetTree, OnNode, RemovePin
-from runtime.features.chunks.documents.prompt import in_messages
 from runtime.frontend.output import Prompt, Submission
 from runtime.params import SamplingParams
 from server.admin.node_ids import ids_for
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
 from server.errors import Forbidden, NotFound
+from server.features.parts import FeatureStores, Stores, find_parts
+from server.features.registry import write_turns
 from server.generation.bodies import Scoped
 from server.http.context import Context, Ctx, erase
 from server.http.sse import while_there
 from server.http.wire import Body, Text, TokenIds, example
-from server.objects.documents import Documents, DocumentStore
-from server.objects.segments import find_documents
 from server.openai.messages import Messages
 
 router = APIRouter(prefix="/cache", tags=["cache"])
@@ -53,7 +52,7 @@ class PinRequest(Body, Scoped):
             raise ValueError("exactly one of text, input_ids and messages must be given")
         return self
 
-    def prefix(self, tenant: Tenant, context: Context, documents: DocumentStore) -> Submission:
+    def prefix(self, tenant: Tenant, context: Context, stores: Stores) -> Submission:
         """Raises NotFound."""
         if self.tenant is not None:
             tenant = context.tenant(self.tenant)
@@ -63,19 +62,19 @@ class PinRequest(Body, Scoped):
             return self.submission(prompt, sampling, tenant, context)
 
         def render() -> Prompt:
-            turns = find_documents([message.plain() for message in messages], tenant.account, documents)
+            turns = find_parts([message.plain() for message in messages], tenant.account, stores)
             template = context.engine.tokenizer.apply_chat_template
-            return in_messages(turns, partial(template, add_generation_prompt=False))
+            return write_turns(turns, partial(template, add_generation_prompt=False))
 
         return self.submission(render, sampling, tenant, context, add_special_tokens=False)
 
 
 @router.post("/pin")
 async def pin(
-    context: Ctx, documents: Documents, body: PinRequest, request: Request, tenant: CurrentTenant
+    context: Ctx, stores: FeatureStores, body: PinRequest, request: Request, tenant: CurrentTenant
 ) -> dict[str, Any]:
     """Pin the whole pages of a prefix. A prefix that is not cached is computed first. 409 over the budget."""
-    prefix = body.prefix(tenant, context, documents)
+    prefix = body.prefix(tenant, context, stores)
     pinned = await while_there(request, context.engine.pin(prefix, body.name, body.ttl_s))
     return context.with_names([pinned])[0]
 
@@ -224,5 +223,5 @@ def _show(node: dict[str, Any], context: Context, id_of: Callable[[int], int]) -
 
 
 def preview_tokens(run: bytes, first: int = 0) -> list[int]:
-    """The tokens of a run, from number `first` on, without the -1 that pad a module's last page."""
+    """The tokens of a run, from number `first` on, without the -1 that pad a page."""
     return [token for token in array("i", run)[first:] if token >= 0]

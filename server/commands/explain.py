@@ -16,14 +16,23 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.sampling.json_text import parse_json
 from server.explain.compare import Parting, compare
 from server.explain.conversation import Conversation
-from server.objects.documents import DocumentStore
-from server.objects.segments import find_documents
+from server.features.parts import find_parts
+from server.features.registry import ChatFields, open_stores
 from server.openai.prompt import conversation_of
 from server.openai.types import ChatRequest, CompletionRequest
 from server.sglang.generate import GenerateRequest
 
 # The request fields that shape a prompt.
-_SHAPING = ("messages", "tools", "tool_choice", "documents", "add_generation_prompt", "prompt", "text", "input_ids")
+_SHAPING = (
+    "messages",
+    "tools",
+    "tool_choice",
+    "add_generation_prompt",
+    "prompt",
+    "text",
+    "input_ids",
+    *ChatFields.KNOWN,
+)
 
 
 def explain_files(texts: tuple[str, str], names: tuple[str, str], tokenizer: Tokenizer) -> None:
@@ -75,7 +84,7 @@ def _render(body: dict[str, Any], name: str, tokenizer: Tokenizer) -> tuple[byte
         place = ".".join(str(part) for part in problem["loc"])
         raise InvalidRequest(f"{name} is no request: {place}: {problem['msg']}") from None
     if isinstance(asked, ChatRequest):
-        turns = find_documents(asked.turns(), "", DocumentStore())
+        turns = find_parts(asked.turns(), "", open_stores())
         conversation = conversation_of(asked, turns, tokenizer)
         ids = tokenizer.encode(conversation.render(conversation.turns, conversation.tools), add_special_tokens=False)
         return array("i", ids).tobytes(), conversation

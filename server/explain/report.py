@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from radix.node import TOKEN_BYTES, common_tokens
-from runtime.asks import DocumentsReport, ModulesReport, ReuseReport, SharedPrefixReport, Unshared
+from runtime.asks import ReuseReport, SharedPrefixReport, Unshared
 from runtime.errors import RametError
 from runtime.frontend.output import Encoded, Output
 from runtime.frontend.stream import OutputStream
@@ -121,7 +121,7 @@ class MissReport:
     def _part(self, submission: Encoded, token: int, other: bytes | None) -> Parting:
         try:
             conversation = self._conversation()
-        except RametError:  # for example, a document was deleted after the submission
+        except RametError:  # for example, what it names was deleted after the submission
             conversation = None
         return find_parting(self._tokenizer, submission.tokens, token, other, conversation)
 
@@ -146,17 +146,20 @@ def _seconds(seconds: float) -> str:
 
 def _not_by_prefix(reuse: ReuseReport | None, cached: int) -> tuple[Reason, str] | None:
     """The reason for a prompt whose KV is not found by prefix; None for other prompts."""
-    if isinstance(reuse, ModulesReport) and (missing := reuse.computed_modules):
-        return "entries_missing", f"these modules were not cached and had to be computed: {', '.join(missing)}"
-    if isinstance(reuse, DocumentsReport) and (missing := reuse.computed_documents):
-        return "entries_missing", f"these documents were not cached and had to be computed: {', '.join(missing)}"
+    if reuse is not None and (parts := reuse.computed_parts) is not None:
+        noun, missing = parts
+        if missing:
+            return "entries_missing", f"these {noun} were not cached and had to be computed: {', '.join(missing)}"
+        return _all_reused(cached)
     if isinstance(reuse, SharedPrefixReport) and not cached:
         if length := reuse.encoded_tokens:
             return "entries_missing", f"the shared prefix of {length} tokens was not cached and had to be computed"
         return _UNSHARED[reuse.unshared] if isinstance(reuse.unshared, str) else None
-    if isinstance(reuse, ModulesReport | DocumentsReport | SharedPrefixReport):
-        return "hit", f"all reusable KV was in the cache: {cached} tokens; see `reuse`"
-    return None
+    return _all_reused(cached) if isinstance(reuse, SharedPrefixReport) else None
+
+
+def _all_reused(cached: int) -> tuple[Reason, str]:
+    return "hit", f"all reusable KV was in the cache: {cached} tokens; see `reuse`"
 
 
 def _left(lookup: Lookup) -> tuple[Reason, str]:

@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from radix import Namespace
-from runtime.asks import REUSE_BY_METHOD, AnyReuse, DiffusionParams, ReuseParams
+from runtime.asks import REUSE_BY_METHOD, UNKNOWN_REUSE, AnyReuse, DiffusionParams
 from runtime.errors import InvalidRequest
 from runtime.frontend.deadline import Deadline
 from runtime.frontend.output import Prompt, Submission
@@ -205,7 +205,7 @@ def _tag(kind: type[BaseModel]) -> str:
 
 def _branch(value: Any) -> str:
     method = value.get("method") if isinstance(value, dict) else getattr(value, "method", None)
-    return _tag(REUSE_BY_METHOD.get(method, ReuseParams) if isinstance(method, str) else ReuseParams)
+    return _tag(REUSE_BY_METHOD.get(method, UNKNOWN_REUSE) if isinstance(method, str) else UNKNOWN_REUSE)
 
 
 class _ByMethod:

@@ -20,7 +20,7 @@ _PACKAGES = ("radix", "runtime")
 def receipt_of(submission: Encoded, output: Output, info: ModelInfo) -> dict[str, Any]:
     """The receipt of one completion. Reads the weights at the first call, so it may take seconds.
 
-    `exact` is false for prompts with modules or documents, whose answers `ramet verify` does not compute again.
+    `exact` is false for prompts with parts, whose answers `ramet verify` does not compute again.
     """
     adapter = submission.namespace.adapter
     return {

@@ -5,7 +5,7 @@ from itertools import count
 from typing import Any, Literal
 
 from runtime.errors import InvalidRequest
-from runtime.frontend.output import MAX_BREAKPOINTS, MarkedText, Output, Prompt
+from runtime.frontend.output import MAX_BREAKPOINTS, MarkedText, Output, Prompt, UnplacedPrompt
 from runtime.models.marks import find_place, new_place
 from server.generation.bodies import AnswerId
 from server.http.wire import Body
@@ -42,7 +42,9 @@ def unmarked(point: Breakpoint | None) -> str:
     return ""
 
 
-def keep_places(write: Callable[[Mark], Prompt], options: CacheOptions | None, retention: Retention | None) -> Prompt:
+def keep_places(
+    write: Callable[[Mark], str | UnplacedPrompt], options: CacheOptions | None, retention: Retention | None
+) -> Prompt:
     """A prompt with the places up to which it is to be kept.
 
     Breakpoints never change the prompt. Each is found by rendering the prompt again, with a mark at the breakpoint.
@@ -52,7 +54,7 @@ def keep_places(write: Callable[[Mark], Prompt], options: CacheOptions | None, r
         options, retention: the request's fields.
 
     Raises:
-        InvalidRequest: if the prompt has documents and is to be kept.
+        InvalidRequest: if the prompt has parts and is to be kept.
     """
     points: list[Breakpoint] = []
 
@@ -69,7 +71,7 @@ def keep_places(write: Callable[[Mark], Prompt], options: CacheOptions | None, r
     if not (points or given or retention == "24h"):
         return prompt
     if not isinstance(prompt, str):
-        raise InvalidRequest("a prompt with documents cannot be kept", param="prompt_cache_options")
+        raise InvalidRequest(f"a prompt with {prompt.noun} cannot be kept", param="prompt_cache_options")
     default = "24h" if options is None and retention == "24h" else (options or CacheOptions()).ttl
     is_implicit = options is None or options.mode == "implicit"
     kept = []

@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
-from runtime.features.chunks.schemas.pml import Import
 from runtime.frontend.pictures import Pictures, joined
 from runtime.sampling.json_text import check_texts
+from server.features.parts import FeaturePart, GivenPart
+from server.features.registry import MessagePart
 from server.http.fields import ANSWERED
-from server.http.wire import Body, ByType, JsonObject, OneOr, Text, Unusable
-from server.objects.segments import GivenDocument
+from server.http.wire import Body, ByType, OneOr, Text, Unusable
 from server.openai.caching import Breakpoint, Mark, unmarked
 from server.openai.tools import MAX_TOOLS, ToolCall
 
@@ -51,36 +51,6 @@ class ThinkingPart(Body):
 
     type: Literal["thinking"]
     thinking: Text
-
-
-def _arguments(given: dict[str, Any]) -> dict[str, str]:
-    for name, text in given.items():
-        if not isinstance(text, str):
-            raise ValueError(f"the argument {name!r} must be a string")
-    return given
-
-
-class ModuleImport(Body):
-    """An import of a module of the request's schema."""
-
-    path: Text = Field(max_length=4096, description="names of modules from the outermost one, for example plan/miami")
-    args: Annotated[JsonObject, AfterValidator(_arguments)] = Field(
-        default_factory=dict, description="arguments by parameter, as strings"
-    )
-
-
-class ModulePart(Body):
-    """A content part that imports a module."""
-
-    type: Literal["module"]
-    module: ModuleImport
-
-
-class DocumentPart(Body):
-    """A content part that is a document."""
-
-    type: Literal["document"]
-    document: GivenDocument
 
 
 class ImagePart(Unusable):
@@ -131,7 +101,7 @@ class ImagePart(Unusable):
         self._images = images
 
 
-Part = Annotated[TextPart | RefusalPart | ThinkingPart | ModulePart | DocumentPart | ImagePart | Unusable, ByType()]
+Part = Annotated[TextPart | RefusalPart | ThinkingPart | MessagePart | ImagePart | Unusable, ByType()]
 
 
 def _text_or_none(value: Any) -> str | None:
@@ -195,28 +165,23 @@ class Message(Body):
     def _says_something(self) -> Message:
         if self.content is None and self.role not in ("assistant", "tool"):
             raise ValueError(f"a message of role {self.role} needs content")
-        if self.role not in ("system", "developer", "user") and self.documents:
-            raise ValueError(f"a message of role {self.role} cannot have documents")
+        for part in self.parts:
+            part.check(self.role)
         return self
 
     def plain(self, mark: Mark = unmarked) -> dict[str, Any]:
         """The message as a dict for the chat template: role, content, reasoning, tool calls, id of the answered call.
 
-        The content is a string, or with documents a list of strings and documents. The text that `mark` returns is
-        written behind each text and each call.
+        The content is a string, or a list of strings and `GivenPart`s if it has one of these. The text that `mark`
+        returns is written behind each text and each call.
         """
         content: Any = self.content or ""
         thoughts = [self.reasoning_content] if self.reasoning_content else []
         if isinstance(content, list):
             thoughts += [part.thinking for part in content if isinstance(part, ThinkingPart)]
-            shown = [part for part in content if not isinstance(part, ModulePart | ThinkingPart)]
-            content = [
-                part.document
-                if isinstance(part, DocumentPart)
-                else part.text + (mark(part.prompt_cache_breakpoint) if isinstance(part, TextPart | ImagePart) else "")
-                for part in shown
-            ]
-            content = content if self.documents else joined(content)
+            shown = [self._shown(part, mark) for part in content if not isinstance(part, ThinkingPart)]
+            content = [part for part in shown if part is not None]
+            content = joined(content) if all(isinstance(part, str) for part in content) else content
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if thoughts:
             turn["reasoning_content"] = turn["thinking"] = "\n".join(thoughts)  # templates read one or the other
@@ -224,27 +189,26 @@ class Message(Body):
             turn["tool_calls"] = [one for call in self.tool_calls for one in call.plain(mark)]
         return turn | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
 
+    @staticmethod
+    def _shown(part: Any, mark: Mark) -> str | GivenPart | None:
+        if isinstance(part, FeaturePart):
+            return part.given
+        return part.text + (mark(part.prompt_cache_breakpoint) if isinstance(part, TextPart | ImagePart) else "")
+
     @property
-    def documents(self) -> list[GivenDocument]:
-        parts = self.content if isinstance(self.content, list) else []
-        return [part.document for part in parts if isinstance(part, DocumentPart)]
+    def parts(self) -> list[FeaturePart]:
+        """What features put into the prompt."""
+        return [one for one in self.content if isinstance(one, FeaturePart)] if isinstance(self.content, list) else []
 
     @property
     def num_characters(self) -> int:
-        """The number of characters in the content, without stored documents."""
+        """The number of characters in the content, without what is stored."""
         thoughts = len(self.reasoning_content or "")
         if not isinstance(self.content, list):
             return thoughts + len(self.content or "")
         thoughts += sum(len(part.thinking) for part in self.content if isinstance(part, ThinkingPart))
         texts = sum(len(part.text) for part in self.content if isinstance(part, TextPart | RefusalPart))
-        return thoughts + texts + sum(document.num_characters for document in self.documents)
-
-    @property
-    def imports(self) -> list[Import]:
-        """The message's imports of modules."""
-        parts = self.content if isinstance(self.content, list) else []
-        modules = [part.module for part in parts if isinstance(part, ModulePart)]
-        return [Import(tuple(module.path.strip("/").split("/")), module.args) for module in modules]
+        return thoughts + texts + sum(part.given.num_characters for part in self.parts if part.given)
 
 
 def _check_calls(messages: list[Message]) -> list[Message]:

@@ -1,4 +1,4 @@
-"""Makes the prompts of chats, with documents, modules and breakpoints."""
+"""Makes the prompts of chats, with breakpoints and parts of features."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -9,22 +9,19 @@ from typing import Annotated, Any, Literal
 from fastapi import Request
 
 from runtime.errors import InvalidRequest
-from runtime.features.chunks.documents.prompt import Document, Segments, in_messages
-from runtime.features.chunks.schemas.pml import Prompt as ModuleText
 from runtime.frontend.deadline import Deadline
-from runtime.frontend.output import Prompt, Submission, new_rid
+from runtime.frontend.output import Prompt, Submission, UnplacedPrompt, new_rid
 from runtime.frontend.pictures import Pictures
 from runtime.models.marks import new_place
 from runtime.models.tokenizer import Tokenizer
 from server.auth.keys import Tenant
 from server.explain.conversation import Conversation
+from server.features.parts import FoundPart, Stores, find_parts
+from server.features.registry import write_turns
 from server.generation.bodies import naming
 from server.http.context import Context, provided
 from server.http.image_hosts import hosts_of
 from server.http.sse import while_there
-from server.objects.documents import DocumentStore
-from server.objects.schemas import SchemaStore
-from server.objects.segments import find_documents
 from server.openai.caching import Mark, keep_places, unmarked
 from server.openai.call_grammars import behind_reasoning, calls_or_format, lazy_calls, schema_of_any_call
 from server.openai.dialects.choosing import dialect_of, writes_special
@@ -37,12 +34,11 @@ from server.openai.types import ChatRequest
 
 
 class ChatPrompts:
-    """Makes the prompts of chats. It looks up stored documents and schemas by their names."""
+    """Makes the prompts of chats. Features look up in their `stores` what a request names."""
 
-    def __init__(self, context: Context, documents: DocumentStore, schemas: SchemaStore):
+    def __init__(self, context: Context, stores: Stores):
         self._context = context
-        self._documents = documents
-        self._schemas = schemas
+        self._stores = stores
 
     async def make_submission(
         self, request: Request, body: ChatRequest, tenant: Tenant, deadline: Deadline
@@ -96,15 +92,15 @@ class ChatPrompts:
         )
 
     async def text(self, body: ChatRequest, tenant: Tenant, images: Pictures | None = None) -> str:
-        """The rendered text of a conversation, in which images have marks. Raises InvalidRequest for documents."""
+        """The rendered text of a conversation, in which images have marks. Raises InvalidRequest if it has parts."""
         work = partial(self._write, body, tenant, unmarked, images)
         prompt = await self._context.engine.in_turn(tenant.account, body.num_characters, work)
         if not isinstance(prompt, str):
-            raise InvalidRequest("this route does not support documents", param="messages")
+            raise InvalidRequest(f"this route does not support {prompt.noun}", param="messages")
         return prompt
 
     async def count(self, body: ChatRequest, tenant: Tenant) -> int:
-        """The number of tokens in a conversation's prompt. Raises InvalidRequest if it has documents."""
+        """The number of tokens in a conversation's prompt. Raises InvalidRequest if it has parts."""
         await self._fetch(body, tenant)
         images, engine = self._images(body, tenant), self._context.engine
         text = await self.text(body, tenant, images)
@@ -137,10 +133,10 @@ class ChatPrompts:
     def conversation(
         self, body: ChatRequest, tenant: Tenant, numbers: Sequence[int] | None = None
     ) -> Conversation | None:
-        """The conversation behind a prompt, with documents as plain text. Raises InvalidRequest and NotFound."""
-        if body.schema_name is not None:
+        """The conversation behind a prompt, with parts as plain text. Raises InvalidRequest and NotFound."""
+        if body.is_compiled:
             return None
-        turns = find_documents(body.turns(), tenant.account, self._documents)
+        turns = find_parts(body.turns(), tenant.account, self._stores)
         return conversation_of(body, turns, self._context.engine.tokenizer, numbers)
 
     def following(self, body: ChatRequest, tenant: Tenant, answer: Sequence[Message]) -> str | None:
@@ -149,7 +145,7 @@ class ChatPrompts:
         Raises InvalidRequest if the template refuses the answer.
         """
         is_cut = body.truncate_prompt_tokens is not None or not body.add_generation_prompt
-        if is_cut or body.continue_final_message or body.has_documents or body.schema_name is not None:
+        if is_cut or body.continue_final_message or body.has_parts(body.parts):
             return None
         place, calls = new_place(), answer[-1].tool_calls or []
         role: Literal["tool", "user"] = "tool" if calls else "user"
@@ -165,26 +161,22 @@ class ChatPrompts:
         return dialect.thoughts[1:] if begins_reasoning(body, self._context.engine.tokenizer) else ()
 
     def _render(self, body: ChatRequest, tenant: Tenant, images: Pictures | None = None) -> Prompt:
-        """The prompt of a conversation, or of a schema's modules and messages. Raises InvalidRequest and NotFound."""
-        if body.schema_name is None:
-            write = partial(self._write, body, tenant, images=images)
-            return keep_places(write, body.prompt_cache_options, body.prompt_cache_retention)
-        tokenizer, turns = self._context.engine.tokenizer, body.turns()
-        schema = self._schemas.get(tenant.account, body.schema_name).schema
-        if not schema.roles:
-            raise InvalidRequest("a schema without <system>, <user> and <assistant> is for /generate", param="schema")
-        # A message that consists of imports makes no turn.
-        turns = [m for m, given in zip(turns, body.messages, strict=True) if m["content"] or not given.imports]
-        imports = [one for message in body.messages for one in message.imports]
-        modules = ModuleText(schema.name, imports, messages=with_tools(tokenizer, turns, body.offered))
-        return schema.compile(modules, body.add_generation_prompt)
+        """The prompt of a conversation. Raises InvalidRequest and NotFound."""
+        if body.is_compiled:
+            messages = [*zip(body.turns(), (message.parts for message in body.messages), strict=True)]
+            describe = partial(with_tools, self._context.engine.tokenizer, tools=body.offered)
+            return body.compile(messages, describe, body.add_generation_prompt, tenant.account, self._stores)
+        write = partial(self._write, body, tenant, images=images)
+        return keep_places(write, body.prompt_cache_options, body.prompt_cache_retention)
 
-    def _write(self, body: ChatRequest, tenant: Tenant, mark: Mark, images: Pictures | None = None) -> str | Segments:
+    def _write(
+        self, body: ChatRequest, tenant: Tenant, mark: Mark, images: Pictures | None = None
+    ) -> str | UnplacedPrompt:
         """Render a conversation. `mark` may write a mark behind each tool, text and call; `images`: see `_images`."""
         tools = [one for tool in body.offered for one in tool.marked(mark)]
-        turns = find_documents(body.turns(mark), tenant.account, self._documents)
+        turns = find_parts(body.turns(mark), tenant.account, self._stores)
         render = _renderer(body, self._context.engine.tokenizer, images)
-        write = continue_chat if body.continue_final_message else in_messages
+        write = continue_chat if body.continue_final_message else write_turns
         return write(turns, lambda plain: render(plain, tools))
 
     def _system_text(self, body: ChatRequest) -> str | None:
@@ -193,7 +185,7 @@ class ChatPrompts:
         Only diffusion models need it: a causal model's KV does not depend on where the shared prefix ends.
         """
         first, engine = body.messages[0], self._context.engine
-        if engine.info.decoding is None or first.role != "system" or first.documents:
+        if engine.info.decoding is None or first.role != "system" or first.parts:
             return None
         try:
             return engine.tokenizer.apply_chat_template([first.plain()], add_generation_prompt=False)
@@ -207,9 +199,9 @@ Chats = Annotated[ChatPrompts, provided(ChatPrompts)]
 def conversation_of(
     body: ChatRequest, turns: list[dict[str, Any]], tokenizer: Tokenizer, numbers: Sequence[int] | None = None
 ) -> Conversation:
-    """The `Conversation` of a request. Contents of `turns` may be lists of texts and documents."""
+    """The `Conversation` of a request. Contents of `turns` may be lists of texts and parts."""
 
-    def plain(content: str | list[str | Document]) -> str:
+    def plain(content: str | list[str | FoundPart]) -> str:
         parts = [content] if isinstance(content, str) else content
         return "\n".join(part if isinstance(part, str) else part.content for part in parts)
 

@@ -12,10 +12,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_
 from runtime.errors import InvalidRequest
 from runtime.params import CONSTRAINTS, MAX_SCHEMA, CommonSampling, SamplingParams, no_seed
 from server.auth.keys import Tenant
+from server.features.parts import FeaturePart
+from server.features.registry import ChatFields
 from server.generation.bodies import AnswerId, Diffusion, GenerationBody, LogitBias, Reuse, naming
 from server.http import fields
 from server.http.wire import Body, JsonObject, OneOrMany, Prompts, Rid, Text, TokenIds, Unusable, example
-from server.objects.segments import GivenDocuments
 from server.openai.caching import CacheOptions, Mark, Retention, unmarked
 from server.openai.call_grammars import schema_of_any_call, schema_of_call
 from server.openai.dialects.parameters import Parameters
@@ -152,7 +153,7 @@ class CompletionRequest(CommonRequest):
     add_special_tokens: bool = Field(True, description="begin a text with the model's BOS token, if it has one")
 
 
-class ChatRequest(CommonRequest):
+class ChatRequest(CommonRequest, ChatFields):
     """`POST /v1/chat/completions`."""
 
     IGNORED = CommonRequest.IGNORED - {
@@ -166,7 +167,7 @@ class ChatRequest(CommonRequest):
     NAMES: ClassVar[Mapping[str, str]] = {
         **CommonRequest.NAMES,
         "prompt": "messages",
-        "pml": "messages",
+        **ChatFields.NAMES,
         "json_schema": "response_format",
     }
 
@@ -175,11 +176,7 @@ class ChatRequest(CommonRequest):
     )
 
     messages: Messages
-    schema_name: Text | None = Field(
-        None, alias="schema", description="name of a schema before the messages; they may import its modules"
-    )
     n_probs: int | None = Field(None, ge=0, le=20, description="llama.cpp's: log-probabilities with so many others")
-    documents: GivenDocuments | None = Field(None, description="documents to put before the last user message's text")
     max_tokens: NewTokens | None = None
     max_completion_tokens: NewTokens | None = None
     logprobs: bool = False
@@ -240,12 +237,13 @@ class ChatRequest(CommonRequest):
 
     @property
     def num_characters(self) -> int:
-        """The number of characters in the messages' content, without stored documents."""
-        return sum(part.num_characters for part in (*self.messages, *(self.documents or ())))
+        """The number of characters in the messages' content, without what is stored."""
+        return sum(message.num_characters for message in self.messages) + self.characters_of_fields
 
     @property
-    def has_documents(self) -> bool:
-        return bool(self.documents) or any(message.documents for message in self.messages)
+    def parts(self) -> list[FeaturePart]:
+        """What features put into the messages."""
+        return [part for message in self.messages for part in message.parts]
 
     def turns(self, mark: Mark = unmarked) -> list[dict[str, Any]]:
         """All messages as dicts for the chat template, see `Message.plain`. Raises InvalidRequest."""
@@ -253,12 +251,7 @@ class ChatRequest(CommonRequest):
         if seen := self._seen_names:
             for function in (call["function"] for turn in turns for call in turn.get("tool_calls", ())):
                 function["name"] = seen.get(function["name"], function["name"])
-        if self.documents:
-            last = next((turn for turn in reversed(turns) if turn["role"] == "user"), None)
-            if last is None:
-                raise InvalidRequest("documents need a message with role user", param="documents")
-            said = last["content"]
-            last["content"] = [*self.documents, *(said if isinstance(said, list) else [said])]
+        self.add_parts(turns)
         return turns
 
     @property
@@ -318,12 +311,7 @@ class ChatRequest(CommonRequest):
 
     def refuse_unsupported(self) -> None:
         """Raise InvalidRequest for combinations of fields that are not supported."""
-        if self.schema_name is None and any(message.imports for message in self.messages):
-            raise InvalidRequest("parts of type module need a schema", param="schema")
-        if self.schema_name is not None and self.has_documents:
-            raise InvalidRequest("a schema and documents exclude each other", param="schema")
-        if self.schema_name is not None and (self.template_variables() or self.truncate_prompt_tokens is not None):
-            raise InvalidRequest("a schema excludes template variables and truncation", param="schema")
+        self.check_parts(self.parts, bool(self.template_variables()) or self.truncate_prompt_tokens is not None)
         if self.must_call and not self.offered:
             raise InvalidRequest("tool_choice needs tools", param="tool_choice")
         if self.offered and "json_schema" not in only(self.constraints()) and self.constraints():
@@ -335,8 +323,8 @@ class ChatRequest(CommonRequest):
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
 
     def _check_continued(self) -> None:
-        if self.schema_name is not None or self.has_documents:
-            raise InvalidRequest("messages with modules or documents are not continued", param="continue_final_message")
+        if self.has_parts(self.parts):
+            raise InvalidRequest(f"messages with {self.PARTS} are not continued", param="continue_final_message")
         if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
             message = "continue_final_message and add_generation_prompt exclude each other"
             raise InvalidRequest(message, param="continue_final_message")

@@ -20,11 +20,10 @@ from server.anthropic import prompt as messages
 from server.anthropic.types import MessagesRequest
 from server.auth.keys import Tenant
 from server.errors import NotFound
+from server.features.registry import open_stores
 from server.generation.bodies import GenerationBody
 from server.http.context import Context
 from server.http.shutdown import ShutdownFlag
-from server.objects.documents import DocumentStore
-from server.objects.schemas import SchemaStore
 from server.openai import completions
 from server.openai.prompt import ChatPrompts
 from server.openai.types import ChatRequest, CompletionRequest
@@ -58,7 +57,7 @@ class _Texts(AsyncEngine):
     async def encode(self, account: str, make: Callable[[], Submission]) -> Encoded | None:
         """A submission, made and tokenized in a turn of the account.
 
-        None for a prompt of documents or modules, which only a replica knows. Raises InvalidRequest.
+        None for a prompt with parts, which only a replica knows. Raises InvalidRequest.
         """
 
         def work() -> Encoded | None:
@@ -82,8 +81,8 @@ class PromptHasher:
     def __init__(self, config: Config, info: ModelInfo):
         self._engine = _Texts(config, info)
         self._context = Context(self._engine, config, [], ShutdownFlag())
-        self._stores = DocumentStore(), SchemaStore()
-        self._chats = ChatPrompts(self._context, *self._stores)
+        self._stores = open_stores()
+        self._chats = ChatPrompts(self._context, self._stores)
 
     async def start(self) -> None:
         """Load the tokenizer. Raises ModelError."""
@@ -92,7 +91,7 @@ class PromptHasher:
     async def hashes(self, method: str, path: str, body: bytes, tenant: Tenant) -> bytes:
         """The uint64 hashes of the prompt's whole blocks; empty where only a replica can tell, and for what it refuses.
 
-        Only a replica knows its documents, modules and stored responses, and refuses with the right error.
+        Only a replica knows its stored parts and responses, and refuses with the right error.
         """
         if method != "POST" or path not in BODIES:
             return b""
@@ -111,7 +110,7 @@ class PromptHasher:
         self._context.check_model(asked.model)
         match asked:
             case GenerateRequest():
-                submissions, _ = generate.submissions_of(asked, tenant, self._context, *self._stores)
+                submissions, _ = generate.submissions_of(asked, tenant, self._context, self._stores)
                 return submissions[0]
             case CompletionRequest():
                 return completions.submissions_of(asked, tenant, self._context)[0]

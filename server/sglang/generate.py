@@ -15,6 +15,8 @@ from runtime.params import SamplingParams
 from runtime.protocol import TokenLogprob
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
 from server.explain.reason import Explanation
+from server.features.parts import FeatureStores, Stores
+from server.features.registry import GenerateFields
 from server.generation.bodies import AnswerId, Diffusion, GenerationBody, Reuse, Sampling
 from server.generation.service import Generation, Service, Writer
 from server.http import fields
@@ -23,9 +25,6 @@ from server.http.context import Context
 from server.http.image_hosts import hosts_of
 from server.http.sse import while_there
 from server.http.wire import MAX_BATCH, IdPrompts, OneOr, OneOrMany, Rid, Text, example
-from server.objects.documents import Documents, DocumentStore
-from server.objects.schemas import Schemas, SchemaStore
-from server.objects.segments import SegmentPrompts, compile_segments, count_characters
 
 router = EveryKey(tags=["generate"])
 
@@ -40,8 +39,12 @@ _SomeImages = OneOr[Text, Annotated[list[Text], Field(max_length=MOST_IMAGES)]]
 GivenImages = OneOr[Text, Annotated[list[_SomeImages], Field(max_length=MAX_BATCH)]]
 
 
-class GenerateRequest(GenerationBody):
-    """One prompt or several; exactly one of `text`, `input_ids`, `segments` and `pml`."""
+# The fields that hold prompts.
+_PROMPTS = ("text", "input_ids", *GenerateFields.PROMPTS)
+
+
+class GenerateRequest(GenerationBody, GenerateFields):
+    """One prompt or several, in exactly one of the fields that hold prompts, such as `text` and `input_ids`."""
 
     IGNORED = fields.OPERATION
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = {
@@ -59,10 +62,6 @@ class GenerateRequest(GenerationBody):
 
     text: OneOrMany[Text] | None = None
     input_ids: IdPrompts | None = None
-    pml: OneOrMany[Text] | None = Field(
-        None, description="prompts in PML, which import modules of a schema: <prompt schema=...>"
-    )
-    segments: SegmentPrompts | None = Field(None, description="prompts of texts and documents, in order")
     image_data: GivenImages | None = Field(
         None, description="data URLs or base64 of the images for which the texts have the model's image token, in order"
     )
@@ -91,7 +90,7 @@ class GenerateRequest(GenerationBody):
     @property
     def given(self) -> list[str]:
         """The names of the given fields that hold prompts."""
-        return [name for name in ("text", "input_ids", "segments", "pml") if getattr(self, name) is not None]
+        return [name for name in _PROMPTS if getattr(self, name) is not None]
 
     def parameters(self, tenant: Tenant) -> dict[str, Any]:
         return super().parameters(tenant) | {
@@ -105,8 +104,7 @@ def submissions_of(
     body: GenerateRequest,
     tenant: Tenant,
     context: Context,
-    documents: DocumentStore,
-    schemas: SchemaStore,
+    stores: Stores,
     fetched: Mapping[str, bytes] = MappingProxyType({}),
 ) -> tuple[list[Submission], bool]:
     """The submissions of a request, and whether its answer is a list. Raises InvalidRequest.
@@ -114,8 +112,9 @@ def submissions_of(
     `fetched`: images by their URLs.
     """
     if len(body.given) != 1:
-        raise InvalidRequest("exactly one of text, input_ids, segments and pml must be given", param="text")
-    prompts, characters, is_list = _prompts(body, tenant.account, documents, schemas)
+        names = f"{', '.join(_PROMPTS[:-1])} and {_PROMPTS[-1]}"
+        raise InvalidRequest(f"exactly one of {names} must be given", param="text")
+    prompts, characters, is_list = _prompts(body, tenant.account, stores)
     if not prompts:
         raise InvalidRequest("a batch needs at least one prompt", param="text")
     prompts, images = _with_images(body, prompts, is_list, tenant, context, fetched)
@@ -145,20 +144,12 @@ def submissions_of(
     return submissions, is_list or any(s.sampling.n > 1 for s in submissions)
 
 
-def _prompts(
-    body: GenerateRequest, account: str, documents: DocumentStore, schemas: SchemaStore
-) -> tuple[Prompts, list[int], bool]:
+def _prompts(body: GenerateRequest, account: str, stores: Stores) -> tuple[Prompts, list[int], bool]:
     """The prompts, the number of characters in each (0: tokens), whether they are a list. Raises InvalidRequest."""
-    if body.segments is not None:
-        is_list = isinstance(body.segments[0], list) if body.segments else True
-        several: list[Any] = body.segments if is_list else [body.segments]
-        compiled = [partial(compile_segments, segments, account, documents) for segments in several]
-        return compiled, [count_characters(segments) for segments in several], is_list
+    if (compiled := body.compiled(account, stores)) is not None:
+        return compiled
     given, is_list = prompts_of(getattr(body, body.given[0]))
-    characters = [len(text) if isinstance(text, str) else 0 for text in given]
-    if body.pml is None:
-        return given, characters, is_list
-    return [partial(schemas.compile, account, str(text)) for text in given], characters, is_list
+    return given, [len(text) if isinstance(text, str) else 0 for text in given], is_list
 
 
 def _with_images(
@@ -220,8 +211,7 @@ async def generate(
     body: GenerateRequest,
     request: Request,
     service: Service,
-    documents: Documents,
-    schemas: Schemas,
+    stores: FeatureStores,
     tenant: CurrentTenant,
 ) -> Response:
     """Complete one or several prompts. With `stream`, the answer is server-sent events that end with `[DONE]`."""
@@ -230,7 +220,7 @@ async def generate(
     fetched = {}
     if body.image_data:
         fetched = await while_there(request, body.deadline(context).keep(_fetch(body, tenant, context)))
-    submissions, is_list = submissions_of(body, tenant, context, documents, schemas, fetched)
+    submissions, is_list = submissions_of(body, tenant, context, stores, fetched)
     if body.stream:
         for submission in submissions:
             check_repeated(submission.sampling.max_new_tokens or 0, submission)
@@ -316,7 +306,7 @@ class GenerateWriter(Writer):
             meta |= {"spec_draft_token_num": output.drafted, "spec_accept_token_num": output.accepted}
         if output.reuse is not None and output.reuse.inline:
             meta |= output.reuse.fields()
-        elif output.reuse is not None and output.finish is not None:  # only at the end: it lists modules or documents
+        elif output.reuse is not None and output.finish is not None:  # only at the end: it may have long lists
             meta["reuse"] = output.reuse.fields()
         if why is not None:
             meta["explain"] = why.describe()

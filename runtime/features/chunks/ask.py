@@ -116,6 +116,10 @@ class DocumentsReport(ChunksReport, tag="fusion", kw_only=True):
     documents: list[str]
     computed_documents: list[str]
 
+    @property
+    def computed_parts(self) -> tuple[str, list[str]]:
+        return "documents", self.computed_documents
+
 
 class ModulesReport(ChunksReport, tag="modules", kw_only=True):
     """How a prompt's modules were reused.
@@ -128,6 +132,10 @@ class ModulesReport(ChunksReport, tag="modules", kw_only=True):
     exact_modules: bool = True
     modules: list[str]
     computed_modules: list[str]
+
+    @property
+    def computed_parts(self) -> tuple[str, list[str]]:
+        return "modules", self.computed_modules
 
 
 class ExactDocumentsReport(Report, tag="prefix", kw_only=True):

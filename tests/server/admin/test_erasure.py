@@ -29,11 +29,11 @@ from runtime.offline import EngineThread
 from server.admin.dashboard import Feed
 from server.app import create_app
 from server.auth.keys import read_keys
+from server.features.chunks.documents import DocumentStore
+from server.features.chunks.schemas import SchemaStore
 from server.generation.service import GenerationService
 from server.generation.store import ResponseStore
 from server.http.context import find
-from server.objects.documents import DocumentStore
-from server.objects.schemas import SchemaStore
 from server.telemetry.journal import open_trace
 
 OURS = ("radix", "runtime", "server")

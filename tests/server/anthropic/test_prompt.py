@@ -12,6 +12,7 @@ from runtime.models.tokenizer import Tokenizer
 from server.anthropic.prompt import chat_of
 from server.anthropic.types import MessagesPrompt
 from server.auth.keys import Tenant
+from server.features.parts import Stores
 from server.openai.prompt import ChatPrompts
 
 FIVE, HOUR = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
@@ -56,7 +57,7 @@ def conversation(**fields) -> MessagesPrompt:
 
 def render(tokenizer: Tokenizer, **fields) -> str | MarkedText:
     engine = SimpleNamespace(tokenizer=tokenizer)
-    return ChatPrompts(SimpleNamespace(engine=engine), None, None)._render(
+    return ChatPrompts(SimpleNamespace(engine=engine), Stores(()))._render(
         chat_of(conversation(**fields)), Tenant("a", b"")
     )
 

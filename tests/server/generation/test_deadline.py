@@ -11,6 +11,7 @@ from server.anthropic.content import Piece
 from server.anthropic.threads import continued, keep
 from server.anthropic.types import MessagesRequest
 from server.auth.keys import Tenant
+from server.features.parts import Stores
 from server.generation.store import ResponseStore
 from server.http.context import Context
 from server.http.shutdown import ShutdownFlag
@@ -23,7 +24,7 @@ def test_a_deadline_counts_from_the_arrival_of_the_request(engine, slow):  # noq
     tools = [{"type": "function", "function": {"name": "f"}}]
     body = ChatRequest(messages=[{"role": "user", "content": "x"}], timeout_s=0.01, tools=tools)
     context = Context(engine, engine.config, [], ShutdownFlag())
-    chats, request = ChatPrompts(context, None, None), SimpleNamespace(receive=asyncio.Event().wait)
+    chats, request = ChatPrompts(context, Stores(())), SimpleNamespace(receive=asyncio.Event().wait)
 
     async def main() -> None:
         flood = [asyncio.create_task(engine.tokenize("", [f"slow {i}"])) for i in range(2)]  # all that a key may occupy

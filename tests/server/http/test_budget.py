@@ -29,8 +29,8 @@ from runtime.protocol import ModelInfo
 from runtime.sampling.json_text import MAX_NODES
 from server.app import create_app
 from server.errors import NotFound
+from server.features.chunks.schemas import SchemaStore
 from server.http.context import find
-from server.objects.schemas import SchemaStore
 
 MIB = 1 << 20
 # Calls of functions, Python's and C's, for one value of a field and for a body that is worst as a whole; bytes.

@@ -9,13 +9,13 @@ from fastapi import Body, Path, Query, Request, Response
 
 from runtime.frontend.async_engine import AsyncEngine
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
+from server.features.chunks.precompute import Precompute, add_object, live_pins, unpin
+from server.features.chunks.store import Store, Stored
 from server.generation.bodies import Scoped
 from server.generation.service import Service
 from server.http.answers import JsonAnswer, JsonList
 from server.http.context import Ctx, provided
 from server.http.sse import while_there
-from server.objects.precompute import Precompute, add_object, live_pins, unpin
-from server.objects.store import Store, Stored
 
 
 def object_router(kind: type[Store[Any]], body_type: type[Precompute], query_type: type[Scoped]) -> EveryKey:

@@ -4,7 +4,7 @@ import pytest
 
 from runtime.features.chunks.schemas.markup import PmlError
 from server.errors import Conflict, NotFound
-from server.objects.schemas import SchemaRequest, SchemaStore
+from server.features.chunks.schemas import SchemaRequest, SchemaStore
 
 
 @pytest.fixture

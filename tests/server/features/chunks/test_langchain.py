@@ -7,7 +7,7 @@ import pytest
 
 def test_langchain(server, client, capsys):
     pytest.importorskip("langchain_openai")
-    from server.objects.examples import with_langchain
+    from server.features.chunks.examples import with_langchain
 
     answers = with_langchain.main(server.url, "smollm2", "legolink")
     assert len(answers) == 3

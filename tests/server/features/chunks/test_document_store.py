@@ -4,7 +4,7 @@ import pytest
 
 from runtime.errors import InvalidRequest
 from server.errors import Conflict
-from server.objects.documents import ChunkedKv, DocumentRequest, DocumentStore
+from server.features.chunks.documents import ChunkedKv, DocumentRequest, DocumentStore
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,11 @@ from runtime.features.chunks.documents.plan import DocumentPrompt, plan_encoding
 from runtime.features.chunks.documents.prompt import Document, Segments, TokenizedPrompt
 from runtime.frontend.output import PartedPrompt
 from runtime.models.tokenizer import Tokenizer
+from server.features.chunks.precompute import Precompute
+from server.features.chunks.routes import object_router
+from server.features.chunks.store import Store, Stored
 from server.generation.bodies import Scoped
-from server.http.context import provided
 from server.http.wire import Text, example
-from server.objects.precompute import Precompute
-from server.objects.routes import object_router
-from server.objects.store import Store, Stored
 
 # Bytes of a document beside its text and tokens.
 _BYTES = 1024
@@ -95,5 +94,4 @@ class DocumentStore(Store[StoredDocument]):
     bounds = f"{most} documents in {most_size >> 20} MiB, where a character counts for 4 bytes and a token for 4 more"
 
 
-Documents = Annotated[DocumentStore, provided(DocumentStore)]
 router = object_router(DocumentStore, DocumentRequest, ChunkedKv)

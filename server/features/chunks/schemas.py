@@ -14,13 +14,12 @@ from runtime.features.chunks.schemas.pml import read_prompt
 from runtime.features.chunks.schemas.schema import Mode, Schema
 from runtime.frontend.output import PartedPrompt
 from runtime.models.tokenizer import Tokenizer
+from server.features.chunks.precompute import Precompute
+from server.features.chunks.routes import object_router
+from server.features.chunks.store import Store, Stored
 from server.generation.bodies import Scoped
 from server.http.answers import JsonList
-from server.http.context import provided
 from server.http.wire import Text, example
-from server.objects.precompute import Precompute
-from server.objects.routes import object_router
-from server.objects.store import Store, Stored
 
 # Memory of a module, and of each text or parameter in it, beside the tokens; in tokens.
 _TOKENS_OF_PART = 128
@@ -96,5 +95,4 @@ class SchemaStore(Store[StoredSchema]):
         return self.get(account, prompt.schema).schema.compile(prompt)
 
 
-Schemas = Annotated[SchemaStore, provided(SchemaStore)]
 router = object_router(SchemaStore, SchemaRequest, Scoped)

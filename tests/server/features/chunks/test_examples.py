@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from runtime.features.chunks.schemas.schema import Schema
-from server.objects.examples import trips
+from server.features.chunks.examples import trips
 
 ROOM = Path(trips.__file__).parent
 

@@ -16,11 +16,11 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from server.auth.keys import Tenant
 from server.errors import Conflict, Forbidden
+from server.features.chunks.store import Store, Stored
 from server.generation.bodies import Scoped
 from server.generation.service import GenerationService
 from server.http.sse import while_there
 from server.http.wire import Body
-from server.objects.store import Store, Stored
 
 
 class Precompute(Body, Scoped, ABC):

@@ -1,1 +1,0 @@
-"""What stored documents and schemas share: the store, routes, precomputed KV, pins."""
