@@ -63,12 +63,10 @@ class FeaturePart(Body):
 
 def find_parts(turns: list[dict[str, Any]], account: str, stores: Stores) -> list[dict[str, Any]]:
     """Turns with parts in place of the request's parts; thread-safe. Raises NotFound."""
-    return [
-        turn
-        if isinstance(turn["content"], str)
-        else {
-            **turn,
-            "content": [part if isinstance(part, str) else part.found(account, stores) for part in turn["content"]],
-        }
-        for turn in turns
-    ]
+
+    def found(part: str | GivenPart) -> str | FoundPart:
+        return part if isinstance(part, str) else part.found(account, stores)
+
+    several = (turn["content"] for turn in turns)
+    contents = [content if isinstance(content, str) else [*map(found, content)] for content in several]
+    return [{**turn, "content": content} for turn, content in zip(turns, contents, strict=True)]
