@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from runtime.features.diffusion.bicache.strategy import BiCache
     from runtime.features.diffusion.blocks import BlockPrefix
     from runtime.features.diffusion.decoding import CanvasDecoding
+    from runtime.features.diffusion.noise import Soften
     from runtime.features.diffusion.preparer import CanvasPreparer, CausalPreparer
+    from runtime.features.diffusion.published import DiffusionSpec
     from runtime.frontend.preparer import ServedModel
 
 
@@ -31,42 +33,54 @@ class DiffusionFeature(Feature):
         from runtime.models.config_json import read_json
         from runtime.models.implementation import is_diffusion_gemma, own_spec
 
-        spec = own_spec(config.model, path)
-        is_diffusion = is_diffusion_gemma(read_json(path / "config.json")) if spec is None else bool(spec.diffusion)
-        if given := unusable(config, is_diffusion):
-            raise ModelError(f"--{given}: {path.name} is {'a diffusion' if is_diffusion else 'a causal'} model")
-        if config.diffusion.depth_table is not None and spec is not None:
+        model = own_spec(config.model, path)
+        is_causal = not is_diffusion_gemma(read_json(path / "config.json")) if model is None else model.causal
+        if given := unusable(config, not is_causal):
+            raise ModelError(f"--{given}: {path.name} is {'a causal' if is_causal else 'a diffusion'} model")
+        self._spec: DiffusionSpec | None = None
+        if not is_causal:
+            from runtime.features.diffusion.published import read_spec
+
+            self._spec = read_spec(path)
+        if config.diffusion.depth_table is not None and model is not None:
             from runtime.features.diffusion.bicache.depth_table import read_table
 
-            read_table(config.diffusion.depth_table, spec)
+            read_table(config.diffusion.depth_table, model)
 
     def default(self, opening: Opening) -> BiCache | BlockPrefix | None:
         """Sets `opening.info.decoding`."""
-        executor, cache, spec = opening.executor, opening.cache, opening.executor.spec
-        if spec.diffusion is None:
+        if (spec := self._spec) is None:
             return None
+        cache, model = opening.cache, opening.executor.spec
         from runtime.features.diffusion.bicache.strategy import BiCache
         from runtime.features.diffusion.blocks import BlockPrefix, CanvasPrefix
 
         strategy: BlockPrefix | BiCache
-        if spec.diffusion.attended is not None:
-            kind = CanvasPrefix if executor.decoder.soften else BlockPrefix
-            strategy = kind(cache, spec.num_layers, spec.diffusion)
+        if spec.attended is None:
+            strategy = BiCache.load(opening, spec)
+        elif _soften(opening) is None:
+            strategy = BlockPrefix(cache, model.num_layers, spec)
         else:
-            strategy = BiCache.load(opening.config, opening.path, spec, cache)
+            strategy = CanvasPrefix(cache, model.num_layers, spec, model.hidden_size)
         opening.info.decoding = strategy.info
         return strategy
 
     def decoding(self, opening: Opening) -> CanvasDecoding | None:
-        executor, spec = opening.executor, opening.executor.spec
-        if spec.diffusion is None:
+        if self._spec is None:
             return None
         from runtime.features.diffusion.decoding import CanvasDecoding
 
-        return CanvasDecoding(spec.diffusion, executor.device, spec.vocab_size, executor.decoder.soften)
+        executor = opening.executor
+        return CanvasDecoding(self._spec, executor.device, executor.spec.vocab_size, _soften(opening))
 
     @staticmethod
     def preparer(served: ServedModel) -> CanvasPreparer | CausalPreparer:
         from runtime.features.diffusion.preparer import CanvasPreparer, CausalPreparer
 
         return CausalPreparer() if served.info.decoding is None else CanvasPreparer(served, served.info.decoding)
+
+
+def _soften(opening: Opening) -> Soften | None:
+    """How the model makes soft embeddings; None: it is not DiffusionGemma, which transformers' code computes."""
+    soften: Soften | None = getattr(opening.executor.decoder.model, "soften", None)
+    return soften

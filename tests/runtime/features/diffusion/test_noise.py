@@ -243,7 +243,9 @@ def test_logits_that_are_no_numbers_end_the_request(driver, path):
     params = DiffusionParams(gen_length=3).filled(info, SamplingParams())
     for sampling in (SamplingParams(), SamplingParams(temperature=0)):
         generator = torch.Generator().manual_seed(0)
-        canvas = NoiseCanvas(np.array([1, 2]), params, sampling, generator, VOCAB, driver.core.executor.decoder.soften)
+        canvas = NoiseCanvas(
+            np.array([1, 2]), params, sampling, generator, VOCAB, driver.core.executor.decoder.model.soften
+        )
         logits = torch.randn(CANVAS, VOCAB)
         logits[3, 7] = torch.nan
         with pytest.raises(BadLogits):
