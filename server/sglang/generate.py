@@ -15,7 +15,7 @@ from runtime.params import SamplingParams
 from runtime.protocol import TokenLogprob
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
 from server.explain.reason import Explanation
-from server.generation.bodies import AnswerId, Diffusion, GenerationBody, Reuse, Sampling
+from server.generation.bodies import AnswerId, GenerationBody, Reuse, Sampling
 from server.generation.service import Generation, Service, Writer
 from server.http import fields
 from server.http.answers import JsonList
@@ -77,7 +77,6 @@ class GenerateRequest(GenerationBody):
     return_token_ids: bool = Field(False, description="add the prompt's token ids to meta_info")
     rid: OneOrMany[Rid] | None = None
     comparison_response_id: AnswerId | None = None
-    diffusion: Diffusion | None = None
 
     @property
     def names(self) -> dict[str, str]:
@@ -95,7 +94,6 @@ class GenerateRequest(GenerationBody):
 
     def parameters(self, tenant: Tenant) -> dict[str, Any]:
         return super().parameters(tenant) | {
-            "decoding": self.diffusion,
             "reuse": self.reuse,
             "show_tokens": self.return_token_ids,
         }

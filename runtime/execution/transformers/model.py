@@ -187,9 +187,8 @@ class TransformersModel:
         assert not group.save
         positions = batch.positions.clone() if group.load else batch.positions
         for canvas in group.load:
-            positions[canvas.rows] = int(
-                positions[canvas.rows[0]]
-            )  # all rows of a canvas have the window of its first row
+            # All rows of a canvas have the window of its first row.
+            positions[canvas.rows] = int(positions[canvas.rows[0]])
         written = None if bool((group.kv_write >= 0).all()) else (group.kv_write >= 0).nonzero()[:, 0]
         slots = group.kv_write if written is None else group.kv_write[written]
         step = _Step(
