@@ -284,9 +284,9 @@ class GenerateWriter(Writer):
         check_repeated(tokens, self._submissions[output.index])
         event = self._result(output, output.text, output.token_ids[: output.completion_tokens], why)
         event["delta"] = output.delta
-        if output.canvas is not None:
-            event["canvas"] = output.canvas
-            event["canvas_text"] = self._tokenizer.decode(output.canvas, skip_special_tokens=False)
+        if output.shown is not None:
+            event["canvas"] = output.shown
+            event["canvas_text"] = self._tokenizer.decode(output.shown, skip_special_tokens=False)
         if self._is_list:
             event["index"] = self._first[output.index] + output.choice
         yield event

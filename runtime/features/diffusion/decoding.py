@@ -160,5 +160,5 @@ class CanvasDecoding(Decoding):
             return None
         request.tokens.extend(new)
         event = request.take_event(new, finish)
-        event.canvas = shown
+        event.shown = shown
         return event

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from runtime.errors import ModelError
 from runtime.features.feature import Feature, Opening
@@ -28,6 +29,13 @@ def unusable(config: Config, is_diffusion: bool) -> str | None:
 
 class DiffusionFeature(Feature):
     """Models that decide the masks of a canvas in place of next tokens, and share prefixes by BiCache or by blocks."""
+
+    counters: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "denoise_steps": ("ramet:denoise_steps", "Denoising steps of all requests"),
+        "refreshes": ("ramet:prefix_refreshes", "Denoising steps that refreshed a shared prefix"),
+        "divergences": ("ramet:divergences", "Measurements of the divergence caused by a reused prefix"),
+        "divergences_exceeded": ("ramet:divergences_exceeded", "Measurements of divergence above the bound"),
+    }
 
     def __init__(self, config: Config, path: Path):
         from runtime.models.config_json import read_json

@@ -139,7 +139,7 @@ def test_streams_come_by_canvas(driver):
     answer = driver.one(text(9, seed=8), sampling=drawn(9), gen_length=2 * CANVAS + 3, stream_canvas=True)
     events = driver.events[driver.last()]
     assert [len(event.tokens) for event in events if event.tokens] == [CANVAS, CANVAS, 3]
-    shown = [event.canvas for event in events]
+    shown = [event.shown for event in events]
     assert [len(canvas) for canvas in shown] == sorted(len(canvas) for canvas in shown)
     assert shown[-1] == answer
     assert shown[0] != shown[1], "the likeliest tokens change"
