@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
 from runtime.frontend.pictures import Pictures, joined
-from runtime.sampling.json_text import check_texts
+from runtime.json_text import check_texts
 from server.features.parts import FeaturePart, GivenPart
 from server.features.registry import MessagePart
 from server.http.fields import ANSWERED

@@ -14,7 +14,7 @@ from runtime.params import CONSTRAINTS, MAX_SCHEMA, CommonSampling, SamplingPara
 from server.auth.keys import Tenant
 from server.features.parts import FeaturePart
 from server.features.registry import ChatFields
-from server.generation.bodies import AnswerId, Diffusion, GenerationBody, LogitBias, Reuse, naming
+from server.generation.bodies import AnswerId, GenerationBody, LogitBias, Reuse, naming
 from server.http import fields
 from server.http.wire import Body, JsonObject, OneOrMany, Prompts, Rid, Text, TokenIds, Unusable, example
 from server.openai.caching import CacheOptions, Mark, Retention, unmarked
@@ -50,7 +50,6 @@ class SampledRequest(GenerationBody, CommonSampling):
     stop_token_ids: TokenIds = Field(default_factory=list)
     request_id: Rid | None = None
     comparison_response_id: AnswerId | None = None
-    diffusion: Diffusion | None = None
 
     @property
     def earlier(self) -> str | None:
@@ -123,7 +122,6 @@ class CommonRequest(SampledRequest, Constrained):
     def parameters(self, tenant: Tenant) -> dict[str, Any]:
         return super().parameters(tenant) | {
             "add_special_tokens": self.add_special_tokens,
-            "decoding": self.diffusion,
             "reuse": self.reuse,
             "last_tokens": self.truncate_prompt_tokens,
             "show_tokens": self.return_token_ids,

@@ -17,7 +17,7 @@ from server.auth.keys import CurrentTenant, EveryKey, Tenant
 from server.explain.reason import Explanation
 from server.features.parts import FeatureStores, Stores
 from server.features.registry import GenerateFields
-from server.generation.bodies import AnswerId, Diffusion, GenerationBody, Reuse, Sampling
+from server.generation.bodies import AnswerId, GenerationBody, Reuse, Sampling
 from server.generation.service import Generation, Service, Writer
 from server.http import fields
 from server.http.answers import JsonList
@@ -76,7 +76,6 @@ class GenerateRequest(GenerationBody, GenerateFields):
     return_token_ids: bool = Field(False, description="add the prompt's token ids to meta_info")
     rid: OneOrMany[Rid] | None = None
     comparison_response_id: AnswerId | None = None
-    diffusion: Diffusion | None = None
 
     @property
     def names(self) -> dict[str, str]:
@@ -94,7 +93,6 @@ class GenerateRequest(GenerationBody, GenerateFields):
 
     def parameters(self, tenant: Tenant) -> dict[str, Any]:
         return super().parameters(tenant) | {
-            "decoding": self.diffusion,
             "reuse": self.reuse,
             "show_tokens": self.return_token_ids,
         }
@@ -276,9 +274,9 @@ class GenerateWriter(Writer):
         check_repeated(tokens, self._submissions[output.index])
         event = self._result(output, output.text, output.token_ids[: output.completion_tokens], why)
         event["delta"] = output.delta
-        if output.canvas is not None:
-            event["canvas"] = output.canvas
-            event["canvas_text"] = self._tokenizer.decode(output.canvas, skip_special_tokens=False)
+        if output.shown is not None:
+            event["canvas"] = output.shown
+            event["canvas_text"] = self._tokenizer.decode(output.shown, skip_special_tokens=False)
         if self._is_list:
             event["index"] = self._first[output.index] + output.choice
         yield event
