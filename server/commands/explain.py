@@ -23,16 +23,7 @@ from server.openai.types import ChatRequest, CompletionRequest
 from server.sglang.generate import GenerateRequest
 
 # The request fields that shape a prompt.
-_SHAPING = (
-    "messages",
-    "tools",
-    "tool_choice",
-    "add_generation_prompt",
-    "prompt",
-    "text",
-    "input_ids",
-    *ChatFields.KNOWN,
-)
+_SHAPING = ChatFields.KNOWN | {"messages", "tools", "tool_choice", "add_generation_prompt", "prompt", "text", "input_ids"}
 
 
 def explain_files(texts: tuple[str, str], names: tuple[str, str], tokenizer: Tokenizer) -> None:

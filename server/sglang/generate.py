@@ -110,8 +110,8 @@ def submissions_of(
     `fetched`: images by their URLs.
     """
     if len(body.given) != 1:
-        names = f"{', '.join(_PROMPTS[:-1])} and {_PROMPTS[-1]}"
-        raise InvalidRequest(f"exactly one of {names} must be given", param="text")
+        known = f"{', '.join(_PROMPTS[:-1])} and {_PROMPTS[-1]}"
+        raise InvalidRequest(f"exactly one of {known} must be given", param="text")
     prompts, characters, is_list = _prompts(body, tenant.account, stores)
     if not prompts:
         raise InvalidRequest("a batch needs at least one prompt", param="text")
