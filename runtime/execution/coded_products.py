@@ -28,6 +28,7 @@ class CodedTensor(torch.Tensor):
     """
 
     tolerance: float
+    is_quantized = True
 
     @staticmethod
     def __new__(cls, weight: CodedWeight) -> "CodedTensor":

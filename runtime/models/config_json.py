@@ -65,3 +65,17 @@ def token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
     if bad := [each for each in found if not isinstance(each, int)]:
         raise ModelError(f"the model's eos_token_id is {bad[0]!r}; it must be an integer, or a list of integers")
     return tuple(dict.fromkeys(found))
+
+
+def method_of(config: dict[str, Any]) -> str | None:
+    """The quantisation method that a configuration names; None: weights are plain."""
+    given = config.get("quantization_config") or config.get("compression_config")
+    if not given:
+        return None
+    method = given.get("quant_method") if isinstance(given, dict) else given
+    return str(method or ("compressed-tensors" if "config_groups" in given else None))
+
+
+def is_packed(config: dict[str, Any]) -> bool:
+    """Whether this is gpt-oss with experts in MXFP4."""
+    return (config.get("architectures"), method_of(config)) == (["GptOssForCausalLM"], "mxfp4")

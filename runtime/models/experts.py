@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.errors import ModelError
-from runtime.models.config_json import Unsupported
+from runtime.models.config_json import Unsupported, method_of
 from runtime.models.latent import LATENT
-from runtime.models.quantization import method_of
 
 # Number of values that share a scale.
 MXFP4_BLOCK = 32

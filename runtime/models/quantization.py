@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from runtime.errors import ModelError
+from runtime.models.config_json import method_of
 
 SUPPORTED = (
     "fp8 (e4m3), awq (gemm), gptq (4 and 8 bits), compressed-tensors (pack-, int-, naive- and float-quantized) "
@@ -63,15 +64,6 @@ def _rank(target: str, module: str) -> int | None:
     if target.startswith("re:"):
         return 1 if re.match(target[3:], module) else None
     return {module: 0, "Linear": 2}.get(target)
-
-
-def method_of(config: dict[str, Any]) -> str | None:
-    """The quantisation method that a configuration names; None: weights are plain."""
-    given = config.get("quantization_config") or config.get("compression_config")
-    if not given:
-        return None
-    method = given.get("quant_method") if isinstance(given, dict) else given
-    return str(method or ("compressed-tensors" if "config_groups" in given else None))
 
 
 def read_quantization(config: dict[str, Any]) -> Quantization | None:

@@ -10,6 +10,7 @@ from runtime.errors import ModelError
 from runtime.models.config_json import (
     Unsupported,
     architecture_of,
+    is_packed,
     positive_size,
     read_generation,
     read_json,
@@ -26,7 +27,7 @@ from runtime.models.diffusion import (
 )
 from runtime.models.experts import ExpertSpec, expert_spec
 from runtime.models.latent import LATENT, LatentSpec, latent_spec
-from runtime.models.quantization import method_of, read_quantization
+from runtime.models.quantization import read_quantization
 from runtime.models.recurrence import (
     HYBRIDS,
     RecurrenceSpec,
@@ -362,11 +363,6 @@ def _refuse_unsupported(config: dict[str, Any], architecture: str) -> None:
             raise Unsupported(f"config.json has {name} {config[name]!r}; supported are models without it")
     if not is_packed(config):
         read_quantization(config)
-
-
-def is_packed(config: dict[str, Any]) -> bool:
-    """Whether this is gpt-oss with experts in MXFP4."""
-    return (config.get("architectures"), method_of(config)) == (["GptOssForCausalLM"], "mxfp4")
 
 
 def _windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:

@@ -18,7 +18,8 @@ from runtime.kv.pool import KVPool
 from runtime.kv.states import StatePool
 from runtime.models.gguf_tensors import GGUFTensors
 from runtime.models.spec import DecoderSpec
-from runtime.models.weights import load_vectors, load_weights
+from runtime.models.stored import load_vectors
+from runtime.models.weights import load_weights
 from tests.tiny import vary
 
 VOCAB, PAGE, PAGES, SLOTS = 320, 4, 240, 6

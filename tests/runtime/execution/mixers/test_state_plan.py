@@ -46,7 +46,7 @@ class World:
 
     def together(self, x: torch.Tensor, states: list[StateRows]) -> torch.Tensor:
         plan = plan_states(states, self.mixer.spec.width, CPU)
-        return self.mixer.mix(x, MixedRows(None, None, (), states, self.pools[0], plan))
+        return self.mixer.mix(x, MixedRows(None, None, (), states, self.pools[0], True, plan))
 
     def check(self, x: torch.Tensor, states: list[StateRows]) -> None:
         results = [self.both(x, states), *zip(*(pool.tensors + pool.records for pool in self.pools), strict=True)]
@@ -116,7 +116,7 @@ def test_operations_grow_with_neither_sequences_nor_rows(mixer):
         x = world.rows(at)
         plan = plan_states(states, mixer.spec.width, CPU)
         with Operations() as operations:
-            mixer.mix(x, MixedRows(None, None, (), states, world.pools[0], plan))
+            mixer.mix(x, MixedRows(None, None, (), states, world.pools[0], True, plan))
         return operations.count
 
     assert count(1, 1) == count(*[1] * 32) < 80
