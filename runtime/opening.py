@@ -99,7 +99,7 @@ def _open_model(opening: Opening, features: Sequence[Feature]) -> tuple[Strategi
         for feature in features
         if feature.method is not None and feature.serves(opening)
     }
-    if spec.diffusion is None and not (opening.reads_anywhere and executor.decoder.code == "ramet"):
+    if spec.causal and not (opening.reads_anywhere and executor.decoder.code == "ramet"):
         refuse_approximations(opening.config.cache)
     decoding = _first(feature.decoding(opening) for feature in features) or _next_token(executor)
     return Strategies(default, openers), decoding
