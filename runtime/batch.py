@@ -117,6 +117,10 @@ class AdapterRows(NamedTuple):
     stop: int
 
 
+# Most guessed rows of a sequence in a step.
+MOST_DRAFTED = 32
+
+
 @dataclass(slots=True)
 class StateRows:
     """Consecutive tokens of one sequence, which recurrent layers compute one after the other.

@@ -14,7 +14,7 @@ class _Names(NamedTuple):
     tied: bool = False
 
 
-SEEING = {
+_NAMES = {
     "Idefics3ForConditionalGeneration": _Names("model.text_model."),
     "SmolVLMForConditionalGeneration": _Names("model.text_model."),
     "Gemma3ForConditionalGeneration": _Names("language_model.model.", "language_model.", tied=True),
@@ -43,16 +43,14 @@ _GEMMA3 = {
 
 
 def as_decoder(config: dict[str, Any], architecture: str) -> dict[str, Any]:
-    """The configuration of a model's decoder, or of a model that has no tower. Raises KeyError or Unsupported."""
-    if architecture not in SEEING:
-        return config
+    """The configuration of the decoder of a model that sees. Raises KeyError or Unsupported."""
     text: Any = (
         config if config.get("model_type") == "qwen2_5_vl" and "text_config" not in config else config["text_config"]
     )
     if (family := _FAMILIES.get(kind := text.get("model_type"))) is None:
         raise Unsupported(f"the decoder of {architecture} is of type {kind!r}; supported are {', '.join(_FAMILIES)}")
     # These fields of the whole model count for its decoder, too.
-    outer = {"tie_word_embeddings": config.get("tie_word_embeddings", SEEING[architecture].tied)}
+    outer = {"tie_word_embeddings": config.get("tie_word_embeddings", _NAMES[architecture].tied)}
     outer |= {name: config[name] for name in ("quantization_config", "eos_token_id") if config.get(name) is not None}
     defaults = _GEMMA3 if family == "Gemma3" else {}
     return {**defaults, **text, **outer, "architectures": [f"{family}ForCausalLM"]}
@@ -74,5 +72,5 @@ def rope_axes(config: dict[str, Any], architecture: str, pairs: int) -> tuple[in
 
 def stored_prefix(name: str, architecture: str) -> str:
     """The name in the checkpoint of a tensor of the decoder."""
-    names = SEEING[architecture]
+    names = _NAMES[architecture]
     return names.model + name.removeprefix("model.") if name.startswith("model.") else names.head + name

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from runtime.errors import ModelError
+from runtime.models.families import SEEING
 from runtime.models.spec import DecoderSpec, ModelSpec
 from runtime.models.tensor_files import FLOATS, check_tensor, find_files, holds_codes, locate, open_file
 
@@ -95,7 +96,6 @@ def digest_weights(directory: Path, spec: ModelSpec) -> str:
 def _files_of(directory: Path, spec: ModelSpec) -> list[Path]:
     """The files with the weights that affect KV."""
     from runtime.models.gguf_tensors import GGUFTensors
-    from runtime.models.seeing import SEEING
 
     if (linked := GGUFTensors.open(directory)) is not None:
         return [linked.path]

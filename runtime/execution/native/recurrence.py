@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import torch
 
+from runtime.batch import MOST_DRAFTED
 from runtime.execution.mixers.delta_net import DeltaNet
 from runtime.execution.mixers.mixer import Mixer
 from runtime.execution.mixers.recurrent import Recurrent
 from runtime.execution.native import library as c
-from runtime.kv.states import MOST_DRAFTED, StatePool
+from runtime.kv.states import StatePool
 from runtime.models.recurrence import DeltaSpec, RecurrenceSpec
 
 

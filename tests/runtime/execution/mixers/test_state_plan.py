@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 
-from runtime.batch import StateRows
+from runtime.batch import MOST_DRAFTED, StateRows
 from runtime.execution.mixers.delta_net import DeltaNet
 from runtime.execution.mixers.mixer import MixedRows
 from runtime.execution.mixers.recurrent import Recurrent
 from runtime.execution.mixers.state_plan import CHUNK, plan_states
-from runtime.kv.states import MOST_DRAFTED, StatePool
+from runtime.kv.states import StatePool
 from tests.runtime.execution.counting import Operations
 from tests.runtime.execution.mixers.models import CPU, HYBRID_MODELS, Runner, save_hybrid
 
