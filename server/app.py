@@ -29,7 +29,6 @@ from server.http.limits import BodyLimit
 from server.http.openapi import describe
 from server.http.pages import APPS, Hosts, Origins
 from server.http.shutdown import ShutdownFlag
-from server.http.traces import add_traces
 from server.objects.documents import DocumentStore
 from server.objects.schemas import SchemaStore
 from server.openai.prompt import ChatPrompts
@@ -88,6 +87,8 @@ def create_app(
     # The middleware added last runs first.
     app.add_middleware(admit, config=config, tenants=tenants)
     if os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
+        from server.http.traces import add_traces
+
         add_traces(app)
     app.add_middleware(AccessLog, count=metrics.count_request)
     return app

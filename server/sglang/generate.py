@@ -20,7 +20,6 @@ from server.generation.service import Generation, Service, Writer
 from server.http import fields
 from server.http.answers import JsonList
 from server.http.context import Context
-from server.http.image_hosts import hosts_of
 from server.http.sse import while_there
 from server.http.wire import MAX_BATCH, IdPrompts, OneOr, OneOrMany, Rid, Text, example
 from server.objects.documents import Documents, DocumentStore
@@ -192,6 +191,8 @@ async def _fetch(body: GenerateRequest, tenant: Tenant, context: Context) -> dic
     if context.engine.sight is None:
         return {}
     given = [file for one in _listed(body.image_data or []) for file in _listed(one)]
+    from server.http.image_hosts import hosts_of
+
     return await hosts_of(context.config.server.image_hosts).fetch(tenant.account, given, "image_data")
 
 
