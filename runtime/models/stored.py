@@ -12,8 +12,7 @@ from runtime.config import default_cache_dir
 from runtime.models.gguf_tensors import GGUFTensors
 from runtime.models.published import PublishedTensors
 from runtime.models.spec import DecoderSpec
-from runtime.models.tensor_files import find_files
-from runtime.models.weights import dtype_of
+from runtime.models.tensor_files import dtype_of, find_files
 
 # Larger than the number of rows of any matrix.
 MOST_ROWS = 1 << 32

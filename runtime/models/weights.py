@@ -15,7 +15,7 @@ from tqdm import tqdm
 from runtime.errors import ModelError
 from runtime.models.families import SEEING
 from runtime.models.spec import DecoderSpec, ModelSpec
-from runtime.models.tensor_files import FLOATS, check_tensor, find_files, holds_codes, locate, open_file
+from runtime.models.tensor_files import FLOATS, check_tensor, dtype_of, find_files, holds_codes, locate, open_file
 
 if TYPE_CHECKING:
     from runtime.models.shards import Shard
@@ -63,13 +63,6 @@ def _read_tensors(directory: Path, spec: DecoderSpec, dtype: torch.dtype) -> Ite
                     own = names[name]
                     yield own, _read(file, path, name, expected[own], dtype_of(own, spec, dtype))
                     bar.update()
-
-
-def dtype_of(name: str, spec: DecoderSpec, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a tensor of a model in `dtype`."""
-    # float32 for small differences between experts' scores, for the decay of states, and for factors 1 + weight.
-    wide = name.endswith((".expert_bias", ".A_log", ".dt_bias")) or (spec.centered and name.endswith("norm.weight"))
-    return torch.float32 if wide else dtype
 
 
 def find_weights(directory: Path) -> list[Path]:
