@@ -41,9 +41,9 @@ from runtime.execution.sizing import (
     with_near,
 )
 from runtime.kv.pool import KVPool
+from runtime.models.config_json import holds_codes
 from runtime.models.implementation import own_spec
 from runtime.models.spec import DecoderSpec, ModelSpec
-from runtime.models.tensor_files import holds_codes
 
 if TYPE_CHECKING:
     from runtime.execution.attention.windows import LayerWindows

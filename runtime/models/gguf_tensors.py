@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from runtime.errors import ModelError
+from runtime.models.config_json import GGUF_LINK
 from runtime.models.ggml import Codes, can_decode, decode
 from runtime.models.gguf_header import check_counts, check_header
 from runtime.models.spec import DecoderSpec
-from runtime.models.tensor_files import GGUF_LINK
 
 # Tensor with the divisors of Llama 3's rotary frequencies, which config.json describes by `rope_scaling`.
 ROPE_FACTORS = "rope_freqs.weight"

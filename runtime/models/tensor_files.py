@@ -6,13 +6,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from runtime.errors import ModelError
-from runtime.models.config_json import is_packed, method_of, read_json
 from runtime.models.spec import DecoderSpec
 
 # Supported types. Others (float8, integers) are quantised and need scales.
 FLOATS = ("F32", "BF16", "F16", "F64")
-# File of a model directory that says where the GGUF file and its tensors are.
-GGUF_LINK = "gguf.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -77,17 +74,6 @@ def locate(directory: Path, expected: list[str]) -> dict[Path, list[str]]:
     for name in expected:
         files.setdefault(where[name], []).append(name)
     return files
-
-
-def holds_codes(directory: Path) -> bool:
-    """Whether weights other than experts in MXFP4 may be quantised: a GGUF file's, or a published checkpoint's.
-
-    Raises ModelError.
-    """
-    if (directory / GGUF_LINK).exists():
-        return True
-    config = read_json(directory / "config.json")
-    return method_of(config) is not None and not is_packed(config)
 
 
 def find_files(directory: Path) -> list[Path]:

@@ -13,9 +13,10 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from runtime.errors import ModelError
+from runtime.models.config_json import holds_codes
 from runtime.models.families import SEEING
 from runtime.models.spec import DecoderSpec, ModelSpec
-from runtime.models.tensor_files import FLOATS, check_tensor, dtype_of, find_files, holds_codes, locate, open_file
+from runtime.models.tensor_files import FLOATS, check_tensor, dtype_of, find_files, locate, open_file
 
 if TYPE_CHECKING:
     from runtime.models.shards import Shard
