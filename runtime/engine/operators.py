@@ -52,8 +52,8 @@ class Operators(Part):
             cache.pins.unpin_all()
         with nullcontext() if call.pins else cache.holds.spared():
             flushed = cache.flush()
-        return {
-            **({"erased_blocks": {}} if call.tiers else {}),
+        erased: Answer = {"erased_blocks": {}} if call.tiers else {}
+        return erased | {
             "flushed_tokens": flushed * cache.page_size,
             "live_tokens": cache.tree.num_pages * cache.page_size,
         }

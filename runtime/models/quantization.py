@@ -141,7 +141,8 @@ def _compressed_group(group: Any, whole: Any) -> tuple[tuple[str, ...], Scheme]:
     if others := [one for one in group["targets"] if one[:1].isupper() and one != "Linear"]:
         raise unsupported(method, f"the target {others[0]!r}")
     is_float = weights.get("type", "int") == "float"
-    bits = _bits(method, weights.get("num_bits", 8), *((8,) if is_float or kind != "pack-quantized" else (4, 8)))
+    allowed = (8,) if is_float or kind != "pack-quantized" else (4, 8)
+    bits = _bits(method, weights.get("num_bits", 8), *allowed)
     strategy, group_size = weights.get("strategy"), weights.get("group_size")
     if strategy is None:
         strategy = "tensor" if group_size is None else "channel" if group_size == -1 else "group"

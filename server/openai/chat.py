@@ -134,10 +134,11 @@ class ChatWriter(ChoicesWriter):
     def _ending(self, output: Output, tokens: list[int]) -> dict[str, Any]:
         """The fields of a choice that follow its text."""
         reason, calls = finish_reason(output), self._readers[output.choice].num_calls
+        ids = {"token_ids": tokens} if self._body.return_token_ids else {}
         return {
             "logprobs": {"content": self._logprobs[output.choice], "refusal": None} if self._body.logprobs else None,
             "finish_reason": "tool_calls" if reason == "stop" and calls else reason,
-            **({"token_ids": tokens} if self._body.return_token_ids else {}),
+            **ids,
         }
 
     def _explained(self, why: Explanation | None) -> dict[str, Any]:

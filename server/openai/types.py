@@ -238,7 +238,8 @@ class ChatRequest(CommonRequest):
     @property
     def num_characters(self) -> int:
         """The number of characters in the messages' content, without stored documents."""
-        return sum(part.num_characters for part in (*self.messages, *(self.documents or ())))
+        parts = (*self.messages, *self.documents) if self.documents else self.messages
+        return sum(part.num_characters for part in parts)
 
     @property
     def has_documents(self) -> bool:
@@ -254,8 +255,8 @@ class ChatRequest(CommonRequest):
             last = next((turn for turn in reversed(turns) if turn["role"] == "user"), None)
             if last is None:
                 raise InvalidRequest("documents need a message with role user", param="documents")
-            said = last["content"]
-            last["content"] = [*self.documents, *(said if isinstance(said, list) else [said])]
+            said = last["content"] if isinstance(last["content"], list) else [last["content"]]
+            last["content"] = [*self.documents, *said]
         return turns
 
     @property

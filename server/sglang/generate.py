@@ -262,8 +262,8 @@ class GenerateWriter(Writer):
     def _empty(asked: Submission) -> dict[str, JsonList]:
         if asked.logprobs is None:
             return {}
-        kinds = ["token", *(["top"] if asked.logprobs else [])]
-        parts = ["output", *(["input"] if asked.prompt_logprobs_from is not None else [])]
+        kinds = ("token", "top") if asked.logprobs else ("token",)
+        parts = ("output",) if asked.prompt_logprobs_from is None else ("output", "input")
         return {f"{part}_{kind}_logprobs": JsonList() for part in parts for kind in kinds}
 
     def add_logprobs(self, output: Output) -> None:

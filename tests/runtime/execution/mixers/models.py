@@ -57,7 +57,8 @@ def save_hybrid(kind: str, directory: Path, **more: Any) -> Path:
     """Write a random model as a Hugging Face directory without a tokenizer."""
     model_class = getattr(transformers, f"{kind}ForCausalLM")
     torch.manual_seed(1)
-    model = model_class(model_class.config_class(**{**_SIZES, **HYBRID_MODELS.get(kind, {}), **more}))
+    more = _SIZES | HYBRID_MODELS.get(kind, {}) | more
+    model = model_class(model_class.config_class(**more))
     vary(model)
     model.save_pretrained(directory)
     return directory
