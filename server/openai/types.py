@@ -238,8 +238,8 @@ class ChatRequest(CommonRequest):
     @property
     def num_characters(self) -> int:
         """The number of characters in the messages' content, without stored documents."""
-        parts = (*self.messages, *self.documents) if self.documents else self.messages
-        return sum(part.num_characters for part in parts)
+        documents = sum(document.num_characters for document in self.documents or ())
+        return sum(message.num_characters for message in self.messages) + documents
 
     @property
     def has_documents(self) -> bool:
