@@ -4,6 +4,17 @@ What makes them differ from Llama is in modules that are imported for them: `bid
 `latent.py`, `experts.py` and `seeing.py`.
 """
 
+from typing import NamedTuple
+
+
+class _Names(NamedTuple):
+    """Prefixes that the decoder's tensors have in the checkpoint, and whether its head is the embedding by default."""
+
+    model: str
+    head: str = ""
+    tied: bool = False
+
+
 _CAUSAL = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3", "GptOss")
 # Rows also see later rows.
 BIDIRECTIONAL = {
@@ -31,15 +42,15 @@ WITH_EXPERTS = (
     "LLaDA2MoeModelLM",
     *LATENT,
 )
-# A tower stands beside a decoder of one of these families.
-SEEING = (
-    "Idefics3ForConditionalGeneration",
-    "SmolVLMForConditionalGeneration",
-    "Gemma3ForConditionalGeneration",
-    "Mistral3ForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3_5ForConditionalGeneration",
-)
+# A vision tower stands beside the decoder.
+SEEING = {
+    "Idefics3ForConditionalGeneration": _Names("model.text_model."),
+    "SmolVLMForConditionalGeneration": _Names("model.text_model."),
+    "Gemma3ForConditionalGeneration": _Names("language_model.model.", "language_model.", tied=True),
+    "Mistral3ForConditionalGeneration": _Names("language_model.model.", "language_model.", tied=True),
+    "Qwen2_5_VLForConditionalGeneration": _Names("model."),
+    "Qwen3_5ForConditionalGeneration": _Names("model.language_model."),
+}
 SUPPORTED = (*(f"{family}ForCausalLM" for family in _CAUSAL), *LATENT, *HYBRIDS, *BIDIRECTIONAL, *SEEING)
 
 

@@ -1,27 +1,11 @@
 """Models that see: their configurations describe a vision tower beside a decoder, which `DecoderSpec` reads alone."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from runtime.errors import ModelError
 from runtime.models.config_json import Unsupported
+from runtime.models.families import SEEING
 
-
-class _Names(NamedTuple):
-    """Prefixes that the decoder's tensors have in the checkpoint, and whether its head is the embedding by default."""
-
-    model: str
-    head: str = ""
-    tied: bool = False
-
-
-_NAMES = {
-    "Idefics3ForConditionalGeneration": _Names("model.text_model."),
-    "SmolVLMForConditionalGeneration": _Names("model.text_model."),
-    "Gemma3ForConditionalGeneration": _Names("language_model.model.", "language_model.", tied=True),
-    "Mistral3ForConditionalGeneration": _Names("language_model.model.", "language_model.", tied=True),
-    "Qwen2_5_VLForConditionalGeneration": _Names("model."),
-    "Qwen3_5ForConditionalGeneration": _Names("model.language_model."),
-}
 _FAMILIES = {
     "llama": "Llama",
     "mistral": "Mistral",
@@ -50,7 +34,7 @@ def as_decoder(config: dict[str, Any], architecture: str) -> dict[str, Any]:
     if (family := _FAMILIES.get(kind := text.get("model_type"))) is None:
         raise Unsupported(f"the decoder of {architecture} is of type {kind!r}; supported are {', '.join(_FAMILIES)}")
     # These fields of the whole model count for its decoder, too.
-    outer = {"tie_word_embeddings": config.get("tie_word_embeddings", _NAMES[architecture].tied)}
+    outer = {"tie_word_embeddings": config.get("tie_word_embeddings", SEEING[architecture].tied)}
     outer |= {name: config[name] for name in ("quantization_config", "eos_token_id") if config.get(name) is not None}
     defaults = _GEMMA3 if family == "Gemma3" else {}
     return {**defaults, **text, **outer, "architectures": [f"{family}ForCausalLM"]}
@@ -72,5 +56,5 @@ def rope_axes(config: dict[str, Any], architecture: str, pairs: int) -> tuple[in
 
 def stored_prefix(name: str, architecture: str) -> str:
     """The name in the checkpoint of a tensor of the decoder."""
-    names = _NAMES[architecture]
+    names = SEEING[architecture]
     return names.model + name.removeprefix("model.") if name.startswith("model.") else names.head + name

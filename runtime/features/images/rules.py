@@ -14,7 +14,7 @@ import msgspec
 
 from runtime.errors import ModelError
 from runtime.models.config_json import architecture_of, positive_size, read_json
-from runtime.models.families import SEEING
+from runtime.models.seeing import SEEING
 
 # Longest edge of an image after its first resizing, whatever the model's files say.
 _LONGEST = 4096
