@@ -27,7 +27,7 @@ from runtime.execution.device import (
     wants_native,
 )
 from runtime.execution.executor import Decoder, Executor
-from runtime.execution.loading import LoadedModel, load_model
+from runtime.execution.loading import LoadedModel, Loading, load_model
 from runtime.execution.native.choosing import NativeChoosing
 from runtime.execution.native.decoder import NativeDecoder
 from runtime.execution.native.library import Library, load_best
@@ -169,17 +169,18 @@ def _with_own_code(place: _Place, path: Path, spec: DecoderSpec, library: Librar
 
 
 def _load(place: _Place, path: Path, spec: DecoderSpec, ops: Ops, is_native: bool) -> LoadedModel:
-    config, group, load = place.config.model, place.group, load_model
+    config, group = place.config.model, place.group
     shard: Shard | None = None
     if group is not None:
         from runtime.models.shards import Shard
 
         shard = Shard(group.rank, group.size)
-    if not config.random_weights and holds_codes(path):
-        from runtime.execution.quantized import load_quantized
+    given = Loading(config, path, spec, place.dtype, place.device, ops, is_native, shard)
+    if config.random_weights or not holds_codes(path):
+        return load_model(given)
+    from runtime.execution.quantized import load_quantized
 
-        load = load_quantized
-    return load(config, path, spec, place.dtype, place.device, ops, is_native, shard)
+    return load_quantized(given)
 
 
 def _decode_natively(place: _Place, library: Library, loaded: LoadedModel, pools: _Pools) -> Decoder:

@@ -35,29 +35,56 @@ class LoadedModel:
     stored: tuple[StoredTensors, Path] | None = None
 
 
-def load_model(
-    config: ModelConfig,
-    path: Path,
-    spec: DecoderSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    ops: Ops,
-    is_native: bool,
-    shard: Shard | None = None,
-) -> LoadedModel:
-    """Load the model directory `path`, or this rank's shard.
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """What is to be loaded, and where to.
 
-    `is_native`: whether the kernels of a CPU compute it. Raises ModelError.
+    Attributes:
+        path: the model's directory.
+        spec: the whole model.
+        is_native: whether the kernels of a CPU compute it.
+        shard: this rank's; None: there is one rank.
     """
-    check_weights(spec, dtype, device, shard.size if shard else 1)
-    share = spec
-    if shard is not None:
+
+    config: ModelConfig
+    path: Path
+    spec: DecoderSpec
+    dtype: torch.dtype
+    device: torch.device
+    ops: Ops
+    is_native: bool
+    shard: Shard | None = None
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether weights may be computed as they are stored."""
+        return self.config.quantization == self.config.dtype == "auto"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.shard.size if self.shard else 1
+
+    @property
+    def share(self) -> DecoderSpec:
+        """This rank's share of the model."""
+        if self.shard is None:
+            return self.spec
         from runtime.models.shards import split_spec
 
-        share = split_spec(spec, shard.size)
-    if config.random_weights:
-        return LoadedModel(TorchDecoder(share, random_weights(spec, dtype, device, shard), device, ops))
-    keeps_codes = is_native and config.quantization == config.dtype == "auto"
-    is_packed = keeps_codes and spec.experts is not None and spec.experts.packed
-    model = TorchDecoder(share, load_weights(path, spec, dtype, shard), device, ops, keeps_codes)
-    return LoadedModel(model, "mxfp4" if is_packed else "none")
+        return split_spec(self.spec, self.shard.size)
+
+    def with_floats(self, keeps_packed: bool = False) -> TorchDecoder:
+        """The model with its weights unpacked; `keeps_packed`: but for experts in MXFP4. Raises ModelError."""
+        weights = load_weights(self.path, self.spec, self.dtype, self.shard)
+        return TorchDecoder(self.share, weights, self.device, self.ops, keeps_packed)
+
+
+def load_model(given: Loading) -> LoadedModel:
+    """Load a model, or this rank's shard. Raises ModelError."""
+    spec = given.spec
+    check_weights(spec, given.dtype, given.device, given.num_ranks)
+    if given.config.random_weights:
+        weights = random_weights(spec, given.dtype, given.device, given.shard)
+        return LoadedModel(TorchDecoder(given.share, weights, given.device, given.ops))
+    is_packed = given.is_native and given.keeps_codes and spec.experts is not None and spec.experts.packed
+    return LoadedModel(given.with_floats(is_packed), "mxfp4" if is_packed else "none")

@@ -1,48 +1,35 @@
 """Loading a model whose weights are quantised: as codes where a product with them exists, else unpacked."""
 
 import logging
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from runtime.config import ModelConfig
 from runtime.execution.coded_products import CodedTensor, coded_tensor
-from runtime.execution.loading import LoadedModel
+from runtime.execution.loading import LoadedModel, Loading
 from runtime.execution.mixers.attention import Attention
 from runtime.execution.ops import Ops
 from runtime.execution.sizing import check_weights
 from runtime.execution.torch_decoder import TorchDecoder
 from runtime.models.coded import CodedWeight
 from runtime.models.published import PublishedTensors
-from runtime.models.shards import Shard, split_spec
 from runtime.models.spec import DecoderSpec
 from runtime.models.stored import codes_directory, load_vectors, open_stored, places, runs_of
 from runtime.models.tensor_files import find_files
-from runtime.models.weights import load_weights
 
 log = logging.getLogger("ramet.engine")
 
 
-def load_quantized(
-    config: ModelConfig,
-    path: Path,
-    spec: DecoderSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    ops: Ops,
-    is_native: bool,
-    shard: Shard | None = None,
-) -> LoadedModel:
+def load_quantized(given: Loading) -> LoadedModel:
     """As `load_model`, for a directory that `holds_codes`. Raises ModelError."""
-    size = shard.size if shard else 1
-    keeps_codes = config.quantization == config.dtype == "auto"
-    tensors = open_stored(path, spec)
-    if isinstance(tensors, PublishedTensors) and keeps_codes and shard is None and _has_products(spec, dtype, device):
-        check_weights(spec, dtype, device, needed=sum(file.stat().st_size for file in find_files(path)))
-        return load_products(tensors, spec, device, ops)
-    check_weights(spec, dtype, device, size)
-    keeps_codes &= is_native
+    spec, dtype, device, keeps_codes = given.spec, given.dtype, given.device, given.keeps_codes
+    tensors = open_stored(given.path, spec)
+    has_products = given.shard is None and _has_products(spec, dtype, device)
+    if isinstance(tensors, PublishedTensors) and keeps_codes and has_products:
+        check_weights(spec, dtype, device, needed=sum(file.stat().st_size for file in find_files(given.path)))
+        return load_products(tensors, spec, device, given.ops)
+    check_weights(spec, dtype, device, given.num_ranks)
+    keeps_codes &= given.is_native
     quantization = "none"
     if isinstance(tensors, PublishedTensors):
         every, exact = tensors.count()
@@ -52,11 +39,10 @@ def load_quantized(
         keeps_codes &= exact > 0
     elif keeps_codes:
         quantization = tensors.name
-    share = split_spec(spec, size) if shard else spec
-    if keeps_codes:
-        model = TorchDecoder(share, load_vectors(tensors, spec, dtype), device, ops, keeps_codes)
-        return LoadedModel(model, quantization, (tensors, codes_directory(tensors, path)))
-    return LoadedModel(TorchDecoder(share, load_weights(path, spec, dtype, shard), device, ops), quantization)
+    if not keeps_codes:
+        return LoadedModel(given.with_floats(), quantization)
+    model = TorchDecoder(given.share, load_vectors(tensors, spec, dtype), device, given.ops, keeps_codes)
+    return LoadedModel(model, quantization, (tensors, codes_directory(tensors, given.path)))
 
 
 def _report(tensors: PublishedTensors, exact: int, every: int) -> None:
