@@ -78,4 +78,6 @@ if asked and asked[0] in GROUPS:
     found = GROUPS[asked[0]]
 else:
     found = [*PROJECT["dependencies"], *(line for name in asked for line in extra(name))]
-print(*(pinned(found) if "--pinned" in sys.argv else found), sep="\n")
+if "--pinned" in sys.argv:
+    found = pinned(found)
+print(*found, sep="\n")

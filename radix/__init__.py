@@ -6,7 +6,6 @@ from radix.eviction import Outlook, Policy
 from radix.gone import Gone, Left, WhyGone
 from radix.hashes import block_hashes
 from radix.holds import Holds
-from radix.inspection import Block, NodeView, outline, slices, view
 from radix.match import Match
 from radix.namespace import Namespace
 from radix.node import Meta, Node, path
@@ -17,7 +16,6 @@ from radix.tree import RadixTree
 
 __all__ = [
     "POLICIES",
-    "Block",
     "Event",
     "EventLog",
     "Eviction",
@@ -29,7 +27,6 @@ __all__ = [
     "Meta",
     "Namespace",
     "Node",
-    "NodeView",
     "Outlook",
     "Policy",
     "PolicyName",
@@ -44,10 +41,7 @@ __all__ = [
     "block_hashes",
     "make_policy",
     "nearest",
-    "outline",
     "path",
-    "slices",
     "text",
     "text_of_path",
-    "view",
 ]

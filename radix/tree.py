@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 
 from radix.attached import num_before
-from radix.check import check
 from radix.events import Watcher
 from radix.eviction import LRU, Policy, Victim
 from radix.match import Match
@@ -397,4 +396,6 @@ class RadixTree:
 
     def check(self) -> None:
         """Raise AssertionError if an invariant of the tree is broken. Walks the whole tree."""
+        from radix.check import check
+
         check(self)

@@ -51,6 +51,13 @@ def causal_visible(length: int, rows: int) -> np.ndarray | None:
     return None if rows == 1 else np.arange(length - rows + 1, length + 1, dtype=np.int32)
 
 
+def rows_of(edge: Edge, num_rows: int) -> np.ndarray:
+    """An edge's rows, int64 [n]. `num_rows`: number of rows of the plan."""
+    if isinstance(edge.rows, slice):
+        return np.arange(*edge.rows.indices(num_rows), dtype=np.int64)
+    return edge.rows.cpu().numpy()
+
+
 @dataclass(slots=True)
 class AttentionPlan:
     """Attention of a layer group: query rows x spans. A row's partial results are merged by log-sum-exp.
@@ -115,6 +122,10 @@ class AdapterRows(NamedTuple):
     digest: str
     first: int
     stop: int
+
+
+# Most guessed rows of a sequence in a step.
+MOST_DRAFTED = 32
 
 
 @dataclass(slots=True)

@@ -344,4 +344,4 @@ def _appended(first: Logprobs, later: Logprobs) -> Logprobs:
 
 
 def _sampling(value: Sampling) -> SamplingParams:
-    return SamplingParams(**(value or {})) if not isinstance(value, SamplingParams) else value
+    return value if isinstance(value, SamplingParams) else SamplingParams.model_validate(value or {})

@@ -26,7 +26,6 @@ from runtime.models.tokenizer import ends_of_turns
 from runtime.protocol import ModelInfo
 from runtime.request import AnyStrategy, Decoding
 from runtime.reuse.prefix import PrefixStrategy
-from runtime.sampling.batched import FlashInferChoosing
 from runtime.sampling.decoding import NextToken
 from runtime.sampling.sampler import Sampler
 
@@ -105,7 +104,11 @@ def _open_model(opening: Opening, features: Sequence[Feature]) -> tuple[Strategi
 
 
 def _next_token(executor: Executor) -> NextToken:
-    choosing = FlashInferChoosing() if executor.decoder.attention == "flashinfer" else executor.decoder.choosing
+    choosing = executor.decoder.choosing
+    if executor.decoder.attention == "flashinfer":
+        from runtime.sampling.batched import FlashInferChoosing
+
+        choosing = FlashInferChoosing()
     return NextToken(Sampler(executor.spec.vocab_size, executor.device, choosing))
 
 

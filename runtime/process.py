@@ -17,9 +17,9 @@ import zmq
 from runtime.config import Config
 from runtime.engine.core import EngineCore
 from runtime.engine.loop import over_sockets
-from runtime.frontend.connection import Boot
 from runtime.logs import set_up_logs
 from runtime.opening import open_engine
+from runtime.protocol import Boot
 
 
 def main() -> int:

@@ -17,6 +17,22 @@ from runtime.params import Lazy, SamplingParams
 FinishType = Literal["stop", "length", "abort", "error"]
 
 
+class Boot(msgspec.Struct):
+    """The first line on an engine process's standard input.
+
+    Attributes:
+        config: JSON of a `Config`.
+        path: the model's directory.
+        inbox, outbox: ZeroMQ addresses.
+    """
+
+    config: str
+    path: str
+    quotas: dict[str, int]
+    inbox: str
+    outbox: str
+
+
 class Limits(msgspec.Struct):
     """The sampling parameters of a completion that need not be those of the other completions of a body."""
 

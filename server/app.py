@@ -30,7 +30,6 @@ from server.http.limits import BodyLimit
 from server.http.openapi import describe
 from server.http.pages import APPS, Hosts, Origins
 from server.http.shutdown import ShutdownFlag
-from server.http.traces import add_traces
 from server.openai.prompt import ChatPrompts
 from server.telemetry.journal import Journal, Trace
 from server.telemetry.metrics import Metrics
@@ -87,6 +86,8 @@ def create_app(
     # The middleware added last runs first.
     app.add_middleware(admit, config=config, tenants=tenants)
     if os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
+        from server.http.traces import add_traces
+
         add_traces(app)
     app.add_middleware(AccessLog, count=metrics.count_request)
     return app

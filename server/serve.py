@@ -21,8 +21,6 @@ from runtime.frontend.async_engine import AsyncEngine
 from server.admin.dashboard import Feed
 from server.app import create_app, prepare
 from server.auth.keys import ENVIRONMENT, Tenant
-from server.auth.watch import watch_keys
-from server.commands.models import advice
 from server.http.connections import SEND_BUFFER_BYTES, Connection
 from server.http.context import find
 from server.http.listener import Listener, most_connections
@@ -71,6 +69,8 @@ def serve(config: Config) -> NoReturn:
     most_connections(config.scheduler)
     _warn(config, tenants)
     if "model" not in config.model.model_fields_set:
+        from server.commands.models import advice
+
         log.info("%s", advice(config))
     trace = open_trace(config.server.record_trace, tenants)
     with _bind(config) as listener:
@@ -219,6 +219,8 @@ async def _serve(
         watchers = (server.stop_when_dead(), server.drain(), server.stop_when_forced(signals.forced))
         tasks = [asyncio.create_task(work) for work in (*watchers, server.feed.keep_history())]
         if (keys := config.server.api_keys) is not None:
+            from server.auth.watch import watch_keys
+
             tasks.append(asyncio.create_task(watch_keys(keys, given, tenants)))
         await server.serve(sockets=[listener])
     finally:

@@ -38,29 +38,44 @@ def test_modules_and_functions_are_short():
 
 
 def splats(tree: ast.AST) -> Iterator[int]:
-    """Lines with `*(a, b)`, `**{"a": b}` or the like, in place of their items. Computed names of a call are fine."""
+    """Lines with `*(a, b)`, `**{"a": b}`, `*(a if b else c)`, `*(a or [])` or the like, in place of plain items.
+
+    Computed names of a call are fine.
+    """
+    packed = (ast.List, ast.Tuple, ast.Set, ast.IfExp, ast.BoolOp)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Starred) and isinstance(node.value, ast.List | ast.Tuple | ast.Set):
+        if isinstance(node, ast.Starred) and isinstance(node.value, packed):
             yield node.lineno
         elif isinstance(node, ast.Dict):
             items = zip(node.keys, node.values, strict=True)
-            yield from (value.lineno for key, value in items if key is None and isinstance(value, ast.Dict))
-        elif isinstance(node, ast.keyword) and node.arg is None and isinstance(node.value, ast.Dict):
-            names = [isinstance(key, ast.Constant) and str(key.value).isidentifier() for key in node.value.keys]
-            yield from [node.value.lineno] * all(names)
+            yield from (value.lineno for key, value in items if key is None and isinstance(value, (ast.Dict, *packed)))
+        elif isinstance(node, ast.keyword) and node.arg is None:
+            keys = node.value.keys if isinstance(node.value, ast.Dict) else []
+            if isinstance(node.value, packed) or any(key is None or isinstance(key, ast.Constant) for key in keys):
+                yield node.value.lineno
 
 
 def test_literals_are_not_splatted():
     """The formatter lays out a literal; where a table reads better in rows, `# fmt: skip` says so."""
-    cases = ("[*(1, 2)]", "f(*[1])", "{**{1: 2}}", "f(**{'a': 1})", "{*(a, b)}", "f(*{1})")
+    cases = (
+        "[*(1, 2)]",
+        "f(*[1])",
+        "{**{1: 2}}",
+        "f(**{'a': 1})",
+        "{*(a, b)}",
+        "f(*{1})",
+        "[*([a] if b else [])]",
+        "{**({'a': 1} if b else {})}",
+        "f(**(a or {}))",
+        "f(**{'a': 1, **more})",
+        "f(**{'a b': 1})",
+    )
     assert [len([*splats(ast.parse(case))]) for case in cases] == [1] * len(cases)
     fine = (
         "[*a]",
         "f(*a, **b)",
         "{**a}",
         "f(**{name: 1})",
-        "f(**{'a b': 1})",
-        "f(**{'a': 1, **more})",
         "(*(x for x in y),)",
     )
     assert [case for case in fine if [*splats(ast.parse(case))]] == []

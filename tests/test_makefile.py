@@ -50,8 +50,11 @@ class Made:
         defaults = {"FAILS": "nothing", "CPU_TORCH": "0", "ASKED": str(self.log)}
         # Within `make test`, these variables make another make talk of its folders.
         outer = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+        command = ["make", "serve", f"VENV={home}", "ARGS=--port 1"]
+        if not driver:
+            command.append("NVIDIA=")
         found = subprocess.run(
-            ["make", "serve", f"VENV={home}", "ARGS=--port 1", *([] if driver else ["NVIDIA="])],
+            command,
             cwd=ROOT, env={**outer, "PATH": f"{tools}:{os.environ['PATH']}", **defaults, **settings},
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip

@@ -43,9 +43,12 @@ def _rope(**fields: Any) -> dict[str, Any]:
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 128}
 
+_TIED = _BASE | {"tie_word_embeddings": True}
+_LATENT = _BASE | {"num_key_value_heads": 6, "num_hidden_layers": 2, "first_k_dense_replace": 1}
+_WINDOWS = _TIED | {"num_hidden_layers": 4}
 TINY_MODELS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**_BASE),
-    "llama_tied_biases": LlamaConfig(**{**_BASE, "tie_word_embeddings": True}, attention_bias=True, mlp_bias=True),
+    "llama_tied_biases": LlamaConfig(**_TIED, attention_bias=True, mlp_bias=True),
     "llama_linear": LlamaConfig(**_BASE, **_rope(rope_type="linear", factor=2.0)),
     "llama_llama3": LlamaConfig(**_BASE, **_rope(rope_type="llama3", **_LLAMA3)),
     "llama_yarn": LlamaConfig(**_BASE, **_rope(rope_type="yarn", **_YARN)),
@@ -53,14 +56,14 @@ TINY_MODELS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**_BASE),
     "qwen3": Qwen3Config(**_BASE, head_dim=16),
     "deepseek_v3": DeepseekV3Config(
-        **{**_BASE, "num_key_value_heads": 6, "num_hidden_layers": 2, "first_k_dense_replace": 1},
+        **_LATENT,
         kv_lora_rank=24, q_lora_rank=20, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10,
         n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=24,
         n_group=2, topk_group=1,
         **_rope(rope_type="yarn", mscale=1.0, mscale_all_dim=0.7, **_YARN),
     ),
     "gemma3": Gemma3TextConfig(
-        **{**_BASE, "tie_word_embeddings": True, "num_hidden_layers": 4},
+        **_WINDOWS,
         head_dim=16, query_pre_attn_scalar=24, sliding_window=20,
         layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
     ),

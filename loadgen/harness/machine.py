@@ -33,7 +33,9 @@ def machine() -> dict[str, Any]:
 
 def machine_text(facts: dict[str, Any]) -> str:
     """The machine in one line."""
-    parts = [f"{facts['cores']} cores of {facts['cpu']}", *([facts["gpu"]] if facts["gpu"] else [])]
+    parts = [f"{facts['cores']} cores of {facts['cpu']}"]
+    if facts["gpu"]:
+        parts.append(facts["gpu"])
     if facts["flags"]:
         parts.append(" ".join(facts["flags"]))
     parts += [f"{name} {number}" for name, number in facts["versions"].items() if name in _SHOWN]

@@ -67,7 +67,10 @@ def page(bench: Bench, results: Results) -> str:
     parts = [
         f"# `ramet bench {facts['bench']}`\n",
         f"{title.rstrip('.')}. {facts['started'][:10]}; {machine_text(facts['machine'])}.\n",
-        *([f"{more.strip()}\n"] if more else []),
+    ]
+    if more:
+        parts.append(f"{more.strip()}\n")
+    parts += [
         f"```sh\n{command(facts['bench'], bench)}\n```\n",
         f"Median of {max(map(len, results.measured.values()), default=0)} [95 % bootstrap interval]:\n",
         markdown_tables(results),

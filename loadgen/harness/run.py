@@ -170,6 +170,7 @@ def _report(find_bench: Callable[[str], type[Bench]], arguments: argparse.Namesp
     if len(paths) > 1:
         results.base = ("run", paths[0].stem)
     for path in paths:
-        results.read(path, **({"run": path.stem} if len(paths) > 1 else {}))
+        named = {"run": path.stem} if len(paths) > 1 else {}
+        results.read(path, **named)
     _write(bench, results)
     return 0

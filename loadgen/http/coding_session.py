@@ -70,7 +70,8 @@ class CodingSession:
         version = f"2.1.{self._draw.randrange(200)}.{self._draw.getrandbits(12):03x}"
         hash_ = f"{self._draw.getrandbits(20):05x}"
         line = f"x-anthropic-billing-header: cc_version={version}; cc_entrypoint=cli; cch={hash_};"
-        return [*([_text(line)] if self._billing else []), _text("You are a coding agent."), _text(text)]
+        blocks = [_text("You are a coding agent."), _text(text)]
+        return [_text(line), *blocks] if self._billing else blocks
 
 
 def as_chat(body: Body) -> Body:
@@ -85,13 +86,15 @@ def as_chat(body: Body) -> Body:
         results = [block for block in blocks if block["type"] == "tool_result"]
         turns += [{"role": "tool", "tool_call_id": one["tool_use_id"], "content": one["content"]} for one in results]
         if said or calls:
-            turns.append({"role": message["role"], "content": said, **({"tool_calls": calls} if calls else {})})
+            turns.append({"role": message["role"], "content": said})
+            if calls:
+                turns[-1]["tool_calls"] = calls
     tools = [
         {"type": "function", "function": {"name": tool["name"], "description": tool["description"],
                                           "parameters": tool["input_schema"]}}
         for tool in body.get("tools", [])
     ]  # fmt: skip
-    return {"messages": turns, **({"tools": tools} if tools else {})}
+    return {"messages": turns, "tools": tools} if tools else {"messages": turns}
 
 
 def _text(text: str) -> Body:

@@ -55,7 +55,8 @@ class Drive:
     """
 
     def __init__(self, path: Path, seed: int = 0, **options: Any):
-        self.core = open_engine(make_config(model=str(path), **{"drafts": "off", **options}), path)
+        options = {"model": str(path), "drafts": "off"} | options
+        self.core = open_engine(make_config(**options), path)
         self._draw, self._count = random.Random(seed), 0
 
     def reseed(self, draw: random.Random) -> None:
@@ -80,7 +81,7 @@ class Drive:
         `ask`: of a strategy; `diffusion`: fields for a diffusion model.
         """
         self._count += 1
-        given = {"temperature": 0, "ignore_eos": True, "max_new_tokens": output, **(sampling or {})}
+        given = {"temperature": 0, "ignore_eos": True, "max_new_tokens": output} | (sampling or {})
         logprobs = given.pop("logprobs", None)
         params = SamplingParams(**given)
         denoising = None

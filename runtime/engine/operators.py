@@ -8,7 +8,7 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-from radix import Namespace, Node, outline, path, slices, text_of_path, view
+from radix import Namespace, Node, path, text_of_path
 from radix.stats import Histogram
 from runtime import calls
 from runtime.engine.core import EngineCore
@@ -52,8 +52,8 @@ class Operators(Part):
             cache.pins.unpin_all()
         with nullcontext() if call.pins else cache.holds.spared():
             flushed = cache.flush()
-        return {
-            **({"erased_blocks": {}} if call.tiers else {}),
+        erased: Answer = {"erased_blocks": {}} if call.tiers else {}
+        return erased | {
             "flushed_tokens": flushed * cache.page_size,
             "live_tokens": cache.tree.num_pages * cache.page_size,
         }
@@ -110,6 +110,8 @@ class Operators(Part):
     # -- the tree --------------------------------------------------------------------------------------------
 
     def _tree(self, call: calls.GetTree) -> Generator[None, None, Answer]:
+        from radix.inspection import view
+
         self._cache.expire()
         tree, wanted = self._cache.tree, _of(call.tenant)
         nodes = [
@@ -120,6 +122,8 @@ class Operators(Part):
 
     def _outline(self, call: calls.GetOutline) -> Generator[None, None, Answer]:
         """Walk over the tree, which may change between the steps of the walk."""
+        from radix.inspection import outline
+
         self._cache.remember()
         wanted = _of(call.tenant)
         found = yield from outline(self._cache.tree, call.limit, call.preview_tokens, wanted)
@@ -135,6 +139,8 @@ class Operators(Part):
 
     def _runs(self, call: calls.GetRuns) -> Answer:
         if call.anew:
+            from radix.inspection import slices
+
             of_tenant, salt = _of(call.tenant), call.salt
             self._slices = slices(self._cache.tree, lambda space: of_tenant(space) and salt in (None, space.salt))
         found = next(self._slices, None)

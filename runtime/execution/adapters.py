@@ -1,14 +1,18 @@
 """Low-rank adapters of Ramet's own decoders, fused like the weights that they change."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from runtime.batch import AdapterRows
 from runtime.errors import ModelError
-from runtime.models.adapters.lora import LoraAdapter, LowRank
-from runtime.models.spec import DecoderSpec
+
+if TYPE_CHECKING:
+    from runtime.models.adapters.lora import LoraAdapter, LowRank
+    from runtime.models.spec import DecoderSpec
 
 # Linear layers that are computed as one product, because they read the same input.
 _FUSED = {
@@ -19,7 +23,7 @@ _FUSED = {
 }
 
 # The low-rank updates of an adapter: for each layer, by name of the product.
-FusedAdapter = list[dict[str, LowRank]]
+FusedAdapter = list[dict[str, "LowRank"]]
 
 
 class Adapted(NamedTuple):
@@ -55,6 +59,8 @@ def fuse(adapter: LoraAdapter, spec: DecoderSpec) -> FusedAdapter:
 
 def _side_by_side(factors: Sequence[LowRank | None], sizes: Sequence[int]) -> LowRank:
     """One update for several products that are fused side by side; `sizes`: their columns."""
+    from runtime.models.adapters.lora import LowRank
+
     present = [factor for factor in factors if factor is not None]
     a = torch.cat([factor.a for factor in present])
     b = torch.zeros(sum(sizes), len(a))

@@ -14,9 +14,6 @@ import torch
 
 from runtime.config import Config
 from runtime.errors import ModelError
-from runtime.execution.attention.fused import open_torch_attention
-from runtime.execution.attention.torch_attention import Scores
-from runtime.execution.attention.windows import LayerWindows, Window
 from runtime.execution.device import (
     choose_attention,
     choose_device,
@@ -30,8 +27,7 @@ from runtime.execution.device import (
     wants_native,
 )
 from runtime.execution.executor import Decoder, Executor
-from runtime.execution.flashinfer_package import COST
-from runtime.execution.loading import LoadedModel, load_model
+from runtime.execution.loading import LoadedModel, Loading, load_model
 from runtime.execution.native.choosing import NativeChoosing
 from runtime.execution.native.decoder import NativeDecoder
 from runtime.execution.native.library import Library, load_best
@@ -44,17 +40,19 @@ from runtime.execution.sizing import (
     pool_pages,
     with_near,
 )
-from runtime.kv.near import NearPages, most_places
 from runtime.kv.pool import KVPool
-from runtime.kv.states import StatePool
+from runtime.models.config_json import holds_codes
 from runtime.models.implementation import own_spec
-from runtime.models.shards import Shard, split_spec
 from runtime.models.spec import DecoderSpec, ModelSpec
 
 if TYPE_CHECKING:
+    from runtime.execution.attention.windows import LayerWindows
     from runtime.execution.graphs import StepGraphs
     from runtime.execution.parallel.group import RankGroup
     from runtime.execution.torch_decoder import TorchDecoder
+    from runtime.kv.near import NearPages
+    from runtime.kv.states import StatePool
+    from runtime.models.shards import Shard
 
 log = logging.getLogger("ramet.engine")
 
@@ -85,7 +83,11 @@ class _Place:
 
     def share(self, spec: DecoderSpec) -> DecoderSpec:
         """This rank's share of a model."""
-        return spec if self.group is None else split_spec(spec, self.group.size)
+        if self.group is None:
+            return spec
+        from runtime.models.shards import split_spec
+
+        return split_spec(spec, self.group.size)
 
     def set_threads(self) -> int:
         """Let torch compute with `--threads`; returns their number."""
@@ -121,6 +123,7 @@ def build_executor(config: Config, path: Path, group: RankGroup | None = None) -
 
 def _with_transformers(place: _Place, path: Path) -> Executor:
     # Imported here, because importing transformers is slow and Ramet's own code does not need it.
+    from runtime.execution.attention.fused import open_torch_attention
     from runtime.execution.transformers.model import TransformersModel
 
     config, device, dtype = place.config, place.device, place.dtype
@@ -146,8 +149,7 @@ def _with_own_code(place: _Place, path: Path, spec: DecoderSpec, library: Librar
     ops = FlashInferOps(context_length, group) if backend == "flashinfer" else Ops(group)
     if device.type == "cpu":  # report a pool that is too large before reading the weights
         _pool_pages(place, share)
-    shard = None if group is None else Shard(group.rank, group.size)
-    loaded = load_model(config.model, path, spec, place.dtype, device, ops, library is not None, shard)
+    loaded = _load(place, path, spec, ops, library is not None)
     model = loaded.model
     graphs = _graph_sizes(place, spec, model.most_free_rows) if backend == "flashinfer" else []
     pools = _make_pools(place, share, spare_pages=1 if graphs else 0)
@@ -166,6 +168,21 @@ def _with_own_code(place: _Place, path: Path, spec: DecoderSpec, library: Librar
     return Executor(spec, context_length, device, place.dtype, decoder, *pools, windows is not None, windows)
 
 
+def _load(place: _Place, path: Path, spec: DecoderSpec, ops: Ops, is_native: bool) -> LoadedModel:
+    config, group = place.config.model, place.group
+    shard: Shard | None = None
+    if group is not None:
+        from runtime.models.shards import Shard
+
+        shard = Shard(group.rank, group.size)
+    given = Loading(config, path, spec, place.dtype, place.device, ops, is_native, shard)
+    if config.random_weights or not holds_codes(path):
+        return load_model(given)
+    from runtime.execution.quantized import load_quantized
+
+    return load_quantized(given)
+
+
 def _decode_natively(place: _Place, library: Library, loaded: LoadedModel, pools: _Pools) -> Decoder:
     near, bits = None if pools.near is None else pools.near.pool, _BITS.get(place.config.model.quantization, 0)
     native = NativeDecoder(library, loaded.model, pools.pool, place.set_threads(), bits, loaded.stored, near)
@@ -175,6 +192,9 @@ def _decode_natively(place: _Place, library: Library, loaded: LoadedModel, pools
 
 
 def _decode_with_torch(model: TorchDecoder, pools: _Pools) -> Decoder:
+    from runtime.execution.attention.fused import open_torch_attention
+    from runtime.execution.attention.torch_attention import Scores
+
     attention = open_torch_attention(pools.pool, model.rope, [Scores(sinks=one) for one in model.sinks()])
     near = None
     if pools.near is not None:
@@ -203,6 +223,8 @@ def _windows_of(spec: DecoderSpec, context_length: int, pools: _Pools) -> LayerW
     """The windows by which steps are narrowed; None: all layers see the whole context."""
     if not spec.near_rope and all(size is None or size >= context_length for size in spec.windows):
         return None
+    from runtime.execution.attention.windows import LayerWindows, Window
+
     windows = [None if size is None else Window(size) for size in spec.windows]
     return LayerWindows(windows, pools.pool.page_size, pools.near, spec.near_rope is not None)
 
@@ -214,6 +236,8 @@ def _pool_pages(place: _Place, spec: ModelSpec) -> tuple[int, int]:
 
 
 def _make_near(place: _Place, spec: DecoderSpec, num_pages: int) -> NearPages:
+    from runtime.kv.near import NearPages, most_places
+
     page_size = place.config.cache.page_size
     prompt = most_places(spec.largest_window, page_size)  # beside the ends of conversations, one that is prefilled
     count = min(math.ceil(num_pages * near_share(place.config, spec)) + prompt, num_pages)
@@ -231,6 +255,8 @@ def _make_pools(place: _Place, spec: ModelSpec, spare_pages: int = 0) -> _Pools:
     try:
         states = near = None
         if spec.states:
+            from runtime.kv.states import StatePool
+
             states = StatePool(spec.states, 2 * place.most_running + _SLOTS, device, spec.records)
         if isinstance(spec, DecoderSpec) and spec.near:
             near = _make_near(place, spec, num_pages)
@@ -284,6 +310,8 @@ def _note(device: torch.device, why: str, level: int = logging.WARNING) -> str:
     """`Decoder.note`, which is also logged: why torch computes in place of FlashInfer, if this is a GPU."""
     if device.type == "cpu":
         return ""
+    from runtime.execution.flashinfer_package import COST
+
     note = f"{why}. {COST[0].upper()}{COST[1:]}"
     log.log(level, "torch computes attention, not FlashInfer: %s", note)
     return note

@@ -28,6 +28,7 @@ class CodedTensor(torch.Tensor):
     """
 
     tolerance: float
+    is_quantized = True
 
     @staticmethod
     def __new__(cls, weight: CodedWeight) -> "CodedTensor":
@@ -40,9 +41,8 @@ class CodedTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func is F.linear:
-            return _linear(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs or {})
+        kwargs = kwargs or {}
+        return _linear(*args, **kwargs) if func is F.linear else super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

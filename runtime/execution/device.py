@@ -9,7 +9,6 @@ import torch
 
 from runtime.config import MOST_RUNNING, Config, ModelConfig
 from runtime.errors import ModelError
-from runtime.execution.flashinfer_package import flashinfer_fault
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +85,8 @@ def flashinfer_unfit(device: torch.device, dtype: torch.dtype, head_dim: int) ->
     """Why FlashInfer cannot compute a model on a device; None: nothing is known before it is tried."""
     if device.type != "cuda":
         return f"FlashInfer needs CUDA; the device is {device}"
+    from runtime.execution.flashinfer_package import flashinfer_fault
+
     if (fault := flashinfer_fault()) is not None:
         return fault
     if dtype == torch.float32:

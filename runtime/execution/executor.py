@@ -12,20 +12,20 @@ from runtime.batch import ForwardBatch
 from runtime.config import ModelCode
 from runtime.errors import EngineDead, ModelError
 from runtime.execution.attention.backend import AttentionBackend
-from runtime.execution.attention.windows import LayerWindows
 from runtime.execution.device import set_current
 from runtime.execution.native.decoder import NativeDecoder
 from runtime.execution.torch_decoder import TorchDecoder
-from runtime.kv.near import NearPages
 from runtime.kv.pool import KVPool
-from runtime.kv.states import StatePool
-from runtime.models.adapters.lora import LoraAdapter
 from runtime.models.spec import ModelSpec
 from runtime.sampler_state import Choosing
 
 if TYPE_CHECKING:
+    from runtime.execution.attention.windows import LayerWindows
     from runtime.execution.graphs import StepGraphs
     from runtime.execution.transformers.model import TransformersModel
+    from runtime.kv.near import NearPages
+    from runtime.kv.states import StatePool
+    from runtime.models.adapters.lora import LoraAdapter
 
 
 @dataclass(slots=True)

@@ -1,35 +1,23 @@
-"""Loading a model onto a device: its weights as floats, or as codes where a product with them exists."""
+"""Loading a model onto a device, with its weights as floats, or experts in MXFP4. `quantized.py` has the others."""
 
-import logging
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from tqdm import tqdm
 
 from runtime.config import ModelConfig
-from runtime.execution.coded_products import CodedTensor, coded_tensor
-from runtime.execution.mixers.attention import Attention
 from runtime.execution.ops import Ops
 from runtime.execution.sizing import check_weights
 from runtime.execution.torch_decoder import TorchDecoder
-from runtime.models.coded import CodedWeight
-from runtime.models.published import PublishedTensors
-from runtime.models.shards import Shard, split_spec
 from runtime.models.spec import DecoderSpec
-from runtime.models.tensor_files import find_files
-from runtime.models.weights import (
-    StoredTensors,
-    codes_directory,
-    load_vectors,
-    load_weights,
-    open_stored,
-    places,
-    random_weights,
-    runs_of,
-)
+from runtime.models.weights import load_weights, random_weights
 
-log = logging.getLogger("ramet.engine")
+if TYPE_CHECKING:
+    from runtime.models.shards import Shard
+    from runtime.models.stored import StoredTensors
 
 
 @dataclass(slots=True)
@@ -47,83 +35,56 @@ class LoadedModel:
     stored: tuple[StoredTensors, Path] | None = None
 
 
-def load_model(
-    config: ModelConfig,
-    path: Path,
-    spec: DecoderSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    ops: Ops,
-    is_native: bool,
-    shard: Shard | None = None,
-) -> LoadedModel:
-    """Load the model directory `path`, or this rank's shard.
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """What is to be loaded, and where to.
 
-    `is_native`: whether the kernels of a CPU compute it. Raises ModelError.
+    Attributes:
+        path: the model's directory.
+        spec: the whole model.
+        is_native: whether the kernels of a CPU compute it.
+        shard: this rank's; None: there is one rank.
     """
-    size = shard.size if shard else 1
-    share = split_spec(spec, size) if shard else spec
-    if config.random_weights:
-        check_weights(spec, dtype, device, size)
-        return LoadedModel(TorchDecoder(share, random_weights(spec, dtype, device, shard), device, ops))
-    keeps_codes = config.quantization == config.dtype == "auto"
-    tensors = open_stored(path, spec)
-    if isinstance(tensors, PublishedTensors) and keeps_codes and shard is None and _has_products(spec, dtype, device):
-        check_weights(spec, dtype, device, needed=sum(file.stat().st_size for file in find_files(path)))
-        return load_products(tensors, spec, device, ops)
-    check_weights(spec, dtype, device, size)
-    keeps_codes &= is_native
-    quantization = "none"
-    if isinstance(tensors, PublishedTensors):
-        every, exact = tensors.count()
-        exact = exact if keeps_codes and spec.latent is None else 0
-        _report(tensors, exact, every)
-        quantization = tensors.name if exact else f"{tensors.name}, unpacked"
-        keeps_codes &= exact > 0
-    elif tensors is not None and keeps_codes:
-        quantization = tensors.name
-    if tensors is not None and keeps_codes:
-        model = TorchDecoder(share, load_vectors(tensors, spec, dtype), device, ops, keeps_codes)
-        return LoadedModel(model, quantization, (tensors, codes_directory(tensors, path)))
-    if keeps_codes and spec.experts is not None and spec.experts.packed:
-        quantization = "mxfp4"
-    return LoadedModel(
-        TorchDecoder(share, load_weights(path, spec, dtype, shard), device, ops, keeps_codes), quantization
-    )
+
+    config: ModelConfig
+    path: Path
+    spec: DecoderSpec
+    dtype: torch.dtype
+    device: torch.device
+    ops: Ops
+    is_native: bool
+    shard: Shard | None = None
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether weights may be computed as they are stored."""
+        return self.config.quantization == self.config.dtype == "auto"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.shard.size if self.shard else 1
+
+    @property
+    def share(self) -> DecoderSpec:
+        """This rank's share of the model."""
+        if self.shard is None:
+            return self.spec
+        from runtime.models.shards import split_spec
+
+        return split_spec(self.spec, self.shard.size)
+
+    def with_floats(self, keeps_packed: bool = False) -> TorchDecoder:
+        """The model with its weights unpacked; `keeps_packed`: but for experts in MXFP4. Raises ModelError."""
+        weights = load_weights(self.path, self.spec, self.dtype, self.shard)
+        return TorchDecoder(self.share, weights, self.device, self.ops, keeps_packed)
 
 
-def _report(tensors: PublishedTensors, exact: int, every: int) -> None:
-    log.info("%s: %d of %d quantised matrices are computed as stored, the others unpacked", tensors.name, exact, every)
-
-
-def _has_products(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    others = spec.experts or spec.latent or spec.recurrent
-    return device.type == "cuda" and dtype == torch.bfloat16 and not others
-
-
-def load_products(tensors: PublishedTensors, spec: DecoderSpec, device: torch.device, ops: Ops) -> LoadedModel:
-    """A model in bfloat16 whose matrices stay quantised where `coded_tensor` has a product. Raises ModelError."""
-    names, every = list(spec.expected_tensors()), places(spec)
-    counts, told = [0, 0], set[type[CodedTensor]]()
-
-    def matrix(rows: torch.Tensor, is_table: bool = False) -> torch.Tensor:
-        """The matrix of rows at these places, [n, 1]; a table has its rows read, for which it must be unpacked."""
-        runs = runs_of(rows[:, 0].cpu().numpy(), names)
-        parts = [part.rows(numbers) for name, numbers in runs if (part := tensors.coded(name)) is not None]
-        whole = CodedWeight.stacked(parts) if len(parts) == len(runs) and not is_table else None
-        found = None if whole is None else coded_tensor(whole, device, told)
-        counts[isinstance(found, CodedTensor)] += bool(parts)
-        if found is not None:
-            return found
-        floats = [tensors.read(name, torch.bfloat16)[torch.from_numpy(numbers)] for name, numbers in runs]
-        return torch.cat(floats).to(device)
-
-    model = TorchDecoder(spec, load_vectors(tensors, spec, torch.bfloat16), device, ops)
-    for layer in tqdm(model.layers, desc="loading", unit="layer", disable=None):
-        assert isinstance(layer.mixer, Attention)
-        layer.mixer.inputs, layer.o = matrix(layer.mixer.inputs), matrix(layer.o)
-        layer.gate_up, layer.down = matrix(layer.gate_up), matrix(layer.down)
-    model.embedding = matrix(every["model.embed_tokens.weight"], is_table=True)
-    model.head = model.embedding if spec.tie_embeddings else matrix(every["lm_head.weight"])
-    _report(tensors, counts[1], sum(counts))
-    return LoadedModel(model, tensors.name if counts[1] else f"{tensors.name}, unpacked")
+def load_model(given: Loading) -> LoadedModel:
+    """Load a model, or this rank's shard. Raises ModelError."""
+    spec = given.spec
+    check_weights(spec, given.dtype, given.device, given.num_ranks)
+    if given.config.random_weights:
+        weights = random_weights(spec, given.dtype, given.device, given.shard)
+        return LoadedModel(TorchDecoder(given.share, weights, given.device, given.ops))
+    is_packed = given.is_native and given.keeps_codes and spec.experts is not None and spec.experts.packed
+    return LoadedModel(given.with_floats(is_packed), "mxfp4" if is_packed else "none")

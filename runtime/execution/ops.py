@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from runtime.execution.coded_products import CodedTensor
-from runtime.execution.flashinfer_package import load_flashinfer
 from runtime.models.rope import RotaryEmbedding, rotate
 
 if TYPE_CHECKING:
@@ -35,7 +33,7 @@ class Ops:
         """x + y @ weight^T (+ bias), summed over ranks, each of which has some columns of `weight`."""
         if self.group is not None:
             return self.group.sum(F.linear(y, weight, bias)).add_(x)
-        if isinstance(weight, CodedTensor):
+        if weight.is_quantized:  # it cannot be transposed
             return F.linear(y, weight, bias).add_(x)
         # The residual is added within the matrix product.
         out = torch.addmm(x, y, weight.t())
@@ -85,6 +83,8 @@ class FlashInferOps(Ops):
 
     def __init__(self, context_length: int, group: RankGroup | None = None):
         """`context_length`: all positions are below it."""
+        from runtime.execution.flashinfer_package import load_flashinfer
+
         super().__init__(group)
         self.context_length = context_length
         self._flashinfer = load_flashinfer()

@@ -12,7 +12,6 @@ from runtime.errors import ModelError
 from runtime.execution.device import choose_attention, choose_device, choose_dtype, wants_native
 from runtime.execution.native.library import load_best
 from runtime.kv.pool import KVPool
-from runtime.models.shards import share_of, split_spec
 from runtime.models.spec import DecoderSpec, ModelSpec
 
 _GIB = 2**30
@@ -30,6 +29,8 @@ def check_weights(
         return
     free, total = _gpu_memory(device)
     if needed is None:
+        from runtime.models.shards import share_of
+
         expected = spec.unpacked.expected_tensors()
         needed = sum(math.prod(shape) // share_of(name, num_ranks) for name, shape in expected.items())
         needed *= dtype.itemsize
@@ -122,6 +123,8 @@ def bytes_per_token(config: Config, spec: ModelSpec, kv_dtype: torch.dtype) -> i
 
 def pool_tokens(config: Config, spec: DecoderSpec) -> int | None:
     """Tokens that the pool will hold; None: what the weights leave of a GPU. Raises ModelError as `build_executor`."""
+    from runtime.models.shards import split_spec
+
     model, cache, device = config.model, config.cache, choose_device(config.model)
     if device.type == "cuda" and cache.pool_tokens is None and cache.pool_memory is None:
         return None

@@ -1,8 +1,11 @@
 """The torch decoder of the Llama family, with layers of attention and recurrent layers."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -10,23 +13,20 @@ import torch.nn.functional as F
 from runtime.batch import AdapterRows, ForwardBatch, LayerGroup, StateRows
 from runtime.execution.adapters import Adapted, FusedAdapter, add, fuse, rows_within
 from runtime.execution.attention.backend import AttentionBackend
-from runtime.execution.attention.torch_attention import TorchAttention
-from runtime.execution.experts import Experts, take_fused
 from runtime.execution.mixers.attention import Attention
-from runtime.execution.mixers.delta_net import DeltaNet
-from runtime.execution.mixers.latent import LatentAttention
-from runtime.execution.mixers.mixer import Attend, LayerWeights, MixedRows, Mixer
-from runtime.execution.mixers.short_conv import ShortConv
-from runtime.execution.mixers.state_plan import plan_states
+from runtime.execution.mixers.mixer import Attend, KVMixer, LayerWeights, MixedRows, Mixer
 from runtime.execution.ops import Ops
 from runtime.execution.transfers import upload
 from runtime.kv.pool import KVPool
-from runtime.kv.states import StatePool
-from runtime.models.adapters.lora import LoraAdapter
-from runtime.models.experts import ExpertSpec
-from runtime.models.recurrence import ConvSpec
 from runtime.models.rope import RotaryEmbedding, pairs_in_halves
 from runtime.models.spec import DecoderSpec
+
+if TYPE_CHECKING:
+    from runtime.execution.attention.torch_attention import TorchAttention
+    from runtime.execution.experts import Experts
+    from runtime.kv.states import StatePool
+    from runtime.models.adapters.lora import LoraAdapter
+    from runtime.models.experts import ExpertSpec
 
 
 @dataclass(slots=True)
@@ -192,9 +192,7 @@ class TorchDecoder:
         eps, ops = self.spec.rms_norm_eps, self.ops
         is_near = bool(self.spec.windows) and self.spec.windows[layers.start] is not None
         angles = ops.angles(self.near_rope if is_near else self.rope, positions)
-        rows = MixedRows(attend, angles, adapted, states, self.states)
-        if states and self.is_chunked and self.spec.recurrence is not None:
-            rows.state_plan = plan_states(states, self.spec.recurrence.width, x.device)
+        rows = MixedRows(attend, angles, adapted, states, self.states, self.is_chunked)
         normed = ops.rms_norm(x, self.layers[layers.start].input_norm, eps)
         for index in layers:
             layer = self.layers[index]
@@ -236,7 +234,7 @@ class TorchDecoder:
         `states`: float32 [n, hidden], the input of the layer; `positions`: int64 [n].
         """
         weights, device = self.layers[layer], self.embedding.device
-        assert isinstance(weights.mixer, Attention | LatentAttention)
+        assert isinstance(weights.mixer, KVMixer)
         normed = self.ops.rms_norm(states.to(device, self.embedding.dtype), weights.input_norm, self.spec.rms_norm_eps)
         return weights.mixer.project(normed, self.ops.angles(self.rope, self._upload(positions)))
 
@@ -293,9 +291,15 @@ def _take_mixer(taken: LayerWeights, spec: DecoderSpec, ops: Ops, index: int) ->
     """A layer's mixer, and the module of the product of what it returns."""
     recurrence = spec.recurrence
     if spec.latent is not None:
+        from runtime.execution.mixers.latent import LatentAttention
+
         return LatentAttention.take(taken, spec.latent, ops, index, spec.num_heads), "self_attn.o_proj"
     if recurrence is None or index not in recurrence.layers:
         return Attention.take(taken, spec, ops, index, spec.kv_places[index]), "self_attn.o_proj"
+    from runtime.execution.mixers.delta_net import DeltaNet
+    from runtime.execution.mixers.short_conv import ShortConv
+    from runtime.models.recurrence import ConvSpec
+
     order = recurrence.layers.index(index)
     if isinstance(recurrence, ConvSpec):
         return ShortConv(recurrence, taken, order), recurrence.output
@@ -304,6 +308,8 @@ def _take_mixer(taken: LayerWeights, spec: DecoderSpec, ops: Ops, index: int) ->
 
 def _take_experts(weights: dict[str, torch.Tensor], prefix: str, spec: ExpertSpec, model: TorchDecoder) -> Experts:
     """Take a layer's experts out of `weights`. Without a shared expert, add empty weights for it."""
+    from runtime.execution.experts import Experts, take_fused
+
     device, mlp = model.embedding.device, f"{prefix}mlp."
 
     def stacked(kind: str, *names: str) -> torch.Tensor:

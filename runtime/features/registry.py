@@ -1,5 +1,9 @@
 """The features, a line for each. `runtime.asks` lists what requests ask of them."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from runtime.features.adapters.feature import AdaptersFeature
 from runtime.features.chunks.feature import ChunksFeature
 from runtime.features.diffusion.feature import DiffusionFeature
@@ -13,7 +17,9 @@ from runtime.features.next_turn.feature import NextTurnFeature
 from runtime.features.reasoning.feature import ReasoningFeature
 from runtime.features.tiers.feature import TiersFeature
 from runtime.features.windows.feature import WindowsFeature
-from runtime.frontend.preparer import Preparer, ServedModel
+
+if TYPE_CHECKING:
+    from runtime.frontend.preparer import Preparer, ServedModel
 
 FEATURES: tuple[type[Feature], ...] = (
     HybridFeature,

@@ -19,6 +19,7 @@ from runtime.errors import EngineDead, ModelError
 from runtime.models.publishing import scratch
 from runtime.protocol import (
     Ask,
+    Boot,
     Forget,
     Inbound,
     ModelInfo,
@@ -63,22 +64,6 @@ class Host(ABC):
 
     def close(self) -> None:  # noqa: B027 - a thread leaves nothing
         """Release what carried the messages of an engine that has ended."""
-
-
-class Boot(msgspec.Struct):
-    """The first line on an engine process's standard input.
-
-    Attributes:
-        config: JSON of a `Config`.
-        path: the model's directory.
-        inbox, outbox: ZeroMQ addresses.
-    """
-
-    config: str
-    path: str
-    quotas: dict[str, int]
-    inbox: str
-    outbox: str
 
 
 class EngineProcess(Host):

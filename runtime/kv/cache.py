@@ -6,16 +6,18 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from radix import EventLog, Evictions, Gone, Holds, Namespace, Node, Quotas, RadixTree, make_policy, path
 from radix.node import TOKEN_BYTES
 from runtime.config import CacheConfig
 from runtime.kv.allocator import PageAllocator
-from runtime.kv.near import NearPages
 from runtime.kv.pins import PinBoard
 from runtime.kv.pool import KVPool
 from runtime.kv.segments import Holder, Segment
+
+if TYPE_CHECKING:
+    from runtime.kv.near import NearPages
 
 
 class PagedCache:

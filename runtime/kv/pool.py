@@ -8,8 +8,6 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from runtime.kv.side_stream import upload_array
-
 
 class OtherPools(Protocol):
     """The pools of the other ranks, which repeat what this pool does."""
@@ -119,7 +117,7 @@ class KVPool:
             mine, *theirs = np.frombuffer(data, dtype=np.uint8).reshape(shape)[:, :, :, skipped:]
             if self.others is not None:
                 self.others.scatter(pages, theirs)
-            mine = mine if on_host else upload_array(mine, self.k.device)
+            mine = mine if on_host else _upload(mine, self.k.device)
         for half, own in zip(mine, self._pages, strict=True):
             target = own.numpy() if on_host else own
             for at, first, stop in _runs(pages):
@@ -142,3 +140,10 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy bytes, which may be read-only, to a GPU through pinned memory; does not wait for the device."""
+    pinned = torch.empty(array.shape, dtype=torch.uint8, pin_memory=True)
+    np.copyto(pinned.numpy(), array)
+    return pinned.to(device, non_blocking=True)

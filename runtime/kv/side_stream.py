@@ -37,10 +37,3 @@ class SideStream:
             pinned = torch.empty(data.shape, dtype=data.dtype, pin_memory=True).copy_(data, non_blocking=True)
         # Pinned memory is used again, as to pin takes long; the copy may be kept.
         return pinned.flatten().numpy().copy()
-
-
-def upload_array(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy bytes, which may be read-only, to a GPU through pinned memory; does not wait for the device."""
-    pinned = torch.empty(array.shape, dtype=torch.uint8, pin_memory=True)
-    np.copyto(pinned.numpy(), array)
-    return pinned.to(device, non_blocking=True)

@@ -5,10 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
+from runtime.batch import MOST_DRAFTED
 from runtime.kv.pool import zeros
-
-# Most guessed rows of a sequence in a step.
-MOST_DRAFTED = 32
 
 
 class StatePool:

@@ -87,4 +87,5 @@ def _extra(config: dict[str, Any]) -> list[Any]:
 
 def _token(given: Any, **more: bool) -> AddedToken:
     flags = {name: bool(given[name]) for name in _FLAGS if name in given} if isinstance(given, dict) else {}
-    return AddedToken(given["content"] if isinstance(given, dict) else given, **(flags | more))
+    flags |= more
+    return AddedToken(given["content"] if isinstance(given, dict) else given, **flags)

@@ -5,16 +5,6 @@ from typing import Any
 from runtime.errors import ModelError
 from runtime.models.config_json import positive_size
 
-# architecture -> decoder family
-BIDIRECTIONAL = {
-    "LLaDAModelLM": "Llama",
-    "DreamModel": "Qwen2",
-    "LlamaDiffusionModel": "Llama",
-    "SDARForCausalLM": "Qwen3",
-    "SDARMoeForCausalLM": "Qwen3",
-    "LLaDA2MoeModelLM": "Qwen3",
-    "Fast_dLLM_QwenForCausalLM": "Qwen2",
-}
 # Published sizes of attention blocks. A configuration may override them.
 _BLOCKS = {
     "SDARForCausalLM": 4,
@@ -130,14 +120,15 @@ def _as_qwen3(config: dict[str, Any]) -> dict[str, Any]:
     return {"partial_rotary_factor": 0.5, "eos_token_id": config.get("pad_token_id")} | given
 
 
-def llada2_name(name: str) -> str:
-    """The name of a Llama tensor in LLaDA2's checkpoints."""
-    for ours, theirs in _LLADA2_PARTS.items():
-        name = name.replace(ours, theirs)
-    return name
+def stored_name(name: str, architecture: str) -> str:
+    """The name of a tensor of the family in the checkpoint."""
+    if architecture == "LLaDA2MoeModelLM":
+        for ours, theirs in _LLADA2_PARTS.items():
+            name = name.replace(ours, theirs)
+    return _llada_name(name) if architecture == "LLaDAModelLM" else name
 
 
-def llada_name(name: str) -> str:
+def _llada_name(name: str) -> str:
     """The name of a Llama tensor in LLaDA's checkpoints."""
     module, _, kind = name.rpartition(".")
     if module in _LLADA_OUTER:

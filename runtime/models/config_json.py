@@ -1,4 +1,4 @@
-"""Reading of config.json and generation_config.json."""
+"""Reading of config.json and generation_config.json; what they say of the weights' files."""
 
 import json
 from collections.abc import Iterator
@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import ModelError
+
+# File of a model directory that says where the GGUF file and its tensors are.
+GGUF_LINK = "gguf.json"
 
 
 class Unsupported(ModelError):
@@ -78,3 +81,28 @@ def token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
     if bad := [each for each in found if not isinstance(each, int)]:
         raise ModelError(f"the model's eos_token_id is {bad[0]!r}; it must be an integer, or a list of integers")
     return tuple(dict.fromkeys(found))
+
+
+def method_of(config: dict[str, Any]) -> str | None:
+    """The quantisation method that a configuration names; None: weights are plain."""
+    given = config.get("quantization_config") or config.get("compression_config")
+    if not given:
+        return None
+    method = given.get("quant_method") if isinstance(given, dict) else given
+    return str(method or ("compressed-tensors" if "config_groups" in given else None))
+
+
+def is_packed(config: dict[str, Any]) -> bool:
+    """Whether this is gpt-oss with experts in MXFP4."""
+    return (config.get("architectures"), method_of(config)) == (["GptOssForCausalLM"], "mxfp4")
+
+
+def holds_codes(directory: Path) -> bool:
+    """Whether weights other than experts in MXFP4 may be quantised: a GGUF file's, or a published checkpoint's.
+
+    Raises ModelError.
+    """
+    if (directory / GGUF_LINK).exists():
+        return True
+    config = read_json(directory / "config.json")
+    return method_of(config) is not None and not is_packed(config)

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.errors import ModelError
-from runtime.models.config_json import Unsupported
-from runtime.models.latent import LATENT
-from runtime.models.quantization import method_of
+from runtime.models.config_json import Unsupported, method_of
+from runtime.models.families import LATENT
 
 # Number of values that share a scale.
 MXFP4_BLOCK = 32
@@ -101,13 +100,11 @@ class ExpertSpec:
 
 
 def expert_spec(config: dict[str, Any], architecture: str) -> ExpertSpec | None:
-    """The experts of a configuration; None: the model has none. Raises KeyError (missing key), ModelError."""
+    """The experts of a configuration of `WITH_EXPERTS`; None: no layer has any. Raises KeyError, ModelError."""
     if architecture == "GptOssForCausalLM":
         return _gpt_oss(config)
     if architecture in LATENT:
         return _deepseek(config, architecture == "DeepseekV3ForCausalLM")
-    if architecture not in ("Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "SDARMoeForCausalLM", "LLaDA2MoeModelLM"):
-        return None
     # Newer versions of transformers write `num_local_experts`, published checkpoints have `num_experts`.
     count = config.get("num_local_experts") or config["num_experts"]
     chosen, inner = config["num_experts_per_tok"], config["moe_intermediate_size"]

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 
 from runtime.errors import ModelError
+from runtime.models.config_json import GGUF_LINK
 from runtime.models.ggml import Codes, can_decode, decode
 from runtime.models.gguf_header import check_counts, check_header
 from runtime.models.spec import DecoderSpec
 
 # Tensor with the divisors of Llama 3's rotary frequencies, which config.json describes by `rope_scaling`.
 ROPE_FACTORS = "rope_freqs.weight"
-# File of a model directory that says where the GGUF file and its tensors are.
-GGUF_LINK = "gguf.json"
 # An expert's number in a name, and what stands before it.
 _EXPERT = re.compile(r"(\.experts)\.(\d+)\.")
 # The number of a part, and of all parts, at the end of a file's name.

@@ -5,9 +5,8 @@ from typing import Any
 
 from runtime.config import ModelConfig
 from runtime.errors import ModelError
-from runtime.models.config_json import Unsupported, architecture_of, read_json
-from runtime.models.quantization import read_quantization
-from runtime.models.spec import DecoderSpec, is_packed
+from runtime.models.config_json import Unsupported, architecture_of, is_packed, method_of, read_json
+from runtime.models.spec import DecoderSpec
 
 DIFFUSION_GEMMA = "DiffusionGemmaForBlockDiffusion"
 # Sections of config.json that describe inputs other than text.
@@ -55,7 +54,11 @@ def check_served(config: dict[str, Any]) -> None:
         raise ModelError(f"{architecture} is an encoder-decoder; supported are decoders")
     elif found := [kind for section, kind in _SENSES.items() if config.get(section)]:
         raise ModelError(f"{architecture} takes {found[0]}; supported is text alone")
-    if (quantization := read_quantization(config)) is not None:
+    if method_of(config) is not None:
+        from runtime.models.quantization import read_quantization
+
+        quantization = read_quantization(config)
+        assert quantization is not None
         raise ModelError(
             f"the checkpoint of {architecture} is quantised ({quantization.name}); transformers' code is served with "
             "float32, bfloat16 and float16 weights. Ramet's own code, which reads quantised ones, does not know the "

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.models.config_json import Unsupported, positive_size
+from runtime.models.families import LATENT
 
-LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 # transformers gives the norms of latents this epsilon, whatever the configuration says.
 LATENT_EPS = 1e-6
 
@@ -57,10 +57,8 @@ class LatentSpec:
         return {f"self_attn.{name}.weight": shape for name, shape in shapes.items()}
 
 
-def latent_spec(config: dict[str, Any], architecture: str) -> LatentSpec | None:
-    """The latent attention of a configuration; None: it has another. Raises KeyError (missing key), ModelError."""
-    if architecture not in LATENT:
-        return None
+def latent_spec(config: dict[str, Any], architecture: str) -> LatentSpec:
+    """The latent attention of a configuration of `LATENT`. Raises KeyError (missing key), ModelError."""
     if config.get("attention_bias") or config.get("mlp_bias"):
         raise Unsupported(f"{architecture} has biases; supported are models without them")
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

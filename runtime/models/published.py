@@ -9,10 +9,10 @@ import torch
 
 from runtime.errors import ModelError
 from runtime.models.coded import KERNEL_GROUP, CodedWeight, from_awq, from_gptq, unpacked
-from runtime.models.config_json import read_json
+from runtime.models.config_json import is_packed, read_json
 from runtime.models.ggml import Codes
 from runtime.models.quantization import Quantization, Scheme, read_quantization
-from runtime.models.spec import DecoderSpec, is_packed
+from runtime.models.spec import DecoderSpec
 from runtime.models.tensor_files import FLOATS, TensorFiles
 
 _SCALES = ("F16", "BF16", "F32", "F8_E8M0")

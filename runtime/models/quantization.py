@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from runtime.errors import ModelError
+from runtime.models.config_json import method_of
 
 SUPPORTED = (
     "fp8 (e4m3), awq (gemm), gptq (4 and 8 bits), compressed-tensors (pack-, int-, naive- and float-quantized) "
@@ -63,15 +64,6 @@ def _rank(target: str, module: str) -> int | None:
     if target.startswith("re:"):
         return 1 if re.match(target[3:], module) else None
     return {module: 0, "Linear": 2}.get(target)
-
-
-def method_of(config: dict[str, Any]) -> str | None:
-    """The quantisation method that a configuration names; None: weights are plain."""
-    given = config.get("quantization_config") or config.get("compression_config")
-    if not given:
-        return None
-    method = given.get("quant_method") if isinstance(given, dict) else given
-    return str(method or ("compressed-tensors" if "config_groups" in given else None))
 
 
 def read_quantization(config: dict[str, Any]) -> Quantization | None:
@@ -149,7 +141,8 @@ def _compressed_group(group: Any, whole: Any) -> tuple[tuple[str, ...], Scheme]:
     if others := [one for one in group["targets"] if one[:1].isupper() and one != "Linear"]:
         raise unsupported(method, f"the target {others[0]!r}")
     is_float = weights.get("type", "int") == "float"
-    bits = _bits(method, weights.get("num_bits", 8), *((8,) if is_float or kind != "pack-quantized" else (4, 8)))
+    allowed = (8,) if is_float or kind != "pack-quantized" else (4, 8)
+    bits = _bits(method, weights.get("num_bits", 8), *allowed)
     strategy, group_size = weights.get("strategy"), weights.get("group_size")
     if strategy is None:
         strategy = "tensor" if group_size is None else "channel" if group_size == -1 else "group"

@@ -1,18 +1,12 @@
 """Layers that keep a state of fixed size in place of keys and values: config keys, tensor names, shapes."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from runtime.errors import ModelError
 from runtime.models.config_json import positive_size
+from runtime.models.families import HYBRIDS
 
-# Architectures with recurrent layers, and the names of their families.
-HYBRIDS = {
-    "Lfm2ForCausalLM": "Lfm2",
-    "Qwen3_5ForCausalLM": "Qwen3_5",
-    "Qwen3NextForCausalLM": "Qwen3Next",
-}
 _LFM2_PARTS = {
     "self_attn.o_proj": "self_attn.out_proj",
     "q_norm": "q_layernorm",
@@ -137,8 +131,6 @@ RecurrenceSpec = ConvSpec | DeltaSpec
 
 def recurrence_spec(config: dict[str, Any], family: str) -> RecurrenceSpec | None:
     """The recurrent layers of a configuration of `as_hybrid`; None: there are none. Raises KeyError, ModelError."""
-    if family not in HYBRIDS.values():
-        return None
     names = ("full_attention", "conv" if family == "Lfm2" else "linear_attention")
     types, count = config["layer_types"], positive_size(config, "num_hidden_layers")
     if len(types) < count or set(types) - set(names) or "full_attention" not in types[:count]:
@@ -204,14 +196,3 @@ def lfm2_name(name: str) -> str:
     for ours, theirs in _LFM2_PARTS.items():
         name = name.replace(ours, theirs)
     return name
-
-
-def state_shapes(recurrence: RecurrenceSpec | None) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the state tensors of all layers in order."""
-    return () if recurrence is None else recurrence.states * len(recurrence.layers)
-
-
-def kv_places(num_layers: int, recurrent: Sequence[int]) -> dict[int, int]:
-    """The layer of the KV pool for each layer with attention."""
-    attended = [i for i in range(num_layers) if i not in recurrent]
-    return {layer: place for place, layer in enumerate(attended)}

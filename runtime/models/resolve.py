@@ -9,8 +9,6 @@ from runtime.config import DEFAULT_MODEL, ModelConfig, default_cache_dir
 from runtime.errors import ModelError
 from runtime.models.adapters import ADAPTERS
 from runtime.models.default_model import fetch_default
-from runtime.models.gguf_tensors import is_gguf, name_without_part, parts_of
-from runtime.models.implementation import own_spec
 from runtime.models.publishing import FORMAT, provide
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
@@ -44,8 +42,11 @@ def resolve_model(config: ModelConfig) -> Path:
 def check_name(name: str) -> None:
     """Raise ModelError if `--model` names no directory, GGUF file or short name, and cannot be a model of the hub."""
     path, short = Path(name).expanduser(), (DEFAULT_MODEL, *ADAPTERS)
-    if path.is_file() and not is_gguf(path):
-        raise ModelError(f"--model {path} is a file, but not GGUF; a model directory or a GGUF file is needed")
+    if path.is_file():
+        from runtime.models.gguf_tensors import is_gguf
+
+        if not is_gguf(path):
+            raise ModelError(f"--model {path} is a file, but not GGUF; a model directory or a GGUF file is needed")
     if path.is_dir() or path.is_file() or name in short:
         return
     if path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".gguf" or name.count("/") != 1:
@@ -74,6 +75,8 @@ def model_name(config: ModelConfig, path: Path) -> str:
         return names[0]
     given = Path(config.model).expanduser()
     if given.is_file():
+        from runtime.models.gguf_tensors import name_without_part
+
         return name_without_part(given)
     return path.resolve().name if given.is_dir() else config.model
 
@@ -98,6 +101,8 @@ def known_names(config: ModelConfig) -> list[str]:
 
 
 def _from_file(path: Path, cache_dir: Path, linked: bool) -> Path:
+    from runtime.models.gguf_tensors import name_without_part, parts_of
+
     def make(work: Path) -> None:
         from runtime.models.gguf import convert_gguf
 
@@ -117,6 +122,8 @@ def _from_hub(name: str, config: ModelConfig) -> Path:
     # HTTPError belongs to the HTTP client of the installed huggingface-hub (httpx or httpx2).
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalEntryNotFoundError
     from huggingface_hub.utils.logging import disable_propagation
+
+    from runtime.models.implementation import own_spec
 
     disable_propagation()  # the hub prints its warnings itself
     try:

@@ -82,7 +82,7 @@ def read_rope(config: dict[str, Any], divided: int | None) -> RopeSpec:
 def read_gemma_ropes(config: dict[str, Any]) -> tuple[RopeSpec, RopeSpec]:
     """Gemma 3's rotary embeddings: for layers with full attention, and for layers with a window."""
     given = config.get("rope_parameters") or {}
-    far = {"rope_theta": config.get("rope_theta", 1e6), **(config.get("rope_scaling") or {})}
+    far = {"rope_theta": config.get("rope_theta", 1e6)} | (config.get("rope_scaling") or {})
     near = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
     far, near = given.get("full_attention") or far, given.get("sliding_attention") or near
     return read_rope({**config, "rope_parameters": far}, None), read_rope({**config, "rope_parameters": near}, None)

@@ -1,27 +1,11 @@
 """Models that see: their configurations describe a vision tower beside a decoder, which `DecoderSpec` reads alone."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from runtime.errors import ModelError
 from runtime.models.config_json import Unsupported
+from runtime.models.families import SEEING
 
-
-class _Names(NamedTuple):
-    """Prefixes that the decoder's tensors have in the checkpoint, and whether its head is the embedding by default."""
-
-    model: str
-    head: str = ""
-    tied: bool = False
-
-
-SEEING = {
-    "Idefics3ForConditionalGeneration": _Names("model.text_model."),
-    "SmolVLMForConditionalGeneration": _Names("model.text_model."),
-    "Gemma3ForConditionalGeneration": _Names("language_model.model.", "language_model.", tied=True),
-    "Mistral3ForConditionalGeneration": _Names("language_model.model.", "language_model.", tied=True),
-    "Qwen2_5_VLForConditionalGeneration": _Names("model."),
-    "Qwen3_5ForConditionalGeneration": _Names("model.language_model."),
-}
 _FAMILIES = {
     "llama": "Llama",
     "mistral": "Mistral",
@@ -43,9 +27,7 @@ _GEMMA3 = {
 
 
 def as_decoder(config: dict[str, Any], architecture: str) -> dict[str, Any]:
-    """The configuration of a model's decoder, or of a model that has no tower. Raises KeyError or Unsupported."""
-    if architecture not in SEEING:
-        return config
+    """The configuration of the decoder of a model that sees. Raises KeyError or Unsupported."""
     text: Any = (
         config if config.get("model_type") == "qwen2_5_vl" and "text_config" not in config else config["text_config"]
     )

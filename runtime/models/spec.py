@@ -4,36 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runtime.errors import ModelError
-from runtime.models.bidirectional import BIDIRECTIONAL, as_causal, block_size, llada2_name, llada_name
 from runtime.models.config_json import (
     Unsupported,
     architecture_of,
+    is_packed,
+    method_of,
     positive_size,
     read_generation,
     read_json,
     refusing,
     token_ids,
 )
-from runtime.models.experts import ExpertSpec, expert_spec
-from runtime.models.latent import LATENT, LatentSpec, latent_spec
-from runtime.models.quantization import method_of, read_quantization
-from runtime.models.recurrence import (
+from runtime.models.families import (
+    BIDIRECTIONAL,
     HYBRIDS,
-    RecurrenceSpec,
-    as_hybrid,
-    kv_places,
-    lfm2_name,
-    recurrence_spec,
-    state_shapes,
+    LATENT,
+    SEEING,
+    SUPPORTED,
+    WITH_EXPERTS,
+    family_of,
 )
 from runtime.models.rope_spec import RopeSpec, read_gemma_ropes, read_rope
-from runtime.models.seeing import SEEING, as_decoder, rope_axes, stored_prefix
 
-_CAUSAL = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3", "GptOss")
-SUPPORTED = (*(f"{family}ForCausalLM" for family in _CAUSAL), *LATENT, *HYBRIDS, *BIDIRECTIONAL, *SEEING)
+if TYPE_CHECKING:
+    from runtime.models.experts import ExpertSpec
+    from runtime.models.latent import LatentSpec
+    from runtime.models.recurrence import RecurrenceSpec
+
 # Families whose configurations have `attention_bias`.
 _ATTENTION_BIAS = ("Llama", "Qwen3", "Gemma3", "GptOss", "Qwen3_5", "Qwen3Next")
 _QWEN_HYBRIDS = ("Qwen3_5", "Qwen3Next")
@@ -157,8 +157,9 @@ class DecoderSpec(ModelSpec):
     @property
     def kv_places(self) -> dict[int, int]:
         """The layer of the KV pool for each layer with attention."""
-        others = kv_places(self.num_layers, (*self.recurrent, *self.near))
-        return others | {layer: place for place, layer in enumerate(self.near)}
+        elsewhere = {*self.recurrent, *self.near}
+        others = [i for i in range(self.num_layers) if i not in elsewhere]
+        return {layer: place for layers in (others, self.near) for place, layer in enumerate(layers)}
 
     @property
     def records(self) -> tuple[int, ...]:
@@ -229,17 +230,23 @@ class DecoderSpec(ModelSpec):
 
     def stored_name(self, name: str) -> str:
         """The name in the checkpoint of one of the `expected_tensors`."""
-        if self.architecture == "LLaDA2MoeModelLM":
-            return llada2_name(name)
+        if self.architecture in BIDIRECTIONAL:
+            from runtime.models.bidirectional import stored_name
+
+            return stored_name(name, self.architecture)
         if self.architecture == "Lfm2ForCausalLM":
+            from runtime.models.recurrence import lfm2_name
+
             return lfm2_name(name)
         if self.architecture in SEEING:
+            from runtime.models.seeing import stored_prefix
+
             return stored_prefix(name, self.architecture)
         if self.architecture == "Qwen3NextForCausalLM":
             return name.replace("shared_experts.", "shared_expert.")
         if self.architecture == "DeepseekV3ForCausalLM":
             return name.replace("expert_bias", "e_score_correction_bias")
-        return llada_name(name) if self.model_type == "llada" else name
+        return name
 
 
 def _linear_tensors(shapes: dict[str, tuple[int, int, bool]]) -> dict[str, tuple[int, ...]]:
@@ -254,25 +261,26 @@ def _linear_tensors(shapes: dict[str, tuple[int, int, bool]]) -> dict[str, tuple
 
 def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> DecoderSpec:
     named = architecture_of(config)
-    config = as_decoder(config, named)
+    if named in SEEING:
+        from runtime.models.seeing import as_decoder
+
+        config = as_decoder(config, named)
     architecture = architecture_of(config)
     _refuse_unsupported(config, architecture)
-    config, family = _translated(config, architecture)
+    config, family = _translated(config, architecture), family_of(architecture)
     is_llada2 = architecture == "LLaDA2MoeModelLM"
     is_gemma, is_gpt_oss, query_scale = family == "Gemma3", family == "GptOss", 1.0
     attention_bias = bool(config.get("attention_bias", False))
-    block = block_size(config, architecture)
     heads, hidden = positive_size(config, "num_attention_heads"), positive_size(config, "hidden_size")
-    latent, recurrence = latent_spec(config, architecture), recurrence_spec(config, family)
+    latent, recurrence = _latent(config, architecture), _recurrence(config, architecture)
     head_dim = positive_size(config, "head_dim", hidden // heads) if latent is None else latent.row
     if is_gemma:
         rope, near_rope = read_gemma_ropes(config)
         query_scale = (head_dim / config.get("query_pre_attn_scalar", 256)) ** 0.5
     else:
-        rope, near_rope = read_rope(config, head_dim if is_llada2 or family in _QWEN_HYBRIDS else None), None
-        rope = rope if latent is None else replace(rope, rotated=latent.rotated)
-        rope = replace(rope, axes=rope_axes(config, named, (rope.rotated or head_dim) // 2))
-    experts, windows = expert_spec(config, architecture), _windows(config, family)
+        rope, near_rope = _rope(config, named, head_dim, is_llada2 or family in _QWEN_HYBRIDS, latent), None
+    experts, windows = _experts(config, architecture), _windows(config, family)
+    sees, block = _sees(config, architecture)
     others = [one for one in (experts, near_rope, windows, recurrence, latent, rope.axes) if one]
     spec = DecoderSpec(
         architecture=named,
@@ -290,21 +298,21 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> DecoderS
         o_bias=family in _ATTENTION_BIAS and attention_bias,
         mlp_bias=family == "Llama" and bool(config.get("mlp_bias", False)),
         qk_norm=family in ("Qwen3", "Gemma3", "Lfm2", *_QWEN_HYBRIDS),
-        context_length=positive_size(config, "max_position_embeddings") // (block or 1) * (block or 1),
+        context_length=positive_size(config, "max_position_embeddings") // block * block,
         eos_token_ids=token_ids(config.get("eos_token_id"), generation.get("eos_token_id")),
         rope=rope,
         fingerprint=repr((rope, *others)) if others else repr(rope),
         windows=windows,
         fused_qkv=is_llada2,
         experts=experts,
-        sees=_sees(architecture, block),
+        sees=sees,
         centered=is_gemma or family in _QWEN_HYBRIDS,
         gemma=is_gemma,
         near_rope=near_rope,
         query_scale=query_scale,
         sinks=is_gpt_oss,
         recurrence=recurrence,
-        states=state_shapes(recurrence),
+        states=() if recurrence is None else recurrence.states * len(recurrence.layers),
         gated=family in _QWEN_HYBRIDS,
         latent=latent,
         halves=1 if latent else 2,
@@ -313,23 +321,62 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> DecoderS
     return spec
 
 
-def _translated(config: dict[str, Any], architecture: str) -> tuple[dict[str, Any], str]:
-    """A configuration with the keys of Llama's family, and the name of its family."""
+def _translated(config: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """A configuration with the keys of Llama's family."""
     if architecture in BIDIRECTIONAL:
-        config = as_causal(config, architecture)
-    elif architecture in HYBRIDS:
-        config = as_hybrid(config, architecture)
-    elif architecture == "GptOssForCausalLM":
-        config = {**_GPT_OSS, **config}
-    family = BIDIRECTIONAL.get(architecture) or HYBRIDS.get(architecture)
-    return config, family or architecture.removesuffix("ForCausalLM").removesuffix("Moe")
+        from runtime.models.bidirectional import as_causal
+
+        return as_causal(config, architecture)
+    if architecture in HYBRIDS:
+        from runtime.models.recurrence import as_hybrid
+
+        return as_hybrid(config, architecture)
+    return {**_GPT_OSS, **config} if architecture == "GptOssForCausalLM" else config
 
 
-def _sees(architecture: str, block: int | None) -> str:
-    """See `ModelSpec`."""
+def _rope(config: dict[str, Any], named: str, head_dim: int, is_partial: bool, latent: LatentSpec | None) -> RopeSpec:
+    """`named`: the model's architecture, of which the configuration may be the decoder's."""
+    rope = read_rope(config, head_dim if is_partial else None)
+    rope = rope if latent is None else replace(rope, rotated=latent.rotated)
+    if named not in SEEING:
+        return rope
+    from runtime.models.seeing import rope_axes
+
+    return replace(rope, axes=rope_axes(config, named, (rope.rotated or head_dim) // 2))
+
+
+def _latent(config: dict[str, Any], architecture: str) -> LatentSpec | None:
+    if architecture not in LATENT:
+        return None
+    from runtime.models.latent import latent_spec
+
+    return latent_spec(config, architecture)
+
+
+def _recurrence(config: dict[str, Any], architecture: str) -> RecurrenceSpec | None:
+    if architecture not in HYBRIDS:
+        return None
+    from runtime.models.recurrence import recurrence_spec
+
+    return recurrence_spec(config, HYBRIDS[architecture])
+
+
+def _experts(config: dict[str, Any], architecture: str) -> ExpertSpec | None:
+    if architecture not in WITH_EXPERTS:
+        return None
+    from runtime.models.experts import expert_spec
+
+    return expert_spec(config, architecture)
+
+
+def _sees(config: dict[str, Any], architecture: str) -> tuple[str, int]:
+    """`ModelSpec.sees`, and the size of the blocks."""
     if architecture not in BIDIRECTIONAL:
-        return "causal"
-    return "all" if block is None else f"blocks of {block}"
+        return "causal", 1
+    from runtime.models.bidirectional import block_size
+
+    block = block_size(config, architecture)
+    return ("all", 1) if block is None else (f"blocks of {block}", block)
 
 
 def _check_shape(spec: DecoderSpec) -> None:
@@ -359,13 +406,10 @@ def _refuse_unsupported(config: dict[str, Any], architecture: str) -> None:
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if architecture == "Gemma3ForCausalLM" and config.get(name):
             raise Unsupported(f"config.json has {name} {config[name]!r}; supported are models without it")
-    if not is_packed(config):
+    if method_of(config) is not None and not is_packed(config):
+        from runtime.models.quantization import read_quantization
+
         read_quantization(config)
-
-
-def is_packed(config: dict[str, Any]) -> bool:
-    """Whether this is gpt-oss with experts in MXFP4."""
-    return (config.get("architectures"), method_of(config)) == (["GptOssForCausalLM"], "mxfp4")
 
 
 def _windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:

@@ -6,6 +6,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from runtime.errors import ModelError
+from runtime.models.spec import DecoderSpec
 
 # Supported types. Others (float8, integers) are quantised and need scales.
 FLOATS = ("F32", "BF16", "F16", "F64")
@@ -51,6 +52,13 @@ def check_tensor(
         raise ModelError(f"{path}: {name} has shape {list(shape)}; config.json requires {wanted}")
     if kind not in kinds:
         raise ModelError(f"{path}: {name} is stored as {kind}; supported are {', '.join(kinds)}")
+
+
+def dtype_of(name: str, spec: DecoderSpec, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor of a model in `dtype`."""
+    # float32 for small differences between experts' scores, for the decay of states, and for factors 1 + weight.
+    wide = name.endswith((".expert_bias", ".A_log", ".dt_bias")) or (spec.centered and name.endswith("norm.weight"))
+    return torch.float32 if wide else dtype
 
 
 def locate(directory: Path, expected: list[str]) -> dict[Path, list[str]]:

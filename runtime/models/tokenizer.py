@@ -173,10 +173,11 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions, or start with --chat-template")
+        variables = variables or {}
         values = {
             **self._token_names(),
             "documents": None,
-            **(variables or {}),
+            **variables,
             "messages": messages,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,

@@ -12,7 +12,6 @@ from runtime.execution.transfers import Download, index_on, upload
 from runtime.protocol import TokenLogprob
 from runtime.request import Request
 from runtime.sampler_state import NO_TOKEN, Choosing, Measured, Seen, TokenChoice
-from runtime.sampling.choosing import TorchChoosing
 from runtime.sampling.followers import Follower, Followers, noting
 from runtime.sampling.logprobs import list_logprobs
 
@@ -125,7 +124,11 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device, choosing: Choosing | None = None):
         self.vocab_size = vocab_size
         self.device = device
-        self._choosing = choosing or TorchChoosing()
+        if choosing is None:
+            from runtime.sampling.choosing import TorchChoosing
+
+            choosing = TorchChoosing()
+        self._choosing = choosing
         self._random = Random()
         self._allowed_by_list: LRUCache[int, tuple[list[int], np.ndarray]] = LRUCache(_LISTS)
 

@@ -89,7 +89,8 @@ async def count_tokens(
     async def work() -> dict[str, Any]:
         whole = await continued(body, threads, tenant.account, context.engine)
         count = await chats.count(chat_of(whole), tenant)
-        return {"input_tokens": count, **({"left_out": whole.left_out} if whole.left_out else {})}
+        left_out = {"left_out": whole.left_out} if whole.left_out else {}
+        return {"input_tokens": count, **left_out}
 
     return await unless_gone(request, work())
 
@@ -173,6 +174,7 @@ class MessageWriter(Writer):
 
     def _message(self, output: Output, why: Explanation | None) -> dict[str, Any]:
         """A message without content. With `why`, it also has the reason for its cache miss."""
+        left_out = {"left_out": self._left_out} if self._left_out else {}
         message: dict[str, Any] = {
             "id": self.id,
             "type": "message",
@@ -182,7 +184,7 @@ class MessageWriter(Writer):
             "stop_reason": None,
             "stop_sequence": None,
             "usage": usage(output),
-            **({"left_out": self._left_out} if self._left_out else {}),
+            **left_out,
         }
         return message if why is None else message | self._reasons(why)
 
@@ -213,6 +215,7 @@ def usage(output: Output) -> dict[str, Any]:
     used = output.usage or CacheUsage(read=cached, created={}, input=prompt - cached, breakpoints=[])
     created = sum(used.created.values())
     for_an_hour = sum(tokens for ttl_s, tokens in used.created.items() if ttl_s >= _HOUR_S)
+    replayed = {"replayed_tokens": output.replayed} if output.replayed else {}
     return {
         "input_tokens": used.input,
         "cache_creation_input_tokens": created,
@@ -223,7 +226,7 @@ def usage(output: Output) -> dict[str, Any]:
         },
         "output_tokens": output.completion_tokens,
         "service_tier": "standard",
-        **({"replayed_tokens": output.replayed} if output.replayed else {}),
+        **replayed,
         "breakpoints": [
             {"tokens": place.tokens, "kept_tokens": place.kept, "ttl_s": place.ttl_s, "reason": place.reason}
             for place in used.breakpoints

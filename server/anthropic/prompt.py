@@ -19,7 +19,7 @@ def chat_of(body: types.MessagesPrompt) -> ChatRequest:
         block.cache_control = block.cache_control or body.cache_control
     tools = [_tool(tool) for tool in body.tools or () if isinstance(tool, types.AnthropicTool)]
     turns = _system(body) + [turn for message in body.messages for turn in turns_of(message)]
-    parts = [part for turn in turns for part in (*(turn.content or ()), *(turn.tool_calls or ()))]
+    parts = [part for turn in turns for several in (turn.content, turn.tool_calls) for part in several or ()]
     points = [getattr(part, "prompt_cache_breakpoint", None) for part in (*tools, *parts)]
     if (count := len(points) - points.count(None)) > MAX_BREAKPOINTS:
         raise InvalidRequest(f"{MAX_BREAKPOINTS} blocks may have cache_control, not {count}", param="cache_control")

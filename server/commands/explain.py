@@ -42,7 +42,8 @@ def explain_files(texts: tuple[str, str], names: tuple[str, str], tokenizer: Tok
     table.add_column("")
     for name, length in zip(names, lengths, strict=True):
         table.add_column(f"{name} ({length:,} tokens)", overflow="fold", ratio=1)
-    table.add_row("both", *2 * [Text(one_line(parting.before))])
+    shared = Text(one_line(parting.before))
+    table.add_row("both", shared, shared)
     if parting.here or parting.there:
         sides = (parting.there or "", "bold red"), (parting.here, "bold green")
         table.add_row("then", *(Text(one_line(text), style) for text, style in sides))

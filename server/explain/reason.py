@@ -1,9 +1,12 @@
 """The explanation of a cache miss, in Ramet's, OpenAI's and Anthropic's form."""
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from __future__ import annotations
 
-from server.explain.compare import Parting
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from server.explain.compare import Parting
 
 Reason = Literal[
     "hit", "new_text", "never_here", "tools_differ", "system_differs", "messages_differ", "prompt_differs", "evicted",

@@ -28,10 +28,6 @@ _UNSHARED: dict[Unshared, tuple[Reason, str]] = {
 MakeConversation = Callable[[], Conversation | None]
 
 
-def plain_text() -> None:
-    """The `MakeConversation` of a prompt that is plain text."""
-
-
 class MissReport:
     """Explains the cache misses of one request. Create it before the prompts are submitted.
 
@@ -39,7 +35,7 @@ class MissReport:
         answers: the recent prompts, among them that of `earlier`.
         account: the request's, whose submissions must have `explain`.
         earlier: id of an answer of the same account, to compare with its prompt; None: with the nearest cached prompt.
-        conversation: makes the conversation of a single prompt; default: prompts are plain text.
+        conversation: makes the conversation of a single prompt; None: prompts are plain text.
     """
 
     def __init__(
@@ -48,7 +44,7 @@ class MissReport:
         answers: Answers,
         account: str,
         earlier: str | None = None,
-        conversation: MakeConversation = plain_text,
+        conversation: MakeConversation | None = None,
     ):
         self._tokenizer = tokenizer
         self._earlier = earlier
@@ -120,7 +116,7 @@ class MissReport:
 
     def _part(self, submission: Encoded, token: int, other: bytes | None) -> Parting:
         try:
-            conversation = self._conversation()
+            conversation = None if self._conversation is None else self._conversation()
         except RametError:  # for example, what it names was deleted after the submission
             conversation = None
         return find_parting(self._tokenizer, submission.tokens, token, other, conversation)

@@ -22,10 +22,10 @@ def receipt_of(submission: Encoded, output: Output, info: ModelInfo) -> dict[str
 
     `exact` is false for prompts with parts, whose answers `ramet verify` does not compute again.
     """
-    adapter = submission.namespace.adapter
+    adapted = {"adapter": digest} if (digest := submission.namespace.adapter) else {}
     return {
         **identity_of(info),
-        **({"adapter": adapter} if adapter else {}),
+        **adapted,
         "prompt": digest_of(submission.tokens),
         "parameters": submission.sampling.model_dump(mode="json", exclude_defaults=True),
         "output": digest_of(array("i", output.token_ids).tobytes()),

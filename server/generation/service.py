@@ -8,7 +8,7 @@ from asyncio import to_thread
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from fastapi import Request, Response
 from msgspec.structs import replace
@@ -20,14 +20,15 @@ from runtime.frontend.stream import InTurn, OutputStream
 from runtime.protocol import ModelInfo
 from server.explain.answers import Answers
 from server.explain.reason import Explanation
-from server.explain.report import MakeConversation, MissReport, plain_text
 from server.generation.bodies import GenerationBody, naming
-from server.generation.receipts import receipt_of
 from server.http.answers import JsonAnswer, JsonObject, write_logprobs
 from server.http.context import Context, provided
 from server.http.sse import Events, EventStream, while_there
 from server.telemetry.journal import Journal
 from server.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:
+    from server.explain.report import MakeConversation, MissReport
 
 
 class Generation:
@@ -118,6 +119,8 @@ class Generation:
         """The field `receipt`: an object, or a list of them for several outputs."""
         info, submissions = self._receipts_of, self.outputs.submissions
         assert info is not None
+        from server.generation.receipts import receipt_of
+
         made = [await to_thread(receipt_of, submissions[output.index], output, info) for output in outputs]
         return {"receipt": made if len(made) > 1 else made[0]}
 
@@ -212,14 +215,14 @@ class GenerationService:
         request: Request,
         body: GenerationBody,
         submissions: list[Submission],
-        conversation: MakeConversation = plain_text,
+        conversation: MakeConversation | None = None,
         answer: str | None = None,
         following: Callable[[Encoded, Output], str | None] | None = None,
     ) -> Generation:
         """Submit a request's prompts. Errors name the request's fields.
 
         Args:
-            conversation: makes the conversation of a single submission, to explain misses.
+            conversation: makes the conversation of a single submission, to explain misses; None: it is plain text.
             answer: the answer's id for later comparisons; needed unless it ends with the submission's `rid`.
             following: renders the conversation behind the answer to a submission, see `AsyncEngine.prepare`; None:
                 there is none.
@@ -229,6 +232,8 @@ class GenerationService:
         """
         report = None
         if body.explain or body.earlier is not None:
+            from server.explain.report import MissReport
+
             tokenizer = self.context.engine.tokenizer
             report = MissReport(tokenizer, self._answers, submissions[0].account, body.earlier, conversation)
             submissions = [replace(submission, explain=True) for submission in submissions]

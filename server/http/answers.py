@@ -70,7 +70,7 @@ async def write_logprobs(outputs: OutputStream, write: Callable[[Output], None],
 
     Raises ValueError if a log-probability is NaN.
     """
-    items = [*(output.logprobs or ()), *(output.prompt_logprobs or ())]
+    items = [item for several in (output.logprobs, output.prompt_logprobs) for item in several or ()]
 
     def work() -> None:
         for item in items:

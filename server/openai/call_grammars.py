@@ -12,11 +12,10 @@ from runtime.json_text import parse_schema
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import Lazy, SamplingParams
 from server.openai.dialects.dialect import CLOSE, OPEN
+from server.openai.dialects.json_objects import MARKERS
 from server.openai.dialects.tagged import FENCE, FENCE_END
 from server.openai.schemas import Expressions, definitions_of
 from server.openai.tools import Tool
-
-MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")
 
 # White space between the parts of a call. The model may have begun the call with more of it before the grammar applies.
 _SPACE, _MORE_SPACE = r"[ \n]?", r"[ \n\t]{0,8}"

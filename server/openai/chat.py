@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 
@@ -16,12 +16,14 @@ from server.http.context import Context
 from server.openai.common import ChoicesWriter, add_logprobs, finish_reason
 from server.openai.dialects.choosing import dialect_of
 from server.openai.dialects.tagged import TAGGED
-from server.openai.harmony import HarmonyReader
 from server.openai.messages import Message
 from server.openai.prompt import Chats, begins_reasoning
 from server.openai.reader import AnswerReader, CallReader, Said, text_input
 from server.openai.tools import ToolCall
 from server.openai.types import ChatRequest
+
+if TYPE_CHECKING:
+    from server.openai.harmony import HarmonyReader
 
 router = EveryKey(prefix="/v1", tags=["openai"])
 
@@ -132,10 +134,11 @@ class ChatWriter(ChoicesWriter):
     def _ending(self, output: Output, tokens: list[int]) -> dict[str, Any]:
         """The fields of a choice that follow its text."""
         reason, calls = finish_reason(output), self._readers[output.choice].num_calls
+        ids = {"token_ids": tokens} if self._body.return_token_ids else {}
         return {
             "logprobs": {"content": self._logprobs[output.choice], "refusal": None} if self._body.logprobs else None,
             "finish_reason": "tool_calls" if reason == "stop" and calls else reason,
-            **({"token_ids": tokens} if self._body.return_token_ids else {}),
+            **ids,
         }
 
     def _explained(self, why: Explanation | None) -> dict[str, Any]:
@@ -165,7 +168,7 @@ def message_of(body: ChatRequest, tokenizer: Tokenizer, submission: Encoded, out
     return Message(role="assistant", content=text, reasoning_content=thought or None, tool_calls=sent)
 
 
-def reader_of(body: ChatRequest, tokenizer: Tokenizer, submission: Encoded) -> AnswerReader | HarmonyReader:
+def reader_of(body: ChatRequest, tokenizer: Tokenizer, submission: Encoded) -> "AnswerReader | HarmonyReader":
     """The reader of an answer to a rendered prompt."""
     dialect = dialect_of(tokenizer)
     is_forced = submission.sampling.constrained and submission.sampling.lazy is None
@@ -177,6 +180,8 @@ def reader_of(body: ChatRequest, tokenizer: Tokenizer, submission: Encoded) -> A
         given_names=body.given_names,
     )
     if dialect.is_harmony:
+        from server.openai.harmony import HarmonyReader
+
         return HarmonyReader(calls, body.separate_reasoning)
     if not body.separate_reasoning:
         return AnswerReader(calls, "text")

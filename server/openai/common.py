@@ -53,7 +53,8 @@ class ChoicesWriter(Writer):
 
     def envelope(self, choice: dict[str, Any]) -> dict[str, Any]:
         """A chunk with one choice."""
-        return {**self._head, "choices": [choice], **({"usage": None} if self._with_usage else {})}
+        chunk = {**self._head, "choices": [choice]}
+        return chunk | {"usage": None} if self._with_usage else chunk
 
     def end(self) -> Iterable[dict[str, Any]]:
         if self._with_usage:

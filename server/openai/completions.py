@@ -84,11 +84,12 @@ class CompletionWriter(ChoicesWriter):
             return
         echoed = (output.prompt_logprobs or []) if self._body.echo else []
         hidden = self._tokenizer.special_ids if self._body.skip_special_tokens else frozenset()
-        for i, item in enumerate([*echoed, *(output.logprobs or ())]):
+        own = output.logprobs or []
+        for i, item in enumerate([*echoed, *own]):
             text = text_of(item.token)
             is_shown = i >= self._num_added(output.index) if i < len(echoed) else item.token not in hidden
             offset = self._offsets[key].push(item.token, is_shown)
-            entry = {"tokens": text, "token_logprobs": item.logprob, "text_offset": offset}
+            entry: dict[str, Any] = {"tokens": text, "token_logprobs": item.logprob, "text_offset": offset}
             entry["top_logprobs"] = {text_of(token): value for token, value in item.top[: self._body.logprobs]} or None
             for name, values in self._logprobs[key].items():
                 if values is not None:
@@ -111,6 +112,7 @@ class CompletionWriter(ChoicesWriter):
         if self.begins(output):
             text = self._prompt(output.index) + text if body.echo else text
             ids |= {"prompt_token_ids": self.prompts[output.index]} if body.return_token_ids else {}
+        explained = {} if why is None else {"explain": why.describe()}
         return {
             "index": output.index * body.n + output.choice,
             "text": text,
@@ -118,7 +120,7 @@ class CompletionWriter(ChoicesWriter):
             "finish_reason": finish_reason(output),
             **self.prompt_logprobs_of(output),
             **ids,
-            **({} if why is None else {"explain": why.describe()}),
+            **explained,
         }
 
     def _num_added(self, index: int) -> int:

@@ -123,7 +123,6 @@ class InfillWriter(Writer):
             return result
         word = finish.matched if isinstance(finish.matched, str) else ""
         kind = "word" if word else {"stop": "eos", "length": "limit"}.get(finish.type, "none")
-        prompts = {"prompt_token_ids": self._prompts[0]} if self._body.return_token_ids else {}
         result |= {
             "model": self._model,
             "truncated": False,
@@ -131,10 +130,13 @@ class InfillWriter(Writer):
             "stopping_word": word,
             "tokens_cached": output.cached_tokens,
             "timings": _timings(output),
-            **prompts,
-            **({} if why is None else {"explain": why.describe()}),
-            **({"left_out": self._body.left_out} if self._body.left_out else {}),
         }
+        if self._body.return_token_ids:
+            result["prompt_token_ids"] = self._prompts[0]
+        if why is not None:
+            result["explain"] = why.describe()
+        if self._body.left_out:
+            result["left_out"] = self._body.left_out
         return _chosen(result, self._body.response_fields)
 
 

@@ -1,10 +1,12 @@
 """Makes the prompts of chats, with breakpoints and parts of features."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import Request
 
@@ -14,23 +16,23 @@ from runtime.frontend.output import Prompt, Submission, UnplacedPrompt, new_rid
 from runtime.frontend.pictures import Pictures
 from runtime.models.marks import new_place
 from runtime.models.tokenizer import Tokenizer
+from runtime.params import SamplingParams
 from server.auth.keys import Tenant
-from server.explain.conversation import Conversation
 from server.features.parts import FoundPart, Stores, find_parts
 from server.features.registry import write_turns
 from server.generation.bodies import naming
 from server.http.context import Context, provided
-from server.http.image_hosts import hosts_of
 from server.http.sse import while_there
 from server.openai.caching import Mark, keep_places, unmarked
-from server.openai.call_grammars import behind_reasoning, calls_or_format, lazy_calls, schema_of_any_call
 from server.openai.dialects.choosing import dialect_of, writes_special
 from server.openai.dialects.dialect import Dialect
 from server.openai.dialects.json_objects import WHOLE
-from server.openai.harmony import FINALS
 from server.openai.messages import Message
 from server.openai.tools import Function, Tool, continue_chat, render_chat, with_tools
 from server.openai.types import ChatRequest
+
+if TYPE_CHECKING:
+    from server.explain.conversation import Conversation
 
 
 class ChatPrompts:
@@ -57,25 +59,15 @@ class ChatPrompts:
 
     def submission(self, body: ChatRequest, tenant: Tenant) -> Submission:
         """The submission of a conversation, whose prompt is rendered later in a thread. Raises InvalidRequest."""
-        engine, tokenizer = self._context.engine, self._context.engine.tokenizer
-        sampling, otherwise = body.sampling(body.most_tokens, body.constraint()), None
+        tokenizer = self._context.engine.tokenizer
+        sampling = body.sampling(body.most_tokens, body.constraint())
+        otherwise: SamplingParams | None = None
         dialect = dialect_of(tokenizer)
         if writes_special(tokenizer):
             sampling = sampling.model_copy(update={"skip_special_tokens": False})
-        with naming(body.names):
-            if body.offered and not sampling.constrained and engine.info.decoding is None and dialect.is_json:
-                sampling, otherwise = lazy_calls(tokenizer, sampling, body.callable_tools(), dialect is not WHOLE)
-            elif body.offered and not body.must_call and sampling.json_schema is not None:
-                tools, schema = body.callable_tools(), sampling.json_schema
-                grammar = calls_or_format(tokenizer, tools, schema, dialect is not WHOLE)
-                sampling = sampling.model_copy(update={"json_schema": None, "grammar": grammar})
-            elif sampling.constrained:
-                if body.must_call:
-                    any_call = json.dumps(schema_of_any_call(body.callable_tools()))
-                    otherwise = sampling.model_copy(update={"json_schema": any_call})
-                if begins := self._reasoning_ends(body, dialect):
-                    sampling = behind_reasoning(tokenizer, sampling, begins)
-                    otherwise = otherwise and behind_reasoning(tokenizer, otherwise, begins)
+        if body.offered or sampling.constrained:
+            with naming(body.names):
+                sampling, otherwise = self._constrained(body, sampling, dialect)
         images = self._images(body, tenant)
         return body.submission(
             partial(self._render, body, tenant, images),
@@ -90,6 +82,28 @@ class ChatPrompts:
             shared_text=partial(self._system_text, body),
             progress=body.stream and body.return_progress,
         )
+
+    def _constrained(
+        self, body: ChatRequest, sampling: SamplingParams, dialect: Dialect
+    ) -> tuple[SamplingParams, SamplingParams | None]:
+        """Parameters whose grammar follows tools and formats, and those to take if it cannot. Raises InvalidRequest."""
+        from server.openai.call_grammars import behind_reasoning, calls_or_format, lazy_calls, schema_of_any_call
+
+        engine, tokenizer, otherwise = self._context.engine, self._context.engine.tokenizer, None
+        if body.offered and not sampling.constrained and engine.info.decoding is None and dialect.is_json:
+            return lazy_calls(tokenizer, sampling, body.callable_tools(), dialect is not WHOLE)
+        if body.offered and not body.must_call and sampling.json_schema is not None:
+            tools, schema = body.callable_tools(), sampling.json_schema
+            grammar = calls_or_format(tokenizer, tools, schema, dialect is not WHOLE)
+            return sampling.model_copy(update={"json_schema": None, "grammar": grammar}), None
+        if sampling.constrained:
+            if body.must_call:
+                any_call = json.dumps(schema_of_any_call(body.callable_tools()))
+                otherwise = sampling.model_copy(update={"json_schema": any_call})
+            if begins := self._reasoning_ends(body, dialect):
+                sampling = behind_reasoning(tokenizer, sampling, begins)
+                otherwise = otherwise and behind_reasoning(tokenizer, otherwise, begins)
+        return sampling, otherwise
 
     async def text(self, body: ChatRequest, tenant: Tenant, images: Pictures | None = None) -> str:
         """The rendered text of a conversation, in which images have marks. Raises InvalidRequest if it has parts."""
@@ -114,6 +128,8 @@ class ChatPrompts:
         """Fetch the images that are URLs of hosts that the operator lists. Raises InvalidRequest."""
         if self._context.engine.sight is None or not (parts := [one for turn in body.messages for one in turn.images]):
             return
+        from server.http.image_hosts import hosts_of
+
         hosts, param = hosts_of(self._context.config.server.image_hosts), body.names.get("prompt", "messages")
         fetched = await hosts.fetch(tenant.account, [part.url for part in parts], param)
         for part in parts:
@@ -157,6 +173,8 @@ class ChatPrompts:
     def _reasoning_ends(self, body: ChatRequest, dialect: Dialect) -> Sequence[str]:
         """The texts that end the reasoning of an answer; none if it does not begin with reasoning."""
         if dialect.is_harmony:
+            from server.openai.harmony import FINALS
+
             return () if body.must_call else FINALS
         return dialect.thoughts[1:] if begins_reasoning(body, self._context.engine.tokenizer) else ()
 
@@ -204,6 +222,8 @@ def conversation_of(
     def plain(content: str | list[str | FoundPart]) -> str:
         parts = [content] if isinstance(content, str) else content
         return "\n".join(part if isinstance(part, str) else part.content for part in parts)
+
+    from server.explain.conversation import Conversation
 
     example = Tool(type="function", function=Function(name="example"))
     plain_turns = [{**turn, "content": plain(turn["content"])} for turn in turns]

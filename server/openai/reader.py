@@ -7,9 +7,8 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic_core import from_json
 
-from server.openai.call_grammars import MARKERS
 from server.openai.dialects.dialect import Calls, Dialect
-from server.openai.dialects.json_objects import read_json
+from server.openai.dialects.json_objects import MARKERS, read_json
 from server.openai.dialects.parameters import Schemas
 from server.openai.dialects.tagged import TAGGED
 from server.openai.dialects.tags import Closing, end_of_call

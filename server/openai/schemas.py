@@ -179,8 +179,8 @@ def _uncircled(found: Any, circles: set[str]) -> Any:
         return [_uncircled(one, circles) for one in found]
     if not isinstance(found, dict):
         return found
-    members = found.get("allOf")
-    for one in (found, *(members if isinstance(members, list) else ())):
+    members = every if isinstance(every := found.get("allOf"), list) else []
+    for one in (found, *members):
         if isinstance(one, dict) and isinstance(name := one.get("$ref"), str) and name[_PREFIX:] in circles:
             return {"$ref": name}
     return {key: _of_keyword(key, value, lambda one: _uncircled(one, circles)) for key, value in found.items()}

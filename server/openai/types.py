@@ -18,7 +18,6 @@ from server.generation.bodies import AnswerId, GenerationBody, LogitBias, Reuse,
 from server.http import fields
 from server.http.wire import Body, JsonObject, OneOrMany, Prompts, Rid, Text, TokenIds, Unusable, example
 from server.openai.caching import CacheOptions, Mark, Retention, unmarked
-from server.openai.call_grammars import schema_of_any_call, schema_of_call
 from server.openai.dialects.parameters import Parameters
 from server.openai.formats import Constrained, Constraint, ResponseFormat, StructuredOutputs, only
 from server.openai.messages import Messages
@@ -303,6 +302,8 @@ class ChatRequest(CommonRequest, ChatFields):
         """The constraint on the answer. Raises InvalidRequest."""
         tools = self.callable_tools()
         if self.must_call:
+            from server.openai.call_grammars import schema_of_any_call, schema_of_call
+
             schema = schema_of_call(tools)
             return {"json_schema": schema if len(schema) <= MAX_SCHEMA else json.dumps(schema_of_any_call(tools))}
         return only(self.constraints())

@@ -47,9 +47,12 @@ def app(given_arguments: Arguments | dict[str, Any]) -> Application:
     given = parser.parse_args(shlex.split(arguments.options))
     config, options = config_from(parser, given), vars(given)
     processes = config.model.tensor_parallel
-    bundle = {"CPU": arguments.cpus, **({"GPU": arguments.gpus} if arguments.gpus else {})}
-    # All processes of an engine must run on one machine.
-    group: dict[str, Any] = {"placement_group_bundles": [bundle] * processes, "placement_group_strategy": "STRICT_PACK"}
+    bundle = {"CPU": arguments.cpus}
+    if arguments.gpus:
+        bundle["GPU"] = arguments.gpus
+    group: dict[str, Any] = {}
+    if processes > 1:  # all processes of an engine must run on one machine
+        group = {"placement_group_bundles": [bundle] * processes, "placement_group_strategy": "STRICT_PACK"}
     router = RequestRouterConfig(
         request_router_class="server.ray.router:PrefixRouter",
         request_router_kwargs={
@@ -66,7 +69,7 @@ def app(given_arguments: Arguments | dict[str, Any]) -> Application:
         graceful_shutdown_timeout_s=config.server.drain_time,
         health_check_period_s=2,
         request_router_config=router,
-        **(group if processes > 1 else {}),
+        **group,
         **arguments.size,
     ).bind(options)
     front = serve.deployment(

@@ -29,7 +29,8 @@ class Replica:
         host = ray.util.get_node_ip_address()
         self.metadata = {name: f"tcp://{host}:{_free_port(host)}" for name in ("events", "replay")}
         endpoints = ",".join(self.metadata.values())
-        config = make_config(**{**self._options, "kv_events": endpoints, "kv_events_of": "hashes"})
+        options = self._options | {"kv_events": endpoints, "kv_events_of": "hashes"}
+        config = make_config(**options)
         self._engine, tenants = prepare(config)
         await self._engine.start()
         self._app = create_app(self._engine, config, tenants)

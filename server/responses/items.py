@@ -108,7 +108,7 @@ def _turn(item: types.Item, last: Message | None) -> Message:
     assert isinstance(item, types.ItemCall)
     if last is None or last.role != "assistant":
         return Message(role="assistant", tool_calls=[item.plain()])
-    last.tool_calls = [*(last.tool_calls or ()), item.plain()]
+    last.tool_calls = (last.tool_calls or []) + [item.plain()]
     return last
 
 

@@ -277,8 +277,8 @@ class ResponseRequest(SampledRequest):
         found = []
         for tool in self.tools:
             if isinstance(tool, ItemNamespace):
-                words = [tool.description, *[None] * len(tool.tools)]  # the first tool gets the namespace's description
-                for one, word in zip(tool.tools, words, strict=False):
+                for i, one in enumerate(tool.tools):
+                    word = None if i else tool.description  # the first tool gets the namespace's description
                     description = "\n".join(filter(None, [word, _description(one)])) or None
                     found.append(Offered(f"{tool.name}.{one.name}", one, description, tool.name))
             elif not isinstance(tool, Unusable):

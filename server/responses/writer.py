@@ -157,7 +157,8 @@ class ResponseWriter(Writer):
         named = {"item_id": item["id"]}
         yield self._of_item(f"response.{kind}.delta", **named, delta=arguments)
         item |= {key: arguments} | ({"status": status} if "status" in item else {})
-        yield self._of_item(f"response.{kind}.done", **named, **{key: arguments}, **more)
+        more |= {key: arguments}
+        yield self._of_item(f"response.{kind}.done", **named, **more)
         yield self._of_item("response.output_item.done", item=item)
 
     def _note_end(self, output: Output) -> str:
@@ -231,6 +232,7 @@ def _beginning(body: ResponseRequest, left_out: list[str], rid: str, model: str)
     if form.schema_ is not None:
         shown |= {"name": "answer", "schema": form.schema_, "strict": True}
     tools = [_described(tool) for tool in body.tools if not isinstance(tool, Unusable)]
+    more = {"left_out": left_out} if left_out else {}
     return body.model_dump(include=_SAME) | {
         "id": rid,
         "object": "response",
@@ -250,5 +252,5 @@ def _beginning(body: ResponseRequest, left_out: list[str], rid: str, model: str)
         "reasoning": {"effort": body.reasoning.effort, "summary": None},
         "text": {"format": shown},
         "prompt_cache_options": None if options is None else options.model_dump(exclude={"prewarm"}),
-        **({"left_out": left_out} if left_out else {}),
+        **more,
     }

@@ -22,7 +22,6 @@ from server.generation.service import Generation, Service, Writer
 from server.http import fields
 from server.http.answers import JsonList
 from server.http.context import Context
-from server.http.image_hosts import hosts_of
 from server.http.sse import while_there
 from server.http.wire import MAX_BATCH, IdPrompts, OneOr, OneOrMany, Rid, Text, example
 
@@ -183,6 +182,8 @@ async def _fetch(body: GenerateRequest, tenant: Tenant, context: Context) -> dic
     if context.engine.sight is None:
         return {}
     given = [file for one in _listed(body.image_data or []) for file in _listed(one)]
+    from server.http.image_hosts import hosts_of
+
     return await hosts_of(context.config.server.image_hosts).fetch(tenant.account, given, "image_data")
 
 
@@ -251,8 +252,8 @@ class GenerateWriter(Writer):
     def _empty(asked: Submission) -> dict[str, JsonList]:
         if asked.logprobs is None:
             return {}
-        kinds = ["token", *(["top"] if asked.logprobs else [])]
-        parts = ["output", *(["input"] if asked.prompt_logprobs_from is not None else [])]
+        kinds = ("token", "top") if asked.logprobs else ("token",)
+        parts = ("output",) if asked.prompt_logprobs_from is None else ("output", "input")
         return {f"{part}_{kind}_logprobs": JsonList() for part in parts for kind in kinds}
 
     def add_logprobs(self, output: Output) -> None:

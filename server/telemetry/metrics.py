@@ -210,7 +210,8 @@ class Metrics:
         """A metric with the model's name and further labels; `values`: by label value, or by tuple of label values."""
         metric = family(name, text, labels=[*self._labels, *labels])
         for own, value in values.items():
-            metric.add_metric([*self._labels.values(), *((own,) if isinstance(own, str) else own)], value)
+            several = (own,) if isinstance(own, str) else own
+            metric.add_metric([*self._labels.values(), *several], value)
         return metric
 
     def _histogram(self, name: str, text: str, bounds: Sequence[float], counts: list[int], total: float) -> Metric:

@@ -153,9 +153,10 @@ def run(client: Client, home: Path, url: str, words: int) -> tuple[str, str, str
         return "not tried", "", f"cannot be installed: {last_line(str(getattr(error, 'stderr', '') or error))}"
     environment = {**os.environ, "PATH": f"{home / 'node_modules/.bin'}:{home / 'bin'}:{os.environ['PATH']}"}
     environment.pop("PYTHONPATH", None)
+    arguments = [url, MODEL, str(words)] if client.agent else [url, MODEL]
     try:
         done = subprocess.run(
-            [*command, url, MODEL, *([str(words)] if client.agent else [])],
+            [*command, *arguments],
             capture_output=True,
             text=True,
             timeout=PATIENCE_S,

@@ -21,7 +21,8 @@ ask = {"model": model, "messages": [{"role": "user", "content": "Name a tree."}]
 whole = api.chat.completions.create(**ask).choices[0].message.content
 chunks = api.chat.completions.create(**ask, stream=True)
 assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
-assert api.chat.completions.parse(**{**ask, "max_tokens": 100}, response_format=Tree).choices[0].message.parsed
+given = ask | {"max_tokens": 100}
+assert api.chat.completions.parse(**given, response_format=Tree).choices[0].message.parsed
 asked = {"model": model, "input": "Name a tree.", "temperature": 0, "max_output_tokens": 16}
 answer = api.responses.create(**asked)
 *_, last = api.responses.create(**asked, stream=True)

@@ -4,7 +4,8 @@ from array import array
 
 import pytest
 
-from radix import EventLog, Match, Namespace, RadixTree, attached_key, make_policy, nearest, slices, text_of_path, view
+from radix import EventLog, Match, Namespace, RadixTree, attached_key, make_policy, nearest, text_of_path
+from radix.inspection import slices, view
 from runtime.features.drafts.lookup import continuation
 from tests.radix.trees import key
 

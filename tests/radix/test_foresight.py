@@ -75,8 +75,10 @@ def test_counts_of_lives_that_entered_a_bucket_and_returned_in_it(monkeypatch):
         lives.append(learned.begin(tick, draw.randint(1, 10), draw.uniform(1, 20000), draw.random() < 0.2))
         life = lives[max(int(step - draw.paretovariate(0.5)), 0)]
         if not life.is_over:
-            returned = draw.random() < 0.8
-            (learned.end if returned else learned.cancel)(*((life, tick) if returned else (life,)))
+            if returned := draw.random() < 0.8:
+                learned.end(life, tick)
+            else:
+                learned.cancel(life)
             ends.setdefault(life, bucket(tick - life.tick) if returned else -1)
         if step % 64 == 0:
             learned.learn(tick)

@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from radix import POLICIES, Holds, Match, Namespace, Quotas, RadixTree, attached_key, make_policy, path, view
+from radix import POLICIES, Holds, Match, Namespace, Quotas, RadixTree, attached_key, make_policy, path
+from radix.inspection import view
 from radix.node import TOKEN_BYTES, Node
 from tests.radix.trees import key
 

@@ -6,7 +6,8 @@ from itertools import count
 
 import pytest
 
-from radix import Namespace, RadixTree, make_policy, outline, slices, view
+from radix import Namespace, RadixTree, make_policy
+from radix.inspection import outline, slices, view
 from tests.radix.trees import Tree, key
 
 A, B = Namespace("a"), Namespace("b")

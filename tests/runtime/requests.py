@@ -24,8 +24,9 @@ def make_request(
     """A request of which the first `prompt_len` tokens are the prompt, by default all; `message`: its fields."""
     params = sampling or SamplingParams()
     length = len(tokens) if prompt_len is None else prompt_len
+    message = {"rid": "r", "tokens": b""} | message
     request = Request(
-        AddRequest(**{"rid": "r", "tokens": b"", **message}),
+        AddRequest(**message),
         SamplerState(params, frozenset(params.stop_token_ids), message.get("prompt_logprobs_from")),
         Sequence(array("i", tokens)),
         length,

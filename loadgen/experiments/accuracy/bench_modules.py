@@ -69,8 +69,8 @@ class PromptModules(ModelBench):
     def cells(self) -> Iterator[Cell]:
         if self.quality:
             for task in self.tasks:
-                has_pairs = bool(TASKS[task](random.Random(0)).pairs)
-                for way in (FULL, "independent", "nested", *([_PAIRS] if has_pairs else []), "a scaffold of all"):
+                pairs = (_PAIRS,) if TASKS[task](random.Random(0)).pairs else ()
+                for way in (FULL, "independent", "nested", *pairs, "a scaffold of all"):
                     yield {"work": task, "way": way}
             return
         for length in self.lengths:

@@ -108,8 +108,9 @@ class Gpu(Bench):
     def _tokens_path(self) -> Path:
         if self.model is None and self.device == "cpu":
             return random_model(self._directory, 2)
+        given = {} if self.model is None else {"model": self.model}
         try:
-            return resolve_model(make_config(**({} if self.model is None else {"model": self.model})).model)
+            return resolve_model(make_config(**given).model)
         except ModelError:
             if self.model is not None:
                 raise

@@ -147,7 +147,9 @@ def _ours(
     Raises RuntimeError if they did not run as the options say.
     """
     on_gpu = options["device"] != "cpu"
-    options = {"pool_tokens": 4096, **options, **({} if on_gpu else {"kernels": "torch"})}
+    options = {"pool_tokens": 4096} | options
+    if not on_gpu:
+        options["kernels"] = "torch"
     shared = options.pop("shared", None)
     by_flashinfer = on_gpu and options["dtype"] != "float32" and options.get("kernels") != "torch"
     drive = WatchedDrive(path, **options)

@@ -56,7 +56,8 @@ def write_family(name: str, directory: Path) -> Path:
     architecture, _, fields = FAMILIES[name]
     kind = getattr(transformers, f"{architecture}ForCausalLM")
     torch.manual_seed(1)
-    model = kind(kind.config_class(**_BASE | fields))
+    given = _BASE | fields
+    model = kind(kind.config_class(**given))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim == 1 or parameter_name.endswith("_bias"):

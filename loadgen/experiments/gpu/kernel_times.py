@@ -22,8 +22,10 @@ def profile_kernels(work: Callable[[], object], device: str, steps: int) -> dict
     Raises:
         RuntimeError: if the profiler sees no kernel.
     """
-    cuda = device == "cuda"
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiled:
+    cuda, activities = device == "cuda", [ProfilerActivity.CPU]
+    if cuda:
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiled:
         work()
     events = [event for event in profiled.events() if not event.is_user_annotation]
     calls = [(one.name, one.self_cpu_time_total) for one in events if one.device_type == DeviceType.CPU]

@@ -113,7 +113,8 @@ def _targets(found: _Found) -> Iterator[Row]:
         eager, graphs = (found.value("step", "decode", mode=mode, requests=batch) for mode in ("eager", "default"))
         yield _least(f"decode, {batch} requests: graphs over eager, times as fast", 1, _ratio(eager, graphs), ".2f")
     for kernels in ("fa2", "fa3"):
-        value = found.value("share", "prefill", kernels=kernels, **{"rows of a step": 2048})
+        rows = {"rows of a step": 2048}
+        value = found.value("share", "prefill", kernels=kernels, **rows)
         yield _least(f"prefill of 4,096 by 2,048, {kernels}: share of the matrix bound", 0.5, value)
     yield _most("first token of 4,096 cached + 128: times its ideal share", 1.5, found.value("over", "first token"))
     for how, with_, without in (("", "default", "no cascade"), (", eager", "eager", "eager, no cascade")):

@@ -67,7 +67,8 @@ def parts(rehearse: bool, model: str | None) -> list[Part]:
         filters = ("--only", *only) if only else ()
         return part(name, seconds, 25, "gpu", "--parts", *names, *device, *given, *filters)
 
-    user = ("user", *device, *(_TINY_LOAD if rehearse else ("--model", "shapes/llama-8b")))
+    load = _TINY_LOAD if rehearse else ("--model", "shapes/llama-8b")
+    user = ("user", *device, *load)
     bicache = _REHEARSED_BICACHE if rehearse else _BICACHE + _BICACHE_ENGINE
     return [
         gpu("kernels", 26, "kernels", "attention"),

@@ -103,9 +103,9 @@ class Step(ModelBench):
                 name, _, file = code.partition("=")
                 if not file and name not in CODE:
                     raise BenchError(f"--code: {name} is none of {', '.join(CODE)}")
-                library = _open(name, Path(file)) if file else load_best()
+                library, given = _open(name, Path(file)) if file else load_best(), options | CODE.get(name, {})
                 with _kernels(library):
-                    drive = _Steps(path, library, adapters, **options | CODE.get(name, {}))
+                    drive = _Steps(path, library, adapters, **given)
                 stack.callback(drive.close)
                 self._drives[name] = drive
             yield

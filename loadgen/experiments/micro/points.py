@@ -52,7 +52,8 @@ def sessions(kind: str, number: int, draw: random.Random) -> list[Exchange]:
         return cast(list[int], fresh.integers(10, _VOCAB, draw.randint(least, most)).tolist())
 
     is_agent = kind == "agents"
-    systems = [[*text(*((3000, 9000) if is_agent else (200, 900))), STOP] for _ in range(4)]
+    least, most = (3000, 9000) if is_agent else (200, 900)
+    systems = [[*text(least, most), STOP] for _ in range(4)]
     numbers, asks = count(), []
     due: list[tuple[float, int, list[int], int]] = []
     start_s = 0.0

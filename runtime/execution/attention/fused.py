@@ -6,12 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from runtime.batch import AttentionPlan, Edge
+from runtime.batch import AttentionPlan, Edge, rows_of
 from runtime.execution.attention.paged_index import (
     first_row,
     is_causal,
     merge_table,
-    rows_of,
     visible_of,
     visible_pairs,
 )

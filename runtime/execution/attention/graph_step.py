@@ -128,7 +128,8 @@ def _index(found: Sequence[_Request], requests: int, rows: np.ndarray) -> PagedI
     """Index arrays of some virtual requests and of others without queries, up to `requests`; None: there are more."""
     if len(found) > requests:
         return None
-    queries, pages, used = zip(*found, *[(0, _NO_PAGES, 0)] * (requests - len(found)), strict=True)
+    others = [(0, _NO_PAGES, 0)] * (requests - len(found))
+    queries, pages, used = zip(*found, *others, strict=True)
     return PagedIndex(
         rows=rows,
         qo_indptr=indptr(queries),

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from runtime.batch import AttentionPlan, Edge, Span
+from runtime.batch import AttentionPlan, Edge, Span, rows_of
 
 # A table of partial results costs three kernels a layer, in place of one for each run of rows.
 _MOST_RUNS = 3
@@ -60,13 +60,6 @@ def paged_index(plan: AttentionPlan, page_size: int) -> PagedIndex:
         last_page_len=np.array([(span.length - 1) % page_size + 1 for span in spans], dtype=np.int32),
         shift=np.repeat(np.array([span.shift for span in spans], dtype=np.int64), counts),
     )
-
-
-def rows_of(edge: Edge, num_rows: int) -> np.ndarray:
-    """An edge's rows, int64 [n]. `num_rows`: number of rows of the plan."""
-    if isinstance(edge.rows, slice):
-        return np.arange(*edge.rows.indices(num_rows), dtype=np.int64)
-    return edge.rows.cpu().numpy()
 
 
 def first_row(edge: Edge, num_rows: int) -> int:

@@ -7,8 +7,8 @@ from itertools import groupby, pairwise
 import numpy as np
 import torch
 
-from runtime.batch import AttentionPlan, Edge, ForwardBatch, LayerGroup
-from runtime.execution.attention.paged_index import causal_window, rows_of, visible_of
+from runtime.batch import AttentionPlan, Edge, ForwardBatch, LayerGroup, rows_of
+from runtime.execution.attention.paged_index import causal_window, visible_of
 from runtime.kv.near import NearPages
 
 

@@ -1,23 +1,22 @@
 """Attention with rotary embeddings over the paged pool."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from runtime.execution.adapters import add
-from runtime.execution.mixers.mixer import LayerWeights, MixedRows, Mixer, reorder
+from runtime.execution.mixers.mixer import KVMixer, LayerWeights, MixedRows, reorder
 from runtime.execution.ops import Ops
 from runtime.models.spec import DecoderSpec
 
 
 @dataclass(slots=True)
-class Attention(Mixer):
+class Attention(KVMixer):
     """Attention of one layer. q, k, v, and the gate if there is one, are fused, because they read the same input.
 
-    Attributes:
-        index: of the layer.
-        place: the layer of the pool.
+    `index`: of the layer.
     """
 
     spec: DecoderSpec
@@ -58,8 +57,7 @@ class Attention(Mixer):
         attended = rows.attend.run(self.place, q, k, v).flatten(1)
         return attended * qkv[:, -attended.shape[1] :].sigmoid() if self.spec.gated else attended
 
-    def project(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Rotated queries, rotated keys and values, float32 [n, heads + 2 kv_heads, head_dim], of x [n, hidden]."""
+    def project(self, x: torch.Tensor, angles: Any) -> torch.Tensor:
         qk, v = self._split(F.linear(x, self.inputs, self.inputs_bias))
         return torch.cat((*self.ops.rotate_qk(qk, self.spec.num_heads, angles), v), dim=1).float()
 

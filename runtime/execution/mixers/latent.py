@@ -7,24 +7,24 @@ but then the bits of a row's result would depend on their number.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from runtime.execution.mixers.mixer import LayerWeights, MixedRows, Mixer
+from runtime.execution.mixers.mixer import KVMixer, LayerWeights, MixedRows
 from runtime.execution.ops import Ops
 from runtime.models.latent import LATENT_EPS, LatentSpec
 
 
 @dataclass(slots=True)
-class LatentAttention(Mixer):
+class LatentAttention(KVMixer):
     """Latent attention of one layer.
 
     The dimensions of a row of the pool are in the order in which half-split RoPE turns those of the rotated key alone:
     first halves of the rotated key and of the latent vector, then second halves.
 
     Attributes:
-        place: the layer of the pool.
         query_down, query_norm: [query_rank, hidden] and [query_rank]; None: queries are computed from the input.
         query: [heads * (plain + rotated), query_rank or hidden].
         row, row_norm: [rank + rotated, hidden] and [rank].
@@ -42,6 +42,8 @@ class LatentAttention(Mixer):
     row_norm: torch.Tensor
     absorb: torch.Tensor
     expand: torch.Tensor
+    inputs: torch.Tensor | None = None
+    inputs_bias: torch.Tensor | None = None
 
     @classmethod
     def take(cls, weights: LayerWeights, spec: LatentSpec, ops: Ops, place: int, heads: int) -> "LatentAttention":
@@ -73,7 +75,7 @@ class LatentAttention(Mixer):
         attended = rows.attend.run(self.place, q, k, k)
         return torch.matmul(self.expand, attended.permute(1, 2, 0)).permute(2, 0, 1).flatten(1)
 
-    def project(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def project(self, x: torch.Tensor, angles: Any) -> torch.Tensor:
         """Rotated queries and the row as key and value, float32 [n, heads + 2, row], of x [n, hidden]."""
         qk = self._queries_and_row(x)
         q, k = self.ops.rotate_qk(qk, qk.shape[1] - 1, angles)

@@ -1,18 +1,22 @@
 """The interface of mixers, and what they read in a step."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from runtime.batch import StateRows
 from runtime.execution.adapters import Adapted
 from runtime.execution.attention.backend import AttentionBackend
-from runtime.execution.mixers.state_plan import StatePlan
 from runtime.kv.pool import KVPool
-from runtime.kv.states import StatePool
+
+if TYPE_CHECKING:
+    from runtime.execution.mixers.state_plan import StatePlan
+    from runtime.kv.states import StatePool
 
 
 @dataclass(slots=True)
@@ -47,7 +51,8 @@ class MixedRows:
         angles: argument of `Ops.rotate_qk`.
         adapted: the rows with an adapter.
         states, states_in: the rows by sequence, and the pool of their states; only for models with recurrent layers.
-        state_plan: how to compute the sequences together; None: one by one.
+        is_chunked: whether recurrent layers compute the sequences together.
+        state_plan: how they do, which the first of them plans.
     """
 
     attend: Attend
@@ -55,15 +60,36 @@ class MixedRows:
     adapted: Sequence[Adapted]
     states: Sequence[StateRows] = ()
     states_in: StatePool | None = None
+    is_chunked: bool = False
     state_plan: StatePlan | None = None
 
 
 class Mixer(ABC):
-    """The part of a layer in which rows see other rows."""
+    """The part of a layer in which rows see other rows.
+
+    Attributes:
+        inputs, inputs_bias: [columns, hidden] and [columns], the one product with x; None: there are others.
+    """
+
+    inputs: torch.Tensor | None
+    inputs_bias: torch.Tensor | None
 
     @abstractmethod
     def mix(self, x: torch.Tensor, rows: MixedRows) -> torch.Tensor:
         """The input [T', width] of the product that is added to the residual, for normalised states x [T', hidden]."""
+
+
+class KVMixer(Mixer):
+    """A mixer with keys and values in the pool. `place`: the layer of the pool."""
+
+    place: int
+
+    @abstractmethod
+    def project(self, x: torch.Tensor, angles: Any) -> torch.Tensor:
+        """Rotated queries, rotated keys and values, float32 [n, heads + 2 kv_heads, head_dim], of x [n, hidden].
+
+        `angles`: see `Ops.rotate_qk`.
+        """
 
 
 class LayerWeights:

@@ -1,7 +1,7 @@
 """Layers with a state, in float32.
 
-Without a plan of the step (`StatePlan`), sequences are computed one by one, and a sequence cut anywhere gives the same
-bits, given the same rows. With one, all sequences are computed together, and gated delta nets in chunks: the operations
+On a CPU, sequences are computed one by one, and a sequence cut anywhere gives the same
+bits, given the same rows. On a GPU, all sequences are computed together, and gated delta nets in chunks: the operations
 of a step do not grow with its rows, and results are the same up to rounding.
 """
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from runtime.batch import StateRows
 from runtime.execution.mixers.mixer import LayerWeights, MixedRows, Mixer
-from runtime.execution.mixers.state_plan import StatePlan
+from runtime.execution.mixers.state_plan import StatePlan, plan_states
 from runtime.kv.states import StatePool
 from runtime.models.recurrence import RecurrenceSpec
 
@@ -22,7 +22,6 @@ class Recurrent(Mixer):
 
     Attributes:
         order: place of the layer among the recurrent ones.
-        inputs, inputs_bias: [columns, hidden] and [columns], the projections of `project`.
         taps: float32 [width, channels], weights of the convolution by the age of its input, the oldest first.
         tap_bias: float32 [channels].
     """
@@ -56,11 +55,13 @@ class Recurrent(Mixer):
         given, pool = self.project(x), rows.states_in
         record = given[:, : self.spec.record]
         assert pool is not None
-        if rows.state_plan is None:
+        if rows.is_chunked:
+            if rows.state_plan is None:
+                rows.state_plan = plan_states(rows.states, self.spec.width, x.device)
+            out = self._run_all(rows.state_plan, record, pool)
+        else:
             record = record.contiguous()
             out = torch.cat([part for one in rows.states for part in self._run(one, record, pool)])
-        else:
-            out = self._run_all(rows.state_plan, record, pool)
         return self.finish(out, given).to(x.dtype)
 
     def _run_all(self, plan: StatePlan, record: torch.Tensor, pool: StatePool) -> torch.Tensor:

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from runtime.batch import StateRows
+from runtime.batch import MOST_DRAFTED, StateRows
 from runtime.execution.transfers import upload
-from runtime.kv.states import MOST_DRAFTED
 
 # Most rows of a chunk. The cost of a row grows with the rows of its chunk, and the number of waves falls.
 CHUNK = 64

@@ -30,6 +30,7 @@ class NativeChoosing:
         structs = (c.ChoiceStruct * len(choices))()
         for i, one in enumerate(choices):
             p, seen, allowed = one.params, one.seen, one.allowed
+            counted = (None, None) if seen is None else (seen.ids.buffer_info()[0], seen.counts.data_ptr())
             structs[i] = c.ChoiceStruct(
                 one.row,
                 max(p.top_k, 0),
@@ -40,7 +41,7 @@ class NativeChoosing:
                 len(one.barred),
                 pointer([*p.logit_bias], np.int64),
                 pointer([*p.logit_bias.values()], np.float32),
-                *((None, None) if seen is None else (seen.ids.buffer_info()[0], seen.counts.data_ptr())),
+                *counted,
                 pointer(one.barred, np.int64),
                 None if allowed is None else allowed.ctypes.data,
                 p.divisor,

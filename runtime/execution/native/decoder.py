@@ -5,34 +5,34 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, HiddenRows
+from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, HiddenRows, StateRows
 from runtime.execution import torch_decoder
 from runtime.execution.adapters import fuse, rows_within
 from runtime.execution.mixers.attention import Attention
-from runtime.execution.mixers.latent import LatentAttention
-from runtime.execution.mixers.recurrent import Recurrent
+from runtime.execution.mixers.mixer import KVMixer, Mixer
 from runtime.execution.native import library as c
-from runtime.execution.native.experts import NativeExperts
-from runtime.execution.native.latent import PackedLatent
 from runtime.execution.native.library import Library
 from runtime.execution.native.packed import PackedWeights, Team, describe, packed_bytes
 from runtime.execution.native.plan import NativePlan
-from runtime.execution.native.recurrence import describe_recurrence, layer_state, state_rows
-from runtime.execution.native.stored import StoredMatrices
 from runtime.kv.pool import KVPool
-from runtime.models.adapters.lora import LoraAdapter
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.spec import DecoderSpec
-from runtime.models.weights import StoredTensors
 
-Stored = tuple[StoredTensors, Path]
+if TYPE_CHECKING:
+    from runtime.execution.experts import Experts
+    from runtime.execution.native.experts import NativeExperts
+    from runtime.execution.native.latent import PackedLatent
+    from runtime.execution.native.stored import StoredMatrices
+    from runtime.models.adapters.lora import LoraAdapter
+    from runtime.models.stored import StoredTensors
 
 
 class NativeDecoder:
@@ -56,7 +56,7 @@ class NativeDecoder:
         pool: KVPool,
         threads: int,
         bits: int = 0,
-        stored: Stored | None = None,
+        stored: tuple[StoredTensors, Path] | None = None,
         near: KVPool | None = None,
     ) -> None:
         """Pack the weights of `model` and delete the originals.
@@ -76,7 +76,11 @@ class NativeDecoder:
         self._dtype = model.embedding.dtype
         self.adapters: dict[str, PackedAdapter] = {}
         self.team = Team(library, threads)
-        self._stored = StoredMatrices(self.team, model, *stored) if stored else None
+        self._stored: StoredMatrices | None = None
+        if stored is not None:
+            from runtime.execution.native.stored import StoredMatrices
+
+            self._stored = StoredMatrices(self.team, model, *stored)
         self._weights = PackedWeights(self.team, 0 if stored else _model_bytes(library, model, bits))
         self._layers = (c.LayerStruct * self.spec.num_layers)()
         self._latents: list[PackedLatent] = []
@@ -103,28 +107,18 @@ class NativeDecoder:
             down_norm=self._float(layer.down_norm),
         )
         add = partial(pack.add, bits=self._bits)
-        if isinstance(mixer, LatentAttention):
-            self._latents.append(PackedLatent(self.team, mixer, self.spec.hidden_size, self._bits))
-            parts.latent = ctypes.pointer(self._latents[-1].struct)
-        else:
-            assert isinstance(mixer, Attention | Recurrent)
-            if self._stored is None:
-                parts.inputs[0] = add(mixer.inputs, mixer.inputs_bias)
-        if isinstance(mixer, Recurrent):
-            assert self._states is not None
-            parts.state = layer_state(mixer, self._states, self._weights.keep)
-        else:
+        if mixer.inputs is not None and self._stored is None:
+            parts.inputs[0] = add(mixer.inputs, mixer.inputs_bias)
+        if isinstance(mixer, KVMixer):
             pool = self._near if self._near is not None and index in self.spec.near else self.pool
             parts.kv.k, parts.kv.v = pool.k[mixer.place].data_ptr(), pool.v[mixer.place].data_ptr()
         if isinstance(mixer, Attention):
             parts.q_norm, parts.k_norm = self._float(mixer.q_norm), self._float(mixer.k_norm)
             parts.kv.sinks = self._float(mixer.sinks)
+        else:
+            self._pack_other(mixer, parts)
         if layer.experts is not None:
-            stored = None if self._stored is None else self._stored.experts(index)
-            shared = layer.gate_up, layer.down
-            one = NativeExperts(layer.experts, self.team, self._bits, shared, layer.shared_gate, stored)
-            self.experts.append(one)
-            parts.experts = ctypes.pointer(one.struct)
+            self._pack_experts(layer, layer.experts, index, parts)
         if self._stored is not None:
             self._link_layer(layer, index, parts)
         else:
@@ -134,11 +128,32 @@ class NativeDecoder:
                 parts.down = add(layer.down, layer.down_bias)
         return parts
 
+    def _pack_other(self, mixer: Mixer, parts: c.LayerStruct) -> None:
+        """Pack latent attention, or a recurrent layer."""
+        if isinstance(mixer, KVMixer):
+            from runtime.execution.native.latent import PackedLatent
+
+            self._latents.append(PackedLatent(self.team, mixer, self.spec.hidden_size, self._bits))
+            parts.latent = ctypes.pointer(self._latents[-1].struct)
+        else:
+            from runtime.execution.native.recurrence import layer_state
+
+            assert self._states is not None
+            parts.state = layer_state(mixer, self._states, self._weights.keep)
+
+    def _pack_experts(self, layer: torch_decoder.Layer, experts: Experts, index: int, parts: c.LayerStruct) -> None:
+        from runtime.execution.native.experts import NativeExperts
+
+        stored = None if self._stored is None else self._stored.experts(index)
+        shared = layer.gate_up, layer.down
+        one = NativeExperts(experts, self.team, self._bits, shared, layer.shared_gate, stored)
+        self.experts.append(one)
+        parts.experts = ctypes.pointer(one.struct)
+
     def _link_layer(self, layer: torch_decoder.Layer, index: int, parts: c.LayerStruct) -> None:
         """Use the stored matrices."""
         mixer = layer.mixer
         assert self._stored is not None
-        assert isinstance(mixer, Attention | Recurrent)
         inputs, parts.o, parts.gate_up, parts.down = self._stored.layer(index)
         bias = mixer.inputs_bias
         biases = [None] * len(inputs) if bias is None else bias.split([w.n for w in inputs])
@@ -174,7 +189,7 @@ class NativeDecoder:
                 is_bf16=pool.k.dtype == torch.bfloat16,
             ),
             is_gated=spec.gated,
-            recurrence=describe_recurrence(spec.recurrence),
+            recurrence=self._describe_recurrence(),
             layers=self._layers,
             norm=self._float(model.norm),
             head=head,
@@ -183,6 +198,14 @@ class NativeDecoder:
             embedding=None if is_table else self._weights.keep(model.embedding),
             embedding_is_bf16=model.embedding.dtype == torch.bfloat16,
         )
+
+    def _describe_recurrence(self) -> c.RecurrenceShape:
+        """Zeros if there are no recurrent layers."""
+        if self.spec.recurrence is None:
+            return c.RecurrenceShape()
+        from runtime.execution.native.recurrence import describe_recurrence
+
+        return describe_recurrence(self.spec.recurrence)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -236,7 +259,7 @@ class NativeDecoder:
             num_rows=batch.tokens.shape[0],
             groups=groups,
             num_groups=len(batch.groups),
-            states=state_rows(batch.states, kept) if batch.states else None,
+            states=_state_rows(batch.states, kept) if batch.states else None,
             num_states=len(batch.states),
             logits_rows=pointer(batch.logits_rows),
             num_logits=num_logits,
@@ -305,10 +328,23 @@ class NativeDecoder:
         return torch.from_numpy(out)
 
 
+def _state_rows(states: Sequence[StateRows], kept: list[Any]) -> Any:
+    """A ctypes array; what it points to is added to `kept`."""
+    several = (c.StateRowsStruct * len(states))()
+    for to, one in zip(several, states, strict=True):
+        saves = (c.Save * len(one.saves))(*(c.Save(*save) for save in sorted(one.saves)))
+        to.first, to.stop, to.slot, to.target = one.first, one.stop, one.slot, one.target
+        to.draft, to.accepted = one.draft, one.accepted
+        to.saves, to.num_saves = saves, len(saves)
+        kept.append(saves)
+    kept.append(several)
+    return several
+
+
 def _model_bytes(library: Library, model: torch_decoder.TorchDecoder, bits: int) -> int:
     weights = []
     for layer in model.layers:
-        if isinstance(layer.mixer, Attention | Recurrent):
+        if layer.mixer.inputs is not None:
             weights.append((layer.mixer.inputs, False))
         weights.append((layer.o, False))
         if layer.experts is None:

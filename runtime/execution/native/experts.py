@@ -81,9 +81,10 @@ class NativeExperts:
 
 
 def _each(weight: torch.Tensor | PackedExperts) -> list[torch.Tensor | PackedRows]:
-    return [*(weight.each() if isinstance(weight, PackedExperts) else weight)]
+    return list(weight.each() if isinstance(weight, PackedExperts) else weight)
 
 
 def _each_bias(bias: torch.Tensor | None, count: int) -> list[torch.Tensor | None]:
     """A bias for each expert, and none for the shared one."""
-    return [*([None] * count if bias is None else bias), None]
+    biases: list[torch.Tensor | None] = [None] * count if bias is None else list(bias)
+    return [*biases, None]

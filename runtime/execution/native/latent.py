@@ -3,6 +3,7 @@
 import torch
 
 from runtime.execution.mixers.latent import LatentAttention
+from runtime.execution.mixers.mixer import KVMixer
 from runtime.execution.native import library as c
 from runtime.execution.native.packed import PackedWeights, Team, describe, packed_bytes
 from runtime.models.latent import LATENT_EPS
@@ -14,8 +15,9 @@ class PackedLatent:
     Products of each head keep the model's dtype, even beside codes.
     """
 
-    def __init__(self, team: Team, mixer: LatentAttention, hidden: int, bits: int):
+    def __init__(self, team: Team, mixer: KVMixer, hidden: int, bits: int):
         """Move the weights out of `mixer`. Raises MemoryError."""
+        assert isinstance(mixer, LatentAttention)
         down = mixer.query_down if mixer.query_down is not None else mixer.query.new_empty(0, hidden)
         coded = {"query_down": down, "query": mixer.query, "row": mixer.row}
         heads = {"absorb": mixer.absorb, "expand": mixer.expand}

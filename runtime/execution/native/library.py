@@ -213,7 +213,12 @@ _INTO_LIBRARY: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "argmax": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
     "choose": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
-    "measure": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 3)),
+    "measure": (
+        None,
+        (
+            c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p,
+        ),
+    ),
     "decoder_create": (c_void_p, (POINTER(Model), c_void_p)),
     "decoder_destroy": (None, (c_void_p,)),
     "decoder_forward": (None, (c_void_p, POINTER(StepStruct))),

@@ -1,16 +1,19 @@
 """Weights in the layout of the native kernels, and the kernels' thread pool."""
 
+from __future__ import annotations
+
 import ctypes
 import weakref
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from runtime.execution.native import library as c
-from runtime.execution.native.codes import describe_codes, pack_into, panel_rows
 from runtime.execution.native.library import Library
-from runtime.models.ggml import encode
-from runtime.models.mxfp4 import PackedRows
+
+if TYPE_CHECKING:
+    from runtime.models.mxfp4 import PackedRows
 
 _ALIGNMENT = 4096
 
@@ -59,6 +62,8 @@ class PackedWeights:
         """The address of a bias [n] in the order of the matrix's columns."""
         if bias is None:
             return None
+        from runtime.execution.native.codes import panel_rows
+
         order = torch.from_numpy(panel_rows(matrix.n, bool(matrix.is_paired), self.team.library.panel)).flatten()
         return self.keep(bias.float()[order.clamp_min(0)].masked_fill(order < 0, 0))
 
@@ -72,7 +77,9 @@ class PackedWeights:
 def describe(weight: torch.Tensor | PackedRows, paired: bool = False, bits: int = 0) -> c.Matrix:
     """The description of a weight [n, k], without data; see `PackedWeights.add`."""
     n, k = weight.shape
-    if isinstance(weight, PackedRows):
+    if not isinstance(weight, torch.Tensor):
+        from runtime.execution.native.codes import describe_codes
+
         return describe_codes(weight.codes(slice(1)), n, paired)
     if bits:
         return c.Matrix(n=n, k=k, storage=c.CODES, is_paired=paired, bits=bits, group=32, has_minima=bits == 4)
@@ -83,12 +90,15 @@ def pack(team: Team, matrix: c.Matrix, weight: torch.Tensor | PackedRows) -> Non
     """Write a weight [n, k] to `matrix.data`."""
     library = team.library
     if matrix.storage == c.CODES:
+        from runtime.execution.native.codes import pack_into
+        from runtime.models.ggml import encode
+
         size = library.matrix_bytes(ctypes.byref(matrix))
         to = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(matrix.data))
-        if isinstance(weight, PackedRows):
-            pack_into(to, matrix, weight.codes, library.panel)
-        else:
+        if isinstance(weight, torch.Tensor):
             pack_into(to, matrix, lambda rows: encode(weight[rows].float().numpy(), matrix.bits), library.panel)
+        else:
+            pack_into(to, matrix, weight.codes, library.panel)
     else:
         assert isinstance(weight, torch.Tensor)
         library.pack(team.handle, ctypes.byref(matrix), weight.contiguous().data_ptr())

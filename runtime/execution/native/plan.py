@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime.batch import AttentionPlan
-from runtime.execution.attention.paged_index import rows_of
+from runtime.batch import AttentionPlan, rows_of
 from runtime.execution.native import library as c
 from runtime.models.rope import RotaryEmbedding
 

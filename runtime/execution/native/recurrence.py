@@ -1,22 +1,19 @@
 """Recurrent layers for the kernels (`src/recurrence.h`)."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
-from runtime.batch import StateRows
+from runtime.batch import MOST_DRAFTED
 from runtime.execution.mixers.delta_net import DeltaNet
+from runtime.execution.mixers.mixer import Mixer
 from runtime.execution.mixers.recurrent import Recurrent
 from runtime.execution.native import library as c
-from runtime.kv.states import MOST_DRAFTED, StatePool
+from runtime.kv.states import StatePool
 from runtime.models.recurrence import DeltaSpec, RecurrenceSpec
 
 
-def describe_recurrence(spec: RecurrenceSpec | None) -> c.RecurrenceShape:
-    """Zeros if there are no recurrent layers."""
-    if spec is None:
-        return c.RecurrenceShape()
+def describe_recurrence(spec: RecurrenceSpec) -> c.RecurrenceShape:
     shape = c.RecurrenceShape(
         kind=c.SHORT_CONV,
         channels=spec.channels,
@@ -31,8 +28,9 @@ def describe_recurrence(spec: RecurrenceSpec | None) -> c.RecurrenceShape:
     return shape
 
 
-def layer_state(mixer: Recurrent, pool: StatePool, keep: Callable[[torch.Tensor], int]) -> c.LayerState:
+def layer_state(mixer: Mixer, pool: StatePool, keep: Callable[[torch.Tensor], int]) -> c.LayerState:
     """Vectors and states of a layer. `keep`: returns the address of a tensor that is kept as long as the weights."""
+    assert isinstance(mixer, Recurrent)
     tensors = mixer.tensors_in(pool)
     state = c.LayerState(
         taps=keep(mixer.taps),
@@ -44,16 +42,3 @@ def layer_state(mixer: Recurrent, pool: StatePool, keep: Callable[[torch.Tensor]
         state.rate, state.dt_bias, state.norm = keep(mixer.rate), keep(mixer.dt_bias), keep(mixer.norm)
         state.matrix = tensors[1].data_ptr()
     return state
-
-
-def state_rows(states: Sequence[StateRows], kept: list[Any]) -> Any:
-    """A ctypes array; what it points to is added to `kept`."""
-    several = (c.StateRowsStruct * len(states))()
-    for to, one in zip(several, states, strict=True):
-        saves = (c.Save * len(one.saves))(*(c.Save(*save) for save in sorted(one.saves)))
-        to.first, to.stop, to.slot, to.target = one.first, one.stop, one.slot, one.target
-        to.draft, to.accepted = one.draft, one.accepted
-        to.saves, to.num_saves = saves, len(saves)
-        kept.append(saves)
-    kept.append(several)
-    return several

@@ -12,16 +12,14 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from runtime.execution.mixers.attention import Attention
 from runtime.execution.mixers.mixer import Mixer
-from runtime.execution.mixers.recurrent import Recurrent
 from runtime.execution.native import library as c
 from runtime.execution.native.codes import describe_codes, pack_into
 from runtime.execution.native.packed import Team, pack, packed_bytes
 from runtime.execution.torch_decoder import TorchDecoder
 from runtime.models.publishing import reserve, scratch
 from runtime.models.seals import holds, seal
-from runtime.models.weights import MOST_ROWS, StoredTensors, places, read_stored, runs_of
+from runtime.models.stored import MOST_ROWS, StoredTensors, places, read_stored, runs_of
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +108,7 @@ class StoredMatrices:
 
     def _plan_inputs(self, mixer: Mixer) -> Iterator[_Stored]:
         """A part for each run of rows of equal types."""
-        assert isinstance(mixer, Attention | Recurrent)
+        assert mixer.inputs is not None
         tensors = (mixer.inputs // MOST_ROWS)[:, 0].tolist()
         for _, run in groupby(range(len(tensors)), lambda row: self._kind(tensors[row])):
             rows = list(run)

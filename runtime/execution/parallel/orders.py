@@ -56,12 +56,14 @@ def decode_order(data: bytes) -> Order:
     kind, fields = _decoder.decode(data)
     if kind in _KINDS:
         return _KINDS[kind](**fields)
-    return ForwardBatch(**{**fields, "groups": [_group(group) for group in fields["groups"]]})
+    fields["groups"] = [_group(group) for group in fields["groups"]]
+    return ForwardBatch(**fields)
 
 
 def _group(fields: dict[str, Any]) -> LayerGroup:
-    load = [HiddenRows(**rows) for rows in fields["load"]]
-    return LayerGroup(**{**fields, "attention": _plan(fields["attention"]), "load": load})
+    fields["attention"] = _plan(fields["attention"])
+    fields["load"] = [HiddenRows(**rows) for rows in fields["load"]]
+    return LayerGroup(**fields)
 
 
 def _plan(fields: dict[str, Any]) -> AttentionPlan:

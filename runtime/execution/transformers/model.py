@@ -334,7 +334,7 @@ def _load(
 
 
 def _refuse_unknown_states(name: str, settings: transformers.PretrainedConfig, are_known: bool) -> None:
-    types = [*(getattr(settings, "layer_types", None) or []), *(getattr(settings, "layers_block_type", None) or [])]
+    types = [kind for name in ("layer_types", "layers_block_type") for kind in getattr(settings, name, None) or []]
     if not are_known and (found := [kind for kind in types if any(word in kind for word in _STATEFUL)]):
         raise ModelError(f"{name} keeps recurrent state in layers of type {found[0]}, outside transformers' caches")
 

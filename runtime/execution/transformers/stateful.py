@@ -81,7 +81,9 @@ class StatefulLayer:
         given = {**given, **given.pop("kwargs", {})}
         x = given.pop(next(iter(self._signature.parameters)))
         if (step := _step.get(None)) is None:
-            return self._forward(x, **given | ({} if self.cache is None else {"cache": self.cache}))
+            if self.cache is not None:
+                given["cache"] = self.cache
+            return self._forward(x, **given)
         rows, pool = step
         given |= {"attention_mask": None} if "attention_mask" in given else {}
         return torch.cat([part for one in rows for part in self._run(one, x, pool, given)], dim=1)
@@ -102,8 +104,8 @@ class StatefulLayer:
         state, saves = [tensor[one.target][None] for tensor in tensors], dict(one.saves)
 
         def advance(row: torch.Tensor, state: list[torch.Tensor]) -> torch.Tensor:
-            cache = _Slot(state[: len(self.conv)], state[len(self.conv) :])
-            return self._forward(row[None, None], **given | {"cache": cache})
+            own = given | {"cache": _Slot(state[: len(self.conv)], state[len(self.conv) :])}
+            return self._forward(row[None, None], **own)
 
         if one.target != one.slot:
             for tensor in tensors:

@@ -10,7 +10,6 @@ from runtime.engine.part import Answer, Handler, Part
 from runtime.errors import InvalidRequest, ModelError
 from runtime.execution.device import is_out_of_memory
 from runtime.execution.executor import Executor
-from runtime.models.adapters.lora import read_lora
 from runtime.protocol import Finish
 from runtime.request import Request
 
@@ -39,6 +38,8 @@ class EngineAdapters(Part):
 
     def load(self, call: LoadAdapter) -> Answer:
         """Load an adapter. Raises InvalidRequest if it cannot be served."""
+        from runtime.models.adapters.lora import read_lora
+
         try:
             adapter = read_lora(Path(call.path))
             self._executor.load_adapter(adapter)

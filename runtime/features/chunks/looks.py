@@ -147,7 +147,8 @@ class QuestionLook(Look):
         reads += [read for place in layout.places for read in place.reads(positions, layout.page_size)]
         writes = sequence.slots(first, stop, layout.page_size)
         asking = np.flatnonzero(positions >= layout.positions[layout.question])
-        cuts = [0, *(self._probed if len(asking) else ()), self.executor.spec.num_layers]
+        probed = self._probed if len(asking) else ()
+        cuts = [0, *probed, self.executor.spec.num_layers]
         return RowSet(
             tokens=np.array(sequence.tokens[first:stop], dtype=np.int64),
             positions=positions,

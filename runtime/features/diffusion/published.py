@@ -9,8 +9,9 @@ from pydantic import ValidationError
 
 from runtime.errors import ModelError
 from runtime.features.diffusion.ask import Algorithm, NoiseParams
-from runtime.models.bidirectional import BIDIRECTIONAL, as_causal, block_size
+from runtime.models.bidirectional import as_causal, block_size
 from runtime.models.config_json import architecture_of, positive_size, read_generation, read_json, refusing
+from runtime.models.families import BIDIRECTIONAL
 from runtime.models.implementation import is_diffusion_gemma
 
 # DiffusionGemma's settings: names in generation_config.json, Ramet's names and transformers' defaults.

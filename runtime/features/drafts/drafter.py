@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from radix import RadixTree
+from runtime.batch import MOST_DRAFTED
 from runtime.features.drafts.lookup import LEAST, Places, Recent, continuation
 from runtime.features.drafts.pace import LEAST_GAIN, Acceptance, Pace, share_out
-from runtime.kv.states import MOST_DRAFTED
 from runtime.request import Request, Work
 
 # Most drafted rows of a request and of all, in a step.

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from runtime.features.feature import Feature
-from runtime.features.images.rules import load_rules
+from runtime.models.config_json import architecture_of, read_json
+from runtime.models.families import SEEING
 
 if TYPE_CHECKING:
     from runtime.engine.core import EngineCore
     from runtime.features.images.part import ImagesPart
+    from runtime.features.images.rules import Rules
     from runtime.frontend.preparer import Preparer, ServedModel
 
 
@@ -24,7 +26,7 @@ class ImagesFeature(Feature):
 
     def parts(self, core: EngineCore) -> Iterable[ImagesPart]:
         path = Path(core.info.path)
-        if (rules := load_rules(path)) is None:
+        if (rules := _rules_of(path)) is None:
             return
         from runtime.features.images.part import ImagesPart, States
         from runtime.features.images.tower_process import open_tower
@@ -36,7 +38,7 @@ class ImagesFeature(Feature):
 
     @staticmethod
     def preparer(served: ServedModel) -> Preparer | None:
-        if (rules := load_rules(served.path)) is None:
+        if (rules := _rules_of(served.path)) is None:
             return None
         from runtime.features.images.client import ModelSight
         from runtime.frontend.preparer import Preparer
@@ -44,3 +46,12 @@ class ImagesFeature(Feature):
         preparer = Preparer()
         preparer.sight = ModelSight(rules, served.tokenizer)
         return preparer
+
+
+def _rules_of(directory: Path) -> Rules | None:
+    """The rules of a model; None: it does not see. Raises ModelError."""
+    if architecture_of(read_json(directory / "config.json")) not in SEEING:
+        return None
+    from runtime.features.images.rules import load_rules
+
+    return load_rules(directory)

@@ -120,7 +120,9 @@ class EventPublisher:
         # tokens as unsigned.
         tokens = [token & 0xFFFFFFFF for token in array("i", event.tokens) if token != -1]
         salt = _salt(event.namespace)
-        extra = [[salt], *[None] * (len(event.hashes) - 1)] if salt and event.parent is None else None
+        extra: list[list[str] | None] | None = None
+        if salt and event.parent is None:
+            extra = [[salt]] + [None] * (len(event.hashes) - 1)
         return BlockStored(*stored, tokens, self._config.page_size, None, medium, None, extra, salt)
 
     def _send(self, topic: str, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:

@@ -1,29 +1,25 @@
 """Finds the dialect of a model."""
 
 from functools import lru_cache
+from importlib import import_module
 
 from runtime.models.tokenizer import Tokenizer
-from server.openai.dialects.deepseek import DEEPSEEK
 from server.openai.dialects.dialect import OPEN, Dialect
-from server.openai.dialects.gemma import GEMMA
 from server.openai.dialects.json_objects import WHOLE
-from server.openai.dialects.lfm2 import LFM2
-from server.openai.dialects.mistral import MISTRAL
-from server.openai.dialects.tagged import ELEMENTS, HARMONY, KEYS, TAGGED, UPPER
-from server.openai.dialects.xml import MINIMAX, SEED
+from server.openai.dialects.tagged import TAGGED
 
-# By a text in the chat template, or a token of the vocabulary.
+# Module and name, by a text in the chat template, or a token of the vocabulary. Those of other models are not imported.
 _DIALECTS = {
-    "<|channel|>": HARMONY,
-    "<|tool_call>": GEMMA,
-    "<|tool_call_start|>": LFM2,
-    "[TOOL_CALLS]": MISTRAL,
-    "<｜tool▁calls▁begin｜>": DEEPSEEK,
-    "<minimax:tool_call>": MINIMAX,
-    "<seed:tool_call>": SEED,
-    "<TOOLCALL>": UPPER,
-    "<function=": ELEMENTS,
-    "<arg_key>": KEYS,
+    "<|channel|>": ("tagged", "HARMONY"),
+    "<|tool_call>": ("gemma", "GEMMA"),
+    "<|tool_call_start|>": ("lfm2", "LFM2"),
+    "[TOOL_CALLS]": ("mistral", "MISTRAL"),
+    "<｜tool▁calls▁begin｜>": ("deepseek", "DEEPSEEK"),
+    "<minimax:tool_call>": ("xml", "MINIMAX"),
+    "<seed:tool_call>": ("xml", "SEED"),
+    "<TOOLCALL>": ("tagged", "UPPER"),
+    "<function=": ("tagged", "ELEMENTS"),
+    "<arg_key>": ("tagged", "KEYS"),
 }
 
 
@@ -41,10 +37,16 @@ def dialect_of(tokenizer: Tokenizer) -> Dialect:
     template = tokenizer.chat_template or ""
     if "tools" not in template:
         return TAGGED
-    for sign, dialect in _DIALECTS.items():
-        if sign in template:
-            return dialect
+    if found := next((sign for sign in _DIALECTS if sign in template), None):
+        return _import(found)
     if OPEN in template:
         return TAGGED
     # Some templates write no calls, so the model's tokens tell.
-    return next((dialect for sign, dialect in _DIALECTS.items() if sign in tokenizer.added_texts), WHOLE)
+    found = next((sign for sign in _DIALECTS if sign in tokenizer.added_texts), None)
+    return _import(found) if found else WHOLE
+
+
+def _import(sign: str) -> Dialect:
+    module, name = _DIALECTS[sign]
+    dialect: Dialect = getattr(import_module(f"server.openai.dialects.{module}"), name)
+    return dialect

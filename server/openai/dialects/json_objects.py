@@ -9,6 +9,8 @@ from runtime.json_text import parse_json
 from server.openai.dialects.dialect import Calls, Dialect
 from server.openai.dialects.parameters import Schemas
 
+# What may stand before calls.
+MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")
 # A call in JSON that has begun: its name, and the beginning of its arguments.
 _BEGUN = re.compile(r'\[?\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*)', re.DOTALL)
 _BETWEEN = re.compile(r'\}\s*\{(?=\s*"name"\s*:)')

@@ -7,7 +7,6 @@ from server.openai.dialects.dialect import CLOSE, OPEN, Calls, Dialect
 from server.openai.dialects.json_objects import read_json
 from server.openai.dialects.parameters import UNKNOWN, Schemas, typed
 from server.openai.dialects.tags import blocks
-from server.openai.dialects.xml import read_xml
 
 # Models that ask for tags leave them out, and write objects one after the other, alone or as a block of Markdown.
 FENCE, FENCE_END = "```json", "```"
@@ -21,6 +20,8 @@ def _read_tagged(text: str, schemas: Schemas, cut: bool) -> Calls:
     if inner.lstrip()[:1] in ("{", "["):
         return read_json(inner, schemas, cut)
     if "<function=" in inner:
+        from server.openai.dialects.xml import read_xml
+
         return read_xml(inner, schemas, cut)
     name, key, rest = inner.partition("<arg_key>")
     return [(name.strip(), typed(blocks(_KEY, "</arg_value>", key + rest), schemas.get(name.strip(), UNKNOWN)))]

@@ -65,7 +65,8 @@ class Driver:
 
     def send(self, rid: str, prompt: Sequence[int], sampling: dict[str, Any], **message: Any) -> None:
         """Add any request: greedy if `sampling` says nothing else, and to its end. `reuse`: fields of its ask."""
-        params = SamplingParams(**{"temperature": 0, "ignore_eos": True, **sampling})
+        sampling = {"temperature": 0, "ignore_eos": True} | sampling
+        params = SamplingParams(**sampling)
         self.tokens[rid], self.events[rid] = [], []
         if (reuse := message.pop("reuse", None)) is not None:
             message["ask"] = msgspec.convert(reuse, ReuseAsk)

@@ -53,7 +53,8 @@ class Engine:
     """Steps without a model."""
 
     def __init__(self, pages: int = 64, page_size: int = 1, step_tokens: int = 32, **options):
-        config = make_config(page_size=page_size, **{"schedule_policy": "priority", **options})
+        options = {"schedule_policy": "priority"} | options
+        config = make_config(page_size=page_size, **options)
         pool = KVPool(1, pages, page_size, 1, 1, torch.float32, torch.device("cpu"))
         self.cache = PagedCache(pool, config.cache, clock=lambda: 0.0)
         self.scheduler = Scheduler(config.scheduler, self.cache, step_tokens)

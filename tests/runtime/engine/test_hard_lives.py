@@ -158,9 +158,10 @@ def test_lives(ids_dir, seed, overlap):
             more["logprobs"] = 1
         kinds[rid] = more.get("prompt_logprobs_from")
         styles[rid] = {**draw.choice(STYLES), "seed": i}
+        more = styles[rid] | more
         driver.add(
             rid, prompt, max_new_tokens=draw.choice([0, 1, 8, 30]), namespace=Namespace(draw.choice(["x", "y"])),
-            priority=draw.randrange(2), **{**styles[rid], **more},
+            priority=draw.randrange(2), **more,
         )  # fmt: skip
         if draw.random() < 0.15:
             calls += 1

@@ -50,7 +50,8 @@ def refusals(monkeypatch):
 def answers(driver: Driver, prompts: list[list[int]], styles: list[dict[str, Any]]) -> tuple[list[Any], list[float]]:
     """Run all requests, some of which come later; tokens and end of each, and all log-probabilities."""
     for i, (prompt, style) in enumerate(zip(prompts, styles, strict=True)):
-        driver.add(str(i), prompt, **{"max_new_tokens": 14, "seed": 3, **style})
+        style = {"max_new_tokens": 14, "seed": 3} | style
+        driver.add(str(i), prompt, **style)
         for _ in range(i % 3):
             driver.step()
     driver.run()

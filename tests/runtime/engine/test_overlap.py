@@ -29,7 +29,8 @@ class Overlapping(Driver):
     """
 
     def __init__(self, path, **options: Any):
-        super().__init__(make_core(path, **{"overlap": "on", "kernels": "torch", **options}))
+        options = {"overlap": "on", "kernels": "torch"} | options
+        super().__init__(make_core(path, **options))
         self.ahead: list[int] = []
         self.log: list[str] = []
         self.is_ahead = False

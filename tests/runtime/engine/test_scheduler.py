@@ -134,7 +134,8 @@ def test_the_same_prefix_waits_for_the_one_that_computes_it_and_no_longer():
 def test_nobody_waits_for_what_it_could_not_read(fields):
     """Else the time to the first token would tell that somebody else computes the same prompt now."""
     engine = Engine(chunk_tokens=4)
-    engine.add("a", prompt(1, 8), **{"namespace": SPACE, **fields})
+    fields = {"namespace": SPACE} | fields
+    engine.add("a", prompt(1, 8), **fields)
     engine.add("b", prompt(1, 8), namespace=SPACE)
     assert engine.steps(2) == [{"a": 4, "b": 4}] * 2
     assert not engine.blocked

@@ -14,4 +14,5 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        return func(*args, **kwargs)

@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from runtime.execution import coded_products
 from runtime.execution.attention.torch_attention import TorchAttention
 from runtime.execution.coded_products import CodedTensor, Float8Tensor, Int4Tensor, coded_tensor
-from runtime.execution.loading import load_products
 from runtime.execution.ops import Ops
+from runtime.execution.quantized import load_products
 from runtime.execution.torch_decoder import TorchDecoder
 from runtime.models.coded import CodedWeight
 from runtime.models.published import PublishedTensors

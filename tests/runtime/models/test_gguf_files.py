@@ -72,7 +72,8 @@ def in_parts(path, count, **fields):
     for i in range(count):
         paths.append(path.with_name(f"{path.stem}-{i + 1:05}-of-{count:05}{path.suffix}"))
         some = {name: values[name] for name in names[i::count]}
-        write(paths[-1], some, kind=Kind.Q8_0, **{"split.no": i, "split.count": count, **fields})
+        given = {"split.no": i, "split.count": count} | fields
+        write(paths[-1], some, kind=Kind.Q8_0, **given)
     return paths
 
 
@@ -213,7 +214,8 @@ def test_scores_and_types_are_one_for_each_token(tmp_path, wrong):
 
 def test_ends_and_windows_come_from_the_file(tmp_path):
     fields = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 7}
-    out = convert(write(tmp_path / "m.gguf", **fields, **{"llama.attention.sliding_window": 50}), tmp_path / "out")
+    with_window = fields | {"llama.attention.sliding_window": 50}
+    out = convert(write(tmp_path / "m.gguf", **with_window), tmp_path / "out")
     spec = DecoderSpec.load(out)
     assert (spec.eos_token_ids, spec.context_length, set(spec.windows)) == ((2, 7), 99, {50})
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 7]

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.batch import Read, RowSet, Span, Stage
-from runtime.execution.attention.paged_index import rows_of
+from runtime.batch import Read, RowSet, Span, Stage, rows_of
 from runtime.reuse.build import Stretch, build, stretches
 from tests.runtime.engine.driver import Driver, make_core
 

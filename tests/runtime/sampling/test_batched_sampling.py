@@ -36,7 +36,8 @@ def device(request, monkeypatch):
 
 
 def requests(**more) -> list[Request]:
-    return [make_request([1], sampling=SamplingParams(**{"temperature": 1.0, **given, **more})) for given in SETTINGS]
+    every = [{"temperature": 1.0} | given | more for given in SETTINGS]
+    return [make_request([1], sampling=SamplingParams(**given)) for given in every]
 
 
 def test_filters_are_those_of_one(device):

@@ -122,7 +122,8 @@ def test_an_object_of_another_key_does_not_exist_and_its_kv_is_not_read(ask, kin
         answer = ask("bob", asked[0], asked[1], **asked[2])
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, f"{kind}_not_found"), asked
     assert ask("bob", "GET", f"/v1/{kind}s").json()["data"] == []
-    own = ask("bob", path=f"/v1/{kind}s", **{**made, "encode": False}).json()
+    given = made | {"encode": False}
+    own = ask("bob", path=f"/v1/{kind}s", **given).json()
     assert own["id"] == first["id"]
     for who, nothing_computed in (("alice", True), ("bob", False)):
         reuse = ask(who, **named, sampling_params=sampling).json()["meta_info"]["reuse"]
@@ -265,7 +266,8 @@ def test_an_admin_pins_for_a_tenant(ask):
     listed = ask("root", "GET", "/cache/pins").json()["pins"]
     assert [(one["id"], one["tenant"]) for one in (pin, *listed)] == [(pin["id"], "bob")] * 2
     assert ask("root", "DELETE", f"/cache/pins/{pin['id']}").status_code == 200
-    assert ask("root", path="/cache/pin", **{**body, "tenant": "nobody"}).status_code == 404
+    given = body | {"tenant": "nobody"}
+    assert ask("root", path="/cache/pin", **given).status_code == 404
 
 
 def test_a_quota_binds_its_tenant_alone(ask):
@@ -318,9 +320,11 @@ def test_ids_of_nodes_tell_nothing_of_other_keys(ask):
     for others in (0, 160):
         ask("root", path="/flush_cache")
         if others:
-            ask("alice", **{**PROMPT, "input_ids": [9] * others})
+            given = PROMPT | {"input_ids": [9] * others}
+            ask("alice", **given)
         ask("bob", **prompt)
-        ask("bob", **{**prompt, "input_ids": [1000] * 32 + [1001] * 40})
+        given = prompt | {"input_ids": [1000] * 32 + [1001] * 40}
+        ask("bob", **given)
         nodes = ask("bob", "GET", "/cache/tree").json()["nodes"]
         ids = [node["id"] for node in nodes]
         assert {node["parent"] for node in nodes} <= {None, *ids}
@@ -337,7 +341,8 @@ def test_ids_of_nodes_tell_nothing_of_other_keys(ask):
 def test_everybody_sees_their_own_part_of_the_tree(ask):
     ask("root", path="/flush_cache")
     ask("alice", **PROMPT)
-    ask("bob", **{**PROMPT, "input_ids": [5] * 50})
+    given = PROMPT | {"input_ids": [5] * 50}
+    ask("bob", **given)
     (own,) = ask("bob", "GET", "/cache/tree").json()["nodes"]
     assert (own["tenant"], own["tokens"], own["parent"]) == ("bob", 48, None)
     assert "preview" not in own

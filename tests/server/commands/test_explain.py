@@ -19,7 +19,8 @@ def tool(name: str) -> dict:
 
 def chat(said: str, *tools: dict, question: str = "Where is Rome?", **more) -> dict:
     messages = [{"role": "system", "content": f"{said} {HELP}"}, {"role": "user", "content": question}]
-    return {"messages": messages, **({"tools": [*tools]} if tools else {}), **more}
+    given = {"tools": [*tools]} if tools else {}
+    return {"messages": messages, **given, **more}
 
 
 def plain(told: str) -> str:

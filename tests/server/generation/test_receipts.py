@@ -43,7 +43,8 @@ def test_a_receipt(monkeypatch, given, changed):
     monkeypatch.setattr(receipts, "_weights", {"dir": "w"}.get)
     monkeypatch.setattr(receipts, "_build", lambda: "b")
     engine = {"dtype": "float32", "device": "cpu", "attention_backend": "native", "model_impl": "ramet", "path": "dir"}
-    submission = Encoded(**{"prompt": [1, 2, 3], "tokens": TOKENS, **given})
+    fields = {"prompt": [1, 2, 3], "tokens": TOKENS} | given
+    submission = Encoded(**fields)
     assert receipts.receipt_of(submission, OUTPUT, ModelInfo(**INFO | engine)) == PLAIN | changed
 
 

@@ -159,8 +159,9 @@ def test_a_prompt_is_scored_without_an_answer(api):
     ],
 )
 def test_what_is_not_supported_is_refused(api, options, param):
+    options = {"model": MODEL, "messages": CHAT} | options
     with pytest.raises(openai.BadRequestError) as error:
-        api.chat.completions.create(**{"model": MODEL, "messages": CHAT, **options})
+        api.chat.completions.create(**options)
     if param:
         assert error.value.body["param"] == param
     assert error.value.body["message"]
@@ -201,5 +202,6 @@ def test_limits_of_tokens(api, client):
 
 @pytest.mark.parametrize("options", [{"suffix": "x"}, {"best_of": 3}, {"prompt": []}, {"prompt": ""}])
 def test_completions_that_are_refused(api, options):
+    options = {"model": MODEL, "prompt": "x"} | options
     with pytest.raises(openai.BadRequestError):
-        api.completions.create(**{"model": MODEL, "prompt": "x", **options})
+        api.completions.create(**options)

@@ -227,8 +227,9 @@ def test_log_probabilities(api):
     ],
 )
 def test_what_is_refused(api, options, param):
+    options = {"model": MODEL, "input": "x"} | options
     with pytest.raises((openai.BadRequestError, openai.NotFoundError)) as error:
-        api.responses.create(**{"model": MODEL, "input": "x", **options})
+        api.responses.create(**options)
     assert error.value.body["message"]
     if param:
         assert error.value.body["param"] == param

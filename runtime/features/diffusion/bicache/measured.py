@@ -123,8 +123,8 @@ class ShallowMeta:
 
     def describe(self) -> dict[str, Any]:
         table, measured = self.table, self.measured.describe()
-        return {
-            **({"measured": measured} if measured else {}),
+        found: dict[str, Any] = {"measured": measured} if measured else {}
+        return found | {
             "encoded_tokens": self.encoded_tokens,
             "depth_table": table.version,
             "depths": {str(ratio): depth for ratio, depth in sorted(table.depths.items())},

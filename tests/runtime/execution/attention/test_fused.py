@@ -42,10 +42,11 @@ class Launches(TorchDispatchMode):
         self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         if name.strip("_") not in NOTHING and not name.startswith(("_unsafe_view", "t", "squeeze", "sym_")):
             self.names.append(name)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def launches(kind, plan, dtype=torch.bfloat16, **options):

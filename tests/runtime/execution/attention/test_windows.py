@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Read, RowSet, Span, Stage, causal_visible
-from runtime.execution.attention.paged_index import by_call, rows_of, visible_of, visible_pairs
+from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Read, RowSet, Span, Stage, causal_visible, rows_of
+from runtime.execution.attention.paged_index import by_call, visible_of, visible_pairs
 from runtime.execution.attention.windows import Window, narrowed, windowed, within
 from runtime.reuse.build import build
 

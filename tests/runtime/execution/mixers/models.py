@@ -18,7 +18,8 @@ from runtime.kv.pool import KVPool
 from runtime.kv.states import StatePool
 from runtime.models.gguf_tensors import GGUFTensors
 from runtime.models.spec import DecoderSpec
-from runtime.models.weights import load_vectors, load_weights
+from runtime.models.stored import load_vectors
+from runtime.models.weights import load_weights
 from tests.tiny import vary
 
 VOCAB, PAGE, PAGES, SLOTS = 320, 4, 240, 6
@@ -56,7 +57,8 @@ def save_hybrid(kind: str, directory: Path, **more: Any) -> Path:
     """Write a random model as a Hugging Face directory without a tokenizer."""
     model_class = getattr(transformers, f"{kind}ForCausalLM")
     torch.manual_seed(1)
-    model = model_class(model_class.config_class(**{**_SIZES, **HYBRID_MODELS.get(kind, {}), **more}))
+    more = _SIZES | HYBRID_MODELS.get(kind, {}) | more
+    model = model_class(model_class.config_class(**more))
     vary(model)
     model.save_pretrained(directory)
     return directory

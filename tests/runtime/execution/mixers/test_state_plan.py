@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 
-from runtime.batch import StateRows
+from runtime.batch import MOST_DRAFTED, StateRows
 from runtime.execution.mixers.delta_net import DeltaNet
 from runtime.execution.mixers.mixer import MixedRows
 from runtime.execution.mixers.recurrent import Recurrent
 from runtime.execution.mixers.state_plan import CHUNK, plan_states
-from runtime.kv.states import MOST_DRAFTED, StatePool
+from runtime.kv.states import StatePool
 from tests.runtime.execution.counting import Operations
 from tests.runtime.execution.mixers.models import CPU, HYBRID_MODELS, Runner, save_hybrid
 
@@ -46,7 +46,7 @@ class World:
 
     def together(self, x: torch.Tensor, states: list[StateRows]) -> torch.Tensor:
         plan = plan_states(states, self.mixer.spec.width, CPU)
-        return self.mixer.mix(x, MixedRows(None, None, (), states, self.pools[0], plan))
+        return self.mixer.mix(x, MixedRows(None, None, (), states, self.pools[0], True, plan))
 
     def check(self, x: torch.Tensor, states: list[StateRows]) -> None:
         results = [self.both(x, states), *zip(*(pool.tensors + pool.records for pool in self.pools), strict=True)]
@@ -116,7 +116,7 @@ def test_operations_grow_with_neither_sequences_nor_rows(mixer):
         x = world.rows(at)
         plan = plan_states(states, mixer.spec.width, CPU)
         with Operations() as operations:
-            mixer.mix(x, MixedRows(None, None, (), states, world.pools[0], plan))
+            mixer.mix(x, MixedRows(None, None, (), states, world.pools[0], True, plan))
         return operations.count
 
     assert count(1, 1) == count(*[1] * 32) < 80

@@ -7,7 +7,8 @@ from runtime.execution.attention.torch_attention import TorchAttention
 from runtime.execution.native.decoder import NativeDecoder
 from runtime.execution.torch_decoder import TorchDecoder
 from runtime.models.spec import DecoderSpec
-from runtime.models.weights import load_vectors, load_weights, open_stored
+from runtime.models.stored import load_vectors, open_stored
+from runtime.models.weights import load_weights
 from tests.runtime.execution.native.test_decoder import CPU, make_adapter, make_pool, mixed_batch
 
 

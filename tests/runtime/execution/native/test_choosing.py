@@ -92,7 +92,8 @@ def choices(vocab: int, seed: int, **more) -> list[TokenChoice]:
     draw, found = torch.Generator().manual_seed(seed), []
     for kind in (kind for kind in KINDS if max(kind.get("logit_bias", [0])) < vocab):
         for masked in (False, True):
-            params = SamplingParams(**{"temperature": 0.8, **kind, **more})
+            given = {"temperature": 0.8} | kind | more
+            params = SamplingParams(**given)
             one = TokenChoice(len(found), params)
             if not params.greedy:
                 one.stream = int(torch.randint(0, 1 << 62, (), generator=draw))

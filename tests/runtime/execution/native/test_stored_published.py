@@ -59,7 +59,8 @@ def test_an_engine_says_how_weights_are_computed(cache, tmp_path, caplog, archit
 @pytest.mark.parametrize("options", [{"dtype": "float32"}, {"quantization": "none"}, {"kernels": "torch"}])
 def test_options_unpack(cache, tmp_path, options):
     published, _ = write_published(FORMATS["awq"], tmp_path)
-    core = make_core(published, **{"dtype": "auto", **options})
+    options = {"dtype": "auto"} | options
+    core = make_core(published, **options)
     assert core.info.quantization == "awq, unpacked"
 
 

@@ -68,7 +68,8 @@ def save(kind: str, directory: Path, tokenizer_from: Path | None = None) -> Path
             return diffusion.save_tiny(kind, directory / kind, layers=2)
     family = getattr(transformers, f"{kind}ForCausalLM")
     vocab = VOCAB if tokenizer_from is None else WITH_TOKENIZER
-    model = family(family.config_class(**{**_BASE, **FAMILIES[kind], "vocab_size": vocab}))
+    given = _BASE | FAMILIES[kind] | {"vocab_size": vocab}
+    model = family(family.config_class(**given))
     vary(model)
     model.save_pretrained(directory)
     for name in () if tokenizer_from is None else ("tokenizer.json", "tokenizer_config.json"):
@@ -87,17 +88,20 @@ class Engine(Driver):
     def __init__(self, simulated: Device, path: Path, **options: Any):
         self.device = simulated
         usual = {"device": "cuda", "dtype": "bfloat16", "step_tokens": 128, "cuda_graph_batches": "8"}
-        super().__init__(make_core(path, **{**usual, **options}))
+        options = usual | options
+        super().__init__(make_core(path, **options))
 
     def ask(self, prompt: Sequence[int], count: int = 60, **options: Any) -> None:
         """Add a request of `count` tokens to a model of any kind."""
         rid = f"{len(self.tokens)}"
         if (info := self.core.info.decoding) is None:
-            self.add(rid, prompt, **{"max_new_tokens": count, **options})
+            options = {"max_new_tokens": count} | options
+            self.add(rid, prompt, **options)
             return
         fields = {name: options.pop(name) for name in DiffusionParams.model_fields.keys() & options.keys()}
         params = DiffusionParams(gen_length=count, **fields)
-        filled = params.filled(info, SamplingParams(**{"temperature": 0, **options}))
+        options = {"temperature": 0} | options
+        filled = params.filled(info, SamplingParams(**options))
         self.send(rid, prompt, {"max_new_tokens": count, **options}, decoding=filled)
 
     def begin_decode(self, prompts: Sequence[Sequence[int]], **options: Any) -> None:

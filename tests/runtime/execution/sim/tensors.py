@@ -235,7 +235,8 @@ class Dispatch(TorchDispatchMode):
                 return func(*tree_map(_here, args), **tree_map(_here, kwargs))
         if (device := kwargs.get("device")) is not None:
             if device.type == "cpu":  # a new host tensor like one on the device
-                result = func(*tree_map(_here, args), **{**kwargs, "pin_memory": False})
+                given = kwargs | {"pin_memory": False}
+                result = func(*tree_map(_here, args), **given)
                 return self._device.pin(result) if kwargs.get("pin_memory") else result
             kwargs = {**kwargs, "device": _CPU}
         return self._device.launch(func, args, kwargs, there[0].device.index)
@@ -253,7 +254,8 @@ class Dispatch(TorchDispatchMode):
         if func is aten.is_pinned.default:
             return self._device.is_pinned(args[0])
         if kwargs.get("pin_memory"):
-            return self._device.pin(func(*args, **{**kwargs, "pin_memory": False}))
+            given = kwargs | {"pin_memory": False}
+            return self._device.pin(func(*args, **given))
         return func(*args, **kwargs)
 
     def _check(self, func: Any, args: tuple[Any, ...], there: list[DeviceTensor], here: list[torch.Tensor]) -> None:

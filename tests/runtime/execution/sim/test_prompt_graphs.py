@@ -23,7 +23,8 @@ def exact(device, models, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr("runtime.execution.building.choose_attention", lambda *_: "flashinfer")
             engine = Engine(device, models[kind], dtype="float32", **options)
-        return engine, Driver(make_core(models[kind], kernels="torch", **{"step_tokens": 128, **options}))
+        options = {"step_tokens": 128} | options
+        return engine, Driver(make_core(models[kind], kernels="torch", **options))
 
     return make
 

@@ -43,9 +43,11 @@ def test_documents(llama, device, method):
         "names": ["a", "b"],
         "granularity": "token",
         "chunk_tokens": 32,
-        **({} if method in UNSCALED else {"ratio": 0.3}),
-        **({"k": 3} if method == "legolink" else {}),
     }
+    if method not in UNSCALED:
+        reuse["ratio"] = 0.3
+    if method == "legolink":
+        reuse["k"] = 3
     events = steady(engine, [[*draw(1, 8), *draw(2, 40), *draw(3, 33), *draw(i, 7)] for i in range(2)], reuse)
     assert events.stalls_by_file() == ({} if method in UNSCALED else _MASKED), events.stalls
 

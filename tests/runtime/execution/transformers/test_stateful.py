@@ -52,7 +52,8 @@ _KINDS = {
 def path(request, tmp_path):
     torch.manual_seed(1)
     kind = getattr(transformers, f"{request.param}ForCausalLM")
-    model = kind(kind.config_class(**{**_SMALL, **_KINDS[request.param]}))
+    given = _SMALL | _KINDS[request.param]
+    model = kind(kind.config_class(**given))
     vary(model)
     model.save_pretrained(tmp_path)
     return tmp_path

@@ -46,7 +46,8 @@ def test_parallel_decoding_by_threshold(any_dir, any_plain):
     for threshold in (0.05, 0.3, 0.9):
         for prompt in PROMPTS:
             wanted = llada(any_plain, prompt, 32, 32, 8, threshold)
-            assert driver.one(prompt, **{**settings("none"), "steps": 32}, threshold=threshold) == wanted
+            given = settings("none") | {"steps": 32}
+            assert driver.one(prompt, **given, threshold=threshold) == wanted
     steps = [driver.report(rid)["denoise_steps"] for rid in driver.tokens]
     assert steps[0] < steps[2] < steps[4] <= 32
 
@@ -55,7 +56,8 @@ def test_rows_that_are_computed(deep_dir):
     """A step within a block computes the block alone, or the block and what follows it."""
     for cache, rows in (("prefix", [65, 32, 32, 32, 57 - 33]), ("dual", [65, 8, 8, 8, 8])):
         driver = DenoiseDriver(make_core(deep_dir))
-        driver.denoise("r", PROMPTS[0], **{**settings(cache), "steps": 16})
+        given = settings(cache) | {"steps": 16}
+        driver.denoise("r", PROMPTS[0], **given)
         seen = []
         run = driver.core.executor.run
         driver.core.executor.run = lambda batch, seen=seen, run=run: (seen.append(len(batch.tokens)), run(batch))[1]

@@ -22,7 +22,8 @@ def plain(tmp_path_factory):
 
 
 def denoiser(algorithm="low_confidence", seed=0, sampling=None, shift=0, **params):
-    sampling = SamplingParams(**{"temperature": 0, **(sampling or {})})
+    given = {"temperature": 0} | (sampling or {})
+    sampling = SamplingParams(**given)
     spec = DiffusionSpec(MASK, shift, algorithm)
     filled = DiffusionParams(**params).filled(spec, sampling)
     filled.check(spec, sampling, 4, len(PROMPT))

@@ -45,7 +45,8 @@ def is_greedy(saved) -> Callable[[list[int], list[int]], bool]:
 class Asking(Driver):
     def __init__(self, path: Path, is_greedy: Callable[[list[int], list[int]], bool], code: str = "auto", **options):
         kernels = "torch" if code == "chunks" else code
-        super().__init__(make_core(path, **{"pool_tokens": 8192, "kernels": kernels, **options}))
+        options = {"pool_tokens": 8192, "kernels": kernels} | options
+        super().__init__(make_core(path, **options))
         if code == "chunks":
             self.core.executor.decoder.model.is_chunked = True
         self.is_greedy = is_greedy

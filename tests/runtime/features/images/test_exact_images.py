@@ -9,71 +9,43 @@ import pytest
 
 from radix import Namespace
 from runtime.calls import EraseTenant
-from runtime.features.images.client import Images
 from runtime.features.images.part import ImagesPart
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest
 from tests.runtime.engine.driver import Driver, call, make_core
-from tests.runtime.features.images.seeing import LinesReference, Reference, file_of, picture, save_seeing, sight_of
-
-NEW = 6
-A, B, SMALL = picture(1, 100, 80), picture(2, 40, 90), picture(3, 30, 30)
-# Texts with `<image>` and their images.
-PROMPTS = [
-    ("User:<image>What is it?<end_of_utterance>\nAssistant:", [A]),
-    ("User: Compare.<image> and <image>Which is larger?", [A, B]),
-    ("User: Compare.<image> and <image>Which is larger?", [B, A]),
-    ("<image><image> Are they the same?", [SMALL, SMALL]),
-    ("User: Name three colours, and one more.<end_of_utterance>\nAssistant:", []),
-]
+from tests.runtime.features.images.prompts import (
+    NEW,
+    OPTIONS,
+    PROMPTS,
+    answers,
+    answers_of_a_batch,
+    asked_of,
+    check_evicted_and_retracted,
+    send,
+    tiles,
+)
+from tests.runtime.features.images.seeing import LinesReference, Reference, save_seeing
 
 
 @pytest.fixture(scope="module")
-def expected(seeing):
-    found = [seeing.greedy(text, images, NEW) for text, images in PROMPTS]
-    assert len({*map(tuple, found)}) == len(found), "the model sees which image it is, and where"
-    return found
+def asked(seeing_dir, seeing):
+    return asked_of(seeing_dir, seeing)
 
 
-def tokens_of(sight, plain, text, images):
-    """The tokens of a prompt, and what the engine gets of its images."""
-    first, *rest = text.split("<image>")
-    own = Images(sight, "", "messages")
-    marked = first + "".join(own.add(file_of(image)) + part for image, part in zip(images, rest, strict=True))
-    tokens = own.encode(marked, add_special_tokens=False)
-    own.place(tokens)
-    wanted = plain.inputs(text, images)["input_ids"][0].tolist()
-    assert [sight.token if token < 0 else token for token in tokens] == wanted
-    return tokens, own.asked
+@pytest.fixture(scope="module")
+def encoded(asked):
+    return asked.prompts
+
+
+@pytest.fixture(scope="module")
+def expected(asked):
+    return asked.expected
 
 
 @pytest.fixture(scope="module")
 def mistral3(default_model_dir, tmp_path_factory):
     path = save_seeing(tmp_path_factory.mktemp("seeing") / "tiny-mistral3", default_model_dir, "mistral3")
-    return path, LinesReference(path), sight_of(path)
-
-
-@pytest.fixture(scope="module")
-def encoded(sight, seeing):
-    return [tokens_of(sight, seeing, *prompt) for prompt in PROMPTS]
-
-
-def send(driver: Driver, rid: str, one: tuple, **message) -> None:
-    tokens, asked = one
-    driver.send(rid, tokens, {"max_new_tokens": NEW, "ignore_eos": True}, images=asked, **message)
-
-
-def answers(driver: Driver, prompts: list[tuple], **message) -> list[list[int]]:
-    """The tokens of prompts, one after the other."""
-    start = len(driver.tokens)
-    for i, one in enumerate(prompts):
-        send(driver, f"r{start + i}", one, **message)
-        driver.run()
-    return [driver.tokens[f"r{start + i}"] for i in range(len(prompts))]
-
-
-def tiles(driver: Driver) -> int:
-    return driver.core.state()["image_tiles"]
+    return asked_of(path, LinesReference(path))
 
 
 def test_cold_and_warm(seeing_dir, encoded, expected):
@@ -85,14 +57,7 @@ def test_cold_and_warm(seeing_dir, encoded, expected):
     assert driver.cached("r5") >= len(encoded[0][0]) // 16 * 16 - 16
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"chunk_tokens": 7, "page_size": 1},
-        {"chunk_tokens": 25, "page_size": 4, "prefix_cache": False},
-        {"kernels": "torch", "chunk_tokens": 33},
-    ],
-)
+@pytest.mark.parametrize("options", OPTIONS[1:])
 def test_in_chunks_that_end_within_an_image(seeing_dir, encoded, expected, options):
     driver = Driver(make_core(seeing_dir, **options))
     assert answers(driver, encoded) == expected
@@ -109,20 +74,14 @@ def test_smolvlm(default_model_dir, tmp_path, encoded):
 @pytest.mark.parametrize("options", [{}, {"chunk_tokens": 7, "page_size": 1}])
 def test_mistral3(mistral3, options):
     """Images of any size, with other tokens between the rows of an image."""
-    path, plain, sight = mistral3
-    prompts = [tokens_of(sight, plain, *prompt) for prompt in PROMPTS]
-    expected = [plain.greedy(text, images, NEW) for text, images in PROMPTS]
-    assert len({*map(tuple, expected)}) == len(expected)
+    path, prompts, expected = mistral3
     driver = Driver(make_core(path, **options))
     assert answers(driver, prompts) == expected
     assert tiles(driver) == 3, "an image is one tile"
     assert answers(driver, prompts) == expected
     assert tiles(driver) == 3
     driver.flush()
-    for i, one in enumerate(prompts):
-        send(driver, f"b{i}", one)
-    driver.run()
-    assert [driver.tokens[f"b{i}"] for i in range(len(prompts))] == expected
+    assert answers_of_a_batch(driver, prompts) == expected
 
 
 def test_random_weights_need_no_tensors(seeing_dir, tmp_path, encoded):
@@ -147,21 +106,11 @@ def test_restored_from_a_disk_after_a_restart(seeing_dir, tmp_path, encoded, exp
 
 def test_a_batch_with_text(seeing_dir, encoded, expected):
     driver = Driver(make_core(seeing_dir, step_tokens=64))
-    for i, one in enumerate(encoded):
-        send(driver, f"r{i}", one)
-    driver.run()
-    assert [driver.tokens[f"r{i}"] for i in range(len(encoded))] == expected
+    assert answers_of_a_batch(driver, encoded) == expected
 
 
-def test_evicted_and_retracted(seeing_dir, encoded, expected):
-    """A pool for little more than the longest prompt, whose pages of two tokens decoding outgrows."""
-    longest = max(len(tokens) for tokens, _ in encoded)
-    driver = Driver(make_core(seeing_dir, pool_tokens=longest + NEW + 8, page_size=2))
-    for i in (*range(len(encoded)), *range(len(encoded))):
-        send(driver, f"r{len(driver.tokens)}", encoded[i])
-        driver.step()
-    driver.run()
-    assert [*driver.tokens.values()] == expected * 2
+def test_evicted_and_retracted(asked):
+    check_evicted_and_retracted(asked)
 
 
 def test_computed_again_without_the_tower_while_its_states_are_kept(seeing_dir, encoded, expected):

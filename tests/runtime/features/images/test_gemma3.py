@@ -3,17 +3,21 @@
 import pytest
 
 from tests.runtime.engine.driver import Driver, make_core
-from tests.runtime.features.images.seeing import WholeReference, save_seeing, sight_of
-from tests.runtime.features.images.test_exact_images import NEW, PROMPTS, answers, send, tokens_of
+from tests.runtime.features.images.prompts import (
+    OPTIONS,
+    answers,
+    answers_of_a_batch,
+    asked_of,
+    check_evicted_and_retracted,
+    send,
+)
+from tests.runtime.features.images.seeing import WholeReference, save_seeing
 
 
 @pytest.fixture(scope="module")
 def gemma3(default_model_dir, tmp_path_factory):
     path = save_seeing(tmp_path_factory.mktemp("seeing") / "tiny-gemma3", default_model_dir, "gemma3")
-    plain, sight = WholeReference(path), sight_of(path)
-    expected = [plain.greedy(text, images, NEW) for text, images in PROMPTS]
-    assert len({*map(tuple, expected)}) == len(expected)
-    return path, [tokens_of(sight, plain, *prompt) for prompt in PROMPTS], expected
+    return asked_of(path, WholeReference(path))
 
 
 def evict(driver: Driver, kept: int = 0) -> None:
@@ -22,15 +26,7 @@ def evict(driver: Driver, kept: int = 0) -> None:
     cache.allocator.release(cache.tree.evict(cache.tree.num_evictable_pages - kept // cache.page_size))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"chunk_tokens": 7, "page_size": 1},
-        {"chunk_tokens": 25, "page_size": 4, "prefix_cache": False},
-        {"kernels": "torch", "chunk_tokens": 33, "page_size": 8},
-    ],
-)
+@pytest.mark.parametrize("options", OPTIONS)
 def test_gemma3(gemma3, options):
     """Rows of an image see each other, so a step computes all of them, in layers with a window, too."""
     path, prompts, expected = gemma3
@@ -38,10 +34,7 @@ def test_gemma3(gemma3, options):
     for _ in range(2):
         assert answers(driver, prompts) == expected
     evict(driver)
-    for i, one in enumerate(prompts):
-        send(driver, f"b{i}", one)
-    driver.run()
-    assert [driver.tokens[f"b{i}"] for i in range(len(prompts))] == expected
+    assert answers_of_a_batch(driver, prompts) == expected
 
 
 @pytest.mark.parametrize("has_disk", [False, True], ids=["with_windows_apart", "plain"])
@@ -78,14 +71,7 @@ def test_equal_images_at_the_same_time(gemma3, options):
 
 
 def test_gemma3_evicted_and_retracted(gemma3):
-    path, prompts, expected = gemma3
-    longest = max(len(tokens) for tokens, _ in prompts)
-    driver = Driver(make_core(path, pool_tokens=longest + NEW + 8, page_size=2))
-    for i in (*range(len(prompts)), *range(len(prompts))):
-        send(driver, f"r{len(driver.tokens)}", prompts[i])
-        driver.step()
-    driver.run()
-    assert [*driver.tokens.values()] == expected * 2
+    check_evicted_and_retracted(gemma3)
 
 
 def test_a_step_that_fails_for_memory_does_not_cut_an_image(gemma3):

@@ -36,7 +36,8 @@ class ReasonDriver(Driver):
     """Requests of ReasonCache, and ordinary ones, with outputs of the same few words."""
 
     def __init__(self, path: Path, at_once: bool = True, warm_up: int = 8, **options: Any):
-        super().__init__(make_core(path, **{"page_size": PAGE, **options}))
+        options = {"page_size": PAGE} | options
+        super().__init__(make_core(path, **options))
         self.strategy = self.core.strategies["reasoncache"]
         assert isinstance(self.strategy, ReasonCache)
         if at_once:

@@ -24,7 +24,8 @@ def options_of(tier: str, directory: Path) -> dict[str, Any]:
 
 def open_core(model: Path, **options: Any) -> EngineCore:
     """A core that loads whatever a tier has, whether that is quicker or not."""
-    core = make_core(model, **{"page_size": 8, "pool_tokens": 1024, "kernels": "torch", **options})
+    options = {"page_size": 8, "pool_tokens": 1024, "kernels": "torch"} | options
+    core = make_core(model, **options)
     always(core)
     return core
 

@@ -35,7 +35,7 @@ def store(request, tmp_path):
         with running_redis() as server:
             yield RedisStore(server.url, 60)
     else:
-        yield FileStore(tmp_path / "blocks", "--kv-store", *([1 << 20] if request.param == "disk" else []))
+        yield FileStore(tmp_path / "blocks", "--kv-store", 1 << 20 if request.param == "disk" else None)
 
 
 def test_the_contract_of_a_store(store):
@@ -166,7 +166,7 @@ class BoundedDirectory(BoundedStore):
     @rule(which=st.integers(0, 20), bounded=st.booleans())
     def another_process_deletes(self, which, bounded):
         block = list(self.plain)[which % len(self.plain)]
-        FileStore(Path(self.root), "", *([self.CAPACITY] if bounded else [])).delete([block.key])
+        FileStore(Path(self.root), "", self.CAPACITY if bounded else None).delete([block.key])
         del self.plain[block]
 
     @invariant()

@@ -259,7 +259,8 @@ class Diffusion(Subject):
         return cls(save_tiny(cls.kind, fixture("tmp_path_factory").mktemp(cls.kind) / cls.kind))
 
     def core(self, **options: Any) -> EngineCore:
-        core = super().core(**{**options, "page_size": max(options.get("page_size", 16), self.least_page)})
+        given = options | {"page_size": max(options.get("page_size", 16), self.least_page)}
+        core = super().core(**given)
         self._info = core.info.decoding
         return core
 

@@ -37,7 +37,8 @@ class Lives(RuleBasedStateMachine):
     )
     def begin(self, page_size, steps, **options):
         fixed = {"page_size": max(page_size, self.options.get("page_size", 1)), **steps, **options}
-        self.world = World(self.subjects[0], **{**self.options, **fixed})
+        fixed = self.options | fixed
+        self.world = World(self.subjects[0], **fixed)
 
     @rule(
         which=st.integers(0, 99),

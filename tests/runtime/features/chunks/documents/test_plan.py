@@ -61,7 +61,8 @@ def report(**said) -> DocumentsReport:
 def test_the_message_has_the_options_of_the_method(asked, message):
     planned = plan(**asked)
     given = {"documents": [(2, 66), (67, 180)], "names": ["a", "b"], "shortest": 32}
-    assert planned.ask == ChunksAsk(**{**given, "granularity": "token", "chunk_tokens": 512, **message})
+    message = given | {"granularity": "token", "chunk_tokens": 512} | message
+    assert planned.ask == ChunksAsk(**message)
     assert (planned.tokens, planned.length, planned.positions) == (list(range(200)), 200, 200)
     assert planned.report(None, 3) is None
     assert planned.report(report(), 3) == report()

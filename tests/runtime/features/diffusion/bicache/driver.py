@@ -34,7 +34,8 @@ class DenoiseDriver(Driver):
         **diffusion: Any,
     ) -> None:
         """Add a request; `diffusion` are fields of `DiffusionParams`."""
-        params = SamplingParams(**{"temperature": 0, "ignore_eos": True, **(sampling or {})})
+        given = {"temperature": 0, "ignore_eos": True} | (sampling or {})
+        params = SamplingParams(**given)
         filled = DiffusionParams(**diffusion).filled(self.core.info.decoding, params)
         filled.check(self.core.info.decoding, params, self.core.executor.spec.num_layers, len(prompt))
         self.send(rid, prompt, sampling or {}, namespace=namespace, store=store, decoding=filled)

@@ -238,7 +238,8 @@ def test_an_answer_says_why_it_shares_no_prefix(deep_dir, fields, why):
     driver = DenoiseDriver(make_core(deep_dir))
     driver.one(PROMPTS[1], gen_length=4, **fields)
     assert driver.report(driver.last())["unshared"] == why
-    driver.one(PROMPTS[1], gen_length=4, **{**fields, "reuse": True, "prefix_tokens": 48, "depth": 1})
+    given = fields | {"reuse": True, "prefix_tokens": 48, "depth": 1}
+    driver.one(PROMPTS[1], gen_length=4, **given)
     assert "unshared" not in driver.report(driver.last())
 
 

@@ -201,7 +201,8 @@ def test_measuring_requests_share_steps_end_early_and_leak_nothing(make, monkeyp
     driver = make(depth_bound=0.02, pool_tokens=512)
     for i in range(10):
         more = {"cache": "dual", "block_length": 8} if i % 3 == 2 else {}
-        driver.denoise(str(i), PROMPTS[i % 3], **{**SETTING, **more})
+        more = SETTING | more
+        driver.denoise(str(i), PROMPTS[i % 3], **more)
         for _ in range(i % 4):
             driver.step()
         if i % 5 == 4:

@@ -1,0 +1,60 @@
+"""The architectures that Ramet's own code computes, and the families whose keys and layers they share.
+
+What makes them differ from Llama is in modules that are imported for them: `bidirectional.py`, `recurrence.py`,
+`latent.py`, `experts.py` and `seeing.py`.
+"""
+
+from typing import NamedTuple
+
+
+class _Names(NamedTuple):
+    """Prefixes that the decoder's tensors have in the checkpoint, and whether its head is the embedding by default."""
+
+    model: str
+    head: str = ""
+    tied: bool = False
+
+
+_CAUSAL = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3", "GptOss")
+# Rows also see later rows.
+BIDIRECTIONAL = {
+    "LLaDAModelLM": "Llama",
+    "DreamModel": "Qwen2",
+    "LlamaDiffusionModel": "Llama",
+    "SDARForCausalLM": "Qwen3",
+    "SDARMoeForCausalLM": "Qwen3",
+    "LLaDA2MoeModelLM": "Qwen3",
+    "Fast_dLLM_QwenForCausalLM": "Qwen2",
+}
+# Some layers are recurrent.
+HYBRIDS = {
+    "Lfm2ForCausalLM": "Lfm2",
+    "Qwen3_5ForCausalLM": "Qwen3_5",
+    "Qwen3NextForCausalLM": "Qwen3Next",
+}
+LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+# Experts replace the MLP in some layers.
+WITH_EXPERTS = (
+    "GptOssForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+    "SDARMoeForCausalLM",
+    "LLaDA2MoeModelLM",
+    *LATENT,
+)
+# A vision tower stands beside the decoder.
+SEEING = {
+    "Idefics3ForConditionalGeneration": _Names("model.text_model."),
+    "SmolVLMForConditionalGeneration": _Names("model.text_model."),
+    "Gemma3ForConditionalGeneration": _Names("language_model.model.", "language_model.", tied=True),
+    "Mistral3ForConditionalGeneration": _Names("language_model.model.", "language_model.", tied=True),
+    "Qwen2_5_VLForConditionalGeneration": _Names("model."),
+    "Qwen3_5ForConditionalGeneration": _Names("model.language_model."),
+}
+SUPPORTED = (*(f"{family}ForCausalLM" for family in _CAUSAL), *LATENT, *HYBRIDS, *BIDIRECTIONAL, *SEEING)
+
+
+def family_of(architecture: str) -> str:
+    """The family of a decoder's architecture."""
+    family = BIDIRECTIONAL.get(architecture) or HYBRIDS.get(architecture)
+    return family or architecture.removesuffix("ForCausalLM").removesuffix("Moe")
