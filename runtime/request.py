@@ -32,6 +32,9 @@ class GivenRows(Protocol):
     def load(self, first: int, stop: int) -> tuple[np.ndarray, torch.Tensor] | None:
         """`Stage.load` of the sequence's rows `first` to `stop` (exclusive), counted from `first`."""
 
+    def is_ready(self, first: int) -> bool:
+        """Whether `load` has the states of all rows from `first` on. If not, a part blocks the request."""
+
     def cut(self, place: int) -> tuple[int, int]:
         """First row and end of the rows that see each other, and of which some are before `place` and some are not.
 

@@ -26,7 +26,8 @@ class ImagesFeature(Feature):
         path = Path(core.info.path)
         if (rules := load_rules(path)) is None:
             return
-        from runtime.features.images.part import ImagesPart, States
+        from runtime.features.images.part import ImagesPart
+        from runtime.features.images.states import States
         from runtime.features.images.tower_process import open_tower
 
         config, executor = core.config.model, core.executor

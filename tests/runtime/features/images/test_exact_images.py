@@ -1,9 +1,7 @@
 """Greedy output of prompts with images is token-identical to transformers in float32, whatever the cache does."""
 
 import shutil
-import time
 from array import array
-from concurrent.futures import wait
 
 import pytest
 
@@ -231,25 +229,3 @@ def test_negative_tokens_without_images_are_refused(seeing_dir, encoded):
     driver = Driver(make_core(seeing_dir))
     events = driver.core.handle(AddRequest("r", array("i", encoded[0][0]).tobytes(), SamplingParams()))
     assert "out of range" in events[0].finish.message
-
-
-def test_an_ended_request_has_no_further_tiles_computed(seeing_dir, encoded):
-    driver = Driver(make_core(seeing_dir))
-    part = driver.core.part(ImagesPart)
-    real = part._states._tower
-
-    class Ending:
-        def states(self, tile, size):
-            while "gone" not in driver.requests:  # the tower's thread may be the first to know it
-                time.sleep(0.01)
-            driver.requests["gone"].given.is_over = True
-            return real.states(tile, size)
-
-    part._states._tower = Ending()
-    send(driver, "gone", encoded[0])
-    driver.step()
-    wait([*part._open.values()], 60)
-    assert tiles(driver) == 1
-    driver.abort("gone")
-    driver.run()
-    assert driver.finish["gone"].type == "abort"
