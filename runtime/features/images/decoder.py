@@ -10,12 +10,13 @@ import signal
 import sys
 import warnings
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 from PIL import Image, ImageOps
 
 from runtime.errors import InvalidRequest
-from runtime.features.images.rules import Rules
+from runtime.features.images.rules import Rules, as_rules
 from runtime.models.template_program import read_frame, write_frame
 
 # CPU seconds of one image, and bytes of memory of a process.
@@ -31,7 +32,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 class Order(msgspec.Struct):
     """An image to decode; `pixels`: whether the answer has them, and no digests."""
 
-    rules: Rules
+    rules: Any  # `Rules`; `as_rules` makes them again of what msgspec reads
     data: bytes
     pixels: bool = False
 
@@ -58,7 +59,8 @@ class Decoded(msgspec.Struct):
 def decode(order: Order) -> Decoded:
     """Decode an image and cut it into tiles. Raises InvalidRequest."""
     image = _open(order.data)
-    cut = _tiles(image, order.rules)
+    rules = order.rules if isinstance(order.rules, Rules) else as_rules(order.rules)
+    cut = _tiles(image, rules)
     sizes, tiles = [tile.size for tile in cut], [tile.tobytes() for tile in cut]
     if order.pixels:
         return Decoded(*image.size, sizes, tiles=tiles)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,43 +12,9 @@ import transformers
 from torch import nn
 
 from runtime.errors import ModelError
-from runtime.features.images.rules import Rules
+from runtime.features.images.rules import Rules, TowerCode, family_of
 from runtime.models.config_json import architecture_of, read_json
 from runtime.models.tensor_files import find_files, open_file
-
-
-class _Code(NamedTuple):
-    """transformers' code of an architecture.
-
-    Attributes:
-        name: of its modules.
-        tower, connector: classes of the tower, and of what makes the decoder's states of its output. If there is no
-            connector, the tower makes them, and takes the image in patches.
-        prefixes: of their tensors in a checkpoint.
-        sized: whether both take the size of the image.
-    """
-
-    name: str
-    tower: str
-    connector: str
-    prefixes: tuple[str, str] = ("model.vision_model.", "model.connector.")
-    sized: bool = False
-
-
-_CODE = {
-    "Idefics3ForConditionalGeneration": _Code("idefics3", "Idefics3VisionTransformer", "Idefics3Connector"),
-    "SmolVLMForConditionalGeneration": _Code("smolvlm", "SmolVLMVisionTransformer", "SmolVLMConnector"),
-    "Gemma3ForConditionalGeneration": _Code(
-        "gemma3", "", "Gemma3MultiModalProjector", ("vision_tower.", "multi_modal_projector.")
-    ),
-    "Mistral3ForConditionalGeneration": _Code(
-        "mistral3", "", "Mistral3MultiModalProjector", ("vision_tower.", "multi_modal_projector."), sized=True
-    ),
-    "Qwen2_5_VLForConditionalGeneration": _Code(
-        "qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", "", ("visual.", "")
-    ),
-    "Qwen3_5ForConditionalGeneration": _Code("qwen3_5", "Qwen3_5VisionModel", "", ("model.visual.", "")),
-}
 
 
 class Tower:
@@ -58,7 +24,8 @@ class Tower:
         """Load the tower. `is_random`: with random weights. Raises ModelError if a tensor is missing."""
         self._rules, self._dtype, self._device = rules, dtype, device
         architecture = architecture_of(read_json(directory / "config.json"))
-        self._code = code = _CODE[architecture]
+        self._code: TowerCode = family_of(architecture).TOWERS[architecture]
+        code = self._code
         config = getattr(transformers, architecture).config_class.from_pretrained(directory, local_files_only=True)
         if getattr(config, "vision_feature_layer", -1) != -1:
             raise ModelError(f"the model takes layer {config.vision_feature_layer} of its tower; supported is the last")

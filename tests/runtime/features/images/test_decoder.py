@@ -15,7 +15,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from runtime.errors import InvalidRequest
 from runtime.features.images import decoding
 from runtime.features.images.decoder import MOST_PIXELS, Decoded, Order, decode
-from runtime.features.images.rules import GridRules, LineRules, Rules, SquareRules, WholeRules, tokens_of
+from runtime.features.images.families.gemma3 import WholeRules
+from runtime.features.images.families.idefics3 import SquareRules
+from runtime.features.images.families.mistral3 import LineRules
+from runtime.features.images.families.qwen_vl import GridRules
+from runtime.features.images.rules import Rules, tokens_of
 from runtime.features.images.tower import patches_of, values_of
 from tests.runtime.features.images.seeing import ROWS, file_of, picture
 

@@ -6,7 +6,8 @@ import pytest
 
 from runtime.errors import ModelError
 from runtime.features.images.client import ModelSight
-from runtime.features.images.rules import WholeRules, load_rules
+from runtime.features.images.families.gemma3 import WholeRules
+from runtime.features.images.rules import load_rules
 from runtime.models.spec import DecoderSpec
 
 GEMMA3_4B = {
