@@ -67,19 +67,20 @@ class ImageRows:
     def is_ready(self, first: int) -> bool:
         return first >= self.stop or not self.missing(first)
 
-    def load(self, first: int, stop: int) -> tuple[np.ndarray, torch.Tensor] | None:
+    def load(self, first: int, stop: int) -> Sequence[tuple[np.ndarray, torch.Tensor]]:
         if first >= self.stop:  # as in all steps behind the prompt
-            return None
+            return ()
         within = [(run, key) for run, key in self._runs if run.start < stop and run.stop > first]
         if not within:
-            return None
+            return ()
         rows, states = [], []
         for run, key in within:
             places = np.flatnonzero(self._rows[run.start : run.stop]) + run.start
             wanted = (places >= first) & (places < stop)
             rows.append(places[wanted] - first)
             states.append(self.held[key][torch.from_numpy(wanted)])
-        return np.concatenate(rows), torch.cat(states)
+        places = np.concatenate(rows)
+        return [(places, one.contiguous()) for one in torch.cat(states).chunk(1 + self._states.rules.added, 1)]
 
     def axes(self, first: int, stop: int) -> np.ndarray | None:
         if first >= self.stop or not self._states.rules.has_axes:

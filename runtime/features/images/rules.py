@@ -31,6 +31,7 @@ _FAMILIES = {
     "Mistral3ForConditionalGeneration": "mistral3",
     "Gemma3ForConditionalGeneration": "gemma3",
     "Qwen2_5_VLForConditionalGeneration": "qwen_vl",
+    "Qwen3VLForConditionalGeneration": "qwen_vl",
     "Qwen3_5ForConditionalGeneration": "qwen_vl",
 }
 _FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True}
@@ -47,10 +48,15 @@ class Rules(msgspec.Struct, frozen=True, tag=True):
         row: edge of the square of a tile that a row shows.
         mutual: whether the rows of a tile see each other.
         has_axes: whether the positions of rows have three axes.
+        added: number of further states of each row, which are added behind as many of the decoder's first layers.
     """
 
     mutual: ClassVar[bool] = False
     has_axes: ClassVar[bool] = False
+
+    @property
+    def added(self) -> int:
+        return 0
 
     longest: int
     resample: int

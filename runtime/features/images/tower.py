@@ -31,26 +31,30 @@ class Tower:
             raise ModelError(f"the model takes layer {config.vision_feature_layer} of its tower; supported is the last")
         module = importlib.import_module(f"transformers.models.{code.name}.modeling_{code.name}")
         tower = getattr(module, code.tower)._from_config if code.tower else transformers.AutoModel.from_config
-        with torch.random.fork_rng():
+        with torch.random.fork_rng([]):  # no device: weights are drawn on the host
             torch.manual_seed(0)
             self._tower: Any = tower(config.vision_config, attn_implementation="sdpa")
             self._connector: Any = getattr(module, code.connector)(config) if code.connector else nn.Module()
         for part, prefix in zip((self._tower, self._connector), code.prefixes, strict=True):
             if prefix and not is_random:
                 _fill(part, prefix, directory)
-            part.to(device).eval().requires_grad_(False)
             for weight in part.parameters():  # and no buffers, which hold angles in float32
                 weight.data = weight.data.to(dtype)
+            part.to(device).eval().requires_grad_(False)
 
     @torch.inference_mode()
     def states(self, tile: bytes, size: tuple[int, int]) -> torch.Tensor:
-        """States float32 [rows, hidden], on the CPU, of a uint8 tile [height, width, 3]; `size`: width and height."""
+        """States float32 [rows, hidden], on the CPU, of a uint8 tile [height, width, 3]; `size`: width and height.
+
+        Beside the state of each row are `Rules.added` further ones.
+        """
         given = torch.from_numpy(values_of(tile, size, self._rules)).to(self._device, self._dtype)
         if not self._code.connector:
             sizes = self._tower.config
             patches = patches_of(given[0], sizes.patch_size, sizes.spatial_merge_size, sizes.temporal_patch_size)
             grid = torch.tensor([[1, size[1] // sizes.patch_size, size[0] // sizes.patch_size]], device=self._device)
-            states = self._tower(patches, grid_thw=grid).pooler_output
+            seen = self._tower(patches, grid_thw=grid)
+            states = torch.cat([seen.pooler_output, *getattr(seen, "deepstack_features", ())], 1)
         elif self._code.sized:
             heights = [size[::-1]]
             states = self._connector(self._tower(given, image_sizes=heights).last_hidden_state[0], heights)

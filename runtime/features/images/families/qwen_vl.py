@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3.5: the whole image is one tile, and its rows have the positions of a grid."""
+"""Qwen2.5-VL, Qwen3-VL and Qwen3.5: the whole image is one tile, and its rows have the positions of a grid."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import math
 from typing import Any, ClassVar
 
 from runtime.features.images.rules import Rules, TowerCode, up
-from runtime.models.config_json import positive_size
+from runtime.models.config_json import architecture_of, positive_size
 
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 TOWERS = {
     "Qwen2_5_VLForConditionalGeneration": TowerCode(
         "qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", "", ("visual.", "")
     ),
+    "Qwen3VLForConditionalGeneration": TowerCode("qwen3_vl", "Qwen3VLVisionModel", "", ("model.visual.", "")),
     "Qwen3_5ForConditionalGeneration": TowerCode("qwen3_5", "Qwen3_5VisionModel", "", ("model.visual.", "")),
 }
 
@@ -22,11 +23,17 @@ class GridRules(Rules, frozen=True, tag="qwen_vl"):
 
     Attributes:
         least, most: numbers of pixels.
+        deep: layers of the tower behind which it makes further states; of Qwen3-VL.
     """
 
     has_axes: ClassVar[bool] = True
     least: int
     most: int
+    deep: tuple[int, ...] = ()
+
+    @property
+    def added(self) -> int:
+        return len(self.deep)
 
     def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
         unit = self.row
@@ -49,6 +56,7 @@ RULES = GridRules
 
 def read(config: dict[str, Any], found: dict[str, Any]) -> GridRules:
     size = found.get("size") or {}
+    is_deep = architecture_of(config) == "Qwen3VLForConditionalGeneration"
     merge = positive_size(config["vision_config"], "spatial_merge_size", 2)
     return GridRules(
         longest=0,
@@ -60,6 +68,7 @@ def read(config: dict[str, Any], found: dict[str, Any]) -> GridRules:
         row=merge * positive_size(config["vision_config"], "patch_size", 14),
         least=found.get("min_pixels") or size.get("shortest_edge", 56 * 56),
         most=found.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280),
+        deep=tuple(config["vision_config"].get("deepstack_visual_indexes", (8, 16, 24) if is_deep else ())),
     )
 
 

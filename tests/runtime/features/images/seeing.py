@@ -23,6 +23,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )
@@ -61,6 +63,7 @@ KINDS = {
     "mistral3": (Mistral3Config, Mistral3ForConditionalGeneration),
     "gemma3": (Gemma3Config, Gemma3ForConditionalGeneration),
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
     "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
 }
 # A hybrid of Qwen3.5; 4 pairs of dimensions are rotated.
@@ -91,11 +94,14 @@ def sight_of(path: Path) -> Sight:
     return preparer.sight
 
 
-def save_seeing(directory: Path, tokenizer_from: Path, kind: str = "idefics3") -> Path:
-    """Write a random model: tiles of 32 x 32 pixels and 16 rows, at most 2 x 2 of them and the whole image."""
+def save_seeing(directory: Path, tokenizer_from: Path, kind: str = "idefics3", **more: Any) -> Path:
+    """Write a random model: tiles of 32 x 32 pixels and 16 rows, at most 2 x 2 of them and the whole image.
+
+    `more`: fields of its decoder.
+    """
     torch.manual_seed(3)
     fast = FastTokenizer.from_file(str(tokenizer_from / "tokenizer.json"))
-    own_tokens = {"gemma3": _OF_GEMMA, "qwen2_5_vl": _OF_QWEN, "qwen3_5": _OF_QWEN}.get(kind, [])
+    own_tokens = {"gemma3": _OF_GEMMA, "qwen2_5_vl": _OF_QWEN, "qwen3_vl": _OF_QWEN, "qwen3_5": _OF_QWEN}.get(kind, [])
     fast.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in _TOKENS + own_tokens])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<|im_end|>")
     text = {
@@ -126,10 +132,14 @@ def save_seeing(directory: Path, tokenizer_from: Path, kind: str = "idefics3") -
     elif kind.startswith("qwen"):
         own = {"image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>"), "tie_word_embeddings": False}
         vision = {"hidden_size": 32, "intermediate_size": 40, "depth": 2, "num_heads": 2, "patch_size": 4}
-        vision |= {"out_hidden_size": 48, "spatial_merge_size": 2}
+        vision |= {"out_hidden_size": more.get("hidden_size", 48), "spatial_merge_size": 2}
         if kind == "qwen3_5":
             decoder = {**text, **_DELTA}
             vision |= {"num_position_embeddings": 36}
+        elif kind == "qwen3_vl":
+            rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+            decoder = {**text, "head_dim": 16, "rope_parameters": rope}
+            vision |= {"num_position_embeddings": 36, "depth": 3, "deepstack_visual_indexes": [0, 2]}
         else:
             rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
             decoder = {**text, "num_attention_heads": 3, "num_key_value_heads": 1, "rope_parameters": rope}
@@ -140,9 +150,8 @@ def save_seeing(directory: Path, tokenizer_from: Path, kind: str = "idefics3") -
         own = {"image_token_id": tokenizer.convert_tokens_to_ids("<image>"), "scale_factor": 2, "pad_token_id": 0}
         vision |= {"image_size": 32, "patch_size": 4}
         processor = Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
-    config = config_of(
-        text_config=decoder if isinstance(decoder, dict) else decoder.to_dict(), vision_config=vision, **own
-    )
+    decoder = decoder if isinstance(decoder, dict) else decoder.to_dict()
+    config = config_of(text_config={**decoder, **more}, vision_config=vision, **own)
     model = model_of(config)
     vary(model)
     if kind == "gemma3":  # zeros at first

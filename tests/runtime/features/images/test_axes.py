@@ -9,7 +9,7 @@ from tests.runtime.features.images.test_exact_images import NEW, PROMPTS, answer
 IN_QWEN = [(text.replace("<image>", "<|vision_start|><image><|vision_end|>"), images) for text, images in PROMPTS]
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_5"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def model(request, default_model_dir, tmp_path_factory):
     """A directory, its prompts, and what transformers makes of them."""
     path = save_seeing(tmp_path_factory.mktemp("seeing") / request.param, default_model_dir, request.param)
