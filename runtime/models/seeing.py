@@ -18,6 +18,7 @@ SEEING = {
     "Idefics3ForConditionalGeneration": _Names("model.text_model."),
     "SmolVLMForConditionalGeneration": _Names("model.text_model."),
     "Gemma3ForConditionalGeneration": _Names("language_model.model.", "language_model.", tied=True),
+    "LlavaOnevisionForConditionalGeneration": _Names("language_model.model.", "language_model."),
     "Mistral3ForConditionalGeneration": _Names("language_model.model.", "language_model.", tied=True),
     "Qwen2_5_VLForConditionalGeneration": _Names("model."),
     "Qwen3VLForConditionalGeneration": _Names("model.language_model."),
@@ -27,6 +28,7 @@ _FAMILIES = {
     "llama": "Llama",
     "mistral": "Mistral",
     "gemma3_text": "Gemma3",
+    "qwen2": "Qwen2",
     "qwen2_5_vl": "Qwen2",  # older files, which have the fields of the decoder beside those of the tower
     "qwen2_5_vl_text": "Qwen2",
     "qwen3_vl_text": "Qwen3",

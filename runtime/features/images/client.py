@@ -62,7 +62,7 @@ class ModelSight:
         found = PROCESSES.decode(Order(self.rules, data))
         of_tiles = zip(found.digests, found.sizes, strict=True)
         tiles = [tokens_of(digest, self.rules.rows(*size)) for digest, size in of_tiles]
-        widths = [width // self.rules.row for width, _ in found.sizes]
+        widths = [width // self.rules.row for width, *_ in found.sizes]
         layout = ImageLayout(self.rules.text(found.width, found.height), tiles, widths)
         with self._lock:
             self._layouts[account, mark] = layout

@@ -28,6 +28,7 @@ from runtime.models.seeing import SEEING
 _FAMILIES = {
     "Idefics3ForConditionalGeneration": "idefics3",
     "SmolVLMForConditionalGeneration": "idefics3",
+    "LlavaOnevisionForConditionalGeneration": "llava_onevision",
     "Mistral3ForConditionalGeneration": "mistral3",
     "Gemma3ForConditionalGeneration": "gemma3",
     "Qwen2_5_VLForConditionalGeneration": "qwen_vl",
@@ -75,12 +76,11 @@ class Rules(msgspec.Struct, frozen=True, tag=True):
         """The sizes (width, height) to which an image is resized, one after the other."""
         raise NotImplementedError
 
-    def boxes(self, width: int, height: int) -> list[tuple[int, int, int, int]]:
-        """The boxes (left, top, right, bottom) of tiles in the resized image, before the tile with all of it.
-
-        That tile has the size of a box; without boxes, it is the resized image.
-        """
-        return []
+    def tiles(self, image: Any) -> list[tuple[Any, tuple[int, ...]]]:
+        """The tiles of an image (all of Pillow), each with its size: width, height, and what else `rows` takes."""
+        for size in self.sizes(*image.size):
+            image = image.resize(size, self.resample)
+        return [(image, image.size)]
 
     def rows(self, width: int, height: int) -> int:
         """The number of rows that show a tile of a size."""
@@ -100,13 +100,15 @@ class TowerCode(NamedTuple):
             connector, the tower makes them, and takes the image in patches.
         prefixes: of their tensors in a checkpoint.
         sized: whether both take the size of the image.
+        newline: whether a tile is a grid of crops, with a state of its own behind each line, see `llava_onevision`.
     """
 
     name: str
     tower: str
     connector: str
-    prefixes: tuple[str, str] = ("model.vision_model.", "model.connector.")
+    prefixes: tuple[str, ...] = ("model.vision_model.", "model.connector.")
     sized: bool = False
+    newline: bool = False
 
 
 def load_rules(directory: Path) -> Rules | None:

@@ -35,7 +35,10 @@ class Tower:
             torch.manual_seed(0)
             self._tower: Any = tower(config.vision_config, attn_implementation="sdpa")
             self._connector: Any = getattr(module, code.connector)(config) if code.connector else nn.Module()
-        for part, prefix in zip((self._tower, self._connector), code.prefixes, strict=True):
+        self._line = nn.Module()
+        if code.newline:
+            self._line.newline = nn.Parameter(torch.zeros(config.text_config.hidden_size))
+        for part, prefix in zip((self._tower, self._connector, self._line), code.prefixes, strict=False):
             if prefix and not is_random:
                 _fill(part, prefix, directory)
             for weight in part.parameters():  # and no buffers, which hold angles in float32
@@ -43,18 +46,20 @@ class Tower:
             part.to(device).eval().requires_grad_(False)
 
     @torch.inference_mode()
-    def states(self, tile: bytes, size: tuple[int, int]) -> torch.Tensor:
-        """States float32 [rows, hidden], on the CPU, of a uint8 tile [height, width, 3]; `size`: width and height.
+    def states(self, tile: bytes, size: tuple[int, ...]) -> torch.Tensor:
+        """States float32 [rows, hidden], on the CPU, of a uint8 tile [height, width, 3]; `size`: see `Rules.tiles`.
 
         Beside the state of each row are `Rules.added` further ones.
         """
-        given = torch.from_numpy(values_of(tile, size, self._rules)).to(self._device, self._dtype)
+        given = torch.from_numpy(values_of(tile, size[:2], self._rules)).to(self._device, self._dtype)
         if not self._code.connector:
             sizes = self._tower.config
             patches = patches_of(given[0], sizes.patch_size, sizes.spatial_merge_size, sizes.temporal_patch_size)
             grid = torch.tensor([[1, size[1] // sizes.patch_size, size[0] // sizes.patch_size]], device=self._device)
             seen = self._tower(patches, grid_thw=grid)
             states = torch.cat([seen.pooler_output, *getattr(seen, "deepstack_features", ())], 1)
+        elif self._code.newline:
+            states = self._crops(given[0], size)
         elif self._code.sized:
             heights = [size[::-1]]
             states = self._connector(self._tower(given, image_sizes=heights).last_hidden_state[0], heights)
@@ -63,6 +68,24 @@ class Tower:
         if len(states) != self._rules.rows(*size):
             raise ModelError(f"the model's tower gives {len(states)} rows of a tile, not {self._rules.rows(*size)}")
         return states.float().cpu()
+
+    def _crops(self, image: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+        """The states [rows, hidden] of one crop, or of a grid of crops without its padding."""
+        edge = self._rules.longest
+        crops = image.unflatten(2, (-1, edge)).unflatten(1, (-1, edge)).permute(1, 3, 0, 2, 4)  # [H, W, 3, edge, edge]
+        seen = self._connector(self._tower(crops.flatten(0, 1), output_hidden_states=True).hidden_states[-1])
+        if len(size) == 2:
+            return seen[0]
+        columns, lines = size[2:]
+        each = edge // self._rules.row
+        grid = seen.view(*crops.shape[:2], each, each, -1).permute(4, 0, 2, 1, 3).flatten(3, 4).flatten(1, 2)
+        top, left = (grid.shape[1] - lines) // 2, (grid.shape[2] - columns) // 2
+        grid = grid[:, top : top + lines, left : left + columns]  # [hidden, lines, columns]
+        width, height = self._rules.shown(columns, lines)
+        if (width, height) != (columns, lines):
+            grid = nn.functional.interpolate(grid[None], (height, width), mode="bilinear")[0]
+        ends = self._line.newline[:, None, None].expand(-1, height, 1)
+        return torch.cat((grid, ends), 2).flatten(1).T
 
 
 def values_of(tile: bytes, size: tuple[int, int], rules: Rules) -> np.ndarray:

@@ -43,14 +43,14 @@ class SquareRules(Rules, frozen=True, tag="idefics3"):
             width = up(int(height * ratio), self.tile)
         return [first, (width, height)]
 
-    def boxes(self, width: int, height: int) -> list[tuple[int, int, int, int]]:
-        rows, columns, edge = *self._grid(width, height), self.tile
-        return [
-            (j * edge, i * edge, (j + 1) * edge, (i + 1) * edge)
-            for i in range(rows)
-            for j in range(columns)
-            if rows * columns > 1
-        ]
+    def tiles(self, image: Any) -> list[tuple[Any, tuple[int, ...]]]:
+        (rows, columns), edge = self._grid(*image.size), self.tile
+        ((image, size),) = super().tiles(image)
+        if rows * columns == 1:
+            return [(image, size)]
+        starts = [(j * edge, i * edge) for i in range(rows) for j in range(columns)]
+        cut = [image.crop((left, top, left + edge, top + edge)) for left, top in starts]
+        return [(tile, (edge, edge)) for tile in (*cut, image.resize((edge, edge), self.resample))]
 
     def text(self, width: int, height: int) -> str:
         rows, columns = self._grid(width, height)

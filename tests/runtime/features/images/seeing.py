@@ -15,6 +15,8 @@ from transformers import (
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     LlamaConfig,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     MistralConfig,
@@ -31,6 +33,7 @@ from transformers import (
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -60,6 +63,7 @@ TEMPLATE = (
 KINDS = {
     "idefics3": (Idefics3Config, Idefics3ForConditionalGeneration),
     "smolvlm": (SmolVLMConfig, SmolVLMForConditionalGeneration),
+    "llava_onevision": (LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration),
     "mistral3": (Mistral3Config, Mistral3ForConditionalGeneration),
     "gemma3": (Gemma3Config, Gemma3ForConditionalGeneration),
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
@@ -123,6 +127,14 @@ def save_seeing(directory: Path, tokenizer_from: Path, kind: str = "idefics3", *
         own = {"image_token_index": tokenizer.convert_tokens_to_ids("[IMG]"), "tie_word_embeddings": False}
         vision |= {"model_type": "pixtral", "image_size": 64, "patch_size": 4, "head_dim": 16}
         processor: Any = PixtralImageProcessorPil(**_LINES)
+    elif kind == "llava_onevision":
+        grids = [[16 * i, 16 * j] for i in (1, 2, 3) for j in (1, 2, 3)]
+        decoder = {**text, "model_type": "qwen2", "num_attention_heads": 3, "num_key_value_heads": 1}
+        own = {"image_token_index": tokenizer.convert_tokens_to_ids("<image>"), "image_grid_pinpoints": grids}
+        own["vision_aspect_ratio"] = "anyres_max_2"
+        vision |= {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4, "vision_use_head": False}
+        size = {"height": 16, "width": 16}
+        processor = LlavaOnevisionImageProcessorPil(size=size, image_grid_pinpoints=grids)
     elif kind == "gemma3":
         layers = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 12}
         decoder = Gemma3TextConfig(**text, **layers, head_dim=16, query_pre_attn_scalar=24)
@@ -156,6 +168,8 @@ def save_seeing(directory: Path, tokenizer_from: Path, kind: str = "idefics3", *
     vary(model)
     if kind == "gemma3":  # zeros at first
         torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.2)
+    if kind == "llava_onevision":  # so large that all images look alike
+        model.model.multi_modal_projector.linear_2.weight.data.mul_(0.01)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     processor.save_pretrained(directory)
@@ -196,6 +210,23 @@ class LinesReference(Reference):
         for height, width in pixels.get("image_sizes", []):
             rows = ["[IMG]" * (int(width) // 8)] * (int(height) // 8)
             text = text.replace("<image>", "[IMG_BREAK]".join(rows) + "[IMG_END]", 1)
+        return {**self.tokenizer(text, add_special_tokens=False, return_tensors="pt"), **pixels}
+
+
+class CropsReference(LinesReference):
+    """transformers' LLaVA-OneVision of a directory; see `LinesReference`."""
+
+    def __init__(self, directory: Path):
+        self.model = LlavaOnevisionForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+        self.images = LlavaOnevisionImageProcessorPil.from_pretrained(directory)
+
+    def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
+        pixels = dict(self.images(images, return_tensors="pt")) if images else {}
+        pixels.pop("batch_num_images", None)
+        first, *rest = text.split("<image>")
+        seen = self.model.get_image_features(**pixels).pooler_output if images else []
+        text = first + "".join("<image>" * len(one) + part for one, part in zip(seen, rest, strict=True))
         return {**self.tokenizer(text, add_special_tokens=False, return_tensors="pt"), **pixels}
 
 

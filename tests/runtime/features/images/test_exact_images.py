@@ -12,7 +12,15 @@ from runtime.features.images.part import ImagesPart
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest
 from tests.runtime.engine.driver import Driver, call, make_core
-from tests.runtime.features.images.seeing import LinesReference, Reference, file_of, picture, save_seeing, sight_of
+from tests.runtime.features.images.seeing import (
+    CropsReference,
+    LinesReference,
+    Reference,
+    file_of,
+    picture,
+    save_seeing,
+    sight_of,
+)
 
 NEW = 6
 A, B, SMALL = picture(1, 100, 80), picture(2, 40, 90), picture(3, 30, 30)
@@ -45,10 +53,12 @@ def tokens_of(sight, plain, text, images):
     return tokens, own.asked
 
 
-@pytest.fixture(scope="module")
-def mistral3(default_model_dir, tmp_path_factory):
-    path = save_seeing(tmp_path_factory.mktemp("seeing") / "tiny-mistral3", default_model_dir, "mistral3")
-    return path, LinesReference(path), sight_of(path)
+@pytest.fixture(scope="module", params=[("mistral3", LinesReference, 1), ("llava_onevision", CropsReference, 2)])
+def sized(request, default_model_dir, tmp_path_factory):
+    """A model for which the size of an image decides the number of its rows, and the number of an image's tiles."""
+    kind, reference, count = request.param
+    path = save_seeing(tmp_path_factory.mktemp("seeing") / kind, default_model_dir, kind)
+    return path, reference(path), sight_of(path), count
 
 
 @pytest.fixture(scope="module")
@@ -105,17 +115,17 @@ def test_smolvlm(default_model_dir, tmp_path, encoded):
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_tokens": 7, "page_size": 1}])
-def test_mistral3(mistral3, options):
-    """Images of any size, with other tokens between the rows of an image."""
-    path, plain, sight = mistral3
+def test_images_of_any_size(sized, options):
+    """Mistral 3 has other tokens between the rows of an image."""
+    path, plain, sight, count = sized
     prompts = [tokens_of(sight, plain, *prompt) for prompt in PROMPTS]
     expected = [plain.greedy(text, images, NEW) for text, images in PROMPTS]
     assert len({*map(tuple, expected)}) == len(expected)
     driver = Driver(make_core(path, **options))
     assert answers(driver, prompts) == expected
-    assert tiles(driver) == 3, "an image is one tile"
+    assert tiles(driver) == 3 * count
     assert answers(driver, prompts) == expected
-    assert tiles(driver) == 3
+    assert tiles(driver) == 3 * count
     driver.flush()
     for i, one in enumerate(prompts):
         send(driver, f"b{i}", one)
