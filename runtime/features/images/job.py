@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from runtime.features.images.states import Key, States
-from runtime.sampling.turns import Turns
+from runtime.turns import Turns
 
 
 class Tile(NamedTuple):

@@ -15,7 +15,7 @@ from runtime.features.images.job import Job, Tile
 from runtime.features.images.states import Key, States
 from runtime.protocol import Finish, TokenEvent
 from runtime.request import Request
-from runtime.sampling.turns import Turns
+from runtime.turns import Turns
 
 if TYPE_CHECKING:
     from runtime.engine.core import EngineCore
