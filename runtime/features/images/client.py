@@ -169,7 +169,8 @@ class Images:
         layouts = [*self._layouts.values()]
         for i, layout in enumerate(layouts):
             for j, tile in enumerate(layout.tiles):
-                tiles[tile[0]].append((i, j, tile))
+                if tile:  # none of its lines may show more than padding
+                    tiles[tile[0]].append((i, j, tile))
         runs, at = list[TileRun](), 0
         places = [i for i, token in enumerate(tokens) if token < 0]
         rows = array("i", [tokens[i] for i in places])

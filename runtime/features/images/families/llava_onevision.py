@@ -46,9 +46,9 @@ class CropRules(Rules, frozen=True, tag="llava_onevision"):
         whole = image.resize((edge, edge), self.resample)
         return [(whole, (edge, edge)), (padded, (width, height, *self._kept(*image.size)))]
 
-    def rows(self, width: int, height: int, columns: int = 0, lines: int = 0) -> int:
+    def rows(self, width: int, height: int, columns: int = -1, lines: int = -1) -> int:
         """`columns`, `lines`: of rows in a grid, without those that show padding alone."""
-        if not columns:
+        if columns < 0:
             return super().rows(width, height)
         columns, lines = self.shown(columns, lines)
         return (columns + 1) * lines

@@ -103,6 +103,23 @@ def test_qwen2_5_vl_as_it_is_not_served(tmp_path, more, reason):
         DecoderSpec.load(write(tmp_path, QWEN2_5_VL_3B, **more))
 
 
+def test_qwen3_vl(tmp_path):
+    text = {
+        "hidden_size": 2560, "intermediate_size": 9728, "max_position_embeddings": 262144, "head_dim": 128,
+        "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "vocab_size": 100,
+        "model_type": "qwen3_vl_text",
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5000000,
+    }  # fmt: skip
+    vision = {"deepstack_visual_indexes": [5, 11, 17], "patch_size": 16, "spatial_merge_size": 2}
+    config = {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": text, "vision_config": vision}
+    images = {"size": {"longest_edge": 16777216, "shortest_edge": 65536}, "image_mean": [0.5] * 3}
+    spec = DecoderSpec.load(write(tmp_path, config, images))
+    assert (spec.qk_norm, spec.rope.theta, spec.rope.axes) == (True, 5e6, (0, 1, 2) * 20 + (0,) * 4)
+    rules = load_rules(tmp_path)
+    assert (rules.added, rules.row, rules.sizes(1000, 700)) == (3, 32, [(992, 704)])
+
+
 def test_axes_of_qwen3_5_take_turns(tmp_path):
     text = {
         "hidden_size": 1024, "intermediate_size": 3584, "max_position_embeddings": 262144, "model_type": "qwen3_5_text",
