@@ -13,6 +13,7 @@ from torch import nn
 
 from runtime.errors import ModelError
 from runtime.features.images.rules import Rules, TowerCode, family_of
+from runtime.kv.side_stream import SideStream
 from runtime.models.config_json import architecture_of, read_json
 from runtime.models.tensor_files import find_files, open_file
 
@@ -23,6 +24,7 @@ class Tower:
     def __init__(self, directory: Path, rules: Rules, dtype: torch.dtype, device: torch.device, is_random: bool):
         """Load the tower. `is_random`: with random weights. Raises ModelError if a tensor is missing."""
         self._rules, self._dtype, self._device = rules, dtype, device
+        self._side = SideStream(device)
         architecture = architecture_of(read_json(directory / "config.json"))
         self._code: TowerCode = family_of(architecture).TOWERS[architecture]
         code = self._code
@@ -49,8 +51,12 @@ class Tower:
     def states(self, tile: bytes, size: tuple[int, ...]) -> torch.Tensor:
         """States float32 [rows, hidden], on the CPU, of a uint8 tile [height, width, 3]; `size`: see `Rules.tiles`.
 
-        Beside the state of each row are `Rules.added` further ones.
+        Beside the state of each row are `Rules.added` further ones. On a GPU, steps do not wait for them.
         """
+        with self._side.behind_steps():
+            return self._states(tile, size)
+
+    def _states(self, tile: bytes, size: tuple[int, ...]) -> torch.Tensor:
         given = torch.from_numpy(values_of(tile, size[:2], self._rules)).to(self._device, self._dtype)
         if not self._code.connector:
             sizes = self._tower.config

@@ -114,7 +114,7 @@ def test_smolvlm(default_model_dir, tmp_path, encoded):
     assert answers(Driver(make_core(path, chunk_tokens=30)), encoded[:2]) == expected
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk_tokens": 7, "page_size": 1}])
+@pytest.mark.parametrize("options", [{}, {"chunk_tokens": 7, "page_size": 1, "pool_tokens": 144}])
 def test_images_of_any_size(sized, options):
     """Mistral 3 has other tokens between the rows of an image."""
     path, plain, sight, count = sized
