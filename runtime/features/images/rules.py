@@ -123,7 +123,7 @@ def load_rules(directory: Path) -> Rules | None:
         raise ModelError(f"the model's image processor has {wrong[0]} {found[wrong[0]]!r}, which is not supported")
     try:
         rules: Rules = family_of(architecture).read(config, found)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"the image processor of the model in {directory} cannot be read: {error!r}") from None
     return rules
 

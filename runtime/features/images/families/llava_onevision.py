@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from runtime.errors import ModelError
 from runtime.features.images.rules import Rules, TowerCode
 from runtime.models.config_json import positive_size
 
@@ -86,6 +87,8 @@ RULES = CropRules
 
 
 def read(config: dict[str, Any], found: dict[str, Any]) -> CropRules:
+    if (strategy := config.get("vision_feature_select_strategy", "full")) != "full":
+        raise ModelError(f"the model has vision_feature_select_strategy {strategy!r}, which is not supported")
     edge = found["size"]["height"]
     grids = found.get("image_grid_pinpoints") or config["image_grid_pinpoints"]
     return CropRules(

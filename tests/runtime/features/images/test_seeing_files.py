@@ -120,6 +120,20 @@ def test_qwen3_vl(tmp_path):
     assert (rules.added, rules.row, rules.sizes(1000, 700)) == (3, 32, [(992, 704)])
 
 
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"vision_feature_select_strategy": "default"}, "'default'"),
+        ({"vision_aspect_ratio": "square"}, "cannot be read"),
+    ],
+)
+def test_llava_onevision_as_it_is_not_served(tmp_path, more, reason):
+    images = {"size": {"height": 384, "width": 384}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    config = {"architectures": ["LlavaOnevisionForConditionalGeneration"], "image_grid_pinpoints": [[384, 384]]}
+    with pytest.raises(ModelError, match=reason):
+        load_rules(write(tmp_path, {**config, "vision_config": {"patch_size": 14}}, images, **more))
+
+
 def test_axes_of_qwen3_5_take_turns(tmp_path):
     text = {
         "hidden_size": 1024, "intermediate_size": 3584, "max_position_embeddings": 262144, "model_type": "qwen3_5_text",
