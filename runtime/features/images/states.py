@@ -23,7 +23,8 @@ _MOST_BYTES = _MOST_PIXELS = 256 << 20
 # A tile of a tenant: the tokens of its rows.
 Key = tuple[Namespace, bytes]
 
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class States:

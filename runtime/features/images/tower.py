@@ -37,7 +37,7 @@ class Tower:
             torch.manual_seed(0)
             self._tower: Any = tower(config.vision_config, attn_implementation="sdpa")
             self._connector: Any = getattr(module, code.connector)(config) if code.connector else nn.Module()
-        self._line = nn.Module()
+        self._line: Any = nn.Module()
         if code.newline:
             self._line.newline = nn.Parameter(torch.zeros(config.text_config.hidden_size))
         for part, prefix in zip((self._tower, self._connector, self._line), code.prefixes, strict=False):
@@ -57,7 +57,7 @@ class Tower:
             return self._states(tile, size)
 
     def _states(self, tile: bytes, size: tuple[int, ...]) -> torch.Tensor:
-        given = torch.from_numpy(values_of(tile, size[:2], self._rules)).to(self._device, self._dtype)
+        given = torch.from_numpy(values_of(tile, size, self._rules)).to(self._device, self._dtype)
         if not self._code.connector:
             sizes = self._tower.config
             patches = patches_of(given[0], sizes.patch_size, sizes.spatial_merge_size, sizes.temporal_patch_size)
@@ -77,26 +77,27 @@ class Tower:
 
     def _crops(self, image: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
         """The states [rows, hidden] of one crop, or of a grid of crops without its padding."""
-        edge = self._rules.longest
+        rules: Any = self._rules
+        edge = rules.longest
         crops = image.unflatten(2, (-1, edge)).unflatten(1, (-1, edge)).permute(1, 3, 0, 2, 4)  # [H, W, 3, edge, edge]
         seen = self._connector(self._tower(crops.flatten(0, 1), output_hidden_states=True).hidden_states[-1])
         if len(size) == 2:
             return seen[0]
         columns, lines = size[2:]
-        each = edge // self._rules.row
+        each = edge // rules.row
         grid = seen.view(*crops.shape[:2], each, each, -1).permute(4, 0, 2, 1, 3).flatten(3, 4).flatten(1, 2)
         top, left = (grid.shape[1] - lines) // 2, (grid.shape[2] - columns) // 2
         grid = grid[:, top : top + lines, left : left + columns]  # [hidden, lines, columns]
-        width, height = self._rules.shown(columns, lines)
+        width, height = rules.shown(columns, lines)
         if (width, height) != (columns, lines):
             grid = nn.functional.interpolate(grid[None], (height, width), mode="bilinear")[0]
         ends = self._line.newline[:, None, None].expand(-1, height, 1)
         return torch.cat((grid, ends), 2).flatten(1).T
 
 
-def values_of(tile: bytes, size: tuple[int, int], rules: Rules) -> np.ndarray:
+def values_of(tile: bytes, size: tuple[int, ...], rules: Rules) -> np.ndarray:
     """The values float32 [1, 3, height, width] of a uint8 tile [height, width, 3], as transformers has them."""
-    pixels = np.frombuffer(tile, np.uint8).reshape(1, *size[::-1], 3)
+    pixels = np.frombuffer(tile, np.uint8).reshape(1, size[1], size[0], 3)
     values = (pixels.transpose(0, 3, 1, 2) * np.float64(rules.rescale)).astype(np.float32)
     mean, std = (np.array(each, np.float32)[:, None, None] for each in (rules.mean, rules.std))
     return (values - mean) / std
