@@ -89,10 +89,12 @@ class HiddenRows:
     Attributes:
         rows: int64 [n], flat rows of the step.
         states: float32 [n, hidden], contiguous, on the device.
+        adds: whether loaded states are added to those of the rows, and do not replace them.
     """
 
     rows: torch.Tensor
     states: torch.Tensor
+    adds: bool = False
 
 
 @dataclass(slots=True)
@@ -104,7 +106,7 @@ class LayerGroup:
         rows: int64 [T'], the flat rows that are alive in these layers; None: all.
         kv_write: int64 [T'], the pool slot of each row's new K and V; -1: not written.
         attention: its rows are indices into `rows`.
-        load: hidden states that replace those of some rows before the first layer.
+        load: hidden states that replace those of some rows before the first layer, or are added to them.
         save: rows whose hidden states after the last layer are wanted; the model fills in `states`.
     """
 
@@ -204,6 +206,7 @@ class Stage:
         reads: what the rows attend to, written rows included.
         alive: int64, the rows of the set that are computed, ascending; None: all.
         load: rows of the set and the states float32 [n, hidden] with which they enter the first layer.
+        adds: whether these are added to the rows' own states.
         save: rows of the set whose states after the last layer are wanted.
     """
 
@@ -212,6 +215,7 @@ class Stage:
     reads: list[Read]
     alive: np.ndarray | None = None
     load: tuple[np.ndarray, torch.Tensor] | None = None
+    adds: bool = False
     save: np.ndarray | None = None
 
 

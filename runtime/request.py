@@ -29,8 +29,14 @@ class GivenRows(Protocol):
     Some of these rows may see each other. Their KV is right only where one step has computed all of them.
     """
 
-    def load(self, first: int, stop: int) -> tuple[np.ndarray, torch.Tensor] | None:
-        """`Stage.load` of the sequence's rows `first` to `stop` (exclusive), counted from `first`."""
+    def load(self, first: int, stop: int) -> abc.Sequence[tuple[np.ndarray, torch.Tensor]]:
+        """`Stage.load` of the sequence's rows `first` to `stop` (exclusive), counted from `first`.
+
+        The first replaces states; each other is added before the next layer. Empty: no row has such states.
+        """
+
+    def is_ready(self, first: int) -> bool:
+        """Whether `load` has the states of all rows from `first` on. If not, a part blocks the request."""
 
     def cut(self, place: int) -> tuple[int, int]:
         """First row and end of the rows that see each other, and of which some are before `place` and some are not.

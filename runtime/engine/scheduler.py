@@ -317,6 +317,10 @@ class Scheduler:
                 self.waiting.remove(request)
                 self._block(request, other, place)
                 continue
+            if request.given is not None and not request.given.is_ready(found.tokens):  # KV was evicted meanwhile
+                self.waiting.remove(request)
+                self.add(request)
+                continue
             if not self._admit_one(request, found):
                 self._too_few = self.cache.num_available
                 return False

@@ -136,7 +136,8 @@ class TorchDecoder:
         logits_rows = self._upload(batch.logits_rows)
         for group, plan in zip(batch.groups, prepared, strict=True):
             for given in group.load:
-                hidden[self._upload(given.rows)] = given.states.to(hidden.device, hidden.dtype)
+                rows, states = self._upload(given.rows), given.states.to(hidden.device, hidden.dtype)
+                hidden[rows] = hidden[rows] + states if given.adds else states
             at = (near.pool, near) if near is not None and group.layers.start in self.spec.near else (pool, backend)
             attend = Attend(*at, plan, *self._written(group))
             adapted = self._adapted(rows_within(batch.adapters, group.rows))

@@ -47,8 +47,10 @@ SEEING = {
     "Idefics3ForConditionalGeneration": _Names("model.text_model."),
     "SmolVLMForConditionalGeneration": _Names("model.text_model."),
     "Gemma3ForConditionalGeneration": _Names("language_model.model.", "language_model.", tied=True),
+    "LlavaOnevisionForConditionalGeneration": _Names("language_model.model.", "language_model."),
     "Mistral3ForConditionalGeneration": _Names("language_model.model.", "language_model.", tied=True),
     "Qwen2_5_VLForConditionalGeneration": _Names("model."),
+    "Qwen3VLForConditionalGeneration": _Names("model.language_model."),
     "Qwen3_5ForConditionalGeneration": _Names("model.language_model."),
 }
 SUPPORTED = (*(f"{family}ForCausalLM" for family in _CAUSAL), *LATENT, *HYBRIDS, *BIDIRECTIONAL, *SEEING)

@@ -10,12 +10,18 @@ _FAMILIES = {
     "llama": "Llama",
     "mistral": "Mistral",
     "gemma3_text": "Gemma3",
+    "qwen2": "Qwen2",
     "qwen2_5_vl": "Qwen2",  # older files, which have the fields of the decoder beside those of the tower
     "qwen2_5_vl_text": "Qwen2",
+    "qwen3_vl_text": "Qwen3",
     "qwen3_5_text": "Qwen3_5",
 }
 # Published numbers of pairs of dimensions that positions in time, height and width rotate.
-_SECTIONS = {"Qwen2_5_VLForConditionalGeneration": (16, 24, 24), "Qwen3_5ForConditionalGeneration": (11, 11, 10)}
+_SECTIONS = {
+    "Qwen2_5_VLForConditionalGeneration": (16, 24, 24),
+    "Qwen3VLForConditionalGeneration": (24, 20, 20),
+    "Qwen3_5ForConditionalGeneration": (11, 11, 10),
+}
 # Published values of fields that the files of Gemma 3 leave out.
 _GEMMA3 = {
     "vocab_size": 262208,

@@ -258,7 +258,7 @@ def _carry(
         if stage.load is not None:
             rows, states = stage.load
             group = next(g for g in groups if g.layers.start == stage.layers.start)
-            group.load.append(HiddenRows(torch.from_numpy(start + rows), states))
+            group.load.append(HiddenRows(torch.from_numpy(start + rows), states, stage.adds))
     wanted = [(stage.layers.stop, stage.save) for stage in one.stages if stage.save is not None]
     if not wanted:
         return None

@@ -1,6 +1,8 @@
 """The `prefix` strategy: a request reads the KV of its longest cached prefix and computes the rest."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -146,7 +148,7 @@ class PrefixLease(Lease):
         sequence, stages, axes = request.sequence, self._stages(first, stop), None
         tokens = np.array(self.tokens_of(work), dtype=np.int64)
         if request.given is not None:
-            stages[0].load, axes = request.given.load(first, stop), request.given.axes(first, stop)
+            stages, axes = _entered(stages, request.given.load(first, stop)), request.given.axes(first, stop)
             tokens = np.maximum(tokens, 0)  # these rows' own tokens are not in the vocabulary
         return [
             RowSet(
@@ -254,6 +256,18 @@ def _reads(request: Request, first: int, stop: int, page_size: int) -> list[Read
     visible = causal_visible(length, stop - first) if seen is None else seen - np.int32(stop - length)
     reads.append(Read(np.frombuffer(pages, dtype=np.int32), length, visible=visible))
     return reads
+
+
+def _entered(stages: list[Stage], loads: Sequence[tuple[np.ndarray, torch.Tensor]]) -> list[Stage]:
+    """The first stage loads states before its first layers, see `GivenRows.load`; it is cut there."""
+    if not loads:
+        return stages
+    starts = [*range(len(loads)), stages[0].layers.stop]
+    cut = [
+        replace(stages[0], layers=range(*pair), load=one, adds=pair[0] > 0)
+        for pair, one in zip(pairwise(starts), loads, strict=True)
+    ]
+    return [*cut, *stages[1:]]
 
 
 def _is_short(segment: Segment, page_size: int) -> bool:

@@ -228,6 +228,7 @@ class NativeDecoder:
                 assert one.states.dtype == torch.float32
                 assert one.states.is_contiguous()
                 to.rows, to.num_rows, to.states = pointer(one.rows), len(one.rows), one.states.data_ptr()
+                to.adds = one.adds
             kept.append(several)
             return several
 

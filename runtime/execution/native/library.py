@@ -137,7 +137,7 @@ class Model(Structure):
 
 
 class HiddenRowsStruct(Structure):
-    _fields_ = (("rows", c_void_p), ("num_rows", c_int64), ("states", c_void_p))
+    _fields_ = (("rows", c_void_p), ("num_rows", c_int64), ("states", c_void_p), ("adds", c_int64))
 
 
 class LowRankStruct(Structure):

@@ -62,7 +62,7 @@ class ModelSight:
         found = PROCESSES.decode(Order(self.rules, data))
         of_tiles = zip(found.digests, found.sizes, strict=True)
         tiles = [tokens_of(digest, self.rules.rows(*size)) for digest, size in of_tiles]
-        widths = [width // self.rules.row for width, _ in found.sizes]
+        widths = [width // self.rules.row for width, *_ in found.sizes]
         layout = ImageLayout(self.rules.text(found.width, found.height), tiles, widths)
         with self._lock:
             self._layouts[account, mark] = layout
@@ -169,7 +169,8 @@ class Images:
         layouts = [*self._layouts.values()]
         for i, layout in enumerate(layouts):
             for j, tile in enumerate(layout.tiles):
-                tiles[tile[0]].append((i, j, tile))
+                if tile:  # none of its lines may show more than padding
+                    tiles[tile[0]].append((i, j, tile))
         runs, at = list[TileRun](), 0
         places = [i for i, token in enumerate(tokens) if token < 0]
         rows = array("i", [tokens[i] for i in places])

@@ -10,12 +10,13 @@ import signal
 import sys
 import warnings
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 from PIL import Image, ImageOps
 
 from runtime.errors import InvalidRequest
-from runtime.features.images.rules import Rules
+from runtime.features.images.rules import Rules, as_rules
 from runtime.models.template_program import read_frame, write_frame
 
 # CPU seconds of one image, and bytes of memory of a process.
@@ -31,7 +32,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 class Order(msgspec.Struct):
     """An image to decode; `pixels`: whether the answer has them, and no digests."""
 
-    rules: Rules
+    rules: Any  # `Rules`; `as_rules` makes them again of what msgspec reads
     data: bytes
     pixels: bool = False
 
@@ -41,7 +42,7 @@ class Decoded(msgspec.Struct):
 
     Attributes:
         width, height: in pixels, upright.
-        sizes: width and height of each tile.
+        sizes: width, height and so on of each tile, see `Rules.tiles`.
         digests: of the size and the pixels of each tile; empty, if the pixels are wanted.
         tiles: uint8 [height, width, 3], each as bytes; empty, if they are not wanted.
         error: why it cannot be decoded; None: it has been.
@@ -49,7 +50,7 @@ class Decoded(msgspec.Struct):
 
     width: int = 0
     height: int = 0
-    sizes: list[tuple[int, int]] = []
+    sizes: list[tuple[int, ...]] = []
     digests: list[bytes] = []
     tiles: list[bytes] = []
     error: str | None = None
@@ -58,13 +59,14 @@ class Decoded(msgspec.Struct):
 def decode(order: Order) -> Decoded:
     """Decode an image and cut it into tiles. Raises InvalidRequest."""
     image = _open(order.data)
-    cut = _tiles(image, order.rules)
-    sizes, tiles = [tile.size for tile in cut], [tile.tobytes() for tile in cut]
+    rules = order.rules if isinstance(order.rules, Rules) else as_rules(order.rules)
+    cut = rules.tiles(image)
+    sizes, tiles = [size for _, size in cut], [tile.tobytes() for tile, _ in cut]
     if order.pixels:
         return Decoded(*image.size, sizes, tiles=tiles)
     digests = [
-        hashlib.blake2b(pixels, digest_size=32, salt=str(width).encode()).digest()
-        for (width, _), pixels in zip(sizes, tiles, strict=True)
+        hashlib.blake2b(pixels, digest_size=32, salt="x".join(map(str, (width, *more))).encode()).digest()
+        for (width, _, *more), pixels in zip(sizes, tiles, strict=True)
     ]
     return Decoded(*image.size, sizes, digests)
 
@@ -91,14 +93,6 @@ def _open(data: bytes) -> Image.Image:
         raise InvalidRequest("decoding the image takes more memory than is available") from None
     except Exception as error:
         raise InvalidRequest(f"the image cannot be decoded: {str(error)[:200] or type(error).__name__}") from None
-
-
-def _tiles(image: Image.Image, rules: Rules) -> list[Image.Image]:
-    boxes = rules.boxes(*image.size)
-    for size in rules.sizes(*image.size):
-        image = image.resize(size, rules.resample)
-    tiles = [image.crop(box) for box in boxes]
-    return [*tiles, image.resize(tiles[0].size, rules.resample)] if tiles else [image]
 
 
 def _answer(order: bytes) -> Decoded:

@@ -28,7 +28,8 @@ class ImagesFeature(Feature):
         path = Path(core.info.path)
         if (rules := _rules_of(path)) is None:
             return
-        from runtime.features.images.part import ImagesPart, States
+        from runtime.features.images.part import ImagesPart
+        from runtime.features.images.states import States
         from runtime.features.images.tower_process import open_tower
 
         config, executor = core.config.model, core.executor

@@ -2,80 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from cachetools import LRUCache
 
-from radix import Namespace
 from runtime.engine.part import Part
 from runtime.features.images.ask import ImagesAsk, TileRun
-from runtime.features.images.decoding import PROCESSES, Order
-from runtime.features.images.rules import Rules
-from runtime.features.images.tower import Tower
-from runtime.features.images.tower_process import TowerProcess
+from runtime.features.images.job import Job, Tile
+from runtime.features.images.states import Key, States
 from runtime.protocol import Finish, TokenEvent
 from runtime.request import Request
+from runtime.turns import Turns
 
 if TYPE_CHECKING:
     from runtime.engine.core import EngineCore
-
-# Bytes of states that are kept beside those of live requests.
-_MOST_BYTES = 256 << 20
-
-# A tile of a tenant: the tokens of its rows.
-Key = tuple[Namespace, bytes]
-
-
-class States:
-    """The states of tiles by their tokens, which are a digest of their pixels; those of a tenant are its own.
-
-    Attributes:
-        rules: how the model sees.
-        calls: number of tiles that the tower has computed.
-    """
-
-    def __init__(self, rules: Rules, tower: Tower | TowerProcess):
-        self.rules, self._tower = rules, tower
-        self._kept: LRUCache[Key, torch.Tensor] = LRUCache(_MOST_BYTES, getsizeof=lambda states: states.nbytes)
-        self._lock = threading.Lock()
-        self.calls = 0
-
-    def get(self, key: Key) -> torch.Tensor | None:
-        with self._lock:
-            return self._kept.get(key)
-
-    def compute(
-        self, file: bytes, tiles: Mapping[int, Key], is_over: Callable[[], bool] = lambda: False
-    ) -> dict[Key, torch.Tensor]:
-        """The states float32 [rows, hidden] of some tiles of an image, by their indices.
-
-        Raises InvalidRequest, and CancelledError as soon as `is_over`, between two tiles.
-        """
-        found = {key: states for key in tiles.values() if (states := self.get(key)) is not None}
-        missing = {i: key for i, key in tiles.items() if key not in found}
-        if missing:
-            decoded = PROCESSES.decode(Order(self.rules, file, pixels=True))
-            for i, key in missing.items():
-                if is_over():
-                    raise CancelledError
-                found[key] = self._tower.states(decoded.tiles[i], decoded.sizes[i])
-                self.calls += 1
-                with self._lock:
-                    if found[key].nbytes <= _MOST_BYTES:
-                        self._kept[key] = found[key]
-        return found
-
-    def erase(self) -> None:
-        """Forget all states, and the pixels that idle processes may still have."""
-        with self._lock:
-            self._kept.clear()
-        PROCESSES.forget()
 
 
 class ImageRows:
@@ -83,7 +26,6 @@ class ImageRows:
 
     Attributes:
         held: states by their tiles.
-        is_over: whether the request has ended.
     """
 
     def __init__(self, request: Request, asked: ImagesAsk, states: States):
@@ -95,7 +37,6 @@ class ImageRows:
         self._rows = np.frombuffer(tokens, np.int32) < 0
         self._mutual = [(run.start, run.stop) for run in asked.runs] if states.rules.mutual else []
         self.held: dict[Key, torch.Tensor] = {}
-        self.is_over = False
         if states.rules.has_axes:
             self._anchor()
 
@@ -111,40 +52,35 @@ class ImageRows:
         """End of the last run."""
         return self._runs[-1][0].stop
 
-    def missing(self, first: int, stop: int | None = None) -> dict[int, dict[int, Key]]:
-        """The tiles with rows from `first` up to `stop` whose states are not there: by file, by index in it."""
-        found: dict[int, dict[int, Key]] = {}
+    def missing(self, first: int) -> dict[Key, Tile]:
+        """The tiles with rows from `first` on whose states are not there."""
+        found: dict[Key, Tile] = {}
         for run, key in self._runs:
-            if run.stop <= first or (stop is not None and run.start >= stop) or key in self.held:
+            if run.stop <= first or key in self.held:
                 continue
             if (states := self._states.get(key)) is not None:
                 self.held[key] = states
             else:
-                found.setdefault(run.file, {})[run.tile] = key
+                found.setdefault(key, Tile(key, self._asked.files[run.file], run.tile))
         return found
 
-    def compute(self, missing: Mapping[int, Mapping[int, Key]]) -> dict[Key, torch.Tensor]:
-        """The states of missing tiles."""
-        found: dict[Key, torch.Tensor] = {}
-        for file, tiles in missing.items():
-            found |= self._states.compute(self._asked.files[file], tiles, lambda: self.is_over)
-        return found
+    def is_ready(self, first: int) -> bool:
+        return first >= self.stop or not self.missing(first)
 
-    def load(self, first: int, stop: int) -> tuple[np.ndarray, torch.Tensor] | None:
+    def load(self, first: int, stop: int) -> Sequence[tuple[np.ndarray, torch.Tensor]]:
         if first >= self.stop:  # as in all steps behind the prompt
-            return None
+            return ()
         within = [(run, key) for run, key in self._runs if run.start < stop and run.stop > first]
         if not within:
-            return None
-        if missing := self.missing(first, stop):  # it was retracted, or what it was to read has been evicted
-            self.held |= self.compute(missing)
+            return ()
         rows, states = [], []
         for run, key in within:
             places = np.flatnonzero(self._rows[run.start : run.stop]) + run.start
             wanted = (places >= first) & (places < stop)
             rows.append(places[wanted] - first)
             states.append(self.held[key][torch.from_numpy(wanted)])
-        return np.concatenate(rows), torch.cat(states)
+        places = np.concatenate(rows)
+        return [(places, one.contiguous()) for one in torch.cat(states).chunk(1 + self._states.rules.added, 1)]
 
     def axes(self, first: int, stop: int) -> np.ndarray | None:
         if first >= self.stop or not self._states.rules.has_axes:
@@ -174,12 +110,12 @@ class ImageRows:
 
 
 class ImagesPart(Part):
-    """Computes the images of new requests in a thread; the requests wait for it."""
+    """Has the tower compute the images of new requests, which wait for it."""
 
     def __init__(self, core: EngineCore, states: States):
         self._core, self._states = core, states
-        self._threads = ThreadPoolExecutor(1, "ramet-images")
-        self._open: dict[str, Future[dict[Key, torch.Tensor]]] = {}
+        self._turns = Turns(1, "ramet-images")
+        self._open: dict[str, Job] = {}
         self._requests = 0
 
     def added(self, request: Request) -> None:
@@ -197,20 +133,21 @@ class ImagesPart(Part):
         if not missing:
             return None
         if request.rid not in self._open:
-            self._open[request.rid] = self._threads.submit(rows.compute, missing)
+            self._open[request.rid] = Job(request.message.account, missing.values(), self._states, self._turns)
         return "images of", request.rid
 
     def poll(self, step_s: float) -> Sequence[TokenEvent]:
         failed = []
-        for rid in [rid for rid, future in self._open.items() if future.done()]:
-            future, request = self._open.pop(rid), self._core.requests[rid]
+        for rid in [rid for rid, job in self._open.items() if job.is_done]:
+            job, request = self._open.pop(rid), self._core.requests[rid]
             assert isinstance(request.given, ImageRows)
-            try:
-                request.given.held |= future.result()
-            except Exception as error:
-                failed.append(self._core.fail(request, error))
+            if job.error is not None:
+                failed.append(self._core.fail(request, job.error))
             else:
+                request.given.held |= job.found
                 self._core.scheduler.wake(("images of", rid))
+        if not self._open:
+            self._states.forget_pixels()
         return failed
 
     def prefilled(self, request: Request) -> None:
@@ -218,10 +155,8 @@ class ImagesPart(Part):
             request.given.held.clear()
 
     def ended(self, request: Request, finish: Finish) -> None:
-        if (future := self._open.pop(request.rid, None)) is not None:
-            future.cancel()
-        if isinstance(request.given, ImageRows):
-            request.given.is_over = True
+        if (job := self._open.pop(request.rid, None)) is not None:
+            job.is_over = True
 
     def flush(self) -> None:  # also called when a tenant is erased
         self._states.erase()
@@ -230,4 +165,4 @@ class ImagesPart(Part):
         return {"image_requests": self._requests, "image_tiles": self._states.calls}
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._turns.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,43 +12,10 @@ import transformers
 from torch import nn
 
 from runtime.errors import ModelError
-from runtime.features.images.rules import Rules
+from runtime.features.images.rules import Rules, TowerCode, family_of
+from runtime.kv.side_stream import SideStream
 from runtime.models.config_json import architecture_of, read_json
 from runtime.models.tensor_files import find_files, open_file
-
-
-class _Code(NamedTuple):
-    """transformers' code of an architecture.
-
-    Attributes:
-        name: of its modules.
-        tower, connector: classes of the tower, and of what makes the decoder's states of its output. If there is no
-            connector, the tower makes them, and takes the image in patches.
-        prefixes: of their tensors in a checkpoint.
-        sized: whether both take the size of the image.
-    """
-
-    name: str
-    tower: str
-    connector: str
-    prefixes: tuple[str, str] = ("model.vision_model.", "model.connector.")
-    sized: bool = False
-
-
-_CODE = {
-    "Idefics3ForConditionalGeneration": _Code("idefics3", "Idefics3VisionTransformer", "Idefics3Connector"),
-    "SmolVLMForConditionalGeneration": _Code("smolvlm", "SmolVLMVisionTransformer", "SmolVLMConnector"),
-    "Gemma3ForConditionalGeneration": _Code(
-        "gemma3", "", "Gemma3MultiModalProjector", ("vision_tower.", "multi_modal_projector.")
-    ),
-    "Mistral3ForConditionalGeneration": _Code(
-        "mistral3", "", "Mistral3MultiModalProjector", ("vision_tower.", "multi_modal_projector."), sized=True
-    ),
-    "Qwen2_5_VLForConditionalGeneration": _Code(
-        "qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", "", ("visual.", "")
-    ),
-    "Qwen3_5ForConditionalGeneration": _Code("qwen3_5", "Qwen3_5VisionModel", "", ("model.visual.", "")),
-}
 
 
 class Tower:
@@ -57,33 +24,48 @@ class Tower:
     def __init__(self, directory: Path, rules: Rules, dtype: torch.dtype, device: torch.device, is_random: bool):
         """Load the tower. `is_random`: with random weights. Raises ModelError if a tensor is missing."""
         self._rules, self._dtype, self._device = rules, dtype, device
+        self._side = SideStream(device)
         architecture = architecture_of(read_json(directory / "config.json"))
-        self._code = code = _CODE[architecture]
+        self._code: TowerCode = family_of(architecture).TOWERS[architecture]
+        code = self._code
         config = getattr(transformers, architecture).config_class.from_pretrained(directory, local_files_only=True)
         if getattr(config, "vision_feature_layer", -1) != -1:
             raise ModelError(f"the model takes layer {config.vision_feature_layer} of its tower; supported is the last")
         module = importlib.import_module(f"transformers.models.{code.name}.modeling_{code.name}")
         tower = getattr(module, code.tower)._from_config if code.tower else transformers.AutoModel.from_config
-        with torch.random.fork_rng():
+        with torch.random.fork_rng([]):  # no device: weights are drawn on the host
             torch.manual_seed(0)
             self._tower: Any = tower(config.vision_config, attn_implementation="sdpa")
             self._connector: Any = getattr(module, code.connector)(config) if code.connector else nn.Module()
-        for part, prefix in zip((self._tower, self._connector), code.prefixes, strict=True):
+        self._line: Any = nn.Module()
+        if code.newline:
+            self._line.newline = nn.Parameter(torch.zeros(config.text_config.hidden_size))
+        for part, prefix in zip((self._tower, self._connector, self._line), code.prefixes, strict=False):
             if prefix and not is_random:
                 _fill(part, prefix, directory)
-            part.to(device).eval().requires_grad_(False)
             for weight in part.parameters():  # and no buffers, which hold angles in float32
                 weight.data = weight.data.to(dtype)
+            part.to(device).eval().requires_grad_(False)
 
     @torch.inference_mode()
-    def states(self, tile: bytes, size: tuple[int, int]) -> torch.Tensor:
-        """States float32 [rows, hidden], on the CPU, of a uint8 tile [height, width, 3]; `size`: width and height."""
+    def states(self, tile: bytes, size: tuple[int, ...]) -> torch.Tensor:
+        """States float32 [rows, hidden], on the CPU, of a uint8 tile [height, width, 3]; `size`: see `Rules.tiles`.
+
+        Beside the state of each row are `Rules.added` further ones. On a GPU, steps do not wait for them.
+        """
+        with self._side.behind_steps():
+            return self._states(tile, size)
+
+    def _states(self, tile: bytes, size: tuple[int, ...]) -> torch.Tensor:
         given = torch.from_numpy(values_of(tile, size, self._rules)).to(self._device, self._dtype)
         if not self._code.connector:
             sizes = self._tower.config
             patches = patches_of(given[0], sizes.patch_size, sizes.spatial_merge_size, sizes.temporal_patch_size)
             grid = torch.tensor([[1, size[1] // sizes.patch_size, size[0] // sizes.patch_size]], device=self._device)
-            states = self._tower(patches, grid_thw=grid).pooler_output
+            seen = self._tower(patches, grid_thw=grid)
+            states = torch.cat([seen.pooler_output, *getattr(seen, "deepstack_features", ())], 1)
+        elif self._code.newline:
+            states = self._crops(given[0], size)
         elif self._code.sized:
             heights = [size[::-1]]
             states = self._connector(self._tower(given, image_sizes=heights).last_hidden_state[0], heights)
@@ -93,10 +75,29 @@ class Tower:
             raise ModelError(f"the model's tower gives {len(states)} rows of a tile, not {self._rules.rows(*size)}")
         return states.float().cpu()
 
+    def _crops(self, image: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+        """The states [rows, hidden] of one crop, or of a grid of crops without its padding."""
+        rules: Any = self._rules
+        edge = rules.longest
+        crops = image.unflatten(2, (-1, edge)).unflatten(1, (-1, edge)).permute(1, 3, 0, 2, 4)  # [H, W, 3, edge, edge]
+        seen = self._connector(self._tower(crops.flatten(0, 1), output_hidden_states=True).hidden_states[-1])
+        if len(size) == 2:
+            return seen[0]
+        columns, lines = size[2:]
+        each = edge // rules.row
+        grid = seen.view(*crops.shape[:2], each, each, -1).permute(4, 0, 2, 1, 3).flatten(3, 4).flatten(1, 2)
+        top, left = (grid.shape[1] - lines) // 2, (grid.shape[2] - columns) // 2
+        grid = grid[:, top : top + lines, left : left + columns]  # [hidden, lines, columns]
+        width, height = rules.shown(columns, lines)
+        if (width, height) != (columns, lines):
+            grid = nn.functional.interpolate(grid[None], (height, width), mode="bilinear")[0]
+        ends = self._line.newline[:, None, None].expand(-1, height, 1)
+        return torch.cat((grid, ends), 2).flatten(1).T
 
-def values_of(tile: bytes, size: tuple[int, int], rules: Rules) -> np.ndarray:
+
+def values_of(tile: bytes, size: tuple[int, ...], rules: Rules) -> np.ndarray:
     """The values float32 [1, 3, height, width] of a uint8 tile [height, width, 3], as transformers has them."""
-    pixels = np.frombuffer(tile, np.uint8).reshape(1, *size[::-1], 3)
+    pixels = np.frombuffer(tile, np.uint8).reshape(1, size[1], size[0], 3)
     values = (pixels.transpose(0, 3, 1, 2) * np.float64(rules.rescale)).astype(np.float32)
     mean, std = (np.array(each, np.float32)[:, None, None] for each in (rules.mean, rules.std))
     return (values - mean) / std

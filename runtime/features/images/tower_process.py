@@ -35,10 +35,10 @@ class _Opening(msgspec.Struct, frozen=True):
 
 
 class _Tile(msgspec.Struct):
-    """A uint8 tile [height, width, 3]; `size`: width and height, (0, 0) for none, to load the tower."""
+    """A uint8 tile [height, width, 3]; `size`: see `Tower.states`, (0, 0) for none, to load the tower."""
 
     pixels: bytes
-    size: tuple[int, int]
+    size: tuple[int, ...]
 
 
 class _States(msgspec.Struct):
@@ -64,7 +64,7 @@ class TowerProcess:
         except RametError as error:
             raise ModelError(error.message) from None
 
-    def states(self, tile: bytes, size: tuple[int, int]) -> torch.Tensor:
+    def states(self, tile: bytes, size: tuple[int, ...]) -> torch.Tensor:
         """See `Tower.states`. Raises RametError."""
         found = self._ask(_Tile(tile, size))
         return torch.frombuffer(bytearray(found.states), dtype=torch.float32).view(found.rows, -1)

@@ -86,6 +86,7 @@ struct HiddenRows {
     const int64_t* rows;
     int64_t num_rows;
     float* states;  // [num_rows, hidden]
+    int64_t adds;
 };
 
 // See LayerGroup in runtime/batch.py.
@@ -257,7 +258,10 @@ class Decoder {
 
     void put_states(const HiddenRows& given, float* x) {
         for (int64_t i = 0; i < given.num_rows; ++i) {
-            std::copy_n(given.states + i * model_.hidden, model_.hidden, x + given.rows[i] * ld_hidden_);
+            float* row = x + given.rows[i] * ld_hidden_;
+            for (int64_t j = 0; j < model_.hidden; ++j) {
+                row[j] = given.states[i * model_.hidden + j] + (given.adds ? row[j] : 0.0f);
+            }
         }
     }
     void take_states(const HiddenRows& wanted, const float* x) {

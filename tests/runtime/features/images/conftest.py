@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.runtime.features.images.prompts import asked_of
 from tests.runtime.features.images.seeing import Reference, save_seeing, sight_of
 
 
@@ -21,3 +22,18 @@ def sight(seeing_dir):
     sight = sight_of(seeing_dir)
     assert sight is not None
     return sight
+
+
+@pytest.fixture(scope="module")
+def asked(seeing_dir, seeing):
+    return asked_of(seeing_dir, seeing)
+
+
+@pytest.fixture(scope="module")
+def encoded(asked):
+    return asked.prompts
+
+
+@pytest.fixture(scope="module")
+def expected(asked):
+    return asked.expected

@@ -15,6 +15,8 @@ from transformers import (
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     LlamaConfig,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     MistralConfig,
@@ -23,12 +25,15 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -58,9 +63,11 @@ TEMPLATE = (
 KINDS = {
     "idefics3": (Idefics3Config, Idefics3ForConditionalGeneration),
     "smolvlm": (SmolVLMConfig, SmolVLMForConditionalGeneration),
+    "llava_onevision": (LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration),
     "mistral3": (Mistral3Config, Mistral3ForConditionalGeneration),
     "gemma3": (Gemma3Config, Gemma3ForConditionalGeneration),
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
     "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
 }
 # A hybrid of Qwen3.5; 4 pairs of dimensions are rotated.
@@ -91,11 +98,14 @@ def sight_of(path: Path) -> Sight:
     return preparer.sight
 
 
-def save_seeing(directory: Path, tokenizer_from: Path, kind: str = "idefics3") -> Path:
-    """Write a random model: tiles of 32 x 32 pixels and 16 rows, at most 2 x 2 of them and the whole image."""
+def save_seeing(directory: Path, tokenizer_from: Path, kind: str = "idefics3", **more: Any) -> Path:
+    """Write a random model: tiles of 32 x 32 pixels and 16 rows, at most 2 x 2 of them and the whole image.
+
+    `more`: fields of its decoder.
+    """
     torch.manual_seed(3)
     fast = FastTokenizer.from_file(str(tokenizer_from / "tokenizer.json"))
-    own_tokens = {"gemma3": _OF_GEMMA, "qwen2_5_vl": _OF_QWEN, "qwen3_5": _OF_QWEN}.get(kind, [])
+    own_tokens = {"gemma3": _OF_GEMMA, "qwen2_5_vl": _OF_QWEN, "qwen3_vl": _OF_QWEN, "qwen3_5": _OF_QWEN}.get(kind, [])
     fast.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in _TOKENS + own_tokens])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<|im_end|>")
     text = {
@@ -117,6 +127,14 @@ def save_seeing(directory: Path, tokenizer_from: Path, kind: str = "idefics3") -
         own = {"image_token_index": tokenizer.convert_tokens_to_ids("[IMG]"), "tie_word_embeddings": False}
         vision |= {"model_type": "pixtral", "image_size": 64, "patch_size": 4, "head_dim": 16}
         processor: Any = PixtralImageProcessorPil(**_LINES)
+    elif kind == "llava_onevision":
+        grids = [[16 * i, 16 * j] for i in (1, 2, 3) for j in (1, 2, 3)]
+        decoder = {**text, "model_type": "qwen2", "num_attention_heads": 3, "num_key_value_heads": 1}
+        own = {"image_token_index": tokenizer.convert_tokens_to_ids("<image>"), "image_grid_pinpoints": grids}
+        own["vision_aspect_ratio"] = "anyres_max_2"
+        vision |= {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4, "vision_use_head": False}
+        size = {"height": 16, "width": 16}
+        processor = LlavaOnevisionImageProcessorPil(size=size, image_grid_pinpoints=grids)
     elif kind == "gemma3":
         layers = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 12}
         decoder = Gemma3TextConfig(**text, **layers, head_dim=16, query_pre_attn_scalar=24)
@@ -126,10 +144,14 @@ def save_seeing(directory: Path, tokenizer_from: Path, kind: str = "idefics3") -
     elif kind.startswith("qwen"):
         own = {"image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>"), "tie_word_embeddings": False}
         vision = {"hidden_size": 32, "intermediate_size": 40, "depth": 2, "num_heads": 2, "patch_size": 4}
-        vision |= {"out_hidden_size": 48, "spatial_merge_size": 2}
+        vision |= {"out_hidden_size": more.get("hidden_size", 48), "spatial_merge_size": 2}
         if kind == "qwen3_5":
             decoder = {**text, **_DELTA}
             vision |= {"num_position_embeddings": 36}
+        elif kind == "qwen3_vl":
+            rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+            decoder = {**text, "head_dim": 16, "rope_parameters": rope}
+            vision |= {"num_position_embeddings": 36, "depth": 3, "deepstack_visual_indexes": [0, 2]}
         else:
             rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
             decoder = {**text, "num_attention_heads": 3, "num_key_value_heads": 1, "rope_parameters": rope}
@@ -140,13 +162,16 @@ def save_seeing(directory: Path, tokenizer_from: Path, kind: str = "idefics3") -
         own = {"image_token_id": tokenizer.convert_tokens_to_ids("<image>"), "scale_factor": 2, "pad_token_id": 0}
         vision |= {"image_size": 32, "patch_size": 4}
         processor = Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
-    config = config_of(
-        text_config=decoder if isinstance(decoder, dict) else decoder.to_dict(), vision_config=vision, **own
-    )
+    decoder = decoder if isinstance(decoder, dict) else decoder.to_dict()
+    config = config_of(text_config={**decoder, **more}, vision_config=vision, **own)
     model = model_of(config)
     vary(model)
     if kind == "gemma3":  # zeros at first
         torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.2)
+    if kind == "llava_onevision":  # with most seeds, all images look alike
+        torch.manual_seed(2)
+        for linear in (model.model.multi_modal_projector.linear_1, model.model.multi_modal_projector.linear_2):
+            torch.nn.init.normal_(linear.weight, std=0.2)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     processor.save_pretrained(directory)
@@ -187,6 +212,23 @@ class LinesReference(Reference):
         for height, width in pixels.get("image_sizes", []):
             rows = ["[IMG]" * (int(width) // 8)] * (int(height) // 8)
             text = text.replace("<image>", "[IMG_BREAK]".join(rows) + "[IMG_END]", 1)
+        return {**self.tokenizer(text, add_special_tokens=False, return_tensors="pt"), **pixels}
+
+
+class CropsReference(LinesReference):
+    """transformers' LLaVA-OneVision of a directory; see `LinesReference`."""
+
+    def __init__(self, directory: Path):
+        self.model = LlavaOnevisionForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+        self.images = LlavaOnevisionImageProcessorPil.from_pretrained(directory)
+
+    def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
+        pixels = dict(self.images(images, return_tensors="pt")) if images else {}
+        pixels.pop("batch_num_images", None)
+        first, *rest = text.split("<image>")
+        seen = self.model.get_image_features(**pixels).pooler_output if images else []
+        text = first + "".join("<image>" * len(one) + part for one, part in zip(seen, rest, strict=True))
         return {**self.tokenizer(text, add_special_tokens=False, return_tensors="pt"), **pixels}
 
 

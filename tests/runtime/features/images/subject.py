@@ -73,15 +73,7 @@ class Images(Subject):
 
     def core(self, **options: Any) -> EngineCore:
         core = super().core(**options)
-        threads = core.part(ImagesPart)._threads
-        submit = threads.submit
-
-        def wait(*given):
-            future = submit(*given)
-            future.exception()
-            return future
-
-        threads.submit = wait  # the number of steps depends on no thread
+        core.part(ImagesPart)._turns.submit = lambda account, work: work()  # the number of steps depends on no thread
         return core
 
     def draw(self, draw: random.Random) -> Prompt:

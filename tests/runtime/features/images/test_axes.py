@@ -17,7 +17,7 @@ from tests.runtime.features.images.seeing import GridReference, save_seeing
 IN_QWEN = [(text.replace("<image>", "<|vision_start|><image><|vision_end|>"), images) for text, images in PROMPTS]
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_5"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def model(request, default_model_dir, tmp_path_factory):
     path = save_seeing(tmp_path_factory.mktemp("seeing") / request.param, default_model_dir, request.param)
     return asked_of(path, GridReference(path, request.param), IN_QWEN)

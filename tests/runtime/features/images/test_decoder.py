@@ -1,6 +1,7 @@
 """Images become the same tiles and texts as with transformers' processor, or one clear error."""
 
 import io
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -9,13 +10,20 @@ import torch
 from PIL import Image
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from runtime.errors import InvalidRequest
 from runtime.features.images import decoding
 from runtime.features.images.decoder import MOST_PIXELS, Decoded, Order, decode
-from runtime.features.images.rules import GridRules, LineRules, Rules, SquareRules, WholeRules, tokens_of
+from runtime.features.images.families.gemma3 import WholeRules
+from runtime.features.images.families.idefics3 import SquareRules
+from runtime.features.images.families.llava_onevision import CropRules
+from runtime.features.images.families.mistral3 import LineRules
+from runtime.features.images.families.qwen_vl import GridRules
+from runtime.features.images.rules import Rules, tokens_of
 from runtime.features.images.tower import patches_of, values_of
 from tests.runtime.features.images.seeing import ROWS, file_of, picture
 
@@ -24,6 +32,8 @@ RULES = SquareRules(longest=64, tile=32, splits=True, row=8, resample=1, image="
 LINES = LineRules(longest=48, row=8, resample=3, image="[IMG]", **_HALVES)
 
 
+_GRIDS = tuple((16 * i, 16 * j) for i in (1, 2, 3) for j in (1, 2))
+CROPS = CropRules(longest=16, row=4, resample=3, image="<image>", most=2, grids=_GRIDS, **_HALVES)
 WHOLE = WholeRules(longest=32, row=8, resample=2, image="<image_soft_token>", **_HALVES)
 GRID = GridRules(longest=0, row=8, resample=3, image="<|image_pad|>", least=256, most=56 * 48, **_HALVES)
 
@@ -48,6 +58,21 @@ def test_pixels_of_tiles_are_those_of_the_processor(size, splits):
     assert np.array_equal(values(found, rules), given["pixel_values"][0])
     assert len(found.tiles) == given["rows"][0][0] * given["cols"][0][0] + 1
     assert rules.text(*size).count("<image>") == ROWS * len(found.tiles)
+
+
+@pytest.mark.parametrize("size", [(100, 80), (40, 90), (30, 30), (16, 17), (48, 48), (500, 3), (2, 300), (1, 1)])
+def test_pixels_of_crops_are_those_of_the_processor(size):
+    image, grids = picture(5, *size), [[height, width] for width, height in CROPS.grids]
+    own = {"size": {"height": 16, "width": 16}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    given = LlavaOnevisionImageProcessorPil(image_grid_pinpoints=grids, **own)(image, return_tensors="np")
+    found = decode(Order(CROPS, file_of(image), pixels=True))
+    whole, (grid,) = (values_of(tile, one, CROPS) for tile, one in zip(found.tiles, found.sizes, strict=True))
+    crops = grid.reshape(3, -1, 16, grid.shape[2] // 16, 16).transpose(1, 3, 0, 2, 4).reshape(-1, 3, 16, 16)
+    assert np.array_equal(np.concatenate((whole, crops)), given["pixel_values"][0])
+    like = SimpleNamespace(num_image_tokens=16, vision_aspect_ratio="anyres_max_2")
+    grid_shape = grid.shape[1] // 16, grid.shape[2] // 16
+    shown, ends = LlavaOnevisionProcessor._get_unpadded_features(like, *size[::-1], 4, 4, *grid_shape)
+    assert CROPS.text(*size).count("<image>") == 16 + shown + ends
 
 
 @pytest.mark.parametrize("size", [(100, 80), (40, 90), (30, 30), (33, 32), (48, 48), (20, 300), (1, 1)])

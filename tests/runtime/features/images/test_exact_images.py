@@ -1,9 +1,7 @@
 """Greedy output of prompts with images is token-identical to transformers in float32, whatever the cache does."""
 
 import shutil
-import time
 from array import array
-from concurrent.futures import wait
 
 import pytest
 
@@ -24,28 +22,15 @@ from tests.runtime.features.images.prompts import (
     send,
     tiles,
 )
-from tests.runtime.features.images.seeing import LinesReference, Reference, save_seeing
+from tests.runtime.features.images.seeing import CropsReference, LinesReference, Reference, save_seeing
 
 
-@pytest.fixture(scope="module")
-def asked(seeing_dir, seeing):
-    return asked_of(seeing_dir, seeing)
-
-
-@pytest.fixture(scope="module")
-def encoded(asked):
-    return asked.prompts
-
-
-@pytest.fixture(scope="module")
-def expected(asked):
-    return asked.expected
-
-
-@pytest.fixture(scope="module")
-def mistral3(default_model_dir, tmp_path_factory):
-    path = save_seeing(tmp_path_factory.mktemp("seeing") / "tiny-mistral3", default_model_dir, "mistral3")
-    return asked_of(path, LinesReference(path))
+@pytest.fixture(scope="module", params=[("mistral3", LinesReference, 1), ("llava_onevision", CropsReference, 2)])
+def sized(request, default_model_dir, tmp_path_factory):
+    """A model for which the size of an image decides the number of its rows, and the number of an image's tiles."""
+    kind, reference, count = request.param
+    path = save_seeing(tmp_path_factory.mktemp("seeing") / kind, default_model_dir, kind)
+    return asked_of(path, reference(path)), count
 
 
 def test_cold_and_warm(seeing_dir, encoded, expected):
@@ -71,15 +56,15 @@ def test_smolvlm(default_model_dir, tmp_path, encoded):
     assert answers(Driver(make_core(path, chunk_tokens=30)), encoded[:2]) == expected
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk_tokens": 7, "page_size": 1}])
-def test_mistral3(mistral3, options):
-    """Images of any size, with other tokens between the rows of an image."""
-    path, prompts, expected = mistral3
+@pytest.mark.parametrize("options", [{}, {"chunk_tokens": 7, "page_size": 1, "pool_tokens": 144}])
+def test_images_of_any_size(sized, options):
+    """Mistral 3 has other tokens between the rows of an image."""
+    (path, prompts, expected), count = sized
     driver = Driver(make_core(path, **options))
     assert answers(driver, prompts) == expected
-    assert tiles(driver) == 3, "an image is one tile"
+    assert tiles(driver) == 3 * count
     assert answers(driver, prompts) == expected
-    assert tiles(driver) == 3
+    assert tiles(driver) == 3 * count
     driver.flush()
     assert answers_of_a_batch(driver, prompts) == expected
 
@@ -180,25 +165,3 @@ def test_negative_tokens_without_images_are_refused(seeing_dir, encoded):
     driver = Driver(make_core(seeing_dir))
     events = driver.core.handle(AddRequest("r", array("i", encoded[0][0]).tobytes(), SamplingParams()))
     assert "out of range" in events[0].finish.message
-
-
-def test_an_ended_request_has_no_further_tiles_computed(seeing_dir, encoded):
-    driver = Driver(make_core(seeing_dir))
-    part = driver.core.part(ImagesPart)
-    real = part._states._tower
-
-    class Ending:
-        def states(self, tile, size):
-            while "gone" not in driver.requests:  # the tower's thread may be the first to know it
-                time.sleep(0.01)
-            driver.requests["gone"].given.is_over = True
-            return real.states(tile, size)
-
-    part._states._tower = Ending()
-    send(driver, "gone", encoded[0])
-    driver.step()
-    wait([*part._open.values()], 60)
-    assert tiles(driver) == 1
-    driver.abort("gone")
-    driver.run()
-    assert driver.finish["gone"].type == "abort"

@@ -6,7 +6,8 @@ import pytest
 
 from runtime.errors import ModelError
 from runtime.features.images.client import ModelSight
-from runtime.features.images.rules import WholeRules, load_rules
+from runtime.features.images.families.gemma3 import WholeRules
+from runtime.features.images.rules import load_rules
 from runtime.models.spec import DecoderSpec
 
 GEMMA3_4B = {
@@ -100,6 +101,37 @@ def test_qwen2_5_vl(tmp_path):
 def test_qwen2_5_vl_as_it_is_not_served(tmp_path, more, reason):
     with pytest.raises(ModelError, match=reason):
         DecoderSpec.load(write(tmp_path, QWEN2_5_VL_3B, **more))
+
+
+def test_qwen3_vl(tmp_path):
+    text = {
+        "hidden_size": 2560, "intermediate_size": 9728, "max_position_embeddings": 262144, "head_dim": 128,
+        "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "vocab_size": 100,
+        "model_type": "qwen3_vl_text",
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5000000,
+    }  # fmt: skip
+    vision = {"deepstack_visual_indexes": [5, 11, 17], "patch_size": 16, "spatial_merge_size": 2}
+    config = {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": text, "vision_config": vision}
+    images = {"size": {"longest_edge": 16777216, "shortest_edge": 65536}, "image_mean": [0.5] * 3}
+    spec = DecoderSpec.load(write(tmp_path, config, images))
+    assert (spec.qk_norm, spec.rope.theta, spec.rope.axes) == (True, 5e6, (0, 1, 2) * 20 + (0,) * 4)
+    rules = load_rules(tmp_path)
+    assert (rules.added, rules.row, rules.sizes(1000, 700)) == (3, 32, [(992, 704)])
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"vision_feature_select_strategy": "default"}, "'default'"),
+        ({"vision_aspect_ratio": "square"}, "cannot be read"),
+    ],
+)
+def test_llava_onevision_as_it_is_not_served(tmp_path, more, reason):
+    images = {"size": {"height": 384, "width": 384}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    config = {"architectures": ["LlavaOnevisionForConditionalGeneration"], "image_grid_pinpoints": [[384, 384]]}
+    with pytest.raises(ModelError, match=reason):
+        load_rules(write(tmp_path, {**config, "vision_config": {"patch_size": 14}}, images, **more))
 
 
 def test_axes_of_qwen3_5_take_turns(tmp_path):

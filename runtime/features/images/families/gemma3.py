@@ -1,0 +1,58 @@
+"""Gemma 3: the image as a whole is a square tile, whose rows see each other."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+from runtime.errors import ModelError
+from runtime.features.images.rules import Rules, TowerCode
+from runtime.models.config_json import positive_size
+
+# Most rows that see each other: a step computes them together, also in layers with a window (`runtime.kv.near`).
+MOST_MUTUAL = 256
+TOWERS = {
+    "Gemma3ForConditionalGeneration": TowerCode(
+        "gemma3", "", "Gemma3MultiModalProjector", ("vision_tower.", "multi_modal_projector.")
+    )
+}
+
+
+class WholeRules(Rules, frozen=True, tag="gemma3"):
+    """See above."""
+
+    mutual: ClassVar[bool] = True
+    start: str = "<start_of_image>"
+    end: str = "<end_of_image>"
+
+    @property
+    def written(self) -> str:
+        return self.start
+
+    def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
+        return [(self.longest, self.longest)]
+
+    def text(self, width: int, height: int) -> str:
+        return f"\n\n{self.start}{self.image * self.rows(self.longest, self.longest)}{self.end}\n\n"
+
+
+RULES = WholeRules
+
+
+def read(config: dict[str, Any], found: dict[str, Any]) -> WholeRules:
+    edge, rows = found["size"]["height"], positive_size(config, "mm_tokens_per_image", 256)
+    if found.get("do_pan_and_scan"):
+        raise ModelError("the model's image processor has do_pan_and_scan, which is not supported")
+    if rows > MOST_MUTUAL or edge != found["size"]["width"] or edge % math.isqrt(rows):
+        raise ModelError(
+            f"the model has {rows} rows for an image of {found['size']}; supported are squares of at most {MOST_MUTUAL}"
+        )
+    return WholeRules(
+        longest=edge,
+        resample=found.get("resample", 2),
+        rescale=found.get("rescale_factor", 1 / 255),
+        mean=tuple(found.get("image_mean", (0.5, 0.5, 0.5))),
+        std=tuple(found.get("image_std", (0.5, 0.5, 0.5))),
+        image="<image_soft_token>",
+        row=edge // math.isqrt(rows),
+    )

@@ -1,0 +1,104 @@
+"""Idefics 3 and SmolVLM: square tiles, and one with the whole image."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runtime.features.images.rules import Rules, TowerCode, up
+from runtime.models.config_json import positive_size
+
+# Longest edge of an image after its first resizing, whatever the model's files say.
+_LONGEST = 4096
+TOWERS = {
+    "Idefics3ForConditionalGeneration": TowerCode("idefics3", "Idefics3VisionTransformer", "Idefics3Connector"),
+    "SmolVLMForConditionalGeneration": TowerCode("smolvlm", "SmolVLMVisionTransformer", "SmolVLMConnector"),
+}
+
+
+class SquareRules(Rules, frozen=True, tag="idefics3"):
+    """See above.
+
+    Attributes:
+        tile: edge of a tile.
+        splits: whether larger images are cut; if not, the whole image is one tile.
+        edge, whole: texts of the tokens around tiles, and of the tile with the whole image.
+    """
+
+    tile: int
+    splits: bool
+    edge: str = "<fake_token_around_image>"
+    whole: str = "<global-img>"
+
+    def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
+        first = _bounded(*_fitted(width, height, self.longest))
+        if not self.splits:
+            return [first, (self.tile, self.tile)]
+        width, height = first
+        ratio = width / height
+        if width >= height:
+            width = up(width, self.tile)
+            height = up(int(width / ratio), self.tile)
+        else:
+            height = up(height, self.tile)
+            width = up(int(height * ratio), self.tile)
+        return [first, (width, height)]
+
+    def tiles(self, image: Any) -> list[tuple[Any, tuple[int, ...]]]:
+        (rows, columns), edge = self._grid(*image.size), self.tile
+        ((image, size),) = super().tiles(image)
+        if rows * columns == 1:
+            return [(image, size)]
+        starts = [(j * edge, i * edge) for i in range(rows) for j in range(columns)]
+        cut = [image.crop((left, top, left + edge, top + edge)) for left, top in starts]
+        return [(tile, (edge, edge)) for tile in (*cut, image.resize((edge, edge), self.resample))]
+
+    def text(self, width: int, height: int) -> str:
+        rows, columns = self._grid(width, height)
+        row, cut = self.image * self.rows(self.tile, self.tile), ""
+        for i in range(1, rows + 1 if rows * columns > 1 else 1):
+            cut += "".join(f"{self.edge}<row_{i}_col_{j}>{row}" for j in range(1, columns + 1)) + "\n"
+        return f"{cut}{cut and chr(10)}{self.edge}{self.whole}{row}{self.edge}"
+
+    def _grid(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of tiles."""
+        width, height = self.sizes(width, height)[-1]
+        return height // self.tile, width // self.tile
+
+
+RULES = SquareRules
+
+
+def read(config: dict[str, Any], found: dict[str, Any]) -> SquareRules:
+    patch = positive_size(config["vision_config"], "patch_size", 32)
+    return SquareRules(
+        longest=found["size"]["longest_edge"],
+        resample=found.get("resample", 1),
+        rescale=found.get("rescale_factor", 1 / 255),
+        mean=tuple(found.get("image_mean", (0.5, 0.5, 0.5))),
+        std=tuple(found.get("image_std", (0.5, 0.5, 0.5))),
+        image="<image>",
+        tile=found["max_image_size"]["longest_edge"],
+        splits=found.get("do_image_splitting", True),
+        row=patch * positive_size(config, "scale_factor", 2),
+    )
+
+
+def _fitted(width: int, height: int, longest: int) -> tuple[int, int]:
+    """A size with the longest edge given, and the other even."""
+    ratio = width / height
+    if width >= height:
+        width, height = longest, int(longest / ratio)
+        height += height % 2
+    else:
+        width, height = int(longest * ratio), longest
+        width += width % 2
+    return max(width, 1), max(height, 1)
+
+
+def _bounded(width: int, height: int) -> tuple[int, int]:
+    ratio = width / height
+    if width >= height and width > _LONGEST:
+        width, height = _LONGEST, int(_LONGEST / ratio)
+    elif height > width and height > _LONGEST:
+        width, height = int(_LONGEST * ratio), _LONGEST
+    return max(width, 1), max(height, 1)

@@ -1,0 +1,53 @@
+"""Mistral 3: the whole image is one tile, with a token behind each line of rows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from runtime.features.images.rules import Rules, TowerCode, up
+from runtime.models.config_json import positive_size
+
+TOWERS = {
+    "Mistral3ForConditionalGeneration": TowerCode(
+        "mistral3", "", "Mistral3MultiModalProjector", ("vision_tower.", "multi_modal_projector."), sized=True
+    )
+}
+
+
+class LineRules(Rules, frozen=True, tag="mistral3"):
+    """See above.
+
+    Attributes:
+        line, end: texts of the tokens behind a line, and behind the last one.
+    """
+
+    line: str = "[IMG_BREAK]"
+    end: str = "[IMG_END]"
+
+    def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
+        ratio = max(height / self.longest, width / self.longest)
+        if ratio > 1:
+            width, height = math.floor(width / ratio), math.floor(height / ratio)
+        return [(up(max(width, 1), self.row), up(max(height, 1), self.row))]
+
+    def text(self, width: int, height: int) -> str:
+        (size,) = self.sizes(width, height)
+        lines = [self.image * (size[0] // self.row)] * (size[1] // self.row)
+        return self.line.join(lines) + self.end
+
+
+RULES = LineRules
+
+
+def read(config: dict[str, Any], found: dict[str, Any]) -> LineRules:
+    patch = positive_size(config["vision_config"], "patch_size", 16)
+    return LineRules(
+        longest=found["size"]["longest_edge"],
+        resample=found.get("resample", 3),
+        rescale=found.get("rescale_factor", 1 / 255),
+        mean=tuple(found["image_mean"]),
+        std=tuple(found["image_std"]),
+        image="[IMG]",
+        row=patch * positive_size(config, "spatial_merge_size", 2),
+    )
