@@ -13,6 +13,8 @@ from runtime.report import Report
 Pairs = list[tuple[int, int]]
 DocumentMethod = Literal["none", "a3", "cacheblend", "prophetkv", "passages", "legolink", "pie", "full"]
 
+# Methods that read documents encoded behind a lead, see `ChunksAsk.lead`.
+LED = ("passages",)
 # Defaults of `ReuseParams`: the share of the rows to recompute, and LegoLink's first rows of each chunk.
 RATIO, LEADING = 0.15, 16
 # Options of `ReuseParams` that only some methods take, with these methods.
@@ -57,6 +59,7 @@ class ChunksAsk(msgspec.Struct, tag="chunks", tag_field="strategy"):
         chunk_tokens: longer documents are encoded in pieces of this many tokens.
         shortest: shorter documents, and shorter last pieces, are computed in full.
         k: number of leading rows of each chunk that LegoLink computes again.
+        lead: int32 little-endian tokens that chunks of documents are encoded behind; their own rows are not kept.
     """
 
     method: str = "none"
@@ -70,6 +73,7 @@ class ChunksAsk(msgspec.Struct, tag="chunks", tag_field="strategy"):
     chunk_tokens: int = 512
     shortest: int = 1
     k: int = LEADING
+    lead: bytes = b""
 
     @property
     def kind(self) -> Literal["document", "module"]:

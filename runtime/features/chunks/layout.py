@@ -20,6 +20,7 @@ from runtime.protocol import ModelInfo
 
 # Only the last rows of a longer question choose rows, so that the choice does not delay other requests.
 LONGEST_QUESTION = 512
+_NO_LEAD = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +30,7 @@ class Place:
     Attributes:
         rows: int64 [length], ascending, the entry's kept rows as rows of the prompt.
         positions: int64 [length], their positions.
-        shift: distance to these positions from those at which the entry is encoded.
+        shift: distance to these positions from those at which the entry is encoded; may be negative.
         is_chunk: whether the method may choose rows of it.
         kept: bool [length], false for rows that are computed again and therefore not read.
         pages: int32 page ids of the whole entry; empty until it is encoded.
@@ -194,7 +195,8 @@ def _documents(prompt: np.ndarray, ask: ChunksAsk, namespace: Namespace, page_si
     for (start, stop), name in zip(ask.documents, titles_of(ask), strict=True):
         for at in range(start, stop - ask.shortest + 1, ask.chunk_tokens):
             until = min(at + ask.chunk_tokens, stop)
-            places.append(_moved(prompt, rows, at, until, name, namespace, page_size, is_chunk=True))
+            lead = np.frombuffer(ask.lead, dtype=np.int32)
+            places.append(_moved(prompt, rows, at, until, name, namespace, page_size, lead, is_chunk=True))
     return places
 
 
@@ -206,14 +208,19 @@ def _moved(
     name: str,
     namespace: Namespace,
     page_size: int,
+    lead: np.ndarray = _NO_LEAD,
     is_chunk: bool = False,
 ) -> Place:
-    """The place of a part of the prompt that is encoded from position 0 on."""
-    tokens, shift = prompt[start:stop].tobytes(), int(positions[start])
-    anchors = anchors_of(positions[start:stop] - shift)
-    content = tokens if len(anchors) == 1 else msgspec.msgpack.encode((tokens, anchors))
+    """The place of a part of the prompt that is encoded behind `lead`, int32 tokens from position 0 on."""
+    tokens, count, shift = prompt[start:stop], len(lead), int(positions[start]) - len(lead)
+    encoded = np.concatenate((np.arange(count), positions[start:stop] - shift))
+    anchors, is_plain = anchors_of(encoded), not count
+    content = tokens.tobytes() if is_plain else msgspec.msgpack.encode((tokens.tobytes(), lead.tobytes()))
+    if len(anchors) > 1:
+        content = msgspec.msgpack.encode((content, anchors))
     space = namespace.for_entry("document", digest(content))
-    entry = Entry(name, Own(array("i", tokens), anchors=anchors), np.ones(stop - start, dtype=bool), space, page_size)
+    sequence = Own(array("i", np.concatenate((lead, tokens)).tobytes()), anchors=anchors)
+    entry = Entry(name, sequence, np.arange(len(encoded)) >= count, space, page_size)
     return Place(entry, np.arange(start, stop), positions[start:stop], shift, is_chunk)
 
 

@@ -12,6 +12,7 @@ from runtime.asks import ReuseReport
 from runtime.errors import InvalidRequest
 from runtime.features.chunks.ask import (
     LEADING,
+    LED,
     RATIO,
     TAKEN_BY,
     ChunksAsk,
@@ -151,6 +152,7 @@ def _ask(asked: ReuseParams, prompt: TokenizedPrompt) -> ChunksAsk | None:
         names=prompt.names,
         chunk_tokens=asked.chunk_tokens,
         shortest=shortest(asked.chunk_tokens),
+        lead=prompt.lead.tobytes() if asked.method in LED else b"",
         **_method(asked),
     )
 
@@ -165,7 +167,9 @@ def _method(asked: ReuseParams) -> dict[str, Any]:
     return {"method": asked.method, "granularity": asked.granularity, **options}
 
 
-def plan_encoding(document: TokenizedPrompt, chunk_tokens: int) -> DocumentPrompt:
-    """A prompt that only encodes a document, for all methods. Submit it with `max_new_tokens` 0."""
-    asked = ReuseParams(method="pie", chunk_tokens=chunk_tokens)
-    return DocumentPrompt(document.tokens.tolist(), document.names, _ask(asked, document))
+def plan_encoding(prompt: TokenizedPrompt, method: DocumentMethod, chunk_tokens: int = 512) -> DocumentPrompt:
+    """A prompt that only encodes its documents, as a method reads them. Submit it with `max_new_tokens` 0."""
+    ask = _ask(ReuseParams(method="pie", chunk_tokens=chunk_tokens), prompt)
+    if ask is not None and method in LED:
+        ask.lead = prompt.lead.tobytes()
+    return DocumentPrompt(prompt.tokens.tolist(), prompt.names, ask)
