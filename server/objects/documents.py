@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from runtime.asks import DocumentMethod
 from runtime.errors import InvalidRequest
-from runtime.features.chunks.ask import DocumentMethod
 from runtime.features.chunks.documents.plan import DocumentPrompt, plan_encoding, shortest
 from runtime.features.chunks.documents.prompt import Document, Segments, TokenizedPrompt
 from runtime.frontend.output import PartedPrompt
@@ -30,7 +30,8 @@ class ChunkedKv(Scoped):
 
     chunk_tokens: Annotated[int, Field(ge=16, le=4096, description="`chunk_tokens` of these requests")] = 512
     method: Annotated[
-        DocumentMethod, Field(description="`method` of these requests: `passages` has KV of its own, all others share it")
+        DocumentMethod,
+        Field(description="`method` of these requests: `passages` has KV of its own, all others share"),
     ] = "pie"
 
 
@@ -64,7 +65,7 @@ class StoredDocument(Stored):
 
 
 class DocumentRequest(Precompute, ChunkedKv):
-    """A document. `encode` and `pin` compute KV that requests with the same salt, `chunk_tokens` and `method` can read."""
+    """A document. `encode` and `pin` compute KV for requests with the same salt, `chunk_tokens` and `method`."""
 
     model_config = example(title="Rome", text="Rome is old.")
 

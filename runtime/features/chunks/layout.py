@@ -187,7 +187,7 @@ def titles_of(ask: ChunksAsk) -> list[str]:
 
 def _documents(prompt: np.ndarray, ask: ChunksAsk, namespace: Namespace, page_size: int) -> list[Place]:
     """The places of chunks, and of the whole pages before the first document, which are an exact prefix."""
-    places, rows = [], np.arange(len(prompt))
+    places, rows, lead = [], np.arange(len(prompt)), np.frombuffer(ask.lead, dtype=np.int32)
     if prefix := ask.documents[0][0] // page_size * page_size:
         sequence, is_kept = Own(array("i", prompt[:prefix].tobytes())), np.ones(prefix, dtype=bool)
         entry = Entry("prefix", sequence, is_kept, namespace, page_size)
@@ -195,7 +195,6 @@ def _documents(prompt: np.ndarray, ask: ChunksAsk, namespace: Namespace, page_si
     for (start, stop), name in zip(ask.documents, titles_of(ask), strict=True):
         for at in range(start, stop - ask.shortest + 1, ask.chunk_tokens):
             until = min(at + ask.chunk_tokens, stop)
-            lead = np.frombuffer(ask.lead, dtype=np.int32)
             places.append(_moved(prompt, rows, at, until, name, namespace, page_size, lead, is_chunk=True))
     return places
 
@@ -212,15 +211,13 @@ def _moved(
     is_chunk: bool = False,
 ) -> Place:
     """The place of a part of the prompt that is encoded behind `lead`, int32 tokens from position 0 on."""
-    tokens, count, shift = prompt[start:stop], len(lead), int(positions[start]) - len(lead)
-    encoded = np.concatenate((np.arange(count), positions[start:stop] - shift))
-    anchors, is_plain = anchors_of(encoded), not count
-    content = tokens.tobytes() if is_plain else msgspec.msgpack.encode((tokens.tobytes(), lead.tobytes()))
-    if len(anchors) > 1:
-        content = msgspec.msgpack.encode((content, anchors))
+    tokens, shift = np.concatenate((lead, prompt[start:stop])).tobytes(), int(positions[start]) - len(lead)
+    encoded = np.concatenate((np.arange(len(lead)), positions[start:stop] - shift))
+    anchors, is_kept = anchors_of(encoded), np.arange(len(encoded)) >= len(lead)
+    is_plain = len(anchors) == 1 and not len(lead)
+    content = tokens if is_plain else msgspec.msgpack.encode((tokens, anchors, len(lead)))
     space = namespace.for_entry("document", digest(content))
-    sequence = Own(array("i", np.concatenate((lead, tokens)).tobytes()), anchors=anchors)
-    entry = Entry(name, sequence, np.arange(len(encoded)) >= count, space, page_size)
+    entry = Entry(name, Own(array("i", tokens), anchors=anchors), is_kept, space, page_size)
     return Place(entry, np.arange(start, stop), positions[start:stop], shift, is_chunk)
 
 

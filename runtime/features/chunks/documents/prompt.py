@@ -18,8 +18,8 @@ from runtime.models.tokenizer import Tokenizer
 MAX_DOCUMENTS = 512
 # Some methods read documents encoded behind this text: no document then looks like the beginning of everything.
 _LEAD = (
-    "The lighthouse at the northern end of the bay was built of grey stone. It stands about thirty metres high, and its "
-    "lamp can be seen from far out at sea. A keeper lived there with his family until the light became automatic.\n"
+    "The lighthouse at the northern end of the bay was built of grey stone. It stands about thirty metres high, and "
+    "its lamp can be seen from far out at sea. A keeper lived there with his family until the light became automatic.\n"
 )
 
 

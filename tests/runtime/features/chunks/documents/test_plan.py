@@ -10,7 +10,14 @@ import pytest
 from pydantic import ValidationError
 
 from runtime.errors import InvalidRequest, ModelError
-from runtime.features.chunks.ask import ChunksAsk, DocumentMethod, DocumentsReport, ModuleAsk, ModulesReport, ReuseParams
+from runtime.features.chunks.ask import (
+    ChunksAsk,
+    DocumentMethod,
+    DocumentsReport,
+    ModuleAsk,
+    ModulesReport,
+    ReuseParams,
+)
 from runtime.features.chunks.documents import table
 from runtime.features.chunks.documents.plan import DocumentPlanner, plan_encoding
 from runtime.features.chunks.documents.prompt import TokenizedPrompt
