@@ -15,8 +15,9 @@ DocumentMethod = Literal["none", "a3", "cacheblend", "prophetkv", "passages", "l
 
 # Methods that read documents encoded behind a lead, see `ChunksAsk.lead`.
 LED = ("passages",)
-# Defaults of `ReuseParams`: the share of the rows to recompute, and LegoLink's first rows of each chunk.
+# Defaults of `ReuseParams`: the share of the rows to recompute, and that of some methods; LegoLink's first rows.
 RATIO, LEADING = 0.15, 16
+RATIOS = {"passages": 0.2}
 # Options of `ReuseParams` that only some methods take, with these methods.
 TAKEN_BY = {
     "ratio": ("a3", "cacheblend", "prophetkv", "passages", "legolink"),
@@ -156,7 +157,8 @@ class ReuseParams(Reuse):
         None,
         ge=0,
         le=1,
-        description=f"share of the documents' or modules' rows (A3's paper: of all) to recompute; default: {RATIO}",
+        description="share of the documents' or modules' rows (A3's paper: of all) to recompute; "
+        f"default: {RATIOS['passages']} for passages, else {RATIO}",
     )
     granularity: Literal["page", "token"] = Field(
         "token", description="rows are selected one by one, or by whole pages"

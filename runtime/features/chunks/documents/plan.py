@@ -14,6 +14,7 @@ from runtime.features.chunks.ask import (
     LEADING,
     LED,
     RATIO,
+    RATIOS,
     TAKEN_BY,
     ChunksAsk,
     ChunksReport,
@@ -26,7 +27,6 @@ from runtime.features.chunks.documents.table import MeasuredMethod, choose, read
 from runtime.features.chunks.schemas.compile import ModulePrompt
 from runtime.frontend.output import PartedPrompt
 
-_DEFAULTS: dict[str, Any] = {"ratio": RATIO, "k": LEADING}
 # Shorter documents, and shorter last chunks, are computed in full: they save few rows, and in full they are exact.
 _SHORTEST = 32
 
@@ -159,11 +159,12 @@ def _ask(asked: ReuseParams, prompt: TokenizedPrompt) -> ChunksAsk | None:
 
 def _method(asked: ReuseParams) -> dict[str, Any]:
     """The method of an ask, with its options."""
-    taken = [name for name in _DEFAULTS if asked.method in TAKEN_BY[name]]
+    defaults = {"ratio": RATIOS.get(asked.method, RATIO), "k": LEADING}
+    taken = [name for name in defaults if asked.method in TAKEN_BY[name]]
     if "ratio" in taken and "k" in taken:  # they exclude each other
         taken.remove("ratio" if asked.ratio is None else "k")
     given = {name: getattr(asked, name) for name in taken}
-    options = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
+    options = {name: defaults[name] if value is None else value for name, value in given.items()}
     return {"method": asked.method, "granularity": asked.granularity, **options}
 
 

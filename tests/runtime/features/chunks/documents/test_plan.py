@@ -56,6 +56,7 @@ def report(**said) -> DocumentsReport:
     ("asked", "message"),
     [
         ({"method": "a3"}, {"method": "a3", "ratio": 0.15}),
+        ({"method": "passages"}, {"method": "passages", "ratio": 0.2}),
         ({"method": "cacheblend", "ratio": 0}, {"method": "cacheblend", "ratio": 0}),
         ({"method": "prophetkv", "ratio": 0.3}, {"method": "prophetkv", "ratio": 0.3}),
         ({"method": "legolink"}, {"method": "legolink", "k": 16}),
