@@ -168,7 +168,7 @@ def _method(asked: ReuseParams) -> dict[str, Any]:
     return {"method": asked.method, "granularity": asked.granularity, **options}
 
 
-def plan_encoding(prompt: TokenizedPrompt, method: DocumentMethod, chunk_tokens: int = 512) -> DocumentPrompt:
+def plan_encoding(prompt: TokenizedPrompt, method: str, chunk_tokens: int = 512) -> DocumentPrompt:
     """A prompt that only encodes its documents, as a method reads them. Submit it with `max_new_tokens` 0."""
     ask = _ask(ReuseParams(method="pie", chunk_tokens=chunk_tokens), prompt)
     if ask is not None and method in LED:

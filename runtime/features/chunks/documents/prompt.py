@@ -20,6 +20,9 @@ MAX_DOCUMENTS = 512
 _LEAD = (
     "The lighthouse at the northern end of the bay was built of grey stone. It stands about thirty metres high, and "
     "its lamp can be seen from far out at sea. A keeper lived there with his family until the light became automatic.\n"
+    "Copper was among the first metals that people worked. It is soft enough to be hammered into tools, and it can be "
+    "melted in a simple furnace. Mixed with tin it gives bronze, which is much harder, so that swords and bells were "
+    "made of it.\n"
 )
 
 
