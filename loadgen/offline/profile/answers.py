@@ -21,7 +21,7 @@ from loadgen.offline.profile.settings import AnswerSettings, ProfileFiles
 from runtime.asks import ReuseParams
 from runtime.config import Config
 from runtime.errors import ModelError
-from runtime.features.chunks.documents.plan import DocumentPlanner
+from runtime.features.chunks.documents.plan import DocumentPlanner, plan_encoding
 from runtime.features.chunks.documents.table import MOST_LOST, MeasuredMethod, choose
 from runtime.models.resolve import resolve_model
 from runtime.models.spec import DecoderSpec
@@ -62,8 +62,8 @@ class AnswerProfiler:
             _FULL: Ask(tokens)
         }
         seconds = {_FULL: self._first(asks[_FULL])} if _FULL in names else {}
-        encoding = planner.plan(prompt, ReuseParams(method="pie"))
-        self._first(Ask(tokens, encoding.ask))
+        for method in dict.fromkeys(way.method for way in self.grid.values()):
+            self._first(Ask(tokens, plan_encoding(prompt, method).ask))
         seconds |= {name: self._first(asks[name]) for name in names if name != _FULL}
         # Their prompts are cached now, so that all of them are decoded together at little cost.
         said = self._asker.greedy([asks[name] for name in names], self._settings.output)

@@ -18,7 +18,7 @@ from runtime.config import Config
 from runtime.errors import ModelError
 from runtime.features.chunks.ask import ReuseParams
 from runtime.features.chunks.documents.plan import DocumentPlanner
-from runtime.features.chunks.documents.prompt import TokenizedPrompt
+from runtime.features.chunks.documents.prompt import TokenizedPrompt, lead_of
 from runtime.models.resolve import resolve_model
 from runtime.models.spec import DecoderSpec
 from runtime.models.tokenizer import Tokenizer
@@ -32,7 +32,8 @@ class Quotations:
 
     def __init__(self, tokenizer: Tokenizer, settings: FusionSettings):
         self._tokenizer, self._settings, self._prose = tokenizer, settings, Prose(random.Random(0))
-        self._head, self._lead = self._encode("Some texts follow.\n\n"), self._encode("\n\nOne of the texts says: ")
+        self._head, self._tail = self._encode("Some texts follow.\n\n"), self._encode("\n\nOne of the texts says: ")
+        self._lead = lead_of(tokenizer)
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -47,9 +48,9 @@ class Quotations:
             tokens.extend(documents[-1])
         one = rng.choice(documents)
         at = rng.randrange(length - QUOTED - ANSWER + 1)
-        tokens.extend([*self._lead, *one[at : at + QUOTED]])
+        tokens.extend([*self._tail, *one[at : at + QUOTED]])
         answer = one[at + QUOTED : at + QUOTED + ANSWER]
-        return TokenizedPrompt(tokens, ranges, [f"{i}" for i in range(DOCUMENTS)]), answer
+        return TokenizedPrompt(tokens, ranges, [f"{i}" for i in range(DOCUMENTS)], self._lead), answer
 
     def _text(self, rng: random.Random, length: int) -> list[int]:
         """Exactly `length` tokens of prose."""

@@ -74,7 +74,7 @@ class AnswerSettings(ProfileSettings):
         description="for a causal model: ask the questions of this file, a JSON object in each line with question, "
         "answers, and documents (or ctxs, as in Natural Questions), by full prefill and by all document methods"
     )
-    ratios: list[int] = [15, 30]
+    ratios: list[int] = [20, 30]
     samples: int = Field(100, ge=1, le=100_000)
     methods: list[DocumentMethod] = Field(list(METHODS), min_length=1, description="with --answers: methods to measure")
     documents: int = Field(10, ge=1, le=512, description="with --answers: mix in other questions' documents up to this")

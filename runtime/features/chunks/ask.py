@@ -13,8 +13,11 @@ from runtime.report import Report
 Pairs = list[tuple[int, int]]
 DocumentMethod = Literal["none", "a3", "cacheblend", "prophetkv", "passages", "legolink", "pie", "full"]
 
-# Defaults of `ReuseParams`: the share of the rows to recompute, and LegoLink's first rows of each chunk.
+# Methods that read documents encoded behind a lead, see `ChunksAsk.lead`.
+LED = ("passages",)
+# Defaults of `ReuseParams`: the share of the rows to recompute, and that of some methods; LegoLink's first rows.
 RATIO, LEADING = 0.15, 16
+RATIOS = {"passages": 0.2}
 # Options of `ReuseParams` that only some methods take, with these methods.
 TAKEN_BY = {
     "ratio": ("a3", "cacheblend", "prophetkv", "passages", "legolink"),
@@ -57,6 +60,7 @@ class ChunksAsk(msgspec.Struct, tag="chunks", tag_field="strategy"):
         chunk_tokens: longer documents are encoded in pieces of this many tokens.
         shortest: shorter documents, and shorter last pieces, are computed in full.
         k: number of leading rows of each chunk that LegoLink computes again.
+        lead: int32 little-endian tokens that chunks of documents are encoded behind; their own rows are not kept.
     """
 
     method: str = "none"
@@ -70,6 +74,7 @@ class ChunksAsk(msgspec.Struct, tag="chunks", tag_field="strategy"):
     chunk_tokens: int = 512
     shortest: int = 1
     k: int = LEADING
+    lead: bytes = b""
 
     @property
     def kind(self) -> Literal["document", "module"]:
@@ -160,7 +165,8 @@ class ReuseParams(Reuse):
         None,
         ge=0,
         le=1,
-        description=f"share of the documents' or modules' rows (A3's paper: of all) to recompute; default: {RATIO}",
+        description="share of the documents' or modules' rows (A3's paper: of all) to recompute; "
+        f"default: {RATIOS['passages']} for passages, else {RATIO}",
     )
     granularity: Literal["page", "token"] = Field(
         "token", description="rows are selected one by one, or by whole pages"

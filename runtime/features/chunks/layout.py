@@ -20,6 +20,7 @@ from runtime.protocol import ModelInfo
 
 # Only the last rows of a longer question choose rows, so that the choice does not delay other requests.
 LONGEST_QUESTION = 512
+_NO_LEAD = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +30,7 @@ class Place:
     Attributes:
         rows: int64 [length], ascending, the entry's kept rows as rows of the prompt.
         positions: int64 [length], their positions.
-        shift: distance to these positions from those at which the entry is encoded.
+        shift: distance to these positions from those at which the entry is encoded; may be negative.
         is_chunk: whether the method may choose rows of it.
         kept: bool [length], false for rows that are computed again and therefore not read.
         pages: int32 page ids of the whole entry; empty until it is encoded.
@@ -186,7 +187,7 @@ def titles_of(ask: ChunksAsk) -> list[str]:
 
 def _documents(prompt: np.ndarray, ask: ChunksAsk, namespace: Namespace, page_size: int) -> list[Place]:
     """The places of chunks, and of the whole pages before the first document, which are an exact prefix."""
-    places, rows = [], np.arange(len(prompt))
+    places, rows, lead = [], np.arange(len(prompt)), np.frombuffer(ask.lead, dtype=np.int32)
     if prefix := ask.documents[0][0] // page_size * page_size:
         sequence, is_kept = Own(array("i", prompt[:prefix].tobytes())), np.ones(prefix, dtype=bool)
         entry = Entry("prefix", sequence, is_kept, namespace, page_size)
@@ -194,7 +195,7 @@ def _documents(prompt: np.ndarray, ask: ChunksAsk, namespace: Namespace, page_si
     for (start, stop), name in zip(ask.documents, titles_of(ask), strict=True):
         for at in range(start, stop - ask.shortest + 1, ask.chunk_tokens):
             until = min(at + ask.chunk_tokens, stop)
-            places.append(_moved(prompt, rows, at, until, name, namespace, page_size, is_chunk=True))
+            places.append(_moved(prompt, rows, at, until, name, namespace, page_size, lead, is_chunk=True))
     return places
 
 
@@ -206,14 +207,17 @@ def _moved(
     name: str,
     namespace: Namespace,
     page_size: int,
+    lead: np.ndarray = _NO_LEAD,
     is_chunk: bool = False,
 ) -> Place:
-    """The place of a part of the prompt that is encoded from position 0 on."""
-    tokens, shift = prompt[start:stop].tobytes(), int(positions[start])
-    anchors = anchors_of(positions[start:stop] - shift)
-    content = tokens if len(anchors) == 1 else msgspec.msgpack.encode((tokens, anchors))
+    """The place of a part of the prompt that is encoded behind `lead`, int32 tokens from position 0 on."""
+    tokens, shift = np.concatenate((lead, prompt[start:stop])).tobytes(), int(positions[start]) - len(lead)
+    encoded = np.concatenate((np.arange(len(lead)), positions[start:stop] - shift))
+    anchors, is_kept = anchors_of(encoded), np.arange(len(encoded)) >= len(lead)
+    is_plain = len(anchors) == 1 and not len(lead)
+    content = tokens if is_plain else msgspec.msgpack.encode((tokens, anchors, len(lead)))
     space = namespace.for_entry("document", digest(content))
-    entry = Entry(name, Own(array("i", tokens), anchors=anchors), np.ones(stop - start, dtype=bool), space, page_size)
+    entry = Entry(name, Own(array("i", tokens), anchors=anchors), is_kept, space, page_size)
     return Place(entry, np.arange(start, stop), positions[start:stop], shift, is_chunk)
 
 

@@ -11,7 +11,7 @@ from runtime.features.chunks.ask import RATIO
 from runtime.features.chunks.layout import Layout
 from runtime.features.chunks.looks import DenseLook, Look, QuestionLook, smooth
 
-# First rows of each chunk that Passages takes before all others: encoded alone, a chunk has an attention sink there.
+# First rows of each chunk that Passages takes before all others if chunks are encoded alone: they are attention sinks.
 _SINKS = 4
 
 
@@ -113,10 +113,11 @@ class ProphetKV(Scored):
 
 
 class Passages(ProphetKV):
-    """Ramet's own: the first rows of each chunk, then whole chunks, those first that a head attends to most sharply.
+    """Ramet's own: whole chunks, those first that a head attends to most sharply.
 
     An answer copies from one passage, and rows recomputed here and there no longer fit the stored ones around them.
-    Of a chunk that does not fit as a whole, rows are chosen as by ProphetKV.
+    Of a chunk that does not fit as a whole, rows are chosen as by ProphetKV. The first rows of chunks that are encoded
+    alone come before all others.
     """
 
     name = "passages"
@@ -124,11 +125,12 @@ class Passages(ProphetKV):
     def order(self, look: Look | None, runs: np.ndarray) -> np.ndarray:
         assert isinstance(look, QuestionLook)
         scores, peaks = look.scores()
-        places, rank_of = self.layout.places, np.empty(len(self.layout.prompt), dtype=np.int64)
+        places, sinks = self.layout.places, 0 if self.layout.ask.lead else _SINKS
+        rank_of = np.empty(len(self.layout.prompt), dtype=np.int64)
         for rank, number in enumerate(np.argsort(-peaks.cpu().numpy(), kind="stable")):
             rank_of[places[number].rows] = rank
             if not places[number].begins:
-                rank_of[places[number].rows[:_SINKS]] = -1
+                rank_of[places[number].rows[:sinks]] = -1
         sums = _sums(runs, scores)
         last = np.empty(len(sums), dtype=np.int64)
         last[runs] = rank_of[self.layout.candidates]  # of a run's rows, the last one's rank stays

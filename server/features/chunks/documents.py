@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from runtime.asks import DocumentMethod
 from runtime.errors import InvalidRequest
 from runtime.features.chunks.documents.plan import DocumentPrompt, plan_encoding, shortest
 from runtime.features.chunks.documents.prompt import Document, Segments, TokenizedPrompt
@@ -27,6 +28,10 @@ class ChunkedKv(Scoped):
     """Options of the requests that will read a document's KV."""
 
     chunk_tokens: Annotated[int, Field(ge=16, le=4096, description="`chunk_tokens` of these requests")] = 512
+    method: Annotated[
+        DocumentMethod,
+        Field(description="`method` of these requests: `passages` has KV of its own, all others share"),
+    ] = "pie"
 
 
 @dataclass(kw_only=True)
@@ -45,7 +50,7 @@ class StoredDocument(Stored):
         return self.num_tokens >= shortest(kv.chunk_tokens)
 
     def encoding(self, kv: ChunkedKv) -> DocumentPrompt:
-        return plan_encoding(self.alone, kv.chunk_tokens)
+        return plan_encoding(self.alone, kv.method, kv.chunk_tokens)
 
     def describe(self, now_s: float, live: Container[str]) -> dict[str, Any]:
         own = {"id": self.id, "object": "document", "title": self.document.title or None, "tokens": self.num_tokens}
@@ -59,7 +64,7 @@ class StoredDocument(Stored):
 
 
 class DocumentRequest(Precompute, ChunkedKv):
-    """A document. `encode` and `pin` compute KV that requests with the same salt and `chunk_tokens` can read."""
+    """A document. `encode` and `pin` compute KV for requests with the same salt, `chunk_tokens` and `method`."""
 
     model_config = example(title="Rome", text="Rome is old.")
 

@@ -12,7 +12,9 @@ from runtime.asks import ReuseReport
 from runtime.errors import InvalidRequest
 from runtime.features.chunks.ask import (
     LEADING,
+    LED,
     RATIO,
+    RATIOS,
     TAKEN_BY,
     ChunksAsk,
     ChunksReport,
@@ -25,7 +27,6 @@ from runtime.features.chunks.documents.table import MeasuredMethod, choose, read
 from runtime.features.chunks.schemas.compile import ModulePrompt
 from runtime.frontend.output import PartedPrompt
 
-_DEFAULTS: dict[str, Any] = {"ratio": RATIO, "k": LEADING}
 # Shorter documents, and shorter last chunks, are computed in full: they save few rows, and in full they are exact.
 _SHORTEST = 32
 
@@ -153,21 +154,25 @@ def _ask(asked: ReuseParams, prompt: TokenizedPrompt) -> ChunksAsk | None:
         names=prompt.names,
         chunk_tokens=asked.chunk_tokens,
         shortest=shortest(asked.chunk_tokens),
+        lead=prompt.lead.tobytes() if asked.method in LED else b"",
         **_method(asked),
     )
 
 
 def _method(asked: ReuseParams) -> dict[str, Any]:
     """The method of an ask, with its options."""
-    taken = [name for name in _DEFAULTS if asked.method in TAKEN_BY[name]]
+    defaults = {"ratio": RATIOS.get(asked.method, RATIO), "k": LEADING}
+    taken = [name for name in defaults if asked.method in TAKEN_BY[name]]
     if "ratio" in taken and "k" in taken:  # they exclude each other
         taken.remove("ratio" if asked.ratio is None else "k")
     given = {name: getattr(asked, name) for name in taken}
-    options = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
+    options = {name: defaults[name] if value is None else value for name, value in given.items()}
     return {"method": asked.method, "granularity": asked.granularity, **options}
 
 
-def plan_encoding(document: TokenizedPrompt, chunk_tokens: int) -> DocumentPrompt:
-    """A prompt that only encodes a document, for all methods. Submit it with `max_new_tokens` 0."""
-    asked = ReuseParams(method="pie", chunk_tokens=chunk_tokens)
-    return DocumentPrompt(document.tokens.tolist(), document.names, _ask(asked, document))
+def plan_encoding(prompt: TokenizedPrompt, method: str, chunk_tokens: int = 512) -> DocumentPrompt:
+    """A prompt that only encodes its documents, as a method reads them. Submit it with `max_new_tokens` 0."""
+    ask = _ask(ReuseParams(method="pie", chunk_tokens=chunk_tokens), prompt)
+    if ask is not None and method in LED:
+        ask.lead = prompt.lead.tobytes()
+    return DocumentPrompt(prompt.tokens.tolist(), prompt.names, ask)

@@ -16,6 +16,14 @@ from runtime.models.tokenizer import Tokenizer
 
 # Most documents in one prompt: a waiting request looks up each of them.
 MAX_DOCUMENTS = 512
+# Some methods read documents encoded behind this text: no document then looks like the beginning of everything.
+_LEAD = (
+    "The lighthouse at the northern end of the bay was built of grey stone. It stands about thirty metres high, and "
+    "its lamp can be seen from far out at sea. A keeper lived there with his family until the light became automatic.\n"
+    "Copper was among the first metals that people worked. It is soft enough to be hammered into tools, and it can be "
+    "melted in a simple furnace. Mixed with tin it gives bronze, which is much harder, so that swords and bells were "
+    "made of it.\n"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +61,13 @@ class TokenizedPrompt:
         tokens: int32 ids of the whole prompt.
         documents: index ranges [start, stop) of the documents in `tokens`, ascending.
         names: names of the documents, shown in answers.
+        lead: see `ChunksAsk.lead`, int32; empty: documents are encoded alone.
     """
 
     tokens: array[int]
     documents: list[tuple[int, int]]
     names: list[str]
+    lead: array[int] = field(default_factory=lambda: array("i"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +113,13 @@ class Segments(UnplacedPrompt):
         for document, (start, stop) in zip(documents, ranges, strict=True):
             if start == stop:
                 raise InvalidRequest(f"the document {document.title!r} has no tokens", param="prompt")
-        return TokenizedPrompt(tokens, ranges, [document.title or document.id for document in documents])
+        names = [document.title or document.id for document in documents]
+        return TokenizedPrompt(tokens, ranges, names, lead_of(tokenizer) if documents else array("i"))
+
+
+def lead_of(tokenizer: Tokenizer) -> array[int]:
+    """The lead of all documents, int32; see `ChunksAsk.lead`."""
+    return array("i", tokenizer.encode(_LEAD, add_special_tokens=False))
 
 
 def _tokens(run: str | Document) -> array[int] | None:

@@ -1,6 +1,7 @@
 """Prompts with documents: as messages have them, what they cost, and random ones."""
 
 import random
+from array import array
 from typing import Any
 
 from tests.runtime.features.chunks.plain import draw_tokens
@@ -19,6 +20,7 @@ def asked(ask: Ask) -> dict[str, Any]:
         "names": [f"document {i}" for i in range(len(ask.documents))],
         "granularity": ask.granularity,
         "chunk_tokens": ask.chunk_tokens,
+        "lead": array("i", ask.lead).tobytes(),
     }
     if ask.ratio is not None:
         fields["ratio"] = ask.ratio
@@ -68,6 +70,7 @@ class Library:
         self.systems = [[], draw_tokens(draw, 3), draw_tokens(draw, longest * 4 // 7)]
         lengths = [draw.choice([1, 5, 16, longest // 2, draw.randrange(1, longest)]) for _ in range(6)]
         self.documents = [draw_tokens(draw, length) for length in lengths]
+        self.leads = [(), (), tuple(draw_tokens(draw, 3)), tuple(draw_tokens(draw, 21))]
 
     def rewind(self, seed: int) -> None:
         """Let prompts, but not the texts, depend on a seed."""
@@ -88,6 +91,7 @@ class Library:
             "granularity": draw.choice(["token", "page"]),
             "chunk_tokens": draw.choice([16, 20, 64]),
             "k": draw.choice([0, 1, 3, 16]),
+            "lead": draw.choice(self.leads),
         }
         if method == "legolink" and draw.random() < 0.5:
             drawn["ratio"] = None

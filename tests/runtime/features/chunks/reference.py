@@ -41,6 +41,7 @@ class Ask:
     chunk_tokens: int = 32
     k: int = 16
     longest_question: int = 512
+    lead: tuple[int, ...] = ()
 
     @property
     def positions(self) -> Sequence[int]:
@@ -50,7 +51,8 @@ class Ask:
     @property
     def holes(self) -> list[tuple[int, int, int]]:
         """Rows that are encoded with a chunk and not kept: the chunk's number, position, token."""
-        return []
+        lead = list(enumerate(self.lead, -len(self.lead)))
+        return [(number, chunk[0] + i, token) for number, chunk in enumerate(self.chunks) for i, token in lead]
 
     @property
     def end(self) -> int:
@@ -59,7 +61,7 @@ class Ask:
 
     def begins(self, number: int) -> bool:
         """Whether a chunk is the beginning of the prompt."""
-        return self.chunks[number][0] == 0
+        return self.chunks[number][0] == 0 and not self.lead
 
     @property
     def chunks(self) -> Sequence[Sequence[int]]:
@@ -186,7 +188,7 @@ class Reference:
     def ranks(self, ask: Ask) -> dict[int, int]:
         """For each document row, how many chunks have rows that the question attends to more sharply; else 0.
 
-        The first four rows of a moved chunk come before all.
+        The first four rows of a moved chunk that is encoded alone come before all.
         """
         if ask.method != "passages":
             return dict.fromkeys(ask.document_rows, 0)
@@ -199,7 +201,7 @@ class Reference:
             peaks.append(float(seen[:, :, asking][..., inner].amax(-1).square().mean()) if inner else 0.0)
         order = sorted(range(len(peaks)), key=lambda i: -peaks[i])
         return {
-            row: -1 if number < 4 and not ask.begins(i) else order.index(i)
+            row: -1 if number < 4 and not ask.begins(i) and not ask.lead else order.index(i)
             for i, chunk in enumerate(ask.chunks)
             for number, row in enumerate(chunk)
             if row != ask.last

@@ -9,11 +9,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.runtime.engine.driver import greedy
 from tests.runtime.features.chunks.asks import Library, selected
 from tests.runtime.features.chunks.plain import draw_tokens
 from tests.runtime.features.chunks.reference import METHODS, UNSCALED, Ask
-from tests.runtime.reuse.contract.subject import World
-from tests.runtime.reuse.contract.subjects import CLOSE, Fusion
+from tests.runtime.reuse.contract.subject import NEW, World
+from tests.runtime.reuse.contract.subjects import CLOSE, Fusion, load
 
 KINDS = ("llama", "llama_llama3", "llama_yarn")
 WAYS: list[dict[str, Any]] = [
@@ -104,6 +105,29 @@ def test_drawn_prompts_answer_as_the_papers_have_it(rope_dirs, seed, data):
             if world.core.busy:
                 world.step()
     world.run()
+    world.check()
+
+
+@pytest.mark.parametrize("count", [1, 16, 60])
+def test_documents_behind_a_lead(ids_dir, count):
+    """Its rows are read by nobody; the same documents alone are others; with all rows computed again it is exact."""
+    draw = random.Random(count)
+    one = around(draw, method="passages", lead=tuple(draw_tokens(draw, count)))
+    world = World(Fusion(ids_dir), page_size=4, step_tokens=50)
+    world.one("a", one, logprobs=0)
+    pages = [p for n in world.tree.nodes() if n.namespace.entry.startswith("document") for p in n.pages]
+    assert len(pages) == sum(-(-len(chunk) // 4) for chunk in one.chunks)
+    world.one("pie", replace(one, method="pie", ratio=None), logprobs=0)
+    assert world.report("pie")["computed_documents"] == []
+    for name, lead in (("alone", ()), ("other", (*one.lead, 5))):
+        world.one(name, replace(one, lead=lead), logprobs=0)
+        assert world.report(name)["computed_documents"] == ["document 0", "document 1", "document 2"]
+    world.one("whole", replace(one, ratio=1.0))
+    assert (world.tokens["whole"], world.report("whole")["exact"]) == (greedy(load(ids_dir), [*one.prompt], NEW), True)
+    first = Ask(one.prompt, ((0, 50),), "pie", None, chunk_tokens=64)
+    for lead in ((), one.lead):
+        world.one(f"first {lead}", replace(first, lead=lead))
+        assert world.report(f"first {lead}")["exact"] == (not lead)
     world.check()
 
 

@@ -173,7 +173,8 @@ class Fusion(Subject):
         texts = [draw_tokens(draw, draw.choice([20, 41])), draw_tokens(draw, draw.choice([16, 33]))]
         system, question = draw.choice([0, 5, 18]), draw.choice([1, 7])
         granularity = draw.choice(["page", "token"])
-        return build(draw, texts, system, question, method=self.method, granularity=granularity, k=3)
+        fields = {"method": self.method, "granularity": granularity, "k": 3}
+        return build(draw, texts, system, question, lead=draw.choice([(), (7, 8, 9)]), **fields)
 
     def message(self, prompt: fusion.Ask, count: int) -> dict[str, Any]:
         return {"tokens": prompt.prompt, "reuse": asked(prompt)}

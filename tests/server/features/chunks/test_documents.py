@@ -102,6 +102,20 @@ def test_a_salt_and_the_length_of_chunks_are_those_of_requests_to_come(client, a
         assert reuse["computed_documents"] == computed
 
 
+@pytest.mark.parametrize("method", ["passages", "a3"])
+def test_the_method_is_that_of_requests_to_come(client, add, method):
+    """`passages` reads documents that are encoded behind a text; all others read the same KV."""
+    made = add(ROME, method=method)
+    for other in METHODS:
+        cached = client.get(f"/v1/documents/{made['id']}?method={other}").json()["cached"]
+        assert cached == (made["tokens"] if (other == "passages") == (method == "passages") else 0)
+    reads = {"passages": [], "pie": ["Rome"]} if method == "passages" else {"passages": ["Rome"], "pie": []}
+    for other, computed in reads.items():
+        segments = [{"document": {"id": made["id"]}}, {"text": QUESTION}]
+        reuse = generate(client, segments=segments, reuse={"method": other})["meta_info"]["reuse"]
+        assert reuse["computed_documents"] == computed
+
+
 def test_a_pinned_document_survives_a_flush(client, add):
     made = add(ROME, pin=True, chunk_tokens=16)
     held = client.get("/cache/pins").json()["pins"]

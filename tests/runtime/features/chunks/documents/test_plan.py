@@ -4,12 +4,20 @@ import json
 from array import array
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
 
 from runtime.errors import InvalidRequest, ModelError
-from runtime.features.chunks.ask import ChunksAsk, DocumentsReport, ModuleAsk, ModulesReport, ReuseParams
+from runtime.features.chunks.ask import (
+    ChunksAsk,
+    DocumentMethod,
+    DocumentsReport,
+    ModuleAsk,
+    ModulesReport,
+    ReuseParams,
+)
 from runtime.features.chunks.documents import table
 from runtime.features.chunks.documents.plan import DocumentPlanner, plan_encoding
 from runtime.features.chunks.documents.prompt import TokenizedPrompt
@@ -48,6 +56,7 @@ def report(**said) -> DocumentsReport:
     ("asked", "message"),
     [
         ({"method": "a3"}, {"method": "a3", "ratio": 0.15}),
+        ({"method": "passages"}, {"method": "passages", "ratio": 0.2}),
         ({"method": "cacheblend", "ratio": 0}, {"method": "cacheblend", "ratio": 0}),
         ({"method": "prophetkv", "ratio": 0.3}, {"method": "prophetkv", "ratio": 0.3}),
         ({"method": "legolink"}, {"method": "legolink", "k": 16}),
@@ -144,9 +153,16 @@ def test_auto_repairs_modules_by_the_table_and_else_all_rows():
         assert planned.report(None, 0) is None
 
 
-def test_a_document_is_encoded_alone():
-    planned = plan_encoding(TokenizedPrompt(array("i", range(70)), [(0, 70)], ["a"]), 128)
+@pytest.mark.parametrize("method", get_args(DocumentMethod))
+def test_a_document_is_encoded_as_its_readers_expect_it(method):
+    """Alone, or behind the lead of a method that has one."""
+    prompt = TokenizedPrompt(array("i", range(70)), [(0, 70)], ["a"], array("i", [7, 8]))
+    planned = plan_encoding(prompt, method, 128)
     assert (planned.length, planned.ask.documents, planned.ask.chunk_tokens) == (70, [(0, 70)], 128)
+    lead = prompt.lead.tobytes() if method == "passages" else b""
+    assert planned.ask.lead == lead
+    read = DocumentPlanner().plan(prompt, ReuseParams(method=method)).ask
+    assert read is None if method == "none" else read.lead == lead
 
 
 @pytest.mark.parametrize(
