@@ -23,7 +23,8 @@ from server.openai.types import ChatRequest, CompletionRequest
 from server.sglang.generate import GenerateRequest
 
 # The request fields that shape a prompt.
-_SHAPING = ChatFields.KNOWN | {"messages", "tools", "tool_choice", "add_generation_prompt", "prompt", "text", "input_ids"}
+_OWN = {"messages", "tools", "tool_choice", "add_generation_prompt", "prompt", "text", "input_ids"}
+_SHAPING = _OWN | ChatFields.KNOWN
 
 
 def explain_files(texts: tuple[str, str], names: tuple[str, str], tokenizer: Tokenizer) -> None:
