@@ -23,15 +23,8 @@ from server.openai.types import ChatRequest, CompletionRequest
 from server.sglang.generate import GenerateRequest
 
 # The request fields that shape a prompt.
-_SHAPING = ChatFields.KNOWN | {
-    "messages",
-    "tools",
-    "tool_choice",
-    "add_generation_prompt",
-    "prompt",
-    "text",
-    "input_ids",
-}
+_OWN = {"messages", "tools", "tool_choice", "add_generation_prompt", "prompt", "text", "input_ids"}
+_SHAPING = _OWN | ChatFields.KNOWN
 
 
 def explain_files(texts: tuple[str, str], names: tuple[str, str], tokenizer: Tokenizer) -> None:
@@ -50,8 +43,7 @@ def explain_files(texts: tuple[str, str], names: tuple[str, str], tokenizer: Tok
     table.add_column("")
     for name, length in zip(names, lengths, strict=True):
         table.add_column(f"{name} ({length:,} tokens)", overflow="fold", ratio=1)
-    shared = Text(one_line(parting.before))
-    table.add_row("both", shared, shared)
+    table.add_row("both", *2 * [Text(one_line(parting.before))])
     if parting.here or parting.there:
         sides = (parting.there or "", "bold red"), (parting.here, "bold green")
         table.add_row("then", *(Text(one_line(text), style) for text, style in sides))
