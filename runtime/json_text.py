@@ -25,6 +25,9 @@ _CONSTANTS = {"enum", "const", "default", "examples"}
 _NODES = b"[{:.eE"
 _NO_MARKS = bytes(set(range(256)) - set(b'"]},' + _NODES))
 _SHORT = 1 << 12
+_FEW = 1 << 12
+# Found in one pass, faster than by `in`: what may be a surrogate's escape, and escapes after which marks may be missed.
+_SURROGATE, _MISLEADING = re.compile(rb"\\u[dD]"), re.compile(rb'\\[\\"]')
 # The escape of a lone surrogate, in a text without escaped backslashes.
 _HEX = b"[0-9a-fA-F]{2}"
 _HIGH, _LOW = rb"\\u[dD][89abAB]" + _HEX, rb"\\u[dD][c-fC-F]" + _HEX
@@ -44,7 +47,7 @@ def parse_json(text: str) -> Any:
 
 def mend_surrogates(text: bytes) -> bytes:
     """JSON text with U+FFFD in place of each lone surrogate, which is no Unicode: a client may have cut a character."""
-    if (b"\\ud" not in text and b"\\uD" not in text) or _BACKSLASH in text:
+    if not _SURROGATE.search(text) or _BACKSLASH in text:
         return text
     return _LONE.sub(rb"\\ufffd", text.replace(rb"\\", _BACKSLASH)).replace(_BACKSLASH, rb"\\")
 
@@ -121,7 +124,8 @@ def check_texts(texts: Iterable[str]) -> None:
 
 def _without_escapes(text: bytes) -> bytes:
     """JSON text without escaped quotation marks, so that every remaining one begins or ends a string."""
-    return text.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in text else text
+    short, count = _MISLEADING.subn(b"", text, _FEW)
+    return short if count < _FEW else text.replace(b"\\\\", b"").replace(b'\\"', b"")
 
 
 def _outside_strings(text: bytes) -> np.ndarray:
