@@ -117,19 +117,6 @@ class AdapterRows(NamedTuple):
     stop: int
 
 
-class CanvasRows(NamedTuple):
-    """Rows of a canvas that begins as noise. In layers with a window, every row sees what the first row sees.
-
-    Attributes:
-        first, stop: range of rows of the step or of a row set.
-        soft: [stop - first, hidden], soft embeddings from the previous step's distributions; None in the first step.
-    """
-
-    first: int
-    stop: int
-    soft: torch.Tensor | None
-
-
 @dataclass(slots=True)
 class StateRows:
     """Consecutive tokens of one sequence, which recurrent layers compute one after the other.
@@ -165,7 +152,6 @@ class ForwardBatch:
         groups: in the order of their layers; layers in which no row is computed have no group.
         logits_rows: int64 [S], the flat rows whose logits are computed.
         adapters: rows with an adapter, in order; the rows of one adapter are adjacent.
-        canvases: rows of canvases that begin as noise.
         states: for models with recurrent layers; each row of the step is in exactly one of them.
     """
 
@@ -174,7 +160,6 @@ class ForwardBatch:
     groups: list[LayerGroup]
     logits_rows: torch.Tensor
     adapters: list[AdapterRows] = field(default_factory=list)
-    canvases: list[CanvasRows] = field(default_factory=list)
     states: list[StateRows] = field(default_factory=list)
     axes: torch.Tensor | None = None
 
@@ -229,7 +214,6 @@ class RowSet:
         stages: what the rows do in each range of layers; together the stages cover all layers, in order.
         logits: int64, the rows whose logits are wanted, ascending.
         adapter: digest of the adapter that computes the rows; empty: none.
-        canvas: the rows of a canvas that begins as noise; None: there is none.
         state: all rows, for a model with recurrent layers; None for other models.
     """
 
@@ -238,7 +222,6 @@ class RowSet:
     stages: list[Stage]
     logits: np.ndarray
     adapter: str = ""
-    canvas: CanvasRows | None = None
     state: StateRows | None = None
     axes: np.ndarray | None = None
 

@@ -10,7 +10,6 @@ import torch
 
 from runtime.config import Config, refuse_approximations
 from runtime.engine.core import EngineCore
-from runtime.engine.grammars import Grammars
 from runtime.engine.operators import Operators
 from runtime.engine.part import Part
 from runtime.engine.pins import Pins
@@ -45,7 +44,7 @@ def open_engine(config: Config, path: Path, quotas: Mapping[str, int] | None = N
     info = _describe_model(config, executor, path)
     strategies, decoding = _open_model(Opening(config, path, executor, cache, info), features)
     core = EngineCore(config, executor, cache, info, strategies, decoding)
-    parts: list[Part] = [Operators(core), Grammars(core, path), Pins(core)]
+    parts: list[Part] = [Operators(core), Pins(core)]
     parts += [part for feature in features for part in feature.parts(core)]
     for part in parts:
         core.add_part(part)
@@ -99,7 +98,7 @@ def _open_model(opening: Opening, features: Sequence[Feature]) -> tuple[Strategi
         for feature in features
         if feature.method is not None and feature.serves(opening)
     }
-    if spec.diffusion is None and not (opening.reads_anywhere and executor.decoder.code == "ramet"):
+    if spec.causal and not (opening.reads_anywhere and executor.decoder.code == "ramet"):
         refuse_approximations(opening.config.cache)
     decoding = _first(feature.decoding(opening) for feature in features) or _next_token(executor)
     return Strategies(default, openers), decoding

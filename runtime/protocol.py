@@ -230,7 +230,7 @@ class TokenEvent(msgspec.Struct, array_like=True, gc=False):
         admission: in the request's first event.
         prefill_s: in the event with the first token: seconds since the admission.
         reuse: the strategy's report, if there is something new.
-        canvas: all output positions, decided or not, of a decoding that fills them in any order, if the request wants.
+        shown: all output positions, decided or not, of a decoding that fills them in any order, if the request wants.
         lookup: in the first event, if the request wants it and KV is reused by prefix.
         usage: in the first event of a request with breakpoints.
         drafted, accepted: number of draft tokens that this step verified, and number of these that were right.
@@ -245,7 +245,7 @@ class TokenEvent(msgspec.Struct, array_like=True, gc=False):
     admission: Admission | None = None
     prefill_s: float = 0.0
     reuse: ReuseReport | None = None
-    canvas: list[int] | None = None
+    shown: list[int] | None = None
     lookup: Lookup | None = None
     usage: CacheUsage | None = None
     drafted: int = 0

@@ -290,8 +290,8 @@ def _note(device: torch.device, why: str, level: int = logging.WARNING) -> str:
 
 
 def _graph_sizes(place: _Place, spec: DecoderSpec, most_rows: float) -> list[int]:
-    """Rows of the CUDA graphs of decode steps, up to `most_rows`; empty with several ranks, and for diffusion."""
-    if place.group is not None or spec.diffusion is not None:
+    """Rows of the CUDA graphs of decode steps, up to `most_rows`; empty with several ranks, or if not causal."""
+    if place.group is not None or not spec.causal:
         return []
     sizes = {int(size) for size in place.config.engine.cuda_graph_batches.split(",") if size}
     return sorted(size for size in sizes if 0 < size <= most_rows)

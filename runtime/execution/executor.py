@@ -56,11 +56,6 @@ class Decoder:
         """Whose code computes the model."""
         return "ramet" if isinstance(self.model, TorchDecoder | NativeDecoder) else "transformers"
 
-    @property
-    def soften(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Returns mean embeddings [n, hidden] of the distributions of logits [n, vocab]; only for DiffusionGemma."""
-        return None if isinstance(self.model, TorchDecoder | NativeDecoder) else self.model.soften
-
 
 @dataclass(eq=False)
 class Executor:
@@ -108,8 +103,8 @@ class Executor:
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
         """Load an adapter for later steps. Raises ModelError if it does not fit the model."""
-        if self.pool.ranks > 1 or self.spec.diffusion is not None or self.spec.states:
-            where = "a diffusion model" if self.spec.diffusion is not None else "recurrent layers"
+        if self.pool.ranks > 1 or not self.spec.causal or self.spec.states:
+            where = "recurrent layers" if self.spec.causal else "a bidirectional model"
             where = "several ranks" if self.pool.ranks > 1 else where
             raise ModelError(f"adapters are not served with {where}")
         if adapter.digest not in self.decoder.model.adapters:

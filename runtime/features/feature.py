@@ -32,7 +32,7 @@ class Opening:
     def reads_anywhere(self) -> bool:
         """Whether requests may read KV at positions that are not consecutive, which windows and states forbid."""
         executor = self.executor
-        return executor.spec.diffusion is None and not executor.has_windows and executor.states is None
+        return executor.spec.causal and not executor.has_windows and executor.states is None
 
 
 class Feature:

@@ -5,6 +5,7 @@ from runtime.features.chunks.feature import ChunksFeature
 from runtime.features.diffusion.feature import DiffusionFeature
 from runtime.features.drafts.feature import DraftsFeature
 from runtime.features.feature import Feature
+from runtime.features.grammars.feature import GrammarsFeature
 from runtime.features.hybrid.feature import HybridFeature
 from runtime.features.images.feature import ImagesFeature
 from runtime.features.kv_events.feature import KVEventsFeature
@@ -20,6 +21,7 @@ FEATURES: tuple[type[Feature], ...] = (
     DiffusionFeature,
     ChunksFeature,
     ReasoningFeature,
+    GrammarsFeature,
     AdaptersFeature,
     TiersFeature,
     ImagesFeature,

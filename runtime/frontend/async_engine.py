@@ -72,6 +72,7 @@ class AsyncEngine:
         self.paused = False
         self.sight: Sight | None = None
         self._open_preparers = open_preparers
+        self._preparers: list[Preparer] = []
         self.adapters = Adapters(self.call, config.model)
         self._host = host or EngineProcess(config, quotas or {})
         self._connection = Connection(self._host)
@@ -91,12 +92,12 @@ class AsyncEngine:
         try:
             path = await self._load()
             self.info = await self._connection.open(path)
-            preparers = await self._open_features(path)
+            await self._open_features(path)
             reuse = self.config.cache.reuse
             default = REUSE_BY_METHOD[reuse].model_validate({"method": reuse}).ask()
             # Where the option is not given, the device decides.
             limits = self.config.scheduler.model_copy(update={"max_running": self.info.max_running})
-            inputs = InputProcessor(self.info, self.tokenizer, limits, preparers, default)
+            inputs = InputProcessor(self.info, self.tokenizer, limits, self._preparers, default)
             self._frontend = OutputProcessor(inputs, self._host.send)
             self._connection.on_events = self._frontend.take
             self._supervisor = asyncio.create_task(self._supervise())
@@ -111,12 +112,11 @@ class AsyncEngine:
         self.tokenizer = await asyncio.to_thread(Tokenizer.load, path, self.config.model.chat_template)
         return path
 
-    async def _open_features(self, path: Path) -> list[Preparer]:
-        """What features do to submissions; sets `sight`. Raises ModelError."""
+    async def _open_features(self, path: Path) -> None:
+        """Open what features do to submissions; sets `sight`. Raises ModelError."""
         served = ServedModel(self.config, path, self.tokenizer, self.info)
-        preparers = await asyncio.to_thread(self._open_preparers, served)
-        self.sight = next((one.sight for one in preparers if one.sight is not None), None)
-        return preparers
+        self._preparers = await asyncio.to_thread(self._open_preparers, served)
+        self.sight = next((one.sight for one in self._preparers if one.sight is not None), None)
 
     async def _supervise(self) -> None:
         """Wait for the engine's end; if the engine was not stopped, fail all open requests."""
@@ -162,6 +162,8 @@ class AsyncEngine:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor
         self._work.close()
+        for preparer in self._preparers:
+            preparer.close()
 
     def _fail(self, error: EngineDead) -> None:
         frontend, self._frontend = self._frontend, None
@@ -304,7 +306,8 @@ class AsyncEngine:
 
     async def erase(self, account: str) -> dict[str, Any]:
         """Erase all that is kept of an account, except live requests; returns the answer to `EraseTenant`."""
-        self._work.erase(account)
+        for preparer in self._preparers:
+            preparer.erase(account)
         self._stop_preparing(account)
         self._running().inputs.replay.erase(account)
         if self.sight is not None:

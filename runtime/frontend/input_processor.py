@@ -49,12 +49,12 @@ class InputProcessor:
         default: ReuseAsk | None = None,
     ):
         self.info, self.tokenizer = info, tokenizer
-        self.config, self._preparers, self._default = config, preparers, default
+        self.config, self.preparers, self._default = config, preparers, default
         self.lengths = Lengths(info, config, max((one.granule for one in preparers), default=1))
         self.replay = Replay(tokenizer)
 
     def encode(self, submission: Submission, before: Encoded | None = None) -> Encoded:
-        """Check and tokenize a submission. Does not check a grammar. Thread-safe.
+        """Check and tokenize a submission. Thread-safe.
 
         Args:
             submission: see above.
@@ -66,6 +66,12 @@ class InputProcessor:
         encoded = self._with_tokens(self._with_prompt(submission), before)
         return replace(encoded, ask=self._ask_of(encoded))
 
+    async def settle(self, encoded: Encoded) -> Encoded:
+        """An encoded submission after checks that take long. Raises InvalidRequest if it can never be served."""
+        for preparer in self.preparers:
+            encoded = await preparer.settle(encoded)
+        return encoded
+
     def _with_prompt(self, submission: Submission) -> Encoded:
         """The submission with its prompt, whose parts are placed. Checks whether what it reuses can be reused."""
         prompt = submission.prompt() if callable(submission.prompt) else submission.prompt
@@ -76,7 +82,7 @@ class InputProcessor:
         if isinstance(prompt, UnplacedPrompt):
             self.check_text(prompt.num_characters, "prompt")
         exact = self._why_exact(submission)
-        for preparer in self._preparers:
+        for preparer in self.preparers:
             prompt = preparer.place(submission, prompt, exact)
         encoded, asked = Encoded.of(submission, prompt), submission.reuse
         if asked is not None and asked.ask() is not None and (reason := self._why_none(encoded)):
@@ -106,7 +112,7 @@ class InputProcessor:
         submission = self._with_sampling(submission, before, length + pages * self.info.page_size, positions)
         data = array("i", tokens).tobytes()
         submission = replace(submission, tokens=data, breakpoints=breakpoints, said=said)
-        for preparer in self._preparers:
+        for preparer in self.preparers:
             submission = preparer.fill(submission, tokens, self.lengths)
         if self.info.decoding is None:
             self.lengths.check(length, submission.sampling.max_new_tokens, positions)
@@ -186,7 +192,7 @@ class InputProcessor:
 
     def _why_exact(self, submission: Submission) -> str | None:
         """Why a submission must be computed exactly, without approximate reuse; None if it need not be."""
-        for preparer in self._preparers:
+        for preparer in self.preparers:
             if reason := preparer.why_exact(submission):
                 return reason
         if submission.prompt_logprobs_from is not None:

@@ -229,7 +229,7 @@ class Output(msgspec.Struct):
         finish: set on the last Output of a completion only.
         queue_s, prefill_s, e2e_s: seconds waiting, from admission to the first token, and since submission.
         reuse: report of reuse beyond exact prefixes.
-        canvas: all output positions, decided or not, if requested of a decoding that fills them in any order.
+        shown: all output positions, decided or not, if requested of a decoding that fills them in any order.
         lookup: the prompt's look-up in the cache, if requested, and if its KV is reused by prefix.
         usage: how the prompt used the cache, if it has breakpoints.
         drafted, accepted: number of draft tokens that were verified, and number of these that were right.
@@ -254,7 +254,7 @@ class Output(msgspec.Struct):
     prefill_s: float = 0.0
     e2e_s: float = 0.0
     reuse: ReuseReport | None = None
-    canvas: list[int] | None = None
+    shown: list[int] | None = None
     lookup: Lookup | None = None
     loaded_tokens: dict[str, int] = {}
     usage: CacheUsage | None = None

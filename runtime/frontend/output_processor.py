@@ -226,7 +226,7 @@ class OutputProcessor:
             output.prompt_logprobs = (output.prompt_logprobs or []) + event.prompt_logprobs
         if event.admission is not None:
             _note_admission(output, event)
-        if not event.tokens and event.finish is None and event.canvas is None:
+        if not event.tokens and event.finish is None and event.shown is None:
             return
         if event.finish is not None and event.finish.type == "error":
             self._close(event.rid)
@@ -255,7 +255,7 @@ class OutputProcessor:
         if choice.text.stopped is not None:
             output.finish = Finish("stop", matched=choice.text.stopped)
         output.logprobs = event.logprobs and event.logprobs[: len(output.new_token_ids)]
-        output.canvas = event.canvas
+        output.shown = event.shown
         output.computed = event.computed
         output.drafted += event.drafted
         output.accepted += event.accepted

@@ -25,7 +25,9 @@ class ServedModel:
 
 
 class Preparer:
-    """A feature's share of an `InputProcessor`, which calls it in several threads. A feature has the hooks it needs.
+    """A feature's share of an `InputProcessor`, which calls all but `settle` in several threads.
+
+    A feature has the hooks it needs.
 
     Attributes:
         sight: how the model sees images, if by this feature.
@@ -52,6 +54,16 @@ class Preparer:
             lengths: for checks.
         """
         return submission
+
+    async def settle(self, submission: Encoded) -> Encoded:
+        """A submission whose checks that take long are done. Raises InvalidRequest if it can never be served."""
+        return submission
+
+    def erase(self, account: str) -> None:
+        """Forget what is kept of an account."""
+
+    def close(self) -> None:
+        """End threads and processes."""
 
 
 OpenPreparers = Callable[[ServedModel], list[Preparer]]

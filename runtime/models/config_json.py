@@ -1,6 +1,8 @@
 """Reading of config.json and generation_config.json."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,17 @@ def read_generation(directory: Path) -> dict[str, Any]:
     """`generation_config.json`; empty if there is none. Raises ModelError."""
     path = directory / "generation_config.json"
     return read_json(path) if path.exists() else {}
+
+
+@contextmanager
+def refusing(path: Path) -> Iterator[None]:
+    """Turn what goes wrong where the configuration of the file `path` is read into ModelError."""
+    try:
+        yield
+    except KeyError as error:
+        raise ModelError(f"{path} has no {error.args[0]!r}") from None
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{path} has a value of the wrong kind: {error}") from None
 
 
 def positive_size(config: dict[str, Any], name: str, default: int | None = None) -> int:

@@ -6,10 +6,10 @@ from typing import Any
 from runtime.config import ModelConfig
 from runtime.errors import ModelError
 from runtime.models.config_json import Unsupported, architecture_of, read_json
-from runtime.models.diffusion import DIFFUSION_GEMMA
 from runtime.models.quantization import read_quantization
 from runtime.models.spec import DecoderSpec, is_packed
 
+DIFFUSION_GEMMA = "DiffusionGemmaForBlockDiffusion"
 # Sections of config.json that describe inputs other than text.
 _SENSES = {"vision_config": "images", "audio_config": "sound", "speech_config": "sound"}
 

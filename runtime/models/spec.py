@@ -7,22 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import ModelError
+from runtime.models.bidirectional import BIDIRECTIONAL, as_causal, block_size, llada2_name, llada_name
 from runtime.models.config_json import (
     Unsupported,
     architecture_of,
     positive_size,
     read_generation,
     read_json,
+    refusing,
     token_ids,
-)
-from runtime.models.diffusion import (
-    FAMILIES,
-    DiffusionSpec,
-    as_llama,
-    as_qwen3,
-    diffusion_spec,
-    llada2_name,
-    llada_name,
 )
 from runtime.models.experts import ExpertSpec, expert_spec
 from runtime.models.latent import LATENT, LatentSpec, latent_spec
@@ -40,7 +33,7 @@ from runtime.models.rope_spec import RopeSpec, read_gemma_ropes, read_rope
 from runtime.models.seeing import SEEING, as_decoder, rope_axes, stored_prefix
 
 _CAUSAL = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3", "GptOss")
-SUPPORTED = (*(f"{family}ForCausalLM" for family in _CAUSAL), *LATENT, *HYBRIDS, *FAMILIES, *SEEING)
+SUPPORTED = (*(f"{family}ForCausalLM" for family in _CAUSAL), *LATENT, *HYBRIDS, *BIDIRECTIONAL, *SEEING)
 # Families whose configurations have `attention_bias`.
 _ATTENTION_BIAS = ("Llama", "Qwen3", "Gemma3", "GptOss", "Qwen3_5", "Qwen3Next")
 _QWEN_HYBRIDS = ("Qwen3_5", "Qwen3Next")
@@ -62,7 +55,8 @@ class ModelSpec:
         num_layers, num_heads, num_kv_heads, head_dim: the largest values of all layers, also the pool's shape.
         halves: 2, keys and values, or 1 if the pool's rows are both at once.
         fingerprint: properties other than the weights that affect KV.
-        diffusion: set for diffusion models; None: the model is causal.
+        sees: which rows a row sees: `causal`, itself and those before; `blocks of N`, also those up to the end of its
+            block; `all`.
         states: shapes of the float32 tensors that recurrent layers keep of a sequence; empty: no such layers.
         num_stateful: number of these layers.
     """
@@ -79,9 +73,14 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     fingerprint: str
     halves: int = 2
-    diffusion: DiffusionSpec | None = None
+    sees: str = "causal"
     states: tuple[tuple[int, ...], ...] = ()
     num_stateful: int = 0
+
+    @property
+    def causal(self) -> bool:
+        """Whether no row sees a later one."""
+        return self.sees == "causal"
 
     @property
     def kv_layers(self) -> int:
@@ -187,12 +186,8 @@ class DecoderSpec(ModelSpec):
             ModelError: if a file is missing or invalid, or the model is unsupported.
         """
         config = read_json(directory / "config.json")
-        try:
+        with refusing(directory / "config.json"):
             return _from_config(config, read_generation(directory))
-        except KeyError as error:
-            raise ModelError(f"{directory / 'config.json'} has no {error.args[0]!r}") from None
-        except (TypeError, ValueError) as error:
-            raise ModelError(f"{directory / 'config.json'} has a value of the wrong kind: {error}") from None
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors in a checkpoint."""
@@ -266,8 +261,7 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> DecoderS
     is_llada2 = architecture == "LLaDA2MoeModelLM"
     is_gemma, is_gpt_oss, query_scale = family == "Gemma3", family == "GptOss", 1.0
     attention_bias = bool(config.get("attention_bias", False))
-    diffusion = diffusion_spec(config, architecture)
-    attended = diffusion.attended or 1 if diffusion else 1
+    block = block_size(config, architecture)
     heads, hidden = positive_size(config, "num_attention_heads"), positive_size(config, "hidden_size")
     latent, recurrence = latent_spec(config, architecture), recurrence_spec(config, family)
     head_dim = positive_size(config, "head_dim", hidden // heads) if latent is None else latent.row
@@ -296,14 +290,14 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> DecoderS
         o_bias=family in _ATTENTION_BIAS and attention_bias,
         mlp_bias=family == "Llama" and bool(config.get("mlp_bias", False)),
         qk_norm=family in ("Qwen3", "Gemma3", "Lfm2", *_QWEN_HYBRIDS),
-        context_length=positive_size(config, "max_position_embeddings") // attended * attended,
+        context_length=positive_size(config, "max_position_embeddings") // (block or 1) * (block or 1),
         eos_token_ids=token_ids(config.get("eos_token_id"), generation.get("eos_token_id")),
         rope=rope,
         fingerprint=repr((rope, *others)) if others else repr(rope),
         windows=windows,
         fused_qkv=is_llada2,
         experts=experts,
-        diffusion=diffusion,
+        sees=_sees(architecture, block),
         centered=is_gemma or family in _QWEN_HYBRIDS,
         gemma=is_gemma,
         near_rope=near_rope,
@@ -321,16 +315,21 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> DecoderS
 
 def _translated(config: dict[str, Any], architecture: str) -> tuple[dict[str, Any], str]:
     """A configuration with the keys of Llama's family, and the name of its family."""
-    if architecture == "LLaDAModelLM":
-        config = as_llama(config)
-    elif architecture == "LLaDA2MoeModelLM":
-        config = as_qwen3(config)
+    if architecture in BIDIRECTIONAL:
+        config = as_causal(config, architecture)
     elif architecture in HYBRIDS:
         config = as_hybrid(config, architecture)
     elif architecture == "GptOssForCausalLM":
         config = {**_GPT_OSS, **config}
-    family = FAMILIES.get(architecture) or HYBRIDS.get(architecture)
+    family = BIDIRECTIONAL.get(architecture) or HYBRIDS.get(architecture)
     return config, family or architecture.removesuffix("ForCausalLM").removesuffix("Moe")
+
+
+def _sees(architecture: str, block: int | None) -> str:
+    """See `ModelSpec`."""
+    if architecture not in BIDIRECTIONAL:
+        return "causal"
+    return "all" if block is None else f"blocks of {block}"
 
 
 def _check_shape(spec: DecoderSpec) -> None:
@@ -338,8 +337,8 @@ def _check_shape(spec: DecoderSpec) -> None:
         raise ModelError(
             "the model has a sliding window; supported are models with positions in three axes without one"
         )
-    if spec.windows and spec.diffusion is not None:
-        raise ModelError("the model has a sliding window; supported are diffusion models without one")
+    if spec.windows and not spec.causal:
+        raise ModelError("the model has a sliding window; supported are bidirectional models without one")
     if spec.gated and spec.qkv_bias:
         raise ModelError("the model has attention_bias; supported are models with gates of attention without it")
     if spec.num_heads % spec.num_kv_heads:

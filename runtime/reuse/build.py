@@ -14,7 +14,6 @@ from radix.node import TOKEN_BYTES, common_tokens
 from runtime.batch import (
     AdapterRows,
     AttentionPlan,
-    CanvasRows,
     ForwardBatch,
     HiddenRows,
     LayerGroup,
@@ -97,11 +96,6 @@ def build(
         groups=groups,
         logits_rows=torch.tensor(logits_rows, dtype=torch.int64),
         adapters=_adapters(ordered) if any(one.adapter for one in sets) else [],
-        canvases=[
-            CanvasRows(start + one.canvas.first, start + one.canvas.stop, one.canvas.soft)
-            for one, start in ordered
-            if one.canvas is not None
-        ],
         axes=_axes(ordered) if any(one.axes is not None for one in sets) else None,
         states=[_state_rows(one.state, start) for one, start in ordered if one.state is not None],
     )

@@ -1,1 +1,1 @@
-"""Tokens from logits: decoding, the sampler, log-probabilities, grammars."""
+"""Tokens from logits: decoding, the sampler, log-probabilities."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from runtime.sampling.json_text import parse_json
+from runtime.json_text import parse_json
 from server.openai.reader import Said
 
 

@@ -11,9 +11,9 @@ from rich.text import Text
 from radix.node import TOKEN_BYTES
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import prompts_of
+from runtime.json_text import parse_json
 from runtime.logs import one_line
 from runtime.models.tokenizer import Tokenizer
-from runtime.sampling.json_text import parse_json
 from server.explain.compare import Parting, compare
 from server.explain.conversation import Conversation
 from server.objects.documents import DocumentStore

@@ -15,7 +15,7 @@ from server.explain.compare import Parting, find_parting
 from server.explain.conversation import Conversation
 from server.explain.reason import DIFFER, LEFT, Explanation, Reason
 
-# Reason and message for a diffusion model's request that shares no prefix.
+# Reason and message for a request that shares no prefix, where the strategy says why.
 _UNSHARED: dict[Unshared, tuple[Reason, str]] = {
     "off": ("not_stored", "prefixes are not shared: reuse, or the prefix cache, is off"),
     "no_prefix": ("never_here", "a shared prefix is neither declared nor found; a chat declares its system message"),

@@ -84,6 +84,12 @@ class Scoped(BaseModel):
         return Submission(prompt, sampling, account=tenant.account, namespace=namespace, **given)
 
 
+class Diffusion(Body, DiffusionParams, strict=True):
+    """`DiffusionParams` in a request."""
+
+    IS_OWN = True
+
+
 class CacheUse(Body):
     """How a request uses the prefix cache."""
 
@@ -107,6 +113,7 @@ class GenerationBody(Named, Scoped):
     stream: bool = False
     priority: Priority = 0
     cache: CacheUse = Field(default_factory=CacheUse)
+    diffusion: Diffusion | None = None
     timeout_s: Timeout | None = None
     explain: Explain = False
     receipt: bool = Field(False, description="add digests by which `ramet verify` checks the answer")
@@ -141,6 +148,7 @@ class GenerationBody(Named, Scoped):
     def parameters(self, tenant: Tenant) -> dict[str, Any]:
         return {
             "priority": tenant.priority(self.priority),
+            "decoding": self.diffusion,
             "store": self.cache.store,
             "hold_s": self.cache.hold_s,
             "replay": self.cache.replay,
@@ -169,12 +177,6 @@ class Sampling(Body, SamplingParams, strict=True):
     def plain(self) -> SamplingParams:
         """The parameters as the engine's class."""
         return SamplingParams.model_construct(**{name: getattr(self, name) for name in SamplingParams.model_fields})
-
-
-class Diffusion(Body, DiffusionParams, strict=True):
-    """`DiffusionParams` in a request."""
-
-    IS_OWN = True
 
 
 class _ReuseBody(Body):

@@ -140,7 +140,7 @@ class Generation:
                 self._journal.add(outputs.submissions[output.index], output)
                 if self._prepare is not None:
                     self._prepare(output)
-            if output.new_token_ids:  # an Output without tokens only reports the prompt or a canvas
+            if output.new_token_ids:  # an Output without tokens only reports the prompt, or tokens that may change
                 last[key] = output
 
         try:

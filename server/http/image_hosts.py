@@ -14,7 +14,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from runtime.errors import InvalidRequest
-from runtime.sampling.turns import Turns
+from runtime.turns import Turns
 
 # Seconds for one image, its redirects included; bytes of all images of a request.
 FETCH_S = 10.0

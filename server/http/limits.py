@@ -8,7 +8,7 @@ import asyncio
 from starlette.types import Receive, Scope
 
 from runtime.errors import DeadlineExceeded, InvalidRequest
-from runtime.sampling.json_text import check_shape, mend_surrogates
+from runtime.json_text import check_shape, mend_surrogates
 from server.errors import BodyTooLarge, UnsupportedMediaType
 
 JSON = b"application/json"

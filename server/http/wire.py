@@ -29,7 +29,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_before_validator_function
 
 from runtime.errors import InvalidRequest
-from runtime.sampling.json_text import check_unicode
+from runtime.json_text import check_unicode
 from server.http import fields, strangers
 
 # Most prompts in one request.

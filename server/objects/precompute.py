@@ -47,7 +47,7 @@ async def add_object(
     """
     engine = service.context.engine
     if engine.info.decoding is not None:
-        raise InvalidRequest(f"a diffusion model reuses no {store.noun}s", param=store.source)
+        raise InvalidRequest(f"{engine.info.name} reuses no {store.noun}s", param=store.source)
     if body.pin and not tenant.admin:
         raise Forbidden("this key may not pin", param="pin")
     tenant.namespace(body.cache_salt, body.cache_scope)  # raises Forbidden before the object is stored

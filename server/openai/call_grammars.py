@@ -8,12 +8,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from runtime.json_text import parse_schema
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import Lazy, SamplingParams
-from runtime.sampling.json_text import parse_schema
-from runtime.sampling.schemas import Expressions, definitions_of
 from server.openai.dialects.dialect import CLOSE, OPEN
 from server.openai.dialects.tagged import FENCE, FENCE_END
+from server.openai.schemas import Expressions, definitions_of
 from server.openai.tools import Tool
 
 MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_
 
 from runtime.features.chunks.schemas.pml import Import
 from runtime.frontend.pictures import Pictures, joined
-from runtime.sampling.json_text import check_texts
+from runtime.json_text import check_texts
 from server.http.fields import ANSWERED
 from server.http.wire import Body, ByType, JsonObject, OneOr, Text, Unusable
 from server.objects.segments import GivenDocument

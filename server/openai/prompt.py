@@ -190,7 +190,7 @@ class ChatPrompts:
     def _system_text(self, body: ChatRequest) -> str | None:
         """The beginning of the prompt, up to the system message's end, which conversations share; None without one.
 
-        Only diffusion models need it: a causal model's KV does not depend on where the shared prefix ends.
+        Only models that are not causal need it: a causal model's KV does not depend on where the shared prefix ends.
         """
         first, engine = body.messages[0], self._context.engine
         if engine.info.decoding is None or first.role != "system" or first.documents:

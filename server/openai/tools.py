@@ -15,10 +15,10 @@ from pydantic import Field, model_validator
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.pictures import Pictures
+from runtime.json_text import parse_json
 from runtime.models.marks import cut, new_mark
 from runtime.models.templates import TemplateRefused
 from runtime.models.tokenizer import Tokenizer
-from runtime.sampling.json_text import parse_json
 from server.http.fields import ANSWERED
 from server.http.wire import Body, ByType, JsonObject, JsonText, Text, Unusable
 from server.openai.caching import Breakpoint, Mark, unmarked

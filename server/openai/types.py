@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_
 from runtime.errors import InvalidRequest
 from runtime.params import CONSTRAINTS, MAX_SCHEMA, CommonSampling, SamplingParams, no_seed
 from server.auth.keys import Tenant
-from server.generation.bodies import AnswerId, Diffusion, GenerationBody, LogitBias, Reuse, naming
+from server.generation.bodies import AnswerId, GenerationBody, LogitBias, Reuse, naming
 from server.http import fields
 from server.http.wire import Body, JsonObject, OneOrMany, Prompts, Rid, Text, TokenIds, Unusable, example
 from server.objects.segments import GivenDocuments
@@ -49,7 +49,6 @@ class SampledRequest(GenerationBody, CommonSampling):
     stop_token_ids: TokenIds = Field(default_factory=list)
     request_id: Rid | None = None
     comparison_response_id: AnswerId | None = None
-    diffusion: Diffusion | None = None
 
     @property
     def earlier(self) -> str | None:
@@ -122,7 +121,6 @@ class CommonRequest(SampledRequest, Constrained):
     def parameters(self, tenant: Tenant) -> dict[str, Any]:
         return super().parameters(tenant) | {
             "add_special_tokens": self.add_special_tokens,
-            "decoding": self.diffusion,
             "reuse": self.reuse,
             "last_tokens": self.truncate_prompt_tokens,
             "show_tokens": self.return_token_ids,

@@ -52,8 +52,8 @@ class _Texts(AsyncEngine):
 
     async def start(self) -> None:
         path = await self._load()
-        preparers = await self._open_features(path)
-        self._inputs = InputProcessor(self.info, self.tokenizer, self.config.scheduler, preparers)
+        await self._open_features(path)
+        self._inputs = InputProcessor(self.info, self.tokenizer, self.config.scheduler, self._preparers)
 
     async def encode(self, account: str, make: Callable[[], Submission]) -> Encoded | None:
         """A submission, made and tokenized in a turn of the account.

@@ -15,7 +15,7 @@ from runtime.params import SamplingParams
 from runtime.protocol import TokenLogprob
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
 from server.explain.reason import Explanation
-from server.generation.bodies import AnswerId, Diffusion, GenerationBody, Reuse, Sampling
+from server.generation.bodies import AnswerId, GenerationBody, Reuse, Sampling
 from server.generation.service import Generation, Service, Writer
 from server.http import fields
 from server.http.answers import JsonList
@@ -77,7 +77,6 @@ class GenerateRequest(GenerationBody):
     return_token_ids: bool = Field(False, description="add the prompt's token ids to meta_info")
     rid: OneOrMany[Rid] | None = None
     comparison_response_id: AnswerId | None = None
-    diffusion: Diffusion | None = None
 
     @property
     def names(self) -> dict[str, str]:
@@ -95,7 +94,6 @@ class GenerateRequest(GenerationBody):
 
     def parameters(self, tenant: Tenant) -> dict[str, Any]:
         return super().parameters(tenant) | {
-            "decoding": self.diffusion,
             "reuse": self.reuse,
             "show_tokens": self.return_token_ids,
         }
@@ -286,9 +284,9 @@ class GenerateWriter(Writer):
         check_repeated(tokens, self._submissions[output.index])
         event = self._result(output, output.text, output.token_ids[: output.completion_tokens], why)
         event["delta"] = output.delta
-        if output.canvas is not None:
-            event["canvas"] = output.canvas
-            event["canvas_text"] = self._tokenizer.decode(output.canvas, skip_special_tokens=False)
+        if output.shown is not None:
+            event["canvas"] = output.shown
+            event["canvas_text"] = self._tokenizer.decode(output.shown, skip_special_tokens=False)
         if self._is_list:
             event["index"] = self._first[output.index] + output.choice
         yield event

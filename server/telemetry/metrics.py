@@ -44,15 +44,7 @@ _COUNTERS = {
     "held_pages_broken": ("ramet:held_pages_broken", "Held pages evicted, because nothing else was left"),
     "steps": ("ramet:steps", "Engine steps"),
     "overlapped_steps": ("ramet:overlapped_steps", "Steps that began before the tokens of the step before were read"),
-    "denoise_steps": ("ramet:denoise_steps", "Denoising steps of all requests"),
-    "refreshes": ("ramet:prefix_refreshes", "Denoising steps that refreshed a shared prefix"),
-    "divergences": ("ramet:divergences", "Measurements of the divergence caused by a reused prefix"),
-    "divergences_exceeded": ("ramet:divergences_exceeded", "Measurements of divergence above the bound"),
-    "drafts": ("vllm:spec_decode_num_drafts", "Drafts that were verified"),
-    "drafted_tokens": ("vllm:spec_decode_num_draft_tokens", "Tokens of drafts that were verified"),
-    "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Tokens of drafts that were accepted"),
     "prefill_tokens": ("ramet:prefill_tokens", "Token rows computed by prefill"),
-    "next_turn_tokens": ("ramet:next_turn_tokens", "Token rows computed while idle, for the next turns of chats"),
 }
 _GAUGES = {
     "paused": ("ramet:paused", "Whether the engine is paused"),
@@ -68,10 +60,6 @@ _GAUGES = {
     "pages_locked": ("ramet:pages_locked", "Pages of the tree that live requests use, without pinned pages"),
     "pages_pinned": ("ramet:pages_pinned", "Pinned pages of the tree"),
     "pages_held": ("ramet:pages_held", "Pages of the tree that are held, or kept by breakpoints, without pinned pages"),
-    "window_pages_used": (
-        "ramet:window_pages_used",
-        "Pages that live requests use in the pool of the layers with a window",
-    ),
     "pins": ("ramet:pins", "Pins"),
     "keeps": ("ramet:keeps", "Prefixes that tenants keep for a time"),
     "tree_nodes": ("ramet:tree_nodes", "Nodes of the tree"),

@@ -83,7 +83,7 @@ def profile_answers(config: Config, settings: AnswerSettings, files: ProfileFile
     """Measure a model on a file of questions; write its table, print it, and draw it. Raises ModelError."""
     path = resolve_model(config.model)
     spec = DecoderSpec.load(path)
-    if spec.diffusion is not None:
+    if not spec.causal:
         raise ModelError(f"{spec.architecture} is a diffusion model, which serves no documents")
     every = read_questions(settings.answers)
     options = identity_of(spec.identity, settings)

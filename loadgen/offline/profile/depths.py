@@ -18,6 +18,7 @@ from loadgen.offline.profile.settings import DepthSettings, ProfileFiles
 from runtime.config import Config
 from runtime.errors import ModelError
 from runtime.execution.building import build_executor
+from runtime.features.diffusion.published import read_spec
 from runtime.models.resolve import resolve_model
 from runtime.models.spec import DecoderSpec, ModelSpec
 from runtime.models.tokenizer import Tokenizer
@@ -137,7 +138,7 @@ def profile_depths(config: Config, settings: DepthSettings, files: ProfileFiles)
     """Measure a diffusion model, write table and heat map, and print the table. Raises ModelError."""
     path = resolve_model(config.model)
     spec = DecoderSpec.load(path)
-    if spec.diffusion is None:
+    if (diffusion := read_spec(path)) is None:
         raise ModelError(f"{spec.architecture} is no diffusion model: its prefixes are reused in all layers")
     if settings.length > spec.context_length:
         raise ModelError(f"--length is {settings.length}; the model's context is {spec.context_length}")
@@ -149,7 +150,7 @@ def profile_depths(config: Config, settings: DepthSettings, files: ProfileFiles)
     partial = files.out.with_name(files.out.name + ".partial")
     results = open_results(partial, _header(spec, settings, files), settings.seed)
     cache = config.cache.model_copy(update={"page_size": 1, "pool_tokens": 3 * settings.length})
-    probe = Probe(build_executor(config.model_copy(update={"cache": cache}), path))
+    probe = Probe(build_executor(config.model_copy(update={"cache": cache}), path), diffusion)
     table = Profiler(probe, samples, settings, results).run()
     files.out.write_text(json.dumps(table) + "\n", encoding="utf-8")
     if files.plot:

@@ -65,7 +65,7 @@ def profile_fusion(config: Config, settings: FusionSettings, out: Path) -> None:
     path = resolve_model(config.model)
     spec = DecoderSpec.load(path)
     context_length = config.model.context_length or spec.context_length
-    if spec.diffusion is not None:
+    if not spec.causal:
         raise ModelError(f"{spec.architecture} is a diffusion model, which serves no documents")
     if settings.length + 128 > context_length:
         raise ModelError(f"--length is {settings.length}; prompts of 128 more do not fit into {context_length}")

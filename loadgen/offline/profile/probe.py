@@ -15,6 +15,7 @@ from runtime.features.diffusion.bicache.depth_table import NO_TABLE
 from runtime.features.diffusion.bicache.plan import Share, bidirectional
 from runtime.features.diffusion.bicache.strategy import BiCache, BiCacheLease
 from runtime.features.diffusion.decoding import CanvasDecoding, divergence
+from runtime.features.diffusion.published import DiffusionSpec
 from runtime.kv.cache import PagedCache
 from runtime.kv.segments import Segment, Sequence
 from runtime.params import SamplingParams
@@ -32,14 +33,13 @@ class Probe:
     The first rows of the pool hold the encoded prefix, the next ones the canvas with reuse, then the one without.
     """
 
-    def __init__(self, executor: Executor):
+    def __init__(self, executor: Executor, spec: DiffusionSpec):
         assert executor.pool.page_size == 1
         self.executor = executor
-        assert executor.spec.diffusion is not None
-        self._diffusion = executor.spec.diffusion
+        self._diffusion = spec
         self._decoding = CanvasDecoding(self._diffusion, executor.device)
         cache = PagedCache(executor.pool, CacheConfig())
-        self._strategy = BiCache(DiffusionConfig(), NO_TABLE, executor.spec, cache)
+        self._strategy = BiCache(DiffusionConfig(), NO_TABLE, spec, executor.spec.num_layers, cache)
 
     def similarity(self, sample: Sample) -> tuple[list[float], list[float]]:
         """By layer, the cosine similarity of the prefix's KV encoded alone and in the full input of the first step.

@@ -7,8 +7,9 @@ import transformers
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from runtime.batch import CanvasRows
+from runtime.batch import HiddenRows
 from runtime.errors import ModelError
+from runtime.execution.transfers import upload
 
 
 class DiffusionGemma(nn.Module):
@@ -18,7 +19,8 @@ class DiffusionGemma(nn.Module):
     the layers have other scalar factors, and the mask is bidirectional, as the attention plan says.
 
     Attributes:
-        canvases: the canvas rows of the running step; all other rows belong to the encoder.
+        canvases: the canvas rows of the running step with their soft embeddings, from the last step's distributions;
+            all other rows belong to the encoder.
     """
 
     def __init__(self, model: transformers.DiffusionGemmaForBlockDiffusion):
@@ -35,7 +37,7 @@ class DiffusionGemma(nn.Module):
             (causal.layer_scalar, denoising.layer_scalar)
             for causal, denoising in zip(self._layers.layers, decoder.layers, strict=True)
         ]
-        self.canvases: Sequence[CanvasRows] = ()
+        self.canvases: Sequence[HiddenRows] = ()
 
     def set_attn_implementation(self, name: str) -> None:
         self._layers.set_attn_implementation(name)
@@ -49,10 +51,10 @@ class DiffusionGemma(nn.Module):
         """Logits [1, n, vocab] of the rows `logits_to_keep`, int64 [n]; tokens and positions are int64 [1, T]."""
         states = self._embed(input_ids)
         denoised = torch.zeros(len(input_ids[0]), 1, dtype=torch.bool, device=input_ids.device)
-        for first, stop, soft in self.canvases:
-            own = states[:, first:stop]
-            states[:, first:stop] = self._condition(own, torch.zeros_like(own) if soft is None else soft[None])
-            denoised[first:stop] = True
+        for canvas in self.canvases:
+            rows, soft = upload(canvas.rows, states.device), upload(canvas.states, states.device).to(states.dtype)
+            states[:, rows] = self._condition(states[:, rows], soft[None])
+            denoised.index_fill_(0, rows, True)
         for layer, (causal, denoising) in zip(self._layers.layers, self._factors, strict=True):
             layer.layer_scalar = torch.where(denoised, denoising, causal) if self.canvases else causal
         states = self._layers(inputs_embeds=states, position_ids=position_ids, use_cache=use_cache).last_hidden_state

@@ -31,8 +31,7 @@ from runtime.kv.pool import KVPool
 from runtime.kv.states import StatePool
 from runtime.models.adapters.lora import LoraAdapter, LowRank
 from runtime.models.config_json import read_generation, read_json, token_ids
-from runtime.models.diffusion import DIFFUSION_GEMMA, canvas_spec
-from runtime.models.implementation import is_diffusion_gemma
+from runtime.models.implementation import DIFFUSION_GEMMA, is_diffusion_gemma
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import find_weights
 
@@ -110,14 +109,14 @@ class TransformersModel:
     Attributes:
         spec: the shapes of the model.
         windows: the different windows of its layers.
-        soften: see `Executor`; None: the model is not DiffusionGemma.
+        soften: returns mean embeddings [n, hidden] of the distributions of logits [n, vocab]; None: the model is not
+            DiffusionGemma.
     """
 
     def __init__(self, path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device):
         """Load a model directory and compare its logits with transformers' own attention. Raises ModelError."""
         given, generation = read_json(path / "config.json"), read_generation(path)
         is_gemma = is_diffusion_gemma(given)
-        diffusion = canvas_spec(given, generation) if is_gemma else None
         settings, self._model = _load(path, config, dtype, device)
         name = type(self._model).__name__
         if is_gemma:
@@ -150,7 +149,7 @@ class TransformersModel:
                 context_length=_context(settings),
                 eos_token_ids=token_ids(settings.eos_token_id, generation.get("eos_token_id")),
                 fingerprint=_fingerprint(settings),
-                diffusion=diffusion,
+                sees="blocks of 1" if is_gemma else "causal",
                 states=tuple(shape for layer in self._stateful for shape in layer.shapes),
                 num_stateful=len(self._stateful),
             )
@@ -184,11 +183,12 @@ class TransformersModel:
         """
         (group,) = batch.groups
         assert group.rows is None
-        assert not group.load
+        assert not group.load or self.soften is not None
         assert not group.save
-        positions = batch.positions.clone() if batch.canvases else batch.positions
-        for first, stop, _ in batch.canvases:
-            positions[first:stop] = positions[first].item()  # all rows of a canvas have the window of its first row
+        positions = batch.positions.clone() if group.load else batch.positions
+        for canvas in group.load:
+            # All rows of a canvas have the window of its first row.
+            positions[canvas.rows] = int(positions[canvas.rows[0]])
         written = None if bool((group.kv_write >= 0).all()) else (group.kv_write >= 0).nonzero()[:, 0]
         slots = group.kv_write if written is None else group.kv_write[written]
         step = _Step(
@@ -202,7 +202,7 @@ class TransformersModel:
         )
         token = attention.set(step.attend)
         self._adapters.rows, self._adapters.num_rows = batch.adapters, len(batch.tokens)
-        self._model.canvases = batch.canvases
+        self._model.canvases = group.load
         try:
             with states_of(batch.states, states):
                 return self._logits(batch.tokens, batch.positions, batch.logits_rows)

@@ -72,7 +72,7 @@ class DiffusionInfo(msgspec.Struct):
         num_layers: largest number of layers that can be reused.
         depth_table: name of the table of reuse depths.
         refresh_interval: steps between refreshes of a prefix's other layers, unless a request says otherwise.
-        attended, block, threshold, edits, defaults: see `runtime.models.diffusion.DiffusionSpec`.
+        attended, block, threshold, edits, defaults: see `runtime.features.diffusion.published.DiffusionSpec`.
         depth_bound: default bound in nats on the divergence of measured depths; None: no depth is measured.
     """
 
@@ -90,7 +90,7 @@ class DiffusionInfo(msgspec.Struct):
 
 
 class Denoised(Protocol):
-    """Defaults of a diffusion model, see `runtime.models.diffusion.DiffusionSpec`."""
+    """Defaults of a diffusion model, see `runtime.features.diffusion.published.DiffusionSpec`."""
 
     @property
     def algorithm(self) -> Algorithm: ...

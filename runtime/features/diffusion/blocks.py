@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime.batch import CanvasRows, Read, RowSet, Stage
+from runtime.batch import Read, Stage
 from runtime.errors import ModelError
 from runtime.features.diffusion.ask import DenoisingReport, DiffusionInfo
 from runtime.features.diffusion.canvas import BidirectionalCanvas, BlockCanvas
 from runtime.features.diffusion.decoding import canvas_of
 from runtime.features.diffusion.noise import NoiseCanvas
+from runtime.features.diffusion.published import DiffusionSpec
 from runtime.kv.cache import PagedCache
-from runtime.models.diffusion import DiffusionSpec
 from runtime.request import Found, Request, Work
 from runtime.reuse.prefix import PrefixLease, PrefixStrategy
 
@@ -149,13 +149,17 @@ class CanvasLease(BlockLease):
     The first step of the next canvas computes the finished canvas with causal rows, which write its final KV.
     """
 
-    def rows(self, work: Work) -> list[RowSet]:
-        (one,) = super().rows(work)
-        first = self._settled() - work.start
-        if first < work.count:
+    strategy: CanvasPrefix
+
+    def _stages(self, first: int, stop: int) -> list[Stage]:
+        """As of blocks; the rows of the canvas enter the model with soft embeddings, all 0 in a canvas' first step."""
+        (stage,) = super()._stages(first, stop)
+        if (settled := self._settled()) < stop:
             assert isinstance(self.canvas, NoiseCanvas)
-            one.canvas = CanvasRows(first, work.count, self.canvas.soft)
-        return [one]
+            soft = self.canvas.soft
+            states = torch.zeros(stop - settled, self.strategy.hidden_size) if soft is None else soft
+            stage.load = (np.arange(settled - first, stop - first), states)
+        return [stage]
 
     def _settled(self) -> int:
         """Leading tokens whose rows are causal."""
@@ -173,6 +177,10 @@ class CanvasLease(BlockLease):
 
 class CanvasPrefix(BlockPrefix):
     """The strategy of DiffusionGemma."""
+
+    def __init__(self, cache: PagedCache, num_layers: int, spec: DiffusionSpec, hidden_size: int):
+        super().__init__(cache, num_layers, spec)
+        self.hidden_size = hidden_size
 
     def open(self, request: Request, ask: None) -> CanvasLease:
         return CanvasLease(self, request)

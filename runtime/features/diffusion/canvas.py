@@ -9,7 +9,7 @@ import torch
 from runtime.execution.transfers import index_on, upload
 from runtime.features.diffusion.ask import BidirectionalParams, BlockParams, MaskParams
 from runtime.features.diffusion.fast_dllm import active_rows, by_factor, by_threshold
-from runtime.models.diffusion import DiffusionSpec
+from runtime.features.diffusion.published import DiffusionSpec
 from runtime.params import SamplingParams
 from runtime.sampling.sampler import BadLogits
 

@@ -1,7 +1,7 @@
 """Decoding of diffusion models: each step decides some masks of a canvas, until none is left."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,8 +10,8 @@ from runtime.errors import RametError
 from runtime.execution.transfers import Download, index_on
 from runtime.features.diffusion.ask import BidirectionalParams, BlockParams, DenoisingParams, NoiseParams
 from runtime.features.diffusion.canvas import BidirectionalCanvas, BlockCanvas
-from runtime.features.diffusion.noise import NoiseCanvas
-from runtime.models.diffusion import DiffusionSpec
+from runtime.features.diffusion.noise import NoiseCanvas, Soften
+from runtime.features.diffusion.published import DiffusionSpec
 from runtime.protocol import Finish, TokenEvent
 from runtime.request import Decoding, Request, Work
 from runtime.sampler_state import StepResult
@@ -55,7 +55,7 @@ class CanvasDecoding(Decoding):
         spec: DiffusionSpec,
         device: torch.device,
         vocab_size: int = 0,
-        soften: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        soften: Soften | None = None,
     ):
         """`device`: where the logits are; `vocab_size`, `soften`: only for DiffusionGemma, see `NoiseCanvas`."""
         super().__init__()
@@ -160,5 +160,5 @@ class CanvasDecoding(Decoding):
             return None
         request.tokens.extend(new)
         event = request.take_event(new, finish)
-        event.canvas = shown
+        event.shown = shown
         return event

@@ -18,6 +18,10 @@ _LEAST_TEMPERATURE = 1e-4
 _ENTROPY_ROWS = 16
 
 
+# Returns mean embeddings [n, hidden] of the distributions of logits [n, vocab].
+Soften = Callable[[torch.Tensor], torch.Tensor]
+
+
 class NoiseCanvas:
     """The canvases of one request, one after the other.
 
@@ -32,7 +36,7 @@ class NoiseCanvas:
     Attributes:
         tokens: int64 [n], the prompt, the finished canvases and the current canvas with its random tokens.
         shown: `tokens` with the likeliest tokens of the last step in the current canvas; before it, without the canvas.
-        soft: soft embeddings [block, hidden], see `CanvasRows`; None in a canvas' first step.
+        soft: soft embeddings [block, hidden], of the last step's distributions; None in a canvas' first step.
         settled: number of leading tokens that will not change.
         num_steps: number of finished steps.
     """
@@ -44,9 +48,9 @@ class NoiseCanvas:
         sampling: SamplingParams,
         generator: torch.Generator,
         vocab_size: int,
-        soften: Callable[[torch.Tensor], torch.Tensor],
+        soften: Soften,
     ):
-        """`params` must be `filled`; `soften`: see `Executor.soften`."""
+        """`params` must be `filled`."""
         assert params.block_length
         self.params, self._sampling, self._generator = params, sampling, generator
         self._vocab_size, self._soften = vocab_size, soften

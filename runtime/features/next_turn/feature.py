@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 from runtime.features.feature import Feature
 
@@ -15,8 +15,12 @@ if TYPE_CHECKING:
 class NextTurnFeature(Feature):
     """The next turns of conversations, computed while the engine is idle."""
 
+    counters: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "next_turn_tokens": ("ramet:next_turn_tokens", "Token rows computed while idle, for the next turns of chats"),
+    }
+
     def parts(self, core: EngineCore) -> Iterable[NextTurns]:
-        """None without a prefix cache, if no tokens may be computed, or for a diffusion model."""
+        """None without a prefix cache, if no tokens may be computed, or if not the next token is decided."""
         most = core.config.scheduler.next_turn_tokens
         if not (most and core.cache.enabled and core.info.decoding is None):
             return

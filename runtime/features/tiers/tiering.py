@@ -30,7 +30,6 @@ from runtime.features.tiers.store import BlockStore
 from runtime.features.tiers.tiers import CLOSE_S, Tiers
 from runtime.features.tiers.worker import TierWorker
 from runtime.kv.segments import Run
-from runtime.models.diffusion import DiffusionSpec
 from runtime.models.weights import digest_weights
 from runtime.protocol import Finish, TokenEvent
 from runtime.request import Request, Work
@@ -243,12 +242,6 @@ def _fingerprint(config: Config, executor: Executor, model: Path) -> bytes:
         config.cache.page_size,
         spec.fingerprint,
         shard=f"all of {executor.pool.ranks}",
-        kind=_kind(spec.diffusion),
+        kind=spec.sees,
     )
     return fingerprint.digest()
-
-
-def _kind(diffusion: DiffusionSpec | None) -> str:
-    if diffusion is None:
-        return "causal"
-    return "diffusion" if diffusion.attended is None else f"blocks of {diffusion.attended}"

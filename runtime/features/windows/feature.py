@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 from runtime.features.feature import Feature, Opening
 
@@ -12,6 +13,13 @@ if TYPE_CHECKING:
 
 class WindowsFeature(Feature):
     """Prefixes of models of which some layers have a window: rows that no row can see are freed."""
+
+    gauges: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "window_pages_used": (
+            "ramet:window_pages_used",
+            "Pages that live requests use in the pool of the layers with a window",
+        ),
+    }
 
     def default(self, opening: Opening) -> WindowedPrefix | None:
         near, spec = opening.executor.near, opening.executor.spec

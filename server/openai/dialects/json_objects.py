@@ -5,7 +5,7 @@ import re
 from contextlib import suppress
 from typing import Any
 
-from runtime.sampling.json_text import parse_json
+from runtime.json_text import parse_json
 from server.openai.dialects.dialect import Calls, Dialect
 from server.openai.dialects.parameters import Schemas
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from functools import reduce
 from typing import Any
 
-from runtime.sampling.json_text import parse_json
+from runtime.json_text import parse_json
 
 # Most parts of a tool's schema that are read for the types of its parameters, and least for one parameter; most
 # characters of a reference within a schema.

@@ -14,7 +14,7 @@ from runtime.asks import ReuseAsk
 from runtime.calls import AddPin, Call, FlushCache
 from runtime.config import make_config
 from runtime.engine.core import EngineCore
-from runtime.engine.grammars import Grammars
+from runtime.features.grammars.part import Grammars
 from runtime.opening import open_engine
 from runtime.params import SamplingParams
 from runtime.protocol import Abort, AddRequest, Ask, Finish, Reply, TokenEvent

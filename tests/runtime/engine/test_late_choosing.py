@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runtime.errors import InvalidRequest
-from runtime.sampling.grammar import Grammar
+from runtime.features.grammars.grammar import Grammar
 from runtime.sampling.sampler import Sampled, Sampler
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.engine.test_overlap import VARIANTS, Overlapping

@@ -1,7 +1,6 @@
 """Long work of the server's process: a key that floods waits for itself, and whoever leaves stops."""
 
 import asyncio
-import json
 import threading
 
 import pytest
@@ -13,16 +12,10 @@ from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Submission
 from runtime.frontend.output_processor import OutputProcessor
-from runtime.frontend.text_work import TextWork
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import SamplingParams
 from runtime.protocol import AddRequest
-from tests.runtime.frontend.listening import ids_of
 from tests.runtime.frontend.test_limits import FewTokens
 from tests.runtime.frontend.test_request_ids import INFO
-
-# Each pattern more doubles the time that llguidance takes to find out whether a text fits them all.
-ENDLESS = json.dumps({"allOf": [{"type": "string", "pattern": f"a{{{i}}}.*"} for i in range(40)]})
 
 
 class Slow(Tokenizer):
@@ -128,53 +121,5 @@ def test_a_prompt_is_rendered_in_its_turn_and_so_is_an_answer(engine, slow):
         stream.close()
         assert all(name.startswith("ramet-text") for name in names)
         assert len(names) == 2
-
-    asyncio.run(main())
-
-
-def test_where_a_grammar_cannot_be_followed_another_one_may_do(engine, monkeypatch):
-    good, bad = SamplingParams(regex="a+"), SamplingParams(regex="(unclosed")
-    checked, check = [], engine._work._processes.check
-    monkeypatch.setattr(engine._work._processes, "check", lambda params: (checked.append(params.regex), check(params)))
-
-    async def ask(sampling, otherwise):
-        submission = Submission("x", sampling, otherwise=otherwise)
-        return (await engine._work.encode(engine._frontend.inputs, submission)).sampling
-
-    async def run():
-        assert await ask(bad, good) is good
-        assert await ask(bad, good) is good
-        assert checked == ["(unclosed"], "what is known is not checked again"
-        for _ in range(2):
-            with pytest.raises(InvalidRequest):
-                await ask(bad, None)
-        assert await ask(good, None) is good
-        assert await ask(good, bad) is good
-        assert checked == ["(unclosed"] * 3 + ["a+"]
-
-    asyncio.run(run())
-
-
-def test_a_grammar_without_end_is_its_keys_alone(engine):
-    """Neither the wait for a turn nor the start of a process counts as compiling."""
-
-    async def main() -> None:
-        work = TextWork(1.5)
-        ask = [Submission("x", SamplingParams(json_schema=ENDLESS), account="flood") for _ in range(2)]
-        flood = [asyncio.create_task(work.encode(engine._frontend.inputs, submission)) for submission in ask]
-        good = Submission("x", SamplingParams(regex="[a-z]+"), account="flood")
-        last = asyncio.create_task(work.encode(engine._frontend.inputs, good))
-        other = [Submission("x", SamplingParams(regex=regex), account="other") for regex in ("[a-z]+", "(")]
-        assert ids_of(await work.encode(engine._frontend.inputs, other[0])) == engine.tokenizer.encode("x")
-        with pytest.raises(InvalidRequest, match="regex cannot be followed"):
-            await work.encode(engine._frontend.inputs, other[1])
-        assert not last.done()
-        for task in flood:
-            with pytest.raises(InvalidRequest, match=r"json_schema takes longer than 1\.5 s"):
-                await task
-        assert await last, "it waited for seconds"
-        processes = list(work._processes._all)
-        work.close()
-        assert all(process.poll() is not None for process in processes)
 
     asyncio.run(main())

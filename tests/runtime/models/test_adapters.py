@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from runtime.errors import ModelError
+from runtime.features.diffusion.published import read_spec
 from runtime.models.adapters.merge import MASK_TOKEN_ID, merge_adapter
 from runtime.models.spec import DecoderSpec
 from tests.full_disk import little_room
@@ -60,8 +61,9 @@ def test_it_is_a_diffusion_model_with_the_base_models_tokenizer(adapter, tiny_di
     (tmp_path / "models").mkdir()
     path = merge_adapter(tiny_dir, adapter, tmp_path / "models", "merged")
     spec = DecoderSpec.load(path)
-    assert spec.diffusion is not None
-    assert (spec.diffusion.mask_token_id, spec.diffusion.logits_shift) == (MASK_TOKEN_ID, 1)
+    assert spec.sees == "all"
+    diffusion = read_spec(path)
+    assert (diffusion.mask_token_id, diffusion.logits_shift) == (MASK_TOKEN_ID, 1)
     assert spec.eos_token_ids == DecoderSpec.load(tiny_dir).eos_token_ids
     assert (path / "tokenizer.json").read_bytes() == (tiny_dir / "tokenizer.json").read_bytes()
 

@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from runtime.config import make_config
-from runtime.engine.grammars import Grammars
 from runtime.features.drafts.part import Drafts
+from runtime.features.grammars.checks import GrammarChecks
+from runtime.features.grammars.part import Grammars
 from runtime.features.kv_events.part import KVEvents
 from runtime.features.registry import open_preparers
 from runtime.features.tiers.tiering import Tiering
@@ -175,7 +176,7 @@ class Served:
             "journal": service._journal,
             "page": find(self.app, Feed)._views,
             "previews": Feed._decode,
-            "checked grammars": self.engine._work._checked,
+            "checked grammars": next(one for one in self.engine._preparers if isinstance(one, GrammarChecks))._checked,
             "grammars": core.part(Grammars).compiler._kept,
             "tree": core.cache.tree,
             "pins": core.cache.pins.pins,

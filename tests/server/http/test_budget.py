@@ -24,9 +24,9 @@ from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output_processor import OutputProcessor
 from runtime.frontend.preparer import ServedModel
+from runtime.json_text import MAX_NODES
 from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import ModelInfo
-from runtime.sampling.json_text import MAX_NODES
 from server.app import create_app
 from server.errors import NotFound
 from server.http.context import find

@@ -7,9 +7,10 @@ import pytest
 import tokenizers
 
 from runtime.errors import InvalidRequest
+from runtime.features.grammars.compiler import GrammarCompiler
+from runtime.features.grammars.grammar import Grammar
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
-from runtime.sampling.grammar import Grammar, GrammarCompiler
 from server.openai.call_grammars import behind_reasoning, calls_or_format, lazy_calls, schema_of_call
 from server.openai.dialects.json_objects import WHOLE
 from server.openai.dialects.parameters import Parameters

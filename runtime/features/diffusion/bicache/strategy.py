@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -13,7 +12,7 @@ from msgspec import UNSET
 
 from radix import Match, Namespace, path
 from runtime.batch import RowSet
-from runtime.config import Config, DiffusionConfig
+from runtime.config import DiffusionConfig
 from runtime.features.diffusion.ask import DiffusionInfo, SharedPrefixReport, Unshared
 from runtime.features.diffusion.bicache.depth_table import NO_TABLE, DepthTable, choose_table
 from runtime.features.diffusion.bicache.drift import Drift, num_near_layers
@@ -29,9 +28,10 @@ from runtime.features.diffusion.bicache.plan import (
     plan_rows,
 )
 from runtime.features.diffusion.canvas import BidirectionalCanvas
+from runtime.features.diffusion.published import DiffusionSpec
+from runtime.features.feature import Opening
 from runtime.kv.cache import PagedCache
 from runtime.kv.segments import Run, Segment, slots_of
-from runtime.models.spec import ModelSpec
 from runtime.request import Found, Lease, Request, Strategy, Work
 
 # The paper's R.
@@ -319,29 +319,36 @@ class BiCache(Strategy[None]):
     counted = ("prefill_tokens", "encoded_prefixes", "refreshes", "divergences", "divergences_exceeded")
 
     def __init__(
-        self, config: DiffusionConfig, table: DepthTable, spec: ModelSpec, cache: PagedCache, by_default: bool = True
+        self,
+        config: DiffusionConfig,
+        table: DepthTable,
+        spec: DiffusionSpec,
+        num_layers: int,
+        cache: PagedCache,
+        by_default: bool = True,
     ):
         """`by_default`: whether requests without `reuse` share prefixes."""
-        super().__init__(cache, spec.num_layers)
+        super().__init__(cache, num_layers)
         self._by_default = by_default
         self.config, self.table, self.spec = config, table, spec
         self.encodings = Encodings(cache.tree)
         self.boundaries = BoundaryStore(_BOUNDARY_BYTES)
 
     @classmethod
-    def load(cls, config: Config, directory: Path, spec: ModelSpec, cache: PagedCache) -> BiCache:
+    def load(cls, opening: Opening, spec: DiffusionSpec) -> BiCache:
         """The strategy for a model, with its depth table. Raises ModelError if the table is invalid."""
-        table = choose_table(config.diffusion.depth_table, directory, spec)
-        return cls(config.diffusion, table, spec, cache, by_default=config.cache.reuse == "auto")
+        config, model = opening.config, opening.executor.spec
+        table = choose_table(config.diffusion.depth_table, opening.path, model)
+        by_default = config.cache.reuse == "auto"
+        return cls(config.diffusion, table, spec, model.num_layers, opening.cache, by_default)
 
     @property
     def info(self) -> DiffusionInfo:
         """The model and its table, for the front end."""
-        assert self.spec.diffusion is not None
         return DiffusionInfo(
-            self.spec.diffusion.mask_token_id,
-            self.spec.diffusion.algorithm,
-            self.spec.num_layers,
+            self.spec.mask_token_id,
+            self.spec.algorithm,
+            self.num_layers,
             self.table.version,
             self._default_interval(None),
             depth_bound=self.config.depth_bound,

@@ -113,7 +113,7 @@ def test_another_path_than_the_one_asked_for_is_an_error(tiny_dir):
 def test_shapes_are_models_we_know(tmp_path):
     for name in SHAPES:
         spec = DecoderSpec.load(write_shape(name, tmp_path))
-        assert (spec.diffusion is None) == name.startswith("llama")
+        assert spec.causal == name.startswith("llama")
     spec = DecoderSpec.load(tmp_path / "llama-8b")
     billions = sum(torch.Size(shape).numel() for shape in spec.expected_tensors().values()) / 1e9
     assert 8.02 < billions < 8.04

@@ -14,6 +14,7 @@ from loadgen.offline.profile.settings import DepthSettings
 from runtime.config import make_config
 from runtime.errors import ModelError
 from runtime.execution.building import build_executor
+from runtime.features.diffusion.published import read_spec
 from server.cli import main
 from tests.runtime.features.diffusion.bicache.driver import DenoiseDriver, make_core
 from tests.runtime.features.diffusion.bicache.models import EOS, MASK, save_tiny
@@ -25,7 +26,7 @@ SAMPLE = Sample([draw.randrange(EOS) for _ in range(37)], [draw.randrange(EOS) f
 
 def make_probe(path, length=64, **options):
     config = make_config(model=str(path), dtype="float32", device="cpu", page_size=1, pool_tokens=4 * length, **options)
-    return Probe(build_executor(config, path))
+    return Probe(build_executor(config, path), read_spec(path))
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])

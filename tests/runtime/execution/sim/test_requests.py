@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from radix import Namespace
 from runtime.calls import LoadAdapter
-from runtime.engine.grammars import Grammars
+from runtime.features.grammars.part import Grammars
 from tests.lora import save_lora
 from tests.runtime.engine.driver import call
 from tests.runtime.execution.sim.engines import Engine, draw, save

@@ -211,7 +211,7 @@ def test_one_that_memory_has_no_room_for_is_refused(tiny_dir, adapters, prompts,
 
 def test_models_that_take_none(tiny_dir, adapters, tmp_path, default_model_dir):
     denoiser = make_core(save_diffusion("llada", tmp_path, tokenizer_from=default_model_dir))
-    with pytest.raises(InvalidRequest, match="not served with a diffusion model"):
+    with pytest.raises(InvalidRequest, match="not served with a bidirectional model"):
         load(denoiser, adapters[0])
 
 

@@ -114,7 +114,7 @@ def test_an_editable_token_is_not_streamed(editor):
     assert shown == answer
     sizes = [len(event.tokens) for event in events if event.tokens]
     assert sizes == [4, 8, 7]
-    decided = [sum(token != MASK for token in event.canvas) for event in events]
+    decided = [sum(token != MASK for token in event.shown) for event in events]
     assert decided == sorted(decided)
     assert len(set(decided)) > 3
 

@@ -139,7 +139,7 @@ def test_streams_come_by_canvas(driver):
     answer = driver.one(text(9, seed=8), sampling=drawn(9), gen_length=2 * CANVAS + 3, stream_canvas=True)
     events = driver.events[driver.last()]
     assert [len(event.tokens) for event in events if event.tokens] == [CANVAS, CANVAS, 3]
-    shown = [event.canvas for event in events]
+    shown = [event.shown for event in events]
     assert [len(canvas) for canvas in shown] == sorted(len(canvas) for canvas in shown)
     assert shown[-1] == answer
     assert shown[0] != shown[1], "the likeliest tokens change"
@@ -243,7 +243,9 @@ def test_logits_that_are_no_numbers_end_the_request(driver, path):
     params = DiffusionParams(gen_length=3).filled(info, SamplingParams())
     for sampling in (SamplingParams(), SamplingParams(temperature=0)):
         generator = torch.Generator().manual_seed(0)
-        canvas = NoiseCanvas(np.array([1, 2]), params, sampling, generator, VOCAB, driver.core.executor.decoder.soften)
+        canvas = NoiseCanvas(
+            np.array([1, 2]), params, sampling, generator, VOCAB, driver.core.executor.decoder.model.soften
+        )
         logits = torch.randn(CANVAS, VOCAB)
         logits[3, 7] = torch.nan
         with pytest.raises(BadLogits):

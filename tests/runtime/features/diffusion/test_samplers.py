@@ -8,7 +8,7 @@ from runtime.errors import InvalidRequest
 from runtime.features.diffusion.ask import DiffusionParams
 from runtime.features.diffusion.canvas import BidirectionalCanvas, restrict
 from runtime.features.diffusion.fast_dllm import by_factor, by_threshold
-from runtime.models.diffusion import DiffusionSpec
+from runtime.features.diffusion.published import DiffusionSpec
 from runtime.params import SamplingParams
 from tests.runtime.features.diffusion.bicache.models import MASK, VOCAB, save_tiny
 from tests.runtime.features.diffusion.bicache.reference import PlainModel, dream, llada

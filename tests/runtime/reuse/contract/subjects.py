@@ -318,7 +318,7 @@ class BiCache(Diffusion):
         expected = self.answer((prompt, fields), request.max_length - request.prompt_len)
         if tokens == expected[: len(tokens)]:
             return
-        canvases = [event.canvas for event in world.events[rid] if event.canvas is not None]
+        canvases = [event.shown for event in world.events[rid] if event.shown is not None]
         assert canvases[-1][: len(tokens)] == tokens, rid
         check_steps(_load_plain(self.path), list(prompt), canvases, CLOSE, fields.get("cfg_scale", 0))
 

@@ -9,6 +9,7 @@ import torch
 from radix import Namespace
 from runtime.calls import EraseTenant, FlushCache, GetPins, GetTree, OnNode, RemovePin
 from runtime.features.diffusion.bicache.encodings import encoding_of
+from runtime.features.diffusion.published import read_spec
 from runtime.reuse.build import build
 from tests.runtime.engine.driver import call
 from tests.runtime.features.diffusion.bicache.driver import DenoiseDriver, make_core
@@ -210,7 +211,7 @@ def test_the_longest_encoded_prefix_is_discovered(deep_dir):
 def test_a_prompt_that_is_its_prefix_shares_all_but_the_row_of_the_first_mask(any_dir):
     driver = DenoiseDriver(make_core(any_dir))
     driver.one(PREFIX, gen_length=8, prefix_tokens=48, depth=1)
-    shift = driver.core.executor.spec.diffusion.logits_shift
+    shift = read_spec(any_dir).logits_shift
     assert driver.report(driver.last())["encoded_tokens"] == 48 - 16 * shift
 
 

@@ -82,9 +82,9 @@ def test_events_are_the_decided_beginning(deep_dir):
     sent = []
     for event in events:
         sent += event.tokens
-        gap = event.canvas.index(MASK) if MASK in event.canvas else 16
-        assert event.canvas[:gap] == sent == tokens[:gap]
-        assert sum(token == MASK for token in event.canvas) == 16 - 2 * (events.index(event) + 1)
+        gap = event.shown.index(MASK) if MASK in event.shown else 16
+        assert event.shown[:gap] == sent == tokens[:gap]
+        assert sum(token == MASK for token in event.shown) == 16 - 2 * (events.index(event) + 1)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,16 @@
-"""Diffusion models are built from their config and give what a plain float32 reading of the checkpoint gives."""
+"""Bidirectional models are built from their config and give what a plain float32 reading of the checkpoint gives."""
 
 import json
 
 import numpy as np
 import pytest
 import torch
-from transformers import DiffusionGemmaGenerationConfig
 
 from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span
 from runtime.config import make_config
 from runtime.errors import ModelError
 from runtime.execution.building import build_executor
-from runtime.models.diffusion import DiffusionSpec, canvas_spec, diffusion_spec
+from runtime.features.diffusion.published import DiffusionSpec, read_spec
 from runtime.models.shards import split_spec
 from runtime.models.spec import DecoderSpec
 from runtime.models.weights import load_weights
@@ -37,26 +36,19 @@ def test_logits_and_kv_are_the_references(kind, kernels, tmp_path):
     )
     logits = executor.run(batch).clone()
     logits[:, MASK] = -torch.inf
-    shift = executor.spec.diffusion.logits_shift
+    shift = read_spec(path).logits_shift
     torch.testing.assert_close(logits[: n - shift], plain.logits(tokens)[shift:], rtol=1e-4, atol=1e-4)
     for layer, (k, v) in enumerate(plain.hidden(tokens)[1]):
         torch.testing.assert_close(executor.pool.k[layer][slots], k, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(executor.pool.v[layer][slots], v, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "shift"), [("llada", 0), ("dream", 1), ("llama_diffusion", 1)])
-def test_what_the_configuration_says(kind, shift, tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_configuration_says(kind, tmp_path):
     spec = DecoderSpec.load(save_tiny(kind, tmp_path / kind))
-    algorithm = "entropy" if kind == "dream" else "low_confidence"
-    assert spec.diffusion == DiffusionSpec(MASK, shift, algorithm)
+    assert (spec.sees, spec.causal) == ("all", False)
     assert spec.eos_token_ids == (EOS,)
     assert spec.qkv_bias == (kind == "dream")
-
-
-@pytest.mark.parametrize(("size", "block"), [(None, 8), (16, 8), (20, 20), (4, 4)])
-def test_a_block_fits_into_the_attention_of_the_configuration(size, block):
-    spec = diffusion_spec({"vocab_size": 200_000, "bd_size": size}, "Fast_dLLM_QwenForCausalLM")
-    assert (spec.attended, spec.block) == (size or 32, block)
 
 
 def edited(tmp_path, kind, **changes):
@@ -72,9 +64,6 @@ def edited(tmp_path, kind, **changes):
         ("llada", {"block_type": "sequential"}),
         ("llada", {"include_qkv_bias": True}),
         ("llada", {"alibi": True}),
-        ("llada", {"mask_token_id": 300}),
-        ("dream", {"mask_token_id": None}),
-        ("llama_diffusion", {"logits_shift": 2}),
         ("llada2", {"use_qkv_bias": True}),
         ("llada2", {"score_function": "softmax"}),
         ("llada2", {"image_token_offset": 290}),
@@ -111,15 +100,6 @@ def test_the_bias_of_experts_keeps_its_bits(tmp_path):
     }
 
 
-def test_diffusion_gemmas_defaults_are_those_of_transformers():
-    theirs = DiffusionGemmaGenerationConfig._get_default_generation_params()
-    names = {"steps": "max_denoising_steps"}
-    spec = canvas_spec({}, {})
-    assert (spec.block, spec.algorithm) == (256, "entropy_bound")
-    assert spec.defaults.pop("entropy_bound") == theirs["sampler_config"].entropy_bound
-    assert spec.defaults == {name: theirs[names.get(name, name)] for name in spec.defaults}
-
-
 def test_llada2_minis_shapes(tmp_path):
     """16 B parameters, and ends by its pad token."""
     path = edited(tmp_path, "llada2", hidden_size=2048, num_hidden_layers=20, num_attention_heads=16, head_dim=128,
@@ -129,8 +109,9 @@ def test_llada2_minis_shapes(tmp_path):
     spec = DecoderSpec.load(path)
     assert sum(np.prod(shape) for shape in spec.expected_tensors().values()) == pytest.approx(16.26e9, rel=0.001)
     assert spec.eos_token_ids == (156892,)
+    assert spec.sees == "blocks of 32"
     expected = DiffusionSpec(156895, 0, "low_confidence", attended=32, block=32, threshold=0.95, edits=True)
-    assert spec.diffusion == expected
+    assert read_spec(path) == expected
     names = [spec.stored_name(name) for name in spec.expected_tensors()]
     assert len(set(names)) == len(names)
     assert "model.layers.1.mlp.shared_experts.down_proj.weight" in names

@@ -1,30 +1,23 @@
-"""Grammars that constrain the output (JSON schema, regular expression, EBNF, Lark), compiled by llguidance."""
+"""Grammars that constrain the output (JSON schema, regular expression, EBNF, Lark), by llguidance."""
 
 from __future__ import annotations
 
 import re
-import threading
-import time
-from collections.abc import Callable, Hashable
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
-from cachetools import LRUCache
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
-from runtime.errors import InvalidRequest, RametError
+from runtime.errors import InvalidRequest
+from runtime.features.grammars.expressions import ascii_classes, ascii_classes_in_lark
+from runtime.json_text import parse_schema
 from runtime.params import Lazy, SamplingParams
-from runtime.sampling.expressions import ascii_classes, ascii_classes_in_lark
-from runtime.sampling.json_text import parse_schema
-from runtime.sampling.turns import Piece, Turns
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# Limit for compiling one grammar.
-COMPILE_TIMEOUT_S = 30.0
 # Far above the needs of real schemas; no grammar delays a step by more than milliseconds.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
@@ -38,9 +31,6 @@ _LIMITS = LLParserLimits(
 # A small model that may write white space anywhere may write nothing else.
 _JSON: JsonCompileOptions = {"whitespace_pattern": r"[ \n]?"}
 
-# Number of cached compiled grammars: agents send the same schema repeatedly.
-_KEPT = 64
-
 _MAX_MESSAGE = 300
 
 # Tokens of one byte each, with which any grammar can be tried, and llguidance's error for one without a first byte.
@@ -53,7 +43,7 @@ _MOST_HELD = 1024
 
 def check_grammar(params: SamplingParams) -> None:
     """Raise InvalidRequest for a schema or an expression that cannot be compiled within the limits."""
-    name, source = params.constraint, _source(params)
+    name, source = params.constraint, source_of(params)
     if source is None:
         return
     if problem := LLMatcher.validate_grammar(source, limits=_LIMITS):
@@ -67,11 +57,7 @@ def check_grammar(params: SamplingParams) -> None:
         raise InvalidRequest(f"{name} cannot be followed: {said}", param=name)
 
 
-def too_slow(what: str, timeout_s: float, param: str | None = None) -> InvalidRequest:
-    return InvalidRequest(f"{what} takes longer than {timeout_s:g} s to compile", param=param)
-
-
-def _source(params: SamplingParams) -> str | None:
+def source_of(params: SamplingParams) -> str | None:
     """llguidance's source of the request's grammar, if any. Raises InvalidRequest if it cannot be read."""
     if params.regex is not None:
         return LLMatcher.grammar_from_regex(ascii_classes(params.regex))
@@ -119,18 +105,6 @@ class Grammar:
     def complete(self) -> bool:
         """Whether no token may follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
-
-
-class AnyText:
-    """The grammar of an output that may be any text."""
-
-    complete = may_refuse = False
-
-    def allowed(self) -> np.ndarray | None:
-        return None
-
-    def accept(self, token: int) -> bool:
-        return True
 
 
 class LazyGrammar(Grammar):
@@ -225,87 +199,26 @@ class _Speller:
         return [token for part in parts for token in self._base.tokenize_bytes(part)]
 
 
-class GrammarCompiler:
-    """Compiles grammars in threads that tenants share fairly, so that no step and no other tenant waits for a grammar.
+class Matchers:
+    """Makes llguidance's matchers for a model.
 
     Args:
-        load_tokenizer: returns the text of the model's tokenizer.json; called for the first grammar.
+        tokenizer: the text of the model's tokenizer.json.
         vocab_size: number of logits per row.
-        eos: tokens that end a sequence.
-        timeout_s: limit for compiling one grammar, without the time in the queue.
+        eos: the token that ends a sequence.
     """
 
-    def __init__(
-        self,
-        load_tokenizer: Callable[[], str],
-        vocab_size: int,
-        eos: list[int],
-        timeout_s: float = COMPILE_TIMEOUT_S,
-    ):
-        self._load_tokenizer = load_tokenizer
-        self._vocab_size = vocab_size
-        self._eos = eos
-        self._timeout_s = timeout_s
-        self._tokenizer: LLTokenizer | None = None
-        self._kept: LRUCache[tuple[Hashable, str], LLMatcher] = LRUCache(_KEPT)
-        self._lock = threading.Lock()
-        self._turns = Turns(2, "ramet-grammar")
-        self.open: dict[str, Piece[Grammar]] = {}
+    def __init__(self, tokenizer: str, vocab_size: int, eos: int):
+        speller = _Speller(LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos), eos)
+        self._tokenizer = LLTokenizer(TokenizerWrapper(speller), n_vocab=vocab_size, eos_token=eos)
 
-    def __len__(self) -> int:
-        return len(self.open)
-
-    def start(self, rid: str, params: SamplingParams, tenant: Hashable = "") -> None:
-        """Start compiling a request's grammar. The cache is per tenant, because response times reveal hits."""
-        self.open[rid] = self._turns.submit(tenant, lambda: self._compile(params, tenant))
-
-    def cancel(self, rid: str) -> bool:
-        """Forget a request; False if its grammar is not being compiled."""
-        found = self.open.pop(rid, None)
-        return found is not None and (found.cancel() or True)
-
-    def erase(self, tenant: Hashable) -> None:
-        """Forget the compiled grammars of a tenant."""
-        with self._lock:
-            for key in [key for key in self._kept if key[0] == tenant]:
-                del self._kept[key]
-
-    def take(self) -> list[tuple[str, Grammar | RametError]]:
-        """Remove the requests whose grammar is compiled or has failed."""
-        done: list[tuple[str, Grammar | RametError]] = []
-        for rid, piece in list(self.open.items()):
-            if piece.done():
-                done.append((rid, self._result(piece)))
-            elif piece.began_s is not None and time.monotonic() > piece.began_s + self._timeout_s:
-                done.append((rid, too_slow("the grammar", self._timeout_s)))
-            else:
-                continue
-            del self.open[rid]
-        return done
-
-    @staticmethod
-    def _result(piece: Piece[Grammar]) -> Grammar | RametError:
-        try:
-            return piece.result()
-        except InvalidRequest as error:
-            return error
-        except Exception as error:
-            return RametError(f"the grammar could not be compiled: {type(error).__name__}")
-
-    def _compile(self, params: SamplingParams, tenant: Hashable) -> Grammar:
-        source = _source(params)
-        assert source is not None
-        key = (tenant, source)
-        with self._lock:
-            if self._tokenizer is None:
-                size, eos = self._vocab_size, self._eos
-                speller = _Speller(LLTokenizer(self._load_tokenizer(), n_vocab=size, eos_token=eos), eos[0])
-                self._tokenizer = LLTokenizer(TokenizerWrapper(speller), n_vocab=size, eos_token=eos)
-            matcher = self._kept.get(key)
-        matcher = matcher or LLMatcher(self._tokenizer, source, limits=_LIMITS, log_level=0)
+    def compile(self, source: str) -> LLMatcher:
+        """The matcher of a source, see `source_of`. Raises InvalidRequest."""
+        matcher = LLMatcher(self._tokenizer, source, limits=_LIMITS, log_level=0)
         if matcher.is_error():
             raise InvalidRequest(f"the grammar cannot be followed: {_reason(matcher.get_error())}")
-        with self._lock:
-            self._kept[key] = matcher
-            copy = matcher.deep_copy()
-        return Grammar(copy) if params.lazy is None else LazyGrammar(copy, self._tokenizer, params.lazy)
+        return matcher
+
+    def grammar(self, matcher: LLMatcher, lazy: Lazy | None) -> Grammar:
+        """The state of a request at its start. `matcher`: its own."""
+        return Grammar(matcher) if lazy is None else LazyGrammar(matcher, self._tokenizer, lazy)

@@ -5,26 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from radix import Namespace
 from runtime.calls import Call, EraseTenant
 from runtime.engine.core import EngineCore
 from runtime.engine.part import Answer, Handler, Part
 from runtime.errors import RametError
+from runtime.features.grammars.compiler import GrammarCompiler
 from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import Finish, TokenEvent
 from runtime.request import Request
-from runtime.sampling.grammar import AnyText, GrammarCompiler
+
+
+class _AnyText:
+    """The grammar of an output that may be any text."""
+
+    complete = may_refuse = False
+
+    def allowed(self) -> np.ndarray | None:
+        return None
+
+    def accept(self, token: int) -> bool:
+        return True
 
 
 class Grammars(Part):
     """Compiles requests' grammars in threads; the requests wait for them."""
 
-    def __init__(self, core: EngineCore, path: Path):
-        """`path`: directory of the model, whose tokenizer is loaded for the first grammar."""
+    def __init__(self, core: EngineCore):
         self._core = core
         info = core.info
+        # The model's tokenizer is loaded for the first grammar.
         self.compiler = GrammarCompiler(
-            lambda: Tokenizer.load(path).to_json(), info.vocab_size, list(info.eos_token_ids)
+            lambda: Tokenizer.load(Path(info.path)).to_json(), info.vocab_size, info.eos_token_ids
         )
 
     def blocked_on(self, request: Request) -> str | None:
@@ -42,7 +56,7 @@ class Grammars(Part):
                 failed.append(self._core.fail(request, grammar))
                 continue
             # Where a lazy grammar fails to compile, the model generates without it: its calls may still be right.
-            request.sampler.grammar = AnyText() if isinstance(grammar, RametError) else grammar
+            request.sampler.grammar = _AnyText() if isinstance(grammar, RametError) else grammar
             self._core.scheduler.wake(rid)
         return failed
 

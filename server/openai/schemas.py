@@ -5,8 +5,6 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
-from llguidance import LLMatcher, LLParserLimits
-
 _TYPES = frozenset(("null", "boolean", "object", "array", "number", "string", "integer"))
 _SUBSCHEMAS = frozenset(("items", "additionalItems", "additionalProperties"))
 _LISTS = frozenset(("anyOf", "allOf", "oneOf", "prefixItems", "items"))
@@ -23,23 +21,26 @@ _PREFIX = len("#/$defs/")
 _MOST_EXPRESSIONS, _COST = 1 << 15, 1 << 7
 _MOST_COUNT, _MOST_NUMBER = (1 << 31) - 1, 1 << 63
 # An expression within these limits is read in milliseconds. One beyond them may still be followed.
-_READING = LLParserLimits(
-    initial_lexer_fuel=1000,
-    step_lexer_fuel=1000,
-    step_max_items=1000,
-    max_lexer_states=1000,
-    max_grammar_size=10_000,
-    verbose_errors=False,
-)
+_MOST_READ, _MOST_SIZE = 1000, 10_000
 _BEYOND = "too big"
 
 
 @lru_cache(maxsize=1 << 10)
 def _reads(keyword: str, expressions: tuple[str, ...]) -> bool:
     """Whether a grammar can follow `pattern` or `patternProperties` with these expressions."""
+    from llguidance import LLMatcher, LLParserLimits  # takes long to import, and most servers see no such schema
+
     value = expressions[0] if keyword == "pattern" else {one: {} for one in expressions}
     source = LLMatcher.grammar_from_json_schema({"type": ["string", "object"], keyword: value})
-    problem = LLMatcher.validate_grammar(source, limits=_READING)
+    limits = LLParserLimits(
+        initial_lexer_fuel=_MOST_READ,
+        step_lexer_fuel=_MOST_READ,
+        step_max_items=_MOST_READ,
+        max_lexer_states=_MOST_READ,
+        max_grammar_size=_MOST_SIZE,
+        verbose_errors=False,
+    )
+    problem = LLMatcher.validate_grammar(source, limits=limits)
     return not problem or problem.startswith("WARNING") or _BEYOND in problem
 
 

@@ -8,9 +8,9 @@ import threading
 from typing import IO
 
 from runtime.errors import InvalidRequest
+from runtime.features.grammars.compiler import too_slow
 from runtime.models.process_pool import ProcessPool
 from runtime.params import CONSTRAINTS, SamplingParams
-from runtime.sampling.grammar import check_grammar, too_slow
 
 
 class GrammarProcesses(ProcessPool):
@@ -51,6 +51,8 @@ def main() -> None:
 
 
 def _answer(line: bytes) -> None:
+    from runtime.features.grammars.grammar import check_grammar
+
     found: tuple[str | None, str | None] = (None, None)
     try:
         check_grammar(SamplingParams.model_construct(**json.loads(line)))

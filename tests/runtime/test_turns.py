@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.sampling.turns import Turns
+from runtime.turns import Turns
 
 
 @pytest.fixture

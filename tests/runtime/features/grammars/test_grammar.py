@@ -8,11 +8,12 @@ import time
 import pytest
 
 from runtime import Engine
-from runtime.engine.grammars import Grammars
 from runtime.errors import InvalidRequest, RametError
+from runtime.features.grammars.compiler import GrammarCompiler
+from runtime.features.grammars.grammar import Grammar, check_grammar
+from runtime.features.grammars.part import Grammars
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
-from runtime.sampling.grammar import Grammar, GrammarCompiler, check_grammar
 from tests.runtime.engine.driver import Driver, make_core
 
 SCHEMA = {

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.sampling import json_text
-from runtime.sampling.json_text import MAX_DEPTH, MAX_NODES, MAX_VALUES, check_shape, check_texts, parse_json
+from runtime import json_text
+from runtime.json_text import MAX_DEPTH, MAX_NODES, MAX_VALUES, check_shape, check_texts, parse_json
 
 TRICKY = st.text(st.sampled_from('"\\[]{}:,.eE a\u2200'))
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TRICKY

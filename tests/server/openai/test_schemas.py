@@ -6,8 +6,8 @@ import sys
 import pytest
 from llguidance import LLMatcher
 
-from runtime.sampling.json_text import pruned
-from runtime.sampling.schemas import Expressions, definitions_of
+from runtime.json_text import pruned
+from server.openai.schemas import Expressions, definitions_of
 
 
 def definitions(schema: dict) -> dict:

@@ -2,9 +2,9 @@
 
 import pytest
 
+from runtime.features.grammars.compiler import GrammarCompiler
+from runtime.features.grammars.expressions import ascii_classes_in_lark
 from runtime.params import SamplingParams
-from runtime.sampling.expressions import ascii_classes_in_lark
-from runtime.sampling.grammar import GrammarCompiler
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""Outputs that follow a JSON schema, an expression or a grammar."""
