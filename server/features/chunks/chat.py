@@ -107,7 +107,7 @@ class ChunkChat(Body):
         if last is None:
             raise InvalidRequest("documents need a message with role user", param="documents")
         said = last["content"]
-        last["content"] = [*self.documents, *(said if isinstance(said, list) else [said])]
+        last["content"] = [*self.documents, *said] if isinstance(said, list) else [*self.documents, said]
 
     def compile(
         self,
