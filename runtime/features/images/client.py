@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import re
 import threading
@@ -15,6 +13,7 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any
 
+import msgspec
 from cachetools import LRUCache
 
 from runtime.errors import InvalidRequest, RametError
@@ -117,9 +116,10 @@ class Images:
     def add_base64(self, text: str, media_type: str = "") -> str:
         """Add an image in base64. Raises InvalidRequest."""
         try:
-            return self.add(base64.b64decode(text, validate=True), media_type)
-        except (binascii.Error, ValueError):
+            data = msgspec.convert(text, bytes)  # as strict as `base64`, which takes three times as long
+        except msgspec.ValidationError:
             raise self._refused("an image is not valid base64") from None
+        return self.add(data, media_type)
 
     def at_tokens(self, text: str, given: Sequence[str | bytes]) -> str:
         token = self._sight.rules.written
