@@ -79,7 +79,11 @@ class Turns:
                 self._waiting[account] = pieces  # at the end of the round
             if piece.set_running_or_notify_cancel():
                 self._running[account] += 1
-                self._pool.submit(self._run, piece)
+                try:
+                    self._pool.submit(self._run, piece)
+                except RuntimeError as error:  # no thread could be started
+                    self._running[account] -= 1
+                    piece.set_exception(error)
 
     def _run(self, piece: Piece[Any]) -> None:
         piece.began_s = time.monotonic()

@@ -30,6 +30,8 @@ _GEMMA3 = {
     "head_dim": 256,
     "max_position_embeddings": 131072,
 }
+# The same, of LLaVA-OneVision.
+_QWEN2 = {"vocab_size": 151936, "max_position_embeddings": 32768}
 
 
 def as_decoder(config: dict[str, Any], architecture: str) -> dict[str, Any]:
@@ -40,9 +42,10 @@ def as_decoder(config: dict[str, Any], architecture: str) -> dict[str, Any]:
     if (family := _FAMILIES.get(kind := text.get("model_type"))) is None:
         raise Unsupported(f"the decoder of {architecture} is of type {kind!r}; supported are {', '.join(_FAMILIES)}")
     # These fields of the whole model count for its decoder, too.
-    outer = {"tie_word_embeddings": config.get("tie_word_embeddings", SEEING[architecture].tied)}
+    is_tied = text.get("tie_word_embeddings", SEEING[architecture].tied)
+    outer = {"tie_word_embeddings": config.get("tie_word_embeddings", is_tied)}
     outer |= {name: config[name] for name in ("quantization_config", "eos_token_id") if config.get(name) is not None}
-    defaults = _GEMMA3 if family == "Gemma3" else {}
+    defaults = _GEMMA3 if family == "Gemma3" else _QWEN2 if family == "Qwen2" else {}
     return {**defaults, **text, **outer, "architectures": [f"{family}ForCausalLM"]}
 
 

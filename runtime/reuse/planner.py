@@ -150,6 +150,8 @@ def _tails(planned: Planned, work: Sequence[Work], page_size: int) -> list[Span]
         if sequence.anchors[-1][0] > item.start:
             return None
     (group,) = batch.groups
+    if group.load or batch.axes is not None:  # of rows that are no text; later rows are
+        return None
     pages = (group.kv_write.numpy() // page_size).tolist()
     found = {
         edge.rows.start: span

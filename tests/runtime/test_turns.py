@@ -92,3 +92,14 @@ def test_nobody_waits_for_threads_that_are_closed(gate):
     waiting = turns.submit("b", lambda: None)
     turns.close()
     assert waiting.cancelled()
+
+
+def test_a_thread_that_cannot_be_started_costs_no_place(monkeypatch):
+    turns = Turns(1, "test")
+    with monkeypatch.context() as patched:
+        patched.setattr(turns._pool, "submit", lambda *_: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
+        failed = turns.submit("a", lambda: 1)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        failed.result(60)
+    assert turns.submit("a", lambda: 2).result(60) == 2
+    turns.close()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from runtime.features.images.states import Key, States
-from runtime.turns import Turns
+from runtime.turns import Piece, Turns
 
 
 class Tile(NamedTuple):
@@ -33,9 +33,16 @@ class Job:
     def __init__(self, account: str, tiles: Iterable[Tile], states: States, turns: Turns):
         self._account, self._left, self._states, self._turns = account, deque(tiles), states, turns
         self.found: dict[Key, torch.Tensor] = {}
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.is_done = self.is_over = False
-        turns.submit(account, self._take)
+        self._queue()
+
+    def _queue(self) -> None:
+        self._turns.submit(self._account, self._take).add_done_callback(self._ended)
+
+    def _ended(self, piece: Piece[None]) -> None:
+        if not piece.cancelled() and (error := piece.exception()) is not None:  # it could not be started
+            self.error, self.is_done = error, True
 
     def _take(self) -> None:
         """Compute a tile, and queue behind the others for the next one."""
@@ -49,4 +56,4 @@ class Job:
             self.error = error
         self.is_done = self.error is not None or not self._left
         if self.is_over or not self.is_done:
-            self._turns.submit(self._account, self._take)
+            self._queue()

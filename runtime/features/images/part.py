@@ -157,6 +157,8 @@ class ImagesPart(Part):
     def ended(self, request: Request, finish: Finish) -> None:
         if (job := self._open.pop(request.rid, None)) is not None:
             job.is_over = True
+            if not self._open:
+                self._states.forget_pixels()
 
     def flush(self) -> None:  # also called when a tenant is erased
         self._states.erase()

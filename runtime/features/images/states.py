@@ -52,15 +52,20 @@ class States:
     def compute(self, key: Key, file: bytes, tile: int) -> torch.Tensor:
         """The states float32 [rows, hidden] of a tile of an image, by its index. Raises InvalidRequest."""
         if (states := self.get(key)) is None:
-            image = key[0], file
-            decoded = self._once(self._decoded, image, lambda: PROCESSES.decode(Order(self.rules, file, pixels=True)))
-            states = self._once(self._kept, key, lambda: self._tower.states(decoded.tiles[tile], decoded.sizes[tile]))
+            image, erased = (key[0], file), self._erased
+            decoded = self._once(
+                self._decoded, image, lambda: PROCESSES.decode(Order(self.rules, file, pixels=True)), erased
+            )
+            states = self._once(
+                self._kept, key, lambda: self._tower.states(decoded.tiles[tile], decoded.sizes[tile]), erased
+            )
             self.calls += 1
         return states
 
-    def _once(self, cache: LRUCache[K, V], key: K, make: Callable[[], V]) -> V:
+    def _once(self, cache: LRUCache[K, V], key: K, make: Callable[[], V], erased: int) -> V:
+        """What a cache has, or `make` makes; it is kept if nothing was erased since there were `erased` erasures."""
         with self._lock:
-            found, erased = cache.get(key), self._erased
+            found = cache.get(key)
         if found is None:
             found = make()
             with self._lock, suppress(ValueError):  # it may be larger than the cache

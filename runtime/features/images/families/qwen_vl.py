@@ -68,7 +68,7 @@ def read(config: dict[str, Any], found: dict[str, Any]) -> GridRules:
         row=merge * positive_size(config["vision_config"], "patch_size", 14),
         least=found.get("min_pixels") or size.get("shortest_edge", 56 * 56),
         most=found.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280),
-        deep=tuple(config["vision_config"].get("deepstack_visual_indexes", (8, 16, 24) if is_deep else ())),
+        deep=tuple(config["vision_config"].get("deepstack_visual_indexes", (8, 16, 24))) if is_deep else (),
     )
 
 

@@ -15,6 +15,7 @@ from tests.runtime.features.images.prompts import (
     NEW,
     OPTIONS,
     PROMPTS,
+    B,
     answers,
     answers_of_a_batch,
     asked_of,
@@ -67,6 +68,16 @@ def test_images_of_any_size(sized, options):
     assert tiles(driver) == 3 * count
     driver.flush()
     assert answers_of_a_batch(driver, prompts) == expected
+
+
+def test_prompts_that_end_with_an_image(default_model_dir, tmp_path):
+    """Their last row, of an image, is computed alone; later rows are of text."""
+    path = save_seeing(tmp_path / "llava", default_model_dir, "llava_onevision")
+    ends = [(f"{text}<image>", [B]) for text in ("a b c ", "one two three four five ", "a ")]
+    _, prompts, expected = asked_of(path, CropsReference(path), ends)
+    driver = Driver(make_core(path))
+    assert answers(driver, prompts * 2) == expected * 2
+    assert answers_of_a_batch(Driver(make_core(path, chunk_tokens=len(prompts[0][0]) - 1)), prompts) == expected
 
 
 def test_random_weights_need_no_tensors(seeing_dir, tmp_path, encoded):

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from radix import Namespace
+from runtime.features.images import states as decoder
 from runtime.features.images.part import ImagesPart
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.features.images.prompts import NEW, answers, encode, send, tiles
@@ -87,3 +88,17 @@ def test_what_is_evicted_before_admission_is_computed_beside_the_steps(driver, m
     driver.run()
     assert [driver.tokens["reads"], driver.tokens["sees"]] == [expected[4], expected[0]]
     assert all(name.startswith("ramet-images") for name in gate.threads)
+
+
+def test_what_is_computed_while_it_is_erased_is_not_kept(driver, monkeypatch, encoded):
+    part = driver.core.part(ImagesPart)
+    decode = decoder.PROCESSES.decode
+
+    def erase(order):
+        part._states.erase()
+        return decode(order)
+
+    monkeypatch.setattr(decoder.PROCESSES, "decode", erase)
+    answers(driver, encoded[:1])
+    assert not part._states._kept
+    assert not part._states._decoded
