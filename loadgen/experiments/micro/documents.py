@@ -14,8 +14,9 @@ from typing import Any
 from loadgen.offline.document_methods import row_layers
 from loadgen.offline.drive import Drive
 from runtime.features.chunks.ask import ReuseParams
-from runtime.features.chunks.documents.plan import DocumentPlanner
-from runtime.features.chunks.documents.prompt import TokenizedPrompt
+from runtime.features.chunks.documents.plan import DocumentPlanner, plan_encoding
+from runtime.features.chunks.documents.prompt import TokenizedPrompt, lead_of
+from runtime.models.tokenizer import Tokenizer
 
 FULL, PREFIX = "full prefill", "prefix caching"
 
@@ -44,10 +45,9 @@ class Documents(Drive):
         self.shape = shape
         self._system = self.text(shape.system)
         self._library = [self.text(shape.length) for _ in range(count)]
-        self._planner = DocumentPlanner()
+        self._planner, self._lead = DocumentPlanner(), lead_of(Tokenizer.load(path))
         self._orders: dict[tuple[int, float], tuple[int, ...]] = {}
-        self.ask(self.prompt(self._library), ReuseParams(method="pie"), 1)
-        self.first_tokens()  # encodes the library
+        self.encode(self.prompt(self._library), "pie")
 
     def prompt(self, documents: Sequence[array[int]]) -> TokenizedPrompt:
         """System prompt, documents and a new question."""
@@ -55,7 +55,13 @@ class Documents(Drive):
         for one in documents:
             ranges.append((len(tokens), len(tokens) + len(one)))
             tokens += one
-        return TokenizedPrompt(tokens + self.text(self.shape.question), ranges, [f"{i}" for i in range(len(ranges))])
+        names = [f"{i}" for i in range(len(ranges))]
+        return TokenizedPrompt(tokens + self.text(self.shape.question), ranges, names, self._lead)
+
+    def encode(self, prompt: TokenizedPrompt, method: str) -> None:
+        """Compute the KV of a prompt's documents, as a method reads it."""
+        self.add(prompt.tokens, 1, plan_encoding(prompt, method).ask)
+        self.first_tokens()
 
     def order(self, count: int, draw: random.Random) -> list[array[int]]:
         """Documents of the library in an unused order, if there is one. Equal draws give equal orders."""
@@ -80,8 +86,7 @@ class Documents(Drive):
         """
         order = self.order(count, draw)
         # Other measurements may have evicted some.
-        self.ask(self.prompt(order), ReuseParams(method="pie"), 1)
-        self.first_tokens()
+        self.encode(self.prompt(order), "pie" if asked is None else asked.method)
         prompt = self.prompt([self.text(self.shape.length) for _ in order] if way == FULL else order)
         before = self.core.totals()
         self.ask(prompt, asked, 1)

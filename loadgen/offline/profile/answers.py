@@ -22,7 +22,8 @@ from runtime.asks import ReuseParams
 from runtime.config import Config
 from runtime.errors import ModelError
 from runtime.features.chunks.documents.plan import DocumentPlanner, plan_encoding
-from runtime.features.chunks.documents.table import MOST_LOST, MeasuredMethod, choose
+from runtime.features.chunks.documents.prompt import LEAD_ID
+from runtime.features.chunks.documents.table import MOST_LOST, MeasuredMethod, choose, lead_id
 from runtime.models.resolve import resolve_model
 from runtime.models.spec import DecoderSpec
 from runtime.models.tokenizer import Tokenizer
@@ -109,7 +110,7 @@ def identity_of(model: dict[str, Any], settings: AnswerSettings) -> dict[str, An
     """What an answer depends on, but for its way and its question's number: a run with more of either goes on."""
     digest = hashlib.sha256(settings.answers.read_bytes()).hexdigest()
     kept = settings.model_dump(exclude={"answers", "methods", "ratios", "samples"})
-    return {"model": model, "questions": digest, "settings": kept}
+    return {"model": model, "questions": digest, "settings": kept, "lead": LEAD_ID}
 
 
 def _values(found: Mapping[str, list[Figures]], name: str, figure: str) -> np.ndarray:
@@ -131,6 +132,7 @@ def _row(asked: ReuseParams, name: str, found: Mapping[str, list[Figures]]) -> d
     lost = [round(one, 4) for one in _lost(found, name)]
     return {
         **asked.model_dump(exclude_none=True),
+        "lead": lead_id(asked.method),
         "lost": lost[0],
         "lost_interval": lost[1:],
         "questions": len(found[name]),

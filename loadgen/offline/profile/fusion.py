@@ -19,6 +19,7 @@ from runtime.errors import ModelError
 from runtime.features.chunks.ask import ReuseParams
 from runtime.features.chunks.documents.plan import DocumentPlanner
 from runtime.features.chunks.documents.prompt import TokenizedPrompt, lead_of
+from runtime.features.chunks.documents.table import lead_id
 from runtime.models.resolve import resolve_model
 from runtime.models.spec import DecoderSpec
 from runtime.models.tokenizer import Tokenizer
@@ -114,6 +115,7 @@ def _row(asked: ReuseParams, kls: list[float], costs: list[float]) -> dict[str, 
     """A row of the table, in the form of `runtime.features.chunks.documents.table.MeasuredMethod`."""
     return {
         **asked.model_dump(exclude_none=True),
+        "lead": lead_id(asked.method),
         "kl": round(max(float(np.mean(kls)), 0), 5),
         "cost": round(float(np.mean(costs)), 4),
     }

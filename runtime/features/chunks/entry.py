@@ -1,4 +1,4 @@
-"""Entries: runs of tokens that are encoded alone, so that many requests can read the KV of their kept rows."""
+"""Entries: runs of tokens that are encoded apart, so that many requests can read the KV of their kept rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Entry:
 
     Attributes:
         sequence: its tokens, and the positions at which they are encoded.
-        is_kept: bool [n], false for placeholder rows ("holes"), which are encoded but not kept.
+        is_kept: bool [n], false for placeholder rows and those of a lead ("holes"), which are encoded but not kept.
         namespace: of the kept rows in the tree, equal for equal tokens, anchors and holes.
         num_kept: int32 [n], the number of kept rows up to and including each row.
         length, num_holes: total number of kept rows, and of the other rows.

@@ -171,7 +171,7 @@ def lay_out(
     page_size = model.page_size
     if ask.documents:
         prompt, positions = np.frombuffer(tokens, dtype=np.int32), np.arange(len(tokens))
-        places, end = _documents(prompt, ask, namespace, page_size), ask.documents[-1][1]
+        places, end = _documents(prompt, ask, namespace, model), ask.documents[-1][1]
     else:
         prompt, positions, places = _modules(tokens, ask, namespace, model)
         end = max((int(place.rows[-1]) + 1 for place in places), default=0)
@@ -185,16 +185,25 @@ def titles_of(ask: ChunksAsk) -> list[str]:
     return ask.names or [f"document {i + 1}" for i in range(len(ask.documents))]
 
 
-def _documents(prompt: np.ndarray, ask: ChunksAsk, namespace: Namespace, page_size: int) -> list[Place]:
-    """The places of chunks, and of the whole pages before the first document, which are an exact prefix."""
-    places, rows, lead = [], np.arange(len(prompt)), np.frombuffer(ask.lead, dtype=np.int32)
+def _documents(prompt: np.ndarray, ask: ChunksAsk, namespace: Namespace, model: ModelInfo) -> list[Place]:
+    """The places of chunks, and of the whole pages before the first document, which are an exact prefix.
+
+    With its lead, a chunk must fit into the context.
+    """
+    lead, page_size = np.frombuffer(ask.lead, dtype=np.int32), model.page_size
+    places, rows, chunk = [], np.arange(len(prompt)), min(ask.chunk_tokens, model.context_length - len(lead))
+    if chunk < ask.shortest:
+        raise InvalidRequest(
+            f"the model's context of {model.context_length} tokens is too short for method {ask.method!r}",
+            param="reuse.method",
+        )
     if prefix := ask.documents[0][0] // page_size * page_size:
         sequence, is_kept = Own(array("i", prompt[:prefix].tobytes())), np.ones(prefix, dtype=bool)
         entry = Entry("prefix", sequence, is_kept, namespace, page_size)
         places.append(Place(entry, rows[:prefix], rows[:prefix], is_chunk=False))
     for (start, stop), name in zip(ask.documents, titles_of(ask), strict=True):
-        for at in range(start, stop - ask.shortest + 1, ask.chunk_tokens):
-            until = min(at + ask.chunk_tokens, stop)
+        for at in range(start, stop - ask.shortest + 1, chunk):
+            until = min(at + chunk, stop)
             places.append(_moved(prompt, rows, at, until, name, namespace, page_size, lead, is_chunk=True))
     return places
 

@@ -59,6 +59,8 @@ class ChunkLease(PrefixLease):
         space: the tenant's namespace; `request.namespace` is the namespace of the request's own rows instead.
         entries: the entries of `layout`, each once, longest first, so that equal reads are neighbours.
         encodings: the entries that the request encodes itself, in order.
+        lead: scratch pages with the KV of the lead, which the first encoding behind it computes, and the others
+            read; None: no such encoding is left.
         computed: the entries that were missing when the request was first admitted.
         selected: int64 ascending, the rows of chunks that are computed again; None: not chosen yet.
         selected_for: number of leading prompt tokens for which the rows were chosen; less than all in a later turn.
@@ -75,6 +77,7 @@ class ChunkLease(PrefixLease):
         entries = {place.entry.namespace: place.entry for place in layout.places}
         self.entries = sorted(entries.values(), key=lambda entry: (-entry.length, entry.namespace))
         self.encodings: list[Encoding] = []
+        self.lead: Segment | None = None
         self.computed: list[Entry] = []
         self.selected: np.ndarray | None = None
         self.selected_for = self.num_chosen_for = 0
@@ -214,7 +217,8 @@ class ChunkLease(PrefixLease):
         request, cache, layout = self.request, self.cache, self.layout
         missing = [(e, self._start(e, match)) for e, match in self._pairs(found) if not self._all(e, match)]
         kept = sum(cache.pages_for(entry.length) - start // cache.page_size for entry, start in missing)
-        scratch = sum(cache.pages_for(entry.num_holes) for entry, _ in missing)
+        led = self._num_lead_pages if any(entry.num_holes for entry, _ in missing) else 0
+        scratch = led or sum(cache.pages_for(entry.num_holes) for entry, _ in missing)
         # Rows that read the result of a dense look repeat it, unless all of them are cached.
         misses = self._is_dense and found.own_tokens < self.num_chosen_for
         look = self.method.look if self.selected is None or misses else None
@@ -227,6 +231,8 @@ class ChunkLease(PrefixLease):
             return False
         fresh = cache.allocate(kept + scratch + looked + chosen, array("i"), request.owner, cached=kept)
         assert fresh is not None, "the room was counted above"
+        if led:
+            self.lead, fresh = Segment(fresh[:led], 0), fresh[led:]
         if is_first:
             request.cached_tokens += found.tokens - found.own_tokens
             self.computed = [entry for entry, _ in missing]
@@ -243,8 +249,16 @@ class ChunkLease(PrefixLease):
             self.held = [Segment(fresh[:looked], 0), Segment(fresh[looked:], 0)]
             self.preview = look(layout, request.sequence, fresh[:looked], self.strategy.executor)
             request.sequence.pending += self.preview.num_rows
-        request.read([*read, *self.held])
+        request.read([*read, *self.held, *self._led_by])
         return True
+
+    @property
+    def _num_lead_pages(self) -> int:
+        return self.cache.pages_for(len(self.layout.ask.lead) // TOKEN_BYTES)
+
+    @property
+    def _led_by(self) -> list[Segment]:
+        return [] if self.lead is None else [self.lead]
 
     def _place(self, entry: Entry, pages: array[int]) -> None:
         """Read a complete entry from its int32 page ids."""
@@ -274,11 +288,15 @@ class ChunkLease(PrefixLease):
         start = self._start(entry, match)
         before = match.pages[: start // self.cache.page_size]
         kept = self.cache.pages_for(entry.length) - len(before)
-        size = kept + self.cache.pages_for(entry.num_holes)
+        is_led = self.lead is not None and entry.num_holes > 0
+        size = kept if is_led else kept + self.cache.pages_for(entry.num_holes)
         held = [Segment(fresh[:size], 0)]
         if node is not None:
             held.append(Segment(before, 0, node=node))
-        one = Encoding(entry, start, before + fresh[:kept], fresh[kept:size], held)
+        scratch = self.lead.pages if is_led and self.lead is not None else fresh[kept:size]
+        if is_led and any(one.entry.num_holes for one in self.encodings):
+            start = entry.num_holes  # another encoding computes the lead
+        one = Encoding(entry, start, before + fresh[:kept], scratch, held)
         self.encodings.append(one)
         self.request.sequence.pending += one.left
         return fresh[size:]
@@ -298,7 +316,7 @@ class ChunkLease(PrefixLease):
     def work(self, limit: int) -> Work:
         """The request's share of the next step, which ends with the encodings, a look, or the rows that read it."""
         if self.encodings:
-            count = min(sum(one.left for one in self.encodings), limit)
+            count = min(sum(one.left for one in self._ready), limit)
             return Work(self.request, 0, count, count)
         if (look := self._looking) is not None:
             count = min(look.num_rows - look.done, limit)
@@ -307,9 +325,15 @@ class ChunkLease(PrefixLease):
             limit = min(limit, self.num_chosen_for - self.request.sequence.num_computed)
         return super().work(limit)
 
+    @property
+    def _ready(self) -> list[Encoding]:
+        """The encodings that may run: while one computes the lead, none of those that read it."""
+        leading = next((one for one in self.encodings if self.lead is not None and one.at < one.entry.num_holes), None)
+        return [one for one in self.encodings if leading in (None, one) or not one.entry.num_holes]
+
     def _parts(self, count: int) -> Iterator[tuple[Encoding, int]]:
         """The next `count` rows to encode, as rows of each encoding."""
-        for one in list(self.encodings):
+        for one in self._ready:
             if mine := min(one.left, count):
                 yield one, mine
                 count -= mine
@@ -370,12 +394,17 @@ class ChunkLease(PrefixLease):
         held = {segment for one in complete for segment in one.held}
         segments = [segment for segment in self.request.segments if segment not in held]
         self.request.read(segments + [self._insert(one) for one in complete])
+        if self.lead is not None and not any(one.entry.num_holes for one in self.encodings):
+            lead, self.lead = self.lead, None
+            self.request.read(segment for segment in self.request.segments if segment is not lead)
+            self.cache.allocator.release(lead.pages)
         self.strategy.counters[f"encoded_{self.layout.ask.kind}s"] += len(complete)
 
     def _insert(self, one: Encoding) -> Segment:
         """The segment of a complete entry. Its pages stay the request's own if its KV must not be stored."""
         cache, entry = self.cache, one.entry
-        cache.allocator.release(one.scratch)
+        if self.lead is None:
+            cache.allocator.release(one.scratch)
         node, pages = None, one.pages
         if cache.enabled and self.request.message.store:
             meta = self._meta(entry)
@@ -411,7 +440,7 @@ class ChunkLease(PrefixLease):
 
     def release(self, keep: bool) -> None:
         super().release(keep)
-        self.encodings, self.preview, self.held = [], None, []
+        self.encodings, self.preview, self.held, self.lead = [], None, [], None
 
     def distrust(self) -> None:
         """Also forget the rows that bad numbers may have chosen."""

@@ -61,4 +61,5 @@ def _add_repair(found: DocumentsReport | ModulesReport, lease: ChunkLease) -> No
     found.chosen_before = 0 < lease.selected_for < len(lease.layout.prompt)
     found.recomputed_rows, found.row_layers = len(chosen), lease.request.row_layers
     if isinstance(lease.method, Scored) and not len(chosen):
-        found.note = f"{ask.method} computed no row again: this is the answer of pie"
+        read = "documents are read as they were encoded" if ask.lead else "this is the answer of pie"
+        found.note = f"{ask.method} computed no row again: {read}"

@@ -26,9 +26,9 @@ from runtime.reuse.prefix import PrefixStrategy
 class ChunkReuse(PrefixStrategy[ChunksAsk]):
     """Looks entries up by their content. The first request that needs a missing entry encodes it.
 
-    An entry is encoded alone, with causal attention among its own rows. Modules are encoded at the positions that their
-    schema fixes; chunks of documents from position 0 on, and read with a shift. The KV of placeholder rows goes to
-    scratch pages. The kept rows fill whole pages, so readers need no mask.
+    An entry is encoded alone, or behind a lead, with causal attention among its own rows. Modules are encoded at the
+    positions that their schema fixes; chunks of documents from position 0 on, and read with a shift. The KV of
+    placeholder rows and of the lead goes to scratch pages. The kept rows fill whole pages, so readers need no mask.
 
     A request's own and repaired rows are cached as in `PrefixStrategy`, in a namespace that depends on what they read.
     The request's segments are the cached prefix of these rows, if any, and its entries.
@@ -75,8 +75,9 @@ class ChunkReuse(PrefixStrategy[ChunksAsk]):
             InvalidRequest: if the request needs more pages than the pool has.
         """
         request, pool, pages_for = lease.request, self.cache.pool, self.cache.pages_for
-        entries = sum(pages_for(entry.length) + pages_for(entry.num_holes) for entry in lease.entries)
-        pages = entries + sum(lease.look_pages)
+        holes = [pages_for(entry.num_holes) for entry in lease.entries]
+        scratch = max(holes, default=0) if lease.layout.ask.lead else sum(holes)  # all encodings share the lead's pages
+        pages = sum(pages_for(entry.length) for entry in lease.entries) + scratch + sum(lease.look_pages)
         if request.sampler.params.max_new_tokens is None:
             in_context = request.prompt_len + self._model.context_length - 1 - int(lease.layout.positions[-1])
             in_pool = (pool.num_pages - pages) * pool.page_size

@@ -44,6 +44,8 @@ def main() -> None:
     """Check one grammar per line of JSON on standard input. Ends with standard input, even during a check."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
+    import runtime.features.grammars.grammar  # noqa: F401  (llguidance takes a while, which is no grammar's)
+
     print(flush=True)
     for line in sys.stdin.buffer:
         threading.Thread(target=_answer, args=(line,), daemon=True).start()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
 
 from runtime.features.images.states import Key, States
-from runtime.turns import Piece, Turns
+from runtime.turns import Turns
 
 
 class Tile(NamedTuple):
@@ -33,15 +34,15 @@ class Job:
     def __init__(self, account: str, tiles: Iterable[Tile], states: States, turns: Turns):
         self._account, self._left, self._states, self._turns = account, deque(tiles), states, turns
         self.found: dict[Key, torch.Tensor] = {}
-        self.error: BaseException | None = None
+        self.error: Exception | None = None
         self.is_done = self.is_over = False
         self._queue()
 
     def _queue(self) -> None:
         self._turns.submit(self._account, self._take).add_done_callback(self._ended)
 
-    def _ended(self, piece: Piece[None]) -> None:
-        if not piece.cancelled() and (error := piece.exception()) is not None:  # it could not be started
+    def _ended(self, piece: Future[None]) -> None:
+        if not piece.cancelled() and isinstance(error := piece.exception(), Exception):  # it could not be started
             self.error, self.is_done = error, True
 
     def _take(self) -> None:

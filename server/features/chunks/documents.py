@@ -29,9 +29,9 @@ class ChunkedKv(Scoped):
 
     chunk_tokens: Annotated[int, Field(ge=16, le=4096, description="`chunk_tokens` of these requests")] = 512
     method: Annotated[
-        DocumentMethod,
-        Field(description="`method` of these requests: `passages` has KV of its own, all others share"),
-    ] = "pie"
+        DocumentMethod | None,
+        Field(description="`method` of these requests, at first `--reuse`: `passages` has KV of its own, others share"),
+    ] = None
 
 
 @dataclass(kw_only=True)
@@ -41,16 +41,21 @@ class StoredDocument(Stored):
     Attributes:
         document: title, text and tokens.
         alone: a prompt that consists of the document.
+        method: of the requests that will read it, where these do not say.
     """
 
     document: Document
     alone: TokenizedPrompt
+    method: str = ""
+
+    def is_for(self, kv: ChunkedKv, default: str) -> None:
+        self.method = kv.method or self.method or default
 
     def is_reused(self, kv: ChunkedKv) -> bool:
         return self.num_tokens >= shortest(kv.chunk_tokens)
 
     def encoding(self, kv: ChunkedKv) -> DocumentPrompt:
-        return plan_encoding(self.alone, kv.method, kv.chunk_tokens)
+        return plan_encoding(self.alone, kv.method or self.method, kv.chunk_tokens)
 
     def describe(self, now_s: float, live: Container[str]) -> dict[str, Any]:
         own = {"id": self.id, "object": "document", "title": self.document.title or None, "tokens": self.num_tokens}

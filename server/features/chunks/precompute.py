@@ -54,6 +54,7 @@ async def add_object(
     read = partial(body.read, engine.tokenizer, engine.info.context_length)
     new = await while_there(request, engine.in_turn(tenant.account, len(getattr(body, store.source)), read))
     stored, is_new = store.put(tenant.account, new, body.ttl_s)
+    stored.is_for(body, engine.config.cache.reuse)
     make, characters = partial(stored.encoding, body), stored.num_tokens * 4
     encoding = body.submission(
         make, SamplingParams(max_new_tokens=0), tenant, service.context, num_characters=characters

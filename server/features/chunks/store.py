@@ -35,6 +35,9 @@ class Stored(ABC):
         left = None if self.expires_s is None else max(round(self.expires_s - now_s, 1), 0.0)
         return {"pins": [pin for pin in self.pins if pin in live], "expires_in_s": left}
 
+    def is_for(self, kv: Any, default: str) -> None:  # noqa: B027  (schemas have nothing to note)
+        """Note the options of the requests that will read the object; `default`: the server's `--reuse`."""
+
     def is_reused(self, kv: Any) -> bool:
         """Whether requests with the options of `kv` reuse the object's KV, so that it is worth computing."""
         return True

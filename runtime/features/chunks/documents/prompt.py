@@ -7,6 +7,7 @@ import json
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from runtime.errors import InvalidRequest
@@ -24,6 +25,8 @@ _LEAD = (
     "melted in a simple furnace. Mixed with tin it gives bronze, which is much harder, so that swords and bells were "
     "made of it.\n"
 )
+# Names the lead in tables of measurements.
+LEAD_ID = hashlib.sha256(_LEAD.encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,7 @@ class Segments(UnplacedPrompt):
         return TokenizedPrompt(tokens, ranges, names, lead_of(tokenizer) if documents else array("i"))
 
 
+@lru_cache(maxsize=4)
 def lead_of(tokenizer: Tokenizer) -> array[int]:
     """The lead of all documents, int32; see `ChunksAsk.lead`."""
     return array("i", tokenizer.encode(_LEAD, add_special_tokens=False))

@@ -7,7 +7,8 @@ from typing import Self
 from pydantic import Field, ValidationError, model_validator
 
 from runtime.errors import ModelError
-from runtime.features.chunks.ask import DocumentMethod, ReuseParams
+from runtime.features.chunks.ask import LED, DocumentMethod, ReuseParams
+from runtime.features.chunks.documents.prompt import LEAD_ID
 from runtime.models.config_json import Unsupported, read_json
 from runtime.models.spec import DecoderSpec
 
@@ -24,6 +25,7 @@ class MeasuredMethod(ReuseParams):
     """A method with its options, and the results of its measurement."""
 
     method: DocumentMethod
+    lead: str | None = Field(None, description="behind which lead documents were encoded; null: alone")
     kl: float | None = Field(None, ge=0, description="mean KL to full prefill over answer tokens, in nats")
     lost: float | None = Field(None, ge=-1, le=1, description="full prefill's share of right answers minus its own")
     lost_interval: tuple[float, float] | None = Field(None, description="95 % interval of `lost`")
@@ -63,6 +65,11 @@ class MeasuredMethod(ReuseParams):
         return self.lost is not None and self.lost <= MOST_LOST and not self.lacking
 
 
+def lead_id(method: str) -> str | None:
+    """See `MeasuredMethod.lead`."""
+    return LEAD_ID if method in LED else None
+
+
 def read_table(directory: Path) -> list[MeasuredMethod] | None:
     """The table in the model's directory, else the published table for this model; None if there is no table.
 
@@ -89,7 +96,8 @@ def _read(value: dict[str, object], path: Path) -> list[MeasuredMethod]:
     rows = value.get("measured")
     try:
         if isinstance(rows, list) and rows:
-            return [MeasuredMethod.model_validate(row) for row in rows]
+            found = [MeasuredMethod.model_validate(row) for row in rows]
+            return [one for one in found if one.lead == lead_id(one.method)]  # the rest measured another encoding
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"]))

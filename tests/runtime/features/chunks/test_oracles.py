@@ -131,6 +131,30 @@ def test_documents_behind_a_lead(ids_dir, count):
     world.check()
 
 
+def test_documents_share_the_pages_and_the_rows_of_their_lead(ids_dir):
+    """In a pool that has no room for a lead of each."""
+    draw = random.Random(1)
+    one = around(draw, method="passages", lead=tuple(draw_tokens(draw, 60)))
+    world = World(Fusion(ids_dir), page_size=4, step_tokens=50, pool_tokens=360)
+    rows = []
+    run = world.core.executor.run
+    world.core.executor.run = lambda batch: rows.append(len(batch.tokens)) or run(batch)
+    world.one("a", one, logprobs=0)
+    world.check()
+    chunks, looked, decoded = sum(map(len, one.chunks)), len(one.prompt) - 123, NEW
+    computed = looked + world.report("a")["recomputed_rows"]
+    assert sum(rows) <= len(one.lead) + chunks + looked + computed + decoded + 19, "and the system prompt's pages"
+
+
+def test_a_document_behind_a_lead_fits_into_the_context(ids_dir):
+    draw = random.Random(2)
+    lead, prompt = tuple(draw_tokens(draw, 60)), tuple(draw_tokens(draw, 150))
+    world = World(Fusion(ids_dir), context_length=170)
+    world.one("a", Ask(prompt, ((0, 140),), "passages", 0.3, chunk_tokens=512, lead=lead))
+    assert len(world.tokens["a"]) == NEW
+    assert world.report("a")["computed_documents"] == ["document 0"]
+
+
 @torch.inference_mode()
 def test_stored_keys_are_not_touched(ids_dir):
     """A document is read where it lies: nobody moves its keys in memory, nor writes over its rows."""

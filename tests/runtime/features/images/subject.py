@@ -18,11 +18,19 @@ from runtime.features.images.decoder import Order, decode
 from runtime.features.images.part import ImagesPart
 from runtime.features.images.rules import Rules, load_rules, tokens_of
 from runtime.features.images.tower import values_of
+from runtime.turns import Piece
 from tests.runtime.features.chunks.plain import draw_tokens
 from tests.runtime.features.images.seeing import KINDS, file_of, picture, save_seeing
 from tests.runtime.reuse.contract.subject import NEW, Subject, World
 
 _PICTURES = 5
+
+
+def _at_once(account: str, work: Callable[[], None]) -> Piece[None]:
+    piece = Piece(account, work)
+    work()
+    piece.set_result(None)
+    return piece
 
 
 class Tile(NamedTuple):
@@ -73,7 +81,7 @@ class Images(Subject):
 
     def core(self, **options: Any) -> EngineCore:
         core = super().core(**options)
-        core.part(ImagesPart)._turns.submit = lambda account, work: work()  # the number of steps depends on no thread
+        core.part(ImagesPart)._turns.submit = _at_once  # the number of steps depends on no thread
         return core
 
     def draw(self, draw: random.Random) -> Prompt:

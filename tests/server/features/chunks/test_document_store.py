@@ -26,6 +26,16 @@ def test_a_stored_document_has_the_tokens_that_prompts_read(stored):
     assert (shown["id"], shown["title"], shown["pins"]) == (one.id, "Numbers", ["two"])
 
 
+def test_a_document_is_encoded_as_it_was_stored_or_as_the_server_reads(stored):
+    one = stored("one two three four " * 12)
+    led = []
+    for named, default in ((None, "passages"), (None, "auto"), ("pie", "passages"), (None, "passages")):
+        kv = ChunkedKv(method=named)
+        one.is_for(kv, default)
+        led.append([bool(one.encoding(asked).ask.lead) for asked in (kv, ChunkedKv(), ChunkedKv(method="passages"))])
+    assert led == [[True, True, True], [True, True, True], [False, False, True], [False, False, True]]
+
+
 def test_a_document_fits_into_the_context(stored):
     most = stored("a" + " b" * 62)
     assert most.num_tokens == 63

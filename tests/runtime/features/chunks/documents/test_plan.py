@@ -20,7 +20,7 @@ from runtime.features.chunks.ask import (
 )
 from runtime.features.chunks.documents import table
 from runtime.features.chunks.documents.plan import DocumentPlanner, plan_encoding
-from runtime.features.chunks.documents.prompt import TokenizedPrompt
+from runtime.features.chunks.documents.prompt import LEAD_ID, TokenizedPrompt
 from runtime.features.chunks.documents.table import MeasuredMethod, choose, read_table
 from runtime.features.chunks.schemas.compile import ModulePrompt
 from runtime.models.spec import DecoderSpec
@@ -208,6 +208,13 @@ def write(directory: Path, identity: dict, rows: object = ROWS) -> None:
 def directory(tiny_dir, tmp_path) -> Path:
     (tmp_path / "config.json").write_text((tiny_dir / "config.json").read_text())
     return tmp_path
+
+
+def test_what_was_measured_of_another_encoding_does_not_count(directory, tiny_dir):
+    row = {"method": "passages", "lost": 0.0, "lost_interval": [0, 0], "questions": 200, "cost": 0.3}
+    rows = [row, row | {"lead": "of old"}, row | {"lead": LEAD_ID, "cost": 0.4}, ROWS[0]]
+    write(directory, DecoderSpec.load(tiny_dir).identity, rows)
+    assert [(one.method, one.cost) for one in read_table(directory)] == [("passages", 0.4), ("pie", ROWS[0]["cost"])]
 
 
 @pytest.mark.parametrize(("max_kl", "method"), [(1, "pie"), (0.5, "pie"), (0.2, "a3"), (0.05, "legolink"), (0, None)])
