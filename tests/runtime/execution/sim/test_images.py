@@ -6,6 +6,7 @@ from runtime.features.images.client import Images
 from runtime.features.images.part import ImagesPart
 from tests.runtime.execution.sim.engines import Engine
 from tests.runtime.features.images.seeing import file_of, picture, save_seeing, sight_of
+from tests.runtime.features.images.subject import at_once
 
 STEPS = 4
 # Heads that FlashInfer has kernels for.
@@ -30,7 +31,7 @@ def model(request, default_model_dir, tmp_path):
 def test_steady_decode(model, device):
     path, tokens, asked = model
     engine = Engine(device, path)
-    engine.core.part(ImagesPart)._turns.submit = lambda account, work: work()  # no other thread is simulated
+    engine.core.part(ImagesPart)._turns.submit = at_once  # no other thread is simulated
     engine.send("sees", tokens, {"max_new_tokens": 60}, images=asked)
     engine.begin_decode([tokens[:9]])
     events = engine.watch_steps(STEPS)

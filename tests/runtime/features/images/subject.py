@@ -26,7 +26,7 @@ from tests.runtime.reuse.contract.subject import NEW, Subject, World
 _PICTURES = 5
 
 
-def _at_once(account: str, work: Callable[[], None]) -> Piece[None]:
+def at_once(account: str, work: Callable[[], None]) -> Piece[None]:
     piece = Piece(account, work)
     work()
     piece.set_result(None)
@@ -81,7 +81,7 @@ class Images(Subject):
 
     def core(self, **options: Any) -> EngineCore:
         core = super().core(**options)
-        core.part(ImagesPart)._turns.submit = _at_once  # the number of steps depends on no thread
+        core.part(ImagesPart)._turns.submit = at_once  # the number of steps depends on no thread
         return core
 
     def draw(self, draw: random.Random) -> Prompt:
