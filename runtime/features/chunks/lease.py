@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -217,8 +217,7 @@ class ChunkLease(PrefixLease):
         request, cache, layout = self.request, self.cache, self.layout
         missing = [(e, self._start(e, match)) for e, match in self._pairs(found) if not self._all(e, match)]
         kept = sum(cache.pages_for(entry.length) - start // cache.page_size for entry, start in missing)
-        led = self._num_lead_pages if any(entry.num_holes for entry, _ in missing) else 0
-        scratch = led or sum(cache.pages_for(entry.num_holes) for entry, _ in missing)
+        scratch = self.scratch_pages(entry for entry, _ in missing)
         # Rows that read the result of a dense look repeat it, unless all of them are cached.
         misses = self._is_dense and found.own_tokens < self.num_chosen_for
         look = self.method.look if self.selected is None or misses else None
@@ -231,8 +230,8 @@ class ChunkLease(PrefixLease):
             return False
         fresh = cache.allocate(kept + scratch + looked + chosen, array("i"), request.owner, cached=kept)
         assert fresh is not None, "the room was counted above"
-        if led:
-            self.lead, fresh = Segment(fresh[:led], 0), fresh[led:]
+        if layout.ask.lead and scratch:
+            self.lead, fresh = Segment(fresh[:scratch], 0), fresh[scratch:]
         if is_first:
             request.cached_tokens += found.tokens - found.own_tokens
             self.computed = [entry for entry, _ in missing]
@@ -249,16 +248,15 @@ class ChunkLease(PrefixLease):
             self.held = [Segment(fresh[:looked], 0), Segment(fresh[looked:], 0)]
             self.preview = look(layout, request.sequence, fresh[:looked], self.strategy.executor)
             request.sequence.pending += self.preview.num_rows
-        request.read([*read, *self.held, *self._led_by])
+        if self.lead is not None:
+            read.append(self.lead)
+        request.read([*read, *self.held])
         return True
 
-    @property
-    def _num_lead_pages(self) -> int:
-        return self.cache.pages_for(len(self.layout.ask.lead) // TOKEN_BYTES)
-
-    @property
-    def _led_by(self) -> list[Segment]:
-        return [] if self.lead is None else [self.lead]
+    def scratch_pages(self, entries: Iterable[Entry]) -> int:
+        """Number of pages for the holes of entries that are encoded; documents share those of their lead."""
+        holes = [self.cache.pages_for(entry.num_holes) for entry in entries]
+        return max(holes, default=0) if self.layout.ask.lead else sum(holes)
 
     def _place(self, entry: Entry, pages: array[int]) -> None:
         """Read a complete entry from its int32 page ids."""

@@ -75,9 +75,8 @@ class ChunkReuse(PrefixStrategy[ChunksAsk]):
             InvalidRequest: if the request needs more pages than the pool has.
         """
         request, pool, pages_for = lease.request, self.cache.pool, self.cache.pages_for
-        holes = [pages_for(entry.num_holes) for entry in lease.entries]
-        scratch = max(holes, default=0) if lease.layout.ask.lead else sum(holes)  # all encodings share the lead's pages
-        pages = sum(pages_for(entry.length) for entry in lease.entries) + scratch + sum(lease.look_pages)
+        entries = sum(pages_for(entry.length) for entry in lease.entries) + lease.scratch_pages(lease.entries)
+        pages = entries + sum(lease.look_pages)
         if request.sampler.params.max_new_tokens is None:
             in_context = request.prompt_len + self._model.context_length - 1 - int(lease.layout.positions[-1])
             in_pool = (pool.num_pages - pages) * pool.page_size
