@@ -310,8 +310,6 @@ class AsyncEngine:
             preparer.erase(account)
         self._stop_preparing(account)
         self._running().inputs.replay.erase(account)
-        if self.sight is not None:
-            self.sight.erase(account)
         return await self.call(EraseTenant(account))
 
     async def pin(self, prefix: Submission, name: str | None, ttl_s: float | None) -> dict[str, Any]:

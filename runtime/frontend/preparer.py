@@ -61,6 +61,8 @@ class Preparer:
 
     def erase(self, account: str) -> None:
         """Forget what is kept of an account."""
+        if self.sight is not None:
+            self.sight.erase(account)
 
     def close(self) -> None:
         """End threads and processes."""
