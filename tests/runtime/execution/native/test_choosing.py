@@ -160,11 +160,12 @@ def test_log_probabilities(choosing, vocab, top):
     tokens, index = torch.tensor([0, vocab // 2, 0, vocab - 1]), [5, 1, 2, 3]
     chosen, ids, values = choosing.measure(rows, index, tokens, top)
     wanted = rows.double().log_softmax(-1)[index]
-    # Torch for ARM is off by 1.1e-6.
-    assert chosen.tolist() == pytest.approx(wanted.gather(1, tokens[:, None])[:, 0].tolist(), rel=2e-6, abs=1e-5)
+    # Torch for ARM sums the weights of a large vocabulary in float32, one after another: it is off by some 1e-5.
+    near = {"rtol": 2e-6, "atol": 5e-5 if isinstance(choosing, TorchChoosing) else 1e-5}
+    assert torch.allclose(chosen.double(), wanted.gather(1, tokens[:, None])[:, 0], **near)
     assert ids.shape == values.shape == (4, min(top, vocab))
     order = rows[index].sort(descending=True, stable=True).indices[:, :top]
-    assert torch.allclose(values.double(), wanted.gather(1, order), rtol=1e-6, atol=1e-5)
+    assert torch.allclose(values.double(), wanted.gather(1, order), **near)
     if isinstance(choosing, TorchChoosing):  # whose order of equal tokens is any
         assert torch.equal(rows[index].gather(1, ids), rows[index].gather(1, order))
     else:
