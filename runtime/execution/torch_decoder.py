@@ -94,7 +94,7 @@ class TorchDecoder:
         self.norm = weights.pop("model.norm.weight").to(device)
         self.rope = RotaryEmbedding(spec.rope, spec.head_dim, device)
         self.near_rope = RotaryEmbedding(spec.near_rope or spec.rope, spec.head_dim, device)
-        scale = torch.tensor(spec.hidden_size**0.5 if spec.gemma else 1.0, dtype=self.embedding.dtype)
+        scale = torch.tensor(spec.embedding_scale, dtype=self.embedding.dtype)
         self.embedding_scale = float(scale)
         if spec.rope.rotated and spec.latent is None:
             _order_pairs(weights, spec)
@@ -130,7 +130,7 @@ class TorchDecoder:
         """
         prepared = backend.prepare_step([group.attention for group in batch.groups])
         hidden = F.embedding(self._upload(batch.tokens), self.embedding)
-        if self.spec.gemma:
+        if self.embedding_scale != 1:
             hidden *= self.embedding_scale
         positions = self._upload(batch.positions if batch.axes is None else batch.axes)
         logits_rows = self._upload(batch.logits_rows)
@@ -212,16 +212,15 @@ class TorchDecoder:
             add(adapted, index, "gate_up", gate_up, normed)
             is_last = index + 1 == layers.stop
             following = layer.input_norm if is_last else self.layers[index + 1].input_norm
+            inner = (ops.gelu_and_mul if self.spec.activation == "gelu" else ops.silu_and_mul)(gate_up)
+            if layer.shared_gate is not None:
+                inner *= F.linear(normed, layer.shared_gate).sigmoid()
             if layer.down_norm is None:
-                inner = ops.silu_and_mul(gate_up)
-                if layer.shared_gate is not None:
-                    inner *= F.linear(normed, layer.shared_gate).sigmoid()
                 add(adapted, index, "down", x, inner)
                 if is_last:
                     return ops.add_linear(x, inner, layer.down, layer.down_bias)
                 x, normed = ops.add_linear_norm(x, inner, layer.down, layer.down_bias, following, eps)
             else:
-                inner = ops.gelu_and_mul(gate_up)
                 out = F.linear(inner, layer.down, layer.down_bias)
                 add(adapted, index, "down", out, inner)
                 x = x + ops.rms_norm(out, layer.down_norm, eps)
@@ -269,7 +268,7 @@ def _take_layer(weights: dict[str, torch.Tensor], index: int, model: TorchDecode
         experts, mlp = _take_experts(weights, prefix, spec.experts, model), "mlp.shared_experts."
     mixer, output = _take_mixer(taken, spec, model.ops, index)
     before_mlp, behind_attention = "post_attention_layernorm.weight", None
-    if spec.gemma:
+    if spec.norms_outputs:
         before_mlp, behind_attention = "pre_feedforward_layernorm.weight", taken.one(before_mlp)
     return Layer(
         input_norm=taken.must("input_layernorm.weight"),

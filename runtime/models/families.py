@@ -15,7 +15,15 @@ class _Names(NamedTuple):
     tied: bool = False
 
 
-_CAUSAL = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3", "GptOss")
+_CAUSAL = {
+    "LlamaForCausalLM": "Llama",
+    "MistralForCausalLM": "Mistral",
+    "Qwen2ForCausalLM": "Qwen2",
+    "Qwen3ForCausalLM": "Qwen3",
+    "Qwen3MoeForCausalLM": "Qwen3",
+    "Gemma3ForCausalLM": "Gemma3",
+    "GptOssForCausalLM": "GptOss",
+}
 # Rows also see later rows.
 BIDIRECTIONAL = {
     "LLaDAModelLM": "Llama",
@@ -32,7 +40,7 @@ HYBRIDS = {
     "Qwen3_5ForCausalLM": "Qwen3_5",
     "Qwen3NextForCausalLM": "Qwen3Next",
 }
-LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+LATENT = {"DeepseekV2ForCausalLM": "Deepseek", "DeepseekV3ForCausalLM": "Deepseek"}
 # Experts replace the MLP in some layers.
 WITH_EXPERTS = (
     "GptOssForCausalLM",
@@ -53,10 +61,10 @@ SEEING = {
     "Qwen3VLForConditionalGeneration": _Names("model.language_model."),
     "Qwen3_5ForConditionalGeneration": _Names("model.language_model."),
 }
-SUPPORTED = (*(f"{family}ForCausalLM" for family in _CAUSAL), *LATENT, *HYBRIDS, *BIDIRECTIONAL, *SEEING)
+_DECODERS = _CAUSAL | LATENT | HYBRIDS | BIDIRECTIONAL
+SUPPORTED = (*_DECODERS, *SEEING)
 
 
 def family_of(architecture: str) -> str:
-    """The family of a decoder's architecture."""
-    family = BIDIRECTIONAL.get(architecture) or HYBRIDS.get(architecture)
-    return family or architecture.removesuffix("ForCausalLM").removesuffix("Moe")
+    """The family of a decoder's architecture, whose keys and layers it has."""
+    return _DECODERS[architecture]

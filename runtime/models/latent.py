@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.models.config_json import Unsupported, positive_size
-from runtime.models.families import LATENT
 
 # transformers gives the norms of latents this epsilon, whatever the configuration says.
 LATENT_EPS = 1e-6
@@ -73,7 +72,7 @@ def latent_spec(config: dict[str, Any], architecture: str) -> LatentSpec:
         rotated=rotated,
         value=value,
         scale=(plain + rotated) ** -0.5 * _temperature(config.get("rope_parameters") or config.get("rope_scaling")),
-        interleaved=architecture == LATENT[0] or bool(config.get("rope_interleave", True)),
+        interleaved=architecture == "DeepseekV2ForCausalLM" or bool(config.get("rope_interleave", True)),
     )
 
 

@@ -17,7 +17,7 @@ def split_spec(spec: DecoderSpec, size: int) -> DecoderSpec:
 
     Raises ModelError for experts, Gemma, recurrent layers, latent attention, and shapes that do not divide.
     """
-    is_whole = spec.experts is not None or spec.gemma or bool(spec.recurrent) or spec.latent is not None
+    is_whole = spec.experts is not None or spec.norms_outputs or bool(spec.recurrent) or spec.latent is not None
     if is_whole and size > 1:
         raise ModelError(f"--tensor-parallel is {size}; the layers of {spec.architecture} are served by one rank")
     sizes = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from runtime.errors import ModelError
 from runtime.models.config_json import (
@@ -108,8 +108,9 @@ class DecoderSpec(ModelSpec):
         fused_qkv: whether the checkpoint has q, k and v in one tensor.
         experts: experts that replace the MLP in some layers.
         centered: whether norms multiply by 1 + weight.
-        gemma: whether layers follow Gemma 3: norms also follow attention and MLP, embeddings are scaled, and the gate
-            is a GELU.
+        activation: of the MLP's gate; `gelu`: with the tanh approximation.
+        norms_outputs: whether norms also follow attention and MLP, as in Gemma 3.
+        embedding_scale: factor on embeddings.
         near_rope: rotary embedding of layers with a window; None: the same as `rope`.
         query_scale: factor on queries, in addition to head_dim ** -0.5.
         sinks: whether each head has an attention sink, as in gpt-oss.
@@ -131,7 +132,9 @@ class DecoderSpec(ModelSpec):
     fused_qkv: bool = False
     experts: ExpertSpec | None = None
     centered: bool = False
-    gemma: bool = False
+    activation: Literal["silu", "gelu"] = "silu"
+    norms_outputs: bool = False
+    embedding_scale: float = 1.0
     near_rope: RopeSpec | None = None
     query_scale: float = 1.0
     sinks: bool = False
@@ -195,7 +198,7 @@ class DecoderSpec(ModelSpec):
         hidden = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
         norms = ["input_layernorm", "post_attention_layernorm"]
-        if self.gemma:
+        if self.norms_outputs:
             norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
         attention, mlp = self._attention_tensors(), self._mlp_tensors()
         for i in range(self.num_layers):
@@ -268,17 +271,14 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> DecoderS
     architecture = architecture_of(config)
     _refuse_unsupported(config, architecture)
     config, family = _translated(config, architecture), family_of(architecture)
-    is_llada2 = architecture == "LLaDA2MoeModelLM"
-    is_gemma, is_gpt_oss, query_scale = family == "Gemma3", family == "GptOss", 1.0
-    attention_bias = bool(config.get("attention_bias", False))
+    is_gemma, attention_bias = family == "Gemma3", bool(config.get("attention_bias", False))
     heads, hidden = positive_size(config, "num_attention_heads"), positive_size(config, "hidden_size")
     latent, recurrence = _latent(config, architecture), _recurrence(config, architecture)
     head_dim = positive_size(config, "head_dim", hidden // heads) if latent is None else latent.row
     if is_gemma:
         rope, near_rope = read_gemma_ropes(config)
-        query_scale = (head_dim / config.get("query_pre_attn_scalar", 256)) ** 0.5
     else:
-        rope, near_rope = _rope(config, named, head_dim, is_llada2 or family in _QWEN_HYBRIDS, latent), None
+        rope, near_rope = _rope(config, named, head_dim, latent), None
     experts, windows = _experts(config, architecture), _windows(config, family)
     sees, block = _sees(config, architecture)
     others = [one for one in (experts, near_rope, windows, recurrence, latent, rope.axes) if one]
@@ -303,14 +303,16 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> DecoderS
         rope=rope,
         fingerprint=repr((rope, *others)) if others else repr(rope),
         windows=windows,
-        fused_qkv=is_llada2,
+        fused_qkv=architecture == "LLaDA2MoeModelLM",
         experts=experts,
         sees=sees,
         centered=is_gemma or family in _QWEN_HYBRIDS,
-        gemma=is_gemma,
+        activation="gelu" if is_gemma else "silu",
+        norms_outputs=is_gemma,
+        embedding_scale=hidden**0.5 if is_gemma else 1.0,
         near_rope=near_rope,
-        query_scale=query_scale,
-        sinks=is_gpt_oss,
+        query_scale=(head_dim / config.get("query_pre_attn_scalar", 256)) ** 0.5 if is_gemma else 1.0,
+        sinks=family == "GptOss",
         recurrence=recurrence,
         states=() if recurrence is None else recurrence.states * len(recurrence.layers),
         gated=family in _QWEN_HYBRIDS,
@@ -334,8 +336,10 @@ def _translated(config: dict[str, Any], architecture: str) -> dict[str, Any]:
     return {**_GPT_OSS, **config} if architecture == "GptOssForCausalLM" else config
 
 
-def _rope(config: dict[str, Any], named: str, head_dim: int, is_partial: bool, latent: LatentSpec | None) -> RopeSpec:
+def _rope(config: dict[str, Any], named: str, head_dim: int, latent: LatentSpec | None) -> RopeSpec:
     """`named`: the model's architecture, of which the configuration may be the decoder's."""
+    decoder = architecture_of(config)
+    is_partial = decoder == "LLaDA2MoeModelLM" or family_of(decoder) in _QWEN_HYBRIDS
     rope = read_rope(config, head_dim if is_partial else None)
     rope = rope if latent is None else replace(rope, rotated=latent.rotated)
     if named not in SEEING:

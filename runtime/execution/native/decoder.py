@@ -180,7 +180,7 @@ class NativeDecoder:
             num_layers=spec.num_layers,
             eps=spec.rms_norm_eps,
             embedding_scale=model.embedding_scale,
-            gate=c.GELU if spec.gemma else c.SILU,
+            gate=c.GELU if spec.activation == "gelu" else c.SILU,
             shape=c.Shape(
                 heads=spec.num_heads,
                 kv_heads=spec.num_kv_heads,
