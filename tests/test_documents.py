@@ -43,6 +43,17 @@ def test_files_that_are_named_exist(path):
         assert (path.parent / name).exists() or (ROOT / name).exists(), name
 
 
+@pytest.mark.parametrize(
+    "path", [path for path in DOCUMENTS if path.parent != ROOT], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_a_room_that_lists_modules_lists_all(path):
+    """A README whose table has two or more of its folder's modules; `feature.py` is the same in each feature."""
+    rows = "\n".join(line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("|"))
+    modules = {one.name for one in path.parent.glob("*.py")} - {"__init__.py", "__main__.py", "feature.py"}
+    listed = {name for name in modules if f"`{name}`" in rows}
+    assert len(listed) < 2 or listed == modules
+
+
 def test_every_make_command_is_a_target():
     rules = re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     targets = {target for rule in rules for target in rule.split()}
