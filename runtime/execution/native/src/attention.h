@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <numeric>
 
 #include "few_rows.h"
 
@@ -57,26 +58,30 @@ class Attention {
     // `gives_pairs`: whether results are rounded to bfloat16 pairs for the next product.
     explicit Attention(const Shape& shape, bool gives_pairs = false)
         : shape_(shape), gives_pairs_(gives_pairs), group_(shape.heads / shape.kv_heads),
-          wide_(round_up(shape.dim, kPanel)) {}
+          wide_(round_up(shape.dim, kPanel)), most_rows_(std::max<int64_t>(kFoldedRows / group_, 1)) {}
 
     // Cut the plan. One thread calls this before all threads call `run`.
     void plan(const Span* spans, const Edge* edges, int64_t num_edges, int64_t num_rows, int threads) {
-        spans_ = spans, edges_ = edges, num_rows_ = num_rows;
-        pieces_.clear();
-        slot_.clear();
-        const int64_t most_rows = std::max<int64_t>(kFoldedRows / group_, 1);
+        spans_ = spans, edges_ = edges, num_edges_ = num_edges, num_rows_ = num_rows;
+        pieces_.clear(), links_.clear(), slot_.clear();
+        find_chains(threads);
         // The cost of a piece is measured in keys x tiles of rows.
         int64_t work = 0;
         row_parts_.assign(num_rows + 1, 0);
-        for_each_rows(num_edges, most_rows, [&](const Edge& edge, int64_t from, int64_t rows, int64_t, int64_t keys) {
+        for_each_rows([&](const Edge& edge, int64_t from, int64_t rows, int64_t, int64_t keys) {
             work += keys * tiles(rows) * shape_.kv_heads;
             for (int64_t i = from; i < from + rows; ++i) ++row_parts_[edge.rows[i] + 1];
         });
         std::vector<bool> has_one_edge(num_rows);
         for (int64_t row = 0; row < num_rows; ++row) has_one_edge[row] = row_parts_[row + 1] == 1;
         row_parts_.assign(num_rows + 1, 0);
+        for (const Chain& chain : chains_) {
+            add_chain(chain);
+            for (int64_t row = chain.first; row < chain.last; ++row) row_parts_[row + 1] = 1;
+        }
+        for (const Piece& piece : pieces_) work += piece.cost;
         const int64_t share = work / (threads * kPiecesPerThread) + 1;
-        auto cut = [&](const Edge& edge, int64_t from, int64_t rows, int64_t low, int64_t keys) {
+        for_each_rows([&](const Edge& edge, int64_t from, int64_t rows, int64_t low, int64_t keys) {
             const bool few = reads_in_place(edge, from, rows);
             // A piece smaller than a section writes a partial result for each block, which is expensive for many rows.
             const bool fine = few || share / tiles(rows) < kSection / 4;
@@ -88,22 +93,21 @@ class Attention {
             for (int64_t i = from; i < from + rows; ++i) whole = whole && has_one_edge[edge.rows[i]];
             for (int64_t begin = low, end; begin < high; begin = end) {
                 end = end_of(begin);
+                const int64_t link = int64_t(links_.size()), cost = (end - begin) * tiles(rows);
+                links_.push_back({&edge, from, rows, 0, begin, end});
                 for (int64_t head = 0; head < shape_.kv_heads; ++head) {
-                    pieces_.push_back({&edge, from, rows, head, begin, end, few, whole, int64_t(slot_.size())});
+                    pieces_.push_back({link, link + 1, edge.rows + from, rows, head, few, whole, int64_t(slot_.size()), cost});
                 }
                 int64_t parts = 0;
-                each_part(pieces_.back(), [&](int64_t, int64_t) { ++parts; });
+                each_part(links_[link], whole, [&](int64_t, int64_t) { ++parts; });
                 for (int64_t i = from; i < from + rows; ++i) {
                     slot_.push_back(row_parts_[edge.rows[i] + 1]);
                     row_parts_[edge.rows[i] + 1] += whole ? 1 : parts;
                 }
             }
-        };
-        for_each_rows(num_edges, most_rows, cut);
-        // Largest pieces first, so that all threads finish at about the same time.
-        std::stable_sort(pieces_.begin(), pieces_.end(), [this](const Piece& a, const Piece& b) {
-            return (a.end - a.begin) * tiles(a.rows) > (b.end - b.begin) * tiles(b.rows);
         });
+        // Largest pieces first, so that all threads finish at about the same time.
+        std::stable_sort(pieces_.begin(), pieces_.end(), [](const Piece& a, const Piece& b) { return a.cost > b.cost; });
         merges_ = false;
         for (int64_t row = 0; row < num_rows; ++row) {
             merges_ |= row_parts_[row + 1] != 1;
@@ -113,10 +117,12 @@ class Attention {
         partials_.reserve(row_parts_[num_rows] * shape_.heads * partial_size());
         begins_section_.resize(row_parts_[num_rows]);
         for (const Piece& piece : pieces_) {
+            if (piece.whole) continue;
+            const Link& link = links_[piece.first];
             int64_t part = 0;
-            each_part(piece, [&](int64_t begin, int64_t) {
-                for (int64_t i = 0; i < piece.rows && !piece.whole; ++i) {
-                    begins_section_[partial(piece, i) + part] = (place(*piece.edge) + begin) % kSection == 0;
+            each_part(link, false, [&](int64_t begin, int64_t) {
+                for (int64_t i = 0; i < piece.rows; ++i) {
+                    begins_section_[partial(piece, i) + part] = (place(*link.edge) + begin) % kSection == 0;
                 }
                 ++part;
             });
@@ -179,20 +185,36 @@ class Attention {
   private:
     static constexpr int64_t kSection = 16 * kKeys;
     static constexpr int64_t kFoldedRows = 192;     // of a piece: enough to repay packing a block
+    static constexpr int64_t kLeastFoldedRows = 48;  // of a chain's piece
     static constexpr int64_t kLeastKeys = 256;      // of a piece: fewer would not repay its partial result
     static constexpr int64_t kPiecesPerThread = 6;
     static constexpr int kFewRows = 4;         // most folded rows computed together over keys read in place
     static constexpr int64_t kMostKeys = 4 * kKeys;  // most keys in a block
     static constexpr int64_t kScoreStride = kMostKeys + 16;
 
-    struct Piece {
+    // Rows [first, last) of the plan that see several spans, one after the other. All edges of a chain have successive
+    // rows, so any run of its rows is a run of rows of each of them.
+    struct Chain {
+        int64_t first, last;
+    };
+
+    // Some rows of an edge, and some keys of its span.
+    struct Link {
         const Edge* edge;
         int64_t from, rows;  // within the edge
-        int64_t head;        // kv head
+        int64_t at;          // of the piece's rows, the first of these
         int64_t begin, end;  // keys
+    };
+
+    struct Piece {
+        int64_t first, last;  // its links: several of a chain, else one
+        const int32_t* ids;   // [rows], its rows in the plan
+        int64_t rows;
+        int64_t head;        // kv head
         bool few;            // whether it has few rows, so that keys are read in place
         bool whole;          // whether its rows have no other piece for this head
-        int64_t first_slot;  // index into slot_ of row `from`
+        int64_t first_slot;  // index into slot_ of its first row
+        int64_t cost;
 
         // Keys of a block: many repay the search for the largest scores, but they must stay in the cache.
         int64_t block(bool pairs) const { return few || pairs ? kMostKeys : kKeys; }
@@ -202,7 +224,7 @@ class Attention {
     int64_t partial_size() const { return kLanes + shape_.dim + 1; }
     // Index of the first partial result of a row of a piece.
     int64_t partial(const Piece& piece, int64_t row) const {
-        return row_parts_[piece.edge->rows[piece.from + row]] + slot_[piece.first_slot + row];
+        return row_parts_[piece.ids[row]] + slot_[piece.first_slot + row];
     }
     // The offset of a span's row 0 from the beginning of its section.
     int64_t place(const Edge& edge) const {
@@ -210,13 +232,13 @@ class Attention {
         return position % kKeys == 0 ? position % kSection : 0;
     }
 
-    // Call visit(begin, end) for the ranges of keys of a piece that are summed separately: whole sections, or single
+    // Call visit(begin, end) for the ranges of keys of a link that are summed separately: whole sections, or single
     // blocks if another piece may have the beginning of the section.
     template <class Visit>
-    void each_part(const Piece& piece, const Visit& visit) const {
-        for (int64_t begin = piece.begin, end; begin < piece.end; begin = end) {
-            const int64_t into = (place(*piece.edge) + begin) % kSection;
-            end = std::min(piece.end, begin + (into == 0 || piece.whole ? kSection - into : kKeys));
+    void each_part(const Link& link, bool whole, const Visit& visit) const {
+        for (int64_t begin = link.begin, end; begin < link.end; begin = end) {
+            const int64_t into = (place(*link.edge) + begin) % kSection;
+            end = std::min(link.end, begin + (into == 0 || whole ? kSection - into : kKeys));
             visit(begin, end);
         }
     }
@@ -272,17 +294,102 @@ class Attention {
         return {*least, *most};
     }
 
-    // Call visit(edge, first row, number of rows, first key, number of keys) for runs of rows that see any key.
+    // Call visit(edge, first row, number of rows, first key, number of keys) for runs of rows that see any key, but for
+    // rows of chains.
     template <class Visit>
-    void for_each_rows(int64_t num_edges, int64_t most_rows, const Visit& visit) const {
-        for (int64_t e = 0; e < num_edges; ++e) {
+    void for_each_rows(const Visit& visit) const {
+        for (int64_t e = 0; e < num_edges_; ++e) {
             const Edge& edge = edges_[e];
-            for (int64_t from = 0; from < edge.num_rows; from += most_rows) {
-                const int64_t rows = std::min(most_rows, edge.num_rows - from);
-                const int64_t low = hidden(edge, from, from + rows).first / kKeys * kKeys;
-                const int64_t keys = limits(edge, from, from + rows).second - low;
-                if (keys > 0) visit(edge, from, rows, low, keys);
+            for (int64_t from = 0, to; from < edge.num_rows; from = to) {
+                const bool chained = is_chained(edge.rows[from]);
+                for (to = from + 1; to < edge.num_rows && is_chained(edge.rows[to]) == chained; ++to) {
+                    if (!chained && to - from == most_rows_) break;
+                }
+                if (!chained) visit_keys(edge, from, to - from, visit);
             }
+        }
+    }
+
+    // Call visit(edge, from, rows, first key, number of keys) if these rows see any key.
+    template <class Visit>
+    void visit_keys(const Edge& edge, int64_t from, int64_t rows, const Visit& visit) const {
+        const int64_t low = hidden(edge, from, from + rows).first / kKeys * kKeys;
+        const int64_t keys = limits(edge, from, from + rows).second - low;
+        if (keys > 0) visit(edge, from, rows, low, keys);
+    }
+
+    bool is_chained(int32_t row) const { return !chains_.empty() && chained_[row]; }
+
+    // Find the chains: rows that several edges with successive rows read together. A chain is not cut along the keys, so
+    // it must have rows for all threads.
+    void find_chains(int threads) {
+        chains_.clear();
+        std::vector<int64_t> edges_of(num_rows_ + 1);  // number of edges of a row
+        std::vector<bool> ends(num_rows_ + 1), loose(num_rows_ + 1);
+        for (int64_t e = 0; e < num_edges_; ++e) {
+            const Edge& edge = edges_[e];
+            const bool adjacent = are_adjacent(edge);
+            for (int64_t i = 0; i < edge.num_rows; ++i) {
+                ++edges_of[edge.rows[i]];
+                if (!adjacent) loose[edge.rows[i]] = true;
+            }
+            if (adjacent && edge.num_rows > 0) ends[edge.rows[0] + edge.num_rows] = true;
+        }
+        int64_t chained = 0, most = 1;
+        for (int64_t row = 0, next; row < num_rows_; row = next) {
+            int64_t several = edges_of[row] > 1;
+            for (next = row + 1; next < num_rows_ && !ends[next] && loose[next] == loose[row]; ++next) {
+                several += edges_of[next] > 1;
+            }
+            if (loose[row] || several == 0 || (next - row) * group_ <= 2 * kFewRows) continue;
+            chains_.push_back({row, next});
+            chained += next - row;
+        }
+        if (chains_.empty()) return;
+        const int64_t share = chained * shape_.kv_heads / (threads * kPiecesPerThread);
+        most = std::clamp<int64_t>(share, std::max<int64_t>(kLeastFoldedRows / group_, 1), most_rows_);
+        int64_t pieces = 0;
+        std::vector<Chain> runs;
+        for (const Chain& chain : chains_) {
+            const int64_t rows = chain.last - chain.first, parts = (rows + most - 1) / most;
+            for (int64_t i = 0; i < parts; ++i) {
+                runs.push_back({chain.first + i * rows / parts, chain.first + (i + 1) * rows / parts});
+            }
+            pieces += parts * shape_.kv_heads;
+        }
+        chains_.clear();
+        if (pieces < 2 * threads) return;
+        chains_ = std::move(runs);
+        chained_.assign(num_rows_, false);
+        for (const Chain& chain : chains_) std::fill(chained_.begin() + chain.first, chained_.begin() + chain.last, true);
+        every_row_.resize(num_rows_);
+        std::iota(every_row_.begin(), every_row_.end(), 0);
+    }
+
+    static bool are_adjacent(const Edge& edge) {
+        for (int64_t i = 1; i < edge.num_rows; ++i) {
+            if (edge.rows[i] != edge.rows[0] + i) return false;
+        }
+        return true;
+    }
+
+    // Add the pieces of a chain: one for each kv head, with a link for each edge.
+    void add_chain(const Chain& chain) {
+        const int64_t first = int64_t(links_.size()), rows = chain.last - chain.first;
+        int64_t cost = 0;
+        for (int64_t e = 0; e < num_edges_; ++e) {
+            const Edge& edge = edges_[e];
+            if (edge.num_rows == 0) continue;
+            const int64_t start = edge.rows[0], from = std::max(chain.first, start);
+            const int64_t to = std::min(chain.last, start + edge.num_rows);
+            if (from >= to || !are_adjacent(edge)) continue;
+            visit_keys(edge, from - start, to - from, [&](const Edge&, int64_t, int64_t, int64_t low, int64_t keys) {
+                links_.push_back({&edge, from - start, to - from, from - chain.first, low, low + keys});
+                cost += keys * tiles(to - from);
+            });
+        }
+        for (int64_t head = 0; head < shape_.kv_heads; ++head) {
+            pieces_.push_back({first, int64_t(links_.size()), every_row_.data() + chain.first, rows, head, false, true, 0, cost});
         }
     }
 
@@ -297,85 +404,105 @@ class Attention {
     template <class T>
     void attend(const Piece& piece, const Piece* after, const LayerKV& kv, const float* q, int64_t ldq, float* out,
                 int64_t ldo, Scratch& s) {
-        const Edge& edge = *piece.edge;
-        const int64_t dim = shape_.dim, folded = piece.rows * group_, size = partial_size();
+        const int64_t folded = piece.rows * group_, size = partial_size();
+        float* all = s.all.reserve(folded * size);
+        std::fill_n(all, folded * size, 0.0f);
+        for (int64_t f = 0; f < folded; ++f) all[(f + 1) * size - 1] = kMinusInfinity;
+        for (int64_t i = piece.first; i < piece.last; ++i) attend_link<T>(piece, i, after, kv, q, ldq, s);
+        for (int64_t f = 0; f < folded; ++f) {
+            const int64_t row = piece.ids[f / group_];
+            if (is_merged(row)) continue;
+            finish(all + f * size, kv, head_of(piece, f), out + row * ldo);
+        }
+    }
+
+    // Whether a row's result comes from several pieces.
+    bool is_merged(int64_t row) const { return row_parts_[row + 1] - row_parts_[row] != 1; }
+
+    int64_t head_of(const Piece& piece, int64_t f) const { return piece.head * group_ + f % group_; }
+
+    // Add a link's attention to the results of its rows.
+    template <class T>
+    void attend_link(const Piece& piece, int64_t index, const Piece* after, const LayerKV& kv, const float* q,
+                     int64_t ldq, Scratch& s) {
+        const Link& link = links_[index];
+        const Edge& edge = *link.edge;
+        const int64_t dim = shape_.dim, folded = link.rows * group_, size = partial_size();
         float* queries = s.q.reserve(folded * wide_);
         s.out.reserve(folded * wide_), s.top.reserve(folded), s.sum.reserve(folded * kLanes);
         // Scores are scaled by log2(e), so that weights are powers of two.
         const float factor = kLog2E / std::sqrt(float(dim));
-        auto head_of = [&](int64_t f) { return piece.head * group_ + f % group_; };
         for (int64_t f = 0; f < folded; ++f) {
-            int64_t row = edge.rows[piece.from + f / group_];
-            load_query<T>(q + row * ldq + head_of(f) * dim, spans_[edge.span].turn, factor, queries + f * wide_);
+            const float* from = q + edge.rows[link.from + f / group_] * ldq + head_of(piece, f) * dim;
+            load_query<T>(from, spans_[edge.span].turn, factor, queries + f * wide_);
         }
         if (piece.few && !kPairs<T>) split<T>(queries, folded * wide_);
-        float* all = s.all.reserve(folded * size);
+        float* all = s.all.data() + link.at * group_ * size;
         int64_t part = 0;
-        each_part(piece, [&](int64_t begin, int64_t end) {
-            attend_part<T>(piece, after, kv, begin, end, s);
+        each_part(link, piece.whole, [&](int64_t begin, int64_t end) {
+            attend_part<T>(piece, index, after, kv, begin, end, s);
             for (int64_t f = 0; f < folded; ++f) {
-                const int64_t row = edge.rows[piece.from + f / group_];
                 float* values = s.out.data() + f * wide_;
                 if (piece.few && !kPairs<T>) join<T>(values, wide_);
                 const float *base = s.top.data() + f, *sums = s.sum.data() + f * kLanes;
-                if (row_parts_[row + 1] - row_parts_[row] != 1) {
-                    const int64_t slot = (partial(piece, f / group_) + part) * shape_.heads + head_of(f);
+                if (is_merged(piece.ids[link.at + f / group_])) {
+                    const int64_t slot = (partial(piece, f / group_) + part) * shape_.heads + head_of(piece, f);
                     set_part(partials_.data() + slot * size, base, sums, values);
-                } else if (begin == piece.begin) {
-                    set_part(all + f * size, base, sums, values);
                 } else {
                     add_part(all + f * size, base, sums, values);
                 }
             }
             ++part;
         });
-        for (int64_t f = 0; f < folded; ++f) {
-            const int64_t row = edge.rows[piece.from + f / group_];
-            if (row_parts_[row + 1] - row_parts_[row] == 1) finish(all + f * size, kv, head_of(f), out + row * ldo);
-        }
     }
 
-    // Attention of a piece to its keys [begin, end), block by block.
+    // Attention of a link to its keys [begin, end), block by block.
     template <class T>
-    void attend_part(const Piece& piece, const Piece* after, const LayerKV& kv, int64_t begin, int64_t end,
-                     Scratch& s) {
-        const int64_t folded = piece.rows * group_;
+    void attend_part(const Piece& piece, int64_t index, const Piece* after, const LayerKV& kv, int64_t begin,
+                     int64_t end, Scratch& s) {
+        const Link& link = links_[index];
+        const int64_t folded = link.rows * group_;
         std::fill_n(s.out.data(), folded * wide_, 0.0f);
         std::fill_n(s.sum.data(), folded * kLanes, 0.0f);
         std::fill_n(s.top.data(), folded, kMinusInfinity);
         for (int64_t next; begin < end; begin = next) {
             next = std::min(begin + piece.block(kPairs<T>), end);
-            if (next < piece.end) {
-                s.upcoming = upcoming(piece, kv, next);
+            if (next < link.end) {
+                s.upcoming = upcoming(piece, link, kv, next);
+            } else if (index + 1 < piece.last) {
+                s.upcoming = upcoming(piece, links_[index + 1], kv, links_[index + 1].begin);
+            } else if (after != nullptr) {
+                s.upcoming = upcoming(*after, links_[after->first], kv, links_[after->first].begin);
             } else {
-                s.upcoming = after == nullptr ? Upcoming() : upcoming(*after, kv, after->begin);
+                s.upcoming = Upcoming();
             }
             if (piece.few) {
-                attend_in_place<T>(piece, kv, begin, next - begin, s);
+                attend_in_place<T>(piece, link, kv, begin, next - begin, s);
             } else {
-                attend_block<T>(piece, kv, begin, next - begin, s);
+                attend_block<T>(piece, link, kv, begin, next - begin, s);
             }
             s.upcoming.fetch_rest();
         }
     }
 
-    // What to prefetch: the block of keys and values that begins at `begin`, for the piece's head.
-    Upcoming upcoming(const Piece& piece, const LayerKV& kv, int64_t begin) const {
+    // What to prefetch: the block of keys and values of a link that begins at `begin`, for the piece's head.
+    Upcoming upcoming(const Piece& piece, const Link& link, const LayerKV& kv, int64_t begin) const {
         const int64_t bytes = shape_.dim * (shape_.is_bf16 ? 2 : 4);
-        const int64_t end = std::min(begin + piece.block(kMultipliesPairs && shape_.is_bf16), piece.end);
-        return Upcoming(spans_[piece.edge->span].pages, shape_.page_size, begin, end,
+        const int64_t end = std::min(begin + piece.block(kMultipliesPairs && shape_.is_bf16), link.end);
+        return Upcoming(spans_[link.edge->span].pages, shape_.page_size, begin, end,
                         static_cast<const char*>(kv.k) + piece.head * bytes,
                         static_cast<const char*>(kv.v) + piece.head * bytes, shape_.kv_heads * bytes, bytes);
     }
 
     // Attention of few rows to a block of keys, read in place.
     template <class T>
-    void attend_in_place(const Piece& piece, const LayerKV& kv, int64_t begin, int64_t count, Scratch& s) {
+    void attend_in_place(const Piece& piece, const Link& link, const LayerKV& kv, int64_t begin, int64_t count,
+                         Scratch& s) {
         const int64_t bytes = shape_.dim * int64_t(sizeof(T)), stride = shape_.kv_heads * bytes;
-        const int64_t padded = round_up(count, kPanel), folded = piece.rows * group_;
+        const int64_t padded = round_up(count, kPanel), folded = link.rows * group_;
         int64_t* offsets = s.offsets.reserve(kMostKeys + kPanel);
         int64_t i = 0;
-        each_slot(spans_[piece.edge->span], begin, begin + count, [&](int64_t slot) { offsets[i++] = slot * stride; });
+        each_slot(spans_[link.edge->span], begin, begin + count, [&](int64_t slot) { offsets[i++] = slot * stride; });
         for (; i < padded; ++i) offsets[i] = offsets[count - 1];
         s.scores.reserve(kFewRows * (kMostKeys + kPanel));
         const char* k = static_cast<const char*>(kv.k) + piece.head * bytes;
@@ -401,9 +528,10 @@ class Attention {
 
     // Attention of many rows to a block of keys, which is packed first.
     template <class T>
-    void attend_block(const Piece& piece, const LayerKV& kv, int64_t begin, int64_t count, Scratch& s) {
-        const Span& span = spans_[piece.edge->span];
-        const int64_t folded = piece.rows * group_, num_tiles = tiles(piece.rows);
+    void attend_block(const Piece& piece, const Link& link, const LayerKV& kv, int64_t begin, int64_t count,
+                      Scratch& s) {
+        const Span& span = spans_[link.edge->span];
+        const int64_t folded = link.rows * group_, num_tiles = tiles(link.rows);
         static constexpr auto table = tiles_of<kPairs<T>>(std::make_integer_sequence<int, kMaxRows>());
         constexpr int64_t kTogether = kPairs<T> ? 2 : 1;
         s.keys.reserve(kMostKeys * wide_), s.values.reserve(kMostKeys * wide_);
@@ -415,7 +543,7 @@ class Attention {
         s.fetches = kKeys / (num_tiles * (kKeys + wide_) / kPanel) + 1;
         for (int64_t t = 0; t < num_tiles; ++t) {
             const int64_t from = t * folded / num_tiles, to = (t + 1) * folded / num_tiles;
-            const Seen seen = see(piece, span, from, to, begin, count, s);
+            const Seen seen = see(link, span, from, to, begin, count, s);
             if (seen.begin < seen.end) table[to - from - 1](*this, from, seen, s);
         }
     }
@@ -524,10 +652,10 @@ class Attention {
         int64_t biased;
     };
 
-    Seen see(const Piece& piece, const Span& span, int64_t from, int64_t to, int64_t begin, int64_t count,
+    Seen see(const Link& link, const Span& span, int64_t from, int64_t to, int64_t begin, int64_t count,
              Scratch& s) const {
-        const Edge& edge = *piece.edge;
-        const int64_t first = piece.from + from / group_, last = piece.from + (to - 1) / group_;
+        const Edge& edge = *link.edge;
+        const int64_t first = link.from + from / group_, last = link.from + (to - 1) / group_;
         const auto [least, most] = limits(edge, first, last + 1);
         const auto [low, high] = hidden(edge, first, last + 1);
         Seen seen = {std::max<int64_t>(low - begin, 0) / kKeys * kKeys, std::min(most - begin, count), nullptr, 0};
@@ -538,9 +666,9 @@ class Attention {
         seen.bias = out;
         const int64_t padded = round_up(seen.end, kPanel);
         for (int64_t f = from; f < to; ++f, out += kMostKeys) {
-            const int64_t keys = edge.visible == nullptr ? span.length : edge.visible[piece.from + f / group_];
+            const int64_t keys = edge.visible == nullptr ? span.length : edge.visible[link.from + f / group_];
             const int64_t end = std::clamp<int64_t>(keys - begin, 0, count);
-            const int64_t skip = edge.hidden == nullptr ? 0 : edge.hidden[piece.from + f / group_] - begin;
+            const int64_t skip = edge.hidden == nullptr ? 0 : edge.hidden[link.from + f / group_] - begin;
             for (int64_t i = seen.biased; i < padded; ++i) out[i] = i < end && i >= skip ? 0 : kMinusInfinity;
             if (span.keep != nullptr) {
                 for (int64_t i = seen.biased; i < end; ++i) out[i] = span.keep[begin + i] ? out[i] : kMinusInfinity;
@@ -664,10 +792,15 @@ class Attention {
     const bool gives_pairs_;
     const int64_t group_;
     const int64_t wide_;  // dim, rounded up to whole panels
+    const int64_t most_rows_;  // of a piece
     const Span* spans_ = nullptr;
     const Edge* edges_ = nullptr;
-    int64_t num_rows_ = 0;
+    int64_t num_edges_ = 0, num_rows_ = 0;
     bool merges_ = false;
+    std::vector<Chain> chains_;
+    std::vector<bool> chained_;       // [num_rows], if there are chains
+    std::vector<int32_t> every_row_;  // 0 to num_rows - 1, if there are chains
+    std::vector<Link> links_;
     std::vector<Piece> pieces_;
     std::vector<int64_t> slot_;       // by row of a piece: its first partial result, counted from the row's first
     std::vector<int64_t> row_parts_;  // [num_rows + 1], index of each row's first partial result
