@@ -256,8 +256,13 @@ class Attention {
         if (highest == kMinusInfinity) return;
         const float mine = power_of_two(top - highest), other = power_of_two(*base - highest);
         top = highest;
-        for (int i = 0; i < kLanes; ++i) to[i] = to[i] * mine + sums[i] * other;
-        for (int64_t d = 0; d < shape_.dim; ++d) to[kLanes + d] = to[kLanes + d] * mine + values[d] * other;
+        // Both factors are powers of two, so only the additions round.
+        const Vec m = set1(mine), o = set1(other);
+        store(to, fma(load(sums), o, mul(load(to), m)));
+        to += kLanes;
+        each_lanes(shape_.dim, [&](int64_t d, auto n) {
+            store_lanes(to + d, fma(load_lanes(values + d, n), o, mul(load_lanes(to + d, n), m)), n);
+        });
     }
     void add_part(float* to, const float* part) const {
         add_part(to, part + kLanes + shape_.dim, part, part + kLanes);
@@ -409,50 +414,92 @@ class Attention {
         std::fill_n(all, folded * size, 0.0f);
         for (int64_t f = 0; f < folded; ++f) all[(f + 1) * size - 1] = kMinusInfinity;
         for (int64_t i = piece.first; i < piece.last; ++i) attend_link<T>(piece, i, after, kv, q, ldq, s);
-        for (int64_t f = 0; f < folded; ++f) {
-            const int64_t row = piece.ids[f / group_];
-            if (is_merged(row)) continue;
-            finish(all + f * size, kv, head_of(piece, f), out + row * ldo);
-        }
+        each_folded(piece, 0, folded, [&](int64_t row, int64_t head) {
+            if (!is_merged(piece.ids[row])) finish(all, kv, head, out + piece.ids[row] * ldo);
+            all += size;
+        });
     }
 
     // Whether a row's result comes from several pieces.
     bool is_merged(int64_t row) const { return row_parts_[row + 1] - row_parts_[row] != 1; }
-
-    int64_t head_of(const Piece& piece, int64_t f) const { return piece.head * group_ + f % group_; }
 
     // Add a link's attention to the results of its rows.
     template <class T>
     void attend_link(const Piece& piece, int64_t index, const Piece* after, const LayerKV& kv, const float* q,
                      int64_t ldq, Scratch& s) {
         const Link& link = links_[index];
-        const Edge& edge = *link.edge;
-        const int64_t dim = shape_.dim, folded = link.rows * group_, size = partial_size();
-        float* queries = s.q.reserve(folded * wide_);
-        s.out.reserve(folded * wide_), s.top.reserve(folded), s.sum.reserve(folded * kLanes);
-        // Scores are scaled by log2(e), so that weights are powers of two.
-        const float factor = kLog2E / std::sqrt(float(dim));
-        for (int64_t f = 0; f < folded; ++f) {
-            const float* from = q + edge.rows[link.from + f / group_] * ldq + head_of(piece, f) * dim;
-            load_query<T>(from, spans_[edge.span].turn, factor, queries + f * wide_);
+        const int64_t folded = link.rows * group_;
+        if (!piece.few && link.end - link.begin <= piece.block(kPairs<T>)) {
+            return attend_short<T>(piece, index, after, kv, q, ldq, s);
         }
-        if (piece.few && !kPairs<T>) split<T>(queries, folded * wide_);
-        float* all = s.all.data() + link.at * group_ * size;
+        load_queries<T>(piece, link, 0, folded, q, ldq, s);
+        if (piece.few && !kPairs<T>) split<T>(s.q.data(), folded * wide_);
         int64_t part = 0;
         each_part(link, piece.whole, [&](int64_t begin, int64_t end) {
             attend_part<T>(piece, index, after, kv, begin, end, s);
-            for (int64_t f = 0; f < folded; ++f) {
-                float* values = s.out.data() + f * wide_;
-                if (piece.few && !kPairs<T>) join<T>(values, wide_);
-                const float *base = s.top.data() + f, *sums = s.sum.data() + f * kLanes;
-                if (is_merged(piece.ids[link.at + f / group_])) {
-                    const int64_t slot = (partial(piece, f / group_) + part) * shape_.heads + head_of(piece, f);
-                    set_part(partials_.data() + slot * size, base, sums, values);
-                } else {
-                    add_part(all + f * size, base, sums, values);
-                }
+            if (piece.few && !kPairs<T>) join<T>(s.out.data(), folded * wide_);
+            add_result(piece, link, 0, folded, part++, s);
+        });
+    }
+
+    // The same for a link of one block: tile by tile, so that what a tile reads and writes stays in the first-level cache.
+    template <class T>
+    void attend_short(const Piece& piece, int64_t index, const Piece* after, const LayerKV& kv, const float* q,
+                      int64_t ldq, Scratch& s) {
+        const Link& link = links_[index];
+        s.upcoming = upcoming(piece, index, after, kv, link.end);
+        prepare<T>(piece, link, kv, link.begin, link.end - link.begin, s);
+        each_tile(link, [&](int64_t from, int64_t to) {
+            load_queries<T>(piece, link, from, to, q, ldq, s);
+            clear_sums(to - from, s);
+            attend_keys<T>(link, 0, from, to, link.begin, link.end - link.begin, s);
+            add_result(piece, link, from, to, 0, s);
+        });
+        s.upcoming.fetch_rest();
+    }
+
+    // Call visit(row of the link, head) for folded rows [from, to) of a link.
+    template <class Visit>
+    [[gnu::always_inline]] void each_folded(const Piece& piece, int64_t from, int64_t to, const Visit& visit) const {
+        // A division for each would take as long as a few keys.
+        for (int64_t row = from / group_, head = from % group_; from < to; ++from) {
+            visit(row, piece.head * group_ + head);
+            if (++head == group_) head = 0, ++row;
+        }
+    }
+
+    // Load the queries of folded rows [from, to) of a link.
+    template <class T>
+    void load_queries(const Piece& piece, const Link& link, int64_t from, int64_t to, const float* q, int64_t ldq,
+                      Scratch& s) {
+        float* queries = s.q.reserve((to - from) * wide_);
+        // Scores are scaled by log2(e), so that weights are powers of two.
+        const float factor = kLog2E / std::sqrt(float(shape_.dim)), *turn = spans_[link.edge->span].turn;
+        const int32_t* ids = piece.ids + link.at;
+        each_folded(piece, from, to, [&](int64_t row, int64_t head) {
+            load_query<T>(q + ids[row] * ldq + head * shape_.dim, turn, factor, queries);
+            queries += wide_;
+        });
+    }
+
+    void clear_sums(int64_t folded, Scratch& s) {
+        std::fill_n(s.out.reserve(folded * wide_), folded * wide_, 0.0f);
+        std::fill_n(s.sum.reserve(folded * kLanes), folded * kLanes, 0.0f);
+        std::fill_n(s.top.reserve(folded), folded, kMinusInfinity);
+    }
+
+    // Add what the scratch buffers have of folded rows [from, to) of a link, its part number `part`, to their results.
+    void add_result(const Piece& piece, const Link& link, int64_t from, int64_t to, int64_t part, Scratch& s) {
+        const int64_t size = partial_size();
+        const float *base = s.top.data(), *sums = s.sum.data(), *values = s.out.data();
+        float* all = s.all.data() + (link.at * group_ + from) * size;
+        each_folded(piece, from, to, [&](int64_t row, int64_t head) {
+            if (!piece.whole && is_merged(piece.ids[link.at + row])) {
+                set_part(partials_.data() + ((partial(piece, row) + part) * shape_.heads + head) * size, base, sums, values);
+            } else {
+                add_part(all, base, sums, values);
             }
-            ++part;
+            ++base, sums += kLanes, values += wide_, all += size;
         });
     }
 
@@ -461,31 +508,28 @@ class Attention {
     void attend_part(const Piece& piece, int64_t index, const Piece* after, const LayerKV& kv, int64_t begin,
                      int64_t end, Scratch& s) {
         const Link& link = links_[index];
-        const int64_t folded = link.rows * group_;
-        std::fill_n(s.out.data(), folded * wide_, 0.0f);
-        std::fill_n(s.sum.data(), folded * kLanes, 0.0f);
-        std::fill_n(s.top.data(), folded, kMinusInfinity);
+        clear_sums(link.rows * group_, s);
         for (int64_t next; begin < end; begin = next) {
             next = std::min(begin + piece.block(kPairs<T>), end);
-            if (next < link.end) {
-                s.upcoming = upcoming(piece, link, kv, next);
-            } else if (index + 1 < piece.last) {
-                s.upcoming = upcoming(piece, links_[index + 1], kv, links_[index + 1].begin);
-            } else if (after != nullptr) {
-                s.upcoming = upcoming(*after, links_[after->first], kv, links_[after->first].begin);
-            } else {
-                s.upcoming = Upcoming();
-            }
+            s.upcoming = upcoming(piece, index, after, kv, next);
             if (piece.few) {
                 attend_in_place<T>(piece, link, kv, begin, next - begin, s);
             } else {
-                attend_block<T>(piece, link, kv, begin, next - begin, s);
+                prepare<T>(piece, link, kv, begin, next - begin, s);
+                each_tile(link, [&](int64_t from, int64_t to) {
+                    attend_keys<T>(link, from, from, to, begin, next - begin, s);
+                });
             }
             s.upcoming.fetch_rest();
         }
     }
 
-    // What to prefetch: the block of keys and values of a link that begins at `begin`, for the piece's head.
+    // What to prefetch: the block of keys and values that begins at `begin`, or the first one of the next link.
+    Upcoming upcoming(const Piece& piece, int64_t index, const Piece* after, const LayerKV& kv, int64_t begin) const {
+        if (begin < links_[index].end) return upcoming(piece, links_[index], kv, begin);
+        if (++index < piece.last) return upcoming(piece, links_[index], kv, links_[index].begin);
+        return after == nullptr ? Upcoming() : upcoming(*after, links_[after->first], kv, links_[after->first].begin);
+    }
     Upcoming upcoming(const Piece& piece, const Link& link, const LayerKV& kv, int64_t begin) const {
         const int64_t bytes = shape_.dim * (shape_.is_bf16 ? 2 : 4);
         const int64_t end = std::min(begin + piece.block(kMultipliesPairs && shape_.is_bf16), link.end);
@@ -526,41 +570,47 @@ class Attention {
                          s.upcoming);
     }
 
-    // Attention of many rows to a block of keys, which is packed first.
+    // Pack a block of keys and values for many rows.
     template <class T>
-    void attend_block(const Piece& piece, const Link& link, const LayerKV& kv, int64_t begin, int64_t count,
-                      Scratch& s) {
-        const Span& span = spans_[link.edge->span];
-        const int64_t folded = link.rows * group_, num_tiles = tiles(link.rows);
-        static constexpr auto table = tiles_of<kPairs<T>>(std::make_integer_sequence<int, kMaxRows>());
+    void prepare(const Piece& piece, const Link& link, const LayerKV& kv, int64_t begin, int64_t count, Scratch& s) {
         constexpr int64_t kTogether = kPairs<T> ? 2 : 1;
         s.keys.reserve(kMostKeys * wide_), s.values.reserve(kMostKeys * wide_);
         s.scores.reserve(kMaxRows * kScoreStride), s.bias.reserve(kMaxRows * kMostKeys);
         for (int64_t b = 0; b < count; b += kKeys) {
-            prepare_block<T>(span, kv, piece.head, begin + b, std::min(kKeys, count - b),
+            prepare_block<T>(spans_[link.edge->span], kv, piece.head, begin + b, std::min(kKeys, count - b),
                              s.keys.data() + b * shape_.dim / kTogether, s.values.data() + b * wide_ / kTogether);
         }
-        s.fetches = kKeys / (num_tiles * (kKeys + wide_) / kPanel) + 1;
-        for (int64_t t = 0; t < num_tiles; ++t) {
-            const int64_t from = t * folded / num_tiles, to = (t + 1) * folded / num_tiles;
-            const Seen seen = see(link, span, from, to, begin, count, s);
-            if (seen.begin < seen.end) table[to - from - 1](*this, from, seen, s);
-        }
+        s.fetches = kKeys / (tiles(link.rows) * (kKeys + wide_) / kPanel) + 1;
+    }
+
+    // Call visit(from, to) for each tile of a link's folded rows.
+    template <class Visit>
+    void each_tile(const Link& link, const Visit& visit) const {
+        const int64_t folded = link.rows * group_, count = tiles(link.rows);
+        for (int64_t t = 0; t < count; ++t) visit(t * folded / count, (t + 1) * folded / count);
+    }
+
+    // Attention of a tile of folded rows [from, to) of a link, row `at` and following of the scratch buffers, to the
+    // packed keys.
+    template <class T>
+    void attend_keys(const Link& link, int64_t at, int64_t from, int64_t to, int64_t begin, int64_t count, Scratch& s) {
+        static constexpr auto table = tiles_of<kPairs<T>>(std::make_integer_sequence<int, kMaxRows>());
+        const Seen seen = see(link, spans_[link.edge->span], from, to, begin, count, s);
+        if (seen.begin < seen.end) table[to - from - 1](*this, at, seen, s);
     }
 
     // Load a query: rotate and scale it, and round it to pairs if keys are multiplied as pairs.
     template <class T>
     void load_query(const float* from, const float* turn, float factor, float* to) const {
         const int64_t dim = shape_.dim, half = dim / 2;
-        if (turn == nullptr) {
-            for (int64_t d = 0; d < dim; ++d) to[d] = from[d] * factor;
-        } else {
-            const float *cosine = turn, *sine = turn + half;
-            for (int64_t d = 0; d < half; ++d) {
-                to[d] = (from[d] * cosine[d] - from[half + d] * sine[d]) * factor;
-                to[half + d] = (from[half + d] * cosine[d] + from[d] * sine[d]) * factor;
-            }
-        }
+        each_lanes(turn == nullptr ? dim : half, [&](int64_t d, auto n) {
+            const Vec scale = set1(factor), first = load_lanes(from + d, n);
+            if (turn == nullptr) return store_lanes(to + d, mul(first, scale), n);
+            const Vec second = load_lanes(from + half + d, n);
+            const Vec cosine = load_lanes(turn + d, n), sine = load_lanes(turn + half + d, n);
+            store_lanes(to + d, mul(fma(first, cosine, mul(second, sub(zero(), sine))), scale), n);
+            store_lanes(to + half + d, mul(fma(second, cosine, mul(first, sine)), scale), n);
+        });
         if constexpr (kPairs<T>) round_to_pairs(to, dim, reinterpret_cast<uint32_t*>(to));
     }
 
@@ -677,7 +727,7 @@ class Attention {
         return seen;
     }
 
-    // Attention of R folded rows, from `from` on, to the block in the scratch buffers.
+    // Attention of R rows of the scratch buffers, from `from` on, to the block in them.
     template <int R, bool Pairs>
     static void attend_tile(Attention& self, int64_t from, const Seen& seen, Scratch& s) {
         static constexpr auto kOnes = [] { std::array<float, R> ones; ones.fill(1); return ones; }();
